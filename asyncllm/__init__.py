@@ -1,0 +1,89 @@
+"""An asyncio streaming LLM engine that lives inside the application.
+
+    async with AsyncLLMEngine() as engine:
+        async for delta in engine.stream("Tell me a story."):
+            print(delta, end="", flush=True)
+
+Importing the package loads neither torch nor transformers: the public names are resolved on
+first use, and the heavy libraries when an engine starts.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from asyncllm.config import EngineConfig as EngineConfig
+    from asyncllm.engine import AsyncLLMEngine as AsyncLLMEngine
+    from asyncllm.errors import AsyncLLMError as AsyncLLMError
+    from asyncllm.errors import ContextLengthExceededError as ContextLengthExceededError
+    from asyncllm.errors import DeadlineExceededError as DeadlineExceededError
+    from asyncllm.errors import EngineClosedError as EngineClosedError
+    from asyncllm.errors import EngineDeadError as EngineDeadError
+    from asyncllm.errors import EngineError as EngineError
+    from asyncllm.errors import EngineOverloadedError as EngineOverloadedError
+    from asyncllm.errors import InvalidRequestError as InvalidRequestError
+    from asyncllm.errors import KVCacheTooSmallError as KVCacheTooSmallError
+    from asyncllm.errors import ModelLoadError as ModelLoadError
+    from asyncllm.errors import RequestError as RequestError
+    from asyncllm.llm import LLM as LLM
+    from asyncllm.outputs import Completion as Completion
+    from asyncllm.outputs import CompletionOutput as CompletionOutput
+    from asyncllm.outputs import Delta as Delta
+    from asyncllm.outputs import EngineStats as EngineStats
+    from asyncllm.outputs import FinishReason as FinishReason
+    from asyncllm.outputs import Logprob as Logprob
+    from asyncllm.outputs import TokenLogprobs as TokenLogprobs
+    from asyncllm.outputs import Usage as Usage
+    from asyncllm.sampling_params import SamplingParams as SamplingParams
+    from asyncllm.stream import TokenStream as TokenStream
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "asyncllm.config": ("EngineConfig",),
+    "asyncllm.engine": ("AsyncLLMEngine",),
+    "asyncllm.errors": (
+        "AsyncLLMError",
+        "ContextLengthExceededError",
+        "DeadlineExceededError",
+        "EngineClosedError",
+        "EngineDeadError",
+        "EngineError",
+        "EngineOverloadedError",
+        "InvalidRequestError",
+        "KVCacheTooSmallError",
+        "ModelLoadError",
+        "RequestError",
+    ),
+    "asyncllm.llm": ("LLM",),
+    "asyncllm.outputs": (
+        "Completion",
+        "CompletionOutput",
+        "Delta",
+        "EngineStats",
+        "FinishReason",
+        "Logprob",
+        "TokenLogprobs",
+        "Usage",
+    ),
+    "asyncllm.sampling_params": ("SamplingParams",),
+    "asyncllm.stream": ("TokenStream",),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = sorted(_HOME_OF)  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    module = _HOME_OF.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(module), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME_OF})

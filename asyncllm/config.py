@@ -1,0 +1,192 @@
+"""EngineConfig: everything about an engine that is fixed before it starts."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+from asyncllm.errors import InvalidRequestError
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+SchedulingPolicy = Literal["fcfs", "priority", "deadline"]
+CudaGraphs = Literal["auto", "startup", "lazy", "off"]
+LoadFormat = Literal["auto", "safetensors", "dummy"]
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Checked once, when it is made; no environment variable is read.
+
+    None means that the engine decides when it knows the model and the device.
+
+    Attributes:
+        model: local directory or hub id in the Hugging Face layout; None is the model in the
+            package.
+        tokenizer: directory or hub id of the tokenizer, if it is not the model's own.
+        revision: branch, tag or commit on the hub.
+        dtype: of weights and KV; "auto" is the checkpoint's on a GPU, and on a CPU bfloat16
+            only where the processor computes in it, else float32.
+        device: "auto", "cpu", "cuda" or "cuda:N".
+        max_model_len: longest sequence in tokens; None is the model's context or what the
+            KV cache holds, whichever is less.
+        max_num_seqs: requests in a batch; None is 256 on a GPU, 64 on a CPU.
+        max_num_batched_tokens: token budget of a step; "auto" is 8192 on a GPU, and on a CPU
+            measured at start so that a full step takes about 250 ms at most.
+        block_size: tokens per KV block; None is 16 on a GPU, 32 on a CPU.
+        kv_cache_memory: bytes for the KV cache, as a number or as "4GiB"; None is a quarter
+            of the available memory, at most 4 GiB, on a CPU, and what
+            ``gpu_memory_utilization`` leaves on a GPU.
+        gpu_memory_utilization: share of the GPU's memory that the engine may use.
+        num_blocks: usable KV blocks; overrides ``kv_cache_memory``.
+        enable_prefix_caching: keep and find the KV of shared prefixes.
+        attention_backend: "auto", or the name of one.
+        cuda_graphs: "auto" (lazy), "startup", "lazy" or "off".
+        cuda_graph_sizes: batch sizes to capture; None is the default set.
+        async_scheduling: run one step ahead of the results; None is True on a GPU and False
+            on a CPU. On a CPU it changes the accounting, not the speed.
+        scheduling_policy: "fcfs", "priority" (smaller first) or "deadline" (earliest first
+            within a priority).
+        max_queued_requests: requests waiting at most; more are EngineOverloadedError.
+        max_queued_tokens: prompt tokens waiting at most.
+        seed: of the seeds that are drawn for requests without one; None draws them from the
+            operating system.
+        load_format: "auto", "safetensors", or "dummy" for random weights.
+        trust_remote_code: passed to transformers for tokenizers with code of their own.
+        num_threads: CPU threads for the model; None is one per core.
+        step_timeout: seconds after which a step counts as hung.
+
+    Raises:
+        InvalidRequestError: for a value outside its range, with ``param`` set.
+    """
+
+    model: str | os.PathLike[str] | None = None
+    tokenizer: str | os.PathLike[str] | None = None
+    revision: str | None = None
+    dtype: Dtype = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | Literal["auto"] = "auto"
+    block_size: int | None = None
+    kv_cache_memory: int | str | None = None
+    gpu_memory_utilization: float = 0.9
+    num_blocks: int | None = None
+    enable_prefix_caching: bool = True
+    attention_backend: str = "auto"
+    cuda_graphs: CudaGraphs = "auto"
+    cuda_graph_sizes: tuple[int, ...] | None = None
+    async_scheduling: bool | None = None
+    scheduling_policy: SchedulingPolicy = "fcfs"
+    max_queued_requests: int = 1024
+    max_queued_tokens: int = 1_000_000
+    seed: int | None = None
+    load_format: LoadFormat = "auto"
+    trust_remote_code: bool = False
+    num_threads: int | None = None
+    step_timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        self._check_choices()
+        self._check_counts()
+        self._check_shares()
+        if self.kv_cache_memory is not None:
+            object.__setattr__(self, "kv_cache_memory", parse_bytes(self.kv_cache_memory))
+        if self.cuda_graph_sizes is not None:
+            self._check_graph_sizes()
+
+    def _check_choices(self) -> None:
+        for name, choices in (
+            ("dtype", get_args(Dtype)),
+            ("scheduling_policy", get_args(SchedulingPolicy)),
+            ("cuda_graphs", get_args(CudaGraphs)),
+            ("load_format", get_args(LoadFormat)),
+        ):
+            if getattr(self, name) not in choices:
+                raise _bad(name, getattr(self, name), "one of " + ", ".join(choices))
+        for name in ("enable_prefix_caching", "trust_remote_code"):
+            if not isinstance(getattr(self, name), bool):
+                raise _bad(name, getattr(self, name), "True or False")
+        if self.async_scheduling not in (None, True, False):
+            raise _bad("async_scheduling", self.async_scheduling, "True, False or None")
+        if not isinstance(self.device, str) or not re.fullmatch(
+            r"auto|cpu|cuda(:\d+)?", self.device
+        ):
+            raise _bad("device", self.device, "auto, cpu, cuda or cuda:N")
+        if not isinstance(self.attention_backend, str) or not self.attention_backend:
+            raise _bad("attention_backend", self.attention_backend, "a name")
+        for name in ("model", "tokenizer"):
+            value = getattr(self, name)
+            if value is not None and (
+                not isinstance(value, (str, os.PathLike)) or not os.fspath(value)
+            ):
+                raise _bad(name, value, "a directory, a hub id or None")
+
+    def _check_counts(self) -> None:
+        for name in ("max_model_len", "max_num_seqs", "num_blocks", "num_threads"):
+            _integer(name, getattr(self, name), low=1, optional=True)
+        for name in ("max_queued_requests", "max_queued_tokens"):
+            _integer(name, getattr(self, name), low=1)
+        _integer("block_size", self.block_size, low=1, optional=True)
+        if self.max_num_batched_tokens != "auto":
+            _integer("max_num_batched_tokens", self.max_num_batched_tokens, low=1)
+        _integer("seed", self.seed, low=0, optional=True)
+
+    def _check_shares(self) -> None:
+        share = self.gpu_memory_utilization
+        if not isinstance(share, (int, float)) or not 0.0 < share <= 1.0:
+            raise _bad("gpu_memory_utilization", share, "a number in (0, 1]")
+        timeout = self.step_timeout
+        if not isinstance(timeout, (int, float)) or not (0 < timeout and math.isfinite(timeout)):
+            raise _bad("step_timeout", timeout, "a positive number of seconds")
+
+    def _check_graph_sizes(self) -> None:
+        sizes = self.cuda_graph_sizes
+        if isinstance(sizes, (str, bytes)) or not hasattr(sizes, "__iter__"):
+            raise _bad("cuda_graph_sizes", sizes, "batch sizes, integers from 1")
+        for size in sizes:
+            _integer("cuda_graph_sizes", size, low=1)
+        object.__setattr__(self, "cuda_graph_sizes", tuple(sorted(set(sizes))))
+
+    @classmethod
+    def field_names(cls) -> frozenset[str]:
+        return frozenset(f.name for f in fields(cls))
+
+
+def parse_bytes(value: int | str) -> int:
+    """Bytes from a number or from text such as "512MiB", "4 GiB" or "2.5GB".
+
+    Raises:
+        InvalidRequestError: if it is neither, or not positive.
+    """
+    accepted = 'a positive number of bytes, or text such as "4GiB"'
+    if isinstance(value, int) and not isinstance(value, bool):
+        size = value
+    elif isinstance(value, str) and (
+        match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)
+    ):
+        unit = _UNITS.get(match.group(2).lower())
+        if unit is None:
+            raise _bad("kv_cache_memory", value, accepted)
+        size = int(float(match.group(1)) * unit)
+    else:
+        raise _bad("kv_cache_memory", value, accepted)
+    if size <= 0:
+        raise _bad("kv_cache_memory", value, accepted)
+    return size
+
+
+def _bad(name: str, value: object, accepted: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{name}={value!r}: expected {accepted}", param=name)
+
+
+def _integer(name: str, value: Any, *, low: int, optional: bool = False) -> None:
+    if value is None and optional:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise _bad(name, value, f"an integer from {low}" + (" or None" if optional else ""))

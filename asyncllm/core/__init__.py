@@ -1,0 +1,1 @@
+"""The engine's core: plain synchronous Python, without torch and without asyncio."""

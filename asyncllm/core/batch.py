@@ -1,0 +1,89 @@
+"""What crosses between the core and the device, and what comes back.
+
+These are the only types that the scheduler and a model runner share. A step is described
+by parallel lists, one entry per row, because a step of 256 rows is scheduled in well under
+a millisecond only if a row costs no object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from asyncllm.outputs import TokenLogprobs
+from asyncllm.sampling_params import SamplingParams
+
+
+@dataclass(slots=True)
+class SlotAssignment:
+    """A request enters a slot, at its start or after a preemption or a pause.
+
+    Attributes:
+        slot: index from 0 to ``max_num_seqs - 1``; the request keeps it while it runs.
+        request_id: for messages only.
+        token_ids: every known token, prompt and output. The runner copies them when it
+            executes the step; the list may have grown by then, never changed.
+        num_prompt_tokens: how many of them are the prompt.
+        block_ids: the KV blocks it holds, this step's included, in order of position.
+        sampling: resolved parameters: no None among the fields that have a neutral value,
+            and ``seed`` set.
+        eos_token_ids: what ``min_tokens`` has to suppress beside ``stop_token_ids``; empty
+            with ``ignore_eos``.
+    """
+
+    slot: int
+    request_id: str
+    token_ids: Sequence[int]
+    num_prompt_tokens: int
+    block_ids: list[int]
+    sampling: SamplingParams
+    eos_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class StepBatch:
+    """One step: which rows compute which tokens.
+
+    Row i computes ``counts[i]`` tokens of the request in ``slots[i]``, from position
+    ``starts[i]`` on, after ``starts[i]`` tokens whose KV is in its blocks. Rows with
+    ``samples[i]`` yield one token, which belongs at position ``starts[i] + counts[i]``;
+    the runner keeps it, because the next step may be launched before the core has seen it.
+    Decode rows (one token, sampled) come first: ``num_decodes`` of them.
+
+    Attributes:
+        step: number of the step, from 0.
+        released: slots that nobody holds any more since the last step.
+        assignments: requests that enter slots, to be applied after ``released``.
+        new_blocks: ``(slot, block ids)`` appended to tables of requests that had a slot.
+        num_tokens: sum of ``counts``.
+    """
+
+    step: int
+    slots: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    samples: list[bool] = field(default_factory=list)
+    num_decodes: int = 0
+    num_tokens: int = 0
+    released: list[int] = field(default_factory=list)
+    assignments: list[SlotAssignment] = field(default_factory=list)
+    new_blocks: list[tuple[int, list[int]]] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step yielded, row by row in the order of its StepBatch.
+
+    Attributes:
+        token_ids: the sampled token; -1 for a row that samples none or is in ``errors``.
+        logprobs: row to log-probabilities, for rows whose request asked for them.
+        errors: row to the exception that ends this row's request and no other (a logits
+            processor that raised, logits that are not numbers).
+    """
+
+    token_ids: list[int]
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    errors: dict[int, Exception] = field(default_factory=dict)

@@ -1,0 +1,65 @@
+"""The seam between the core and a device: the Executor protocol, and a fake one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from asyncllm.core.batch import StepBatch, StepResult
+
+
+class StepMemoryError(Exception):
+    """The device ran out of memory in a step. Nothing of the step counts; the scheduler
+    takes it back and tries a smaller one."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorInfo:
+    """What the scheduler has to know about a device once the model is loaded.
+
+    Attributes:
+        vocab_size: tokens are 0 to ``vocab_size - 1``.
+        num_blocks: KV blocks including the null block 0, which is never allocated.
+        block_size: tokens per block.
+        max_model_len: longest sequence, prompt and output, in tokens.
+        max_num_seqs: slots.
+        max_num_batched_tokens: token budget of a step.
+        pipeline_depth: steps that may be in flight at once, 1 or 2.
+    """
+
+    vocab_size: int
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    pipeline_depth: int = 1
+
+
+@runtime_checkable
+class Executor(Protocol):
+    """Runs steps on a device. Every method is called on the engine thread.
+
+    ``launch`` starts a step and returns; ``collect`` waits for the oldest step launched and
+    returns its result, with the GIL released while it waits. Up to
+    ``info.pipeline_depth`` steps are in flight. An executor that has no device of its own
+    to run ahead (the CPU) does the work in ``collect``.
+
+    Raises:
+        StepMemoryError: from ``launch`` or ``collect``; the step left nothing behind that
+            counts. Every step in flight is void then: ``discard`` follows.
+        Exception: anything else kills the engine.
+    """
+
+    info: ExecutorInfo
+
+    def launch(self, batch: StepBatch) -> None: ...
+
+    def collect(self) -> StepResult: ...
+
+    def discard(self) -> None:
+        """Drops every step in flight, after waiting for the device where it has begun.
+        Slots and block tables are void: the next steps assign them anew."""
+
+    def close(self) -> None:
+        """Gives back all memory and threads. Idempotent."""

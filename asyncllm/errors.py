@@ -1,0 +1,92 @@
+"""The exception tree.
+
+    AsyncLLMError
+    ├── RequestError                           this request alone is affected
+    │   ├── InvalidRequestError (ValueError)   .param names the argument at fault
+    │   ├── ContextLengthExceededError         the prompt leaves no room for one token
+    │   └── DeadlineExceededError (TimeoutError)   .partial holds what was generated
+    ├── EngineOverloadedError                  .retry_after: seconds until a place is likely
+    └── EngineError                            the engine as a whole
+        ├── EngineClosedError                  not started yet, or closed
+        ├── EngineDeadError                    __cause__ is what killed it
+        ├── KVCacheTooSmallError               not enough KV memory, with the numbers
+        └── ModelLoadError                     the model's files cannot be used
+
+Every message names the field, the value it had and what would have been accepted.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from asyncllm.outputs import Completion
+
+
+class AsyncLLMError(Exception):
+    """Base of every exception that asyncllm raises on purpose."""
+
+
+class RequestError(AsyncLLMError):
+    """One request failed; the engine and every other request go on."""
+
+
+class InvalidRequestError(RequestError, ValueError):
+    """A request, or a configuration, that cannot be served as it is written.
+
+    Attributes:
+        param: name of the argument at fault, or None where no single one is.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class ContextLengthExceededError(RequestError):
+    """The prompt leaves no room for a single output token in ``max_model_len``."""
+
+
+class DeadlineExceededError(RequestError, TimeoutError):
+    """The request's ``timeout`` passed.
+
+    Attributes:
+        partial: what was generated before the deadline, or None if nothing was.
+    """
+
+    def __init__(self, message: str, *, partial: Completion | None = None) -> None:
+        super().__init__(message)
+        self.partial = partial
+
+
+class EngineOverloadedError(AsyncLLMError):
+    """The queue is full; the request was refused at once and left no trace.
+
+    Attributes:
+        retry_after: seconds after which a place is likely to be free, from the rate at
+            which the queue was drained lately.
+    """
+
+    def __init__(self, message: str, *, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class EngineError(AsyncLLMError):
+    """The engine as a whole cannot do what was asked of it."""
+
+
+class EngineClosedError(EngineError):
+    """The engine was not started yet, is closed, or belongs to another process."""
+
+
+class EngineDeadError(EngineError):
+    """The model or the engine failed; ``__cause__`` is what killed it."""
+
+
+class KVCacheTooSmallError(EngineError):
+    """The KV cache cannot hold what the configuration asks for."""
+
+
+class ModelLoadError(EngineError):
+    """The model's files are missing, damaged, or of a kind that is not supported."""
