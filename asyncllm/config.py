@@ -142,7 +142,7 @@ class EngineConfig:
         if not isinstance(share, (int, float)) or not 0.0 < share <= 1.0:
             raise _bad("gpu_memory_utilization", share, "a number in (0, 1]")
         timeout = self.step_timeout
-        if not isinstance(timeout, (int, float)) or not (0 < timeout and math.isfinite(timeout)):
+        if not isinstance(timeout, (int, float)) or not (timeout > 0 and math.isfinite(timeout)):
             raise _bad("step_timeout", timeout, "a positive number of seconds")
 
     def _check_graph_sizes(self) -> None:
