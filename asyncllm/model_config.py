@@ -106,8 +106,8 @@ class ModelConfig:
             mlp_bias=architecture == "LlamaForCausalLM" and config.boolean("mlp_bias", False),
             sliding_window=window,
             sliding_layers=sliding_layers,
-            eos_token_ids=_eos_token_ids(config, generation, vocab_size),
-            bos_token_id=config.integer("bos_token_id", None, low=0, high=vocab_size - 1),
+            eos_token_ids=_eos_token_ids(config, generation, architecture),
+            bos_token_id=_bos_token_id(config, architecture),
             generation_defaults=_generation_defaults(generation),
             **_heads(config, architecture),
             **_attention_biases(config, architecture),
@@ -262,9 +262,25 @@ def _dtype(config: ConfigFile) -> str:
     return config.choice(name, ("float32", "bfloat16", "float16"), "float32")
 
 
-def _eos_token_ids(config: ConfigFile, generation: ConfigFile, vocab_size: int) -> tuple[int, ...]:
+_HAS_DEFAULT_TOKENS = ("LlamaForCausalLM", "MistralForCausalLM")
+"""Architectures whose BOS is 1 and whose EOS is 2 in a file that says nothing of them."""
+
+
+def _eos_token_ids(
+    config: ConfigFile, generation: ConfigFile, architecture: str
+) -> tuple[int, ...]:
+    vocab_size = config.integer("vocab_size")
     ids = generation.token_ids("eos_token_id", vocab_size)
-    return tuple(dict.fromkeys(ids + config.token_ids("eos_token_id", vocab_size)))
+    ids += config.token_ids("eos_token_id", vocab_size)
+    if not ids and "eos_token_id" not in config.values and architecture in _HAS_DEFAULT_TOKENS:
+        return (2,)
+    return tuple(dict.fromkeys(ids))
+
+
+def _bos_token_id(config: ConfigFile, architecture: str) -> int | None:
+    if "bos_token_id" not in config.values and architecture in _HAS_DEFAULT_TOKENS:
+        return 1
+    return config.integer("bos_token_id", None, low=0, high=config.integer("vocab_size") - 1)
 
 
 def _generation_defaults(generation: ConfigFile) -> dict[str, Any]:

@@ -149,11 +149,11 @@ def _contents(directory: Path) -> str:
 
 def _check_weights(directory: Path) -> None:
     for index in sorted(directory.glob("*.safetensors.index.json")):
-        shards = ConfigFile.read(index).section("weight_map").values.values()
-        missing = sorted({str(s) for s in shards if not (directory / str(s)).is_file()})
+        shards = {str(s) for s in ConfigFile.read(index).section("weight_map").values.values()}
+        missing = sorted(shard for shard in shards if not (directory / shard).is_file())
         if missing:
             raise ModelLoadError(
-                f"{index}: weight_map names {len(missing)} files that are missing: "
+                f"{index}: {len(missing)} of {len(shards)} files in weight_map are missing: "
                 + ", ".join(missing[:3])
                 + (", …" if len(missing) > 3 else "")
             )
