@@ -1,0 +1,279 @@
+"""Text decoders: token ids to text, one token at a time, equal to decoding them at once.
+
+There is one for each family of tokenizer decoders:
+
+- ByteLevelDecoder: each token is a sequence of bytes (GPT-2, Qwen, Llama 3).
+- ByteFallbackDecoder: each token is a string, or one byte of one (Llama 2, Mistral, Gemma).
+- WindowDecoder: any other, by decoding the last few tokens anew.
+
+Each is made for one output and knows the end of its prompt: a character that the prompt left
+half-finished appears in the output that finishes it, and nothing else of the prompt does.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol
+
+REPLACEMENT = "\ufffd"
+_PRIMING_TOKENS = 6
+_HEX_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+IdToToken = Callable[[int], str | None]
+"""The vocabulary's string of a token id, or None for an id that has none."""
+
+
+class TextDecoder(Protocol):
+    """Incremental decoding of one output."""
+
+    def push(self, token_id: int) -> str:
+        """The text that is certain now and was not before; never half a character."""
+        ...
+
+    def flush(self) -> str:
+        """What is left at the end: replacement characters for an unfinished character."""
+        ...
+
+
+class ByteTable(dict[int, bytes]):
+    """Token id to bytes for a byte-level vocabulary; shared by all requests.
+
+    Filled as tokens are met: a whole table of 150,000 entries would cost a start some
+    100 ms and every entry but a few thousand would never be read. Ids in ``skip``, and ids
+    that the vocabulary does not have, are no bytes.
+    """
+
+    def __init__(self, id_to_token: IdToToken, skip: Collection[int] = ()) -> None:
+        super().__init__(dict.fromkeys(skip, b""))
+        self._id_to_token = id_to_token
+        self._byte_of = _byte_of_character()
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = self._id_to_token(token_id)
+        if token is None:
+            data = b""
+        else:
+            try:
+                data = bytes([self._byte_of[c] for c in token])
+            except KeyError:
+                # An added token with a character outside the alphabet stands for itself.
+                data = token.encode()
+        self[token_id] = data
+        return data
+
+
+def _byte_of_character() -> dict[str, int]:
+    """GPT-2's bijection between bytes and printable characters (Radford et al. 2019):
+    printable bytes stand for themselves, the others for the code points from 256 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    characters = [*map(chr, printable), *(chr(256 + i) for i in range(len(others)))]
+    return dict(zip(characters, printable + others, strict=True))
+
+
+class ByteLevelDecoder:
+    """Bytes through an incremental UTF-8 decoder; about half a microsecond per token."""
+
+    __slots__ = ("_decode", "_joint", "_table")
+
+    def __init__(self, table: ByteTable, prompt_token_ids: Sequence[int] = ()) -> None:
+        self._table = table
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._joint = _unfinished_tail(table, prompt_token_ids)
+        if self._joint:
+            self._decode(self._joint)
+
+    def push(self, token_id: int) -> str:
+        text = self._decode(self._table[token_id])
+        return self._without_prompt(text, self._table[token_id]) if self._joint else text
+
+    def flush(self) -> str:
+        text = self._decode(b"", True)
+        return self._without_prompt(text, b"") if self._joint else text
+
+    def _without_prompt(self, text: str, data: bytes) -> str:
+        """Drops the replacement character of a prompt's tail that the output did not finish."""
+        self._joint += data
+        if not text:
+            return text
+        unfinished = text[0] == REPLACEMENT and not self._joint.startswith(REPLACEMENT.encode())
+        self._joint = b""
+        return text[1:] if unfinished else text
+
+
+def _unfinished_tail(table: ByteTable, token_ids: Sequence[int]) -> bytes:
+    """The bytes of an incomplete character at the end, at most three."""
+    tail = b""
+    for token_id in reversed(token_ids):
+        tail = table[token_id] + tail
+        if len(tail) >= 4:
+            break
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    decoder.decode(tail)
+    return decoder.getstate()[0]
+
+
+class PieceTable(dict[int, str | int]):
+    """Token id to its text, or to the byte that it stands for; shared by all requests.
+
+    Made for the decoder chain of SentencePiece models with byte fallback: the word mark
+    becomes a space, "<0xNN>" a byte. Filled as tokens are met; see ByteTable.
+    """
+
+    def __init__(
+        self, id_to_token: IdToToken, skip: Collection[int] = (), *, word_mark: str = "▁"
+    ) -> None:
+        super().__init__(dict.fromkeys(skip, ""))
+        self._id_to_token = id_to_token
+        self._word_mark = word_mark
+
+    def __missing__(self, token_id: int) -> str | int:
+        text = (self._id_to_token(token_id) or "").replace(self._word_mark, " ")
+        match = _HEX_BYTE.fullmatch(text)
+        piece = int(match[1], 16) if match else text
+        self[token_id] = piece
+        return piece
+
+
+class ByteFallbackDecoder:
+    """Strings as they are, runs of byte tokens as UTF-8.
+
+    ``tokenizers`` decodes a run of byte tokens at once: if any of it is not UTF-8, each byte
+    of the run becomes a replacement character. Here a character is handed out as soon as its
+    bytes are there, because a newline is such a byte and a stop string must not wait for the
+    token after it. So the two differ in one case: characters that were complete before their
+    run turned invalid stay as they were.
+
+    Args:
+        strip_start: drop one space at the beginning of the text.
+    """
+
+    __slots__ = ("_at_start", "_broken", "_pending", "_prompt_bytes", "_table")
+
+    def __init__(
+        self, table: PieceTable, prompt_token_ids: Sequence[int] = (), *, strip_start: bool
+    ) -> None:
+        self._table = table
+        self._pending = b""
+        self._broken = False
+        run = bytearray()
+        has_text = False
+        for token_id in reversed(prompt_token_ids):
+            piece = table[token_id]
+            if piece == "":
+                continue
+            has_text = True
+            if isinstance(piece, str):
+                break
+            run.insert(0, piece)
+        for byte in run:
+            self._push_byte(byte)
+        self._prompt_bytes = len(self._pending)
+        self._at_start = strip_start and not has_text
+
+    def push(self, token_id: int) -> str:
+        piece = self._table[token_id]
+        if piece == "":
+            return ""
+        if isinstance(piece, int):
+            text = self._push_byte(piece)
+        elif self._pending or self._broken:
+            text = self.flush() + piece
+        else:
+            text = piece
+        if self._at_start and text:
+            self._at_start = False
+            return text.removeprefix(" ")
+        return text
+
+    def flush(self) -> str:
+        text = self._replaced()
+        self._broken = False
+        return text
+
+    def _push_byte(self, byte: int) -> str:
+        if self._broken:
+            return REPLACEMENT
+        self._pending += bytes((byte,))
+        try:
+            text = self._pending.decode()
+        except UnicodeDecodeError as error:
+            if error.reason == "unexpected end of data":
+                return ""
+            self._broken = True
+            return self._replaced()
+        self._pending = b""
+        self._prompt_bytes = 0
+        return text
+
+    def _replaced(self) -> str:
+        """One replacement character for each pending byte that is not the prompt's."""
+        text = REPLACEMENT * (len(self._pending) - self._prompt_bytes)
+        self._pending = b""
+        self._prompt_bytes = 0
+        return text
+
+
+class WindowDecoder:
+    """Decodes the last tokens anew with each one and hands out what came to the end.
+
+    Needs only that a token's text depends on the few tokens before it. Text that ends in one
+    to three replacement characters is held back, for they may be an unfinished character;
+    four are certainly none.
+
+    Args:
+        decode: token ids to text, special tokens included.
+        skip: ids without text of their own; they never reach ``decode``.
+    """
+
+    __slots__ = ("_decode", "_prefix", "_prefix_ids", "_skip", "_window")
+
+    def __init__(
+        self,
+        decode: Callable[[list[int]], str],
+        prompt_token_ids: Sequence[int] = (),
+        *,
+        skip: Collection[int] = (),
+    ) -> None:
+        self._decode = decode
+        self._skip = skip
+        tail: list[int] = []
+        for token_id in reversed(prompt_token_ids):
+            if token_id not in skip:
+                tail.insert(0, token_id)
+                if len(tail) == _PRIMING_TOKENS:
+                    break
+        self._window = tail
+        self._prefix_ids = len(tail)
+        self._prefix = decode(tail) if tail else ""
+
+    def push(self, token_id: int) -> str:
+        if token_id in self._skip:
+            return ""
+        self._window.append(token_id)
+        text = self._decode(self._window)
+        new = text[self._start_of_new(text) :]
+        unfinished = len(new) - len(new.rstrip(REPLACEMENT))
+        if not new or 1 <= unfinished <= 3:
+            return ""
+        del self._window[: self._prefix_ids]
+        self._prefix_ids = len(self._window)
+        self._prefix = self._decode(self._window)
+        return new
+
+    def flush(self) -> str:
+        if len(self._window) == self._prefix_ids:
+            return ""
+        text = self._decode(self._window)
+        self._prefix_ids = len(self._window)
+        new = text[self._start_of_new(text) :]
+        self._prefix = text
+        return new
+
+    def _start_of_new(self, text: str) -> int:
+        if text.startswith(self._prefix):
+            return len(self._prefix)
+        # The prompt ended inside a character that is finished now.
+        return len(self._prefix.rstrip(REPLACEMENT))
