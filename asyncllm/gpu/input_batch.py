@@ -1,0 +1,130 @@
+"""InputBatch: what the runner knows about each slot, and a step's index arithmetic."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from asyncllm.core.batch import SlotAssignment, StepBatch
+from asyncllm.gpu.step_inputs import StepInputs
+
+_NO_BLOCKS = np.zeros(0, dtype=np.int64)
+
+
+class InputBatch:
+    """The persistent batch: one row of each buffer per slot, updated by what changed.
+
+    The buffers are as wide as the longest sequence. They are numpy zeros, which the
+    operating system backs with memory only where they are touched, so slots and positions
+    that are never used cost nothing.
+
+    Attributes:
+        token_ids: ``[max_num_seqs, max_model_len + 1]`` int32, prompt and output. A sampled
+            token is written here by the runner, so that the next step finds it whether the
+            core has seen it or not.
+        block_table: ``[max_num_seqs, blocks per sequence]`` int32.
+        num_blocks: ``[max_num_seqs]``, entries of each block table in use.
+        num_prompt_tokens: ``[max_num_seqs]``.
+    """
+
+    def __init__(
+        self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device
+    ) -> None:
+        self.block_size = block_size
+        self.device = device
+        width = -(-max_model_len // block_size)
+        self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)
+        self.block_table = np.zeros((max_num_seqs, width), dtype=np.int32)
+        self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
+        self.num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+
+    def apply(self, batch: StepBatch) -> np.ndarray:
+        """Takes over what changed: releases, then assignments, then new blocks.
+
+        Returns:
+            Blocks that have a new owner and that this step will not fill to the end, int64.
+            Their stale contents are read by attention that works on whole blocks.
+        """
+        for slot in batch.released:
+            self.num_blocks[slot] = 0
+        if not batch.assignments and not batch.new_blocks:
+            return _NO_BLOCKS
+        rows = dict(zip(batch.slots, zip(batch.starts, batch.counts, strict=True), strict=True))
+        unfilled: list[np.ndarray] = []
+        for assignment in batch.assignments:
+            slot = assignment.slot
+            start, count = rows.get(slot, (0, 0))
+            self._assign(assignment)
+            # Blocks before ``start`` came from the prefix cache: they have other readers.
+            shared = -(-start // self.block_size)
+            unfilled.append(
+                self._blocks_from(slot, max(shared, (start + count) // self.block_size))
+            )
+        for slot, block_ids in batch.new_blocks:
+            first = int(self.num_blocks[slot])
+            self._append_blocks(slot, block_ids)
+            start, count = rows.get(slot, (0, 0))
+            unfilled.append(self._blocks_from(slot, max(first, (start + count) // self.block_size)))
+        return np.concatenate(unfilled).astype(np.int64)
+
+    def _assign(self, assignment: SlotAssignment) -> None:
+        slot = assignment.slot
+        tokens = np.asarray(assignment.token_ids, dtype=np.int32)
+        self.token_ids[slot, : len(tokens)] = tokens
+        self.num_prompt_tokens[slot] = assignment.num_prompt_tokens
+        self.num_blocks[slot] = 0
+        self._append_blocks(slot, assignment.block_ids)
+
+    def _append_blocks(self, slot: int, block_ids: list[int]) -> None:
+        start = int(self.num_blocks[slot])
+        end = start + len(block_ids)
+        self.block_table[slot, start:end] = block_ids
+        self.num_blocks[slot] = end
+
+    def _blocks_from(self, slot: int, first: int) -> np.ndarray:
+        return self.block_table[slot, first : int(self.num_blocks[slot])]
+
+    def write_sampled(self, slots: np.ndarray, positions: np.ndarray, tokens: np.ndarray) -> None:
+        """Appends sampled tokens: each belongs at its position in its slot."""
+        self.token_ids[slots, positions] = tokens
+
+    def output_token_ids(self, slot: int, end: int) -> np.ndarray:
+        """Output tokens before position ``end``: a view ``[n]`` int32."""
+        return self.token_ids[slot, self.num_prompt_tokens[slot] : end]
+
+    def prepare(self, batch: StepBatch) -> StepInputs:
+        """The step's tensors. For token t of row r at position p the slot in the cache is
+        ``block_table[r][p // block_size] * block_size + p % block_size``."""
+        slots = np.array(batch.slots, dtype=np.int64)
+        starts = np.array(batch.starts, dtype=np.int64)
+        counts = np.array(batch.counts, dtype=np.int64)
+        query_start_loc = np.zeros(len(slots) + 1, dtype=np.int64)
+        np.cumsum(counts, out=query_start_loc[1:])
+        if batch.num_decodes == len(slots):
+            token_slots, positions = slots, starts
+        else:
+            token_slots = np.repeat(slots, counts)
+            positions = np.arange(query_start_loc[-1]) + np.repeat(
+                starts - query_start_loc[:-1], counts
+            )
+        blocks, offsets = np.divmod(positions, self.block_size)
+        slot_mapping = self.block_table[token_slots, blocks] * np.int64(self.block_size) + offsets
+        logits_indices = None
+        if batch.num_decodes != len(slots):
+            sampled = np.array(batch.samples, dtype=bool)
+            logits_indices = self._to_device(query_start_loc[1:][sampled] - 1)
+        return StepInputs(
+            num_decodes=batch.num_decodes,
+            token_ids=self._to_device(self.token_ids[token_slots, positions].astype(np.int64)),
+            positions=self._to_device(positions),
+            slot_mapping=self._to_device(slot_mapping),
+            logits_indices=logits_indices,
+            query_start_loc=query_start_loc,
+            seq_lens=starts + counts,
+            starts=starts,
+            block_table=self.block_table[slots],
+            block_size=self.block_size,
+        )
+
+    def _to_device(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device)

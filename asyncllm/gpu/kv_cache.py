@@ -1,0 +1,160 @@
+"""The KV cache: one allocation, and how large it is."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from asyncllm.config import EngineConfig
+from asyncllm.errors import KVCacheTooSmallError
+from asyncllm.model_config import ModelConfig
+
+logger = logging.getLogger(__name__)
+
+CPU_CACHE_LIMIT = 4 * 2**30
+CPU_CACHE_SHARE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheSize:
+    """What the cache holds.
+
+    Attributes:
+        num_blocks: with the null block 0.
+        max_model_len: longest sequence in tokens.
+        block_bytes: of one block, K and V of all layers.
+    """
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    block_bytes: int
+
+
+class KVCache:
+    """``[num_layers, 2, num_blocks, block_size, kv_heads, head_dim]`` in one allocation.
+
+    It is zeroed by the operating system page by page as it is first touched, so that an
+    unused cache costs no memory on a CPU.
+
+    Attributes:
+        layers: per layer a view ``[2, num_blocks, block_size, kv_heads, head_dim]``.
+    """
+
+    def __init__(
+        self, model: ModelConfig, size: KVCacheSize, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        shape = (
+            model.num_layers,
+            2,
+            size.num_blocks,
+            size.block_size,
+            model.num_kv_heads,
+            model.head_dim,
+        )
+        self.tensor = torch.zeros(shape, dtype=dtype, device=device)
+        self.layers: list[Tensor] = list(self.tensor.unbind(0))
+
+    def clear(self, block_ids: Tensor) -> None:
+        """Zeroes blocks before a new owner writes them.
+
+        Attention in plain torch reads whole blocks and masks what lies beyond a sequence,
+        and zero times what a broken request left there (NaN) would still be NaN.
+        """
+        self.tensor.index_fill_(2, block_ids, 0.0)
+
+
+def block_bytes(model: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one block: K and V of ``block_size`` tokens in all layers."""
+    per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim
+    return per_token * block_size * dtype.itemsize
+
+
+def size_cache(
+    config: EngineConfig,
+    model: ModelConfig,
+    *,
+    block_size: int,
+    max_num_seqs: int,
+    dtype: torch.dtype,
+    available: int,
+) -> KVCacheSize:
+    """Chooses the number of blocks and the longest sequence.
+
+    ``num_blocks`` and ``kv_cache_memory`` of the configuration come first, in that order.
+    Without them the cache takes ``available`` bytes, but not more than twice what
+    ``max_num_seqs`` sequences of full length need.
+
+    Args:
+        available: bytes to take where the configuration does not say.
+
+    Raises:
+        KVCacheTooSmallError: if it holds no block, or not one sequence of a
+            ``max_model_len`` that was asked for.
+    """
+    per_block = block_bytes(model, block_size, dtype)
+    longest = config.max_model_len or model.max_position_embeddings
+    blocks_per_seq = -(-longest // block_size)
+    if config.num_blocks is not None:
+        usable, knob = config.num_blocks, "num_blocks"
+    elif config.kv_cache_memory is not None:
+        usable, knob = int(config.kv_cache_memory) // per_block - 1, "kv_cache_memory"
+    else:
+        useful = 2 * max_num_seqs * blocks_per_seq
+        usable, knob = min(available // per_block - 1, useful), "kv_cache_memory"
+    needed = blocks_per_seq if config.max_model_len is not None else 1
+    if usable < needed:
+        raise KVCacheTooSmallError(
+            f"the KV cache holds {max(usable, 0)} blocks of {block_size} tokens "
+            f"({per_block} bytes each), but max_model_len={config.max_model_len} needs "
+            f"{needed} blocks, {needed * per_block} bytes: raise {knob} to at least "
+            f"{needed if knob == 'num_blocks' else (needed + 1) * per_block}, or lower "
+            "max_model_len"
+        )
+    max_model_len = min(longest, usable * block_size)
+    if max_model_len < longest:
+        logger.warning(
+            "max_model_len is %d of the model's %d tokens: the KV cache holds %d blocks of "
+            "%d tokens; raise %s for more",
+            max_model_len,
+            longest,
+            usable,
+            block_size,
+            knob,
+        )
+    return KVCacheSize(usable + 1, block_size, max_model_len, per_block)
+
+
+def cpu_cache_bytes() -> int:
+    """A quarter of the memory that is available now, at most 4 GiB."""
+    return min(available_memory() // CPU_CACHE_SHARE, CPU_CACHE_LIMIT)
+
+
+def available_memory() -> int:
+    """Bytes a process may still take: the kernel's estimate, within the control group."""
+    try:
+        available = _meminfo_available()
+    except (OSError, KeyError, ValueError):
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    return min(available, _cgroup_available(available))
+
+
+def _meminfo_available() -> int:
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    fields = dict(line.split(":", 1) for line in lines)
+    return int(fields["MemAvailable"].split()[0]) * 1024
+
+
+def _cgroup_available(otherwise: int) -> int:
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = (group / "memory.max").read_text(encoding="ascii").strip()
+        used = int((group / "memory.current").read_text(encoding="ascii"))
+        return otherwise if limit == "max" else max(0, int(limit) - used)
+    except (OSError, ValueError):
+        return otherwise

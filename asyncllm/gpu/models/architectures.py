@@ -1,0 +1,111 @@
+"""The architectures the decoder covers, and the names of their tensors in a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from asyncllm.errors import ModelLoadError
+from asyncllm.model_config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """What an architecture has beyond the common decoder.
+
+    Attributes:
+        qk_norm: RMSNorm on each query and key head.
+    """
+
+    qk_norm: bool = False
+
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": Architecture(),
+    "MistralForCausalLM": Architecture(),
+    "Qwen2ForCausalLM": Architecture(),
+    "Qwen3ForCausalLM": Architecture(qk_norm=True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter of the decoder and the checkpoint tensors that are stacked into it.
+
+    Attributes:
+        name: the decoder's own name, e.g. "layers.3.qkv.weight".
+        shape: of the whole; ``parts`` are stacked along its first dimension.
+        parts: ``(tensor name, rows)`` in order.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    parts: tuple[tuple[str, int], ...]
+
+
+def find_architecture(model: ModelConfig) -> Architecture:
+    """Raises ModelLoadError for an architecture that the decoder does not cover."""
+    architecture = ARCHITECTURES.get(model.architecture)
+    if architecture is None:
+        raise ModelLoadError(
+            f"{model.path}: architecture {model.architecture!r} is not supported "
+            f"(supported: {', '.join(sorted(ARCHITECTURES))})"
+        )
+    if architecture.qk_norm != model.qk_norm:
+        raise ModelLoadError(
+            f"{model.path}: {model.architecture} with qk_norm={model.qk_norm}: "
+            f"expected {architecture.qk_norm}"
+        )
+    if model.num_heads % model.num_kv_heads or model.head_dim % 2:
+        raise ModelLoadError(
+            f"{model.path}: {model.num_heads} heads of size {model.head_dim} over "
+            f"{model.num_kv_heads} key/value heads: expected a multiple, and an even size"
+        )
+    return architecture
+
+
+def parameters(model: ModelConfig) -> Iterator[Parameter]:
+    """Every parameter of the decoder, in the order in which it is built."""
+    vocab, hidden = model.vocab_size, model.hidden_size
+    yield _single("embed.weight", "model.embed_tokens.weight", (vocab, hidden))
+    for layer in range(model.num_layers):
+        yield from _layer_parameters(model, layer)
+    yield _single("norm.weight", "model.norm.weight", (hidden,))
+    if not model.tie_word_embeddings:
+        yield _single("lm_head.weight", "lm_head.weight", (vocab, hidden))
+
+
+def _layer_parameters(model: ModelConfig, layer: int) -> Iterator[Parameter]:
+    here, there = f"layers.{layer}.", f"model.layers.{layer}."
+    hidden, inner = model.hidden_size, model.intermediate_size
+    q_size, kv_size = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    yield _single(f"{here}input_norm.weight", f"{there}input_layernorm.weight", (hidden,))
+    qkv = (("q_proj", q_size), ("k_proj", kv_size), ("v_proj", kv_size))
+    yield from _linear(here + "qkv", there + "self_attn.", qkv, hidden, model.attention_bias)
+    if model.qk_norm:
+        for name in ("q_norm", "k_norm"):
+            yield _single(
+                f"{here}{name}.weight", f"{there}self_attn.{name}.weight", (model.head_dim,)
+            )
+    output = (("o_proj", hidden),)
+    yield from _linear(here + "o", there + "self_attn.", output, q_size, model.output_bias)
+    yield _single(f"{here}post_norm.weight", f"{there}post_attention_layernorm.weight", (hidden,))
+    gate_up = (("gate_proj", inner), ("up_proj", inner))
+    yield from _linear(here + "gate_up", there + "mlp.", gate_up, hidden, model.mlp_bias)
+    down = (("down_proj", hidden),)
+    yield from _linear(here + "down", there + "mlp.", down, inner, model.mlp_bias)
+
+
+def _single(name: str, tensor: str, shape: tuple[int, ...]) -> Parameter:
+    return Parameter(name, shape, ((tensor, shape[0]),))
+
+
+def _linear(
+    name: str, prefix: str, parts: tuple[tuple[str, int], ...], width: int, bias: bool
+) -> Iterator[Parameter]:
+    rows = sum(count for _, count in parts)
+    weights = tuple((f"{prefix}{part}.weight", count) for part, count in parts)
+    yield Parameter(f"{name}.weight", (rows, width), weights)
+    if bias:
+        biases = tuple((f"{prefix}{part}.bias", count) for part, count in parts)
+        yield Parameter(f"{name}.bias", (rows,), biases)

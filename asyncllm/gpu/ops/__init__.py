@@ -1,0 +1,1 @@
+"""The op set of the decoder: what every backend provides, and the backends."""

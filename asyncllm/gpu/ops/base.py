@@ -1,0 +1,108 @@
+"""The op set: what a backend has to provide for the decoder to run on it.
+
+A backend is asked for its ops once, when the model is built; a step only calls them. The
+shapes below use T tokens of a step, Hq query heads, Hk key/value heads and D, the size of a
+head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from asyncllm.gpu.step_inputs import StepInputs
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """Heads of a model, and the factor on ``q @ k`` (``head_dim ** -0.5``)."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share a key/value head."""
+        return self.num_heads // self.num_kv_heads
+
+
+class Linear(Protocol):
+    """``x [T, in] -> [T, out]``; owns its weight, in whatever layout the backend packs."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+class RMSNorm(Protocol):
+    """Root mean square norm over the last dimension (Zhang and Sennrich, 2019)."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm of ``x + residual``, and that sum. ``residual`` may be overwritten."""
+        ...
+
+
+class RopeAndCache(Protocol):
+    """Norms q and k by head where the model does, rotates both, and writes k and v."""
+
+    def __call__(
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, slot_mapping: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns q ``[T, Hq, D]``, k and v ``[T, Hk, D]``.
+
+        Args:
+            qkv: ``[T, (Hq + 2 * Hk) * D]``; may be overwritten.
+            cos, sin: ``[T, 1, D]``, the sine negated in its first half.
+            cache: ``[2, num_blocks, block_size, Hk, D]``, strided.
+            slot_mapping: ``[T]`` int64, ``block * block_size + offset``.
+        """
+        ...
+
+
+class Attention(Protocol):
+    """Paged attention of one step's rows over the KV cache.
+
+    Attributes:
+        reads_whole_blocks: it reads past the end of a sequence in its last block, and masks
+            that; blocks have to be cleared for a new owner then.
+    """
+
+    name: str
+    reads_whole_blocks: bool
+
+    def plan(self, inputs: StepInputs, window: int | None) -> Any:
+        """What all layers with this ``window`` share in a step; made once per step."""
+        ...
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, plan: Any) -> Tensor:
+        """Returns ``[T, Hq * D]``. The step's own k and v are in ``cache`` already."""
+        ...
+
+
+class OpSet(Protocol):
+    """A backend: builds the ops of a model. ``attention`` may come from another one."""
+
+    name: str
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """Takes over ``weight [out, in]``: the caller drops its own reference."""
+        ...
+
+    def shared_linear(self, weight: Tensor) -> Linear:
+        """A linear layer on a weight that others read as well, the embedding: never packed,
+        because a packed copy would come on top of it."""
+        ...
+
+    def rms_norm(self, weight: Tensor, eps: float) -> RMSNorm: ...
+
+    def rope_and_cache(
+        self, shape: AttentionShape, q_norm: Tensor | None, k_norm: Tensor | None, eps: float
+    ) -> RopeAndCache: ...
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """``[T, 2 * I] -> [T, I]``: SiLU of the first half times the second."""
+        ...

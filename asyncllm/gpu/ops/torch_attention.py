@@ -1,0 +1,249 @@
+"""Paged attention in plain torch.
+
+The rows of a step are put into groups of similar shape; each group is gathered from the
+cache into one padded batch and handed to scaled_dot_product_attention. So neither a batch
+of mixed lengths is padded to its longest row, nor does each row cost its own handful of
+torch calls in every layer.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from asyncllm.gpu.ops.base import AttentionShape
+from asyncllm.gpu.step_inputs import StepInputs
+
+GROUP_COST = 256
+"""What a further group costs in every layer, as a number of gathered tokens."""
+
+GROUP_BYTES = 8 * 2**20
+"""Gathered K and V of one group at most, if it has more than one row."""
+
+PADDED_SCORES = 1 << 16
+"""Query-key pairs per head up to which prefill rows may share a padded group."""
+
+
+@dataclass(slots=True)
+class AttentionGroup:
+    """Rows that are computed together.
+
+    Attributes:
+        num_rows, num_queries: of the padded batch.
+        tokens: the step's tokens in the group: a slice, or their padded index.
+        blocks: flat ids of the blocks to gather, ``num_rows`` times the same number; None
+            if keys and values are the step's own tokens, seen causally.
+        length: keys per row.
+        mask: added to the scores, ``[num_rows, 1, num_queries, length]``, or None.
+        outputs: for a padded index, the entries of it that count, and where they go.
+    """
+
+    num_rows: int
+    num_queries: int
+    tokens: slice | Tensor
+    blocks: Tensor | None
+    length: int
+    mask: Tensor | None
+    outputs: tuple[Tensor, Tensor] | None
+
+
+class TorchAttention:
+    """Attention over the cache for any device that torch has."""
+
+    name = "torch"
+    reads_whole_blocks = True
+
+    def __init__(self, shape: AttentionShape, dtype: torch.dtype) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        self.token_bytes = 2 * shape.num_kv_heads * shape.head_dim * dtype.itemsize
+
+    def plan(self, inputs: StepInputs, window: int | None) -> list[AttentionGroup]:
+        first_keys = np.zeros_like(inputs.starts)
+        if window is not None:
+            first_keys = np.maximum(inputs.starts - window + 1, 0) // inputs.block_size
+            first_keys *= inputs.block_size
+        lengths = inputs.seq_lens - first_keys
+        groups = []
+        for rows in self._split(inputs, lengths):
+            groups.append(self._group(inputs, rows, first_keys[rows], lengths[rows], window))
+        return groups
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, plan: list[AttentionGroup]
+    ) -> Tensor:
+        if len(plan) == 1 and isinstance(plan[0].tokens, slice):
+            return self._attend(q, k, v, cache, plan[0]).reshape(q.shape[0], -1)
+        out = q.new_empty(q.shape)
+        for group in plan:
+            result = self._attend(q, k, v, cache, group)
+            if isinstance(group.tokens, slice):
+                out[group.tokens] = result
+            elif group.outputs is None:
+                out.index_copy_(0, group.tokens, result)
+            else:
+                valid, target = group.outputs
+                out.index_copy_(0, target, result[valid])
+        return out.view(q.shape[0], -1)
+
+    def _split(self, inputs: StepInputs, lengths: np.ndarray) -> list[np.ndarray]:
+        """Row indices of each group, in ascending order."""
+        decodes, rows = inputs.num_decodes, inputs.num_rows
+        counts = np.diff(inputs.query_start_loc)
+        groups = []
+        if decodes:
+            block = inputs.block_size
+            padded = -(-lengths[:decodes] // block) * block
+            groups += split_by_length(padded, GROUP_BYTES // self.token_bytes)
+        pending: list[int] = []
+        for row in sorted(range(decodes, rows), key=lambda row: (counts[row], lengths[row])):
+            if pending and not _may_join(counts, lengths, pending, row):
+                groups.append(np.array(sorted(pending)))
+                pending = []
+            pending.append(row)
+        if pending:
+            groups.append(np.array(sorted(pending)))
+        return groups
+
+    def _group(
+        self,
+        inputs: StepInputs,
+        rows: np.ndarray,
+        first_keys: np.ndarray,
+        lengths: np.ndarray,
+        window: int | None,
+    ) -> AttentionGroup:
+        first_tokens = inputs.query_start_loc[rows]
+        counts = inputs.query_start_loc[rows + 1] - first_tokens
+        num_rows, num_queries, length = len(rows), int(counts.max()), int(lengths.max())
+        device = inputs.token_ids.device
+        tokens, outputs = _token_index(first_tokens, counts, device)
+        whole = num_rows == 1 and inputs.starts[rows[0]] == 0
+        if whole and (window is None or length <= window):
+            return AttentionGroup(1, num_queries, tokens, None, length, None, None)
+        blocks = _block_index(inputs, rows, first_keys, lengths)
+        mask = None
+        if num_rows > 1 or num_queries > 1 or window is not None:
+            mask = self._mask(inputs, rows, first_keys, lengths, num_queries, window)
+        return AttentionGroup(num_rows, num_queries, tokens, blocks, length, mask, outputs)
+
+    def _mask(
+        self,
+        inputs: StepInputs,
+        rows: np.ndarray,
+        first_keys: np.ndarray,
+        lengths: np.ndarray,
+        num_queries: int,
+        window: int | None,
+    ) -> Tensor:
+        """0 where a query sees a key, minus infinity elsewhere."""
+        queries = (inputs.starts[rows] - first_keys)[:, None] + np.arange(num_queries)
+        # Padding queries repeat the last one, so that no row of the softmax is empty.
+        queries = np.minimum(queries, (lengths - 1)[:, None])[:, :, None]
+        keys = np.arange(int(lengths.max()))
+        hidden = keys > queries
+        if window is not None:
+            hidden |= keys <= queries - window
+        mask = np.where(hidden, np.float32(-math.inf), np.float32(0.0))
+        return torch.from_numpy(mask).unsqueeze(1).to(inputs.token_ids.device, self.dtype)
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, group: AttentionGroup
+    ) -> Tensor:
+        """Returns ``[tokens of the padded group, Hq, D]``."""
+        shape = self.shape
+        rows, queries, heads = group.num_rows, group.num_queries, shape.num_heads
+        if group.blocks is None:
+            q, k, v = (x[group.tokens].transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+            out = F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=shape.scale, enable_gqa=True
+            )
+            return out.squeeze(0).transpose(0, 1)
+        q = q[group.tokens]
+        gathered = cache.index_select(1, group.blocks)
+        gathered = gathered.view(2, rows, -1, shape.num_kv_heads, shape.head_dim)
+        k, v = gathered[:, :, : group.length].transpose(2, 3)
+        if queries == 1:
+            q = q.view(rows, shape.num_kv_heads, shape.group_size, shape.head_dim)
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask, scale=shape.scale)
+            return out.reshape(rows, heads, shape.head_dim)
+        q = q.view(rows, queries, heads, shape.head_dim).transpose(1, 2)
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=group.mask, scale=shape.scale, enable_gqa=True
+        )
+        return out.transpose(1, 2).reshape(rows * queries, heads, shape.head_dim)
+
+
+def split_by_length(lengths: np.ndarray, max_tokens: int) -> list[np.ndarray]:
+    """Splits rows into groups that are padded to their longest member.
+
+    Longest first, a row joins while the padding that it adds costs less than a group of its
+    own and the padded group stays within ``max_tokens``.
+
+    Args:
+        lengths: ``[R]``, tokens to gather per row.
+
+    Returns:
+        Row indices of each group, ascending.
+    """
+    order = np.argsort(-lengths, kind="stable")
+    if int(lengths.max()) * len(lengths) - int(lengths.sum()) <= GROUP_COST and (
+        int(lengths.max()) * len(lengths) <= max_tokens
+    ):
+        return [np.arange(len(lengths))]
+    groups: list[np.ndarray] = []
+    start, padding = 0, 0
+    for index in range(1, len(order) + 1):
+        if index < len(order):
+            longest = int(lengths[order[start]])
+            padding += longest - int(lengths[order[index]])
+            if padding <= GROUP_COST and (index + 1 - start) * longest <= max_tokens:
+                continue
+        groups.append(np.sort(order[start:index]))
+        start, padding = index, 0
+    return groups
+
+
+def _may_join(counts: np.ndarray, lengths: np.ndarray, pending: list[int], row: int) -> bool:
+    """Whether a prefill row may be padded together with ``pending``."""
+    members = [*pending, row]
+    padded = len(members) * int(counts[members].max()) * int(lengths[members].max())
+    exact = int((counts[members] * lengths[members]).sum())
+    return padded <= PADDED_SCORES and padded <= 2 * exact + 1024
+
+
+def _token_index(
+    first_tokens: np.ndarray, counts: np.ndarray, device: torch.device
+) -> tuple[slice | Tensor, tuple[Tensor, Tensor] | None]:
+    """The group's tokens: a slice where they are adjacent and equally many per row."""
+    longest = int(counts.max())
+    even = int(counts.min()) == longest
+    if even and np.array_equal(first_tokens, first_tokens[0] + np.arange(len(counts)) * longest):
+        return slice(int(first_tokens[0]), int(first_tokens[-1]) + longest), None
+    offsets = np.arange(longest)
+    index = (first_tokens[:, None] + np.minimum(offsets, counts[:, None] - 1)).reshape(-1)
+    tokens = torch.from_numpy(index).to(device)
+    if even:
+        return tokens, None
+    valid = np.flatnonzero((offsets < counts[:, None]).reshape(-1))
+    target = torch.from_numpy(index[valid]).to(device)
+    return tokens, (torch.from_numpy(valid).to(device), target)
+
+
+def _block_index(
+    inputs: StepInputs, rows: np.ndarray, first_keys: np.ndarray, lengths: np.ndarray
+) -> Tensor:
+    """Blocks of each row from its first key on; the null block where a row has no more."""
+    block = inputs.block_size
+    width = -(-int(lengths.max()) // block)
+    columns = np.arange(width)
+    used = columns < -(-lengths[:, None] // block)
+    columns = np.minimum(columns + (first_keys // block)[:, None], inputs.block_table.shape[1] - 1)
+    blocks = np.where(used, inputs.block_table[rows[:, None], columns], 0)
+    flat = torch.from_numpy(blocks.reshape(-1).astype(np.int64))
+    return flat.to(inputs.token_ids.device)

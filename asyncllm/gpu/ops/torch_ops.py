@@ -1,0 +1,107 @@
+"""The op set in plain torch: runs anywhere, and is what other backends are tested against.
+
+Tiny models are bound by the number of ops, not by arithmetic, so each op here is written
+with as few torch calls as it takes.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from asyncllm.gpu.ops.base import AttentionShape, Linear, RopeAndCache
+
+
+class TorchLinear:
+    """A linear layer on a plain weight ``[out, in]``."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight = weight
+        self.bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class TorchRMSNorm:
+    """Norm in float32, rounded to the model's dtype before the weight, as in Llama."""
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        self.weight = weight
+        self.share = 1.0 / weight.shape[-1]
+        self.eps = torch.full((1,), eps, dtype=torch.float32, device=weight.device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        scale = torch.addcmul(self.eps, norm, norm, value=self.share).rsqrt_()
+        return (wide * scale).to(x.dtype).mul_(self.weight)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        residual.add_(x)
+        return self(residual), residual
+
+
+class TorchRopeAndCache:
+    """Rotates the halves of each head (GPT-NeoX order) in place in ``qkv``.
+
+    ``rotate_half(x) * sin`` is a roll by half a head times a sine whose first half is
+    negated, so that q and k are rotated together in three ops.
+    """
+
+    def __init__(
+        self, shape: AttentionShape, q_norm: Tensor | None, k_norm: Tensor | None, eps: float
+    ) -> None:
+        self.shape = shape
+        self.norm: TorchRMSNorm | None = None
+        if q_norm is not None and k_norm is not None:
+            weight = torch.cat(
+                (q_norm.expand(shape.num_heads, -1), k_norm.expand(shape.num_kv_heads, -1))
+            )
+            self.norm = TorchRMSNorm(weight, eps)
+
+    def __call__(
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, slot_mapping: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        shape = self.shape
+        num_q, num_k = shape.num_heads, shape.num_kv_heads
+        heads = qkv.view(qkv.shape[0], num_q + 2 * num_k, shape.head_dim)
+        qk = heads[:, : num_q + num_k]
+        source = qk if self.norm is None else self.norm(qk)
+        rolled = source.roll(shape.head_dim // 2, -1)
+        torch.mul(source, cos, out=qk)
+        qk.addcmul_(rolled, sin)
+        write_kv(cache, slot_mapping, heads[:, num_q:])
+        return heads[:, :num_q], heads[:, num_q : num_q + num_k], heads[:, num_q + num_k :]
+
+
+def write_kv(cache: Tensor, slot_mapping: Tensor, kv: Tensor) -> None:
+    """Writes ``kv [T, 2 * Hk, D]``, keys before values, to its slots in ``cache``."""
+    num_kv_heads, head_dim = cache.shape[-2:]
+    pair = kv.view(kv.shape[0], 2, num_kv_heads, head_dim).transpose(0, 1)
+    cache.view(2, -1, num_kv_heads, head_dim).index_copy_(1, slot_mapping, pair)
+
+
+class TorchOps:
+    """Plain torch on any device."""
+
+    name = "torch"
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        return TorchLinear(weight, bias)
+
+    def shared_linear(self, weight: Tensor) -> Linear:
+        return TorchLinear(weight, None)
+
+    def rms_norm(self, weight: Tensor, eps: float) -> TorchRMSNorm:
+        return TorchRMSNorm(weight, eps)
+
+    def rope_and_cache(
+        self, shape: AttentionShape, q_norm: Tensor | None, k_norm: Tensor | None, eps: float
+    ) -> RopeAndCache:
+        return TorchRopeAndCache(shape, q_norm, k_norm, eps)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate).mul_(up)

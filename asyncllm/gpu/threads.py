@@ -1,0 +1,28 @@
+"""CPU threads of the calling thread's torch ops, without a word to the rest of the process."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import sys
+
+logger = logging.getLogger(__name__)
+
+
+def set_thread_count(count: int) -> bool:
+    """Limits the OpenMP team of the calling thread, and of no other, to ``count``.
+
+    In OpenMP that number belongs to the calling thread, and MKL and oneDNN follow it.
+    ``torch.set_num_threads`` would set it as well, but also the number that every thread
+    started later begins with, and MKL's for the whole process: that is the host's to say.
+
+    Returns:
+        Whether it took effect. It does not where torch has no OpenMP or hides it.
+    """
+    if sys.platform != "linux":
+        return False
+    function = getattr(ctypes.CDLL(None), "omp_set_num_threads", None)
+    if function is None:
+        return False
+    function(ctypes.c_int(count))
+    return True

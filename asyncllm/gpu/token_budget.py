@@ -1,0 +1,37 @@
+"""The token budget of a step on a device whose speed is not known beforehand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+TARGET_SECONDS = 0.2
+LOWEST = 64
+HIGHEST = 2048
+MULTIPLE = 32
+
+_FIRST = 32
+_ENOUGH_SECONDS = 0.04
+
+
+def measure_token_budget(time_step: Callable[[int], float], limit: int = HIGHEST) -> int:
+    """Tokens for which a prefill step takes about 0.2 s, so that with the growth of
+    attention over a long context a full step stays near 250 ms.
+
+    Steps of doubling size are timed until one is long enough to extrapolate from; the first
+    call warms up and does not count.
+
+    Args:
+        time_step: runs a step of so many tokens and returns its seconds.
+        limit: most tokens that ``time_step`` can run.
+
+    Returns:
+        A multiple of 32 from 64 to 2048.
+    """
+    size = min(_FIRST, limit)
+    time_step(size)
+    seconds = time_step(size)
+    while seconds < _ENOUGH_SECONDS and size * 2 <= min(limit, HIGHEST):
+        size *= 2
+        seconds = time_step(size)
+    tokens = int(size * TARGET_SECONDS / max(seconds, 1e-9))
+    return max(LOWEST, min(HIGHEST, tokens // MULTIPLE * MULTIPLE))
