@@ -43,6 +43,8 @@ def write_model(network: Network, tokenizer: Tokenizer, folder: Path) -> None:
         for name, value in network.state_dict().items()
     }
     save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    # The writer makes a private file; a package has to be readable by all.
+    (folder / "model.safetensors").chmod(0o644)
     stops = [tokenizer.token_to_id(chat.END), tokenizer.token_to_id(chat.STOP)]
     _write(folder / "config.json", {
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3",
