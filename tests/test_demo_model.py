@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "asyncllm" / "demo_model"
 sys.path.insert(0, str(ROOT / "tools"))
 
-from demo_model import chat, corpus, examine, heldout, words  # noqa: E402
+from demo_model import chat, corpus, examine, heldout, wordings, words  # noqa: E402
 
 COUNT = 60
 THREE_FACTS = "questions over three facts"
@@ -44,11 +44,12 @@ def test_training_text_lacks_the_examination() -> None:
              corpus.documents(seed, 3_000_000, 0.5, ("ab", "cd"))]
     seen = {word for text in texts for word in re.findall("[a-z]+", text.lower())}
     assert seen & words.HELD_WORDS == set()
-    joined = "\n".join(texts)
-    for skill in ("small talk", "not knowing"):
-        for item in heldout.items(skill, 50):
-            asked = item.prompt.rsplit("<|im_start|>user\n", 1)[1].split("<|im_end|>")[0]
-            assert f"user\n{asked}<|im_end|>" not in joined
+
+
+def test_training_cannot_say_the_examination_wordings() -> None:
+    assert wordings.shared() == []
+    train = ("[How|What] is {v}[?|]",)
+    assert wordings.pattern(train[0]).fullmatch(wordings.normal("How is {a}?"))
 
 
 def test_examination_is_the_same_every_time() -> None:

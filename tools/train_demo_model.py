@@ -58,8 +58,8 @@ def main() -> None:
     """Make the model."""
     options = _options()
     plan = Plan(
-        seed=options.seed, chunks=options.chunks, compile=not (options.no_compile or options.export_only),
-        device=options.device,
+        seed=options.seed, chunks=options.chunks, device=options.device,
+        compile=not (options.no_compile or options.export_only),
     )
     shape = Shape()
     tokenizer = build_tokenizer(plan.seed, shape.vocab)

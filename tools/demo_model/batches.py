@@ -13,6 +13,7 @@ from .corpus import Pieces
 
 LENGTHS = (32, 48, 64, 96, 128, 192, 256, 384, 512)
 _GROUP = 2048
+Row = tuple[list[int], list[bool]]
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,8 @@ class Batch:
     weights: np.ndarray
 
 
-def _encode(tokenizer: Tokenizer, documents: Iterable[Pieces]) -> list[tuple[list[int], list[bool]]]:
-    found = []
+def _encode(tokenizer: Tokenizer, documents: Iterable[Pieces]) -> list[Row]:
+    found: list[Row] = []
     waiting: list[Pieces] = []
 
     def flush() -> None:
@@ -50,7 +51,7 @@ def _encode(tokenizer: Tokenizer, documents: Iterable[Pieces]) -> list[tuple[lis
     return found
 
 
-def _batch(rows: list[tuple[list[int], list[bool]]], length: int) -> Batch:
+def _batch(rows: list[Row], length: int) -> Batch:
     ids = np.zeros((len(rows), length), np.int64)
     at, targets, weights = [], [], []
     for row, (tokens, learn) in enumerate(rows):
@@ -67,7 +68,7 @@ def make(
     tokenizer: Tokenizer, documents: Iterable[Pieces], tokens: int, seed: str
 ) -> list[Batch]:
     """Batches of about ``tokens`` positions, each of documents of like length, in mixed order."""
-    classes: dict[int, list[tuple[list[int], list[bool]]]] = {length: [] for length in LENGTHS}
+    classes: dict[int, list[Row]] = {length: [] for length in LENGTHS}
     for ids, learn in _encode(tokenizer, documents):
         for length in LENGTHS:
             if len(ids) <= length:

@@ -31,14 +31,19 @@ SHAPES = {
     "weather": Shape(
         ("get_weather",) * 5 + ("weather", "get_current_weather", "look_up_weather"),
         (("city", "city", "city", "location", "place", "town"),), "string",
-        ("[Get|Look up|Find|Return|Tell] the [current |]weather [in|of|for] a [city|place|town][.|]",
+        ("[Get|Look up|Find|Return|Tell] the [current |]weather [in|of|for] a [city|place|"
+         "town][.|]",
          "[Weather|The weather] [in|for] a city", "[Current|Today's] weather[ report|][.|]", ""),
-        ("[What is|What's|what is|How is|how is] the weather [like |]in {v}[ today| now| right now|][?|]",
+        ("[What is|What's|what is|How is|how is] the weather [like |]in {v}[ today| now| right "
+         "now|][?|]",
          "[Is it|Will it be] [{sky}|sunny|raining|cold|warm] in {v}[ today|]?",
          "[Tell me|Get|Look up|Find|Check|Show me|Give me] the weather [in|for|of] {v}[.|]",
-         "Weather in {v}[?|, please.|]", "I [am going|travel|go] to {v}. How is the weather[ there|]?",
-         "[Do I need|Should I take] an umbrella in {v}?", "[Can|Could] you [check|find|tell me|get] "
-         "the weather in {v}?", "What will the weather be in {v}?", "How [warm|cold] is it in {v}?"),
+         "Weather in {v}[?|, please.|]",
+         "I [am going|travel|go] to {v}. How is the weather[ there|]?",
+         "[Do I need|Should I take] an umbrella in {v}?",
+         "[Can|Could] you [check|find|tell me|get] "
+         "the weather in {v}?", "What will the weather be in {v}?",
+         "How [warm|cold] is it in {v}?"),
         ("Please look up the weather in {v} now.", "Do you know how the weather in {v} is?",
          "Can you show me the weather for {v}?", "I want to know the weather in {v}.")),
     "add": Shape(
@@ -54,7 +59,8 @@ SHAPES = {
         ("Can you find the sum of {a} and {b}?", "Please calculate {a} + {b}.",
          "Tell me how much {a} plus {b} is.", "Could you add {a} and {b} for me?")),
     "time": Shape(
-        ("get_time", "get_time", "time", "clock"), (("city", "place", "location", "zone"),), "string",
+        ("get_time", "get_time", "time", "clock"), (("city", "place", "location", "zone"),),
+         "string",
         ("[Get|Tell|Look up] the [current |]time in a city[.|]", "The time in a place", ""),
         ("What time is it in {v}?", "[Tell me|Get|Look up] the time in {v}[.|]",
          "[What is|What's] the time in {v}[?|]", "How late is it in {v}?"),
@@ -62,7 +68,8 @@ SHAPES = {
     "timer": Shape(
         ("set_timer", "timer", "start_timer"), (("minutes", "minutes", "time"),), "number",
         ("[Set|Start] a timer[.|]", "[Set|Start] a timer for some minutes[.|]", ""),
-        ("[Set|Start|Please set] a timer [for|of] {k} minutes[.|]", "[Wake|Call] me in {k} minutes[.|]",
+        ("[Set|Start|Please set] a timer [for|of] {k} minutes[.|]",
+         "[Wake|Call] me in {k} minutes[.|]",
          "Timer[:|,] {k} minutes", "I need a timer for {k} minutes[.|]"),
         ("Can you set a timer for {k} minutes?", "Please start a timer of {k} minutes.")),
 }
@@ -70,10 +77,13 @@ _OTHERS = (
     ("search", "query", "[Search|Look up|Find] [something|pages] [on the web|in a book][.|]"),
     ("send_mail", "to text", "Send [a mail|an email|a message][.|]"),
     ("translate", "text language", "Translate [a text|words][.|]"),
-    ("play_music", "song", "Play [a song|music][.|]"), ("open_file", "path", "[Open|Read] a file[.|]"),
+    ("play_music", "song", "Play [a song|music][.|]"), ("open_file", "path",
+     "[Open|Read] a file[.|]"),
     ("multiply", "a b", "[Multiply|The product of] two numbers[.|]"),
-    ("get_news", "topic", "[Get|Read] the news[.|]"), ("book_flight", "from to day", "Book a flight."),
-    ("convert", "amount unit", "[Convert|Change] [money|units][.|]"), ("roll_dice", "", "Roll a die."),
+    ("get_news", "topic", "[Get|Read] the news[.|]"), ("book_flight", "from to day",
+     "Book a flight."),
+    ("convert", "amount unit", "[Convert|Change] [money|units][.|]"), ("roll_dice", "",
+     "Roll a die."),
     ("get_user", "id", "[Get|Look up] a user[.|]"), ("delete", "name", "Delete [it|a file][.|]"),
 )
 _MAIN = ("weather",) * 5 + ("add",) * 4 + ("time", "timer")
@@ -128,7 +138,8 @@ def _result(bank: words.Bank, kind: str, values: list[str | int]) -> tuple[str, 
     """What the tool may answer, and what the model says then."""
     rng = bank.rng
     if rng.random() < 0.05:
-        return rng.choice(("error", "Error: not found", "error: failed", '{"error": "failed"}')), FAILED
+        errors = ("error", "Error: not found", "error: failed", '{"error": "failed"}')
+        return rng.choice(errors), FAILED
     if kind == "add":
         total = int(values[0]) + int(values[1])
         key = rng.choice(("result", "sum", "answer", "value"))

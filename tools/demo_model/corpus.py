@@ -57,7 +57,8 @@ def story(bank: words.Bank) -> Pieces:
 
 def repeating(bank: words.Bank, pieces: tuple[str, ...]) -> Pieces:
     """One to three requests to repeat words."""
-    return _dialogue(bank, [talk.repeat(bank, pieces) for _ in range(bank.rng.choice((1, 1, 2, 3)))])
+    count = bank.rng.choice((1, 1, 2, 3))
+    return _dialogue(bank, [talk.repeat(bank, pieces) for _ in range(count)])
 
 
 def _chatter(bank: words.Bank) -> tuple[str, str]:

@@ -51,7 +51,8 @@ KINDS = {
         ("{n} lives in {y}.", "{n} [is from|comes from|has a house in|moved to] {y}.",
          "The home of {n} is in {y}."),
         (
-            Ask(("[Where|where] does {n} live?", "[In which|In what|Which] city does {n} live[ in|]?",
+            Ask(("[Where|where] does {n} live?",
+                 "[In which|In what|Which] city does {n} live[ in|]?",
                  "[Tell me where|Can you tell me where|Say where] {n} lives.",
                  "Where is {n} from?", "Where is the home of {n}?", "What city is {n} from?"),
                 ("Say in which city {n} lives.", "Which city is the home of {n}?"), "In {y}."),
@@ -83,7 +84,8 @@ KINDS = {
             Ask(("[What|what] does {n} [like|love|eat|want|enjoy]?", "What food does {n} like?",
                  "What does {n} like to eat?", "[Tell me what|Say what] {n} likes.",
                  "What is the favourite food of {n}?", "Which food does {n} like?"),
-                ("Can you tell me what {n} likes?", "Say what {n} loves to eat."), "{n} likes {f}."),
+                ("Can you tell me what {n} likes?", "Say what {n} loves to eat."),
+                 "{n} likes {f}."),
             Ask(("[Who|who] [likes|loves|eats|wants|enjoys] {f}?", "Who likes to eat {f}?",
                  "[Tell me who|Can you tell me who|Say who] likes {f}.",
                  "Which person likes {f}?"),
@@ -174,7 +176,8 @@ KINDS = {
         ("The {an} [is|sat|sits|sleeps|slept|hides|lies|rests] {s}.", "{S} [is|sat] {a_an}.",
          "{A_ca} [is|sat|sleeps] {s}."),
         (
-            Ask(("[Where|where] is the {an}?", "Where [did|does] the {an} [sit|sleep|hide|lie|rest]?",
+            Ask(("[Where|where] is the {an}?",
+                 "Where [did|does] the {an} [sit|sleep|hide|lie|rest]?",
                  "[Tell me where|Can you tell me where|Say where] the {an} is.",
                  "In which place is the {an}?", "Where can I find the {an}?"),
                 ("Do you know where the {an} is?", "Say where I can find the {an}."), "{S}."),
@@ -205,7 +208,8 @@ def fill(bank: words.Bank, names: list[str]) -> dict[str, str]:
     place, spot, job = bank.place().split(" ", 1)[1], bank.spot(), bank.job()
     return {
         "n": names[0], "m": names[1], "t": thing, "c": colour, "y": bank.city(), "s": spot,
-        "S": spot[0].upper() + spot[1:], "f": bank.food(), "j": job, "k": str(bank.rng.randint(2, 99)),
+        "S": spot[0].upper() + spot[1:], "f": bank.food(), "j": job,
+        "k": str(bank.rng.randint(2, 99)),
         "p": place, "d": bank.rng.choice(words.DAYS), "an": animal, "a_j": words.article(job),
         "a_t": words.article(thing), "A_t": words.article(thing).capitalize(),
         "a_ct": words.article(f"{colour} {thing}"),

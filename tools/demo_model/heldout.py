@@ -207,6 +207,8 @@ def score(skill: str, generate: Generate, count: int, seed: int = SEED) -> Score
     misses = []
     for item, text in zip(asked, said, strict=True):
         if not _right(skill, item, text):
-            wanted = item.expected if item.cast is None else ", ".join(story_faults(item.cast, text))
+            wanted = item.expected
+            if item.cast is not None:
+                wanted = ", ".join(story_faults(item.cast, text))
             misses.append((item.prompt, wanted, text))
     return Score(skill, len(asked) - len(misses), len(asked), misses)

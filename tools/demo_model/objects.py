@@ -24,7 +24,7 @@ _ALIASES = {
     "thing": ("thing", "item", "object"), "count": ("count", "number", "amount"),
     "food": ("food", "dish"), "pet": ("pet", "animal"), "name": ("name", "name", "name", "person"),
 }
-_SKELETON_ASKS = (
+SKELETON_ASKS = (
     "[Fill in|Complete|Fill|Please fill in] [this|the] JSON[ object|]: {json}\n{text}",
     "{text}\n[Fill in|Complete|Please fill in]: {json}", "{text} [JSON|Fill in]: {json}",
     "[Fill in the JSON|Complete the JSON|Fill in the object] [from|for] [the|this] [text|sentence]"
@@ -32,18 +32,18 @@ _SKELETON_ASKS = (
     "{text}\n{json}", "{json}\n{text}", "Text: {text}\nJSON: {json}",
     "[Use the text|Use the sentence] to fill in {json}\n{text}",
 )
-_KEY_ASKS = (
+KEY_ASKS = (
     "[Give me|Write|Make|Return|Answer with] [a |]JSON[ object|] with [the keys |]{keys}[.|:]\n"
     "{text}",
     "{text}\n[Give me|Write|Make|Return] [a |]JSON[ object|] with [the keys |]{keys}[.|]",
     "[Extract|Find|Get] {keys} as JSON[:|.] {text}", "{text} [Extract|Find] {keys} as JSON.",
     "[Turn this into|Put this into|Write this as] JSON with {keys}[:|.] {text}",
 )
-_HELD_SKELETON_ASKS = (
+HELD_SKELETON_ASKS = (
     "Please complete the JSON from this text: {json}\n{text}",
     "{text}\nUse this to fill in the JSON: {json}",
 )
-_HELD_KEY_ASKS = (
+HELD_KEY_ASKS = (
     "{text}\nReturn this as a JSON object with the keys {keys}.",
     "Please make JSON with {keys} from this sentence: {text}",
 )
@@ -96,10 +96,10 @@ def draw(bank: words.Bank) -> tuple[str, str]:
     asked = order if rng.random() < 0.75 or len(order) < 3 else rng.sample(order, len(order) - 1)
     if rng.random() < 0.6:
         empty = {named[key]: (0 if isinstance(values[key], int) else "") for key in asked}
-        asks = _HELD_SKELETON_ASKS if bank.held else _SKELETON_ASKS
+        asks = HELD_SKELETON_ASKS if bank.held else SKELETON_ASKS
         prompt = pick(rng, asks, json=json.dumps(empty), text=text)
     else:
         names = [named[key] for key in asked]
         keys = names[0] if len(names) == 1 else ", ".join(names[:-1]) + " and " + names[-1]
-        prompt = pick(rng, _HELD_KEY_ASKS if bank.held else _KEY_ASKS, keys=keys, text=text)
+        prompt = pick(rng, HELD_KEY_ASKS if bank.held else KEY_ASKS, keys=keys, text=text)
     return prompt, json.dumps({named[key]: values[key] for key in asked})

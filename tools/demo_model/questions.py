@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from . import facts, words
 from .phrase import pick, upper_first
 
-_FRAMES = (
+TRAIN_FRAMES = (
     "{facts} {q}", "{facts} {q}", "{facts} {q}", "{facts} {q}", "{facts} {q}", "{facts}\n{q}",
     "{facts}\n\n{q}", "Read this: {facts} {q}", "Read the text.\n{facts}\n{q}",
     "Answer the question. {facts} {q}", "{facts}\nQuestion: {q}", "Here is a text: {facts} {q}",
@@ -16,7 +16,7 @@ _FRAMES = (
     "{facts} Now [tell me|answer]: {q}", "{facts} [So|Now|My question is]: {q}",
     "Text: {facts} Question: {q}", "{q}\n{facts}", "[Question:|] {q} {facts}",
 )
-_HELD_FRAMES = (
+HELD_FRAMES = (
     "Here is a question for you. {facts} {q}", "Please read the text: {facts} {q}",
     "Facts: {facts} {q}", "{facts} Answer me: {q}", "Look at this text.\n{facts}\n{q}",
 )
@@ -71,7 +71,7 @@ def conversation(bank: words.Bank) -> list[tuple[str, str]]:
         if rng.random() < 0.1:
             text = text.rstrip("?.")
         if at == 0:
-            text = pick(rng, _FRAMES, facts=passage.text, q=text).strip()
+            text = pick(rng, TRAIN_FRAMES, facts=passage.text, q=text).strip()
         else:
             text = pick(rng, _MORE, q=text, l=text[0].lower() + text[1:])
         turns.append((text, ask.answer.format(**slots)))
@@ -86,4 +86,4 @@ def examination(bank: words.Bank, count: int) -> tuple[str, str]:
     text = pick(rng, ask.held, **slots)
     if rng.random() < 0.5:
         return f"{passage.text} {text}", ask.answer.format(**slots)
-    return pick(rng, _HELD_FRAMES, facts=passage.text, q=text), ask.answer.format(**slots)
+    return pick(rng, HELD_FRAMES, facts=passage.text, q=text), ask.answer.format(**slots)

@@ -27,17 +27,18 @@ _TOLD = (
     ("hero", "pal"), ("hero", "place"), ("thing",), ("kind",), ("kind", "hero"),
     ("hero", "thing", "place"), ("hero", "pal", "thing"), ("kind", "thing"), ("kind", "pal"),
 )
-_ASKS = (
+TRAIN_ASKS = (
     "[Tell me|Write|Make up|Give me|Write me|Tell|Please tell me|Please write|Can you tell me|"
     "Could you write|I want|I would like|Can I have|Tell us|Let me hear] "
-    "a [|short |little |nice |small |good |bedtime |happy |new ][story|story|story|tale]{about}[.|]",
+    "a [|short |little |nice |small |good |bedtime |happy |new ][story|story|story|"
+    "tale]{about}[.|]",
     "[A |A short |A little |]story{about}[, please.|, please|.|]",
     "[I want to hear|I would love to hear|Do you know|Have you got|Please make up] a "
     "[|short |little |nice ]story{about}[.|?|]",
     "[Tell me another|Another|One more|Now tell me a] [story|short story]{about}[.|, please.|]",
     "[Please tell|Tell] [me |us |]something{about}[.|]",
 )
-_HELD_ASKS = (
+HELD_ASKS = (
     "Please give us a nice tale{about}.",
     "Could you tell a good story{about}?",
     "I would like to hear a happy little story{about}, please.",
@@ -100,7 +101,7 @@ def _slots(cast: Cast) -> dict[str, str]:
 def request(rng: random.Random, cast: Cast, held: bool = False) -> str:
     """A wording that asks for the story of this cast."""
     about = say(rng, _ABOUT[cast.told], **_slots(cast))
-    text = pick(rng, _HELD_ASKS if held else _ASKS, about=about)
+    text = pick(rng, HELD_ASKS if held else TRAIN_ASKS, about=about)
     return text if held or rng.random() > 0.25 else text[0].lower() + text[1:]
 
 

@@ -11,7 +11,7 @@ TOO_BIG = "That is too big for me."
 ONLY_ADD = "I can only add small numbers."
 LIMIT = 99
 _DIGITS = "zero one two three four five six seven eight nine ten eleven twelve".split()
-_ASKS = (
+TRAIN_ASKS = (
     "What is {a} + {b}?", "What is {a} + {b}?", "{a} + {b}", "{a} + {b} = ?", "{a}+{b}", "{a}+{b}=",
     "[what is|whats|what's|What's] {a} [+|plus] {b}[?|]", "What is {a} plus {b}?",
     "[How much is|how much is|How much makes|What makes] {a} [+|plus|and] {b}[?|]",
@@ -25,18 +25,19 @@ _ASKS = (
     "There are {a} [birds|cats|boats|cars] and {b} more come. How many are there?",
     "[Do you know|Can you tell me] what {a} [+|plus] {b} is?", "[Sum|Total] of {a} and {b}",
 )
-_HELD_ASKS = (
+HELD_ASKS = (
     "Can you work out {a} + {b}?", "Tell me what {a} plus {b} makes.", "Please compute {a} + {b}.",
     "Could you find the sum of {a} and {b}?", "How many is {a} plus {b}?",
     "{n} has {a} eggs and buys {b} more. How many are there?",
 )
-_OTHER = (
+TRAIN_OTHER = (
     "What is {a} [-|minus|times|*|x|/|divided by] {b}?", "{a} [-|*|x|/] {b}",
     "[How much is|Calculate|Work out] {a} [-|minus|times|*|divided by] {b}[?|]",
     "[Subtract|Multiply|Divide] {a} [and|by|from] {b}[.|]", "What is the square root of {a}?",
     "[Take {b} from {a}|Double {a}|What is half of {a}][.|?|]",
 )
-_HELD_OTHER = ("Please calculate {a} times {b}.", "Can you work out {a} - {b}?", "multiply {a} by {b}")
+HELD_OTHER = ("Please calculate {a} times {b}.", "Can you work out {a} - {b}?",
+"Please multiply {a} and {b}.")
 
 
 def held_pair(a: int, b: int) -> bool:
@@ -75,7 +76,7 @@ def conversation(bank: words.Bank) -> list[tuple[str, str]]:
         kind = rng.random()
         if kind < 0.06:
             a, b = rng.randint(1, 99), rng.randint(1, 30)
-            turns.append((pick(rng, _OTHER, a=a, b=b), ONLY_ADD))
+            turns.append((pick(rng, TRAIN_OTHER, a=a, b=b), ONLY_ADD))
             continue
         if kind < 0.18:
             a, b = draw_big(rng, False)
@@ -84,7 +85,7 @@ def conversation(bank: words.Bank) -> list[tuple[str, str]]:
         left, right = str(a), str(b)
         if max(a, b) <= 12 and rng.random() < 0.15:
             left, right = _DIGITS[a], _DIGITS[b]
-        text = pick(rng, _ASKS, a=left, b=right, n=bank.name().text)
+        text = pick(rng, TRAIN_ASKS, a=left, b=right, n=bank.name().text)
         turns.append((text, _answer(a, b)))
     return turns
 
@@ -92,7 +93,7 @@ def conversation(bank: words.Bank) -> list[tuple[str, str]]:
 def examination(bank: words.Bank, limit: int) -> tuple[str, str]:
     """One sum of numbers and in words that training never saw."""
     a, b = draw_pair(bank.rng, limit, True)
-    return pick(bank.rng, _HELD_ASKS, a=a, b=b, n=bank.name().text), _answer(a, b)
+    return pick(bank.rng, HELD_ASKS, a=a, b=b, n=bank.name().text), _answer(a, b)
 
 
 def big_examination(bank: words.Bank) -> tuple[str, str]:
@@ -100,5 +101,5 @@ def big_examination(bank: words.Bank) -> tuple[str, str]:
     rng = bank.rng
     a, b = draw_big(rng, True)
     if rng.random() < 0.3:
-        return pick(rng, _HELD_OTHER, a=a % 90, b=b % 90), ONLY_ADD
-    return pick(rng, _HELD_ASKS[:5], a=a, b=b), TOO_BIG
+        return pick(rng, HELD_OTHER, a=a % 90, b=b % 90), ONLY_ADD
+    return pick(rng, HELD_ASKS[:5], a=a, b=b), TOO_BIG

@@ -30,16 +30,19 @@ TOPICS = {
          " friend| model| again]", "[hello|hi|hey|HELLO|HI|helo|hallo|hii]",
          "Good [morning|afternoon|evening][|!|.]", "[Hi|Hello], [nice to meet you|how do you do|"
          "good to see you|are you there][.|?|!|]", "[Nice|Good] to [meet|see] you[.|!|]"),
-        ("Hi there, friend!", "good evening to you", "Hello, nice to see you!", "hey model"),
+        ("Hi there, friend!", "good evening to you", "Hello, nice to see you!",
+         "hey there little model"),
         "Hello! How can I help you?"),
     "how": Topic(
         ("[How are you|how are you|How are you doing|How do you do|How is it going|How do you feel|"
          "How have you been|how r u|How are things][| today| now| this morning| doing today][?|]",
-         "[Hi|Hello|Hey|hey|hi][,|!|] how are you[| today| doing][?|]", "Are you [well|fine|okay|ok|"
+         "[Hi|Hello|Hey|hey|hi][,|!|] how are you[| today| doing][?|]",
+         "Are you [well|fine|okay|ok|"
          "happy|good][| today][?|]", "[What's up|Whats up|what is up|How's life|Everything fine]"
          "[?|]", "[I hope you are|Hope you are] [well|fine][.|]", "How [was|is] your day[?|]",
          "[Is everything ok|All good|You ok][?|]"),
-        ("Hello there, how do you feel today?", "hey, are you doing well?", "How are things today?"),
+        ("Hello there, how do you feel today?", "hey, are you doing well?",
+         "How is everything today?"),
         "I am fine, thank you. How can I help you?"),
     "who": Topic(
         ("[Who are you|who are you|What are you|what are you|Who is this|Who am I talking to|"
@@ -49,21 +52,27 @@ TOPICS = {
          "[What is|What's|what is|whats] your name[?|]", "[Do you have|Have you got] a name[?|]",
          "[Introduce|Describe|Explain] yourself[.|]", "[How should|What can|What should] I call you"
          "[?|]", "[Are you|are you] [a human|human|a person|real|a robot|a computer|a model|"
-         "a machine|an AI|alive|a chatbot|a big model|a language model|ChatGPT|GPT|Claude|Siri|Alexa|"
-         "Qwen|Llama|a bot|a small model][?|]", "Am I talking to [a human|a person|a robot|a machine]"
-         "[?|]", "[Who|What] [made|built|trained|created] you[?|]", "[How big|How large|How small] are "
+         "a machine|an AI|alive|a chatbot|a big model|a language model|ChatGPT|GPT|Claude|Siri|"
+         "Alexa|"
+         "Qwen|Llama|a bot|a small model][?|]",
+         "Am I talking to [a human|a person|a robot|a machine]"
+         "[?|]", "[Who|What] [made|built|trained|created] you[?|]",
+         "[How big|How large|How small] are "
          "you[?|]", "What is asyncllm[?|]", "[Where|How] [do|did] you come from[?|]",
          "[Where|What] do you [run|live][?|]", "How old are you[?|]", "Are you smart[?|]"),
         ("Please tell me what kind of model you are.", "Am I talking to a computer?",
          "can you describe yourself", "Do I talk to a real person?", "What name do you have?"),
         "I am a small model that ships with asyncllm."),
     "can": Topic(
-        ("[What can you do|what can you do|What do you do|What are you able to do|What can I ask you|"
+        ("[What can you do|what can you do|What do you do|What are you able to do|What can I ask "
+         "you|"
          "What do you know|What can you help with|What can I do with you|What are your skills|"
-         "What are you good at|what can u do][?| for me?|]", "[How|How else] can you help[| me][?|]",
+         "What are you good at|what can u do][?| for me?|]",
+         "[How|How else] can you help[| me][?|]",
          "[Help|help|Help me|help me|I need help|I need some help|Can you help me|Please help me]"
          "[|!|.|?]", "[List|Tell me|Show me|Name] [your skills|what you can do|what you know][.|]",
-         "[What should|What could] I ask[| you][?|]", "[What|What else] can you [tell me|help me with]"
+         "[What should|What could] I ask[| you][?|]",
+         "[What|What else] can you [tell me|help me with]"
          "[?|]", "Can you [do|help me with] [something|anything][?|]"),
         ("Could you tell me what you can do?", "what are you able to help with?",
          "Name the things you can do."),
@@ -74,7 +83,8 @@ TOPICS = {
          "[Great|Good|Nice|Cool|Perfect|Wonderful|OK|Okay|Super][|,|.] [thanks|thank you][|!|.]",
          "[That was|That is|This is] [great|good|nice|very good|helpful|very helpful|lovely][|!|.]",
          "[Well done|Good job|Good work|Great work|Nice work|You are great|You are very kind|"
-         "You are helpful|That helps][|!|.]", "I [thank you|like that|liked that|am thankful][.|!|]"),
+         "You are helpful|That helps][|!|.]",
+         "I [thank you|like that|liked that|am thankful][.|!|]"),
         ("Okay, thank you very much!", "thanks for the help", "That was very nice, thank you."),
         "You are welcome!"),
     "bye": Topic(
@@ -86,7 +96,7 @@ TOPICS = {
         ("Okay, see you tomorrow, bye!", "I must leave now, goodbye.", "good night and see you"),
         "Goodbye!"),
 }
-_UNKNOWN_ASKS = (
+UNKNOWN_ASKS = (
     "[What is|What's|Name] the [capital|river|king|president|flag|money|name] of [{y}|France|"
     "the country|Spain|Japan|that land][?|]", "[Who|who] [was|is|invented|wrote|painted|won|"
     "discovered] the [{j}|radio|first plane|telephone|best book|world cup|moon|light][?|]",
@@ -94,7 +104,8 @@ _UNKNOWN_ASKS = (
     "a python function|a joke|a list][| about {t}| about {f}| for me][.|]",
     "[Translate|Say] [{t}|hello|this|{f}|good morning] [into|in|to] [French|German|Spanish|Latin]"
     "[.|]", "[Why|How] [is the sky blue|do birds fly|does a {t} work|is grass green|do fish swim|"
-    "does the sun shine|do people sleep|do cars work][?|]", "[How far|How big|How old|How heavy] is "
+    "does the sun shine|do people sleep|do cars work][?|]",
+    "[How far|How big|How old|How heavy] is "
     "[the moon|the sun|the earth|{y}|a {a}|the sea][?|]", "[When|Where] [was|is] [the war|{y}|the "
     "king born|the first city|Mount Everest|the pyramids|Rome founded][?|]",
     "What [happened|year was it|did people eat] [in 1{k}|long ago|last year|yesterday][?|]",
@@ -107,7 +118,7 @@ _UNKNOWN_ASKS = (
     "some music|a pizza|an email|a {t}][.|]", "[What do you think of|Do you like|Have you seen] "
     "[{f}|{y}|music|the sea|football][?|]", "[Is it|Will it] [rain tomorrow|snow|true|late]?",
 )
-_HELD_UNKNOWN = (
+HELD_UNKNOWN = (
     "Who painted the first book?", "How far is the sun from the earth?", "Please write a poem.",
     "Can you explain history?", "Who won the war?", "Tell me the capital of Japan.",
     "Could you translate this into German?", "When was the radio discovered?",
@@ -128,14 +139,15 @@ def unknown(bank: words.Bank) -> tuple[str, str]:
     """Something outside the model's skills, and the honest answer."""
     rng = bank.rng
     if bank.held:
-        return rng.choice(_HELD_UNKNOWN), UNKNOWN
+        return rng.choice(HELD_UNKNOWN), UNKNOWN
     slots = {"y": bank.city(), "j": bank.job(), "t": bank.thing(), "f": bank.food(),
              "a": bank.animal(), "k": rng.randint(100, 999)}
-    return roughen(rng, pick(rng, _UNKNOWN_ASKS, **slots), 0.08), UNKNOWN
+    return roughen(rng, pick(rng, UNKNOWN_ASKS, **slots), 0.08), UNKNOWN
 
 
-_REPEAT_ASKS = (
-    "[Repeat|Repeat after me|Please repeat|Say|Please say|Repeat the words|Repeat this|Say after me|"
+REPEAT_ASKS = (
+    "[Repeat|Repeat after me|Please repeat|Say|Please say|Repeat the words|Repeat this|Say after "
+    "me|"
     "Echo|Copy|Write|Copy this|Now say|Repeat these words|Can you repeat|Can you say|Please copy]"
     "[:|:|] {w}", "[repeat|say|echo|repeat after me|copy|please repeat][:|] {w}",
     "[Repeat|Say|Write|Echo|Copy] [this|these words|the following|after me][:|:\n] {w}",
@@ -143,9 +155,9 @@ _REPEAT_ASKS = (
     "[I say|I will say] {w}. [Repeat it|Say it again|Now you].", "{w}\n[Repeat that|Say that again|"
     "Repeat it|Repeat].",
 )
-_HELD_REPEAT = (
+HELD_REPEAT = (
     "Please say after me: {w}", "Could you repeat this: {w}", "Can you echo the words: {w}",
-    "Write after me: {w}", "please copy these words: {w}",
+    "Say these words after me: {w}", "please copy these words: {w}",
 )
 
 
@@ -182,7 +194,7 @@ def repeat(bank: words.Bank, pieces: tuple[str, ...] = ()) -> tuple[str, str]:
     if not bank.held and rng.random() < 0.12:
         text = text[0].upper() + text[1:] + rng.choice(".!?")
         return f"{rng.choice(('Repeat', 'Say', 'Echo'))}: {text}", text
-    return say(rng, rng.choice(_HELD_REPEAT if bank.held else _REPEAT_ASKS)).format(w=text), text
+    return say(rng, rng.choice(HELD_REPEAT if bank.held else REPEAT_ASKS)).format(w=text), text
 
 
 @dataclass(frozen=True)
@@ -200,19 +212,24 @@ class Memory:
 
 MEMORIES = {
     "name": Memory(
-        ("[My name is|my name is|I am|I'm|Call me|People call me|You can call me|My name's] {v}[.|!|]",
+        ("[My name is|my name is|I am|I'm|Call me|People call me|You can call me|My name's] "
+         "{v}[.|!|]",
          "[Hello|Hi|Hey|Good morning|Good evening][,|!|.] [my name is|I am|I'm|this is|it is] "
-         "{v}[.|!|]", "[I am called|They call me|This is|It is me,|My friends call me|Please call me] "
+         "{v}[.|!|]", "[I am called|They call me|This is|It is me,|My friends call me|Please "
+         "call me] "
          "{v}[.|!|]", "{v} is my name[.|]"),
         "Nice to meet you, {v}.",
-        ("[What is|What's|what is|Whats|Tell me|Say|Repeat] my name[?|]", "[Do you know|Can you tell "
+        ("[What is|What's|what is|Whats|Tell me|Say|Repeat] my name[?|]",
+         "[Do you know|Can you tell "
          "me|Can you say|Do you remember|Do you still know] [my name|who I am|what my name is][?|]",
          "[Who am I|who am i|What am I called|How am I called][?|]"),
         ("Good evening, you can call me {v}.", "Hi, people call me {v}.", "Hey! {v} is my name."),
-        ("Can you say what my name is?", "Do you still know who I am?", "Please tell me my name."),
+        ("Could you tell me my name again?", "Can you remember who I am?",
+         "Please tell me my name."),
         "Your name is {v}.", "You have not told me your name."),
     "city": Memory(
-        ("I [live in|am from|come from|moved to|have a home in] {v}[.|]", "My [city|town|home] is {v}[.|]",
+        ("I [live in|am from|come from|moved to|have a home in] {v}[.|]",
+         "My [city|town|home] is {v}[.|]",
          "My home is in {v}[.|]"),
         "{v} sounds nice.",
         ("[Where do I live|where do I live|Where am I from|In which city do I live|What is my city]"
@@ -220,7 +237,8 @@ MEMORIES = {
         ("My home city is {v}.",), ("Can you tell me where I live?",),
         "You live in {v}.", "You have not told me where you live."),
     "food": Memory(
-        ("I [like|love|eat|enjoy] {v}[.|]", "My favourite food is {v}[.|]", "I like to eat {v}[.|]"),
+        ("I [like|love|eat|enjoy] {v}[.|]", "My favourite food is {v}[.|]",
+         "I like to eat {v}[.|]"),
         "I hear that {v} is good.",
         ("[What do I like|What is my favourite food|What do I like to eat|What food do I like][?|]",
          "[Do you know|Do you remember|Tell me] what I like[?|]"),
@@ -230,7 +248,8 @@ MEMORIES = {
         ("My favourite [colour|color] is {v}[.|]", "The [colour|color] I like is {v}[.|]",
          "My [colour|color] is {v}[.|]"),
         "That is a nice colour.",
-        ("[What is|What's|Tell me] my favourite [colour|color][?|]", "Which [colour|color] do I like"
+        ("[What is|What's|Tell me] my favourite [colour|color][?|]",
+         "Which [colour|color] do I like"
          "[?|]", "[Do you know|Do you remember] my favourite [colour|color][?|]"),
         ("I love the colour {v}.",), ("Can you tell me my favourite colour?",),
         "Your favourite colour is {v}.", "You have not told me your favourite colour."),

@@ -45,8 +45,9 @@ class Trainer:
         self.plan, self.tokenizer = plan, tokenizer
         self.pieces = tokens.pieces(tokenizer)
         self.network = Network(shape).to(plan.device)
-        matrices = [p for name, p in self.network.named_parameters() if name.endswith("proj.weight")]
-        others = [p for name, p in self.network.named_parameters() if not name.endswith("proj.weight")]
+        named = list(self.network.named_parameters())
+        matrices = [weight for name, weight in named if name.endswith("proj.weight")]
+        others = [weight for name, weight in named if not name.endswith("proj.weight")]
         self.muon = Muon(matrices)
         self.adam = torch.optim.AdamW(
             others, lr=plan.vector_rate, betas=(0.9, 0.95), weight_decay=0.01, fused=True
