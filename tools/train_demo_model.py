@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import platform
 from pathlib import Path
 
 import torch
@@ -43,9 +44,20 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--stop-after", type=int, help="leave after this many chunks (a trial)")
     parser.add_argument("--export-only", action="store_true", help="write what --state holds")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--machine", default=f"{os.cpu_count()} cores", help="for the model card")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--no-examine", action="store_true")
     return parser.parse_args()
+
+
+def _trained(trainer: Trainer, options: argparse.Namespace) -> dict:
+    return {
+        "seed": options.seed, "steps": trainer.step, "tokens": trainer.tokens,
+        "batch_tokens": trainer.plan.batch_tokens, "seconds": round(trainer.seconds),
+        "machine": options.machine, "command": "python tools/train_demo_model.py",
+        "versions": f"Python {platform.python_version()}, torch {torch.__version__}, "
+        f"tokenizers {tokens.VERSION}",
+    }
 
 
 def _save(trainer: Trainer, state: Path) -> None:
@@ -76,7 +88,8 @@ def main() -> None:
             _save(trainer, options.state)
     export.write_model(trainer.network, tokenizer, options.out)
     if not options.no_examine:
-        examine.write_report(options.out, trainer.tokens, trainer.seconds)
+        for score in examine.write_report(options.out, _trained(trainer, options)):
+            print(f"{score.skill}: {score.right} of {score.total}")
 
 
 if __name__ == "__main__":

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
 
-from . import heldout
+from . import card, heldout
 from .heldout import Generate
 
 
@@ -50,20 +49,22 @@ def examine(generate: Generate, count: int = 200) -> list[heldout.Score]:
     return [heldout.score(skill, generate, count) for skill in heldout.MAKERS]
 
 
-def table(scores: Iterable[heldout.Score]) -> str:
-    """The scores as a Markdown table."""
-    lines = ["| skill | right |", "| --- | --- |"]
-    lines += [f"| {score.skill} | {score.right} of {score.total} |" for score in scores]
-    return "\n".join(lines)
-
-
 def write_report(folder: Path, trained: dict, count: int = 200) -> list[heldout.Score]:
-    """Examine the model in ``folder`` and write ``eval.json`` beside it."""
-    scores = examine(reference(folder), count)
+    """Examine the model in ``folder``, and write ``eval.json`` and the model card beside it."""
+    generate = reference(folder)
+    scores = examine(generate, count)
     report = {
         "trained": trained,
         "seed": heldout.SEED,
         "scores": {score.skill: [score.right, score.total] for score in scores},
     }
     (folder / "eval.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    made = (
+        f"Trained from random weights on {trained['tokens'] / 1e6:.1f} million tokens (padding "
+        f"included) in {trained['steps']} steps of {trained['batch_tokens']} tokens, from seed "
+        f"{trained['seed']}, in {trained['seconds'] / 60:.0f} minutes on {trained['machine']} "
+        f"with {trained['versions']}, by `{trained['command']}`.\n"
+    )
+    card.write(folder, config, made, scores, generate)
     return scores

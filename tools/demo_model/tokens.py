@@ -6,10 +6,12 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+import tokenizers
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from . import chat
 
+VERSION = tokenizers.__version__
 # A name has the same pieces in prose and in JSON because its space stands alone; digits stand
 # alone so that sums can be learnt digit by digit.
 PATTERN = r" ?[a-z]+|[A-Z][a-z]*|\d|\n+| ?[^\sA-Za-z\d]+|[^\S\n]+"
