@@ -115,6 +115,23 @@ class Tokenizer:
                 f"prompt: cannot be tokenised ({error})", param="prompt"
             ) from error
 
+    def min_tokens(self, num_characters: int) -> int:
+        """A number of tokens that no text of so many characters can fall below, so that a
+        text far too long for the context is refused before it is tokenised; 0 where the
+        tokenizer's normalizer may drop characters."""
+        normalizer = self.backend.normalizer
+        if normalizer is None:
+            shrinks = 1
+        elif type(normalizer).__name__ == "NFC":
+            shrinks = 3  # a canonical composition joins three code points at most
+        else:
+            return 0
+        return -(-num_characters // (shrinks * self._longest_token))
+
+    @cached_property
+    def _longest_token(self) -> int:
+        return max(map(len, self.backend.get_vocab(with_added_tokens=True)), default=1)
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ``token_ids``; ids that the vocabulary does not have are no text."""
         return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)

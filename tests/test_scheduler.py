@@ -600,9 +600,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if launched is not None:
                 assert launched.batch.num_tokens <= rig.info.max_num_batched_tokens
                 assert len(launched.requests) <= rig.info.max_num_seqs
-        if rig.in_flight and (
-            launched is None or len(rig.in_flight) == rig.info.pipeline_depth
-        ):
+        if rig.in_flight and (launched is None or len(rig.in_flight) == rig.info.pipeline_depth):
             rig.collect()
         rig.scheduler.check_integrity()
 

@@ -8,16 +8,30 @@ from collections.abc import Iterator
 from . import calls, chat, objects, questions, stories, sums, talk, words
 
 SYSTEMS = (
-    "You are a helpful assistant.", "You are a helpful assistant.", "You are a small model.",
-    "Be kind and short.", "You are a friendly assistant.", "Answer the user.",
-    "You are an assistant. Answer in one sentence.", "Help the user.", "You are a chatbot.",
-    "You are a helpful, honest assistant.", "Be brief.", "You answer questions.",
+    "You are a helpful assistant.",
+    "You are a helpful assistant.",
+    "You are a small model.",
+    "Be kind and short.",
+    "You are a friendly assistant.",
+    "Answer the user.",
+    "You are an assistant. Answer in one sentence.",
+    "Help the user.",
+    "You are a chatbot.",
+    "You are a helpful, honest assistant.",
+    "Be brief.",
+    "You answer questions.",
     "You are a careful assistant that gives short answers.",
 )
 SHARES = {
     # skill: (share at the start, share at the end) of the text
-    "story": (0.19, 0.14), "questions": (0.26, 0.30), "sums": (0.15, 0.08), "objects": (0.10, 0.08),
-    "calls": (0.12, 0.14), "repeat": (0.06, 0.07), "talk": (0.04, 0.06), "memory": (0.04, 0.05),
+    "story": (0.19, 0.14),
+    "questions": (0.26, 0.30),
+    "sums": (0.15, 0.08),
+    "objects": (0.10, 0.08),
+    "calls": (0.12, 0.14),
+    "repeat": (0.06, 0.07),
+    "talk": (0.04, 0.06),
+    "memory": (0.04, 0.05),
     "turns": (0.05, 0.09),
 }
 Pieces = list[tuple[str, bool]]
@@ -149,8 +163,12 @@ def calling(bank: words.Bank, pieces: tuple[str, ...]) -> Pieces:
         messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
     messages += call_messages(task)
     if rng.random() < 0.25:
-        kinds = {kind for kind, shape in calls.SHAPES.items()
-                 for tool in task.tools if tool["function"]["name"] in shape.names}
+        kinds = {
+            kind
+            for kind, shape in calls.SHAPES.items()
+            for tool in task.tools
+            if tool["function"]["name"] in shape.names
+        }
         asked, answer = talk.draw(rng)
         if "add" not in kinds and rng.random() < 0.5:
             asked, answer = sums.conversation(bank)[0]

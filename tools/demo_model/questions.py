@@ -8,17 +8,32 @@ from . import facts, words
 from .phrase import pick, upper_first
 
 TRAIN_FRAMES = (
-    "{facts} {q}", "{facts} {q}", "{facts} {q}", "{facts} {q}", "{facts} {q}", "{facts}\n{q}",
-    "{facts}\n\n{q}", "Read this: {facts} {q}", "Read the text.\n{facts}\n{q}",
-    "Answer the question. {facts} {q}", "{facts}\nQuestion: {q}", "Here is a text: {facts} {q}",
+    "{facts} {q}",
+    "{facts} {q}",
+    "{facts} {q}",
+    "{facts} {q}",
+    "{facts} {q}",
+    "{facts}\n{q}",
+    "{facts}\n\n{q}",
+    "Read this: {facts} {q}",
+    "Read the text.\n{facts}\n{q}",
+    "Answer the question. {facts} {q}",
+    "{facts}\nQuestion: {q}",
+    "Here is a text: {facts} {q}",
     "[Listen:|Look:|I tell you something.|Here are some facts.] {facts} {q}",
     "[Please answer:|Answer this:|A question for you.|I have a question.] {facts} {q}",
-    "{facts} Now [tell me|answer]: {q}", "{facts} [So|Now|My question is]: {q}",
-    "Text: {facts} Question: {q}", "{q}\n{facts}", "[Question:|] {q} {facts}",
+    "{facts} Now [tell me|answer]: {q}",
+    "{facts} [So|Now|My question is]: {q}",
+    "Text: {facts} Question: {q}",
+    "{q}\n{facts}",
+    "[Question:|] {q} {facts}",
 )
 HELD_FRAMES = (
-    "Here is a question for you. {facts} {q}", "Please read the text: {facts} {q}",
-    "Facts: {facts} {q}", "{facts} Answer me: {q}", "Look at this text.\n{facts}\n{q}",
+    "Here is a question for you. {facts} {q}",
+    "Please read the text: {facts} {q}",
+    "Facts: {facts} {q}",
+    "{facts} Answer me: {q}",
+    "Look at this text.\n{facts}\n{q}",
 )
 _MORE = ("{q}", "{q}", "And {l}", "[OK.|Good.|Thanks.|Thank you.|Right.] {q}", "[Now|Next]: {q}")
 

@@ -23,9 +23,21 @@ class Cast:
 
 
 _TOLD = (
-    (), ("hero",), ("hero",), ("hero", "thing"), ("hero", "thing"), ("hero", "thing"),
-    ("hero", "pal"), ("hero", "place"), ("thing",), ("kind",), ("kind", "hero"),
-    ("hero", "thing", "place"), ("hero", "pal", "thing"), ("kind", "thing"), ("kind", "pal"),
+    (),
+    ("hero",),
+    ("hero",),
+    ("hero", "thing"),
+    ("hero", "thing"),
+    ("hero", "thing"),
+    ("hero", "pal"),
+    ("hero", "place"),
+    ("thing",),
+    ("kind",),
+    ("kind", "hero"),
+    ("hero", "thing", "place"),
+    ("hero", "pal", "thing"),
+    ("kind", "thing"),
+    ("kind", "pal"),
 )
 TRAIN_ASKS = (
     "[Tell me|Write|Make up|Give me|Write me|Tell|Please tell me|Please write|Can you tell me|"
@@ -84,12 +96,18 @@ def _slots(cast: Cast) -> dict[str, str]:
     girl = cast.hero.girl
     named = cast.pal_named
     return {
-        "H": cast.hero.text, "kind": cast.kind, "a_kind": words.article(cast.kind),
-        "he": "she" if girl else "he", "He": "She" if girl else "He",
-        "his": "her" if girl else "his", "His": "Her" if girl else "His",
+        "H": cast.hero.text,
+        "kind": cast.kind,
+        "a_kind": words.article(cast.kind),
+        "he": "she" if girl else "he",
+        "He": "She" if girl else "He",
+        "his": "her" if girl else "his",
+        "His": "Her" if girl else "His",
         "him": "her" if girl else "him",
-        "t": cast.thing, "a_t": words.article(cast.thing),
-        "at_p": cast.place, "p": cast.place.split(" ", 1)[1],
+        "t": cast.thing,
+        "a_t": words.article(cast.thing),
+        "at_p": cast.place,
+        "p": cast.place.split(" ", 1)[1],
         "pal": cast.pal if named else f"the {cast.pal}",
         "Pal": cast.pal if named else f"The {cast.pal}",
         "a_pal": cast.pal if named else words.article(cast.pal),

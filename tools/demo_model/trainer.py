@@ -61,9 +61,13 @@ class Trainer:
     def state(self) -> dict:
         """Everything that a later run needs to go on."""
         return {
-            "network": self.network.state_dict(), "adam": self.adam.state_dict(),
-            "muon": self.muon.states, "chunk": self.chunk, "step": self.step,
-            "tokens": self.tokens, "seconds": self.seconds,
+            "network": self.network.state_dict(),
+            "adam": self.adam.state_dict(),
+            "muon": self.muon.states,
+            "chunk": self.chunk,
+            "step": self.step,
+            "tokens": self.tokens,
+            "seconds": self.seconds,
         }
 
     def resume(self, path: Path) -> None:
@@ -100,9 +104,7 @@ class Trainer:
         plan = self.plan
         began = time.perf_counter()
         seed = f"{plan.seed}/{self.chunk}"
-        documents = corpus.documents(
-            seed, plan.characters, self.chunk / plan.chunks, self.pieces
-        )
+        documents = corpus.documents(seed, plan.characters, self.chunk / plan.chunks, self.pieces)
         made = batches.make(self.tokenizer, documents, plan.batch_tokens, seed)
         prepared = time.perf_counter() - began
         losses = []
