@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import random
@@ -22,7 +23,7 @@ from asyncllm.errors import (
     EngineError,
     InvalidRequestError,
 )
-from asyncllm.hosts import MailboxRegistry, wait_for
+from asyncllm.hosts import MailboxRegistry, ThreadMailbox, wait_for
 from asyncllm.loading import LoadedModel, Loader, load_model
 from asyncllm.outputs import Completion, EngineStats
 from asyncllm.sampling_params import SamplingParams
@@ -87,22 +88,47 @@ class AsyncLLMEngine:
                 model, or the configuration for it.
             EngineError: if the engine was started already.
         """
+        thread = self._begin()
+        try:
+            await wait_for(thread.ready)
+        except BaseException:
+            self._forget(thread)
+            raise
+        self._state = "running"
+        thread.supervise()
+
+    def _begin(self) -> EngineThread:
         if self._state == "closed":
             raise EngineClosedError("start(): the engine is closed; expected a new engine")
         if self._state != "new":
             raise EngineError(f"start(): the engine is {self._state}; expected a new engine")
-        self._state = "starting"
         self._thread = thread = EngineThread(self.config, self._loader)
+        self._state = "starting"
+        thread.start()
+        return thread
+
+    def _forget(self, thread: EngineThread) -> None:
+        """The start failed or was cancelled: as if it had never been called."""
+        thread.give_up()
+        self._thread = None
+        self._state = "new"
+
+    def _start_blocking(self) -> ThreadMailbox:
+        """``start`` for a thread without an event loop; returns what its streams are read
+        with."""
+        thread = self._begin()
         try:
-            thread.start()
-            await wait_for(thread.ready)
+            thread.ready.result()
         except BaseException:
-            thread.give_up()
-            self._thread = None
-            self._state = "new"
+            self._forget(thread)
             raise
         self._state = "running"
-        thread.supervise()
+        return self._thread_mailbox()
+
+    def _thread_mailbox(self) -> ThreadMailbox:
+        self._running()
+        assert self._thread is not None
+        return ThreadMailbox(self._thread.watch_interval, self._thread.check_step)
 
     async def aclose(self, *, drain: float | None = 0.0) -> None:
         """Ends the engine and gives everything back: thread, files, device memory.
@@ -114,19 +140,34 @@ class AsyncLLMEngine:
         Idempotent, and safe to call from several tasks. If it is cancelled, the closing goes
         on without it.
         """
+        thread = self._end(drain)
+        if thread is not None:
+            await wait_for(thread.exited)
+            self._clean_up(thread)
+
+    def _close_blocking(self, drain: float | None = 0.0) -> None:
+        """``aclose`` for a thread without an event loop."""
+        thread = self._end(drain)
+        if thread is not None:
+            while not thread.exited.done():
+                with contextlib.suppress(TimeoutError):
+                    thread.exited.result(thread.watch_interval)
+                thread.check_step()
+            self._clean_up(thread)
+
+    def _end(self, drain: float | None) -> EngineThread | None:
         if drain is not None and (not isinstance(drain, (int, float)) or not drain >= 0):
-            raise InvalidRequestError(
-                f"drain={drain!r}: expected seconds from 0, or None", param="drain"
-            )
+            raise _bad("drain", drain, "seconds from 0, or None")
         if self._state == "starting":
             raise EngineError("aclose(): the engine is starting; cancel start() instead")
         self._state = "closed"
         thread = self._thread
-        if thread is None:
-            return
-        thread.check_process()
-        thread.close(drain)
-        await wait_for(thread.exited)
+        if thread is not None:
+            thread.check_process()
+            thread.close(drain)
+        return thread
+
+    def _clean_up(self, thread: EngineThread) -> None:
         thread.join()
         self._worker.close(timeout=2.0)
         self._mailboxes.clear()

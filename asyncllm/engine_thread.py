@@ -149,8 +149,14 @@ class EngineThread:
                 _watch(self), name="asyncllm-engine"
             )
 
-    def check_step(self, timeout: float) -> None:
-        """Declares the engine dead if the step under way began ``timeout`` seconds ago."""
+    @property
+    def watch_interval(self) -> float:
+        """Seconds between two looks at the step under way."""
+        return max(self._config.step_timeout / 8, 0.01)
+
+    def check_step(self) -> None:
+        """Declares the engine dead if the step under way began ``step_timeout`` ago."""
+        timeout = self._config.step_timeout
         began = self.core.step_started_at
         if began is None or self.core.clock() - began < timeout or self.core.death is not None:
             return
@@ -165,13 +171,11 @@ class EngineThread:
 async def _watch(thread: EngineThread) -> None:
     """The background task. It refers to the thread and not to the engine, so that an engine
     that nobody holds is collected."""
-    timeout = thread._config.step_timeout
-    interval = max(timeout / 8, 0.01)
     exited = waiter_for(thread.exited)
     try:
         while not thread.exited.done():
-            await exited.wait_at_most(interval)
-            thread.check_step(timeout)
+            await exited.wait_at_most(thread.watch_interval)
+            thread.check_step()
     finally:
         # Cancelled: the loop that the engine was started on comes to its end.
         if not thread.exited.done():

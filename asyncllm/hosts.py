@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -166,6 +167,51 @@ class LoopMailbox:
             waiter = channel.waiter
             if waiter is not None:
                 waiter.wake()
+
+
+class ThreadWaiter:
+    """A thread that waits for its stream. It looks up now and then, because no background
+    task does so on its behalf."""
+
+    __slots__ = ("_event", "_interval", "_look_up")
+
+    def __init__(self, interval: float, look_up: Callable[[], None]) -> None:
+        self._event = threading.Event()
+        self._interval = interval
+        self._look_up = look_up
+
+    def wait(self) -> None:
+        if not self._event.wait(self._interval):
+            self._look_up()
+
+    def wake(self) -> None:
+        self._event.set()
+
+
+class ThreadMailbox:
+    """Wakes threads that read streams without an event loop.
+
+    Args:
+        interval: seconds between two calls of ``look_up`` while a thread waits.
+        look_up: notices a step that hangs.
+    """
+
+    def __init__(self, interval: float, look_up: Callable[[], None]) -> None:
+        self._interval = interval
+        self._look_up = look_up
+
+    def make_waiter(self) -> ThreadWaiter:
+        return ThreadWaiter(self._interval, self._look_up)
+
+    def notify(self, channels: Iterable[Channel]) -> bool:
+        for channel in channels:
+            waiter = channel.waiter
+            if waiter is not None:
+                waiter.wake()
+        return True
+
+    def is_closed(self) -> bool:
+        return False
 
 
 class MailboxRegistry:

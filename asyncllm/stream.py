@@ -8,7 +8,7 @@ from types import TracebackType
 from asyncllm.core.channel import Channel, End, Piece
 from asyncllm.core.engine_core import EngineCore
 from asyncllm.core.request import Request
-from asyncllm.hosts import LoopMailbox
+from asyncllm.hosts import LoopMailbox, ThreadMailbox
 from asyncllm.outputs import (
     Completion,
     CompletionOutput,
@@ -132,6 +132,36 @@ class TokenStream:
             channel.waiting = False
             channel.waiter = None
 
+    def read_blocking(self, mailbox: ThreadMailbox) -> Delta | None:
+        """``__anext__`` for a thread without an event loop; None at the end. A stream that
+        is read in this way has no loop and can be read from one thread at a time."""
+        if self._reading:
+            raise RuntimeError(f"stream {self.request_id!r} is being read by another thread")
+        if self._done:
+            return None
+        channel = self._channel
+        if channel.mailbox is None:
+            channel.mailbox = mailbox
+        elif not isinstance(channel.mailbox, ThreadMailbox):
+            raise RuntimeError(f"stream {self.request_id!r} belongs to an event loop")
+        self._reading = True
+        try:
+            delta = self._take()
+            while delta is None:
+                channel.waiter = waiter = mailbox.make_waiter()
+                channel.waiting = True
+                delta = self._take()
+                if delta is None:
+                    waiter.wait()
+        except BaseException:
+            self.abort()
+            raise
+        finally:
+            self._reading = False
+            channel.waiting = False
+            channel.waiter = None
+        return delta
+
     def _take(self) -> Delta | None:
         """What is there to read: as much as may be merged under ``coalesce``, else one
         token. The end, when it is next, comes with the last token."""
@@ -203,10 +233,14 @@ class TokenStream:
         What was generated can still be read. Its blocks are free before the next step."""
         self._core.abort(self._request)
 
-    async def aclose(self) -> None:
+    def close(self) -> None:
         """Aborts the request and ends the iteration. Idempotent; waits for nothing."""
         self.abort()
         self._done = True
+
+    async def aclose(self) -> None:
+        """``close``, under the name that ``contextlib.aclosing`` and others expect."""
+        self.close()
 
     async def __aenter__(self) -> TokenStream:
         return self
@@ -227,6 +261,14 @@ class TokenStream:
         """
         async for _ in self:
             pass
+        return self.completion()
+
+    def completion(self) -> Completion:
+        """What was read so far, as a Completion.
+
+        Raises:
+            AsyncLLMError: if the request failed.
+        """
         if self._error is not None:
             raise self._error
         request = self._request
