@@ -12,7 +12,6 @@ import threading
 import time
 
 import pytest
-from tests.fakes import VOCAB_SIZE, fake
 
 import asyncllm
 from asyncllm import (
@@ -28,6 +27,7 @@ from asyncllm import (
     RequestError,
     SamplingParams,
 )
+from tests.fakes import VOCAB_SIZE, fake
 
 pytestmark = pytest.mark.asyncio
 
