@@ -190,6 +190,12 @@ def _environment() -> jinja2.Environment:
     class Namespace(jinja2.utils.Namespace):
         """Without underscored attributes, which lead into the interpreter's internals."""
 
+        def __init__(*args: Any, **kwargs: Any) -> None:
+            # Jinja's own signature: an attribute may be called "self".
+            jinja2.utils.Namespace.__init__(args[0])
+            for name, value in dict(*args[1:], **kwargs).items():
+                args[0][name] = value
+
         def __setitem__(self, name: str, value: Any) -> None:
             if str(name).startswith("_"):
                 raise jinja2.exceptions.SecurityError(f"namespace attribute {name!r}: refused")
@@ -204,6 +210,8 @@ def _environment() -> jinja2.Environment:
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
     environment.globals["namespace"] = Namespace
+    # A plain function, because a type has attributes that lead further.
+    environment.globals["dict"] = lambda *args, **kwargs: dict(*args, **kwargs)
     return environment
 
 
