@@ -210,9 +210,18 @@ def _environment() -> jinja2.Environment:
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
     environment.globals["namespace"] = Namespace
-    # A plain function, because a type has attributes that lead further.
-    environment.globals["dict"] = lambda *args, **kwargs: dict(*args, **kwargs)
+    environment.globals["dict"] = _DictFactory()
     return environment
+
+
+class _DictFactory:
+    """What templates use of ``dict``; the type itself has attributes that lead further."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, keys: Iterable[Any], value: Any = None) -> dict[Any, Any]:
+        return dict.fromkeys(keys, value)
 
 
 def _to_json(

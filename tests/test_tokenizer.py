@@ -61,7 +61,8 @@ WITH_TOOLS = """\
 {%- endfor %}
 {%- if enable_thinking is defined and enable_thinking is false %}
 /no_think
-{%- endif %}{{ eos_token }} {{ dict(a=1)['a'] }} {{ 'x<&>' | tojson }}
+{%- endif %}{{ eos_token }} {{ dict(a=1)['a'] }} {{ dict.fromkeys('ab', 2)['b'] }}
+{{ namespace({'self': 1}, b=2).self }} {{ 'x<&>' | tojson }}
 """
 TRAINING = """\
 {% for message in messages %}
@@ -424,6 +425,7 @@ def test_models_without_a_usable_template(make: Callable[..., Path]) -> None:
         "{{ dict.__class__.__base__.__subclasses__() }}",
         "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
         "{{ namespace(__class__=1) }}",
+        "{{ dict.mro() }}",
         "{{ messages[0].content + 1 }}",
         "{{ range(10**9) | list }}",
     ],
