@@ -261,6 +261,15 @@ def test_byte_run_that_breaks_after_a_character() -> None:
     assert pushes(tokenizer, ids) == ["A", REPLACEMENT, REPLACEMENT, "a", "C", ""]
 
 
+@pytest.mark.parametrize("length", range(12, 24))
+def test_prompt_ends_in_a_long_run_of_bytes(length: int) -> None:
+    tokenizer = byte_fallback()
+    run = ("é世🙂" * 5).encode()
+    ids = [tokenizer.backend.token_to_id(f"<0x{byte:02X}>") for byte in run]
+    whole = run[:length].decode(errors="ignore")
+    assert "".join(pushes(tokenizer, ids[length:], ids[:length])) == ("é世🙂" * 5)[len(whole) :]
+
+
 def test_newline_byte_is_handed_out_at_once() -> None:
     tokenizer = byte_fallback()
     newline = tokenizer.backend.token_to_id("<0x0A>")

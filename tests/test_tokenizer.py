@@ -249,6 +249,35 @@ def test_without_tokenizer_json(tmp_path: Path) -> None:
     assert tokenizer.eos_token_id == 1
 
 
+def test_code_of_the_checkpoint_runs_only_when_trusted(
+    tmp_path: Path, backend_json: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import dynamic_module_utils
+
+    (tmp_path / "files").mkdir()
+    modules = tmp_path / "modules"
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(modules))
+    monkeypatch.syspath_prepend(str(modules))
+    (tmp_path / "files" / "own.json").write_text(backend_json)
+    (tmp_path / "files" / "tokenization_own.py").write_text(
+        "import os\n"
+        "from tokenizers import Tokenizer\n"
+        "from transformers import PreTrainedTokenizerFast\n\n\n"
+        "class OwnTokenizer(PreTrainedTokenizerFast):\n"
+        "    @classmethod\n"
+        "    def from_pretrained(cls, path, *args, **kwargs):\n"
+        "        file = os.path.join(path, 'own.json')\n"
+        "        return cls(tokenizer_object=Tokenizer.from_file(file))\n"
+    )
+    config = {"auto_map": {"AutoTokenizer": [None, "tokenization_own.OwnTokenizer"]}}
+    (tmp_path / "files" / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "files" / "config.json").write_text("{}")
+    with pytest.raises(ModelLoadError, match="trust_remote_code"):
+        load(tmp_path / "files")
+    tokenizer = Tokenizer.from_directory(tmp_path / "files", trust_remote_code=True)
+    assert tokenizer.encode("été") == Backend.from_str(backend_json).encode("été").ids
+
+
 # Chat templates
 
 CHAT = [

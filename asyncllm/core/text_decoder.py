@@ -19,6 +19,7 @@ from typing import Protocol
 
 REPLACEMENT = "\ufffd"
 _PRIMING_TOKENS = 6
+_PRIMING_BYTES = 16
 _HEX_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 IdToToken = Callable[[int], str | None]
@@ -158,16 +159,7 @@ class ByteFallbackDecoder:
         self._table = table
         self._pending = b""
         self._broken = False
-        run = bytearray()
-        has_text = False
-        for token_id in reversed(prompt_token_ids):
-            piece = table[token_id]
-            if piece == "":
-                continue
-            has_text = True
-            if isinstance(piece, str):
-                break
-            run.insert(0, piece)
+        run, has_text = _trailing_bytes(table, prompt_token_ids)
         for byte in run:
             self._push_byte(byte)
         self._prompt_bytes = len(self._pending)
@@ -214,6 +206,25 @@ class ByteFallbackDecoder:
         self._pending = b""
         self._prompt_bytes = 0
         return text
+
+
+def _trailing_bytes(table: PieceTable, token_ids: Sequence[int]) -> tuple[bytes, bool]:
+    """The run of byte tokens at the end, or the last characters of a long one; and whether
+    there is any text at all."""
+    run: list[int] = []
+    for token_id in reversed(token_ids):
+        piece = table[token_id]
+        if isinstance(piece, int):
+            run.append(piece)
+            if len(run) < _PRIMING_BYTES:
+                continue
+            # Begin with a character, not in the middle of one.
+            while run and run[-1] & 0xC0 == 0x80:
+                run.pop()
+        elif not piece:
+            continue
+        return bytes(reversed(run)), True
+    return bytes(reversed(run)), bool(run)
 
 
 class WindowDecoder:
