@@ -190,6 +190,12 @@ def _environment() -> jinja2.Environment:
     class Namespace(jinja2.utils.Namespace):
         """Without underscored attributes, which lead into the interpreter's internals."""
 
+        def __init__(*args: Any, **kwargs: Any) -> None:
+            # Jinja's own signature: an attribute may be called "self".
+            jinja2.utils.Namespace.__init__(args[0])
+            for name, value in dict(*args[1:], **kwargs).items():
+                args[0][name] = value
+
         def __setitem__(self, name: str, value: Any) -> None:
             if str(name).startswith("_"):
                 raise jinja2.exceptions.SecurityError(f"namespace attribute {name!r}: refused")
@@ -204,7 +210,18 @@ def _environment() -> jinja2.Environment:
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
     environment.globals["namespace"] = Namespace
+    environment.globals["dict"] = _DictFactory()
     return environment
+
+
+class _DictFactory:
+    """What templates use of ``dict``; the type itself has attributes that lead further."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, keys: Iterable[Any], value: Any = None) -> dict[Any, Any]:
+        return dict.fromkeys(keys, value)
 
 
 def _to_json(

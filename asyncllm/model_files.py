@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.resources
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -220,29 +221,38 @@ def _explain(model: str, revision: str | None, error: Exception) -> str:
 
 
 def _quiet_bar(progress: DownloadProgress | None) -> type[Any]:
-    """A progress-bar class that prints nothing and reports bytes.
+    """A progress-bar class that prints nothing, starts nothing, and reports bytes.
 
     The hub counts bytes in several bars (received, written); the one that is furthest is
     reported.
     """
-    from tqdm.auto import tqdm
+    from tqdm import tqdm
 
-    done: dict[int, int] = {}
+    bars: list[Any] = []
 
     class QuietBar(tqdm):
+        monitor_interval = 0  # no thread of tqdm's that outlives the download
+
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            self._counts_bytes = kwargs.get("unit") == "B"
-            kwargs.pop("name", None)
-            kwargs["disable"] = True
-            super().__init__(*args, **kwargs)
+            counts_bytes = kwargs.get("unit") == "B"
+            super().__init__(*args, **kwargs | {"disable": True})
             self.total = kwargs.get("total")
+            if counts_bytes:
+                bars.append(self)
 
         def update(self, n: float | None = 1) -> bool | None:
-            # A disabled bar does not count by itself.
-            if self._counts_bytes:
-                done[id(self)] = done.get(id(self), 0) + int(n or 0)
-                if progress is not None:
-                    progress(max(done.values()), int(self.total or 0))
+            self.n += n or 0  # a disabled bar does not count by itself
+            if progress is not None and self in bars:
+                furthest = max(bars, key=lambda bar: bar.n)
+                progress(int(furthest.n), int(furthest.total or 0))
             return None
 
+        def __hash__(self) -> int:
+            return id(self)
+
+        def __eq__(self, other: object) -> bool:
+            return self is other
+
+    # tqdm's own lock is one between processes, which may start a process to track it.
+    QuietBar.set_lock(threading.RLock())
     return QuietBar

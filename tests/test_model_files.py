@@ -193,6 +193,8 @@ def test_download(hub: HubStandIn, tmp_path: Path, capfd: pytest.CaptureFixture[
     fetched = [r for r in hub.requests if r.startswith("GET") and "/resolve/" in r]
     assert len(fetched) == len(WANTED)
     assert capfd.readouterr() == ("", "")
+    left = {type(thread).__name__ for thread in threading.enumerate()}
+    assert left <= {"_MainThread", "Thread"}  # the hub's own; no monitor of progress bars
 
 
 def test_revision(hub: HubStandIn, tmp_path: Path) -> None:

@@ -34,6 +34,8 @@ class StopMatcher:
 
         Only a match that ends in this piece counts, and none without ``search``.
         """
+        if not self._held and self._firsts.isdisjoint(text):
+            return text  # most pieces: no stop string begins here
         if not text:
             return ""
         buffer = self._held + text

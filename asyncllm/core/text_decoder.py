@@ -19,6 +19,7 @@ from typing import Protocol
 
 REPLACEMENT = "\ufffd"
 _PRIMING_TOKENS = 6
+_PRIMING_BYTES = 16
 _HEX_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 IdToToken = Callable[[int], str | None]
@@ -158,16 +159,7 @@ class ByteFallbackDecoder:
         self._table = table
         self._pending = b""
         self._broken = False
-        run = bytearray()
-        has_text = False
-        for token_id in reversed(prompt_token_ids):
-            piece = table[token_id]
-            if piece == "":
-                continue
-            has_text = True
-            if isinstance(piece, str):
-                break
-            run.insert(0, piece)
+        run, has_text = _trailing_bytes(table, prompt_token_ids)
         for byte in run:
             self._push_byte(byte)
         self._prompt_bytes = len(self._pending)
@@ -216,19 +208,39 @@ class ByteFallbackDecoder:
         return text
 
 
+def _trailing_bytes(table: PieceTable, token_ids: Sequence[int]) -> tuple[bytes, bool]:
+    """The run of byte tokens at the end, or the last characters of a long one; and whether
+    there is any text at all."""
+    run: list[int] = []
+    for token_id in reversed(token_ids):
+        piece = table[token_id]
+        if isinstance(piece, int):
+            run.append(piece)
+            if len(run) < _PRIMING_BYTES:
+                continue
+            # Begin with a character, not in the middle of one.
+            while run and run[-1] & 0xC0 == 0x80:
+                run.pop()
+        elif not piece:
+            continue
+        return bytes(reversed(run)), True
+    return bytes(reversed(run)), bool(run)
+
+
 class WindowDecoder:
     """Decodes the last tokens anew with each one and hands out what came to the end.
 
     Needs only that a token's text depends on the few tokens before it. Text that ends in one
     to three replacement characters is held back, for they may be an unfinished character;
-    four are certainly none.
+    four are certainly none. Where bytes are no UTF-8 at all, how many replacement characters
+    stand for them may differ from decoding at once.
 
     Args:
         decode: token ids to text, special tokens included.
         skip: ids without text of their own; they never reach ``decode``.
     """
 
-    __slots__ = ("_decode", "_prefix", "_prefix_ids", "_skip", "_window")
+    __slots__ = ("_context", "_decode", "_prefix", "_prompt_text", "_skip", "_window")
 
     def __init__(
         self,
@@ -245,35 +257,58 @@ class WindowDecoder:
                 tail.insert(0, token_id)
                 if len(tail) == _PRIMING_TOKENS:
                     break
+        while len(tail) > _PRIMING_TOKENS - 3 and decode(tail).startswith(REPLACEMENT):
+            # A window that begins inside a character would spoil what follows it.
+            del tail[0]
+        # The window is the context, whose text is out, and the tokens whose text is not.
         self._window = tail
-        self._prefix_ids = len(tail)
-        self._prefix = decode(tail) if tail else ""
+        self._context, self._prefix = self._finished_part(tail)
+        unfinished = tail[self._context :]
+        self._prompt_text = decode(unfinished) if unfinished else ""
 
     def push(self, token_id: int) -> str:
         if token_id in self._skip:
             return ""
         self._window.append(token_id)
-        text = self._decode(self._window)
-        new = text[self._start_of_new(text) :]
-        unfinished = len(new) - len(new.rstrip(REPLACEMENT))
-        if not new or 1 <= unfinished <= 3:
+        text = self._new_text()
+        unfinished = len(text) - len(text.rstrip(REPLACEMENT))
+        if not text or 1 <= unfinished <= 3:
             return ""
-        del self._window[: self._prefix_ids]
-        self._prefix_ids = len(self._window)
+        del self._window[: self._context]
+        self._context = len(self._window)
         self._prefix = self._decode(self._window)
-        return new
+        return self._without_prompt(text)
 
     def flush(self) -> str:
-        if len(self._window) == self._prefix_ids:
+        text = self._new_text()
+        self._window = []
+        self._context, self._prefix = 0, ""
+        return self._without_prompt(text)
+
+    def _finished_part(self, token_ids: list[int]) -> tuple[int, str]:
+        """How many of the ids to keep, and their text, so that it ends in no unfinished
+        character."""
+        text = self._decode(token_ids) if token_ids else ""
+        if not text.endswith(REPLACEMENT):
+            return len(token_ids), text
+        for count in range(len(token_ids) - 1, max(-1, len(token_ids) - 4), -1):
+            shorter = self._decode(token_ids[:count]) if count else ""
+            if not shorter.endswith(REPLACEMENT):
+                return count, shorter
+        return len(token_ids), text
+
+    def _new_text(self) -> str:
+        """The text of the window beyond that of its context."""
+        if len(self._window) == self._context:
             return ""
         text = self._decode(self._window)
-        self._prefix_ids = len(self._window)
-        new = text[self._start_of_new(text) :]
-        self._prefix = text
-        return new
-
-    def _start_of_new(self, text: str) -> int:
         if text.startswith(self._prefix):
-            return len(self._prefix)
-        # The prompt ended inside a character that is finished now.
-        return len(self._prefix.rstrip(REPLACEMENT))
+            return text[len(self._prefix) :]
+        # The new tokens changed text that is out: bytes beside each other that are no UTF-8
+        # together, so far or for good. Alone they show which.
+        return self._decode(self._window[self._context :])
+
+    def _without_prompt(self, text: str) -> str:
+        """Drops what a prompt left unfinished and the output did not finish."""
+        dropped, self._prompt_text = self._prompt_text, ""
+        return text.removeprefix(dropped)
