@@ -41,7 +41,7 @@ def make_checkpoint(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
-                scale = 1.0 if "embed" in name else 1.5 * parameter.shape[-1] ** -0.5
+                scale = 0.2 if "embed" in name else 2.5 * parameter.shape[-1] ** -0.5
                 parameter.normal_(0.0, scale, generator=generator)
             else:
                 middle = 0.0 if name.endswith("bias") else 1.0

@@ -53,7 +53,7 @@ class ModelRunner:
         self.dtype = decoder.embedding.dtype
         self.device = decoder.embedding.device
         inputs = InputBatch(info.max_num_seqs, info.max_model_len, info.block_size, self.device)
-        sampler = Sampler(info.max_num_seqs, info.vocab_size, inputs)
+        sampler = Sampler(info.max_num_seqs, info.vocab_size, inputs, self.device)
         self._state: _Device | None = _Device(decoder, cache, inputs, sampler)
         self._queue: deque[StepBatch] = deque()
         self._num_threads = num_threads

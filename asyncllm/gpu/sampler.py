@@ -1,4 +1,4 @@
-"""Sampling: logits to tokens, for a whole batch at once."""
+"""Sampler: logits to tokens, for a whole batch at once."""
 
 from __future__ import annotations
 
@@ -9,8 +9,16 @@ import torch
 from torch import Tensor
 
 from asyncllm.core.batch import SlotAssignment
+from asyncllm.gpu.draw import draw
 from asyncllm.gpu.input_batch import InputBatch
+from asyncllm.gpu.logprobs import gather_logprobs
+from asyncllm.gpu.penalties import Penalties
+from asyncllm.gpu.sampling_state import SamplingState, SlotRules
+from asyncllm.gpu.uniform import uniform
 from asyncllm.outputs import TokenLogprobs
+
+MIN_TEMPERATURE = 1e-5
+"""Below it a row is greedy: dividing by less would overflow. As in vLLM."""
 
 
 @dataclass(slots=True)
@@ -27,12 +35,168 @@ class SampleOutput:
 
 
 class Sampler:
-    def __init__(self, max_num_seqs: int, vocab_size: int, tokens: InputBatch) -> None:
-        self.tokens = tokens
+    """Samples one token per row, by the parameters of the row's slot.
 
-    def assign(self, assignment: SlotAssignment) -> None: ...
+    Stages, each skipped where nobody asks for it, in vLLM's order: allowed tokens,
+    min_tokens, logit_bias, penalties, the request's processors; greedy rows end here with
+    the likeliest token; temperature, min_p, top_k, top_p, and a draw keyed by (seed,
+    position). Log-probabilities are those of the logits as the model gave them.
+    """
 
-    def release(self, slot: int) -> None: ...
+    def __init__(
+        self, max_num_seqs: int, vocab_size: int, inputs: InputBatch, device: torch.device
+    ) -> None:
+        self.inputs = inputs
+        self.device = device
+        self.state = SamplingState(max_num_seqs)
+        self.penalties = Penalties(vocab_size, device)
+
+    def assign(self, assignment: SlotAssignment) -> None:
+        """Takes a request's parameters. Its tokens are in the input batch already."""
+        slot = assignment.slot
+        self.state.assign(assignment)
+        self.penalties.release(slot)
+        if self.state.penalised(np.array([slot]))[0]:
+            tokens = np.asarray(assignment.token_ids, dtype=np.int64)
+            prompt = assignment.num_prompt_tokens
+            self.penalties.assign(slot, tokens[:prompt], tokens[prompt:])
+
+    def release(self, slot: int) -> None:
+        self.state.release(slot)
+        self.penalties.release(slot)
 
     def sample(self, logits: Tensor, slots: np.ndarray, positions: np.ndarray) -> SampleOutput:
-        return SampleOutput(torch.argmax(logits, -1).numpy())
+        """Samples a token for each row.
+
+        A row whose logits are not numbers, whose processor raises, or that has no token left
+        is an error; the other rows are not affected.
+
+        Args:
+            logits: ``[S, vocab_size]``; not changed.
+            slots: ``[S]``, no slot twice.
+            positions: ``[S]``, where in its sequence the token will be.
+        """
+        output = SampleOutput(np.empty(0, dtype=np.int64))
+        processed = self._process(logits, slots, positions, output.errors)
+        best, tokens = processed.max(-1)
+        output.token_ids = tokens.cpu().numpy()
+        finite = np.isfinite(best.float().cpu().numpy())
+        if not finite.all():
+            self._explain(logits, processed, np.flatnonzero(~finite), output.errors)
+        random = np.flatnonzero(self.state.temperature[slots] >= MIN_TEMPERATURE)
+        if output.errors:
+            random = np.setdiff1d(random, list(output.errors))
+        if len(random):
+            output.token_ids[random] = self._draw(processed, random, slots, positions)
+        if output.errors:
+            output.token_ids[list(output.errors)] = -1
+        self._finish(logits, slots, output)
+        return output
+
+    def _process(
+        self,
+        logits: Tensor,
+        slots: np.ndarray,
+        positions: np.ndarray,
+        errors: dict[int, Exception],
+    ) -> Tensor:
+        """Logits after everything that may change the likeliest token; ``logits`` itself
+        where nobody asks for that."""
+        penalised = np.flatnonzero(self.state.penalised(slots))
+        ruled = [(row, slot) for row, slot in enumerate(slots.tolist()) if slot in self.state.rules]
+        if not len(penalised) and not ruled:
+            return logits
+        logits = logits.to(torch.float32, copy=True)
+        for row, slot in ruled:
+            generated = int(positions[row] - self.state.num_prompt_tokens[slot])
+            self._apply_rules(logits[row], self.state.rules[slot], generated)
+        if len(penalised):
+            self.penalties.apply(logits, penalised, slots[penalised], self.state)
+        for row, slot in ruled:
+            rules = self.state.rules[slot]
+            if rules.processors:
+                self._apply_processors(logits, row, slot, int(positions[row]), rules, errors)
+        return logits
+
+    def _apply_rules(self, row: Tensor, rules: SlotRules, generated: int) -> None:
+        if rules.allowed is not None:
+            hidden = torch.ones_like(row, dtype=torch.bool)
+            hidden[self._tensor(rules.allowed)] = False
+            row.masked_fill_(hidden, -torch.inf)
+        if generated < rules.min_tokens and len(rules.stop_ids):
+            row[self._tensor(rules.stop_ids)] = -torch.inf
+        if rules.bias is not None:
+            ids, values = rules.bias
+            row[self._tensor(ids)] += self._tensor(values)
+
+    def _apply_processors(
+        self,
+        logits: Tensor,
+        row: int,
+        slot: int,
+        position: int,
+        rules: SlotRules,
+        errors: dict[int, Exception],
+    ) -> None:
+        output = self.inputs.output_token_ids(slot, position).tolist()
+        value: object = logits[row].clone()
+        try:
+            for processor in rules.processors:
+                value = processor(output, value)
+                if not isinstance(value, Tensor) or value.shape != logits.shape[1:]:
+                    raise TypeError(
+                        f"logits processor {processor!r} returned {_describe(value)}, expected "
+                        f"a tensor of shape {tuple(logits.shape[1:])}"
+                    )
+            logits[row] = value  # pyright: ignore[reportArgumentType]
+        except Exception as error:
+            errors[row] = error
+
+    def _explain(
+        self, logits: Tensor, processed: Tensor, rows: np.ndarray, errors: dict[int, Exception]
+    ) -> None:
+        """Says what is wrong with rows whose maximum is no number: it is NaN if any logit
+        is, infinite if one is, and minus infinity if no token is left."""
+        for row in rows.tolist():
+            if row in errors:
+                continue
+            if not bool(torch.isfinite(logits[row].max())):
+                errors[row] = ValueError("the model's logits are not finite numbers")
+            elif bool(torch.isneginf(processed[row].max())):
+                errors[row] = ValueError(
+                    "no token is left to sample: allowed_token_ids, min_tokens and logits "
+                    "processors exclude all of them"
+                )
+            else:
+                errors[row] = ValueError("a logits processor returned logits that are not finite")
+
+    def _draw(
+        self, logits: Tensor, rows: np.ndarray, slots: np.ndarray, positions: np.ndarray
+    ) -> np.ndarray:
+        state, slots = self.state, slots[rows]
+        temperature = self._tensor(state.temperature[slots].astype(np.float32)).unsqueeze(1)
+        chosen = logits if len(rows) == logits.shape[0] else logits[self._tensor(rows)]
+        scaled = chosen.float() / temperature
+        numbers = uniform(state.seeds[slots], positions[rows])
+        tokens = draw(scaled, numbers, state.top_k[slots], state.top_p[slots], state.min_p[slots])
+        return tokens.cpu().numpy()
+
+    def _finish(self, logits: Tensor, slots: np.ndarray, output: SampleOutput) -> None:
+        """Log-probabilities, and the counts for later penalties."""
+        good = output.token_ids >= 0
+        asked = np.flatnonzero((self.state.logprobs[slots] >= 0) & good)
+        output.logprobs = gather_logprobs(
+            logits, asked, output.token_ids[asked], self.state.logprobs[slots[asked]]
+        )
+        counted = np.flatnonzero(self.state.penalised(slots) & good)
+        if len(counted):
+            self.penalties.count(slots[counted], output.token_ids[counted])
+
+    def _tensor(self, values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values).to(self.device)
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return f"a {type(value).__name__}"

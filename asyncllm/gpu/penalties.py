@@ -1,0 +1,91 @@
+"""Presence, frequency and repetition penalties, with counts kept from step to step."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncllm.gpu.sampling_state import SamplingState
+
+_FIRST_ROWS = 4
+
+
+class Penalties:
+    """Token counts of the slots that need them, and their effect on logits.
+
+    Counts live in a table that grows with the number of such slots and is dropped when there
+    are none, because most engines never need it.
+
+    Attributes:
+        counts: ``[rows, vocab_size]`` int32, how often the output holds each token.
+        in_prompt: ``[rows, vocab_size]`` bool.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self.vocab_size = vocab_size
+        self.device = device
+        self.counts = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
+        self.in_prompt = torch.zeros((0, vocab_size), dtype=torch.bool, device=device)
+        self.row_of: dict[int, int] = {}
+        self._free: list[int] = []
+
+    def assign(self, slot: int, prompt: np.ndarray, output: np.ndarray) -> None:
+        """Starts counting for a slot whose tokens so far are given."""
+        self.release(slot)
+        if not self._free:
+            self._grow()
+        row = self.row_of[slot] = self._free.pop()
+        counts = np.bincount(output, minlength=self.vocab_size).astype(np.int32)
+        self.counts[row] = torch.from_numpy(counts).to(self.device)
+        self.in_prompt[row] = False
+        self.in_prompt[row, torch.from_numpy(prompt.astype(np.int64)).to(self.device)] = True
+
+    def release(self, slot: int) -> None:
+        row = self.row_of.pop(slot, None)
+        if row is None:
+            return
+        self._free.append(row)
+        if not self.row_of:
+            self.counts, self.in_prompt = self.counts[:0].clone(), self.in_prompt[:0].clone()
+            self._free = []
+
+    def apply(
+        self, logits: Tensor, rows: np.ndarray, slots: np.ndarray, state: SamplingState
+    ) -> None:
+        """Penalises ``logits[rows]`` in place, as vLLM does: repetition, then frequency,
+        then presence.
+
+        Args:
+            logits: ``[S, vocab_size]`` float32.
+            rows, slots: rows of ``logits`` with a penalty, and the slots they are of.
+        """
+        index = self._index(rows)
+        table = self._index(np.array([self.row_of[slot] for slot in slots.tolist()]))
+        chosen, counts = logits[index], self.counts[table]
+        used = counts > 0
+        repetition = self._column(state.repetition[slots])
+        factor = torch.where(chosen > 0, 1.0 / repetition, repetition)
+        chosen = torch.where(used | self.in_prompt[table], chosen * factor, chosen)
+        chosen -= self._column(state.frequency[slots]) * counts
+        chosen -= self._column(state.presence[slots]) * used
+        logits[index] = chosen
+
+    def count(self, slots: np.ndarray, tokens: np.ndarray) -> None:
+        """Adds sampled tokens to the counts of their slots."""
+        table = self._index(np.array([self.row_of[slot] for slot in slots.tolist()]))
+        self.counts[table, self._index(tokens)] += 1
+
+    def _grow(self) -> None:
+        old = self.counts.shape[0]
+        rows = max(_FIRST_ROWS, 2 * old)
+        shape = (rows - old, self.vocab_size)
+        self.counts = torch.cat((self.counts, self.counts.new_zeros(shape)))
+        self.in_prompt = torch.cat((self.in_prompt, self.in_prompt.new_zeros(shape)))
+        self._free = list(range(rows - 1, old - 1, -1))
+
+    def _index(self, values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values.astype(np.int64)).to(self.device)
+
+    def _column(self, values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values.astype(np.float32)).to(self.device).unsqueeze(1)

@@ -1,0 +1,103 @@
+"""SamplingState: the sampling parameters of every slot, as arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from asyncllm.core.batch import SlotAssignment
+from asyncllm.gpu.uniform import seed_state
+from asyncllm.sampling_params import LogitsProcessor
+
+
+@dataclass(slots=True)
+class SlotRules:
+    """What few requests ask for, and what has no fixed size.
+
+    Attributes:
+        bias: token ids and what is added to their logits, or None.
+        allowed: the only token ids that may be sampled, or None.
+        processors: the request's own, in order.
+        stop_ids: what ``min_tokens`` suppresses.
+        min_tokens: output tokens before one of ``stop_ids`` may come.
+    """
+
+    bias: tuple[np.ndarray, np.ndarray] | None
+    allowed: np.ndarray | None
+    processors: tuple[LogitsProcessor, ...]
+    stop_ids: np.ndarray
+    min_tokens: int
+
+
+class SamplingState:
+    """Parameters by slot, filled when a request enters it.
+
+    Attributes:
+        temperature, top_p, min_p, presence, frequency, repetition: ``[max_num_seqs]``.
+        top_k: ``[max_num_seqs]`` int64; 0 keeps all.
+        seeds: ``[max_num_seqs]`` uint64, mixed.
+        logprobs: ``[max_num_seqs]`` int64, -1 for none.
+        num_prompt_tokens: ``[max_num_seqs]``.
+        rules: by slot, for slots that have any.
+    """
+
+    def __init__(self, max_num_seqs: int) -> None:
+        self.temperature = np.ones(max_num_seqs)
+        self.top_p = np.ones(max_num_seqs)
+        self.min_p = np.zeros(max_num_seqs)
+        self.presence = np.zeros(max_num_seqs)
+        self.frequency = np.zeros(max_num_seqs)
+        self.repetition = np.ones(max_num_seqs)
+        self.top_k = np.zeros(max_num_seqs, dtype=np.int64)
+        self.seeds = np.zeros(max_num_seqs, dtype=np.uint64)
+        self.logprobs = np.full(max_num_seqs, -1, dtype=np.int64)
+        self.num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self.rules: dict[int, SlotRules] = {}
+
+    def assign(self, assignment: SlotAssignment) -> None:
+        slot, params = assignment.slot, assignment.sampling
+        self.temperature[slot] = _resolved(params.temperature, 1.0)
+        self.top_p[slot] = _resolved(params.top_p, 1.0)
+        self.min_p[slot] = _resolved(params.min_p, 0.0)
+        self.presence[slot] = params.presence_penalty
+        self.frequency[slot] = params.frequency_penalty
+        self.repetition[slot] = _resolved(params.repetition_penalty, 1.0)
+        self.top_k[slot] = _resolved(params.top_k, 0)
+        self.seeds[slot] = seed_state(int(_resolved(params.seed, 0)))
+        self.logprobs[slot] = -1 if params.logprobs is None else params.logprobs
+        self.num_prompt_tokens[slot] = assignment.num_prompt_tokens
+        self._assign_rules(assignment)
+
+    def _assign_rules(self, assignment: SlotAssignment) -> None:
+        slot, params = assignment.slot, assignment.sampling
+        self.rules.pop(slot, None)
+        bias, allowed = params.logit_bias, params.allowed_token_ids
+        if not bias and allowed is None and not params.min_tokens and not params.logits_processors:
+            return
+        self.rules[slot] = SlotRules(
+            bias=(
+                (np.array(list(bias), np.int64), np.array(list(bias.values()), np.float32))
+                if bias
+                else None
+            ),
+            allowed=None if allowed is None else np.array(allowed, np.int64),
+            processors=tuple(params.logits_processors),
+            stop_ids=np.array([*assignment.eos_token_ids, *params.stop_token_ids], np.int64),
+            min_tokens=params.min_tokens,
+        )
+
+    def release(self, slot: int) -> None:
+        self.rules.pop(slot, None)
+
+    def penalised(self, slots: np.ndarray) -> np.ndarray:
+        """Which of ``slots`` have a penalty, as booleans."""
+        return (
+            (self.presence[slots] != 0.0)
+            | (self.frequency[slots] != 0.0)
+            | (self.repetition[slots] != 1.0)
+        )
+
+
+def _resolved(value: float | int | None, neutral: float | int) -> float | int:
+    return neutral if value is None else value

@@ -1,0 +1,150 @@
+"""A scheduler by hand: runs sequences through an executor, step by step."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from asyncllm.core.batch import SlotAssignment, StepBatch, StepResult
+from asyncllm.core.executor import Executor
+from asyncllm.outputs import TokenLogprobs
+from asyncllm.sampling_params import NEUTRAL, SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, seed=0, logprobs=5)
+
+
+@dataclass(eq=False)
+class Sequence:
+    prompt: list[int]
+    max_tokens: int
+    sampling: SamplingParams
+    tokens: list[int]
+    eos: tuple[int, ...] = ()
+    slot: int | None = None
+    blocks: list[int] = field(default_factory=list)
+    computed: int = 0
+    in_flight: int = 0
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    error: Exception | None = None
+
+    @property
+    def outputs(self) -> list[int]:
+        return self.tokens[len(self.prompt) :]
+
+    @property
+    def known(self) -> int:
+        """Tokens, those included that a step in flight is sampling."""
+        return len(self.tokens) + self.in_flight
+
+    @property
+    def done(self) -> bool:
+        return self.error is not None or self.known - len(self.prompt) >= self.max_tokens
+
+
+class Driver:
+    def __init__(self, executor: Executor) -> None:
+        self.executor = executor
+        info = executor.info
+        self.block_size = info.block_size
+        # Not in order, so that a table that is read wrongly cannot be right by accident.
+        self.free_blocks = deque(sorted(range(1, info.num_blocks), key=lambda b: b * 7919 % 1009))
+        self.free_slots = deque(reversed(range(info.max_num_seqs)))
+        self.released: list[int] = []
+        self.in_flight: deque[list[tuple[Sequence, bool]]] = deque()
+        self.step = 0
+
+    def add(
+        self, prompt: list[int], max_tokens: int = 24, sampling: SamplingParams = GREEDY, **kw
+    ) -> Sequence:
+        return Sequence(
+            list(prompt), max_tokens, sampling.with_defaults(NEUTRAL), list(prompt), **kw
+        )
+
+    def launch(self, work: list[tuple[Sequence, int]]) -> StepBatch:
+        """Each sequence computes so many tokens; 0 is all it has."""
+        batch = StepBatch(self.step, released=self.released)
+        self.step, self.released = self.step + 1, []
+        rows = [(seq, count or seq.known - seq.computed) for seq, count in work]
+        rows.sort(key=lambda row: row[1] != 1 or row[0].computed + 1 != row[0].known)
+        record = []
+        for seq, count in rows:
+            samples = seq.computed + count == seq.known
+            batch.num_decodes += samples and count == 1
+            self._allocate(batch, seq, seq.computed + count)
+            batch.slots.append(seq.slot)
+            batch.starts.append(seq.computed)
+            batch.counts.append(count)
+            batch.samples.append(samples)
+            seq.computed += count
+            seq.in_flight += samples
+            record.append((seq, samples))
+        batch.num_tokens = sum(batch.counts)
+        self.in_flight.append(record)
+        self.executor.launch(batch)
+        return batch
+
+    def collect(self) -> StepResult:
+        result = self.executor.collect()
+        for row, (seq, samples) in enumerate(self.in_flight.popleft()):
+            assert (result.token_ids[row] >= 0) == (samples and row not in result.errors)
+            if not samples:
+                continue
+            seq.in_flight -= 1
+            if row in result.errors:
+                seq.error = result.errors[row]
+                continue
+            seq.tokens.append(result.token_ids[row])
+            if row in result.logprobs:
+                seq.logprobs.append(result.logprobs[row])
+        return result
+
+    def run(self, seqs: list[Sequence], chunk: int = 0, depth: int = 1) -> None:
+        """Runs all to their end: prompts in chunks of so many tokens, 0 for whole."""
+        while True:
+            live = [seq for seq in seqs if not seq.done]
+            if live:
+                self.launch([(seq, self._next(seq, chunk)) for seq in live])
+            if len(self.in_flight) >= depth or (not live and self.in_flight):
+                self.collect()
+            if not live and not self.in_flight:
+                break
+        for seq in seqs:
+            self.release(seq)
+
+    def release(self, seq: Sequence) -> None:
+        """The end of a sequence, or its preemption: it starts over at its next step."""
+        if seq.slot is not None:
+            self.released.append(seq.slot)
+            self.free_slots.append(seq.slot)
+            self.free_blocks.extend(reversed(seq.blocks))
+            seq.slot, seq.blocks, seq.computed = None, [], 0
+
+    def share(self, source: Sequence, seq: Sequence, num_blocks: int) -> None:
+        """A prefix hit: the first blocks of ``source``, which keeps them, go to ``seq``."""
+        seq.blocks = source.blocks[:num_blocks]
+        seq.computed = num_blocks * self.block_size
+
+    def _next(self, seq: Sequence, chunk: int) -> int:
+        missing = seq.known - seq.computed
+        return min(missing, chunk) if chunk else missing
+
+    def _allocate(self, batch: StepBatch, seq: Sequence, length: int) -> None:
+        missing = -(-length // self.block_size) - len(seq.blocks)
+        new = [self.free_blocks.popleft() for _ in range(missing)]
+        seq.blocks += new
+        if seq.slot is not None:
+            if new:
+                batch.new_blocks.append((seq.slot, new))
+            return
+        seq.slot = self.free_slots.popleft()
+        batch.assignments.append(
+            SlotAssignment(
+                slot=seq.slot,
+                request_id=f"seq-{seq.slot}",
+                token_ids=seq.tokens,
+                num_prompt_tokens=len(seq.prompt),
+                block_ids=list(seq.blocks),
+                sampling=seq.sampling,
+                eos_token_ids=seq.eos,
+            )
+        )

@@ -1,0 +1,334 @@
+"""The runner against transformers' generate, for every architecture, in float32."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from asyncllm.config import EngineConfig
+from asyncllm.gpu.factory import create_executor
+from asyncllm.gpu.input_batch import InputBatch
+from asyncllm.gpu.model_runner import ModelRunner
+from asyncllm.gpu.models.rope import RopeTable
+from asyncllm.gpu.ops import torch_ops
+from asyncllm.gpu.ops.torch_attention import TorchAttention
+from asyncllm.model_config import ModelConfig
+from tests.checkpoints import config_of, make_checkpoint
+from tests.driver import Driver
+from tests.reference import Expected, Tally, compare, generate
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+CASES: dict[str, dict[str, Any]] = {
+    "qwen3": {"architecture": "Qwen3ForCausalLM", "head_dim": 32},
+    "qwen3-tied": {
+        "architecture": "Qwen3ForCausalLM",
+        "head_dim": 16,
+        "tie_word_embeddings": True,
+        "num_key_value_heads": 1,
+    },
+    "qwen2": {"architecture": "Qwen2ForCausalLM"},
+    "qwen2-tied": {
+        "architecture": "Qwen2ForCausalLM",
+        "tie_word_embeddings": True,
+        "num_attention_heads": 6,
+        "hidden_size": 96,
+    },
+    "llama": {"architecture": "LlamaForCausalLM", "num_key_value_heads": 4},
+    "llama-biases": {
+        "architecture": "LlamaForCausalLM",
+        "attention_bias": True,
+        "mlp_bias": True,
+        "head_dim": 24,
+    },
+    "llama3-rope": {
+        "architecture": "LlamaForCausalLM",
+        "rope_parameters": LLAMA3,
+        "shard": "40KB",
+    },
+    "llama-linear-rope": {
+        "architecture": "LlamaForCausalLM",
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0},
+    },
+    "mistral": {"architecture": "MistralForCausalLM", "sliding_window": None},
+    "mistral-sliding": {"architecture": "MistralForCausalLM", "sliding_window": 7},
+    "qwen3-mixed-sliding": {
+        "architecture": "Qwen3ForCausalLM",
+        "head_dim": 16,
+        "use_sliding_window": True,
+        "sliding_window": 9,
+        "max_window_layers": 1,
+    },
+}
+PROMPT_LENGTHS = (1, 5, 16, 33, 47, 8)
+OUTPUT = 24
+
+
+@dataclass
+class Case:
+    """A checkpoint, and what transformers generates from it."""
+
+    config: ModelConfig
+    prompts: list[list[int]]
+    expected: list[Expected]
+
+    def runner(self, **overrides: Any) -> ModelRunner:
+        settings = {
+            "block_size": 4,
+            "num_blocks": 200,
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 512,
+            "dtype": "float32",
+            "device": "cpu",
+            "num_threads": 1,
+        }
+        return create_executor(EngineConfig(**(settings | overrides)), self.config)
+
+
+@pytest.fixture(scope="module")
+def load_case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
+    made: dict[str, Case] = {}
+
+    def load(name: str) -> Case:
+        if name not in made:
+            path = tmp_path_factory.mktemp(name)
+            model = make_checkpoint(path, **CASES[name])
+            draw = random.Random(1)
+            prompts = [[draw.randrange(256) for _ in range(n)] for n in PROMPT_LENGTHS]
+            expected = [generate(model, prompt, OUTPUT) for prompt in prompts]
+            made[name] = Case(config_of(path, model), prompts, expected)
+        return made[name]
+
+    return load
+
+
+@pytest.fixture(scope="module")
+def tally() -> Iterator[Tally]:
+    tally = Tally()
+    yield tally
+    print(f"{tally.tokens} tokens compared, {tally.ties} parted at a tie")
+    assert tally.ties <= 1 + tally.tokens // 10_000
+
+
+def check(case: Case, tally: Tally, seqs: list[Any], indices: list[int]) -> None:
+    for seq, index in zip(seqs, indices, strict=True):
+        compare(seq, case.expected[index], tally)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_outputs_are_varied_enough_to_mean_something(load_case, name):
+    for expected in load_case(name).expected:
+        assert len(set(expected.tokens)) >= 10
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_alone(load_case, tally, name):
+    case = load_case(name)
+    driver = Driver(case.runner())
+    for index, prompt in enumerate(case.prompts):
+        seq = driver.add(prompt, OUTPUT)
+        driver.run([seq])
+        check(case, tally, [seq], [index])
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("chunk", [0, 3, 10])
+def test_batch_of_mixed_lengths(load_case, tally, name, chunk):
+    case = load_case(name)
+    driver = Driver(case.runner())
+    seqs = [driver.add(prompt, OUTPUT) for prompt in case.prompts]
+    driver.run(seqs, chunk=chunk)
+    check(case, tally, seqs, list(range(len(seqs))))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral-sliding"])
+@pytest.mark.parametrize("block_size", [1, 5, 32])
+def test_every_chunk_size(load_case, tally, name, block_size):
+    case = load_case(name)
+    driver = Driver(case.runner(block_size=block_size))
+    for chunk in range(1, 34):
+        seq = driver.add(case.prompts[3], 3)
+        driver.run([seq], chunk=chunk)
+        check(case, tally, [seq], [3])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_arrivals_while_others_decode(load_case, tally, name):
+    case = load_case(name)
+    driver = Driver(case.runner())
+    seqs = [driver.add(prompt, OUTPUT) for prompt in case.prompts]
+    for joined in range(1, len(seqs) + 1):
+        for _ in range(2):
+            driver.launch([(seq, min(6, seq.known - seq.computed)) for seq in seqs[:joined]])
+            driver.collect()
+    driver.run(seqs)
+    check(case, tally, seqs, list(range(len(seqs))))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_prefix_hit(load_case, tally, name):
+    case = load_case(name)
+    driver = Driver(case.runner())
+    first, second = driver.add(case.prompts[4], OUTPUT), driver.add(case.prompts[4], OUTPUT)
+    driver.launch([(first, 0)])
+    driver.collect()
+    driver.share(first, second, num_blocks=11)
+    driver.launch([(first, 0), (second, 0)])
+    driver.collect()
+    while not second.done:
+        driver.launch([(seq, 0) for seq in (first, second) if not seq.done])
+        driver.collect()
+    check(case, tally, [first, second], [4, 4])
+
+
+def test_prefix_hit_on_blocks_of_the_same_step(load_case, tally):
+    case = load_case("qwen3")
+    driver = Driver(case.runner())
+    first, second = driver.add(case.prompts[4], OUTPUT), driver.add(case.prompts[4], OUTPUT)
+    driver.launch([(first, 44)])
+    shared = driver.executor
+    driver.collect()
+    assert shared.info.block_size == 4
+    driver.release(first)
+    first.tokens = list(first.prompt)
+    # Both enter in one step: the second reads what the first writes in the same layer.
+    driver.free_blocks.rotate(5)
+    blocks = [driver.free_blocks.popleft() for _ in range(12)]
+    first.blocks = list(blocks)
+    second.blocks, second.computed = blocks[:11], 44
+    driver.launch([(first, 0), (second, 0)])
+    driver.collect()
+    while not second.done:
+        driver.launch([(first, 0), (second, 0)])
+        driver.collect()
+    check(case, tally, [first, second], [4, 4])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_recompute_after_preemption(load_case, tally, name):
+    case = load_case(name)
+    driver = Driver(case.runner())
+    seqs = [driver.add(prompt, OUTPUT) for prompt in case.prompts]
+    for step in range(OUTPUT + 8):
+        if step in (4, 9, 10):
+            driver.release(seqs[step % len(seqs)])
+        work = [(seq, min(20, seq.known - seq.computed)) for seq in seqs if not seq.done]
+        if work:
+            driver.launch(work)
+            driver.collect()
+    driver.run(seqs)
+    check(case, tally, seqs, list(range(len(seqs))))
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("chunk", [0, 7])
+def test_two_steps_in_flight(load_case, tally, name, chunk):
+    case = load_case(name)
+    runner = case.runner(async_scheduling=True)
+    assert runner.info.pipeline_depth == 2
+    driver = Driver(runner)
+    seqs = [driver.add(prompt, OUTPUT) for prompt in case.prompts]
+    driver.run(seqs, chunk=chunk, depth=2)
+    check(case, tally, seqs, list(range(len(seqs))))
+
+
+def test_stale_nan_in_reused_blocks_does_not_spread(load_case, tally):
+    case = load_case("qwen3")
+    runner = case.runner()
+    state = runner._state
+    assert state is not None
+    state.cache.tensor[:, :, 1:] = torch.nan
+    driver = Driver(runner)
+    seqs = [driver.add(prompt, OUTPUT) for prompt in case.prompts]
+    driver.run(seqs, chunk=5)
+    check(case, tally, seqs, list(range(len(seqs))))
+
+
+def _no_rope(monkeypatch):
+    def rows(self, positions):
+        cos = torch.ones(len(positions), 1, self.table.shape[1])
+        return cos, torch.zeros_like(cos)
+
+    monkeypatch.setattr(RopeTable, "rows", rows)
+
+
+def _shifted_mask(monkeypatch):
+    mask = TorchAttention._mask
+
+    def shifted(self, inputs, rows, first_keys, lengths, num_queries, window):
+        result = mask(self, inputs, rows, first_keys, lengths, num_queries, window)
+        result = result.roll(-1, -1)
+        result[..., -1] = -torch.inf
+        result[..., 0] = 0.0
+        return result
+
+    monkeypatch.setattr(TorchAttention, "_mask", shifted)
+
+
+def _swapped_kv_heads(monkeypatch):
+    write = torch_ops.write_kv
+
+    def swapped(cache, slot_mapping, kv):
+        heads = cache.shape[-2]
+        order = [*reversed(range(heads)), *range(heads, 2 * heads)]
+        write(cache, slot_mapping, kv[:, order])
+
+    monkeypatch.setattr(torch_ops, "write_kv", swapped)
+
+
+def _wrong_slot(monkeypatch):
+    prepare = InputBatch.prepare
+
+    def wrong(self, batch):
+        inputs = prepare(self, batch)
+        if batch.starts[0] == 20:
+            inputs.slot_mapping += 1
+        return inputs
+
+    monkeypatch.setattr(InputBatch, "prepare", wrong)
+
+
+def _late_position(monkeypatch):
+    prepare = InputBatch.prepare
+
+    def late(self, batch):
+        inputs = prepare(self, batch)
+        if batch.counts == [1]:
+            inputs.positions += 1
+        return inputs
+
+    monkeypatch.setattr(InputBatch, "prepare", late)
+
+
+@pytest.mark.parametrize(
+    "mutate", [_no_rope, _shifted_mask, _swapped_kv_heads, _wrong_slot, _late_position]
+)
+def test_the_comparison_sees_mistakes(load_case, monkeypatch, mutate):
+    case = load_case("qwen3")
+    mutate(monkeypatch)
+    driver = Driver(case.runner())
+    seqs = [driver.add(case.prompts[2], OUTPUT)]
+    if mutate is _shifted_mask:
+        seqs.append(driver.add(case.prompts[3], OUTPUT))
+    driver.run(seqs)
+    with pytest.raises(AssertionError):
+        check(case, Tally(), seqs, [2, 3][: len(seqs)])
+
+
+def test_layers_of_a_checkpoint_are_as_asked(load_case, tmp_path: Path):
+    assert load_case("qwen3-mixed-sliding").config.sliding_layers == (False, True, True)
+    assert load_case("mistral-sliding").config.sliding_window == 7
+    assert load_case("llama3-rope").config.rope.kind == "llama3"
+    assert len(list(load_case("llama3-rope").config.path.glob("*.safetensors"))) > 1
