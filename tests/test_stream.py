@@ -514,10 +514,11 @@ async def test_step_out_of_memory_is_retried_smaller(depth):
     for step in (0, 1, 5, 6):
         rig.executor.faults[step] = StepMemoryError("out of memory")
     async with engine_of(rig) as engine:
-        results = await asyncio.gather(
-            *(engine.generate([i] * 30, max_tokens=10) for i in range(8))
-        )
-        for i, result in enumerate(results):
+        await engine.pause()
+        streams = [engine.stream([i] * 30, max_tokens=10) for i in range(8)]
+        await engine.resume()
+        for i, stream in enumerate(streams):
+            result = await stream.result()
             assert list(result.token_ids) == rig.executor.reference([i] * 30, 10)
     # At depth 2 the step behind a failed one is void as well, and never collected.
     assert {0, 5}.isdisjoint(rig.executor.faults)
