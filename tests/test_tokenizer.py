@@ -432,6 +432,18 @@ def test_bad_arguments(make: Callable[..., Path], kwargs: dict[str, Any], param:
     assert caught.value.param == param
 
 
+def test_compiling_in_advance(make: Callable[..., Path]) -> None:
+    named = [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": "{% if %}"}]
+    tokenizer = load(make(named))
+    chat = [{"role": "user", "content": "x"}]
+    expected = load(make(CHATML)).apply_chat_template(chat)
+    tokenizer.chat_template.compile()
+    assert tokenizer.apply_chat_template(chat) == expected
+    with pytest.raises(InvalidRequestError, match="does not compile"):
+        tokenizer.apply_chat_template(chat, tools=[TOOL])
+    load(make()).chat_template.compile()
+
+
 def test_models_without_a_usable_template(make: Callable[..., Path]) -> None:
     chat = [{"role": "user", "content": "x"}]
     with pytest.raises(InvalidRequestError, match="no chat template") as caught:
