@@ -181,7 +181,9 @@ class AsyncLLMEngine:
 
     def __del__(self) -> None:
         thread = getattr(self, "_thread", None)
-        if thread is not None and self._state == "running" and thread.in_own_process():
+        if thread is None or self._state != "running" or not thread.in_own_process():
+            return
+        if not thread.closing:
             thread.close(0.0)
             warnings.warn(f"unclosed {self!r}", ResourceWarning, source=self, stacklevel=2)
 

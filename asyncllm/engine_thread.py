@@ -37,6 +37,7 @@ class EngineThread:
         ready: done when the model is loaded, or with what went wrong.
         exited: done when the thread has given everything back.
         progress: bytes of weights read, and bytes in all.
+        closing: ``close`` was called.
         loaded, core: valid once ``ready`` is.
     """
 
@@ -48,6 +49,7 @@ class EngineThread:
         self.core: EngineCore
         self._config = config
         self._loader = loader
+        self.closing = False
         self._given_up = False
         self._pid = os.getpid()
         self._task: Any = None
@@ -109,6 +111,7 @@ class EngineThread:
 
     def close(self, drain: float | None) -> None:
         """Takes no more requests, and ends the loop after ``drain`` seconds."""
+        self.closing = True
         self.core.admission.close(
             lambda: EngineClosedError("the engine is closed; expected a started one")
         )

@@ -103,7 +103,6 @@ class TrioHost:
     def __init__(self, trio: Any) -> None:
         self._trio = trio
         self._token = trio.lowlevel.current_trio_token()
-        self._closed = False
 
     @property
     def key(self) -> object:
@@ -111,17 +110,22 @@ class TrioHost:
 
     def post(self, callback: Callable[[], Any]) -> None:
         # trio.RunFinishedError is a RuntimeError, as a closed asyncio loop's is.
-        try:
-            self._token.run_sync_soon(callback)
-        except RuntimeError:
-            self._closed = True
-            raise
+        self._token.run_sync_soon(callback)
 
     def make_waiter(self) -> TrioWaiter:
         return TrioWaiter(self._trio)
 
     def is_closed(self) -> bool:
-        return self._closed
+        # A trio run can only be asked by giving it something to do.
+        try:
+            self._token.run_sync_soon(_nothing, idempotent=True)
+        except RuntimeError:
+            return True
+        return False
+
+
+def _nothing() -> None:
+    return None
 
 
 def current_host() -> AsyncioHost | TrioHost:

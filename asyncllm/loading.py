@@ -61,11 +61,15 @@ def load_model(config: EngineConfig, progress: Progress) -> LoadedModel:
     from asyncllm.model_files import resolve_model, resolve_tokenizer
     from asyncllm.tokenizer import Tokenizer
 
-    path = resolve_model(config.model, config.revision)
+    path = resolve_model(
+        config.model, config.revision, weights=config.load_format != "dummy", progress=progress
+    )
     tokenizer_path = path
     if config.tokenizer is not None:
-        tokenizer_path = resolve_tokenizer(config.tokenizer)
+        tokenizer_path = resolve_tokenizer(config.tokenizer, progress=progress)
     model_config = ModelConfig.from_directory(path)
     tokenizer = Tokenizer.from_directory(tokenizer_path, trust_remote_code=config.trust_remote_code)
+    # Here and not at the first chat, whose caller's loop would wait for it.
+    tokenizer.chat_template.compile()
     executor = create_executor(config, model_config, progress)
     return LoadedModel(executor, tokenizer, model_config)

@@ -102,6 +102,7 @@ class EngineCore:
         self._calls_lock = threading.Lock()
         self._in_flight: deque[tuple[ScheduledStep, float]] = deque()
         self._to_wake: list[Channel] = []
+        self._unread_in: set[Mailbox] = set()
         self._deadlines: list[tuple[float, int, Request]] = []
         self._suspended = False
         self._closing_at: float | None = None
@@ -302,6 +303,8 @@ class EngineCore:
             channel.put(piece)
             if channel.waiting:
                 self._to_wake.append(channel)
+            elif channel.mailbox is not None:
+                self._unread_in.add(channel.mailbox)
             if channel.num_unread >= channel.max_unread and channel.on_slow != "coalesce":
                 self._hold(request, channel)
 
@@ -362,7 +365,13 @@ class EngineCore:
             self._to_wake.append(channel)
 
     def _announce(self) -> None:
-        """Wakes the readers of what was delivered, one call for each of their loops."""
+        """Wakes the readers of what was delivered, one call for each of their loops. A loop
+        with no reader to wake is asked whether it is still there."""
+        if self._unread_in:
+            mailboxes, self._unread_in = self._unread_in, set()
+            for mailbox in mailboxes:
+                if mailbox.is_closed():
+                    self._abort_readers_of(mailbox)
         if not self._to_wake:
             return
         channels, self._to_wake = self._to_wake, []
