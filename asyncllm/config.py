@@ -32,7 +32,8 @@ class EngineConfig:
         tokenizer: directory or hub id of the tokenizer, if it is not the model's own.
         revision: branch, tag or commit on the hub.
         dtype: of weights and KV; "auto" is the checkpoint's on a GPU, and on a CPU bfloat16
-            only where the processor computes in it, else float32.
+            only where the processor computes in it and the model has 32 million parameters
+            or more, else float32.
         device: "auto", "cpu", "cuda" or "cuda:N".
         max_model_len: longest sequence in tokens; None is the model's context or what the
             KV cache holds, whichever is less.
@@ -59,7 +60,8 @@ class EngineConfig:
             operating system.
         load_format: "auto", "safetensors", or "dummy" for random weights.
         trust_remote_code: passed to transformers for tokenizers with code of their own.
-        num_threads: CPU threads for the model; None is one per core.
+        num_threads: CPU threads for the model; None is one per core, and 1 for a model of
+            less than 32 million parameters, which more of them only slow down.
         step_timeout: seconds after which a step counts as hung.
 
     Raises:

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-CANDIDATES = (256, 1024)
+CANDIDATES = (64, 512, 4096, 32768)
 """Most likely tokens to look at before sorting the whole vocabulary."""
 
 
@@ -91,8 +91,7 @@ def _draw_by_rank(
     values = values.masked_fill(ranks >= top_k.unsqueeze(1), -torch.inf).double()
     log_mass = values.logsumexp(-1)
     if width < vocab_size:
-        # In float64 as well: rounding must not decide that the mass is not reached.
-        log_mass = torch.where(unlimited, logits.double().logsumexp(-1), log_mass)
+        log_mass = torch.where(unlimited, logits.logsumexp(-1).double(), log_mass)
     probabilities = (values - log_mass.unsqueeze(1)).exp()
     cumulative = probabilities.cumsum(-1)
     kept = (cumulative - probabilities < top_p.unsqueeze(1)).sum(-1, keepdim=True)

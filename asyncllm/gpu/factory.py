@@ -14,7 +14,7 @@ from asyncllm.core.executor import ExecutorInfo
 from asyncllm.errors import EngineError, InvalidRequestError
 from asyncllm.gpu.kv_cache import KVCache, cpu_cache_bytes, size_cache
 from asyncllm.gpu.model_runner import ModelRunner
-from asyncllm.gpu.models.architectures import find_architecture
+from asyncllm.gpu.models.architectures import count_parameters, find_architecture
 from asyncllm.gpu.models.decoder import Decoder, attention_shape
 from asyncllm.gpu.ops.registry import make_attention, make_ops
 from asyncllm.gpu.threads import set_thread_count
@@ -24,6 +24,9 @@ from asyncllm.model_config import ModelConfig
 from asyncllm.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
+
+SMALL_MODEL = 32_000_000
+"""Parameters below which a model is bound by the number of ops."""
 
 
 def create_executor(
@@ -45,7 +48,7 @@ def create_executor(
     find_architecture(model)
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, model, device)
-    apply_threads(config.num_threads, device)
+    num_threads = resolve_threads(config.num_threads, model, device)
     attention = make_attention(config.attention_backend, attention_shape(model), dtype, device)
     load = dummy_weights if config.load_format == "dummy" else load_weights
     decoder = Decoder(model, make_ops(device), attention, load(model, dtype, device, progress))
@@ -71,7 +74,7 @@ def create_executor(
         pipeline_depth=2 if config.async_scheduling else 1,
     )
     cache = KVCache(model, size, dtype, device)
-    runner = ModelRunner(decoder, cache, info, num_threads=config.num_threads)
+    runner = ModelRunner(decoder, cache, info, num_threads=num_threads)
     if budget == "auto" and device.type == "cpu":
         measured = measure_token_budget(lambda count: time_prefill(runner, count))
         runner.info = dataclasses.replace(info, max_num_batched_tokens=measured)
@@ -101,7 +104,9 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(name: str, model: ModelConfig, device: torch.device) -> torch.dtype:
-    """Weights and KV in the dtype that was asked for; "auto" as EngineConfig says.
+    """Of weights and KV. "auto" is the checkpoint's on a GPU. On a CPU it is bfloat16 for a
+    16-bit checkpoint where the processor computes in it and the model is not small, because
+    a small one spends its time on conversions then; else float32.
 
     Raises:
         InvalidRequestError: the device cannot compute in it.
@@ -111,11 +116,51 @@ def resolve_dtype(name: str, model: ModelConfig, device: torch.device) -> torch.
             raise InvalidRequestError(
                 'dtype="float16": a CPU computes in "float32" or "bfloat16"', param="dtype"
             )
+        if (
+            name == "bfloat16"
+            and device.type == "cuda"
+            and not torch.cuda.is_bf16_supported(including_emulation=False)
+        ):
+            raise InvalidRequestError(
+                f'dtype="bfloat16": {torch.cuda.get_device_name(device)} computes in "float16" '
+                'or "float32"',
+                param="dtype",
+            )
         return getattr(torch, name)
     if device.type != "cpu":
         return getattr(torch, model.dtype)
     half = model.dtype in ("bfloat16", "float16")
-    return torch.bfloat16 if half and computes_in_bfloat16() else torch.float32
+    if half and computes_in_bfloat16() and not is_small(model):
+        return torch.bfloat16
+    return torch.float32
+
+
+def is_small(model: ModelConfig) -> bool:
+    """Whether the number of ops decides the speed, and not their arithmetic."""
+    return count_parameters(model) < SMALL_MODEL
+
+
+def resolve_threads(count: int | None, model: ModelConfig, device: torch.device) -> int | None:
+    """CPU threads for the engine thread's ops; None leaves torch's own number, one per core.
+
+    A small model runs on one: it gains little from more while the cores are idle, and a
+    single busy neighbour makes each of its hundreds of short parallel regions wait for a
+    time slice of the operating system.
+
+    Raises:
+        InvalidRequestError: a number was asked for that cannot be honoured here.
+    """
+    if device.type != "cpu" or (count is None and not is_small(model)):
+        return None
+    if set_thread_count(count or 1):
+        return count or 1
+    if count is None:
+        return None
+    raise InvalidRequestError(
+        f"num_threads={count}: this build of torch has no thread count per thread; expected "
+        "None, and torch.set_num_threads in the application",
+        param="num_threads",
+    )
 
 
 def computes_in_bfloat16() -> bool:
@@ -127,16 +172,6 @@ def computes_in_bfloat16() -> bool:
             getattr(torch.cpu, "_is_amx_tile_supported", None),
         )
     )
-
-
-def apply_threads(count: int | None, device: torch.device) -> None:
-    """Raises InvalidRequestError where a thread count cannot be honoured."""
-    if count is not None and device.type == "cpu" and not set_thread_count(count):
-        raise InvalidRequestError(
-            f"num_threads={count}: this build of torch has no thread count per thread; "
-            "expected None, and torch.set_num_threads in the application",
-            param="num_threads",
-        )
 
 
 def available_cache_bytes(config: EngineConfig, device: torch.device) -> int:

@@ -109,13 +109,7 @@ def size_cache(
         usable, knob = min(available // per_block - 1, useful), "kv_cache_memory"
     needed = blocks_per_seq if config.max_model_len is not None else 1
     if usable < needed:
-        raise KVCacheTooSmallError(
-            f"the KV cache holds {max(usable, 0)} blocks of {block_size} tokens "
-            f"({per_block} bytes each), but max_model_len={config.max_model_len} needs "
-            f"{needed} blocks, {needed * per_block} bytes: raise {knob} to at least "
-            f"{needed if knob == 'num_blocks' else (needed + 1) * per_block}, or lower "
-            "max_model_len"
-        )
+        raise _too_small(config.max_model_len, usable, needed, block_size, per_block, knob)
     max_model_len = min(longest, usable * block_size)
     if max_model_len < longest:
         logger.warning(
@@ -128,6 +122,28 @@ def size_cache(
             knob,
         )
     return KVCacheSize(usable + 1, block_size, max_model_len, per_block)
+
+
+def _too_small(
+    max_model_len: int | None,
+    usable: int,
+    needed: int,
+    block_size: int,
+    per_block: int,
+    knob: str,
+) -> KVCacheTooSmallError:
+    """The null block comes on top of what is needed where the memory is given in bytes."""
+    if max_model_len is None:
+        purpose, remedy = "the smallest needs one block", ""
+    else:
+        purpose = f"max_model_len={max_model_len} needs {needed} blocks"
+        remedy = ", or lower max_model_len"
+    least = needed if knob == "num_blocks" else (needed + 1) * per_block
+    return KVCacheTooSmallError(
+        f"the KV cache holds {max(usable, 0)} blocks of {block_size} tokens ({per_block} bytes "
+        f"each), but {purpose}, {needed * per_block} bytes: raise {knob} to at least "
+        f"{least}{remedy}"
+    )
 
 
 def cpu_cache_bytes() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -73,6 +74,11 @@ def parameters(model: ModelConfig) -> Iterator[Parameter]:
     yield _single("norm.weight", "model.norm.weight", (hidden,))
     if not model.tie_word_embeddings:
         yield _single("lm_head.weight", "lm_head.weight", (vocab, hidden))
+
+
+def count_parameters(model: ModelConfig) -> int:
+    """Numbers in all parameters of the decoder."""
+    return sum(math.prod(parameter.shape) for parameter in parameters(model))
 
 
 def _layer_parameters(model: ModelConfig, layer: int) -> Iterator[Parameter]:

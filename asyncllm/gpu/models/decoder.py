@@ -100,6 +100,8 @@ class Decoder:
             mixed = self.attention(q, k, v, store, plans[layer.window])
             if index == last and inputs.logits_indices is not None:
                 # Past the last KV write only the rows that are sampled matter.
+                if not len(inputs.logits_indices):
+                    return residual.new_empty((0, self.model.vocab_size))
                 mixed = mixed[inputs.logits_indices]
                 residual = residual[inputs.logits_indices]
             normed, residual = layer.post_norm.add(layer.o(mixed), residual)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from asyncllm.errors import InvalidRequestError
 from asyncllm.gpu.ops.base import Attention, AttentionShape, OpSet
+from asyncllm.gpu.ops.onednn_ops import OneDNNOps, onednn_works
 from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.gpu.ops.torch_ops import TorchOps
+
+logger = logging.getLogger(__name__)
 
 
 def attention_backends(device: torch.device) -> tuple[str, ...]:
@@ -31,4 +36,9 @@ def make_attention(
 
 def make_ops(device: torch.device) -> OpSet:
     """The op set for everything but attention."""
+    if device.type != "cpu":
+        return TorchOps()
+    if onednn_works():
+        return OneDNNOps()
+    logger.warning("this build of torch has no packed linear layers: decoding will be slower")
     return TorchOps()

@@ -62,6 +62,7 @@ class TorchAttention:
         self.shape = shape
         self.dtype = dtype
         self.token_bytes = 2 * shape.num_kv_heads * shape.head_dim * dtype.itemsize
+        self._workspace: Tensor | None = None
 
     def plan(self, inputs: StepInputs, window: int | None) -> list[AttentionGroup]:
         first_keys = np.zeros_like(inputs.starts)
@@ -165,7 +166,7 @@ class TorchAttention:
             )
             return out.squeeze(0).transpose(0, 1)
         q = q[group.tokens]
-        gathered = cache.index_select(1, group.blocks)
+        gathered = self._gather(cache, group.blocks)
         gathered = gathered.view(2, rows, -1, shape.num_kv_heads, shape.head_dim)
         k, v = gathered[:, :, : group.length].transpose(2, 3)
         if queries == 1:
@@ -177,6 +178,16 @@ class TorchAttention:
             q, k, v, attn_mask=group.mask, scale=shape.scale, enable_gqa=True
         )
         return out.transpose(1, 2).reshape(rows * queries, heads, shape.head_dim)
+
+    def _gather(self, cache: Tensor, blocks: Tensor) -> Tensor:
+        """Blocks of ``cache`` in a buffer that all layers and steps share: fresh memory of
+        this size would be mapped and faulted in again for every layer."""
+        shape = (2, len(blocks), *cache.shape[2:])
+        size = math.prod(shape)
+        if self._workspace is None or self._workspace.numel() < size:
+            self._workspace = cache.new_empty(size)
+        target = self._workspace[:size].view(shape)
+        return torch.index_select(cache, 1, blocks, out=target)
 
 
 def split_by_length(lengths: np.ndarray, max_tokens: int) -> list[np.ndarray]:

@@ -1,0 +1,170 @@
+"""The persistent batch and its index arithmetic, against a plain loop."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncllm.core.batch import SlotAssignment, StepBatch
+from asyncllm.gpu.input_batch import InputBatch
+from asyncllm.gpu.ops.base import AttentionShape
+from asyncllm.gpu.ops.torch_attention import GROUP_COST, TorchAttention, split_by_length
+from asyncllm.gpu.step_inputs import StepInputs
+from asyncllm.sampling_params import NEUTRAL, SamplingParams
+
+CPU = torch.device("cpu")
+PARAMS = SamplingParams(temperature=0.0, seed=0).with_defaults(NEUTRAL)
+
+
+def assignment(slot: int, tokens: list[int], blocks: list[int], prompt: int) -> SlotAssignment:
+    return SlotAssignment(slot, f"r{slot}", tokens, prompt, blocks, PARAMS)
+
+
+def make_batch(rows: list[tuple[int, int, int, bool]], **changes) -> StepBatch:
+    """Rows of (slot, start, count, samples)."""
+    rows = sorted(rows, key=lambda row: not (row[2] == 1 and row[3]))
+    return StepBatch(
+        0,
+        slots=[row[0] for row in rows],
+        starts=[row[1] for row in rows],
+        counts=[row[2] for row in rows],
+        samples=[row[3] for row in rows],
+        num_decodes=sum(row[2] == 1 and row[3] for row in rows),
+        num_tokens=sum(row[2] for row in rows),
+        **changes,
+    )
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_prepare_matches_a_plain_loop(data):
+    block_size = data.draw(st.sampled_from([1, 3, 16]))
+    lengths = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=6))
+    inputs = InputBatch(8, 64, block_size, CPU)
+    draw = np.random.default_rng(data.draw(st.integers(0, 1000)))
+    slots = draw.permutation(8)[: len(lengths)].tolist()
+    free = draw.permutation(np.arange(1, 400)).tolist()
+    held, tokens, rows, entering = {}, {}, [], []
+    for slot, length in zip(slots, lengths, strict=True):
+        tokens[slot] = draw.integers(0, 1000, length).tolist()
+        held[slot] = [free.pop() for _ in range(-(-length // block_size))]
+        start = data.draw(st.integers(0, length - 1))
+        count = data.draw(st.integers(1, length - start))
+        rows.append((slot, start, count, start + count == length))
+        entering.append(assignment(slot, tokens[slot], held[slot], length))
+    batch = make_batch(rows, assignments=entering)
+    inputs.apply(batch)
+    step = inputs.prepare(batch)
+    ids, positions, mapping, last = [], [], [], []
+    for slot, start, count, samples in zip(
+        batch.slots, batch.starts, batch.counts, batch.samples, strict=True
+    ):
+        for position in range(start, start + count):
+            ids.append(tokens[slot][position])
+            positions.append(position)
+            block = held[slot][position // block_size]
+            mapping.append(block * block_size + position % block_size)
+        if samples:
+            last.append(len(ids) - 1)
+    assert step.token_ids.tolist() == ids
+    assert step.positions.tolist() == positions
+    assert step.slot_mapping.tolist() == mapping
+    if step.logits_indices is None:
+        assert last == list(range(len(ids)))
+    else:
+        assert step.logits_indices.tolist() == last
+    assert step.query_start_loc.tolist() == [0, *np.cumsum(batch.counts).tolist()]
+    assert step.seq_lens.tolist() == [
+        s + c for s, c in zip(batch.starts, batch.counts, strict=True)
+    ]
+    for row, slot in enumerate(batch.slots):
+        assert step.block_table[row, : len(held[slot])].tolist() == held[slot]
+
+
+def test_released_slots_start_anew_and_blocks_are_appended():
+    inputs = InputBatch(2, 64, 4, CPU)
+    first = make_batch([(1, 0, 6, True)], assignments=[assignment(1, [5] * 6, [9, 8], 6)])
+    # The second block is filled to half: what an earlier owner left there has to go.
+    assert inputs.apply(first).tolist() == [8]
+    inputs.write_sampled(np.array([1]), np.array([6]), np.array([77]))
+    grown = make_batch([(1, 6, 3, True)], new_blocks=[(1, [3])])
+    assert inputs.apply(grown).tolist() == [3]
+    assert inputs.block_table[1, :3].tolist() == [9, 8, 3]
+    assert inputs.prepare(make_batch([(1, 6, 1, True)])).token_ids.tolist() == [77]
+    assert inputs.output_token_ids(1, 7).tolist() == [77]
+    again = make_batch(
+        [(1, 8, 3, True)], released=[1], assignments=[assignment(1, [6] * 11, [2, 4, 7], 11)]
+    )
+    # Two blocks come from the prefix cache and belong to others as well.
+    assert inputs.apply(again).tolist() == [7]
+    assert inputs.block_table[1, :3].tolist() == [2, 4, 7]
+    assert inputs.num_blocks.tolist() == [0, 3]
+    assert inputs.prepare(again).slot_mapping.tolist() == [28, 29, 30]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=64), st.sampled_from([100, 4096, 10**9]))
+def test_groups_cover_every_row_once_with_bounded_padding(lengths, max_tokens):
+    groups = split_by_length(np.array(lengths), max_tokens)
+    assert sorted(np.concatenate(groups).tolist()) == list(range(len(lengths)))
+    for group in groups:
+        members = np.array(lengths)[group]
+        assert members.max() * len(members) - members.sum() <= GROUP_COST
+        assert len(members) == 1 or members.max() * len(members) <= max_tokens
+
+
+def plain_attention(
+    q: torch.Tensor, cache: torch.Tensor, step: StepInputs, scale: float, window: int | None
+) -> torch.Tensor:
+    """Token by token and head by head, in float64."""
+    num_heads, num_kv_heads = q.shape[1], cache.shape[3]
+    out = torch.zeros(q.shape, dtype=torch.float64)
+    for row in range(step.num_rows):
+        blocks = torch.from_numpy(step.block_table[row].astype(np.int64))
+        keys, values = cache[:, blocks].double().flatten(1, 2)
+        first = int(step.query_start_loc[row])
+        for index in range(first, int(step.query_start_loc[row + 1])):
+            position = int(step.starts[row]) + index - first
+            low = 0 if window is None else max(0, position - window + 1)
+            for head in range(num_heads):
+                shared = head // (num_heads // num_kv_heads)
+                scores = keys[low : position + 1, shared] @ q[index, head].double() * scale
+                weights = scores.softmax(0)
+                out[index, head] = weights @ values[low : position + 1, shared]
+    return out.flatten(1)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_paged_attention_matches_the_plain_one(data):
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
+    block_size = data.draw(st.sampled_from([1, 4, 16]))
+    kv_heads, group = data.draw(st.sampled_from([(1, 4), (2, 1), (2, 3)]))
+    window = data.draw(st.sampled_from([None, 1, 5, 1000]))
+    head_dim, num_blocks = 8, 120
+    inputs = InputBatch(8, 96, block_size, CPU)
+    free = torch.randperm(num_blocks - 1, generator=generator).add(1).tolist()
+    rows, entering = [], []
+    for slot in range(data.draw(st.integers(1, 5))):
+        length = data.draw(st.integers(1, 90 if block_size > 1 else 20))
+        count = data.draw(st.sampled_from([1, 1, min(3, length), length]))
+        blocks = [free.pop() for _ in range(-(-length // block_size))]
+        rows.append((slot, length - count, count, True))
+        entering.append(assignment(slot, [0] * length, blocks, length))
+    batch = make_batch(rows, assignments=entering)
+    inputs.apply(batch)
+    step = inputs.prepare(batch)
+    shape = (2, num_blocks, block_size, kv_heads, head_dim)
+    cache = torch.randn(shape, generator=generator)
+    kv = torch.randn(2, step.num_tokens, kv_heads, head_dim, generator=generator)
+    cache.view(2, -1, kv_heads, head_dim)[:, step.slot_mapping] = kv
+    q = torch.randn(step.num_tokens, kv_heads * group, head_dim, generator=generator)
+    scale = head_dim**-0.5
+    attention = TorchAttention(
+        AttentionShape(kv_heads * group, kv_heads, head_dim, scale), torch.float32
+    )
+    found = attention(q, kv[0], kv[1], cache, attention.plan(step, window))
+    expected = plain_attention(q, cache, step, scale, window)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,309 @@
+"""What a runner is made of and gives back: sizes, refusals, threads, memory."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from dataclasses import replace
+from pathlib import Path
+from threading import Thread
+
+import pytest
+import torch
+
+from asyncllm.config import EngineConfig
+from asyncllm.core.batch import StepBatch
+from asyncllm.core.executor import Executor, StepMemoryError
+from asyncllm.errors import EngineError, InvalidRequestError, KVCacheTooSmallError
+from asyncllm.gpu import factory, kv_cache
+from asyncllm.gpu.factory import create_executor
+from asyncllm.gpu.model_runner import ModelRunner
+from asyncllm.gpu.token_budget import measure_token_budget
+from asyncllm.model_config import ModelConfig, RopeConfig
+from asyncllm.sampling_params import SamplingParams
+from tests.driver import GREEDY, Driver
+
+MODEL = ModelConfig(
+    path=Path("nowhere"),
+    architecture="LlamaForCausalLM",
+    vocab_size=128,
+    hidden_size=32,
+    intermediate_size=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_position_embeddings=256,
+    rms_norm_eps=1e-5,
+    rope=RopeConfig(),
+    tie_word_embeddings=True,
+)
+LARGE = replace(MODEL, vocab_size=100_000, hidden_size=512, num_heads=64)
+
+
+def make(model: ModelConfig = MODEL, **fields) -> ModelRunner:
+    settings = {"load_format": "dummy", "device": "cpu", "max_num_batched_tokens": 512}
+    return create_executor(EngineConfig(**(settings | fields)), model)
+
+
+def test_defaults_on_a_cpu():
+    runner = make()
+    assert isinstance(runner, Executor)
+    info = runner.info
+    assert (info.block_size, info.max_num_seqs, info.pipeline_depth) == (32, 64, 1)
+    assert (info.max_model_len, info.vocab_size) == (256, 128)
+    # Twice what 64 sequences of 256 tokens need, and the null block.
+    assert info.num_blocks == 2 * 64 * 8 + 1
+
+
+def test_num_blocks_counts_usable_ones_and_bounds_the_context():
+    info = make(num_blocks=5, block_size=16).info
+    assert info.num_blocks == 6
+    assert info.max_model_len == 80
+
+
+def test_kv_cache_memory_is_the_whole_allocation():
+    per_block = 2 * 2 * 2 * 8 * 16 * 4
+    runner = make(kv_cache_memory=10 * per_block + 5, block_size=16)
+    assert runner.info.num_blocks == 10
+    assert runner._state is not None
+    assert runner._state.cache.tensor.nbytes == 10 * per_block
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"num_blocks": 3, "max_model_len": 256}, ("3 blocks", "8 blocks", "num_blocks")),
+        ({"kv_cache_memory": 100}, ("0 blocks", "one block", "kv_cache_memory", "16384")),
+        ({"kv_cache_memory": "40KB", "max_model_len": 200}, ("3 blocks", "7 blocks", "65536")),
+    ],
+)
+def test_too_small_a_cache_is_refused_with_the_numbers(fields, words):
+    with pytest.raises(KVCacheTooSmallError) as error:
+        make(**fields)
+    for word in words:
+        assert word in str(error.value), str(error.value)
+
+
+def test_available_memory_decides_where_nothing_is_set(monkeypatch):
+    monkeypatch.setattr(kv_cache, "available_memory", lambda: 4 * 2**20)
+    runner = make()
+    assert runner._state is not None
+    assert runner._state.cache.tensor.nbytes == 2**20
+
+
+@pytest.mark.parametrize("name", ["triton", "native", "flash_attn", "nonsense"])
+def test_attention_backends_that_a_cpu_lacks(name):
+    with pytest.raises(InvalidRequestError, match="auto, torch") as error:
+        make(attention_backend=name)
+    assert error.value.param == "attention_backend"
+
+
+def test_float16_on_a_cpu_is_refused():
+    with pytest.raises(InvalidRequestError, match="bfloat16") as error:
+        make(dtype="float16")
+    assert error.value.param == "dtype"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_no_cuda_names_the_way_out():
+    with pytest.raises(EngineError, match='device="cpu"'):
+        make(device="cuda:1")
+    assert make(device="auto").device.type == "cpu"
+
+
+def test_dtype_follows_the_checkpoint_the_processor_and_the_size(monkeypatch):
+    cpu = torch.device("cpu")
+    half = replace(LARGE, dtype="bfloat16")
+    for able, model, expected in (
+        (True, half, torch.bfloat16),
+        (True, replace(LARGE, dtype="float16"), torch.bfloat16),
+        (True, LARGE, torch.float32),
+        (False, half, torch.float32),
+        (True, replace(MODEL, dtype="bfloat16"), torch.float32),
+    ):
+        monkeypatch.setattr(factory, "computes_in_bfloat16", lambda able=able: able)
+        assert factory.resolve_dtype("auto", model, cpu) == expected
+    assert factory.resolve_dtype("bfloat16", MODEL, cpu) == torch.bfloat16
+
+
+def test_bfloat16_runs_close_to_float32():
+    outputs = []
+    for dtype in ("float32", "bfloat16"):
+        driver = Driver(make(dtype=dtype))
+        seq = driver.add(list(range(1, 40)), 1, GREEDY)
+        driver.run([seq], chunk=16)
+        outputs.append(seq.logprobs[0])
+    exact, rough = outputs
+    assert rough.logprob == pytest.approx(exact.logprob, abs=0.1)
+
+
+def test_threads_belong_to_the_engine_thread_alone():
+    main = torch.get_num_threads()
+    seen: dict[str, int] = {}
+
+    def engine() -> None:
+        driver = Driver(make(num_threads=3))
+        seq = driver.add([1, 2, 3], 2)
+        driver.run([seq])
+        seen["engine"] = torch.get_num_threads()
+
+    def host(name: str) -> None:
+        seen[name] = torch.get_num_threads()
+
+    for target, args in ((host, ("before",)), (engine, ()), (host, ("after",))):
+        thread = Thread(target=target, args=args)
+        thread.start()
+        thread.join()
+    assert seen["engine"] == 3
+    assert seen["before"] == seen["after"] != 3
+    assert torch.get_num_threads() == main
+
+
+def test_globals_are_left_alone():
+    def state() -> tuple:
+        return (
+            torch.get_default_dtype(),
+            torch.get_default_device(),
+            torch.get_rng_state().sum().item(),
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            torch.get_float32_matmul_precision(),
+        )
+
+    before = state()
+    driver = Driver(make(max_num_batched_tokens="auto"))
+    driver.run([driver.add([1, 2, 3], 3, SamplingParams(seed=1))])
+    assert state() == before
+
+
+def test_closing_drops_everything_and_is_idempotent():
+    runner = make()
+    assert runner._state is not None
+    tensors = [
+        weakref.ref(runner._state.cache.tensor),
+        weakref.ref(runner._state.decoder.embedding),
+        weakref.ref(runner._state.inputs),
+    ]
+    driver = Driver(runner)
+    driver.run([driver.add([1, 2, 3], 3)])
+    runner.launch(StepBatch(99))
+    runner.close()
+    runner.close()
+    gc.collect()
+    assert [tensor() for tensor in tensors] == [None] * 3
+    for call in (runner.collect, lambda: runner.launch(StepBatch(0))):
+        with pytest.raises(RuntimeError, match="closed"):
+            call()
+    runner.discard()
+
+
+def test_collect_without_a_step_is_a_mistake():
+    with pytest.raises(RuntimeError, match="no step"):
+        make().collect()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        MemoryError(),
+    ],
+)
+def test_out_of_memory_voids_the_step_and_no_more(monkeypatch, error):
+    runner = make(async_scheduling=True)
+    expected = Driver(make())
+    reference = expected.add([5, 6, 7], 6)
+    expected.run([reference])
+    driver = Driver(runner)
+    seq = driver.add([5, 6, 7], 6)
+    driver.launch([(seq, 0)])
+    driver.launch([(seq, 0)])
+
+    def fail(*_):
+        raise error
+
+    assert runner._state is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(type(runner._state.decoder), "forward", fail)
+        with pytest.raises(StepMemoryError, match="3 tokens"):
+            runner.collect()
+    runner.discard()
+    driver.in_flight.clear()
+    driver.release(seq)
+    seq.in_flight = 0
+    driver.run([seq])
+    assert seq.outputs == reference.outputs
+
+
+def test_other_failures_are_not_taken_for_memory(monkeypatch):
+    runner = make()
+    driver = Driver(runner)
+    driver.launch([(driver.add([1], 1), 0)])
+    assert runner._state is not None
+
+    def fail(*_):
+        raise RuntimeError("shape mismatch")
+
+    monkeypatch.setattr(type(runner._state.decoder), "forward", fail)
+    with pytest.raises(RuntimeError, match="shape mismatch") as caught:
+        runner.collect()
+    assert not isinstance(caught.value, StepMemoryError)
+
+
+def test_one_bad_row_leaves_the_others():
+    def broken(output, logits):
+        raise ZeroDivisionError("on purpose")
+
+    driver = Driver(make())
+    good = driver.add([1, 2, 3, 4], 5)
+    bad = driver.add([1, 2, 3], 5, SamplingParams(seed=1, logits_processors=[broken]))
+    alone = driver.add([1, 2, 3, 4], 5)
+    driver.run([alone])
+    driver.run([good, bad])
+    assert isinstance(bad.error, ZeroDivisionError)
+    assert good.outputs == alone.outputs
+
+
+def test_random_outputs_do_not_depend_on_company_or_preemption():
+    def params(index: int) -> SamplingParams:
+        return SamplingParams(temperature=1.2, seed=index, top_p=0.95, presence_penalty=0.4)
+
+    prompts = [[index + 1] * (3 * index + 2) for index in range(6)]
+    single = []
+    for index, prompt in enumerate(prompts):
+        driver = Driver(make())
+        seq = driver.add(prompt, 20, params(index))
+        driver.run([seq])
+        single.append(seq.outputs)
+    driver = Driver(make(async_scheduling=True))
+    seqs = [driver.add(prompt, 20, params(index)) for index, prompt in enumerate(prompts)]
+    for _ in range(7):
+        driver.launch([(seq, 0) for seq in seqs])
+        driver.collect()
+    driver.release(seqs[2])
+    driver.run(seqs, chunk=5, depth=2)
+    assert [seq.outputs for seq in seqs] == single
+    assert len({tuple(output) for output in single}) == 6
+
+
+@pytest.mark.parametrize(
+    ("per_token", "expected"), [(1e-5, 2048), (2e-4, 992), (1e-3, 192), (0.1, 64)]
+)
+def test_the_budget_is_what_takes_a_fifth_of_a_second(per_token, expected):
+    sizes = []
+
+    def time_step(count: int) -> float:
+        sizes.append(count)
+        return 1e-4 + per_token * count
+
+    budget = measure_token_budget(time_step)
+    assert budget == expected
+    assert budget % 32 == 0
+    assert sum(1e-4 + per_token * size for size in sizes) < max(0.3, 96 * per_token)
+
+
+def test_the_budget_is_measured_on_a_short_context():
+    runner = make(max_num_batched_tokens="auto", max_model_len=20, max_num_seqs=2)
+    assert 64 <= runner.info.max_num_batched_tokens <= 2048

@@ -1,0 +1,422 @@
+"""The sampler against plain references in float64, and against exact probabilities."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncllm.core.batch import SlotAssignment, StepBatch
+from asyncllm.gpu.draw import CANDIDATES, draw
+from asyncllm.gpu.input_batch import InputBatch
+from asyncllm.gpu.sampler import SampleOutput, Sampler
+from asyncllm.gpu.threads import set_thread_count
+from asyncllm.gpu.uniform import seed_state, uniform
+from asyncllm.sampling_params import NEUTRAL, SamplingParams
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    set_thread_count(1)
+
+
+class Bench:
+    """A sampler with requests in its slots, without a model."""
+
+    def __init__(self, vocab_size: int, slots: int = 32) -> None:
+        self.inputs = InputBatch(slots, 256, 16, CPU)
+        self.sampler = Sampler(slots, vocab_size, self.inputs, CPU)
+        self.length = dict.fromkeys(range(slots), 0)
+
+    def enter(
+        self, slot: int, prompt: list[int], output: list[int], eos: tuple[int, ...] = (), **fields
+    ) -> None:
+        params = SamplingParams(**({"seed": 7} | fields)).with_defaults(NEUTRAL)
+        tokens = prompt + output
+        assignment = SlotAssignment(slot, f"r{slot}", tokens, len(prompt), [1], params, eos)
+        self.inputs.apply(StepBatch(0, assignments=[assignment]))
+        self.sampler.assign(assignment)
+        self.length[slot] = len(tokens)
+
+    def sample(self, logits: torch.Tensor, slots: list[int]) -> SampleOutput:
+        positions = np.array([self.length[slot] for slot in slots])
+        return self.sampler.sample(logits, np.array(slots), positions)
+
+    def append(self, slots: list[int], tokens: list[int]) -> None:
+        for slot, token in zip(slots, tokens, strict=True):
+            self.inputs.token_ids[slot, self.length[slot]] = token
+            self.length[slot] += 1
+
+
+def kept(
+    logits: torch.Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> dict[int, float]:
+    """Plain reference in float64: tokens that may be drawn, with their probabilities."""
+    p = torch.softmax(logits.double(), -1).tolist()
+    alive = [i for i in range(len(p)) if p[i] >= min_p * max(p)]
+    alive.sort(key=lambda i: (-p[i], i))
+    if top_k > 0:
+        alive = alive[:top_k]
+    mass = math.fsum(p[i] for i in alive)
+    chosen, total = [], 0.0
+    for i in alive:
+        if total / mass >= top_p:
+            break
+        chosen.append(i)
+        total += p[i]
+    return {i: p[i] / total for i in chosen}
+
+
+def draws(logits: torch.Tensor, count: int, seed: int, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarray:
+    """``count`` draws from one row of logits, each with a position of its own."""
+    state = np.full(count, seed_state(seed))
+    numbers = uniform(state, np.arange(count))
+    rows = logits.expand(count, -1).clone()
+    return draw(
+        rows, numbers, np.full(count, top_k), np.full(count, top_p), np.full(count, min_p)
+    ).numpy()
+
+
+def chi_square(observed: np.ndarray, expected: np.ndarray) -> float:
+    """Upper tail of chi-square, by the Wilson-Hilferty approximation."""
+    statistic = float(((observed - expected) ** 2 / expected).sum())
+    degrees = len(expected) - 1
+    z = (statistic / degrees) ** (1 / 3) - (1 - 2 / (9 * degrees))
+    return 0.5 * math.erfc(z / math.sqrt(2 / (9 * degrees)) / math.sqrt(2))
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {},
+        {"top_k": 7},
+        {"top_p": 0.8},
+        {"min_p": 0.05},
+        {"top_k": 20, "top_p": 0.9, "min_p": 0.01},
+    ],
+)
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_draws_follow_the_exact_probabilities(limits, seed):
+    logits = torch.randn(100, generator=torch.Generator().manual_seed(5)) * 1.5
+    expected = kept(logits, **limits)
+    tokens = draws(logits, 20_000, seed, **limits)
+    assert set(tokens.tolist()) <= set(expected)
+    ids = sorted(expected, key=expected.__getitem__, reverse=True)
+    observed = np.array([(tokens == i).sum() for i in ids], dtype=float)
+    frequencies = np.array([expected[i] for i in ids]) * len(tokens)
+    rare = frequencies < 10
+    observed = np.append(observed[~rare], observed[rare].sum())
+    frequencies = np.append(frequencies[~rare], frequencies[rare].sum())
+    if frequencies[-1] == 0:
+        observed, frequencies = observed[:-1], frequencies[:-1]
+    p_value = chi_square(observed, frequencies)
+    print(f"seed {seed} {limits}: p = {p_value:.4f}")
+    assert p_value > 1e-4
+
+
+def test_uniform_numbers_are_uniform_and_keyed():
+    states = np.array([seed_state(s) for s in range(200)])
+    numbers = uniform(np.repeat(states, 200), np.tile(np.arange(200), 200))
+    assert numbers.min() >= 0.0
+    assert numbers.max() < 1.0
+    counts = np.histogram(numbers, 50, (0, 1))[0].astype(float)
+    assert chi_square(counts, np.full(50, len(numbers) / 50)) > 1e-4
+    table = numbers.reshape(200, 200)
+    assert abs(np.corrcoef(table[:-1].ravel(), table[1:].ravel())[0, 1]) < 0.02
+    assert abs(np.corrcoef(table[:, :-1].ravel(), table[:, 1:].ravel())[0, 1]) < 0.02
+    assert len(np.unique(numbers)) == len(numbers)
+
+
+def test_seeds_of_the_whole_range_differ():
+    seeds = [0, 1, -1, 2**63, 2**64 - 2, -(2**63) + 1]
+    assert len({int(seed_state(seed)) for seed in seeds}) == len(seeds)
+
+
+def boundary(logits: torch.Tensor, **limits: Any) -> set[int]:
+    """Every token that some uniform number draws."""
+    expected = kept(logits, **limits)
+    found = set()
+    steps = np.linspace(0.0, 1.0, 1000, endpoint=False)
+    for u in (steps, np.array([np.nextafter(1.0, 0.0)])):
+        count = len(u)
+        rows = logits.expand(count, -1).clone()
+        tokens = draw(
+            rows,
+            u,
+            np.full(count, limits.get("top_k", 0)),
+            np.full(count, limits.get("top_p", 1.0)),
+            np.full(count, limits.get("min_p", 0.0)),
+        )
+        found |= set(tokens.tolist())
+    assert found <= set(expected), (found - set(expected), limits)
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**20),
+    scale=st.sampled_from([0.3, 2.0, 6.0]),
+    top_k=st.sampled_from([0, 1, 2, 5, 40, 300]),
+    top_p=st.sampled_from([1.0, 0.99, 0.9, 0.5, 0.1, 1e-6]),
+    min_p=st.sampled_from([0.0, 0.01, 0.2, 1.0]),
+)
+def test_sets_match_the_reference(seed, scale, top_k, top_p, min_p):
+    logits = torch.randn(200, generator=torch.Generator().manual_seed(seed)) * scale
+    limits = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+    found = boundary(logits, **limits)
+    likely = {i for i, p in kept(logits, **limits).items() if p > 2e-3}
+    assert likely <= found
+
+
+@pytest.mark.parametrize("spread", [0.01, 1.0, 3.0])
+def test_a_nucleus_wider_than_the_first_candidates(spread):
+    vocab_size = CANDIDATES[1] * 3
+    logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(3)) * spread
+    expected = kept(logits, top_p=0.97)
+    print(f"spread {spread}: nucleus of {len(expected)}")
+    tokens = draws(logits, 3000, 11, top_p=0.97)
+    assert set(tokens.tolist()) <= set(expected)
+    # The inverse of the CDF at a uniform number is at the same place in both.
+    ids = sorted(expected, key=lambda i: (-expected[i], i))
+    cumulative = np.cumsum([expected[i] for i in ids])
+    numbers = uniform(np.full(3000, seed_state(11)), np.arange(3000))
+    reference = np.array(ids)[
+        np.minimum(np.searchsorted(cumulative, numbers, "right"), len(ids) - 1)
+    ]
+    assert (tokens == reference).mean() > 0.999
+
+
+def test_a_row_draws_the_same_alone_and_in_company():
+    generator = torch.Generator().manual_seed(9)
+    vocab_size = 5000
+    logits = torch.randn(24, vocab_size, generator=generator) * 2
+    fields: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.7, "top_p": 0.9},
+        {"temperature": 1.3, "top_k": 50, "logprobs": 4},
+        {"temperature": 1.0, "min_p": 0.1},
+        {"temperature": 1.0},
+        {"temperature": 0.9, "repetition_penalty": 1.4, "presence_penalty": 0.5},
+        {"temperature": 0.8, "top_p": 0.999, "logit_bias": {3: 5.0}},
+        {"temperature": 1.0, "top_k": 3000, "top_p": 0.5, "logprobs": 0},
+    ]
+    company = Bench(vocab_size)
+    for slot in range(24):
+        company.enter(
+            slot,
+            [1, 2, 3],
+            [4] * (slot % 5),
+            **fields[slot % 8],
+        )
+    order = list(range(24))
+    together = company.sample(logits, order)
+    for slot in order:
+        alone = Bench(vocab_size)
+        alone.enter(0, [1, 2, 3], [4] * (slot % 5), **fields[slot % 8])
+        single = alone.sample(logits[slot : slot + 1], [0])
+        assert single.token_ids[0] == together.token_ids[slot]
+        assert single.logprobs.get(0) == together.logprobs.get(slot)
+    turned = order[::-1]
+    again = Bench(vocab_size)
+    for slot in order:
+        again.enter(slot, [1, 2, 3], [4] * (slot % 5), **fields[slot % 8])
+    reversed_ = again.sample(logits[torch.tensor(turned)], turned)
+    assert reversed_.token_ids[::-1].tolist() == together.token_ids.tolist()
+
+
+def test_greedy_is_the_likeliest_token_and_ignores_truncation():
+    logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(2))
+    bench = Bench(300)
+    for slot, extra in enumerate(({}, {"top_k": 5}, {"top_p": 0.1}, {"min_p": 0.9})):
+        bench.enter(slot, [1], [], temperature=0.0, **extra)
+    assert bench.sample(logits, [0, 1, 2, 3]).token_ids.tolist() == logits.argmax(-1).tolist()
+
+
+def test_a_tiny_temperature_is_greedy():
+    logits = torch.randn(1, 300, generator=torch.Generator().manual_seed(2)) * 50
+    bench = Bench(300)
+    for temperature in (1e-300, 1e-6, 1e-4):
+        bench.enter(0, [1], [], temperature=temperature)
+        assert bench.sample(logits, [0]).token_ids.tolist() == logits.argmax(-1).tolist()
+
+
+def penalised(
+    logits: list[float], prompt: list[int], output: list[int], params: dict[str, float]
+) -> list[float]:
+    """Plain reference, token by token."""
+    result = []
+    for token, value in enumerate(logits):
+        if token in prompt or token in output:
+            repetition = params.get("repetition_penalty", 1.0)
+            value = value / repetition if value > 0 else value * repetition
+        value -= params.get("frequency_penalty", 0.0) * output.count(token)
+        value -= params.get("presence_penalty", 0.0) * (token in output)
+        result.append(value)
+    return result
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**20),
+    prompt=st.lists(st.integers(0, 19), min_size=1, max_size=8),
+    output=st.lists(st.integers(0, 19), max_size=8),
+    presence=st.sampled_from([0.0, 0.7, -1.5]),
+    frequency=st.sampled_from([0.0, 0.4, -0.3]),
+    repetition=st.sampled_from([1.0, 1.5, 0.6]),
+)
+def test_penalties_match_the_reference(seed, prompt, output, presence, frequency, repetition):
+    params = {
+        "presence_penalty": presence,
+        "frequency_penalty": frequency,
+        "repetition_penalty": repetition,
+    }
+    bench = Bench(20)
+    bench.enter(3, prompt, output, temperature=0.0, **params)
+    bench.enter(5, prompt, [], temperature=0.0)
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(4):
+        logits = torch.randn(2, 20, generator=generator)
+        before = logits.clone()
+        positions = np.array([bench.length[3], bench.length[5]])
+        processed = bench.sampler._process(logits, np.array([3, 5]), positions, {})
+        expected = penalised(logits[0].tolist(), prompt, output, params)
+        torch.testing.assert_close(processed[0], torch.tensor(expected), rtol=1e-5, atol=1e-6)
+        assert torch.equal(processed[1], before[1])
+        tokens = bench.sample(logits, [3, 5]).token_ids.tolist()
+        assert torch.equal(logits, before)
+        assert tokens[0] == int(torch.tensor(expected).argmax())
+        bench.append([3, 5], tokens)
+        output = [*output, tokens[0]]
+
+
+def test_counts_of_a_slot_do_not_leak_into_the_next_request():
+    bench = Bench(50)
+    logits = torch.zeros(1, 50)
+    logits[0, 9], logits[0, 8] = 1.0, 0.5
+    for slot in range(12):
+        bench.enter(slot, [1], [9, 9], temperature=0.0, presence_penalty=1.0)
+        assert bench.sample(logits, [slot]).token_ids.tolist() == [8]
+    bench.sampler.release(4)
+    bench.enter(4, [1], [], temperature=0.0, presence_penalty=1.0)
+    assert bench.sample(logits, [4]).token_ids.tolist() == [9]
+    for slot in range(12):
+        bench.sampler.release(slot)
+    assert bench.sampler.penalties.counts.numel() == 0
+    assert not bench.sampler.state.rules
+
+
+def test_bias_allowed_and_min_tokens():
+    bench = Bench(10)
+    logits = torch.arange(10.0).unsqueeze(0)
+    bench.enter(0, [1], [], temperature=0.0, logit_bias={2: 20.0, 9: -100.0})
+    assert bench.sample(logits, [0]).token_ids.tolist() == [2]
+    bench.enter(0, [1], [], temperature=0.0, allowed_token_ids=[3, 4], logit_bias={9: 90.0})
+    assert bench.sample(logits, [0]).token_ids.tolist() == [4]
+    bench.enter(0, [1], [], eos=(9,), temperature=0.0, min_tokens=2, stop_token_ids=[8])
+    for expected in (7, 7, 9):
+        assert bench.sample(logits, [0]).token_ids.tolist() == [expected]
+        bench.append([0], [expected])
+
+
+def test_allowed_tokens_bound_random_draws():
+    bench = Bench(40)
+    bench.enter(0, [1], [], allowed_token_ids=[5, 6], temperature=5.0)
+    bench.enter(1, [1], [], temperature=5.0)
+    seen = set()
+    for _ in range(60):
+        tokens = bench.sample(torch.zeros(2, 40), [0, 1]).token_ids.tolist()
+        seen.add(tokens[0])
+        bench.append([0, 1], tokens)
+    assert seen == {5, 6}
+
+
+def test_processors_see_the_output_and_fail_alone():
+    calls = []
+
+    def force(output, logits):
+        calls.append(list(output))
+        logits[:] = -5.0
+        logits[10 + len(output)] = 5.0
+        return logits
+
+    def broken(output, logits):
+        raise KeyError("broken on purpose")
+
+    def misshapen(output, logits):
+        return logits[:-1]
+
+    def nothing(output, logits):
+        return None
+
+    def poison(output, logits):
+        return logits * torch.nan
+
+    bench = Bench(30)
+    processors = [(force,), (broken,), (misshapen,), (nothing,), (poison,), ()]
+    for slot, chain in enumerate(processors):
+        bench.enter(slot, [1, 2], [3], temperature=0.0, logits_processors=chain, logprobs=1)
+    logits = torch.randn(6, 30, generator=torch.Generator().manual_seed(4))
+    before = logits.clone()
+    output = bench.sample(logits, list(range(6)))
+    assert torch.equal(logits, before)
+    assert calls == [[3]]
+    assert output.token_ids.tolist() == [11, -1, -1, -1, -1, int(before[5].argmax())]
+    kinds = {row: type(error) for row, error in output.errors.items()}
+    assert kinds == {1: KeyError, 2: TypeError, 3: TypeError, 4: ValueError}
+    assert "shape (29,)" in str(output.errors[2])
+    assert set(output.logprobs) == {0, 5}
+    # Log-probabilities are the model's, not the processor's.
+    assert output.logprobs[0].logprob == pytest.approx(before[0].log_softmax(-1)[11].item())
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_logits_that_are_no_numbers_end_their_row_alone(temperature):
+    bench = Bench(30)
+    for slot in range(5):
+        bench.enter(slot, [1], [], temperature=temperature, seed=slot, top_p=0.9)
+    logits = torch.randn(5, 30, generator=torch.Generator().manual_seed(6))
+    clean = bench.sample(logits, list(range(5))).token_ids.tolist()
+    logits[1, 7], logits[2, 3], logits[4] = torch.nan, torch.inf, -torch.inf
+    output = bench.sample(logits, list(range(5)))
+    assert set(output.errors) == {1, 2, 4}
+    assert output.token_ids.tolist() == [clean[0], -1, -1, clean[3], -1]
+
+
+def test_nothing_left_to_sample_is_an_error():
+    bench = Bench(10)
+    bench.enter(0, [1], [], allowed_token_ids=[4], min_tokens=3, stop_token_ids=[4])
+    output = bench.sample(torch.zeros(1, 10), [0])
+    assert "no token is left" in str(output.errors[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logprobs_are_those_of_the_raw_logits(dtype):
+    bench = Bench(100)
+    bench.enter(0, [1], [], temperature=0.0, logprobs=3, logit_bias={50: 99.0})
+    bench.enter(1, [1], [], temperature=2.0, logprobs=0, top_k=5)
+    bench.enter(2, [1], [], temperature=0.0)
+    bench.enter(3, [1], [], temperature=0.0, logprobs=64)
+    logits = torch.randn(4, 100, generator=torch.Generator().manual_seed(8)).to(dtype)
+    output = bench.sample(logits, [0, 1, 2, 3])
+    assert set(output.logprobs) == {0, 1, 3}
+    for row, count in ((0, 3), (1, 0), (3, 64)):
+        exact = logits[row].double().log_softmax(-1)
+        entry = output.logprobs[row]
+        token = int(output.token_ids[row])
+        assert entry.token_id == token
+        assert entry.logprob == pytest.approx(exact[token].item(), abs=1e-5)
+        assert entry.sampled.rank == int((exact > exact[token]).sum()) + 1
+        assert len(entry.top) == count
+        best = exact.sort(descending=True).values[:count]
+        assert [t.logprob for t in entry.top] == pytest.approx(best.tolist(), abs=1e-5)
+        assert [t.rank for t in entry.top] == list(range(1, count + 1))
+        for candidate in entry.top:
+            assert candidate.logprob == pytest.approx(exact[candidate.token_id].item(), abs=1e-5)
+    assert output.token_ids[0] == 50
