@@ -47,6 +47,7 @@ def create_executor(
     """
     find_architecture(model)
     device = resolve_device(config.device)
+    check_graph_settings(config)
     dtype = resolve_dtype(config.dtype, model, device)
     num_threads = resolve_threads(config.num_threads, model, device)
     attention = make_attention(config.attention_backend, attention_shape(model), dtype, device)
@@ -101,6 +102,24 @@ def resolve_device(name: str) -> torch.device:
             'device="cpu" runs everywhere'
         )
     return device
+
+
+def check_graph_settings(config: EngineConfig) -> None:
+    """No device here runs from captured graphs so far: "auto" and "off" come to the same.
+
+    Raises:
+        InvalidRequestError: graphs are asked for.
+    """
+    if config.cuda_graphs in ("startup", "lazy"):
+        raise InvalidRequestError(
+            f'cuda_graphs="{config.cuda_graphs}" is not supported yet: expected "auto" or "off"',
+            param="cuda_graphs",
+        )
+    if config.cuda_graph_sizes is not None:
+        raise InvalidRequestError(
+            f"cuda_graph_sizes={config.cuda_graph_sizes} is not supported yet: expected None",
+            param="cuda_graph_sizes",
+        )
 
 
 def resolve_dtype(name: str, model: ModelConfig, device: torch.device) -> torch.dtype:

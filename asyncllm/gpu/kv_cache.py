@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from asyncllm.config import EngineConfig
-from asyncllm.errors import KVCacheTooSmallError
+from asyncllm.errors import InvalidRequestError, KVCacheTooSmallError
 from asyncllm.model_config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -94,11 +94,18 @@ def size_cache(
         available: bytes to take where the configuration does not say.
 
     Raises:
+        InvalidRequestError: if ``max_model_len`` exceeds the model's context.
         KVCacheTooSmallError: if it holds no block, or not one sequence of a
             ``max_model_len`` that was asked for.
     """
+    context = model.max_position_embeddings
+    if config.max_model_len is not None and config.max_model_len > context:
+        raise InvalidRequestError(
+            f"max_model_len={config.max_model_len}: the model's context is {context} tokens",
+            param="max_model_len",
+        )
     per_block = block_bytes(model, block_size, dtype)
-    longest = config.max_model_len or model.max_position_embeddings
+    longest = config.max_model_len or context
     blocks_per_seq = -(-longest // block_size)
     if config.num_blocks is not None:
         usable, knob = config.num_blocks, "num_blocks"
