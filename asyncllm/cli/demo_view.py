@@ -61,7 +61,7 @@ class View:
 
     def final(self) -> list[RenderableType]:
         """The answers in full, and their figures."""
-        parts = [self._header()]
+        parts: list[RenderableType] = [self._header()]
         for tracks, columns in (
             (self._tall, self._tall_columns),
             (self._short, self._short_columns),

@@ -7,8 +7,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _FACTS = "Nora put the key under the mat. Ben likes soup. Ida lives in Porto. Tom has a red kite."
-_NAMES = "Mia Tom Lena Otto Ruby Max Ida Finn Alice Hugo Nina Theo Clara Sam Freya Leo".split()
-_THINGS = "boat kite lamp drum map clock train violin lantern bell robot balloon puzzle".split()
+_NAMES = (
+    "Mia",
+    "Tom",
+    "Lena",
+    "Otto",
+    "Ruby",
+    "Max",
+    "Ida",
+    "Finn",
+    "Alice",
+    "Hugo",
+    "Nina",
+    "Theo",
+)
+_THINGS = ("boat", "kite", "lamp", "drum", "map", "clock", "train", "violin", "bell", "robot")
 
 
 @dataclass(frozen=True)
