@@ -1,6 +1,6 @@
 """The engine on the packaged model: throughput, latency, and what the host feels of it.
 
-python -m benchmarks.engine [--quick] [--json FILE] [--only NAME,NAME]
+python -m benchmarks.engine [--quick] [--json FILE] [--only NAME,…] [--num-threads N]
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ SATURATION = 64
 class Bench:
     """One engine on the packaged model, and random prompts for it."""
 
-    def __init__(self, report: Report, *, quick: bool) -> None:
+    def __init__(self, report: Report, *, quick: bool, num_threads: int | None) -> None:
         self.report = report
         self.quick = quick
+        self.num_threads = num_threads
         self._random = random.Random(0)
         self.engine: AsyncLLMEngine
 
@@ -189,7 +190,7 @@ async def measure_memory(bench: Bench) -> None:
     """Opens and closes an engine several times; a leak would add up."""
     sizes = []
     for _ in range(3 if bench.quick else 5):
-        async with AsyncLLMEngine() as engine:
+        async with AsyncLLMEngine(num_threads=bench.num_threads) as engine:
             await asyncio.gather(
                 *(engine.generate([5] * 64, max_tokens=32, ignore_eos=True) for _ in range(16))
             )
@@ -220,7 +221,7 @@ MEASUREMENTS: dict[str, tuple[str, Callable[[Bench], Awaitable[None]]]] = {
 
 
 async def run(bench: Bench, names: list[str]) -> None:
-    async with AsyncLLMEngine() as bench.engine:
+    async with AsyncLLMEngine(num_threads=bench.num_threads) as bench.engine:
         await bench.throughput(4, 8)
         for name in names:
             title, measure = MEASUREMENTS[name]
@@ -234,6 +235,7 @@ async def run(bench: Bench, names: list[str]) -> None:
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--only", metavar="NAME,…", help=f"some of {', '.join(MEASUREMENTS)}")
+    parser.add_argument("--num-threads", type=int, metavar="N", help="CPU threads of the model")
     arguments = parser.parse_args()
     names = list(MEASUREMENTS)
     if arguments.only is not None:
@@ -241,7 +243,9 @@ def main() -> None:
         if unknown := [name for name in chosen if name not in MEASUREMENTS]:
             parser.error(f"--only: {', '.join(unknown)}: not among {', '.join(MEASUREMENTS)}")
         names = [name for name in names if name in chosen]
-    bench = Bench(Report("engine, packaged model"), quick=arguments.quick)
+    threads = arguments.num_threads
+    title = f"engine, packaged model, {threads or 'default'} threads"
+    bench = Bench(Report(title), quick=arguments.quick, num_threads=threads)
     asyncio.run(run(bench, names))
     bench.report.write(arguments.json)
 

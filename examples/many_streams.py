@@ -11,7 +11,7 @@ THINGS = ("boat", "kite", "lamp", "drum", "map", "clock", "train", "violin", "be
 
 def ask(engine: AsyncLLMEngine, name: str, thing: str) -> TokenStream:
     question = f"Tell me a story about {name} and a {thing}."
-    return engine.chat([{"role": "user", "content": question}], max_tokens=48)
+    return engine.chat([{"role": "user", "content": question}], max_tokens=32)
 
 
 async def main() -> None:

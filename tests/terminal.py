@@ -22,11 +22,13 @@ fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 sys.argv[0] = "asyncllm"
 runpy.run_module("asyncllm", run_name="__main__")
 """
+# More threads than idle cores make a small model slow, and a test machine has other work to do.
+QUICK = ("--num-threads", "1")
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[()][A-Z0-9]|[\001\002\r]")
 
 
 class Terminal:
-    """``asyncllm ARGUMENTS`` on a pseudo-terminal.
+    """``asyncllm ARGUMENTS`` on a pseudo-terminal, with one thread for the model.
 
     Attributes:
         raw: everything it wrote so far.
@@ -41,7 +43,7 @@ class Terminal:
         self._master, child = pty.openpty()
         fcntl.ioctl(child, termios.TIOCSWINSZ, self._size)
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _TAKE_TERMINAL, *self._arguments],
+            [sys.executable, "-c", _TAKE_TERMINAL, *self._arguments, *QUICK],
             stdin=child,
             stdout=child,
             stderr=child,
@@ -96,8 +98,8 @@ class Terminal:
 def asyncllm(
     *arguments: str, stdin: str = "", timeout: float = 60.0
 ) -> subprocess.CompletedProcess[str]:
-    """``asyncllm ARGUMENTS`` between pipes."""
-    command: Sequence[str] = [sys.executable, "-m", "asyncllm", *arguments]
+    """``asyncllm ARGUMENTS`` between pipes, with one thread for the model."""
+    command: Sequence[str] = [sys.executable, "-m", "asyncllm", *arguments, *QUICK]
     return subprocess.run(
         command, input=stdin, capture_output=True, text=True, timeout=timeout, check=False
     )

@@ -19,7 +19,7 @@ from asyncllm.cli.flow import Flow
 from asyncllm.cli.measure import percentile
 from asyncllm.cli.prompts import prompts
 from asyncllm.cli.text import one_line, printable, rate, seconds
-from tests.terminal import Terminal, asyncllm
+from tests.terminal import QUICK, Terminal, asyncllm
 
 # Random weights hardly ever say that they are done: an answer long enough to be interrupted.
 ENDLESS = ("--load-format", "dummy", "--seed", "1", "--temperature", "1")
@@ -204,7 +204,8 @@ def test_demo_into_a_pipe() -> None:
 
 
 def test_demo_whose_reader_leaves() -> None:
-    command = [sys.executable, "-m", "asyncllm", "demo", "--streams", "4", "--max-tokens", "8"]
+    options = ("--streams", "4", "--max-tokens", "8", *QUICK)
+    command = [sys.executable, "-m", "asyncllm", "demo", *options]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as child:
@@ -217,7 +218,7 @@ def test_demo_whose_reader_leaves() -> None:
 
 
 def test_interrupted_demo() -> None:
-    command = [sys.executable, "-m", "asyncllm", "demo", *ENDLESS]
+    command = [sys.executable, "-m", "asyncllm", "demo", *ENDLESS, *QUICK]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as child:

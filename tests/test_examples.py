@@ -27,7 +27,7 @@ def test_example(name: str) -> None:
         [sys.executable, "-W", "error", str(EXAMPLES / name)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
