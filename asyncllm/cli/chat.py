@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
+import textwrap
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
@@ -78,7 +79,7 @@ class Chat:
         """Takes turns until the person leaves. Returns the exit code."""
         if not self._terminal:
             return self._answer_lines()
-        self._note(f"{model_name(self._engine)}. /help lists commands, Ctrl-D leaves.")
+        self._greet()
         leaving = False
         while True:
             try:
@@ -98,6 +99,16 @@ class Chat:
                 return 0
             if message:
                 self._take_turn(message)
+
+    def _greet(self) -> None:
+        from rich.console import Console
+        from rich.text import Text
+
+        name = model_name(self._engine)
+        hint = "  /help lists commands, Ctrl-D leaves"
+        Console().print(
+            Text.assemble((" asyncllm ", "bold reverse"), (f"  {name}", "bold"), (hint, "dim"))
+        )
 
     def _answer_lines(self) -> int:
         for line in sys.stdin:
@@ -151,16 +162,17 @@ class Chat:
             return completion.usage, completion.text, completion.finish_reason
 
     def _read(self, stream: TokenStream) -> None:
-        """Prints a stream as it comes. Ctrl-C aborts it; what was said stays."""
-        width = min(shutil.get_terminal_size().columns, _WIDEST)
-        flow = Flow(sys.stdout, width) if self._terminal else None
+        """Prints a stream as it comes. Ctrl-C aborts it, and what was said stays; should the
+        engine not let go of it, the next one leaves the program."""
+        flow = Flow(sys.stdout, _width()) if self._terminal else None
         reading = self._loop.submit(_print(stream, flow))
-        while True:
-            try:
-                reading.result()
-                break
-            except KeyboardInterrupt:
-                stream.abort()
+        try:
+            reading.result()
+        except KeyboardInterrupt:
+            stream.abort()
+            if not self._terminal:
+                raise
+            reading.result()
         if flow is not None:
             flow.finish()
         else:
@@ -218,7 +230,7 @@ class Chat:
         """A line that is not part of the conversation."""
         if self._terminal:
             with _dim():
-                print(f"  {text}")
+                print(textwrap.fill(text, _width(), initial_indent="  ", subsequent_indent="  "))
         else:
             print(text, file=sys.stderr if error else sys.stdout, flush=True)
 
@@ -230,6 +242,11 @@ async def _print(stream: TokenStream, flow: Flow | None) -> None:
             flow.write(text)
         else:
             print(text, end="", flush=True)
+
+
+def _width() -> int:
+    """Characters in a line that is good to read on this terminal."""
+    return min(shutil.get_terminal_size().columns, _WIDEST)
 
 
 @contextmanager

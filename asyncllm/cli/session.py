@@ -72,17 +72,19 @@ async def open_engine(config: EngineConfig) -> AsyncIterator[AsyncLLMEngine]:
 
 async def _start_with_bar(engine: AsyncLLMEngine) -> None:
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn())
+    name = model_name(engine)
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(f"loading {model_name(engine)}", total=None)
+        task = progress.add_task(f"loading {name}", total=None)
 
         async def follow() -> None:
             while True:
                 done, total = engine.load_progress
                 if total:
-                    progress.update(task, completed=done, total=total)
+                    what = f"loading {name}, {done / 1e6:.0f} of {total / 1e6:.0f} MB"
+                    progress.update(task, description=what, completed=done, total=total)
                 await asyncio.sleep(_POLL_SECONDS)
 
         follower = asyncio.create_task(follow())
