@@ -99,6 +99,15 @@ def test_attention_backends_that_a_cpu_lacks(name):
     assert error.value.param == "attention_backend"
 
 
+@pytest.mark.parametrize(
+    ("param", "value"), [("cuda_graphs", "lazy"), ("cuda_graph_sizes", (1, 2))]
+)
+def test_graphs_are_not_silently_left_out(param, value):
+    with pytest.raises(InvalidRequestError, match="eagerly") as error:
+        make(**{param: value})
+    assert error.value.param == param
+
+
 def test_float16_on_a_cpu_is_refused():
     with pytest.raises(InvalidRequestError, match="bfloat16") as error:
         make(dtype="float16")
@@ -196,6 +205,19 @@ def test_closing_drops_everything_and_is_idempotent():
         with pytest.raises(RuntimeError, match="closed"):
             call()
     runner.discard()
+
+
+def test_a_step_without_rows_takes_releases():
+    driver = Driver(make())
+    seq = driver.add([1, 2, 3], 1, SamplingParams(seed=1, presence_penalty=1.0))
+    driver.launch([(seq, 0)])
+    driver.collect()
+    state = driver.executor._state
+    assert state.sampler.penalties.row_of
+    driver.release(seq)
+    driver.launch([])
+    assert driver.collect().token_ids == []
+    assert not state.sampler.penalties.row_of
 
 
 def test_collect_without_a_step_is_a_mistake():

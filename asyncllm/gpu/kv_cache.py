@@ -39,6 +39,9 @@ class KVCacheSize:
 class KVCache:
     """``[num_layers, 2, num_blocks, block_size, kv_heads, head_dim]`` in one allocation.
 
+    Layers come first because torch gathers blocks of one contiguous layer 40 times faster on
+    a CPU than blocks of a strided one.
+
     It is zeroed by the operating system page by page as it is first touched, so that an
     unused cache costs no memory on a CPU.
 
