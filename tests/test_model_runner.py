@@ -186,6 +186,23 @@ def test_globals_are_left_alone():
     assert state() == before
 
 
+def test_the_hosts_defaults_do_not_reach_the_model():
+    def output() -> list[int]:
+        driver = Driver(make())
+        seqs = [driver.add([1, 2, 3], 8), driver.add([4] * 40, 8, SamplingParams(seed=1))]
+        driver.run(seqs, chunk=16)
+        return [token for seq in seqs for token in seq.outputs]
+
+    expected = output()
+    try:
+        torch.set_default_dtype(torch.float64)
+        torch.set_default_device("meta")
+        assert output() == expected
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+
+
 def test_closing_drops_everything_and_is_idempotent():
     runner = make()
     assert runner._state is not None

@@ -13,12 +13,18 @@ from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.onednn_ops import PLAIN_PRODUCT, OneDNNOps, SmallLinear, onednn_works
 from asyncllm.gpu.ops.registry import make_attention, make_ops
 from asyncllm.gpu.ops.torch_ops import TorchOps, TorchRopeAndCache
+from asyncllm.gpu.threads import set_thread_count
 from asyncllm.gpu.weights import dummy_weights
 from asyncllm.model_config import ModelConfig, RopeConfig
 
 CPU = torch.device("cpu")
 BACKENDS = [TorchOps(), *([OneDNNOps()] if onednn_works() else [])]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    set_thread_count(1)
 
 
 @pytest.mark.parametrize("ops", BACKENDS, ids=lambda ops: ops.name)
