@@ -159,6 +159,7 @@ def test_threads_belong_to_the_engine_thread_alone():
 
     def host(name: str) -> None:
         seen[name] = torch.get_num_threads()
+        torch.set_num_threads(seen[name])  # what later threads begin with, said explicitly
 
     for target, args in ((host, ("before",)), (engine, ()), (host, ("after",))):
         thread = Thread(target=target, args=args)
