@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -90,6 +91,23 @@ def test_available_memory_decides_where_nothing_is_set(monkeypatch):
     runner = make()
     assert runner._state is not None
     assert runner._state.cache.tensor.nbytes == 2**20
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc")
+def test_an_unused_cache_takes_no_memory():
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    before = resident()
+    runner = make(kv_cache_memory="2GiB", dtype="bfloat16")
+    assert runner._state is not None
+    cache = runner._state.cache.tensor
+    assert cache.nbytes > 2**31 - 2**20
+    assert cache.dtype == torch.bfloat16
+    assert cache.data_ptr() % 64 == 0
+    driver = Driver(runner)
+    driver.run([driver.add([1, 2, 3], 3)])
+    assert resident() - before < 2**28
 
 
 @pytest.mark.parametrize("name", ["triton", "native", "flash_attn", "nonsense"])
