@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 import re
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 from asyncllm.errors import InvalidRequestError
@@ -148,12 +149,16 @@ class EngineConfig:
             raise _bad("step_timeout", timeout, "a positive number of seconds")
 
     def _check_graph_sizes(self) -> None:
-        sizes = self.cuda_graph_sizes
+        sizes: Any = self.cuda_graph_sizes
         if isinstance(sizes, (str, bytes)) or not hasattr(sizes, "__iter__"):
             raise _bad("cuda_graph_sizes", sizes, "batch sizes, integers from 1")
         for size in sizes:
             _integer("cuda_graph_sizes", size, low=1)
         object.__setattr__(self, "cuda_graph_sizes", tuple(sorted(set(sizes))))
+
+    def with_overrides(self, overrides: Mapping[str, Any]) -> EngineConfig:
+        """A copy with some fields replaced, checked anew."""
+        return replace(self, **overrides) if overrides else self
 
     @classmethod
     def field_names(cls) -> frozenset[str]:

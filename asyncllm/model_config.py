@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from asyncllm.config_file import REQUIRED, ConfigFile
+from asyncllm.errors import ModelLoadError
+
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary embedding. ``kind`` "llama3" rescales frequencies as Llama 3.1 does; the four
-    fields below ``theta`` belong to it alone."""
+    """Rotary embedding. ``kind`` "llama3" rescales frequencies as Llama 3.1 does, "linear"
+    divides every position by ``factor``; the fields below ``factor`` are llama3's alone."""
 
     theta: float = 10_000.0
     kind: Literal["default", "linear", "llama3"] = "default"
@@ -29,15 +33,17 @@ class ModelConfig:
         path: local directory of the files.
         architecture: e.g. "Qwen3ForCausalLM".
         max_position_embeddings: the model's context in tokens.
-        dtype: the checkpoint's own: "float32", "bfloat16" or "float16".
+        dtype: the checkpoint's own: "float32", "bfloat16" or "float16"; "float32" where the
+            files do not say.
         qk_norm: RMSNorm over each query and key head before RoPE (Qwen3).
         attention_bias: biases on q, k and v; ``output_bias`` on o; ``mlp_bias`` on the MLP.
-        sliding_window: positions each token sees in the layers where
+        sliding_window: positions each token sees, itself included, in the layers where
             ``sliding_layers[layer]`` is True; None where no layer has one.
+        sliding_layers: one entry per layer.
         eos_token_ids: ids that end an output, those of ``generation_config`` first.
         generation_defaults: ``temperature``, ``top_p``, ``top_k``, ``min_p`` and
-            ``repetition_penalty`` where ``generation_config`` sets them. With
-            ``do_sample`` false or absent, ``temperature`` is absent, as in vLLM.
+            ``repetition_penalty`` where ``generation_config`` sets them, whatever its
+            ``do_sample`` says, as in vLLM.
     """
 
     path: Path
@@ -63,3 +69,228 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     generation_defaults: Mapping[str, Any] | None = None
+
+    @classmethod
+    def from_directory(cls, path: str | os.PathLike[str]) -> ModelConfig:
+        """Reads a checkpoint's configuration; both generations of transformers' keys.
+
+        A field that is absent has the default that transformers gives it for that
+        architecture, except the sizes, which must be there.
+
+        Raises:
+            ModelLoadError: for a missing or damaged file, an architecture, RoPE type,
+                activation or quantisation that is not supported, a field that is missing or
+                of the wrong kind, and numbers that contradict each other. The message names
+                the file, the field, its value and what would have been accepted.
+        """
+        directory = Path(path)
+        config = ConfigFile.read(directory / "config.json")
+        generation = ConfigFile.read_if_present(directory / "generation_config.json")
+        architecture = _architecture(config)
+        _refuse_unsupported(config)
+        vocab_size = config.integer("vocab_size")
+        num_layers = config.integer("num_hidden_layers")
+        window, sliding_layers = _sliding_window(config, architecture, num_layers)
+        return cls(
+            path=directory,
+            architecture=architecture,
+            vocab_size=vocab_size,
+            intermediate_size=config.integer("intermediate_size"),
+            num_layers=num_layers,
+            max_position_embeddings=config.integer("max_position_embeddings"),
+            rms_norm_eps=float(config.number("rms_norm_eps", 1e-6, open_low=True)),
+            rope=_rope(config),
+            tie_word_embeddings=config.boolean("tie_word_embeddings", False),
+            dtype=_dtype(config),
+            qk_norm=architecture == "Qwen3ForCausalLM",
+            mlp_bias=architecture == "LlamaForCausalLM" and config.boolean("mlp_bias", False),
+            sliding_window=window,
+            sliding_layers=sliding_layers,
+            eos_token_ids=_eos_token_ids(config, generation, architecture),
+            bos_token_id=_bos_token_id(config, architecture),
+            generation_defaults=_generation_defaults(generation),
+            **_heads(config, architecture),
+            **_attention_biases(config, architecture),
+        )
+
+
+_ARCHITECTURE_OF = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+
+
+def _architecture(config: ConfigFile) -> str:
+    """``architectures`` where it is set, else what ``model_type`` implies, as for files that
+    were saved from a configuration without a model."""
+    supported = tuple(_ARCHITECTURE_OF.values())
+    if "architectures" not in config:
+        if "model_type" not in config:
+            raise config.bad("architectures", f"a list with one of {', '.join(supported)}")
+        return _ARCHITECTURE_OF[config.choice("model_type", tuple(_ARCHITECTURE_OF))]
+    names = config.values["architectures"]
+    if isinstance(names, list):
+        for name in names:
+            if name in supported:
+                return name
+    raise config.bad("architectures", f"a list with one of {', '.join(supported)}")
+
+
+def _refuse_unsupported(config: ConfigFile) -> None:
+    config.choice("hidden_act", ("silu", "swish"), "silu")
+    if "quantization_config" in config:
+        raise config.bad("quantization_config", "an unquantised checkpoint, without this field")
+    for holder in (config, config.section("rope_parameters")):
+        if holder.number("partial_rotary_factor", 1.0) != 1.0:
+            raise holder.bad("partial_rotary_factor", "1.0")
+
+
+def _heads(config: ConfigFile, architecture: str) -> dict[str, int]:
+    hidden_size = config.integer("hidden_size")
+    num_heads = config.integer("num_attention_heads")
+    # null means "as many as query heads" everywhere, absence only for Llama: the others'
+    # default in transformers is a number that fits no checkpoint but the first of its kind.
+    stated = architecture == "LlamaForCausalLM" or "num_key_value_heads" in config.values
+    num_kv_heads = config.integer("num_key_value_heads", num_heads if stated else REQUIRED)
+    if num_heads % num_kv_heads:
+        raise config.bad("num_key_value_heads", f"a divisor of num_attention_heads={num_heads}")
+    if "head_dim" in config:
+        head_dim = config.integer("head_dim")
+    elif architecture == "Qwen3ForCausalLM" and "head_dim" not in config.values:
+        head_dim = 128
+    elif hidden_size % num_heads == 0:
+        head_dim = hidden_size // num_heads
+    else:
+        accepted = f"a multiple of num_attention_heads={num_heads} where head_dim is not given"
+        raise config.bad("hidden_size", accepted)
+    if head_dim % 2:
+        raise ModelLoadError(f"{config.path}: head_dim is {head_dim}, expected an even number")
+    return {
+        "hidden_size": hidden_size,
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+    }
+
+
+def _attention_biases(config: ConfigFile, architecture: str) -> dict[str, bool]:
+    if architecture == "Qwen2ForCausalLM":
+        return {"attention_bias": True, "output_bias": False}
+    if architecture == "MistralForCausalLM":
+        return {"attention_bias": False, "output_bias": False}
+    bias = config.boolean("attention_bias", False)
+    return {"attention_bias": bias, "output_bias": bias}
+
+
+def _rope(config: ConfigFile) -> RopeConfig:
+    # transformers reads rope_scaling first where a file has both.
+    name = "rope_scaling" if config.values.get("rope_scaling") else "rope_parameters"
+    section = config.section(name)
+    if any(isinstance(value, dict) for value in section.values.values()):
+        raise config.bad(name, "one set of RoPE parameters for all layers")
+    theta = float(
+        section.number("rope_theta", None, open_low=True)
+        or config.number("rope_theta", 10_000.0, open_low=True)
+    )
+    key = "rope_type" if "rope_type" in section else "type"
+    kind = section.choice(key, ("default", "linear", "llama3"), "default")
+    if kind == "default":
+        return RopeConfig(theta=theta)
+    factor = float(section.number("factor", low=1.0))
+    if kind == "linear":
+        return RopeConfig(theta=theta, kind="linear", factor=factor)
+    low = float(section.number("low_freq_factor", open_low=True))
+    high = float(section.number("high_freq_factor", open_low=True))
+    if high <= low:
+        raise section.bad("high_freq_factor", f"a number above low_freq_factor={low:g}")
+    return RopeConfig(
+        theta=theta,
+        kind="llama3",
+        factor=factor,
+        low_freq_factor=low,
+        high_freq_factor=high,
+        original_max_position=section.integer(
+            "original_max_position_embeddings", config.integer("max_position_embeddings")
+        ),
+    )
+
+
+def _sliding_window(
+    config: ConfigFile, architecture: str, num_layers: int
+) -> tuple[int | None, tuple[bool, ...]]:
+    nowhere = (False,) * num_layers
+    if architecture == "LlamaForCausalLM":
+        return None, nowhere
+    if architecture == "MistralForCausalLM":
+        # Absent is 4096 in transformers; null switches it off, as from Mistral 7B v0.2 on.
+        absent = "sliding_window" not in config.values
+        window = config.integer("sliding_window", 4096 if absent else None)
+        layers = nowhere if window is None else (True,) * num_layers
+        if _layer_types(config, layers) != layers:
+            kind = "full_attention" if window is None else "sliding_attention"
+            raise config.bad("layer_types", f"{kind!r} alone, as sliding_window={window} implies")
+        return window, layers
+    window = None
+    if config.boolean("use_sliding_window", False):
+        absent = "sliding_window" not in config.values
+        window = config.integer("sliding_window", 4096 if absent else None)
+    first = config.integer("max_window_layers", 28, low=0)
+    layers = tuple(window is not None and i >= first for i in range(num_layers))
+    layers = _layer_types(config, layers)
+    if any(layers) and window is None:
+        raise config.bad("layer_types", "full_attention alone where no sliding window is in use")
+    return (window if any(layers) else None), layers
+
+
+def _layer_types(config: ConfigFile, default: tuple[bool, ...]) -> tuple[bool, ...]:
+    """True for each layer that ``layer_types`` calls sliding; ``default`` without it."""
+    if "layer_types" not in config:
+        return default
+    kinds = config.values["layer_types"]
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(kinds, list) or len(kinds) != len(default):
+        raise config.bad("layer_types", f"a list of num_hidden_layers={len(default)} names")
+    if any(kind not in known for kind in kinds):
+        raise config.bad("layer_types", f"a list of {' or '.join(known)}")
+    return tuple(kind == "sliding_attention" for kind in kinds)
+
+
+def _dtype(config: ConfigFile) -> str:
+    name = "dtype" if "dtype" in config else "torch_dtype"
+    return config.choice(name, ("float32", "bfloat16", "float16"), "float32")
+
+
+_HAS_DEFAULT_TOKENS = ("LlamaForCausalLM", "MistralForCausalLM")
+"""Architectures whose BOS is 1 and whose EOS is 2 in a file that says nothing of them."""
+
+
+def _eos_token_ids(
+    config: ConfigFile, generation: ConfigFile, architecture: str
+) -> tuple[int, ...]:
+    vocab_size = config.integer("vocab_size")
+    ids = generation.token_ids("eos_token_id", vocab_size)
+    ids += config.token_ids("eos_token_id", vocab_size)
+    if not ids and "eos_token_id" not in config.values and architecture in _HAS_DEFAULT_TOKENS:
+        return (2,)
+    return tuple(dict.fromkeys(ids))
+
+
+def _bos_token_id(config: ConfigFile, architecture: str) -> int | None:
+    if "bos_token_id" not in config.values and architecture in _HAS_DEFAULT_TOKENS:
+        return 1
+    return config.integer("bos_token_id", None, low=0, high=config.integer("vocab_size") - 1)
+
+
+def _generation_defaults(generation: ConfigFile) -> dict[str, Any]:
+    # Checked here, because a request that merely leaves the field unset must not be the
+    # first to find a bad value in the file.
+    values = {
+        "temperature": generation.number("temperature", None),
+        "top_p": generation.number("top_p", None, high=1.0, open_low=True),
+        "top_k": generation.integer("top_k", None, low=-1),
+        "min_p": generation.number("min_p", None, high=1.0),
+        "repetition_penalty": generation.number("repetition_penalty", None, open_low=True),
+    }
+    return {name: value for name, value in values.items() if value is not None}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from asyncllm.errors import InvalidRequestError
@@ -149,31 +149,36 @@ class SamplingParams:
                 if not 0 <= token_id < vocab_size:
                     raise _bad(name, token_id, f"token ids from 0 to {vocab_size - 1}")
 
-    def with_overrides(self, overrides: Mapping[str, Any]) -> SamplingParams:
-        """A copy with ``overrides`` applied; an unknown name is an InvalidRequestError."""
-        if not overrides:
-            return self
-        known = {f.name for f in fields(SamplingParams)}
-        for name in overrides:
-            if name not in known:
-                raise InvalidRequestError(
-                    f"{name}: no such sampling parameter (there are {', '.join(sorted(known))})",
-                    param=name,
-                )
-        return replace(self, **overrides)
+    def resolve(
+        self,
+        overrides: Mapping[str, Any],
+        defaults: Mapping[str, Any],
+        draw_seed: Callable[[], int],
+    ) -> SamplingParams:
+        """A copy with ``overrides`` applied and nothing left open.
 
-    def with_defaults(self, defaults: Mapping[str, Any]) -> SamplingParams:
-        """A copy whose unset fields are filled from ``defaults``, then with neutral values.
+        Args:
+            overrides: fields by name.
+            defaults: what the model's ``generation_config`` says about ``temperature``,
+                ``top_p``, ``top_k``, ``min_p`` and ``repetition_penalty``.
+            draw_seed: called if there is no seed.
 
-        ``defaults`` holds what the model's ``generation_config`` says about ``temperature``,
-        ``top_p``, ``top_k``, ``min_p`` and ``repetition_penalty``.
+        Raises:
+            InvalidRequestError: for a name that does not exist, or a value out of range.
         """
-        filled = {
-            name: defaults.get(name, neutral)
-            for name, neutral in NEUTRAL.items()
-            if getattr(self, name) is None
-        }
-        return replace(self, **filled) if filled else self
+        for name in overrides:
+            if name not in self.__dataclass_fields__:
+                names = ", ".join(sorted(self.__dataclass_fields__))
+                raise InvalidRequestError(
+                    f"{name}: no such sampling parameter (there are {names})", param=name
+                )
+        changes = dict(overrides)
+        for name, neutral in NEUTRAL.items():
+            if changes.get(name, getattr(self, name)) is None:
+                changes[name] = defaults.get(name, neutral)
+        if changes.get("seed", self.seed) is None:
+            changes["seed"] = draw_seed()
+        return replace(self, **changes)
 
 
 NEUTRAL: Mapping[str, float | int] = {

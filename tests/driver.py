@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from asyncllm.core.batch import SlotAssignment, StepBatch, StepResult
 from asyncllm.core.executor import Executor
 from asyncllm.outputs import TokenLogprobs
-from asyncllm.sampling_params import NEUTRAL, SamplingParams
+from asyncllm.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, seed=0, logprobs=5)
 
@@ -57,7 +57,7 @@ class Driver:
         self, prompt: list[int], max_tokens: int = 24, sampling: SamplingParams = GREEDY, **kw
     ) -> Sequence:
         return Sequence(
-            list(prompt), max_tokens, sampling.with_defaults(NEUTRAL), list(prompt), **kw
+            list(prompt), max_tokens, sampling.resolve({}, {}, lambda: 0), list(prompt), **kw
         )
 
     def launch(self, work: list[tuple[Sequence, int]]) -> StepBatch:

@@ -14,7 +14,7 @@ from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.torch_attention import GROUP_COST, TorchAttention, split_by_length
 from asyncllm.gpu.step_inputs import StepInputs
 from asyncllm.gpu.threads import set_thread_count
-from asyncllm.sampling_params import NEUTRAL, SamplingParams
+from asyncllm.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
 
@@ -24,7 +24,7 @@ def _one_thread():
     set_thread_count(1)
 
 
-PARAMS = SamplingParams(temperature=0.0, seed=0).with_defaults(NEUTRAL)
+PARAMS = SamplingParams(temperature=0.0, seed=0).resolve({}, {}, lambda: 0)
 
 
 def assignment(slot: int, tokens: list[int], blocks: list[int], prompt: int) -> SlotAssignment:

@@ -17,7 +17,7 @@ from asyncllm.gpu.input_batch import InputBatch
 from asyncllm.gpu.sampler import SampleOutput, Sampler
 from asyncllm.gpu.threads import set_thread_count
 from asyncllm.gpu.uniform import seed_state, uniform
-from asyncllm.sampling_params import NEUTRAL, SamplingParams
+from asyncllm.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
 
@@ -38,7 +38,7 @@ class Bench:
     def enter(
         self, slot: int, prompt: list[int], output: list[int], eos: tuple[int, ...] = (), **fields
     ) -> None:
-        params = SamplingParams(**({"seed": 7} | fields)).with_defaults(NEUTRAL)
+        params = SamplingParams(**({"seed": 7} | fields)).resolve({}, {}, lambda: 0)
         tokens = prompt + output
         assignment = SlotAssignment(slot, f"r{slot}", tokens, len(prompt), [1], params, eos)
         self.inputs.apply(StepBatch(0, assignments=[assignment]))

@@ -21,7 +21,7 @@ from asyncllm.gpu.threads import set_thread_count
 from asyncllm.gpu.token_budget import measure_token_budget
 from asyncllm.gpu.weights import Progress, dummy_weights, load_weights
 from asyncllm.model_config import ModelConfig
-from asyncllm.sampling_params import NEUTRAL, SamplingParams
+from asyncllm.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -210,7 +210,7 @@ def time_prefill(runner: ModelRunner, num_tokens: int) -> float:
     rows = -(-num_tokens // info.max_model_len)
     count = num_tokens // rows
     blocks = list(range(1, -(-count // info.block_size) + 1))
-    sampling = SamplingParams(temperature=0.0, seed=0).with_defaults(NEUTRAL)
+    sampling = SamplingParams(temperature=0.0, seed=0).resolve({}, {}, lambda: 0)
     rows = min(rows, info.max_num_seqs)
     batch = StepBatch(
         step=0,

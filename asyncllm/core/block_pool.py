@@ -1,0 +1,210 @@
+"""BlockPool: the KV blocks, which are free, and which can be found by their hash.
+
+The free list is intrusive and doubly linked, as in vLLM v1: popping the head, appending to
+the tail and removing from the middle on a prefix hit are O(1). A freed block keeps its hash
+and its contents and stays findable until it is popped for reuse, so eviction is lazy and
+least recently used. Blocks without a hash are worthless to anybody else and go to the head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+NULL_BLOCK_ID = 0
+
+
+class Block:
+    """One KV block. Made once, with the pool; only the pool changes it."""
+
+    __slots__ = ("block_id", "hash", "next", "prev", "ref_count")
+
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
+        self.ref_count = 0
+        self.hash: bytes | None = None
+        self.prev: Block | None = None
+        self.next: Block | None = None
+
+    def __repr__(self) -> str:
+        return f"Block({self.block_id}, refs={self.ref_count}, hashed={self.hash is not None})"
+
+
+class FreeList:
+    """Intrusive doubly linked list of blocks, with a sentinel at both ends."""
+
+    __slots__ = ("_head", "_tail", "count")
+
+    def __init__(self, blocks: Iterable[Block]) -> None:
+        self._head = Block(-1)
+        self._tail = Block(-1)
+        self._head.next = self._tail
+        self._tail.prev = self._head
+        self.count = 0
+        for block in blocks:
+            self.append(block)
+
+    def popleft(self) -> Block:
+        block = self._head.next
+        assert block is not None
+        if block is self._tail:
+            raise IndexError("no free block")
+        self.remove(block)
+        return block
+
+    def append(self, block: Block) -> None:
+        self._insert_before(block, self._tail)
+
+    def appendleft(self, block: Block) -> None:
+        successor = self._head.next
+        assert successor is not None
+        self._insert_before(block, successor)
+
+    def remove(self, block: Block) -> None:
+        before, after = block.prev, block.next
+        if before is None or after is None:
+            raise ValueError(f"{block} is not in the free list")
+        before.next = after
+        after.prev = before
+        block.prev = block.next = None
+        self.count -= 1
+
+    def _insert_before(self, block: Block, successor: Block) -> None:
+        if block.prev is not None or block.next is not None:
+            raise ValueError(f"{block} is in the free list already")
+        before = successor.prev
+        assert before is not None
+        before.next = block
+        block.prev = before
+        block.next = successor
+        successor.prev = block
+        self.count += 1
+
+    def __iter__(self):
+        block = self._head.next
+        while block is not None and block is not self._tail:
+            yield block
+            block = block.next
+
+
+class BlockPool:
+    """All blocks of one KV cache. Block 0 is the null block: padding writes go there, and
+    it is never handed out.
+
+    Args:
+        num_blocks: blocks in all, the null block included; at least 2.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 2:
+            raise ValueError(f"num_blocks={num_blocks}: a pool needs the null block and one more")
+        self.blocks = [Block(i) for i in range(num_blocks)]
+        self._free = FreeList(self.blocks[1:])
+        self._by_hash: dict[bytes, Block] = {}
+
+    @property
+    def num_usable(self) -> int:
+        """Blocks that requests can hold."""
+        return len(self.blocks) - 1
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that no request holds, cached or not."""
+        return self._free.count
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that can be found by their hash, held or free."""
+        return len(self._by_hash)
+
+    def find(self, block_hash: bytes) -> Block | None:
+        return self._by_hash.get(block_hash)
+
+    def allocate(self, count: int) -> list[Block]:
+        """Takes ``count`` blocks from the head of the free list; the least recently used
+        cached block loses its contents only now.
+
+        Raises:
+            IndexError: if fewer are free; nothing is taken then.
+        """
+        if count > self._free.count:
+            raise IndexError(f"{count} blocks wanted, {self._free.count} are free")
+        taken = []
+        for _ in range(count):
+            block = self._free.popleft()
+            self.unpublish(block)
+            block.ref_count = 1
+            taken.append(block)
+        return taken
+
+    def touch(self, block: Block) -> None:
+        """One more request holds a block that it found by its hash."""
+        if block.ref_count == 0:
+            self._free.remove(block)
+        block.ref_count += 1
+
+    def release(self, blocks: Sequence[Block]) -> None:
+        """One request less holds each of ``blocks``, given in order of position. They are
+        freed from the last to the first, so that the tail of a prefix is evicted before its
+        head, without which the tail could not be found."""
+        for block in reversed(blocks):
+            if block.ref_count <= 0:
+                raise ValueError(f"{block} is released more often than it was taken")
+            block.ref_count -= 1
+            if block.ref_count == 0:
+                if block.hash is None:
+                    self._free.appendleft(block)
+                else:
+                    self._free.append(block)
+
+    def publish(self, block: Block, block_hash: bytes) -> bool:
+        """Makes a held block findable. False if another block has these contents already:
+        that one stays, and this one is reused first once it is free."""
+        if block.hash is not None:
+            raise ValueError(f"{block} is published already")
+        if self._by_hash.setdefault(block_hash, block) is not block:
+            return False
+        block.hash = block_hash
+        return True
+
+    def unpublish(self, block: Block) -> None:
+        """The contents of a block do not count any more. A free block goes to the head."""
+        if block.hash is None:
+            return
+        del self._by_hash[block.hash]
+        block.hash = None
+        if block.ref_count == 0 and block.prev is not None:
+            self._free.remove(block)
+            self._free.appendleft(block)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets every hash. False, with nothing done, while requests hold blocks."""
+        if self.num_free != self.num_usable:
+            return False
+        for block in list(self._by_hash.values()):
+            self.unpublish(block)
+        return True
+
+    def check_integrity(self, holders: Iterable[Sequence[Block]] = ()) -> None:
+        """Raises AssertionError unless every block is accounted for.
+
+        Args:
+            holders: the block lists of all requests, to compare reference counts with.
+        """
+        refs: dict[int, int] = {}
+        for blocks in holders:
+            ids = [block.block_id for block in blocks]
+            assert len(ids) == len(set(ids)), f"a request holds a block twice: {ids}"
+            for block_id in ids:
+                refs[block_id] = refs.get(block_id, 0) + 1
+        free = list(self._free)
+        free_ids = {block.block_id for block in free}
+        assert len(free) == len(free_ids) == self._free.count, "the free list is corrupt"
+        assert NULL_BLOCK_ID not in free_ids, "the null block is free"
+        assert NULL_BLOCK_ID not in refs, "a request holds the null block"
+        for block in self.blocks[1:]:
+            expected = refs.get(block.block_id, 0)
+            assert block.ref_count == expected, f"{block}: {expected} requests hold it"
+            assert (block.ref_count == 0) == (block.block_id in free_ids), f"{block} leaked"
+            if block.hash is not None:
+                assert self._by_hash.get(block.hash) is block, f"{block} cannot be found"
+        assert all(b.hash == h for h, b in self._by_hash.items()), "a hash names another block"

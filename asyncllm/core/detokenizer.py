@@ -1,0 +1,134 @@
+"""Detokenizer: the text side of one output, with its stop strings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from asyncllm.core.text_decoder import TextDecoder
+
+
+class StopMatcher:
+    """Finds stop strings in text that arrives in pieces, and holds back as little as possible.
+
+    A piece is searched together with the text held back before it. The match that begins
+    earliest wins, and of several that begin there the one listed first. Without a match,
+    everything is handed out but the longest suffix that some stop string begins with, so a
+    match can never begin in text that is out already.
+
+    Attributes:
+        stopped: the stop string that was found, or None.
+    """
+
+    __slots__ = ("_firsts", "_held", "_include", "_longest", "_stops", "stopped")
+
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        self._stops = tuple(stops)
+        self._include = include
+        self._firsts = frozenset(stop[0] for stop in stops)
+        self._longest = max(map(len, stops), default=0)
+        self._held = ""
+        self.stopped: str | None = None
+
+    def push(self, text: str, *, search: bool = True) -> str:
+        """Takes the next piece and returns what may be handed out.
+
+        Only a match that ends in this piece counts, and none without ``search``.
+        """
+        if not self._held and self._firsts.isdisjoint(text):
+            return text  # most pieces: no stop string begins here
+        if not text:
+            return ""
+        buffer = self._held + text
+        if search:
+            start = self._find(buffer)
+            if self.stopped is not None:
+                self._held = ""
+                return buffer[: start + len(self.stopped) if self._include else start]
+        held = self._length_to_hold(buffer)
+        self._held = buffer[len(buffer) - held :]
+        return buffer[: len(buffer) - held]
+
+    def finish(self) -> str:
+        """What was held back, when no more text will come."""
+        held, self._held = self._held, ""
+        return held
+
+    def _find(self, buffer: str) -> int:
+        best = len(buffer)
+        for stop in self._stops:
+            start = buffer.find(stop, max(0, len(self._held) - len(stop) + 1))
+            if 0 <= start < best:
+                best = start
+                self.stopped = stop
+        return best
+
+    def _length_to_hold(self, buffer: str) -> int:
+        tail = buffer[-(self._longest - 1) :] if self._longest > 1 else ""
+        if self._firsts.isdisjoint(tail):
+            return 0
+        for i, character in enumerate(tail):
+            if character in self._firsts:
+                suffix = tail[i:]
+                for stop in self._stops:
+                    if len(stop) > len(suffix) and stop.startswith(suffix):
+                        return len(suffix)
+        return 0
+
+
+class Detokenizer:
+    """Turns the tokens of one output into text that may be handed out.
+
+    Not thread-safe; made for one output, with a decoder of its own. A token whose text does
+    not belong to the output (EOS, a stop token) is not pushed.
+
+    Args:
+        decoder: made for this output and its prompt.
+        stop: non-empty strings that end the output.
+        include_stop_str_in_output: keep the stop string at the end of the text.
+        min_tokens: stop strings that end in one of the first so many tokens do not count.
+
+    Attributes:
+        stopped: the stop string that ended the output, or None.
+    """
+
+    __slots__ = ("_decoder", "_immune", "_matcher", "stopped")
+
+    def __init__(
+        self,
+        decoder: TextDecoder,
+        *,
+        stop: Sequence[str] = (),
+        include_stop_str_in_output: bool = False,
+        min_tokens: int = 0,
+    ) -> None:
+        self._decoder = decoder
+        self._matcher = StopMatcher(stop, include=include_stop_str_in_output) if stop else None
+        self._immune = min_tokens
+        self.stopped: str | None = None
+
+    def push(self, token_id: int) -> str:
+        """Takes the next token and returns the text that may be handed out now.
+
+        Raises whatever the decoder raises; that concerns this output alone. RuntimeError
+        after a stop string was found.
+        """
+        text = self._decoder.push(token_id)
+        matcher = self._matcher
+        if matcher is None:
+            return text
+        if self.stopped is not None:
+            raise RuntimeError(f"the output ended with the stop string {self.stopped!r}")
+        if self._immune > 0:
+            self._immune -= 1
+            return matcher.push(text, search=False)
+        text = matcher.push(text)
+        self.stopped = matcher.stopped
+        return text
+
+    def finish(self) -> str:
+        """The rest of the text: what was held back, with replacement characters for an
+        unfinished character. Empty after a stop string."""
+        if self.stopped is not None:
+            return ""
+        text = self._decoder.flush()
+        return text if self._matcher is None else self._matcher.finish() + text

@@ -1,0 +1,587 @@
+"""EngineCore: the step loop. Everything in here runs on the engine thread, but for
+``submit``-side helpers that only put commands into the queue."""
+
+from __future__ import annotations
+
+import heapq
+import math
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple, Protocol
+
+from asyncllm.core.admission import Admission
+from asyncllm.core.channel import Channel, End, Mailbox, Piece
+from asyncllm.core.executor import Executor, StepMemoryError
+from asyncllm.core.request import Request, Status
+from asyncllm.core.scheduler import ScheduledStep, Scheduler, TokenEvent
+from asyncllm.errors import (
+    AsyncLLMError,
+    DeadlineExceededError,
+    EngineClosedError,
+    EngineDeadError,
+    RequestError,
+)
+from asyncllm.outputs import Completion, CompletionOutput, EngineStats, FinishReason, Usage
+
+_PAUSED_GRACE = 1.0
+
+
+class Detokenizer(Protocol):
+    """Turns tokens into text that may be handed out; see ``core.detokenizer``."""
+
+    stopped: str | None
+
+    def push(self, token_id: int) -> str: ...
+
+    def finish(self) -> str: ...
+
+
+class Output:
+    """What a Request carries as ``output``: where its tokens become text, and where the text
+    goes.
+
+    Attributes:
+        channel: to the reader.
+        decode: token ids to text, whole.
+        detokenizer: None until the prompt is known; an output's text may depend on its end.
+    """
+
+    __slots__ = ("channel", "decode", "detokenizer")
+
+    def __init__(
+        self,
+        channel: Channel,
+        decode: Callable[[Sequence[int]], str],
+        detokenizer: Detokenizer | None = None,
+    ) -> None:
+        self.channel = channel
+        self.decode = decode
+        self.detokenizer = detokenizer
+
+
+class Command(NamedTuple):
+    """What other threads ask of the engine thread: a bound method and its arguments."""
+
+    run: Callable[..., None]
+    args: tuple[Any, ...]
+
+
+class EngineCore:
+    """Drains commands, schedules, launches, collects, and passes results on.
+
+    Args:
+        executor: the device; closed when ``run`` returns.
+        scheduler: made for that executor.
+        admission: shared with the submitting side.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        scheduler: Scheduler,
+        admission: Admission,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.executor = executor
+        self.scheduler = scheduler
+        self.admission = admission
+        self.clock = clock
+        self.pid = os.getpid()
+        self.inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self.death: BaseException | None = None
+        self.hung = False
+        self.step_started_at: float | None = None
+        self._calls: set[Future[Any]] | None = set()
+        self._calls_lock = threading.Lock()
+        self._in_flight: deque[tuple[ScheduledStep, float]] = deque()
+        self._to_wake: list[Channel] = []
+        self._unread_in: set[Mailbox] = set()
+        self._deadlines: list[tuple[float, int, Request]] = []
+        self._suspended = False
+        self._closing_at: float | None = None
+        self._only_paused_since: float | None = None
+        self._closed = False
+        self._num_steps = 0
+        self._num_finished = 0
+        self._num_aborted = 0
+        self._num_failed = 0
+        self._last_step_time = 0.0
+
+    # --- from any thread ---------------------------------------------------------------
+
+    def send(self, run: Callable[..., None], *args: Any) -> None:
+        """Asks the engine thread to call ``run(*args)``. ``SimpleQueue.put`` is re-entrant,
+        so a destructor may come here from within any other call of it."""
+        self.inbox.put(Command(run, args))
+
+    def call(self, run: Callable[..., Any], *args: Any) -> Future[Any]:
+        """``send``, with a future for what ``run`` returns. It is completed in every case:
+        if the loop ends first, with the exception that says why."""
+        future: Future[Any] = Future()
+        with self._calls_lock:
+            if self._calls is None:
+                future.set_exception(self._ending())
+                return future
+            self._calls.add(future)
+        self.send(self.on_call, future, run, args)
+        return future
+
+    def abort(self, request: Request) -> None:
+        """Any thread, any number of times. The flag is set before the command travels, so
+        that an abort is seen even if it overtakes the request's own arrival."""
+        if not request.cancelled:
+            request.cancelled = True
+            self.send(self.on_abort, request)
+
+    def abandon(self, request: Request) -> None:
+        """``abort`` for destructors: in a forked child, where no engine thread lives and the
+        queue may have been copied in mid-operation, it does nothing."""
+        if os.getpid() == self.pid:
+            self.abort(request)
+
+    def stats(self) -> EngineStats:
+        scheduler, pool = self.scheduler, self.scheduler.kv.pool
+        num_running, num_paused = len(scheduler.running), len(scheduler.paused)
+        num_blocks, num_free = pool.num_usable, pool.num_free
+        return EngineStats(
+            num_running=num_running,
+            num_waiting=max(0, self.admission.num_live - num_running - num_paused),
+            num_paused=num_paused,
+            num_blocks=num_blocks,
+            num_free_blocks=num_free,
+            kv_cache_usage=1.0 - num_free / num_blocks,
+            prefix_cache_queries=scheduler.kv.num_queried_tokens,
+            prefix_cache_hits=scheduler.kv.num_hit_tokens,
+            num_preemptions=scheduler.num_preemptions,
+            prompt_tokens=scheduler.num_prompt_tokens,
+            generation_tokens=scheduler.num_generated_tokens,
+            num_steps=self._num_steps,
+            num_requests=self.admission.num_requests,
+            num_finished=self._num_finished,
+            num_aborted=self._num_aborted,
+            num_failed=self._num_failed,
+            last_step_time=self._last_step_time,
+        )
+
+    # --- the loop ----------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Runs until it is told to close or a step fails. Never raises."""
+        try:
+            while not self._closed:
+                self.turn()
+        except BaseException as error:
+            if self.death is None:
+                self._die(error)
+        finally:
+            self._fail_calls()
+            self._in_flight.clear()
+            self.executor.close()
+
+    def turn(self) -> None:
+        """One turn. With a pipeline of depth 2, step N+1 is on the device while N's results
+        are taken in and N+2 is scheduled; results are announced last, right before the
+        thread waits again and gives up the GIL."""
+        self._drain()
+        self._expire_deadlines()
+        self._check_closing()
+        launched = not self._closed and self._launch()
+        self._announce()
+        if self._closed:
+            return
+        if self._in_flight and (not launched or self._pipeline_full()):
+            self._collect()
+        elif not launched and (self._suspended or not self.scheduler.has_work()):
+            self._wait_for_command()
+
+    def _pipeline_full(self) -> bool:
+        return len(self._in_flight) >= self.executor.info.pipeline_depth
+
+    def _drain(self) -> None:
+        try:
+            while True:
+                command = self.inbox.get_nowait()
+                command.run(*command.args)
+        except queue.Empty:
+            return
+
+    def _wait_for_command(self) -> None:
+        """Blocks until there is something to do; an idle engine uses no CPU."""
+        timeout = self._time_to_next_event()
+        if timeout is not None and timeout <= 0:
+            return
+        try:
+            command = self.inbox.get(timeout=timeout)
+        except queue.Empty:
+            return
+        command.run(*command.args)
+
+    def _launch(self) -> bool:
+        if self._suspended or self._pipeline_full() or not self.scheduler.has_work():
+            return False
+        step = self.scheduler.schedule()
+        for request, error in self.scheduler.failed:
+            self._close_request(request, error)
+        self.scheduler.failed.clear()
+        if step is None:
+            # Requests that could not run were failed; the next turn sees what is left.
+            return False
+        now = self.clock()
+        for request in step.entered:
+            if request.first_scheduled_at is None:
+                request.first_scheduled_at = now
+                self.admission.leave_queue(request)
+        self._in_flight.append((step, now))
+        if self.step_started_at is None:
+            self.step_started_at = now
+        try:
+            self.executor.launch(step.batch)
+        except StepMemoryError as error:
+            self._retry_smaller(error)
+        return True
+
+    def _collect(self) -> None:
+        step, launched_at = self._in_flight[0]
+        try:
+            result = self.executor.collect()
+        except StepMemoryError as error:
+            self._retry_smaller(error)
+            return
+        self._in_flight.popleft()
+        now = self.clock()
+        self._num_steps += 1
+        self._last_step_time = now - launched_at
+        self.step_started_at = now if self._in_flight else None
+        for event in self.scheduler.update(step, result):
+            self._deliver(event, now)
+        self.scheduler.recover_budget()
+
+    def _retry_smaller(self, error: StepMemoryError) -> None:
+        """Takes back every step in flight and schedules less next time. A step of a single
+        row cannot be made smaller: its request ends."""
+        steps = [step for step, _ in self._in_flight]
+        self._in_flight.clear()
+        self.step_started_at = None
+        self.executor.discard()
+        self.scheduler.rollback(steps)
+        for request in self.scheduler.shrink_budget(steps):
+            failure = RequestError(
+                f"request {request.request_id!r}: the device has too little memory for a "
+                "step of this request alone"
+            )
+            failure.__cause__ = error
+            self.scheduler.finish(request, None)
+            self._close_request(request, failure)
+
+    # --- results -----------------------------------------------------------------------
+
+    def _deliver(self, event: TokenEvent, now: float) -> None:
+        request = event.request
+        if event.error is not None:
+            self._close_request(request, _as_request_error(request, event.error))
+            return
+        if request.first_token_at is None:
+            request.first_token_at = now
+        channel: Channel = request.output.channel
+        try:
+            text = self._detokenize(request, request.output.detokenizer, event.token_id)
+        except Exception as error:
+            self.scheduler.finish(request, None)
+            self._close_request(request, _as_request_error(request, error))
+            return
+        piece = Piece(event.token_id, text, event.logprobs)
+        if request.status is Status.FINISHED:
+            self._close_request(request, None, piece)
+        else:
+            channel.put(piece)
+            if channel.waiting:
+                self._to_wake.append(channel)
+            elif channel.mailbox is not None:
+                self._unread_in.add(channel.mailbox)
+            if channel.num_unread >= channel.max_unread and channel.on_slow != "coalesce":
+                self._hold(request, channel)
+
+    def _detokenize(self, request: Request, detokenizer: Detokenizer, token_id: int) -> str:
+        """The new text. A stop token's own text is left out, as in vLLM, unless asked for;
+        a stop string ends the request here, in the middle of a token if need be."""
+        sampling = request.sampling
+        by_token = request.status is Status.FINISHED and request.finish_reason == "stop"
+        text = ""
+        if not by_token or sampling.include_stop_str_in_output:
+            text = detokenizer.push(token_id)
+        if detokenizer.stopped is not None:
+            if request.status is not Status.FINISHED:
+                self.scheduler.finish(request, "stop")
+            request.finish_reason = "stop"
+            request.stop_reason = detokenizer.stopped
+        elif request.status is Status.FINISHED:
+            text += detokenizer.finish()
+        return text
+
+    def _hold(self, request: Request, channel: Channel) -> None:
+        """Nobody reads: the request is aborted, or gets no more tokens until it is read."""
+        if channel.on_slow == "abort":
+            request.cancelled = True
+            self.on_abort(request)
+            return
+        if channel.held:
+            return
+        self.scheduler.pause(request)
+        channel.held = True
+        if channel.num_unread < channel.max_unread:
+            # Read in the moment between the test and the flag: the reader saw no flag.
+            self.on_read(request)
+
+    def _close_request(
+        self, request: Request, error: Exception | None, last: Piece | None = None
+    ) -> None:
+        """Writes the last item of a request that the scheduler has finished."""
+        channel: Channel = request.output.channel
+        if channel.ended:
+            return
+        now = request.finished_at = self.clock()
+        if error is not None:
+            self._num_failed += 1
+            channel.end(error)
+        else:
+            reason: FinishReason = request.finish_reason or "abort"
+            text = ""
+            if reason == "abort":
+                self._num_aborted += 1
+                text = _remaining_text(request)
+            else:
+                self._num_finished += 1
+            channel.end(End(reason, request.stop_reason, usage_of(request, now), text), last)
+        request.cancelled = True
+        self.admission.forget(request)
+        if channel.waiting:
+            self._to_wake.append(channel)
+
+    def _announce(self) -> None:
+        """Wakes the readers of what was delivered, one call for each of their loops. A loop
+        with no reader to wake is asked whether it is still there."""
+        if self._unread_in:
+            mailboxes, self._unread_in = self._unread_in, set()
+            for mailbox in mailboxes:
+                if mailbox.is_closed():
+                    self._abort_readers_of(mailbox)
+        if not self._to_wake:
+            return
+        channels, self._to_wake = self._to_wake, []
+        by_mailbox: dict[Mailbox, list[Channel]] = {}
+        for channel in channels:
+            mailbox = channel.mailbox
+            if mailbox is not None:
+                by_mailbox.setdefault(mailbox, []).append(channel)
+        for mailbox, woken in by_mailbox.items():
+            if not mailbox.notify(woken):
+                self._abort_readers_of(mailbox)
+
+    def _abort_readers_of(self, mailbox: Mailbox) -> None:
+        """The loop was closed: nobody will ever read its streams."""
+        for request in list(self.scheduler.requests()):
+            if request.output.channel.mailbox is mailbox:
+                request.cancelled = True
+                self.on_abort(request)
+
+    # --- commands ----------------------------------------------------------------------
+
+    def on_add(self, request: Request) -> None:
+        """A request with its prompt. It may have been aborted before it got here."""
+        if request.status is not Status.NEW:
+            return
+        if request.cancelled:
+            self.on_abort(request)
+            return
+        if request.deadline < math.inf:
+            heapq.heappush(self._deadlines, (request.deadline, request.rank, request))
+        self.scheduler.add(request)
+
+    def on_watch_deadline(self, request: Request) -> None:
+        """A request whose prompt is not known yet has a deadline all the same."""
+        if request.status is Status.NEW:
+            heapq.heappush(self._deadlines, (request.deadline, request.rank, request))
+
+    def on_fail(self, request: Request, error: Exception) -> None:
+        """A request that turned out to be bad while it was prepared."""
+        if request.status is not Status.FINISHED:
+            self.scheduler.finish(request, None)
+            self._close_request(request, error)
+
+    def on_abort(self, request: Request) -> None:
+        if request.status is not Status.FINISHED:
+            self.scheduler.finish(request, "abort")
+            self._close_request(request, None)
+
+    def on_read(self, request: Request) -> None:
+        """A held request was read down far enough."""
+        channel: Channel = request.output.channel
+        if channel.held:
+            channel.held = False
+            self.scheduler.resume(request)
+
+    def on_call(self, future: Future[Any], run: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        with self._calls_lock:
+            if self._calls is None or future not in self._calls:
+                return
+            self._calls.discard(future)
+        try:
+            future.set_result(run(*args))
+        except Exception as error:
+            future.set_exception(error)
+
+    def suspend(self, suspended: bool) -> None:
+        """Stops or resumes scheduling; through ``call``. No step is in flight afterwards."""
+        while suspended and self._in_flight:
+            self._collect()
+        self._suspended = suspended
+
+    def reset_prefix_cache(self) -> bool:
+        """Through ``call``."""
+        while self._in_flight:
+            self._collect()
+        return self.scheduler.kv.pool.reset_prefix_cache()
+
+    def on_close(self, drain: float | None) -> None:
+        """Ends the loop: at once, after ``drain`` seconds, or when all has finished. The
+        admission was closed before, so nothing new comes."""
+        closing_at = math.inf if drain is None else self.clock() + drain
+        if self._closing_at is None or closing_at < self._closing_at:
+            self._closing_at = closing_at
+
+    # --- endings -----------------------------------------------------------------------
+
+    def _expire_deadlines(self) -> None:
+        deadlines = self._deadlines
+        if not deadlines:
+            return
+        now = self.clock()
+        while deadlines and (deadlines[0][0] <= now or deadlines[0][2].status is Status.FINISHED):
+            request = heapq.heappop(deadlines)[2]
+            if request.status is Status.FINISHED:
+                continue
+            where = request.status.name.lower() if request.status else "being tokenised"
+            partial = _partial(request, now)
+            self.scheduler.finish(request, None)
+            self._close_request(
+                request,
+                DeadlineExceededError(
+                    f"request {request.request_id!r} passed its deadline while {where}, "
+                    f"{now - request.arrived_at:.3f} s after it was submitted",
+                    partial=partial,
+                ),
+            )
+
+    def _check_closing(self) -> None:
+        if self._closing_at is None:
+            return
+        now = self.clock()
+        live = self.admission.num_live
+        only_paused = live > 0 and live == len(self.scheduler.paused)
+        if not only_paused:
+            self._only_paused_since = None
+        elif self._only_paused_since is None:
+            self._only_paused_since = now
+        unread = (
+            self._only_paused_since is not None and now - self._only_paused_since >= _PAUSED_GRACE
+        )
+        if live == 0 or now >= self._closing_at or unread:
+            for request in self.admission.close(_closed_error):
+                request.cancelled = True
+                self.on_abort(request)
+            self._closed = True
+
+    def _time_to_next_event(self) -> float | None:
+        now = self.clock()
+        times = []
+        if self._deadlines:
+            times.append(self._deadlines[0][0])
+        if self._closing_at is not None:
+            times.append(self._closing_at)
+            if self._only_paused_since is not None:
+                times.append(self._only_paused_since + _PAUSED_GRACE)
+        soonest = min(times, default=math.inf)
+        return None if soonest == math.inf else min(soonest - now, 3600.0)
+
+    def declare_hung(self, cause: BaseException) -> None:
+        """Fails everything while the engine thread is stuck in a step. Called by whoever
+        watches it; the thread, should it ever come back, finds itself closed."""
+        self._closed = self.hung = True
+        self._die(cause)
+        self._fail_calls()
+
+    def _die(self, cause: BaseException) -> None:
+        """Fails every live request, in whatever state it is, and all later calls."""
+        self.death = cause
+        for request in self.admission.close(lambda: dead_error(cause)):
+            self._close_request(request, dead_error(cause))
+        channels, self._to_wake = self._to_wake, []
+        for channel in channels:
+            if channel.mailbox is not None:
+                channel.mailbox.notify([channel])
+
+    def _fail_calls(self) -> None:
+        with self._calls_lock:
+            calls, self._calls = self._calls or set(), None
+        for future in calls:
+            future.set_exception(self._ending())
+
+    def _ending(self) -> AsyncLLMError:
+        return _closed_error() if self.death is None else dead_error(self.death)
+
+
+def dead_error(cause: BaseException) -> EngineDeadError:
+    error = EngineDeadError(f"the engine died: {type(cause).__name__}: {cause}")
+    error.__cause__ = cause
+    return error
+
+
+def _closed_error() -> AsyncLLMError:
+    return EngineClosedError("the engine is closed; expected a started engine")
+
+
+def _as_request_error(request: Request, error: Exception) -> Exception:
+    if isinstance(error, AsyncLLMError):
+        return error
+    wrapped = RequestError(f"request {request.request_id!r} failed: {error!r}")
+    wrapped.__cause__ = error
+    return wrapped
+
+
+def _remaining_text(request: Request) -> str:
+    """What was held back of an aborted request's text. It is aborted whether that can be
+    decoded or not."""
+    output: Output = request.output
+    try:
+        return "" if output.detokenizer is None else output.detokenizer.finish()
+    except Exception:
+        return ""
+
+
+def usage_of(request: Request, now: float) -> Usage:
+    scheduled, first = request.first_scheduled_at, request.first_token_at
+    return Usage(
+        prompt_tokens=request.num_prompt_tokens,
+        completion_tokens=request.num_output_tokens,
+        cached_tokens=request.num_cached_tokens,
+        queue_time=(now if scheduled is None else scheduled) - request.arrived_at,
+        ttft=None if first is None else first - request.arrived_at,
+        total_time=now - request.arrived_at,
+    )
+
+
+def _partial(request: Request, now: float) -> Completion | None:
+    """What a request had generated so far; None if that is nothing."""
+    if not request.num_output_tokens:
+        return None
+    prompt = request.token_ids[: request.num_prompt_tokens]
+    token_ids = request.output_token_ids
+    output = CompletionOutput(0, request.output.decode(token_ids), tuple(token_ids), None)
+    return Completion(request.request_id, tuple(prompt), (output,), usage_of(request, now))

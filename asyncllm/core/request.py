@@ -1,0 +1,196 @@
+"""Request: what the engine knows about one request. Touched on the engine thread only,
+but for ``cancelled``, which any thread may set."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import math
+from array import array
+from collections.abc import Iterable
+from typing import Any
+
+from asyncllm.core.block_pool import Block
+from asyncllm.outputs import FinishReason
+from asyncllm.sampling_params import SamplingParams
+
+_DIGEST_SIZE = 16
+
+
+class Status(enum.IntEnum):
+    """Where a request is. PAUSED: nobody reads it, so it gets no tokens for now."""
+
+    NEW = 0
+    WAITING = 1
+    RUNNING = 2
+    PAUSED = 3
+    FINISHED = 4
+
+
+def root_hash(cache_salt: str | None) -> bytes:
+    """Parent of a first block's hash. Whatever else changes the KV of equal tokens belongs
+    in here; the chain carries it to every later block."""
+    salt = b"" if cache_salt is None else b"salt\0" + cache_salt.encode()
+    return hashlib.blake2b(salt, digest_size=_DIGEST_SIZE, person=b"asyncllm-kv").digest()
+
+
+class Request:
+    """One request.
+
+    Attributes:
+        token_ids: prompt, then output; empty until the prompt is tokenised.
+        sampling: resolved: every field with a neutral value is set, and ``seed``.
+        rank: order of the ``stream()`` calls; ties in every policy are broken by it.
+        max_total_tokens: prompt and output together at most.
+        num_computed: tokens whose KV is computed by steps already launched; chases
+            ``len(token_ids) + num_placeholders``.
+        num_placeholders: sampled tokens of steps in flight, whose values are not known yet.
+        epoch: bumped when in-flight results become void, by preemption or rollback.
+        blocks: KV blocks held, in order of position.
+        block_hashes: of the full blocks of ``token_ids``, as far as computed so far.
+        num_published: leading blocks whose hash was offered to the pool.
+        cancelled: set once, by any thread, before the abort itself travels.
+        output: the way back to whoever reads; the core only passes it along.
+    """
+
+    __slots__ = (
+        "arrived_at",
+        "block_hashes",
+        "blocks",
+        "cache_salt",
+        "cancelled",
+        "deadline",
+        "eos_token_ids",
+        "epoch",
+        "finish_reason",
+        "finished_at",
+        "first_scheduled_at",
+        "first_token_at",
+        "max_model_len",
+        "max_total_tokens",
+        "min_total_tokens",
+        "num_cached_tokens",
+        "num_computed",
+        "num_placeholders",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "num_published",
+        "output",
+        "priority",
+        "rank",
+        "request_id",
+        "sampling",
+        "slot",
+        "sort_key",
+        "status",
+        "stop_reason",
+        "stop_token_ids",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        sampling: SamplingParams,
+        *,
+        token_ids: list[int] | None = None,
+        max_model_len: int,
+        rank: int = 0,
+        priority: int = 0,
+        arrived_at: float = 0.0,
+        deadline: float = math.inf,
+        eos_token_ids: Iterable[int] = (),
+        cache_salt: str | None = None,
+        output: Any = None,
+    ) -> None:
+        self.request_id = request_id
+        self.sampling = sampling
+        self.rank = rank
+        self.priority = priority
+        self.arrived_at = arrived_at
+        self.deadline = deadline
+        self.cache_salt = cache_salt
+        self.eos_token_ids = () if sampling.ignore_eos else tuple(eos_token_ids)
+        self.stop_token_ids = frozenset((*sampling.stop_token_ids, *self.eos_token_ids))
+        self.max_model_len = max_model_len
+        self.token_ids: list[int] = []
+        self.num_prompt_tokens = 0
+        self.min_total_tokens = 0
+        self.max_total_tokens = 0
+        if token_ids is not None:
+            self.set_prompt(token_ids)
+
+        self.status = Status.NEW
+        self.sort_key: tuple[float, ...] = (rank,)
+        self.slot = -1
+        self.epoch = 0
+        self.num_computed = 0
+        self.num_placeholders = 0
+        self.blocks: list[Block] = []
+        self.block_hashes: list[bytes] = []
+        self.num_published = 0
+        self.num_cached_tokens = 0
+        self.num_preemptions = 0
+        self.first_scheduled_at: float | None = None
+        self.first_token_at: float | None = None
+        self.finished_at: float | None = None
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: str | int | None = None
+        self.cancelled = False
+        self.output = output
+
+    def set_prompt(self, token_ids: list[int]) -> None:
+        """Gives the request its prompt, which may be known only after the request is, while
+        a long text is being tokenised. The list is the request's own from here on."""
+        self.token_ids = token_ids
+        self.num_prompt_tokens = len(token_ids)
+        self.min_total_tokens = self.num_prompt_tokens + self.sampling.min_tokens
+        self.max_total_tokens = self.max_model_len
+        if self.sampling.max_tokens is not None:
+            limit = self.num_prompt_tokens + self.sampling.max_tokens
+            self.max_total_tokens = min(limit, self.max_model_len)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def finished(self) -> bool:
+        return self.status is Status.FINISHED
+
+    def check_stop(self, token_id: int) -> FinishReason | None:
+        """Why the request ends with ``token_id``, just appended; None if it goes on. A stop
+        token on the last allowed position is a stop, not a length."""
+        total = len(self.token_ids)
+        if token_id in self.stop_token_ids and total >= self.min_total_tokens:
+            if token_id not in self.eos_token_ids:
+                self.stop_reason = token_id
+            return "stop"
+        if total >= self.max_total_tokens:
+            return "length"
+        return None
+
+    def extend_hashes(self, block_size: int) -> list[bytes]:
+        """Hashes of all full blocks of ``token_ids``, each computed once: a 128-bit BLAKE2b
+        of the parent's hash and the token ids, equal in every process."""
+        hashes = self.block_hashes
+        num_full = len(self.token_ids) // block_size
+        if len(hashes) < num_full:
+            parent = hashes[-1] if hashes else root_hash(self.cache_salt)
+            for i in range(len(hashes), num_full):
+                tokens = array("I", self.token_ids[i * block_size : (i + 1) * block_size])
+                parent = hashlib.blake2b(
+                    parent + tokens.tobytes(), digest_size=_DIGEST_SIZE
+                ).digest()
+                hashes.append(parent)
+        return hashes
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.request_id!r}, {self.status.name}, "
+            f"{self.num_computed}/{len(self.token_ids)}+{self.num_placeholders})"
+        )

@@ -1,0 +1,440 @@
+"""Scheduler: what runs in the next step, under one token budget.
+
+There is no prefill phase and no decode phase (the design of vLLM v1): a request has
+``num_computed`` tokens that chase the tokens it has, known or in flight, and a step is a
+number of tokens for each of some requests. A long prompt is thereby chunked, a prefix hit is
+a head start, and a preempted request simply starts over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from asyncllm.core.batch import SlotAssignment, StepBatch, StepResult
+from asyncllm.core.block_pool import Block
+from asyncllm.core.executor import ExecutorInfo
+from asyncllm.core.kv_cache import KVCacheManager
+from asyncllm.core.request import Request, Status
+from asyncllm.core.waiting_queue import WaitingQueue
+from asyncllm.errors import KVCacheTooSmallError
+from asyncllm.outputs import FinishReason, TokenLogprobs
+
+_STEPS_TO_RECOVER = 32
+
+
+@dataclass(slots=True)
+class ScheduledStep:
+    """A step and the requests behind its rows. A row's result counts only while the request
+    still has the epoch it was scheduled under. ``entered`` are the requests that got a slot,
+    ``published`` the blocks that became findable on the strength of this step."""
+
+    batch: StepBatch
+    requests: list[Request] = field(default_factory=list)
+    epochs: list[int] = field(default_factory=list)
+    entered: list[Request] = field(default_factory=list)
+    published: list[Block] = field(default_factory=list)
+
+
+class TokenEvent(NamedTuple):
+    """A request got a token, or the exception that ends it."""
+
+    request: Request
+    token_id: int
+    logprobs: TokenLogprobs | None
+    error: Exception | None
+
+
+class Scheduler:
+    """Decides which requests compute how many tokens, and keeps the accounts.
+
+    Args:
+        info: the executor's limits.
+        policy: "fcfs", "priority" or "deadline".
+        enable_prefix_caching: find and publish shared prefixes.
+    """
+
+    def __init__(
+        self, info: ExecutorInfo, *, policy: str = "fcfs", enable_prefix_caching: bool = True
+    ) -> None:
+        self.info = info
+        self.kv = KVCacheManager(
+            info.num_blocks, info.block_size, enable_prefix_caching=enable_prefix_caching
+        )
+        self.token_budget = info.max_num_batched_tokens
+        self.waiting = WaitingQueue(policy)
+        self.running: dict[Request, None] = {}
+        self.paused: dict[Request, None] = {}
+        self.failed: list[tuple[Request, Exception]] = []
+        self.num_preemptions = 0
+        self.num_prompt_tokens = 0
+        self.num_generated_tokens = 0
+        self._idle_holders: dict[Request, None] = {}
+        self._free_slots = list(range(info.max_num_seqs - 1, -1, -1))
+        self._released_slots: list[int] = []
+        self._latest: ScheduledStep | None = None
+        self._num_steps = 0
+        self._steps_since_shrink = 0
+
+    # --- requests come, pause and go ---------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        request.status = Status.WAITING
+        self.waiting.push(request)
+
+    def finish(self, request: Request, reason: FinishReason | None) -> None:
+        """Ends a request in whatever state it is and takes its blocks back. ``reason`` is
+        None if it ends with an exception. Idempotent."""
+        if request.status is Status.FINISHED:
+            return
+        self._leave(request)
+        self._idle_holders.pop(request, None)
+        self.kv.free(request)
+        request.epoch += 1
+        request.num_placeholders = 0
+        request.status = Status.FINISHED
+        request.finish_reason = reason
+
+    def pause(self, request: Request) -> None:
+        """The request gets no more tokens until ``resume``. It gives up its slot, keeps its
+        blocks while nobody needs them, and takes a token that is in flight."""
+        if request.status in (Status.FINISHED, Status.PAUSED):
+            return
+        self._leave(request)
+        request.status = Status.PAUSED
+        self.paused[request] = None
+        if request.blocks:
+            self._idle_holders[request] = None
+
+    def resume(self, request: Request) -> None:
+        if request.status is Status.PAUSED:
+            del self.paused[request]
+            self.add(request)
+
+    def _leave(self, request: Request) -> None:
+        if request.status is Status.RUNNING:
+            del self.running[request]
+            self._released_slots.append(request.slot)
+            self._free_slots.append(request.slot)
+            request.slot = -1
+        elif request.status is Status.WAITING:
+            self.waiting.discard(request)
+        elif request.status is Status.PAUSED:
+            del self.paused[request]
+
+    def requests(self) -> Iterable[Request]:
+        """Every request that has not finished."""
+        yield from self.running
+        yield from self.waiting
+        yield from self.paused
+
+    def has_work(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    # --- one step ----------------------------------------------------------------------
+
+    def schedule(self) -> ScheduledStep | None:
+        """The next step, or None if there is nothing to compute now. Requests that can
+        never run are put into ``failed``."""
+        step = ScheduledStep(StepBatch(self._num_steps))
+        scheduled: dict[Request, int] = {}
+        grown: dict[Request, list[int]] = {}
+        budget, preempted = self._schedule_running(scheduled, grown)
+        for request, count in scheduled.items():
+            self._commit(request, count, step)
+        if not preempted and budget > 0:
+            self._schedule_waiting(step, budget)
+        if not step.requests:
+            return None
+        self._order_decodes_first(step)
+        batch = step.batch
+        batch.new_blocks = [(r.slot, ids) for r, ids in grown.items() if r in scheduled]
+        batch.released, self._released_slots = self._released_slots, []
+        batch.assignments = [self._assignment(r) for r in step.entered]
+        self._num_steps += 1
+        self._latest = step
+        return step
+
+    def _schedule_running(
+        self, scheduled: dict[Request, int], grown: dict[Request, list[int]]
+    ) -> tuple[int, bool]:
+        """Chooses running requests in order; preempts where blocks run out. Returns the
+        budget left and whether anybody was preempted."""
+        budget = self.token_budget
+        block_size = self.kv.block_size
+        preempted = False
+        for request in list(self.running):
+            if budget <= 0:
+                break
+            if request.status is not Status.RUNNING:
+                continue
+            total = len(request.token_ids) + request.num_placeholders
+            if request.num_placeholders and total >= request.max_total_tokens:
+                continue
+            count = min(total - request.num_computed, budget)
+            end = request.num_computed + count
+            if end > len(request.blocks) * block_size:
+                block_ids = self.kv.grow(request, end)
+                while block_ids is None:
+                    victim = self._victim()
+                    if victim is request and len(self.running) == 1:
+                        self._fail_too_large(request, end)
+                        break
+                    preempted = True
+                    self._preempt(victim)
+                    budget += scheduled.pop(victim, 0)
+                    if victim is request:
+                        break
+                    block_ids = self.kv.grow(request, end)
+                if block_ids is None:
+                    continue
+                grown[request] = block_ids
+            scheduled[request] = count
+            budget -= count
+        return budget, preempted
+
+    def _schedule_waiting(self, step: ScheduledStep, budget: int) -> None:
+        """Admits waiting requests in the policy's order while slots, blocks and budget
+        last. The first that does not fit holds up those behind it, or it would starve."""
+        unsettled: list[Request] = []
+        while budget > 0 and len(self.running) < self.info.max_num_seqs:
+            request = self.waiting.peek()
+            if request is None:
+                break
+            if request.num_placeholders:
+                # Its last token is still in flight: it can enter a slot only when that is
+                # known, which is at most a step away, and holds up nobody meanwhile.
+                self.waiting.discard(request)
+                unsettled.append(request)
+                continue
+            if not self._admit(request):
+                if request.finished:
+                    continue
+                break
+            step.entered.append(request)
+            count = min(len(request.token_ids) - request.num_computed, budget)
+            self._commit(request, count, step)
+            budget -= count
+        for request in unsettled:
+            self.waiting.push(request)
+
+    def _admit(self, request: Request) -> bool:
+        while not self._take_blocks(request):
+            victim = self._idle_victim(besides=request)
+            if victim is None:
+                if not self.running:
+                    self._fail_too_large(request, len(request.token_ids))
+                return False
+            self._preempt(victim)
+        self.waiting.discard(request)
+        self._idle_holders.pop(request, None)
+        request.status = Status.RUNNING
+        request.slot = self._free_slots.pop()
+        self.running[request] = None
+        if request.first_scheduled_at is None:
+            self.num_prompt_tokens += request.num_prompt_tokens
+        return True
+
+    def _take_blocks(self, request: Request) -> bool:
+        if request.blocks:
+            return self.kv.grow(request, len(request.token_ids)) is not None
+        return self.kv.admit(request, self.kv.find_prefix(request))
+
+    def _commit(self, request: Request, count: int, step: ScheduledStep) -> None:
+        """Adds a row. From here on the accounts assume that the step will have run."""
+        batch = step.batch
+        start = request.num_computed
+        end = start + count
+        samples = end == len(request.token_ids) + request.num_placeholders
+        step.requests.append(request)
+        step.epochs.append(request.epoch)
+        batch.slots.append(request.slot)
+        batch.starts.append(start)
+        batch.counts.append(count)
+        batch.samples.append(samples)
+        batch.num_tokens += count
+        request.num_computed = end
+        if samples:
+            request.num_placeholders += 1
+            if count == 1:
+                batch.num_decodes += 1
+        if end // self.kv.block_size > request.num_published:
+            step.published += self.kv.publish(request)
+
+    def _order_decodes_first(self, step: ScheduledStep) -> None:
+        batch = step.batch
+        rows = range(len(batch))
+        decodes = [i for i in rows if batch.counts[i] == 1 and batch.samples[i]]
+        if len(decodes) in (0, len(rows)) or decodes[-1] == len(decodes) - 1:
+            return
+        chosen = set(decodes)
+        order = decodes + [i for i in rows if i not in chosen]
+        step.requests = [step.requests[i] for i in order]
+        step.epochs = [step.epochs[i] for i in order]
+        batch.slots = [batch.slots[i] for i in order]
+        batch.starts = [batch.starts[i] for i in order]
+        batch.counts = [batch.counts[i] for i in order]
+        batch.samples = [batch.samples[i] for i in order]
+
+    def _assignment(self, request: Request) -> SlotAssignment:
+        return SlotAssignment(
+            slot=request.slot,
+            request_id=request.request_id,
+            token_ids=request.token_ids,
+            num_prompt_tokens=request.num_prompt_tokens,
+            block_ids=[block.block_id for block in request.blocks],
+            sampling=request.sampling,
+            eos_token_ids=request.eos_token_ids,
+        )
+
+    # --- results -----------------------------------------------------------------------
+
+    def update(self, step: ScheduledStep, result: StepResult) -> list[TokenEvent]:
+        """Takes the results of a step in. Requests that end by a token are finished here;
+        one that ends by its text is up to the caller.
+
+        Raises:
+            ValueError: if the result does not fit the step: the executor is broken.
+        """
+        self._check_result(step, result)
+        events: list[TokenEvent] = []
+        logprobs, errors = result.logprobs, result.errors
+        samples = step.batch.samples
+        block_size = self.kv.block_size
+        for row, request in enumerate(step.requests):
+            if request.epoch != step.epochs[row]:
+                continue
+            if errors and (error := errors.get(row)) is not None:
+                self.finish(request, None)
+                events.append(TokenEvent(request, -1, None, error))
+                continue
+            if not samples[row]:
+                continue
+            token_id = result.token_ids[row]
+            request.num_placeholders -= 1
+            request.token_ids.append(token_id)
+            self.num_generated_tokens += 1
+            if request.num_placeholders and len(request.token_ids) % block_size == 0:
+                assert self._latest is not None
+                self._latest.published += self.kv.publish(request)
+            reason = request.check_stop(token_id)
+            if reason is not None:
+                self.finish(request, reason)
+            events.append(
+                TokenEvent(request, token_id, logprobs.get(row) if logprobs else None, None)
+            )
+        return events
+
+    def _check_result(self, step: ScheduledStep, result: StepResult) -> None:
+        rows = len(step.requests)
+        if len(result.token_ids) != rows:
+            raise ValueError(
+                f"step {step.batch.step} has {rows} rows, its result {len(result.token_ids)}"
+            )
+        vocab_size = self.info.vocab_size
+        for row, token_id in enumerate(result.token_ids):
+            if not 0 <= token_id < vocab_size and (
+                step.batch.samples[row] and row not in result.errors
+            ):
+                raise ValueError(
+                    f"step {step.batch.step} sampled token {token_id} in row {row}; the "
+                    f"vocabulary has {vocab_size} tokens"
+                )
+
+    def rollback(self, steps: Iterable[ScheduledStep]) -> None:
+        """None of ``steps``, which are all that were in flight, counts: what they published
+        is withdrawn, and every request that was in them or in a slot starts over."""
+        steps = list(steps)
+        for step in steps:
+            for block in step.published:
+                self.kv.pool.unpublish(block)
+            step.published.clear()
+        affected = dict.fromkeys(self.running)
+        for step in steps:
+            for request, epoch in zip(step.requests, step.epochs, strict=True):
+                if request.epoch == epoch and request.status is not Status.FINISHED:
+                    affected[request] = None
+        for request in affected:
+            self._start_over(request)
+
+    def shrink_budget(self, steps: Iterable[ScheduledStep]) -> list[Request]:
+        """Halves the token budget after ``steps`` ran out of memory. Returns the requests of
+        a step that was a single token already: they are at fault."""
+        largest = max(steps, key=lambda step: step.batch.num_tokens)
+        self._steps_since_shrink = 0
+        if largest.batch.num_tokens == 1:
+            return largest.requests
+        self.token_budget = max(1, largest.batch.num_tokens // 2)
+        return []
+
+    def recover_budget(self) -> None:
+        """Called after each step that succeeded: doubles a shrunken budget now and then."""
+        if self.token_budget < self.info.max_num_batched_tokens:
+            self._steps_since_shrink += 1
+            if self._steps_since_shrink >= _STEPS_TO_RECOVER:
+                self._steps_since_shrink = 0
+                limit = self.info.max_num_batched_tokens
+                self.token_budget = min(2 * self.token_budget, limit)
+
+    # --- preemption --------------------------------------------------------------------
+
+    def _victim(self) -> Request:
+        return self._idle_victim() or max(self.running, key=lambda r: r.sort_key)
+
+    def _idle_victim(self, besides: Request | None = None) -> Request | None:
+        """Who loses its blocks before any running request does: paused ones first."""
+        candidates = [r for r in self._idle_holders if r is not besides]
+        if not candidates:
+            return None
+        return max(candidates, key=lambda r: (r.status is Status.PAUSED, r.sort_key))
+
+    def _preempt(self, request: Request) -> None:
+        self.num_preemptions += 1
+        request.num_preemptions += 1
+        self._start_over(request)
+
+    def _start_over(self, request: Request) -> None:
+        """Takes blocks and results in flight away; the tokens known so far stay. A running
+        request goes back to waiting, where its rank puts it ahead of later ones."""
+        if request.status is Status.RUNNING:
+            self._leave(request)
+            self.add(request)
+        self._idle_holders.pop(request, None)
+        self.kv.free(request)
+        request.num_placeholders = 0
+        request.epoch += 1
+
+    def _fail_too_large(self, request: Request, num_tokens: int) -> None:
+        needed, usable = self.kv.blocks_for(num_tokens), self.kv.pool.num_usable
+        self.finish(request, None)
+        self.failed.append(
+            (
+                request,
+                KVCacheTooSmallError(
+                    f"request {request.request_id!r} needs {needed} KV blocks for {num_tokens} "
+                    f"tokens, the cache has {usable}; raise kv_cache_memory or num_blocks"
+                ),
+            )
+        )
+
+    # --- invariants --------------------------------------------------------------------
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless every block, slot and count is accounted for."""
+        live = list(self.requests())
+        assert len(live) == len(set(live)), "a request is in two places"
+        self.kv.pool.check_integrity(r.blocks for r in live)
+        held = {r.slot for r in self.running}
+        assert len(held) == len(self.running), "two requests share a slot"
+        assert held.isdisjoint(self._free_slots), "a slot is both held and free"
+        assert len(held) + len(self._free_slots) == self.info.max_num_seqs, "a slot leaked"
+        block_size = self.kv.block_size
+        for request in live:
+            assert request.num_computed <= len(request.blocks) * block_size, request
+            assert request.num_computed <= len(request.token_ids) + request.num_placeholders
+            assert request.num_placeholders >= 0, request
+            assert bool(request.blocks) or request.num_computed == 0, request
+            idle = bool(request.blocks) and request.status is not Status.RUNNING
+            assert (request in self._idle_holders) == idle, request
+        assert len(self._idle_holders) <= len(live), "a finished request is an idle holder"

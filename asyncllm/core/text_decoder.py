@@ -1,0 +1,314 @@
+"""Text decoders: token ids to text, one token at a time, equal to decoding them at once.
+
+There is one for each family of tokenizer decoders:
+
+- ByteLevelDecoder: each token is a sequence of bytes (GPT-2, Qwen, Llama 3).
+- ByteFallbackDecoder: each token is a string, or one byte of one (Llama 2, Mistral, Gemma).
+- WindowDecoder: any other, by decoding the last few tokens anew.
+
+Each is made for one output and knows the end of its prompt: a character that the prompt left
+half-finished appears in the output that finishes it, and nothing else of the prompt does.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol
+
+REPLACEMENT = "\ufffd"
+_PRIMING_TOKENS = 6
+_PRIMING_BYTES = 16
+_HEX_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+IdToToken = Callable[[int], str | None]
+"""The vocabulary's string of a token id, or None for an id that has none."""
+
+
+class TextDecoder(Protocol):
+    """Incremental decoding of one output."""
+
+    def push(self, token_id: int) -> str:
+        """The text that is certain now and was not before; never half a character."""
+        ...
+
+    def flush(self) -> str:
+        """What is left at the end: replacement characters for an unfinished character."""
+        ...
+
+
+class ByteTable(dict[int, bytes]):
+    """Token id to bytes for a byte-level vocabulary; shared by all requests.
+
+    Filled as tokens are met: a whole table of 150,000 entries would cost a start some
+    100 ms and every entry but a few thousand would never be read. Ids in ``skip``, and ids
+    that the vocabulary does not have, are no bytes.
+    """
+
+    def __init__(self, id_to_token: IdToToken, skip: Collection[int] = ()) -> None:
+        super().__init__(dict.fromkeys(skip, b""))
+        self._id_to_token = id_to_token
+        self._byte_of = _byte_of_character()
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = self._id_to_token(token_id)
+        if token is None:
+            data = b""
+        else:
+            try:
+                data = bytes([self._byte_of[c] for c in token])
+            except KeyError:
+                # An added token with a character outside the alphabet stands for itself.
+                data = token.encode()
+        self[token_id] = data
+        return data
+
+
+def _byte_of_character() -> dict[str, int]:
+    """GPT-2's bijection between bytes and printable characters (Radford et al. 2019):
+    printable bytes stand for themselves, the others for the code points from 256 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    characters = [*map(chr, printable), *(chr(256 + i) for i in range(len(others)))]
+    return dict(zip(characters, printable + others, strict=True))
+
+
+class ByteLevelDecoder:
+    """Bytes through an incremental UTF-8 decoder; about half a microsecond per token."""
+
+    __slots__ = ("_decode", "_joint", "_table")
+
+    def __init__(self, table: ByteTable, prompt_token_ids: Sequence[int] = ()) -> None:
+        self._table = table
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._joint = _unfinished_tail(table, prompt_token_ids)
+        if self._joint:
+            self._decode(self._joint)
+
+    def push(self, token_id: int) -> str:
+        text = self._decode(self._table[token_id])
+        return self._without_prompt(text, self._table[token_id]) if self._joint else text
+
+    def flush(self) -> str:
+        text = self._decode(b"", True)
+        return self._without_prompt(text, b"") if self._joint else text
+
+    def _without_prompt(self, text: str, data: bytes) -> str:
+        """Drops the replacement character of a prompt's tail that the output did not finish."""
+        self._joint += data
+        if not text:
+            return text
+        unfinished = text[0] == REPLACEMENT and not self._joint.startswith(REPLACEMENT.encode())
+        self._joint = b""
+        return text[1:] if unfinished else text
+
+
+def _unfinished_tail(table: ByteTable, token_ids: Sequence[int]) -> bytes:
+    """The bytes of an incomplete character at the end, at most three."""
+    tail = b""
+    for token_id in reversed(token_ids):
+        tail = table[token_id] + tail
+        if len(tail) >= 4:
+            break
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    decoder.decode(tail)
+    return decoder.getstate()[0]
+
+
+class PieceTable(dict[int, str | int]):
+    """Token id to its text, or to the byte that it stands for; shared by all requests.
+
+    Made for the decoder chain of SentencePiece models with byte fallback: the word mark
+    becomes a space, "<0xNN>" a byte. Filled as tokens are met; see ByteTable.
+    """
+
+    def __init__(
+        self, id_to_token: IdToToken, skip: Collection[int] = (), *, word_mark: str = "▁"
+    ) -> None:
+        super().__init__(dict.fromkeys(skip, ""))
+        self._id_to_token = id_to_token
+        self._word_mark = word_mark
+
+    def __missing__(self, token_id: int) -> str | int:
+        text = (self._id_to_token(token_id) or "").replace(self._word_mark, " ")
+        match = _HEX_BYTE.fullmatch(text)
+        piece = int(match[1], 16) if match else text
+        self[token_id] = piece
+        return piece
+
+
+class ByteFallbackDecoder:
+    """Strings as they are, runs of byte tokens as UTF-8.
+
+    ``tokenizers`` decodes a run of byte tokens at once: if any of it is not UTF-8, each byte
+    of the run becomes a replacement character. Here a character is handed out as soon as its
+    bytes are there, because a newline is such a byte and a stop string must not wait for the
+    token after it. So the two differ in one case: characters that were complete before their
+    run turned invalid stay as they were.
+
+    Args:
+        strip_start: drop one space at the beginning of the text.
+    """
+
+    __slots__ = ("_at_start", "_broken", "_pending", "_prompt_bytes", "_table")
+
+    def __init__(
+        self, table: PieceTable, prompt_token_ids: Sequence[int] = (), *, strip_start: bool
+    ) -> None:
+        self._table = table
+        self._pending = b""
+        self._broken = False
+        run, has_text = _trailing_bytes(table, prompt_token_ids)
+        for byte in run:
+            self._push_byte(byte)
+        self._prompt_bytes = len(self._pending)
+        self._at_start = strip_start and not has_text
+
+    def push(self, token_id: int) -> str:
+        piece = self._table[token_id]
+        if piece == "":
+            return ""
+        if isinstance(piece, int):
+            text = self._push_byte(piece)
+        elif self._pending or self._broken:
+            text = self.flush() + piece
+        else:
+            text = piece
+        if self._at_start and text:
+            self._at_start = False
+            return text.removeprefix(" ")
+        return text
+
+    def flush(self) -> str:
+        text = self._replaced()
+        self._broken = False
+        return text
+
+    def _push_byte(self, byte: int) -> str:
+        if self._broken:
+            return REPLACEMENT
+        self._pending += bytes((byte,))
+        try:
+            text = self._pending.decode()
+        except UnicodeDecodeError as error:
+            if error.reason == "unexpected end of data":
+                return ""
+            self._broken = True
+            return self._replaced()
+        self._pending = b""
+        self._prompt_bytes = 0
+        return text
+
+    def _replaced(self) -> str:
+        """One replacement character for each pending byte that is not the prompt's."""
+        text = REPLACEMENT * (len(self._pending) - self._prompt_bytes)
+        self._pending = b""
+        self._prompt_bytes = 0
+        return text
+
+
+def _trailing_bytes(table: PieceTable, token_ids: Sequence[int]) -> tuple[bytes, bool]:
+    """The run of byte tokens at the end, or the last characters of a long one; and whether
+    there is any text at all."""
+    run: list[int] = []
+    for token_id in reversed(token_ids):
+        piece = table[token_id]
+        if isinstance(piece, int):
+            run.append(piece)
+            if len(run) < _PRIMING_BYTES:
+                continue
+            # Begin with a character, not in the middle of one.
+            while run and run[-1] & 0xC0 == 0x80:
+                run.pop()
+        elif not piece:
+            continue
+        return bytes(reversed(run)), True
+    return bytes(reversed(run)), bool(run)
+
+
+class WindowDecoder:
+    """Decodes the last tokens anew with each one and hands out what came to the end.
+
+    Needs only that a token's text depends on the few tokens before it. Text that ends in one
+    to three replacement characters is held back, for they may be an unfinished character;
+    four are certainly none. Where bytes are no UTF-8 at all, how many replacement characters
+    stand for them may differ from decoding at once.
+
+    Args:
+        decode: token ids to text, special tokens included.
+        skip: ids without text of their own; they never reach ``decode``.
+    """
+
+    __slots__ = ("_context", "_decode", "_prefix", "_prompt_text", "_skip", "_window")
+
+    def __init__(
+        self,
+        decode: Callable[[list[int]], str],
+        prompt_token_ids: Sequence[int] = (),
+        *,
+        skip: Collection[int] = (),
+    ) -> None:
+        self._decode = decode
+        self._skip = skip
+        tail: list[int] = []
+        for token_id in reversed(prompt_token_ids):
+            if token_id not in skip:
+                tail.insert(0, token_id)
+                if len(tail) == _PRIMING_TOKENS:
+                    break
+        while len(tail) > _PRIMING_TOKENS - 3 and decode(tail).startswith(REPLACEMENT):
+            # A window that begins inside a character would spoil what follows it.
+            del tail[0]
+        # The window is the context, whose text is out, and the tokens whose text is not.
+        self._window = tail
+        self._context, self._prefix = self._finished_part(tail)
+        unfinished = tail[self._context :]
+        self._prompt_text = decode(unfinished) if unfinished else ""
+
+    def push(self, token_id: int) -> str:
+        if token_id in self._skip:
+            return ""
+        self._window.append(token_id)
+        text = self._new_text()
+        unfinished = len(text) - len(text.rstrip(REPLACEMENT))
+        if not text or 1 <= unfinished <= 3:
+            return ""
+        del self._window[: self._context]
+        self._context = len(self._window)
+        self._prefix = self._decode(self._window)
+        return self._without_prompt(text)
+
+    def flush(self) -> str:
+        text = self._new_text()
+        self._window = []
+        self._context, self._prefix = 0, ""
+        return self._without_prompt(text)
+
+    def _finished_part(self, token_ids: list[int]) -> tuple[int, str]:
+        """How many of the ids to keep, and their text, so that it ends in no unfinished
+        character."""
+        text = self._decode(token_ids) if token_ids else ""
+        if not text.endswith(REPLACEMENT):
+            return len(token_ids), text
+        for count in range(len(token_ids) - 1, max(-1, len(token_ids) - 4), -1):
+            shorter = self._decode(token_ids[:count]) if count else ""
+            if not shorter.endswith(REPLACEMENT):
+                return count, shorter
+        return len(token_ids), text
+
+    def _new_text(self) -> str:
+        """The text of the window beyond that of its context."""
+        if len(self._window) == self._context:
+            return ""
+        text = self._decode(self._window)
+        if text.startswith(self._prefix):
+            return text[len(self._prefix) :]
+        # The new tokens changed text that is out: bytes beside each other that are no UTF-8
+        # together, so far or for good. Alone they show which.
+        return self._decode(self._window[self._context :])
+
+    def _without_prompt(self, text: str) -> str:
+        """Drops what a prompt left unfinished and the output did not finish."""
+        dropped, self._prompt_text = self._prompt_text, ""
+        return text.removeprefix(dropped)

@@ -1,0 +1,193 @@
+"""EngineThread: the one daemon thread of an engine, and who watches it."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import logging
+import os
+import sys
+import threading
+import time
+from concurrent.futures import Future, InvalidStateError
+from typing import Any
+
+from asyncllm.config import EngineConfig
+from asyncllm.core.admission import Admission
+from asyncllm.core.engine_core import EngineCore
+from asyncllm.core.scheduler import Scheduler
+from asyncllm.errors import AsyncLLMError, EngineClosedError, EngineError
+from asyncllm.hosts import waiter_for
+from asyncllm.loading import LoadedModel, Loader
+
+_JOIN_AT_EXIT = 2.0
+
+logger = logging.getLogger("asyncllm")
+
+
+class _GivenUp(BaseException):
+    """Loading was cancelled."""
+
+
+class EngineThread:
+    """Loads a model and runs its step loop.
+
+    Attributes:
+        ready: done when the model is loaded, or with what went wrong.
+        exited: done when the thread has given everything back.
+        progress: bytes of weights read, and bytes in all.
+        closing: ``close`` was called.
+        loaded, core: valid once ``ready`` is.
+    """
+
+    def __init__(self, config: EngineConfig, loader: Loader) -> None:
+        self.ready: Future[None] = Future()
+        self.exited: Future[None] = Future()
+        self.progress = (0, 0)
+        self.loaded: LoadedModel
+        self.core: EngineCore
+        self._config = config
+        self._loader = loader
+        self.closing = False
+        self._given_up = False
+        self._pid = os.getpid()
+        self._task: Any = None
+        self._thread = threading.Thread(target=self._main, name="asyncllm-engine", daemon=True)
+
+    # --- on the engine thread ----------------------------------------------------------
+
+    def _main(self) -> None:
+        try:
+            self.loaded = self._loader(self._config, self._on_progress)
+        except _GivenUp:
+            self._exit()
+            return
+        except BaseException as error:
+            self._exit()
+            self.ready.set_exception(_as_start_error(error))
+            return
+        executor = self.loaded.executor
+        scheduler = Scheduler(
+            executor.info,
+            policy=self._config.scheduling_policy,
+            enable_prefix_caching=self._config.enable_prefix_caching,
+        )
+        admission = Admission(
+            self._config.max_queued_requests, self._config.max_queued_tokens, time.monotonic
+        )
+        self.core = EngineCore(executor, scheduler, admission)
+        if self._given_up:
+            executor.close()
+        else:
+            atexit.register(self._at_exit)
+            self.ready.set_result(None)
+            self.core.run()
+            if self.core.death is not None:
+                logger.error("the engine died", exc_info=self.core.death)
+        self._exit()
+
+    def _exit(self) -> None:
+        """The thread has nothing more to do, or is given up as stuck; whichever is first."""
+        atexit.unregister(self._at_exit)
+        with contextlib.suppress(InvalidStateError):
+            self.exited.set_result(None)
+
+    def _on_progress(self, done: int, total: int) -> None:
+        self.progress = (done, total)
+        if self._given_up:
+            raise _GivenUp
+
+    # --- from other threads ------------------------------------------------------------
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def give_up(self) -> None:
+        """Ends a thread whose ``ready`` nobody waits for any more."""
+        self._given_up = True
+        if self.ready.done() and self.ready.exception() is None:
+            self.close(0.0)
+
+    def close(self, drain: float | None) -> None:
+        """Takes no more requests, and ends the loop after ``drain`` seconds."""
+        self.closing = True
+        self.core.admission.close(
+            lambda: EngineClosedError("the engine is closed; expected a started one")
+        )
+        self.core.send(self.core.on_close, drain)
+
+    def join(self) -> None:
+        """Waits for the thread's last instructions; ``exited`` is done already."""
+        if threading.current_thread() is not self._thread and not self.core.hung:
+            self._thread.join()
+
+    def in_own_process(self) -> bool:
+        return os.getpid() == self._pid
+
+    def check_process(self) -> None:
+        """Raises EngineClosedError in a forked child, where the thread does not exist."""
+        if not self.in_own_process():
+            raise EngineClosedError(
+                f"the engine belongs to process {self._pid}, this is process {os.getpid()}: "
+                "after a fork, expected an engine that the child makes for itself"
+            )
+
+    def _at_exit(self) -> None:
+        if self.in_own_process():
+            self.close(0.0)
+            self._thread.join(_JOIN_AT_EXIT)
+
+    # --- on the loop that started it ---------------------------------------------------
+
+    def supervise(self) -> None:
+        """One background task on the starting loop: it ends with the thread, closes the
+        engine when the loop goes away, and notices a step that hangs."""
+        trio = sys.modules.get("trio")
+        if trio is not None and trio.lowlevel.in_trio_run():
+            trio.lowlevel.spawn_system_task(_watch, self, name="asyncllm-engine")
+        else:
+            # The loop keeps weak references to tasks only.
+            self._task = asyncio.get_running_loop().create_task(
+                _watch(self), name="asyncllm-engine"
+            )
+
+    @property
+    def watch_interval(self) -> float:
+        """Seconds between two looks at the step under way."""
+        return max(self._config.step_timeout / 8, 0.01)
+
+    def check_step(self) -> None:
+        """Declares the engine dead if the step under way began ``step_timeout`` ago."""
+        timeout = self._config.step_timeout
+        began = self.core.step_started_at
+        if began is None or self.core.clock() - began < timeout or self.core.death is not None:
+            return
+        error = EngineError(
+            f"a step has taken longer than step_timeout={timeout:g} s; the stuck thread is "
+            f"{self._thread.name!r} (ident {self._thread.ident})"
+        )
+        self.core.declare_hung(error)
+        self._exit()
+
+
+async def _watch(thread: EngineThread) -> None:
+    """The background task. It refers to the thread and not to the engine, so that an engine
+    that nobody holds is collected."""
+    exited = waiter_for(thread.exited)
+    try:
+        while not thread.exited.done():
+            await exited.wait_at_most(thread.watch_interval)
+            thread.check_step()
+    finally:
+        # Cancelled: the loop that the engine was started on comes to its end.
+        if not thread.exited.done():
+            thread.close(0.0)
+
+
+def _as_start_error(error: BaseException) -> BaseException:
+    if isinstance(error, AsyncLLMError) or not isinstance(error, Exception):
+        return error
+    wrapped = EngineError(f"the engine could not start: {type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped

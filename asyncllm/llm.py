@@ -1,0 +1,251 @@
+"""LLM: the engine for programs without an event loop."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Self, overload
+
+from asyncllm.config import EngineConfig
+from asyncllm.engine import AsyncLLMEngine
+from asyncllm.errors import EngineOverloadedError, InvalidRequestError
+from asyncllm.outputs import Completion, Delta, EngineStats
+from asyncllm.sampling_params import SamplingParams
+from asyncllm.stream import TokenStream
+
+Prompt = str | Sequence[int]
+Messages = Sequence[dict[str, Any]]
+
+
+class LLMStream(Iterator[Delta]):
+    """A request as a plain iterator. One thread reads it at a time; ``close``, the end of a
+    ``with`` block and losing the last reference abort it."""
+
+    def __init__(self, stream: TokenStream, mailbox: Any) -> None:
+        self._stream = stream
+        self._mailbox = mailbox
+
+    @property
+    def request_id(self) -> str:
+        return self._stream.request_id
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self._stream.finish_reason
+
+    @property
+    def usage(self) -> Any:
+        return self._stream.usage
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Delta:
+        delta = self._stream.read_blocking(self._mailbox)
+        if delta is None:
+            raise StopIteration
+        return delta
+
+    def result(self) -> Completion:
+        """Reads to the end and returns the whole."""
+        for _ in self:
+            pass
+        return self._stream.completion()
+
+    def abort(self) -> None:
+        """Ends the request with finish reason ``abort``; what was generated can be read."""
+        self._stream.abort()
+
+    def close(self) -> None:
+        """Aborts the request and ends the iteration."""
+        self._stream.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class LLM:
+    """The synchronous facade: the same engine, read by threads instead of tasks.
+
+        with LLM() as llm:
+            print(llm.generate("Tell me a story about Mia and a boat.").text)
+
+    It needs no event loop and starts none: a call waits on the engine thread directly. So it
+    works in a notebook and below a running loop (which it blocks, as every synchronous call
+    does), and any number of threads may use it at once.
+
+    Args:
+        model, config, overrides: as for ``AsyncLLMEngine``; the engine is started here and
+            closed by ``close``.
+        engine: a started engine to borrow instead; it is not closed.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | None = None,
+        *,
+        engine: AsyncLLMEngine | None = None,
+        config: EngineConfig | None = None,
+        **overrides: Any,
+    ) -> None:
+        self._owned = engine is None
+        if engine is not None:
+            if model is not None or config is not None or overrides:
+                raise InvalidRequestError(
+                    "engine: expected either an engine or a model and its settings, not both",
+                    param="engine",
+                )
+            self.engine = engine
+            self._mailbox = engine._thread_mailbox()
+        else:
+            self.engine = AsyncLLMEngine(model, config=config, **overrides)
+            self._mailbox = self.engine._start_blocking()
+
+    @overload
+    def generate(  # pyright: ignore[reportOverlappingOverload]  # a str is a sequence of str
+        self,
+        prompts: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        progress: bool | None = None,
+        **options: Any,
+    ) -> Completion: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool | None = None,
+        **options: Any,
+    ) -> list[Completion]: ...
+
+    def generate(
+        self,
+        prompts: Any,
+        params: Any = None,
+        *,
+        progress: bool | None = None,
+        **options: Any,
+    ) -> Completion | list[Completion]:
+        """Completes one prompt, or a sequence of prompts as one batch, in their order.
+
+        Args:
+            prompts: text or token ids; or a sequence of these.
+            params: for all prompts, or one for each.
+            progress: show a bar on standard error; None shows one for a batch if that is a
+                terminal.
+            options: as for ``AsyncLLMEngine.stream``.
+
+        Raises:
+            AsyncLLMError: the first one of any prompt; the others are aborted then.
+        """
+        if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+            return self.stream(prompts, params, **options).result()
+        return self._batch(self.engine.stream, prompts, params, progress, options)
+
+    def chat(
+        self,
+        messages: Any,
+        params: Any = None,
+        *,
+        progress: bool | None = None,
+        **options: Any,
+    ) -> Any:
+        """Answers one conversation, or a sequence of conversations as one batch; the rest is
+        that of ``generate`` and of ``AsyncLLMEngine.chat``."""
+        if len(messages) == 0 or isinstance(messages[0], dict):
+            return LLMStream(self.engine.chat(messages, params, **options), self._mailbox).result()
+        return self._batch(self.engine.chat, messages, params, progress, options)
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
+    ) -> LLMStream:
+        """Submits a request at once and returns its output as a plain iterator."""
+        return LLMStream(self.engine.stream(prompt, params, **options), self._mailbox)
+
+    def stream_chat(
+        self, messages: Messages, params: SamplingParams | None = None, **options: Any
+    ) -> LLMStream:
+        """``stream`` for a conversation."""
+        return LLMStream(self.engine.chat(messages, params, **options), self._mailbox)
+
+    def _batch(
+        self,
+        submit: Callable[..., TokenStream],
+        prompts: Sequence[Any],
+        params: Any,
+        progress: bool | None,
+        options: dict[str, Any],
+    ) -> list[Completion]:
+        """Submits as many as the queue takes and reads the oldest when it is full."""
+        if params is None or isinstance(params, SamplingParams):
+            params = [params] * len(prompts)
+        elif len(params) != len(prompts):
+            raise InvalidRequestError(
+                f"params: {len(params)} for {len(prompts)} prompts, expected one for each",
+                param="params",
+            )
+        streams: list[LLMStream] = []
+        results: list[Completion] = []
+        with _progress_bar(len(prompts), progress) as advance:
+            for prompt, one in zip(prompts, params, strict=True):
+                while True:
+                    try:
+                        streams.append(LLMStream(submit(prompt, one, **options), self._mailbox))
+                        break
+                    except EngineOverloadedError:
+                        if len(results) == len(streams):
+                            raise
+                        results.append(streams[len(results)].result())
+                        advance()
+            for stream in streams[len(results) :]:
+                results.append(stream.result())
+                advance()
+        return results
+
+    def stats(self) -> EngineStats:
+        return self.engine.stats()
+
+    def close(self, *, drain: float | None = 0.0) -> None:
+        """Closes the engine if it is this object's own. Idempotent."""
+        if self._owned:
+            self.engine._close_blocking(drain)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+@contextlib.contextmanager
+def _progress_bar(total: int, wanted: bool | None) -> Iterator[Callable[[], None]]:
+    """Yields a function that counts one more as done."""
+    if wanted is False or (wanted is None and not sys.stderr.isatty()):
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("prompts", total=total)
+        yield lambda: bar.advance(task)

@@ -1,0 +1,75 @@
+"""Loading: from a configuration to everything that an engine runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from asyncllm.config import EngineConfig
+from asyncllm.core.engine_core import Detokenizer
+from asyncllm.core.executor import Executor
+from asyncllm.sampling_params import SamplingParams
+
+Progress = Callable[[int, int], None]
+"""``(done, total)`` in bytes; may raise, to give the loading up."""
+
+
+class EngineTokenizer(Protocol):
+    """What the engine needs of a tokenizer; ``asyncllm.tokenizer.Tokenizer`` is one."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+
+    def apply_chat_template(
+        self, messages: Any, *, add_generation_prompt: bool = True, **kwargs: Any
+    ) -> str: ...
+
+    def detokenizer(
+        self, params: SamplingParams, prompt_token_ids: Sequence[int] = ()
+    ) -> Detokenizer: ...
+
+    def min_tokens(self, num_characters: int) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """What an engine runs on. ``model_config`` has ``eos_token_ids`` and
+    ``generation_defaults``."""
+
+    executor: Executor
+    tokenizer: EngineTokenizer
+    model_config: Any
+
+
+Loader = Callable[[EngineConfig, Progress], LoadedModel]
+
+
+def load_model(config: EngineConfig, progress: Progress) -> LoadedModel:
+    """Finds the files, reads the configuration and the tokenizer, loads the weights.
+
+    Called on the engine thread, which owns whatever it makes.
+
+    Raises:
+        ModelLoadError: for files that are missing, damaged or of an unsupported kind.
+        InvalidRequestError: for a configuration that the model or the machine cannot do.
+        KVCacheTooSmallError: if the KV cache cannot hold ``max_model_len``.
+    """
+    from asyncllm.gpu.factory import create_executor
+    from asyncllm.model_config import ModelConfig
+    from asyncllm.model_files import resolve_model, resolve_tokenizer
+    from asyncllm.tokenizer import Tokenizer
+
+    path = resolve_model(
+        config.model, config.revision, weights=config.load_format != "dummy", progress=progress
+    )
+    tokenizer_path = path
+    if config.tokenizer is not None:
+        tokenizer_path = resolve_tokenizer(config.tokenizer, progress=progress)
+    model_config = ModelConfig.from_directory(path)
+    tokenizer = Tokenizer.from_directory(tokenizer_path, trust_remote_code=config.trust_remote_code)
+    # Here and not at the first chat, whose caller's loop would wait for it.
+    tokenizer.chat_template.compile()
+    executor = create_executor(config, model_config, progress)
+    return LoadedModel(executor, tokenizer, model_config)

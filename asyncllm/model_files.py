@@ -1,0 +1,258 @@
+"""Where a model's files are: in the package, in a directory, or on the hub."""
+
+from __future__ import annotations
+
+import importlib.resources
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from asyncllm.config_file import ConfigFile
+from asyncllm.errors import ModelLoadError
+
+DownloadProgress = Callable[[int, int], None]
+"""``(bytes done, bytes in all)``, called from the downloading threads; the second number
+grows while files are still being looked up."""
+
+_CONFIG_PATTERNS = ("config.json", "generation_config.json")
+_WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json")
+_TOKENIZER_PATTERNS = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "*.tiktoken",
+    "chat_template*",
+    "additional_chat_templates/*.jinja",
+    "tokenization_*.py",
+)
+# Shell patterns match across slashes, so these would bring a second copy of the weights, and
+# whole folders of other formats.
+_IGNORED_PATTERNS = ("consolidated*.safetensors", "*/*.safetensors", "*.bin", "*.pth", "*.pt")
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+)
+
+
+def resolve_model(
+    model: str | os.PathLike[str] | None,
+    revision: str | None = None,
+    *,
+    weights: bool = True,
+    progress: DownloadProgress | None = None,
+    endpoint: str | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> Path:
+    """The directory that holds a model, after a download where it is needed.
+
+    Blocks on files and the network: not for an event loop's thread.
+
+    Args:
+        model: a directory, a hub id ("Qwen/Qwen3-0.6B"), or None for the model in the
+            package. What begins with ".", "/" or "~", has more than one separator, or is a
+            file, is taken for a path.
+        revision: branch, tag or commit; for hub ids only.
+        weights: fetch and require safetensors; False for random weights.
+        progress: called as bytes arrive; no progress bar is ever printed.
+        endpoint: the hub's address, if it is not huggingface_hub's default.
+        cache_dir: where downloads are kept, if it is not huggingface_hub's default. A cached
+            revision is used as it is when the hub cannot be reached.
+
+    Raises:
+        ModelLoadError: nothing usable is there; ``__cause__`` is the hub's error.
+    """
+    patterns = _CONFIG_PATTERNS + _TOKENIZER_PATTERNS + (_WEIGHT_PATTERNS if weights else ())
+    if model is None:
+        directory = _bundled_model()
+        _refuse_revision("the model in the package", revision)
+    else:
+        directory = _resolve(model, revision, patterns, progress, endpoint, cache_dir)
+    if not (directory / "config.json").is_file():
+        raise ModelLoadError(f"{directory}: config.json is missing; {_contents(directory)}")
+    if weights:
+        _check_weights(directory)
+    return directory
+
+
+def resolve_tokenizer(
+    tokenizer: str | os.PathLike[str],
+    revision: str | None = None,
+    *,
+    progress: DownloadProgress | None = None,
+    endpoint: str | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> Path:
+    """The directory that holds a tokenizer; arguments and errors as for ``resolve_model``."""
+    # config.json tells transformers the class of a tokenizer that has no tokenizer.json.
+    patterns = ("config.json", *_TOKENIZER_PATTERNS)
+    directory = _resolve(tokenizer, revision, patterns, progress, endpoint, cache_dir)
+    if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
+        raise ModelLoadError(
+            f"{directory}: holds no tokenizer, expected tokenizer.json; {_contents(directory)}"
+        )
+    return directory
+
+
+def _resolve(
+    location: str | os.PathLike[str],
+    revision: str | None,
+    patterns: tuple[str, ...],
+    progress: DownloadProgress | None,
+    endpoint: str | None,
+    cache_dir: str | os.PathLike[str] | None,
+) -> Path:
+    path = Path(location).expanduser()
+    if str(location) and path.is_dir():
+        _refuse_revision(str(path), revision)
+        return path
+    if isinstance(location, os.PathLike) or _looks_like_a_path(location):
+        what = "is a file" if path.is_file() else "does not exist"
+        raise ModelLoadError(f"{location!s}: {what}, expected a directory or a hub id")
+    return _download(location, revision, patterns, progress, endpoint, cache_dir)
+
+
+def _looks_like_a_path(location: str) -> bool:
+    separators = location.count(os.sep)
+    return location.startswith((".", os.sep, "~")) or separators > 1 or os.path.isfile(location)
+
+
+def _refuse_revision(where: str, revision: str | None) -> None:
+    if revision is not None:
+        raise ModelLoadError(
+            f"revision={revision!r}: {where} has no revisions; a revision goes with a hub id"
+        )
+
+
+def _bundled_model() -> Path:
+    directory = Path(str(importlib.resources.files("asyncllm") / "demo_model"))
+    if not directory.is_dir():
+        raise ModelLoadError(
+            f"{directory}: the package's own model is not there; it needs the package unpacked "
+            "on disk, as pip installs it. Name a model instead."
+        )
+    return directory
+
+
+def _contents(directory: Path) -> str:
+    names = sorted(entry.name for entry in directory.iterdir())
+    if not names:
+        return "the directory is empty"
+    return "found " + ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
+
+
+def _check_weights(directory: Path) -> None:
+    for index in sorted(directory.glob("*.safetensors.index.json")):
+        shards = {str(s) for s in ConfigFile.read(index).section("weight_map").values.values()}
+        missing = sorted(shard for shard in shards if not (directory / shard).is_file())
+        if missing:
+            raise ModelLoadError(
+                f"{index}: {len(missing)} of {len(shards)} files in weight_map are missing: "
+                + ", ".join(missing[:3])
+                + (", …" if len(missing) > 3 else "")
+            )
+    if not any(directory.glob("*.safetensors")):
+        raise ModelLoadError(
+            f"{directory}: no *.safetensors file, the only weight format that is read; "
+            + _contents(directory)
+        )
+
+
+def _download(
+    model: str,
+    revision: str | None,
+    patterns: tuple[str, ...],
+    progress: DownloadProgress | None,
+    endpoint: str | None,
+    cache_dir: str | os.PathLike[str] | None,
+) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        directory = snapshot_download(
+            model,
+            revision=revision,
+            allow_patterns=list(patterns),
+            ignore_patterns=list(_IGNORED_PATTERNS),
+            cache_dir=None if cache_dir is None else Path(cache_dir),
+            endpoint=endpoint,
+            tqdm_class=_quiet_bar(progress),
+            library_name="asyncllm",
+        )
+    # The transport's exceptions are those of an HTTP library that is huggingface_hub's affair.
+    except Exception as error:
+        raise ModelLoadError(_explain(model, revision, error)) from error
+    return Path(directory)
+
+
+def _explain(model: str, revision: str | None, error: Exception) -> str:
+    from huggingface_hub import errors
+
+    at = "" if revision is None else f" at revision {revision!r}"
+    if isinstance(error, errors.HFValidationError):
+        return f"model={model!r}: neither a directory nor a valid hub id ({error})"
+    if isinstance(error, errors.GatedRepoError):
+        return (
+            f"model={model!r}: gated on the hub; accept its terms on its page, then set HF_TOKEN "
+            "or run `hf auth login`"
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"model={model!r}: the hub has no revision {revision!r} of it"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return (
+            f"model={model!r}: no such directory here, and no such model on the hub or a private "
+            "one (for which HF_TOKEN or `hf auth login` is needed)"
+        )
+    if isinstance(error, errors.IncompleteSnapshotError):
+        return f"model={model!r}{at}: only a part of it is in the cache ({error})"
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        return (
+            f"model={model!r}{at}: not in the cache, and the hub cannot be reached or is switched "
+            f"off by HF_HUB_OFFLINE. Pass a local directory instead. ({error})"
+        )
+    return f"model={model!r}{at}: the download failed ({type(error).__name__}: {error})"
+
+
+def _quiet_bar(progress: DownloadProgress | None) -> type[Any]:
+    """A progress-bar class that prints nothing, starts nothing, and reports bytes.
+
+    The hub counts bytes in several bars (received, written); the one that is furthest is
+    reported.
+    """
+    from tqdm import tqdm
+
+    bars: list[Any] = []
+
+    class QuietBar(tqdm):
+        monitor_interval = 0  # no thread of tqdm's that outlives the download
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            counts_bytes = kwargs.get("unit") == "B"
+            super().__init__(*args, **kwargs | {"disable": True})
+            self.total = kwargs.get("total")
+            if counts_bytes:
+                bars.append(self)
+
+        def update(self, n: float | None = 1) -> bool | None:
+            self.n += n or 0  # a disabled bar does not count by itself
+            if progress is not None and self in bars:
+                furthest = max(bars, key=lambda bar: bar.n)
+                progress(int(furthest.n), int(furthest.total or 0))
+            return None
+
+        def __hash__(self) -> int:
+            return id(self)
+
+        def __eq__(self, other: object) -> bool:
+            return self is other
+
+    # tqdm's own lock is one between processes, which may start a process to track it.
+    QuietBar.set_lock(threading.RLock())
+    return QuietBar

@@ -1,0 +1,295 @@
+"""TokenStream: one request as an async iterator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import TracebackType
+
+from asyncllm.core.channel import Channel, End, Piece
+from asyncllm.core.engine_core import EngineCore
+from asyncllm.core.request import Request
+from asyncllm.hosts import LoopMailbox, ThreadMailbox
+from asyncllm.outputs import (
+    Completion,
+    CompletionOutput,
+    Delta,
+    FinishReason,
+    TokenLogprobs,
+    Usage,
+)
+
+
+class TokenStream:
+    """The output of one request, delta by delta.
+
+    Made by ``AsyncLLMEngine.stream``, which has submitted the request already. It ends in
+    exactly one of two ways: a last delta with a ``finish_reason``, or one exception, before
+    which everything generated was delivered.
+
+    The request is aborted by ``abort()``, ``aclose()``, the end of ``async with stream``,
+    cancelling a pending read, and by losing the last reference to the stream. So a ``break``
+    out of ``async for delta in engine.stream(...)`` aborts, and a stream held in a variable
+    runs on and can be read again.
+
+    One task reads a stream at a time, always on the same event loop; anything else is a
+    RuntimeError.
+
+    Attributes:
+        request_id: the request's id.
+        finish_reason: None until the last delta was read.
+        usage: None until the last delta was read.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_channel",
+        "_core",
+        "_done",
+        "_error",
+        "_logprobs",
+        "_mailbox_of_loop",
+        "_reading",
+        "_request",
+        "_stop_reason",
+        "_texts",
+        "_token_ids",
+        "finish_reason",
+        "request_id",
+        "usage",
+    )
+
+    def __init__(
+        self, request: Request, core: EngineCore, mailbox_of_loop: Callable[[], LoopMailbox]
+    ) -> None:
+        self.request_id = request.request_id
+        self.finish_reason: FinishReason | None = None
+        self.usage: Usage | None = None
+        self._request = request
+        self._channel: Channel = request.output.channel
+        self._core = core
+        self._mailbox_of_loop = mailbox_of_loop
+        self._reading = False
+        self._done = False
+        self._error: BaseException | None = None
+        self._stop_reason: str | int | None = None
+        self._texts: list[str] = []
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+
+    @property
+    def prompt_token_ids(self) -> Sequence[int] | None:
+        """The prompt; None while it is still being tokenised."""
+        length = self._request.num_prompt_tokens
+        return tuple(self._request.token_ids[:length]) if length else None
+
+    def __aiter__(self) -> TokenStream:
+        return self
+
+    async def __anext__(self) -> Delta:
+        """The next delta.
+
+        Raises:
+            StopAsyncIteration: after the last delta, an exception, or ``aclose()``.
+            AsyncLLMError: if the request failed.
+            RuntimeError: if another task reads this stream, or it was read on another loop.
+        """
+        if self._reading:
+            raise RuntimeError(f"stream {self.request_id!r} is being read by another task")
+        if self._done:
+            raise StopAsyncIteration
+        delta = self._take()
+        if delta is None:
+            self._reading = True
+            try:
+                delta = await self._wait()
+            finally:
+                self._reading = False
+        return delta
+
+    async def _wait(self) -> Delta:
+        channel = self._channel
+        mailbox = self._mailbox_of_loop()
+        if channel.mailbox is None:
+            channel.mailbox = mailbox
+        elif channel.mailbox is not mailbox:
+            raise RuntimeError(
+                f"stream {self.request_id!r} belongs to the event loop that read it first"
+            )
+        try:
+            while True:
+                channel.waiter = waiter = mailbox.host.make_waiter()
+                channel.waiting = True
+                # Only now: what was written before the flag was set is found here, what is
+                # written after it wakes this reader.
+                delta = self._take()
+                if delta is not None:
+                    return delta
+                await waiter.wait()
+        except BaseException:
+            self.abort()
+            raise
+        finally:
+            channel.waiting = False
+            channel.waiter = None
+
+    def read_blocking(self, mailbox: ThreadMailbox) -> Delta | None:
+        """``__anext__`` for a thread without an event loop; None at the end. A stream that
+        is read in this way has no loop and can be read from one thread at a time."""
+        if self._reading:
+            raise RuntimeError(f"stream {self.request_id!r} is being read by another thread")
+        if self._done:
+            return None
+        channel = self._channel
+        if channel.mailbox is None:
+            channel.mailbox = mailbox
+        elif not isinstance(channel.mailbox, ThreadMailbox):
+            raise RuntimeError(f"stream {self.request_id!r} belongs to an event loop")
+        self._reading = True
+        try:
+            delta = self._take()
+            while delta is None:
+                channel.waiter = waiter = mailbox.make_waiter()
+                channel.waiting = True
+                delta = self._take()
+                if delta is None:
+                    waiter.wait()
+        except BaseException:
+            self.abort()
+            raise
+        finally:
+            self._reading = False
+            channel.waiting = False
+            channel.waiter = None
+        return delta
+
+    def _take(self) -> Delta | None:
+        """What is there to read: as much as may be merged under ``coalesce``, else one
+        token. The end, when it is next, comes with the last token."""
+        channel = self._channel
+        items = channel.items
+        if not items:
+            return None
+        limit = channel.max_unread if channel.on_slow == "coalesce" else 1
+        texts: list[str] = []
+        token_ids: list[int] = []
+        logprobs: list[TokenLogprobs] = []
+        end: End | None = None
+        while items:
+            item = items[0]
+            if type(item) is Piece:
+                if len(token_ids) == limit:
+                    break
+                items.popleft()
+                token_ids.append(item.token_id)
+                texts.append(item.text)
+                if item.logprobs is not None:
+                    logprobs.append(item.logprobs)
+            elif type(item) is End:
+                items.popleft()
+                end = item
+                texts.append(item.text)
+            else:
+                if token_ids:
+                    break
+                self._fail(items.popleft())
+        return self._delta("".join(texts), token_ids, logprobs, end)
+
+    def _fail(self, error: object) -> None:
+        assert isinstance(error, BaseException)
+        self._done = True
+        self._error = error
+        raise error
+
+    def _delta(
+        self,
+        text: str,
+        token_ids: list[int],
+        logprobs: list[TokenLogprobs],
+        end: End | None,
+    ) -> Delta:
+        channel = self._channel
+        channel.num_read += len(token_ids)
+        if channel.held and channel.num_unread <= channel.max_unread // 2:
+            self._core.send(self._core.on_read, self._request)
+        self._texts.append(text)
+        self._token_ids += token_ids
+        self._logprobs += logprobs
+        if end is not None:
+            self._done = True
+            self.finish_reason = end.finish_reason
+            self.usage = end.usage
+            self._stop_reason = end.stop_reason
+        return Delta(
+            text=text,
+            token_ids=tuple(token_ids),
+            logprobs=tuple(logprobs) if logprobs else None,
+            finish_reason=self.finish_reason,
+            stop_reason=self._stop_reason,
+            usage=self.usage,
+        )
+
+    def abort(self) -> None:
+        """Ends the request with finish reason ``abort``; any thread, any number of times.
+        What was generated can still be read. Its blocks are free before the next step."""
+        self._core.abort(self._request)
+
+    def close(self) -> None:
+        """Aborts the request and ends the iteration. Idempotent; waits for nothing."""
+        self.abort()
+        self._done = True
+
+    async def aclose(self) -> None:
+        """``close``, under the name that ``contextlib.aclosing`` and others expect."""
+        self.close()
+
+    async def __aenter__(self) -> TokenStream:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    async def result(self) -> Completion:
+        """Reads to the end and returns the whole, deltas read before included.
+
+        Raises:
+            AsyncLLMError: if the request failed, as often as it is called.
+        """
+        async for _ in self:
+            pass
+        return self.completion()
+
+    def completion(self) -> Completion:
+        """What was read so far, as a Completion.
+
+        Raises:
+            AsyncLLMError: if the request failed.
+        """
+        if self._error is not None:
+            raise self._error
+        request = self._request
+        output = CompletionOutput(
+            index=0,
+            text="".join(self._texts),
+            token_ids=tuple(self._token_ids),
+            finish_reason=self.finish_reason,
+            stop_reason=self._stop_reason,
+            logprobs=tuple(self._logprobs) if request.sampling.logprobs is not None else None,
+        )
+        return Completion(
+            self.request_id, tuple(self.prompt_token_ids or ()), (output,), self.usage
+        )
+
+    def __del__(self) -> None:
+        # Half-made streams, whose __init__ raised, have no request to abort.
+        request = getattr(self, "_request", None)
+        if request is not None and not request.cancelled:
+            self._core.abandon(request)
+
+    def __repr__(self) -> str:
+        state = self.finish_reason or ("closed" if self._done else "open")
+        return f"<TokenStream {self.request_id!r} {state}>"

@@ -1,0 +1,45 @@
+"""TextWorker: a thread for texts that would take the event loop too long."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+
+class TextWorker:
+    """Runs jobs one after the other on a daemon thread that lives only while there are any.
+
+    A job reports its own result; one that raises ends the thread with the interpreter's
+    usual message, because that is an error of asyncllm itself.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, job: Callable[[], None]) -> None:
+        with self._lock:
+            self._jobs.append(job)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+
+    def close(self, timeout: float) -> None:
+        """Forgets jobs that have not begun, and waits for the one that has."""
+        with self._lock:
+            self._jobs.clear()
+            thread = self._thread
+        if thread is not None:
+            thread.join(timeout)
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._jobs:
+                    self._thread = None
+                    return
+                job = self._jobs.popleft()
+            job()

@@ -1,0 +1,271 @@
+"""Tokenizer: text to token ids and back, the chat template, and the special tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from asyncllm.chat_template import ChatTemplate
+from asyncllm.config_file import ConfigFile
+from asyncllm.core.detokenizer import Detokenizer
+from asyncllm.core.text_decoder import (
+    ByteFallbackDecoder,
+    ByteLevelDecoder,
+    ByteTable,
+    PieceTable,
+    TextDecoder,
+    WindowDecoder,
+)
+from asyncllm.errors import InvalidRequestError, ModelLoadError
+from asyncllm.sampling_params import SamplingParams
+
+LONG_TEXT = 4096
+"""Characters from which ``encode`` lets other threads run while it works."""
+
+_NAMED_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+
+
+class Tokenizer:
+    """A model's tokenizer; immutable, and safe to use from several threads at once.
+
+    Attributes:
+        backend: the raw ``tokenizers.Tokenizer``, without truncation or padding; to be read
+            only.
+        chat_template: the model's templates; see ``apply_chat_template``.
+        special_tokens: "bos_token", "eos_token" and so on, as far as the model has them.
+        special_token_ids: ids that decoding skips.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        chat_template: ChatTemplate,
+        special_tokens: dict[str, str],
+    ) -> None:
+        self.backend = backend
+        self.chat_template = chat_template
+        self.special_tokens = special_tokens
+        added = backend.get_added_tokens_decoder()
+        self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
+        self._make_decoder = self._decoder_factory()
+
+    @classmethod
+    def from_directory(cls, path: Path, *, trust_remote_code: bool = False) -> Tokenizer:
+        """Loads ``tokenizer.json``, ``tokenizer_config.json`` and the chat templates.
+
+        Without a ``tokenizer.json``, transformers converts what is there, where it can;
+        ``trust_remote_code`` lets it run the checkpoint's own code for that.
+
+        Raises:
+            ModelLoadError: for files that are missing, damaged, or of no fast tokenizer.
+        """
+        path = Path(path)
+        file = path / "tokenizer.json"
+        if file.is_file():
+            try:
+                backend = tokenizers.Tokenizer.from_file(str(file))
+            except Exception as error:  # the library raises bare Exception
+                raise ModelLoadError(f"{file}: is not a valid tokenizer ({error})") from error
+        else:
+            backend = _convert(path, trust_remote_code)
+        # A prompt must not be cut or padded in silence.
+        backend.no_truncation()
+        backend.no_padding()
+        special_tokens = _special_tokens(path)
+        template = ChatTemplate.from_directory(path, special_tokens)
+        return cls(backend, template, special_tokens)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of ``text``.
+
+        Texts from LONG_TEXT characters on are encoded without the interpreter lock, so that
+        a worker thread does not stop the others: ``tokenizers`` holds it in ``encode`` (483
+        ms for 1.2 MB) and gives it up in its batched calls (14 ms at most), of which the
+        "fast" one also leaves out offsets that nobody reads.
+
+        Raises:
+            InvalidRequestError: for text that is no ``str``, or has lone surrogates.
+        """
+        if not isinstance(text, str):
+            kind = type(text).__name__
+            raise InvalidRequestError(f"prompt: is a {kind}, expected a string", param="prompt")
+        try:
+            if len(text) < LONG_TEXT:
+                return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+            batch = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            return batch[0].ids
+        # A lone surrogate reaches the library as a TypeError or UnicodeEncodeError; anything
+        # else that it raises is bare Exception, and is about this text as well.
+        except Exception as error:
+            raise InvalidRequestError(
+                f"prompt: cannot be tokenised ({error})", param="prompt"
+            ) from error
+
+    def min_tokens(self, num_characters: int) -> int:
+        """A number of tokens that no text of so many characters can fall below, so that a
+        text far too long for the context is refused before it is tokenised; 0 where the
+        tokenizer's normalizer may drop characters."""
+        normalizer = self.backend.normalizer
+        if normalizer is None:
+            shrinks = 1
+        elif type(normalizer).__name__ == "NFC":
+            shrinks = 3  # a canonical composition joins three code points at most
+        else:
+            return 0
+        return -(-num_characters // (shrinks * self._longest_token))
+
+    @cached_property
+    def _longest_token(self) -> int:
+        return max(map(len, self.backend.get_vocab(with_added_tokens=True)), default=1)
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of ``token_ids``; ids that the vocabulary does not have are no text."""
+        return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def apply_chat_template(
+        self, messages: Any, *, add_generation_prompt: bool = True, **kwargs: Any
+    ) -> str:
+        """The prompt for a conversation; see ``ChatTemplate.render``.
+
+        It holds the special tokens that the template writes, so it is encoded with
+        ``add_special_tokens=False``: else the model would see two BOS tokens.
+        """
+        return self.chat_template.render(
+            messages, add_generation_prompt=add_generation_prompt, **kwargs
+        )
+
+    def text_decoder(
+        self, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
+    ) -> TextDecoder:
+        """A decoder for one output that follows the prompt."""
+        return self._make_decoder(prompt_token_ids, skip_special_tokens)
+
+    def detokenizer(
+        self, params: SamplingParams, prompt_token_ids: Sequence[int] = ()
+    ) -> Detokenizer:
+        """The text side of one output: incremental decoding and stop strings."""
+        decoder = self.text_decoder(
+            prompt_token_ids, skip_special_tokens=params.skip_special_tokens
+        )
+        return Detokenizer(
+            decoder,
+            stop=tuple(params.stop),
+            include_stop_str_in_output=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+        )
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """Number of token ids, added tokens included: the highest id and one. A model's
+        ``vocab_size`` may be larger, where its embedding is padded."""
+        return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self._id_of("bos_token")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self._id_of("eos_token")
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The tokenizer's own EOS, if it has one; a model may have more (see ModelConfig)."""
+        return () if self.eos_token_id is None else (self.eos_token_id,)
+
+    def _id_of(self, name: str) -> int | None:
+        token = self.special_tokens.get(name)
+        return None if token is None else self.backend.token_to_id(token)
+
+    def _decoder_factory(self) -> Callable[[Sequence[int], bool], TextDecoder]:
+        decoder: Any = self.backend.decoder
+        # The decoder's pickled state is its part of tokenizer.json, without the 0.7 s that
+        # writing and reading a whole file of 150,000 tokens takes.
+        steps = [] if decoder is None else _steps(json.loads(decoder.__getstate__()))
+        kinds = [step["type"] for step in steps]
+        skips = (frozenset(), self.special_token_ids)
+        id_to_token = self.backend.id_to_token
+        if kinds == ["ByteLevel"]:
+            byte_tables = [ByteTable(id_to_token, skip) for skip in skips]
+            return lambda prompt, skip: ByteLevelDecoder(byte_tables[skip], prompt)
+        word_mark = _word_mark(steps)
+        if word_mark is not None:
+            tables = [PieceTable(id_to_token, skip, word_mark=word_mark) for skip in skips]
+            strip = len(steps) == 4
+            return lambda prompt, skip: ByteFallbackDecoder(tables[skip], prompt, strip_start=strip)
+        return lambda prompt, skip: WindowDecoder(
+            lambda ids: self.decode(ids, skip_special_tokens=False), prompt, skip=skips[skip]
+        )
+
+
+def _steps(decoder: dict[str, Any]) -> list[dict[str, Any]]:
+    if decoder["type"] == "Sequence":
+        return [step for inner in decoder["decoders"] for step in _steps(inner)]
+    return [decoder]
+
+
+def _word_mark(steps: list[dict[str, Any]]) -> str | None:
+    """The word mark of a SentencePiece chain with byte fallback, None for another chain:
+    replace the mark by a space, bytes to text, join, and perhaps strip one leading space."""
+    kinds = [step["type"] for step in steps]
+    if kinds[:3] != ["Replace", "ByteFallback", "Fuse"] or len(kinds) > 4:
+        return None
+    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    if len(steps) == 4 and steps[3] != strip:
+        return None
+    mark = steps[0]["pattern"].get("String")
+    return mark if mark and steps[0]["content"] == " " else None
+
+
+def _special_tokens(path: Path) -> dict[str, str]:
+    files = [
+        ConfigFile.read_if_present(path / name)
+        for name in ("tokenizer_config.json", "special_tokens_map.json")
+    ]
+    tokens: dict[str, str] = {}
+    for name in _NAMED_TOKENS:
+        for file in files:
+            if name not in file:
+                continue
+            value = file.values[name]
+            text = value.get("content") if isinstance(value, dict) else value
+            if not isinstance(text, str):
+                raise file.bad(name, "a token, or an object with its content")
+            tokens[name] = text
+            break
+    return tokens
+
+
+def _convert(path: Path, trust_remote_code: bool) -> tokenizers.Tokenizer:
+    """Lets transformers make a fast tokenizer of other files."""
+    from transformers import AutoTokenizer
+
+    try:
+        loaded = AutoTokenizer.from_pretrained(
+            str(path), use_fast=True, trust_remote_code=trust_remote_code, local_files_only=True
+        )
+    except Exception as error:  # it raises what its many backends raise
+        raise ModelLoadError(
+            f"{path}: no tokenizer.json, and transformers makes no tokenizer of the other files "
+            f"({type(error).__name__}: {error})"
+        ) from error
+    backend: Any = getattr(loaded, "backend_tokenizer", None)
+    if not isinstance(backend, tokenizers.Tokenizer):
+        raise ModelLoadError(
+            f"{path}: no tokenizer.json, and {type(loaded).__name__} is a slow tokenizer, "
+            "expected a fast one"
+        )
+    return tokenizers.Tokenizer.from_str(backend.to_str())

@@ -1,0 +1,128 @@
+"""An engine without a model: the fake executor under the real everything else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncllm import AsyncLLMEngine, EngineConfig
+from asyncllm.core.detokenizer import Detokenizer
+from asyncllm.core.executor import ExecutorInfo, FakeExecutor
+from asyncllm.errors import InvalidRequestError
+from asyncllm.loading import LoadedModel
+
+VOCAB_SIZE = 1000
+
+
+class WordDecoder:
+    """Token 17 is the text "17 "."""
+
+    def push(self, token_id: int) -> str:
+        return f"{token_id} "
+
+    def flush(self) -> str:
+        return ""
+
+
+class FakeTokenizer:
+    """Every word is a number, and every number a token: "3 5 8" is [3, 5, 8]."""
+
+    def __init__(self) -> None:
+        self.gate: Any = None
+        self.failing_tokens: set[int] = set()
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        if self.gate is not None:
+            self.gate.wait(10)
+        try:
+            return [int(word) for word in text.split()]
+        except ValueError as error:
+            raise InvalidRequestError(f"prompt: {error}", param="prompt") from error
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return "".join(f"{token_id} " for token_id in token_ids)
+
+    def apply_chat_template(
+        self, messages: Any, *, add_generation_prompt: bool = True, **kwargs: Any
+    ) -> str:
+        return " ".join(message["content"] for message in messages)
+
+    def detokenizer(self, params: Any, prompt_token_ids: Sequence[int] = ()) -> Detokenizer:
+        return Detokenizer(
+            FailingDecoder(self.failing_tokens),
+            stop=params.stop,
+            include_stop_str_in_output=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+        )
+
+    def min_tokens(self, num_characters: int) -> int:
+        return (num_characters + 3) // 4
+
+
+class FailingDecoder(WordDecoder):
+    """Raises on tokens that the test names."""
+
+    def __init__(self, failing: set[int]) -> None:
+        self._failing = failing
+
+    def push(self, token_id: int) -> str:
+        if token_id in self._failing:
+            raise ValueError(f"token {token_id} has no text")
+        return super().push(token_id)
+
+
+@dataclass
+class FakeModelConfig:
+    eos_token_ids: tuple[int, ...] = ()
+    generation_defaults: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Fake:
+    """What a test holds on to."""
+
+    info: ExecutorInfo
+    executor: FakeExecutor
+    tokenizer: FakeTokenizer
+    model_config: FakeModelConfig
+    load_error: BaseException | None = None
+    load_gate: Any = None
+
+    def load(self, config: EngineConfig, progress: Any) -> LoadedModel:
+        progress(0, 100)
+        if self.load_gate is not None:
+            self.load_gate.wait(10)
+        progress(100, 100)
+        if self.load_error is not None:
+            raise self.load_error
+        # A fresh executor for each start, as a real loader makes one.
+        return LoadedModel(self.executor, self.tokenizer, self.model_config)
+
+    def engine(self, **overrides: Any) -> AsyncLLMEngine:
+        return AsyncLLMEngine._with_loader(self.load, **overrides)
+
+
+def fake(
+    *,
+    num_blocks: int = 65,
+    block_size: int = 4,
+    max_model_len: int | None = None,
+    max_num_seqs: int = 16,
+    max_num_batched_tokens: int = 64,
+    pipeline_depth: int = 1,
+    step_time: float = 0.0,
+    eos_token_ids: tuple[int, ...] = (),
+    record: bool = False,
+) -> Fake:
+    info = ExecutorInfo(
+        vocab_size=VOCAB_SIZE,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_model_len=max_model_len or (num_blocks - 1) * block_size,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        pipeline_depth=pipeline_depth,
+    )
+    executor = FakeExecutor(info, step_time=step_time, record=record)
+    return Fake(info, executor, FakeTokenizer(), FakeModelConfig(eos_token_ids))

@@ -1,0 +1,201 @@
+"""BlockPool against a plain model: lists and dictionaries, written to be obviously right."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from asyncllm.core.block_pool import BlockPool
+
+
+def test_lru_order_and_lazy_eviction():
+    pool = BlockPool(5)
+    blocks = pool.allocate(4)
+    assert [b.block_id for b in blocks] == [1, 2, 3, 4]
+    for block in blocks[:3]:
+        assert pool.publish(block, bytes([block.block_id]))
+    pool.release(blocks)
+    # The one without a hash is reused first, then the tail of the prefix before its head.
+    assert [b.block_id for b in pool.allocate(2)] == [4, 3]
+    assert pool.find(b"\x03") is None
+    assert pool.find(b"\x01") is blocks[0]
+    assert pool.num_free == 2
+
+
+def test_hit_takes_a_block_out_of_the_middle_of_the_free_list():
+    pool = BlockPool(4)
+    blocks = pool.allocate(3)
+    for block in blocks:
+        pool.publish(block, bytes([block.block_id]))
+    pool.release(blocks)
+    found = pool.find(b"\x02")
+    assert found is blocks[1]
+    pool.touch(found)
+    assert pool.num_free == 2
+    assert {b.block_id for b in pool.allocate(2)} == {1, 3}
+    pool.check_integrity([[blocks[1]], [blocks[0]], [blocks[2]]])
+
+
+def test_allocating_too_many_takes_nothing():
+    pool = BlockPool(3)
+    with pytest.raises(IndexError, match="3 blocks wanted, 2 are free"):
+        pool.allocate(3)
+    assert pool.num_free == 2
+    pool.check_integrity()
+
+
+def test_misuse_is_noticed():
+    pool = BlockPool(3)
+    (block,) = pool.allocate(1)
+    pool.publish(block, b"x")
+    with pytest.raises(ValueError, match="published already"):
+        pool.publish(block, b"y")
+    pool.release([block])
+    with pytest.raises(ValueError, match="more often"):
+        pool.release([block])
+    with pytest.raises(ValueError, match="null block"):
+        BlockPool(1)
+
+
+def test_second_block_with_equal_contents_stays_unpublished():
+    pool = BlockPool(4)
+    first, second = pool.allocate(2)
+    assert pool.publish(first, b"x")
+    assert not pool.publish(second, b"x")
+    assert pool.find(b"x") is first
+    pool.release([first, second])
+    assert pool.allocate(1)[0] is second
+
+
+def test_reset_forgets_only_when_nobody_holds_a_block():
+    pool = BlockPool(3)
+    (block,) = pool.allocate(1)
+    pool.publish(block, b"x")
+    assert not pool.reset_prefix_cache()
+    assert pool.find(b"x") is block
+    pool.release([block])
+    assert pool.reset_prefix_cache()
+    assert pool.find(b"x") is None
+    pool.check_integrity()
+
+
+@pytest.mark.parametrize("damage", ["leak", "double", "hash"])
+def test_check_integrity_notices(damage):
+    pool = BlockPool(4)
+    block, other = pool.allocate(2)
+    pool.publish(block, b"x")
+    holders = [[block], [other]]
+    pool.check_integrity(holders)
+    if damage == "leak":
+        holders.pop()
+    elif damage == "double":
+        holders.append([block])
+    else:
+        block.hash = b"y"
+    with pytest.raises(AssertionError):
+        pool.check_integrity(holders)
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """The model: an ordered list of free ids, reference counts, and a dict of hashes."""
+
+    @initialize(size=st.integers(2, 9))
+    def make(self, size):
+        self.pool = BlockPool(size)
+        self.free = list(range(1, size))
+        self.hash_of: dict[int, bytes] = {}
+        self.holders: list[list] = []
+
+    def _drop_hash(self, block_id):
+        self.hash_of.pop(block_id, None)
+
+    @rule(data=st.data())
+    def allocate(self, data):
+        count = data.draw(st.integers(0, len(self.pool.blocks)))
+        if count > len(self.free):
+            with pytest.raises(IndexError):
+                self.pool.allocate(count)
+            return
+        taken = self.pool.allocate(count)
+        expected, self.free = self.free[:count], self.free[count:]
+        assert [b.block_id for b in taken] == expected
+        for block_id in expected:
+            self._drop_hash(block_id)
+        if taken:
+            self.holders.append(taken)
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data())
+    def release(self, data):
+        held = self.holders.pop(data.draw(st.integers(0, len(self.holders) - 1)))
+        self.pool.release(held)
+        for block in reversed(held):
+            if not any(block in other for other in self.holders):
+                if block.block_id in self.hash_of:
+                    self.free.append(block.block_id)
+                else:
+                    self.free.insert(0, block.block_id)
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data(), digest=st.binary(min_size=1, max_size=1))
+    def publish(self, data, digest):
+        held = data.draw(st.sampled_from(self.holders))
+        block = data.draw(st.sampled_from(held))
+        if block.block_id in self.hash_of:
+            return
+        fresh = digest not in self.hash_of.values()
+        assert self.pool.publish(block, digest) is fresh
+        if fresh:
+            self.hash_of[block.block_id] = digest
+
+    @precondition(lambda self: self.hash_of)
+    @rule(data=st.data())
+    def hit(self, data):
+        block_id, digest = data.draw(st.sampled_from(sorted(self.hash_of.items())))
+        block = self.pool.find(digest)
+        assert block is self.pool.blocks[block_id]
+        self.pool.touch(block)
+        if block_id in self.free:
+            self.free.remove(block_id)
+        self.holders.append([block])
+
+    @precondition(lambda self: self.hash_of)
+    @rule(data=st.data())
+    def unpublish(self, data):
+        block_id = data.draw(st.sampled_from(sorted(self.hash_of)))
+        self.pool.unpublish(self.pool.blocks[block_id])
+        self._drop_hash(block_id)
+        if block_id in self.free:
+            self.free.remove(block_id)
+            self.free.insert(0, block_id)
+
+    @rule()
+    def reset(self):
+        assert self.pool.reset_prefix_cache() is (not self.holders)
+        if not self.holders:
+            for block in list(self.free):
+                if block in self.hash_of:
+                    self.free.remove(block)
+            hashed = list(self.hash_of)
+            # Unpublishing moves each to the head, in the order of publication.
+            self.free = [*reversed(hashed), *self.free]
+            self.hash_of.clear()
+
+    @invariant()
+    def agrees(self):
+        if hasattr(self, "pool"):
+            self.pool.check_integrity(self.holders)
+            assert [b.block_id for b in self.pool._free] == self.free
+            assert self.pool.num_cached == len(self.hash_of)
+
+
+PoolMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
+TestPoolMachine = PoolMachine.TestCase

@@ -1,0 +1,120 @@
+"""The shipped model sits its examination: names, words, numbers and wordings it never saw."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+MODEL = ROOT / "asyncllm" / "demo_model"
+sys.path.insert(0, str(ROOT / "tools"))
+
+from demo_model import chat, corpus, examine, heldout, wordings, words  # noqa: E402
+
+COUNT = 60
+THREE_FACTS = "questions over three facts"
+BOUNDS = {skill: 0.8 if skill == THREE_FACTS else 0.9 for skill in heldout.MAKERS}
+
+
+@pytest.fixture(scope="module")
+def generate() -> heldout.Generate:
+    """Greedy answers of the shipped model to rendered prompts."""
+    pytest.importorskip("transformers")
+    return examine.reference(MODEL)
+
+
+@pytest.mark.parametrize("skill", sorted(heldout.MAKERS))
+def test_skill(skill: str, generate: heldout.Generate) -> None:
+    score = heldout.score(skill, generate, COUNT)
+    print(f"seed {heldout.SEED}: {skill} {score.right} of {score.total}")
+    for prompt, wanted, said in score.misses:
+        print(f"{prompt!r}\n  wanted {wanted!r}\n  said {said!r}")
+    assert score.rate >= BOUNDS[skill]
+
+
+def test_training_text_lacks_the_examination() -> None:
+    seed = "leak"
+    print(f"seed {seed}")
+    texts = [
+        "".join(text for text, _ in pieces)
+        for pieces in corpus.documents(seed, 3_000_000, 0.5, ("ab", "cd"))
+    ]
+    seen = {word for text in texts for word in re.findall("[a-z]+", text.lower())}
+    assert seen & words.HELD_WORDS == set()
+
+
+def test_training_cannot_say_the_examination_wordings() -> None:
+    assert wordings.shared() == []
+    train = ("[How|What] is {v}[?|]",)
+    assert wordings.pattern(train[0]).fullmatch(wordings.normal("How is {a}?"))
+
+
+def test_examination_is_the_same_every_time() -> None:
+    assert heldout.items("JSON objects", 20) == heldout.items("JSON objects", 20)
+    assert heldout.items("JSON objects", 20, 1) != heldout.items("JSON objects", 20, 2)
+
+
+def test_template_says_what_the_training_said() -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
+    rng = random.Random(5)
+    print("seed 5")
+    bank = words.Bank(rng)
+    for _ in range(50):
+        task = corpus.calls.draw(bank)
+        messages = [{"role": "system", "content": "Be brief."}, *corpus.call_messages(task)][
+            rng.randint(0, 1) :
+        ]
+        for count in range(2, len(messages)):
+            shown = tokenizer.apply_chat_template(
+                messages[:count], tools=task.tools, tokenize=False, add_generation_prompt=True
+            )
+            assert shown == chat.render(messages[:count], task.tools)
+        structured = [dict(message) for message in messages]
+        at = next(i for i, m in enumerate(messages) if m["content"].startswith("<tool_call>"))
+        call = {"type": "function", "function": task.call}
+        structured[at] = {"role": "assistant", "content": "", "tool_calls": [call]}
+        assert tokenizer.apply_chat_template(
+            structured, tools=task.tools, tokenize=False
+        ) == tokenizer.apply_chat_template(messages, tools=task.tools, tokenize=False)
+
+
+def test_template_takes_parts_and_refuses_unknown_roles() -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
+    parts = [
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}],
+        }
+    ]
+    assert tokenizer.apply_chat_template(parts, tokenize=False) == (
+        "<|im_start|>user\nHello<|im_end|>\n"
+    )
+    with pytest.raises(Exception, match="Unknown role: wizard"):
+        tokenizer.apply_chat_template([{"role": "wizard", "content": "Hi"}], tokenize=False)
+    with pytest.raises(Exception, match="text only"):
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": [{"type": "image", "image": "x"}]}], tokenize=False
+        )
+
+
+def test_files_are_small_and_whole() -> None:
+    assert sum(path.stat().st_size for path in MODEL.iterdir() if path.is_file()) < 12_000_000
+    config = json.loads((MODEL / "config.json").read_text(encoding="utf-8"))
+    assert config["architectures"] == ["Qwen3ForCausalLM"]
+    assert config["max_position_embeddings"] == 512
+    tokenizer = examine.Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+    assert tokenizer.get_vocab_size() == config["vocab_size"] == 2048
+    generation = json.loads((MODEL / "generation_config.json").read_text(encoding="utf-8"))
+    assert generation["eos_token_id"] == [
+        tokenizer.token_to_id("<|im_end|>"),
+        tokenizer.token_to_id("<|endoftext|>"),
+    ]
+    for mark in ("<|im_start|>", "<|im_end|>", "<|endoftext|>"):
+        assert len(tokenizer.encode(mark, add_special_tokens=False).ids) == 1

@@ -1,0 +1,696 @@
+"""The public API on the fake executor: requests, results, errors, lifecycle."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import math
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+import asyncllm
+from asyncllm import (
+    AsyncLLMEngine,
+    ContextLengthExceededError,
+    EngineClosedError,
+    EngineConfig,
+    EngineDeadError,
+    EngineError,
+    EngineOverloadedError,
+    InvalidRequestError,
+    ModelLoadError,
+    RequestError,
+    SamplingParams,
+)
+from tests.fakes import VOCAB_SIZE, fake
+
+pytestmark = pytest.mark.asyncio
+
+
+def text_of(token_ids):
+    return "".join(f"{token_id} " for token_id in token_ids)
+
+
+# --- results ----------------------------------------------------------------------------
+
+
+async def test_deltas_add_up_to_the_whole():
+    rig = fake()
+    expected = rig.executor.reference([1, 2, 3], 6)
+    async with rig.engine() as engine:
+        stream = engine.stream([1, 2, 3], max_tokens=6)
+        deltas = [delta async for delta in stream]
+    assert [t for d in deltas for t in d.token_ids] == expected
+    assert "".join(map(str, deltas)) == text_of(expected)
+    assert [d.finish_reason for d in deltas[:-1]] == [None] * (len(deltas) - 1)
+    last = deltas[-1]
+    assert (last.finish_reason, last.stop_reason, last.index) == ("length", None, 0)
+    assert last.usage is not None
+    assert last.usage is stream.usage
+    assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (3, 6)
+    assert stream.finish_reason == "length"
+    assert stream.prompt_token_ids == (1, 2, 3)
+
+
+async def test_text_prompts_and_chat_are_tokenised():
+    rig = fake()
+    async with rig.engine() as engine:
+        one = await engine.generate("7 8 9", max_tokens=3)
+        two = await engine.chat([{"role": "user", "content": "7 8 9"}], max_tokens=3).result()
+    assert one.prompt_token_ids == two.prompt_token_ids == (7, 8, 9)
+    assert list(one.token_ids) == list(two.token_ids) == rig.executor.reference([7, 8, 9], 3)
+
+
+async def test_streams_made_one_after_the_other_run_as_one_batch():
+    rig = fake(record=True)
+    async with rig.engine() as engine:
+        await engine.pause()
+        streams = [engine.stream([i], max_tokens=4) for i in range(8)]
+        await engine.resume()
+        results = [await stream.result() for stream in streams]
+    for i, result in enumerate(results):
+        assert list(result.token_ids) == rig.executor.reference([i], 4)
+    assert [len(batch) for batch in rig.executor.batches] == [8, 8, 8, 8]
+
+
+async def test_result_after_reading_some_is_the_whole():
+    rig = fake()
+    async with rig.engine() as engine:
+        stream = engine.stream([5], max_tokens=5)
+        first = await anext(stream)
+        result = await stream.result()
+    assert result.text.startswith(first.text)
+    assert list(result.token_ids) == rig.executor.reference([5], 5)
+    assert (result.finish_reason, result.request_id) == ("length", stream.request_id)
+
+
+async def test_stop_token_ends_without_its_text():
+    rig = fake()
+    tokens = rig.executor.reference([4, 4], 5)
+    assert tokens.index(tokens[2]) == 2
+    async with rig.engine() as engine:
+        result = await engine.generate([4, 4], stop_token_ids=[tokens[2]])
+        kept = await engine.generate(
+            [4, 4], stop_token_ids=[tokens[2]], include_stop_str_in_output=True
+        )
+        late = await engine.generate(
+            [4, 4], stop_token_ids=[tokens[0], tokens[3]], min_tokens=3, max_tokens=9
+        )
+    assert list(result.token_ids) == tokens[:3]
+    assert result.text == text_of(tokens[:2])
+    assert (result.finish_reason, result.outputs[0].stop_reason) == ("stop", tokens[2])
+    assert kept.text == text_of(tokens[:3])
+    assert list(late.token_ids) == tokens[:4]
+
+
+async def test_eos_stops_unless_ignored_and_has_no_stop_reason():
+    tokens = fake().executor.reference([4, 4], 5)
+    rig = fake(eos_token_ids=(tokens[2],))
+    async with rig.engine() as engine:
+        result = await engine.generate([4, 4])
+        ignoring = await engine.generate([4, 4], ignore_eos=True, max_tokens=5)
+    assert list(result.token_ids) == tokens[:3]
+    assert (result.finish_reason, result.outputs[0].stop_reason) == ("stop", None)
+    assert list(ignoring.token_ids) == tokens
+    assert ignoring.finish_reason == "length"
+
+
+async def test_stop_string_may_span_tokens_and_end_inside_one():
+    rig = fake()
+    tokens = rig.executor.reference([4, 4], 6)
+    whole = text_of(tokens)
+    cut = whole.index(str(tokens[2])) - 2
+    stop = whole[cut : cut + 4]
+    assert whole.index(stop) == cut
+    async with rig.engine() as engine:
+        stream = engine.stream([4, 4], stop=stop, max_tokens=6)
+        deltas = [delta async for delta in stream]
+        kept = await engine.generate(
+            [4, 4], stop=stop, max_tokens=6, include_stop_str_in_output=True
+        )
+        held = await engine.generate([4, 4], stop=["never", whole[-1] + "x"], max_tokens=6)
+    assert "".join(map(str, deltas)) == whole[:cut]
+    assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == ("stop", stop)
+    assert [t for d in deltas for t in d.token_ids] == tokens[:3]
+    assert kept.text == whole[:cut] + stop
+    # What was held back as a possible stop string comes out at the end.
+    assert held.text == whole
+
+
+async def test_cached_tokens_are_reported_and_salted():
+    rig = fake(block_size=4)
+    prompt = list(range(20))
+    async with rig.engine() as engine:
+        usages = [
+            (await engine.generate(prompt, max_tokens=1, cache_salt=salt)).usage
+            for salt in (None, None, "a", "a")
+        ]
+        assert [u.cached_tokens for u in usages] == [0, 16, 0, 16]
+        assert await engine.reset_prefix_cache()
+        again = await engine.generate(prompt, max_tokens=1)
+        assert again.usage.cached_tokens == 0
+        stats = engine.stats()
+    assert stats.num_blocks == stats.num_free_blocks == 64
+    assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (100, 32)
+    assert (stats.generation_tokens, stats.num_finished, stats.num_requests) == (5, 5, 5)
+
+
+async def test_reset_prefix_cache_refuses_while_requests_hold_blocks():
+    rig = fake(step_time=0.002)
+    async with rig.engine() as engine:
+        stream = engine.stream([1] * 9, max_tokens=200)
+        await anext(stream)
+        assert await engine.reset_prefix_cache() is False
+        await stream.aclose()
+
+
+async def test_usage_times_are_in_order():
+    rig = fake(step_time=0.003)
+    async with rig.engine() as engine:
+        usage = (await engine.generate([1, 2], max_tokens=4)).usage
+    assert 0 <= usage.queue_time <= usage.ttft < usage.total_time < 5
+    assert usage.ttft >= 0.003
+    assert usage.inter_token_time == pytest.approx((usage.total_time - usage.ttft) / 3)
+
+
+async def test_pool_too_small_for_all_preempts_and_every_result_is_right():
+    rig = fake(num_blocks=12, block_size=4, max_model_len=40)
+    async with rig.engine() as engine:
+        results = await asyncio.gather(
+            *(engine.generate([i, i + 1, i + 2], max_tokens=25) for i in range(6))
+        )
+        stats = engine.stats()
+    for i, result in enumerate(results):
+        assert list(result.token_ids) == rig.executor.reference([i, i + 1, i + 2], 25)
+    assert stats.num_preemptions > 0
+
+
+async def test_depth_two_gives_the_same_tokens():
+    rig = fake(pipeline_depth=2, num_blocks=20, max_model_len=60)
+    async with rig.engine() as engine:
+        results = await asyncio.gather(
+            *(engine.generate([i] * (i + 1), max_tokens=20) for i in range(8))
+        )
+    for i, result in enumerate(results):
+        assert list(result.token_ids) == rig.executor.reference([i] * (i + 1), 20)
+
+
+async def test_requests_without_a_seed_draw_one_from_the_engine():
+    seeds = []
+    for seed in (5, 5, None):
+        rig = fake(record=True)
+        async with rig.engine(seed=seed) as engine:
+            await asyncio.gather(*(engine.generate([i], max_tokens=1) for i in range(4)))
+        seeds.append([a.sampling.seed for b in rig.executor.batches for a in b.assignments])
+    assert seeds[0] == seeds[1]
+    assert len({*seeds[0], *seeds[2]}) == 8
+    assert all(0 <= s < 2**64 for row in seeds for s in row)
+
+
+async def test_unset_sampling_fields_take_the_models_defaults():
+    rig = fake(record=True)
+    rig.model_config.generation_defaults = {"temperature": 0.6, "top_k": 20}
+    async with rig.engine() as engine:
+        await engine.generate([1], max_tokens=1)
+        await engine.generate([1], SamplingParams(temperature=0.9, max_tokens=1), top_k=3)
+    first, second = (b.assignments[0].sampling for b in rig.executor.batches)
+    assert (first.temperature, first.top_k, first.top_p) == (0.6, 20, 1.0)
+    assert (second.temperature, second.top_k, second.min_p) == (0.9, 3, 0.0)
+
+
+async def test_policy_orders_requests_by_priority():
+    rig = fake(max_num_seqs=1, record=True)
+    async with rig.engine(scheduling_policy="priority") as engine:
+        await engine.pause()
+        streams = [engine.stream([p], max_tokens=2, priority=p) for p in (3, 1, 2)]
+        await engine.resume()
+        for stream in streams:
+            await stream.result()
+    entered = [a.token_ids[0] for b in rig.executor.batches for a in b.assignments]
+    assert entered == [1, 2, 3]
+
+
+async def test_pause_keeps_everything_and_resume_goes_on():
+    rig = fake()
+    async with rig.engine() as engine:
+        stream = engine.stream([3, 3], max_tokens=30)
+        await anext(stream)
+        await engine.pause()
+        steps = engine.stats().num_steps
+        await asyncio.sleep(0.03)
+        assert engine.stats().num_steps == steps
+        await engine.resume()
+        assert list((await stream.result()).token_ids) == rig.executor.reference([3, 3], 30)
+
+
+# --- bad requests -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "param", "says"),
+    [
+        ("", {}, "prompt", "non-empty"),
+        ([], {}, "prompt", "at least one"),
+        ("   ", {}, "prompt", "at least one"),
+        ([1, VOCAB_SIZE], {}, "prompt", "token id 1000, expected ids from 0 to 999"),
+        ([-1], {}, "prompt", "token id -1"),
+        ([1.5], {}, "prompt", "expected text or integer token ids"),
+        (["a"], {}, "prompt", "expected text or integer token ids"),
+        (None, {}, "prompt", "NoneType"),
+        (b"bytes", {}, "prompt", "bytes"),
+        ([1], {"temperature": math.nan}, "temperature", "nan"),
+        ([1], {"temperature": -0.5}, "temperature", "-0.5"),
+        ([1], {"top_p": 0.0}, "top_p", "0.0"),
+        ([1], {"top_p": math.inf}, "top_p", "inf"),
+        ([1], {"top_k": -2}, "top_k", "-2"),
+        ([1], {"top_k": 1.0}, "top_k", "1.0"),
+        ([1], {"min_p": 1.5}, "min_p", "1.5"),
+        ([1], {"presence_penalty": math.nan}, "presence_penalty", "nan"),
+        ([1], {"frequency_penalty": 2.5}, "frequency_penalty", "2.5"),
+        ([1], {"repetition_penalty": 0.0}, "repetition_penalty", "0.0"),
+        ([1], {"max_tokens": 0}, "max_tokens", "0"),
+        ([1], {"min_tokens": -1}, "min_tokens", "-1"),
+        ([1], {"min_tokens": 5, "max_tokens": 4}, "min_tokens", "at most max_tokens=4"),
+        ([1], {"logprobs": 65}, "logprobs", "65"),
+        ([1], {"seed": 2**64}, "seed", "integer"),
+        ([1], {"stop": [""]}, "stop", "non-empty"),
+        ([1], {"stop_token_ids": [1000]}, "stop_token_ids", "1000"),
+        ([1], {"logit_bias": {1000: 1.0}}, "logit_bias", "1000"),
+        ([1], {"logit_bias": {1: math.nan}}, "logit_bias", "nan"),
+        ([1], {"allowed_token_ids": []}, "allowed_token_ids", "at least one"),
+        ([1], {"logits_processors": [3]}, "logits_processors", "callables"),
+        ([1], {"n": 2}, "n", "only n=1"),
+        ([1], {"prompt_logprobs": 1}, "prompt_logprobs", "not supported"),
+        ([1], {"bad_words": ["x"]}, "bad_words", "not supported"),
+        ([1], {"structured_outputs": {}}, "structured_outputs", "not supported"),
+        ([1], {"best_of": 2}, "best_of", "no such sampling parameter"),
+        ([1], {"timeout": 0}, "timeout", "positive"),
+        ([1], {"timeout": math.nan}, "timeout", "positive"),
+        ([1], {"max_unread": 0}, "max_unread", "from 1"),
+        ([1], {"on_slow": "wait"}, "on_slow", "coalesce"),
+        ([1], {"priority": 1}, "priority", "fcfs"),
+        ([1], {"priority": 1.5}, "priority", "integer"),
+        ([1], {"request_id": ""}, "request_id", "non-empty"),
+        ([1], {"cache_salt": 5}, "cache_salt", "string"),
+        ([1], {"params": {"n": 1}}, "params", "SamplingParams"),
+    ],
+)
+async def test_bad_requests_raise_at_once_and_leave_no_trace(prompt, options, param, says):
+    rig = fake()
+    async with rig.engine() as engine:
+        with pytest.raises(InvalidRequestError, match=says) as caught:
+            engine.stream(prompt, **options)
+        assert caught.value.param == param
+        assert isinstance(caught.value, ValueError)
+        assert engine.stats().num_requests == 0
+        assert (await engine.generate([1], max_tokens=1)).finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"tools": []}, "tools"),
+        ({"tool_choice": "none"}, "tool_choice"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
+    ],
+)
+async def test_what_chat_cannot_do_yet_is_refused(options, param):
+    rig = fake()
+    async with rig.engine() as engine:
+        with pytest.raises(InvalidRequestError) as caught:
+            engine.chat([{"role": "user", "content": "1"}], **options)
+        assert caught.value.param == param
+
+
+async def test_prompt_that_fills_the_context_is_refused():
+    rig = fake(max_model_len=10)
+    async with rig.engine() as engine:
+        with pytest.raises(ContextLengthExceededError, match="has 10 tokens, expected at most 9"):
+            engine.stream([1] * 10)
+        result = await engine.generate([1] * 9, max_tokens=5)
+    assert (len(result.token_ids), result.finish_reason) == (1, "length")
+
+
+async def test_duplicate_id_is_refused_while_the_first_lives():
+    rig = fake(step_time=0.001)
+    async with rig.engine() as engine:
+        first = engine.stream([1], request_id="a", max_tokens=100)
+        with pytest.raises(InvalidRequestError, match="live request") as caught:
+            engine.stream([1], request_id="a")
+        assert caught.value.param == "request_id"
+        first.abort()
+        second = engine.stream([2], request_id="a", max_tokens=3)
+        assert list((await second.result()).token_ids) == rig.executor.reference([2], 3)
+        assert (await first.result()).finish_reason == "abort"
+        third = engine.stream([3], request_id="a", max_tokens=1)
+        await third.result()
+
+
+async def test_one_failing_request_fails_alone():
+    rig = fake()
+    rig.executor.row_errors["bad"] = ZeroDivisionError("in a logits processor")
+    async with rig.engine() as engine:
+        bad = engine.stream([1], request_id="bad", max_tokens=5)
+        good = engine.stream([2], max_tokens=5)
+        with pytest.raises(RequestError, match="in a logits processor") as caught:
+            await bad.result()
+        assert isinstance(caught.value.__cause__, ZeroDivisionError)
+        assert list((await good.result()).token_ids) == rig.executor.reference([2], 5)
+        assert engine.stats().num_free_blocks == engine.stats().num_blocks
+
+
+async def test_text_that_does_not_decode_fails_its_request_after_what_came_before():
+    rig = fake()
+    tokens = rig.executor.reference([6], 5)
+    rig.tokenizer.failing_tokens.add(tokens[3])
+    async with rig.engine() as engine:
+        got = []
+        stream = engine.stream([6], max_tokens=5)
+        with pytest.raises(RequestError, match="has no text"):
+            async for delta in stream:
+                got += delta.token_ids
+        assert got == tokens[:3]
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+        with pytest.raises(RequestError, match="has no text"):
+            await stream.result()
+
+
+# --- long texts -------------------------------------------------------------------------
+
+
+async def test_long_text_is_tokenised_elsewhere_and_keeps_its_rank():
+    rig = fake(num_blocks=3001, max_num_seqs=1, max_num_batched_tokens=4096)
+    rig.tokenizer.gate = threading.Event()
+    text = " ".join(["5"] * 3000)
+    async with rig.engine() as engine:
+        blocker = engine.stream([9], max_tokens=4)
+        long = engine.stream(text, max_tokens=2)
+        assert long.prompt_token_ids is None
+        short = engine.stream([8], max_tokens=2)
+        # It holds nobody up.
+        assert (await short.result()).finish_reason == "length"
+        await blocker.result()
+        rig.tokenizer.gate.set()
+        result = await long.result()
+        assert list(result.token_ids) == rig.executor.reference([5] * 3000, 2)
+        assert len(long.prompt_token_ids) == 3000
+
+
+async def test_bad_long_text_raises_at_the_first_read():
+    rig = fake(num_blocks=3001)
+    async with rig.engine() as engine:
+        stream = engine.stream("5 " * 3000 + "oops")
+        with pytest.raises(InvalidRequestError, match="oops"):
+            await anext(stream)
+        assert engine.stats().num_waiting == 0
+
+
+async def test_text_whose_length_alone_is_too_much_raises_at_once():
+    rig = fake(max_model_len=100)
+    async with rig.engine() as engine:
+        with pytest.raises(ContextLengthExceededError, match="at least"):
+            engine.stream("1 " * 4000)
+
+
+async def test_abort_overtakes_its_own_add():
+    rig = fake(num_blocks=3001)
+    rig.tokenizer.gate = threading.Event()
+    async with rig.engine() as engine:
+        stream = engine.stream("5 " * 3000, request_id="x")
+        engine.abort("x")
+        assert (await stream.result()).finish_reason == "abort"
+        again = engine.stream([1], request_id="x", max_tokens=1)
+        await again.result()
+        rig.tokenizer.gate.set()
+        await asyncio.sleep(0.05)
+        stats = engine.stats()
+        assert stats.num_free_blocks == stats.num_blocks
+        assert stats.prompt_tokens == 1
+
+
+# --- admission --------------------------------------------------------------------------
+
+
+async def test_queue_is_bounded_by_requests_and_by_tokens():
+    rig = fake(max_num_seqs=1)
+    async with rig.engine(max_queued_requests=3, max_queued_tokens=20) as engine:
+        await engine.pause()
+        streams = [engine.stream([i], max_tokens=1) for i in range(3)]
+        with pytest.raises(EngineOverloadedError, match="max_queued_requests=3") as caught:
+            engine.stream([9])
+        assert caught.value.retry_after > 0
+        streams.pop().abort()
+        await engine.resume()
+        for stream in streams:
+            await stream.result()
+        await engine.pause()
+        held = engine.stream([1] * 15, max_tokens=1)
+        with pytest.raises(EngineOverloadedError, match="max_queued_tokens=20"):
+            engine.stream([1] * 6)
+        fits = engine.stream([1] * 5, max_tokens=1)
+        await engine.resume()
+        await asyncio.gather(held.result(), fits.result())
+        # A prompt larger than the bound is let in alone, or it could never be served.
+        assert (await engine.generate([1] * 30, max_tokens=1)).finish_reason == "length"
+
+
+# --- lifecycle --------------------------------------------------------------------------
+
+
+async def test_calls_before_start_and_after_close():
+    rig = fake()
+    engine = rig.engine()
+    for call in (
+        lambda: engine.stream([1]),
+        lambda: engine.chat([]),
+        lambda: engine.abort("x"),
+        engine.stats,
+        lambda: engine.tokenizer,
+        lambda: engine.model_config,
+    ):
+        with pytest.raises(EngineClosedError, match="is new; expected a started one"):
+            call()
+    await engine.start()
+    with pytest.raises(EngineError, match="expected a new engine"):
+        await engine.start()
+    await engine.aclose()
+    await engine.aclose()
+    for call in (lambda: engine.stream([1]), lambda: engine.abort("x"), engine.stats):
+        with pytest.raises(EngineClosedError):
+            call()
+    with pytest.raises(EngineClosedError):
+        await engine.start()
+    with pytest.raises(EngineClosedError):
+        await engine.pause()
+    assert rig.executor.closed
+
+
+async def test_closing_an_engine_that_never_started():
+    await fake().engine().aclose()
+
+
+async def test_aclose_aborts_what_lives_and_what_was_generated_can_be_read():
+    rig = fake(step_time=0.002)
+    engine = rig.engine()
+    await engine.start()
+    running = engine.stream([1], max_tokens=200)
+    first = await anext(running)
+    await engine.aclose()
+    rest = [delta async for delta in running]
+    assert rest[-1].finish_reason == "abort"
+    got = [*first.token_ids, *(t for d in rest for t in d.token_ids)]
+    assert got == rig.executor.reference([1], len(got))
+
+
+@pytest.mark.parametrize("drain", [None, 30.0])
+async def test_drain_lets_requests_finish(drain):
+    rig = fake(step_time=0.001)
+    engine = rig.engine()
+    await engine.start()
+    streams = [engine.stream([i], max_tokens=20) for i in range(4)]
+    await engine.aclose(drain=drain)
+    for i, stream in enumerate(streams):
+        assert list((await stream.result()).token_ids) == rig.executor.reference([i], 20)
+
+
+async def test_drain_ends_after_its_seconds():
+    rig = fake(step_time=0.005)
+    engine = rig.engine()
+    await engine.start()
+    stream = engine.stream([1], max_tokens=250)
+    began = time.monotonic()
+    await engine.aclose(drain=0.05)
+    assert time.monotonic() - began < 5
+    result = await stream.result()
+    assert result.finish_reason == "abort"
+    assert 0 < len(result.token_ids) < 250
+
+
+@pytest.mark.parametrize("drain", [-1, math.nan, "soon"])
+async def test_bad_drain(drain):
+    rig = fake()
+    async with rig.engine() as engine:
+        with pytest.raises(InvalidRequestError):
+            await engine.aclose(drain=drain)
+
+
+async def test_failed_start_says_why_and_can_be_tried_again():
+    rig = fake()
+    rig.load_error = ModelLoadError("weights are missing")
+    engine = rig.engine()
+    with pytest.raises(ModelLoadError, match="weights are missing"):
+        await engine.start()
+    rig.load_error = OSError("disk")
+    with pytest.raises(EngineError, match="OSError: disk") as caught:
+        await engine.start()
+    assert isinstance(caught.value.__cause__, OSError)
+    rig.load_error = None
+    async with engine:
+        assert (await engine.generate([1], max_tokens=1)).finish_reason == "length"
+
+
+async def test_cancelled_start_leaves_the_engine_as_if_never_started():
+    rig = fake()
+    rig.load_gate = threading.Event()
+    engine = rig.engine()
+    task = asyncio.ensure_future(engine.start())
+    await asyncio.sleep(0.02)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    with pytest.raises(EngineClosedError, match="is new"):
+        engine.stats()
+    rig.load_gate.set()
+    async with engine:
+        assert (await engine.generate([1], max_tokens=1)).finish_reason == "length"
+
+
+async def test_failing_step_kills_the_engine_and_everybody_hears_of_it(caplog):
+    rig = fake()
+    rig.executor.faults[3] = RuntimeError("device lost")
+    async with rig.engine() as engine:
+        with caplog.at_level(logging.ERROR, logger="asyncllm"):
+            await engine.pause()
+            streams = [engine.stream([i], max_tokens=50) for i in range(3)]
+            await engine.resume()
+            for i, stream in enumerate(streams):
+                got = []
+                with pytest.raises(EngineDeadError, match="device lost") as caught:
+                    async for delta in stream:
+                        got += delta.token_ids
+                assert isinstance(caught.value.__cause__, RuntimeError)
+                assert got == rig.executor.reference([i], len(got))
+        with pytest.raises(EngineDeadError, match="device lost"):
+            engine.stream([1])
+        with pytest.raises(EngineDeadError):
+            await engine.pause()
+        assert engine.stats().num_running >= 0
+    assert "the engine died" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+async def test_forgotten_engine_ends_its_thread():
+    rig = fake()
+    engine = rig.engine()
+    await engine.start()
+    del engine
+    gc.collect()
+    for _ in range(200):
+        if rig.executor.closed:
+            break
+        await asyncio.sleep(0.01)
+    assert rig.executor.closed
+
+
+async def test_two_engines_in_one_process():
+    one, two = fake(), fake(pipeline_depth=2)
+    async with one.engine() as a, two.engine() as b:
+        first, second = await asyncio.gather(
+            a.generate([1], max_tokens=9), b.generate([2], max_tokens=9)
+        )
+    assert list(first.token_ids) == one.executor.reference([1], 9)
+    assert list(second.token_ids) == two.executor.reference([2], 9)
+
+
+async def test_idle_engine_uses_no_cpu():
+    rig = fake()
+    async with rig.engine() as engine:
+        await engine.generate([1], max_tokens=3)
+        await asyncio.sleep(0.05)
+        turns = []
+        core = engine._thread.core
+        original = core.turn
+        core.turn = lambda: (turns.append(1), original())
+        await asyncio.sleep(0.3)
+        # The thread sleeps in its queue: not one turn of the loop.
+        assert turns == []
+        core.turn = original
+
+
+# --- configuration ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("dtype", "int8"),
+        ("device", "tpu"),
+        ("scheduling_policy", "lifo"),
+        ("max_num_seqs", 0),
+        ("max_model_len", -1),
+        ("max_num_batched_tokens", "many"),
+        ("kv_cache_memory", "4 gallons"),
+        ("kv_cache_memory", 0),
+        ("gpu_memory_utilization", 1.5),
+        ("gpu_memory_utilization", math.nan),
+        ("cuda_graphs", "yes"),
+        ("cuda_graph_sizes", (0,)),
+        ("load_format", "pickle"),
+        ("enable_prefix_caching", "no"),
+        ("max_queued_requests", 0),
+        ("step_timeout", math.inf),
+        ("num_threads", 0),
+        ("model", ""),
+        ("model", 5),
+        ("seed", -1),
+    ],
+)
+async def test_bad_configuration_names_the_field(field, value):
+    with pytest.raises(InvalidRequestError) as caught:
+        AsyncLLMEngine(**{field: value})
+    assert caught.value.param == field
+    assert field in str(caught.value)
+
+
+async def test_unknown_setting_and_overrides():
+    with pytest.raises(InvalidRequestError, match="no such setting"):
+        AsyncLLMEngine(max_sequences=3)
+    config = EngineConfig(max_num_seqs=3, kv_cache_memory="2 GiB")
+    engine = AsyncLLMEngine("some/model", config=config, max_num_seqs=7)
+    assert (engine.config.model, engine.config.max_num_seqs) == ("some/model", 7)
+    assert engine.config.kv_cache_memory == 2 * 2**30
+    assert config.max_num_seqs == 3
+
+
+async def test_import_is_cheap():
+    code = (
+        "import sys, asyncllm; asyncllm.SamplingParams; asyncllm.AsyncLLMEngine();"
+        "heavy = {'torch', 'transformers', 'tokenizers', 'safetensors', 'numpy', 'rich'};"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert out.stdout.strip() == "[]"
+
+
+async def test_public_names_resolve():
+    for name in asyncllm.__all__:
+        assert getattr(asyncllm, name).__name__ == name or name == "FinishReason"

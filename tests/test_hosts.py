@@ -1,0 +1,542 @@
+"""The hosts an engine lives in: asyncio, uvloop and trio, several loops, threads, forks,
+blocked loops, loops that go away, and interpreters that do."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import anyio
+import anyio.from_thread
+import anyio.lowlevel
+import pytest
+import uvloop
+
+from asyncllm import (
+    DeadlineExceededError,
+    EngineClosedError,
+    EngineDeadError,
+    EngineOverloadedError,
+)
+from tests.fakes import fake
+
+BACKENDS = {
+    "asyncio": ("asyncio", {}),
+    "uvloop": ("asyncio", {"loop_factory": uvloop.new_event_loop}),
+    "trio": ("trio", {}),
+}
+
+
+@pytest.fixture(params=BACKENDS)
+def run(request):
+    """Runs a coroutine function to its end on one of the backends."""
+    backend, options = BACKENDS[request.param]
+
+    def run(main):
+        return anyio.run(main, backend=backend, backend_options=options)
+
+    return run
+
+
+async def until(condition, timeout=5.0):
+    with anyio.fail_after(timeout):
+        while not condition():
+            await anyio.sleep(0.001)
+
+
+def free(engine):
+    stats = engine.stats()
+    return stats.num_free_blocks == stats.num_blocks and not stats.num_waiting
+
+
+# --- the core promises on every backend -------------------------------------------------
+
+
+def test_streams_run_together(run):
+    rig = fake(pipeline_depth=2)
+
+    async def main():
+        results = {}
+
+        async def read(i):
+            results[i] = [t async for d in engine.stream([i], max_tokens=20) for t in d.token_ids]
+
+        async with rig.engine() as engine:
+            async with anyio.create_task_group() as group:
+                for i in range(20):
+                    group.start_soon(read, i)
+            assert free(engine)
+        for i in range(20):
+            assert results[i] == rig.executor.reference([i], 20)
+
+    run(main)
+
+
+def test_break_and_cancel_scopes_abort(run):
+    rig = fake(step_time=0.001)
+
+    async def main():
+        async with rig.engine() as engine:
+            async for _ in engine.stream([1], max_tokens=200):
+                break
+            with anyio.move_on_after(0.02) as scope:
+                await engine.generate([2], max_tokens=200)
+            assert scope.cancelled_caught
+            with pytest.raises(TimeoutError), anyio.fail_after(0.02):
+                await engine.generate([3], max_tokens=200)
+            await until(lambda: free(engine))
+            assert engine.stats().num_aborted == 3
+
+    run(main)
+
+
+def test_cancelled_group_aborts_all_its_streams(run):
+    rig = fake(step_time=0.001)
+
+    async def main():
+        async with rig.engine() as engine:
+            async with anyio.create_task_group() as group:
+                for i in range(10):
+                    group.start_soon(engine.generate, [i])
+                await anyio.sleep(0.02)
+                group.cancel_scope.cancel()
+            await until(lambda: free(engine))
+            assert engine.stats().num_aborted == 10
+
+    run(main)
+
+
+def test_slow_reader_pauses(run):
+    rig = fake()
+
+    async def main():
+        async with rig.engine() as engine:
+            stream = engine.stream([2], max_tokens=60, max_unread=5, on_slow="pause")
+            await until(lambda: engine.stats().num_paused == 1)
+            got = []
+            async for delta in stream:
+                got += delta.token_ids
+                await anyio.lowlevel.checkpoint()
+            assert got == rig.executor.reference([2], 60)
+
+    run(main)
+
+
+def test_deadline_overload_and_death(run):
+    rig = fake(step_time=0.001, max_num_seqs=1)
+
+    async def main():
+        async with rig.engine(max_queued_requests=1) as engine:
+            with pytest.raises(DeadlineExceededError):
+                await engine.generate([1], timeout=0.02)
+            await engine.pause()
+            queued = engine.stream([1], max_tokens=3)
+            with pytest.raises(EngineOverloadedError):
+                engine.stream([1])
+            await engine.resume()
+            await queued.result()
+            rig.executor.faults |= {i: RuntimeError("lost") for i in range(10_000)}
+            with pytest.raises(EngineDeadError, match="lost"):
+                await engine.generate([1])
+
+    run(main)
+
+
+def test_hung_step_is_noticed(run):
+    rig = fake()
+    rig.executor.gate = threading.Semaphore(1)
+
+    async def main():
+        async with rig.engine(step_timeout=0.1) as engine:
+            with pytest.raises(EngineDeadError, match="step_timeout"):
+                await engine.generate([1], max_tokens=9)
+
+    run(main)
+    rig.executor.gate.release(100)
+
+
+def test_pause_reset_and_cancelled_start(run):
+    rig = fake()
+
+    async def main():
+        rig.load_gate = threading.Event()
+        engine = rig.engine()
+        with anyio.move_on_after(0.02):
+            await engine.start()
+        rig.load_gate.set()
+        async with engine:
+            await engine.pause()
+            await engine.resume()
+            assert await engine.reset_prefix_cache()
+            await engine.generate([1], max_tokens=2)
+
+    run(main)
+
+
+def test_one_loop_after_the_other(run):
+    rig = fake()
+
+    async def main():
+        async with rig.engine() as engine:
+            result = await engine.generate([4], max_tokens=5)
+            assert list(result.token_ids) == rig.executor.reference([4], 5)
+
+    run(main)
+    run(main)
+
+
+def test_loop_that_ends_without_aclose_ends_the_engine(run):
+    rig = fake(step_time=0.001)
+
+    async def main():
+        engine = rig.engine()
+        await engine.start()
+        stream = engine.stream([1], max_tokens=200)
+        await anext(stream)
+        kept.extend((engine, stream))
+
+    kept = []
+    run(main)
+    engine = kept[0]
+    deadline = time.monotonic() + 5
+    while not rig.executor.closed:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    with pytest.raises(EngineClosedError):
+        engine.stream([1])
+
+
+def test_abort_from_another_thread(run):
+    rig = fake(step_time=0.001)
+
+    async def main():
+        async with rig.engine() as engine:
+            stream = engine.stream([1], request_id="x", max_tokens=200)
+            await anext(stream)
+            await anyio.to_thread.run_sync(engine.abort, "x")
+            assert [d async for d in stream][-1].finish_reason == "abort"
+
+    run(main)
+
+
+# --- several loops ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("other", BACKENDS)
+def test_one_engine_from_two_loops_at_once(run, other):
+    rig = fake(step_time=0.0005)
+    backend, options = BACKENDS[other]
+
+    async def main():
+        async with rig.engine() as engine:
+            elsewhere = {}
+
+            async def read_elsewhere():
+                for i in range(5):
+                    elsewhere[i] = await engine.generate([100 + i], max_tokens=20)
+
+            def second_loop():
+                anyio.run(read_elsewhere, backend=backend, backend_options=options)
+
+            thread = threading.Thread(target=second_loop)
+            thread.start()
+            for i in range(5):
+                result = await engine.generate([i], max_tokens=20)
+                assert list(result.token_ids) == rig.executor.reference([i], 20)
+            await anyio.to_thread.run_sync(thread.join)
+            for i, result in elsewhere.items():
+                assert list(result.token_ids) == rig.executor.reference([100 + i], 20)
+            assert len(elsewhere) == 5
+
+    run(main)
+
+
+@pytest.mark.parametrize("other", BACKENDS)
+def test_loop_that_was_closed_aborts_its_streams(run, other):
+    """A stream that outlives its loop can never be read again; the engine goes on."""
+    rig = fake(step_time=0.002, max_model_len=250)
+    backend, options = BACKENDS[other]
+    kept = []
+
+    async def main():
+        async with rig.engine() as engine:
+
+            async def abandon():
+                stream = engine.stream([1], max_tokens=240)
+                await anext(stream)
+                # Held by the test, so that no destructor aborts it.
+                kept.append(stream)
+
+            def second_loop():
+                anyio.run(abandon, backend=backend, backend_options=options)
+
+            thread = threading.Thread(target=second_loop)
+            thread.start()
+            await anyio.to_thread.run_sync(thread.join)
+            await until(lambda: engine.stats().num_aborted == 1)
+            await until(lambda: free(engine))
+            result = await engine.generate([2], max_tokens=5)
+            assert list(result.token_ids) == rig.executor.reference([2], 5)
+
+    run(main)
+
+
+def test_engine_started_in_a_thread_that_is_not_the_main_one(run):
+    rig = fake()
+
+    async def main():
+        async with rig.engine() as engine:
+            await engine.generate([1], max_tokens=3)
+
+    errors = []
+
+    def target():
+        try:
+            run(main)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=target)
+    thread.start()
+    thread.join(20)
+    assert errors == []
+    assert rig.executor.closed
+
+
+# --- a host that blocks its loop --------------------------------------------------------
+
+
+def test_engine_makes_progress_while_the_loop_is_blocked(run):
+    rig = fake(step_time=0.001)
+
+    async def main():
+        async with rig.engine() as engine:
+            stream = engine.stream([1], max_tokens=100)
+            await anext(stream)
+            before = engine.stats().generation_tokens
+            time.sleep(0.2)  # this is the point
+            assert engine.stats().generation_tokens - before > 30
+            assert list((await stream.result()).token_ids) == rig.executor.reference([1], 100)
+
+    run(main)
+
+
+def test_at_most_one_wake_is_outstanding(run):
+    """However many streams and steps, a loop that does not run is called once."""
+    rig = fake(step_time=0.001)
+    calls = []
+
+    async def main():
+        async with rig.engine() as engine, anyio.create_task_group() as group:
+            for i in range(10):
+                group.start_soon(engine.generate, [i])
+            await anyio.sleep(0.02)
+            mailbox = engine._mailboxes.of_running_loop()
+            post = mailbox.host.post
+            mailbox.host.post = lambda callback: (calls.append(callback), post(callback))
+            time.sleep(0.1)
+            assert len(calls) <= 1
+            assert engine.stats().num_steps > 30
+            group.cancel_scope.cancel()
+
+    run(main)
+
+
+# --- processes --------------------------------------------------------------------------
+
+
+def python(code: str, *options: str, timeout=60) -> subprocess.CompletedProcess[str]:
+    prelude = "import asyncio, os, sys, threading, time\nfrom tests.fakes import fake\n"
+    return subprocess.run(
+        [sys.executable, *options, "-c", prelude + textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+def test_fork_after_start_is_a_clear_error_in_the_child():
+    out = python(
+        """
+        import gc, warnings
+        warnings.simplefilter("ignore", DeprecationWarning)
+
+        async def main():
+            rig = fake(step_time=0.001)
+            async with rig.engine() as engine:
+                stream = engine.stream([1], max_tokens=100)
+                await anext(stream)
+                pid = os.fork()
+                if pid == 0:
+                    seen = []
+                    for call in (lambda: engine.stream([1]), engine.stats,
+                                 lambda: engine.abort("x")):
+                        try:
+                            call()
+                        except Exception as error:
+                            seen.append(f"{type(error).__name__}: {error}")
+                    del stream
+                    gc.collect()
+                    print("\\n".join(seen), flush=True)
+                    os._exit(7)
+                _, status = os.waitpid(pid, 0)
+                result = await stream.result()
+                print("child", os.waitstatus_to_exitcode(status))
+                print(list(result.token_ids) == rig.executor.reference([1], 100))
+
+        asyncio.run(main())
+        """
+    )
+    assert out.returncode == 0, out.stderr
+    lines = out.stdout.splitlines()
+    assert len(lines) == 5
+    assert all(line.startswith("EngineClosedError: the engine belongs to") for line in lines[:3])
+    assert lines[3:] == ["child 7", "True"]
+
+
+@pytest.mark.parametrize("how", ["sys.exit(0)", "pass", "raise KeyError('host')"])
+def test_interpreter_exits_while_streams_run(how):
+    began = time.monotonic()
+    out = python(
+        f"""
+        engines = []
+        async def main():
+            engine = fake(step_time=0.001).engine()
+            engines.append(engine)
+            await engine.start()
+            streams = [engine.stream([i], max_tokens=10_000) for i in range(5)]
+            engines.append(streams)
+            await anext(streams[0])
+            {how}
+        asyncio.run(main())
+        """,
+        "-W",
+        "error",
+    )
+    assert time.monotonic() - began < 30
+    assert out.returncode == (1 if "KeyError" in how else 0), out.stderr
+    assert "asyncllm" not in out.stderr.replace("asyncllm-engine", ""), out.stderr
+
+
+def test_interpreter_exits_from_a_loop_that_never_closes():
+    """No loop to cancel anything, no aclose: the exit hook ends the thread."""
+    out = python(
+        """
+        import atexit
+        rig = fake(step_time=0.001)
+        engine = rig.engine()
+        loop = asyncio.new_event_loop()
+        loop.run_until_complete(engine.start())
+        stream = engine.stream([1], max_tokens=10_000)
+        atexit.register(lambda: print("threads", threading.active_count()))
+        os.environ["ASYNCLLM_TEST"] = "1"
+        hook = engine._thread._at_exit
+        atexit.unregister(hook)
+        atexit.register(lambda: print("closed", rig.executor.closed))
+        atexit.register(hook)
+        """
+    )
+    assert out.returncode == 0, out.stderr
+    assert "closed True" in out.stdout
+    assert out.stderr.count("Traceback") == 0, out.stderr
+
+
+def test_development_mode_with_errors_for_warnings():
+    out = python(
+        """
+        async def main():
+            rig = fake(step_time=0.001, pipeline_depth=2)
+            async with rig.engine() as engine:
+                async for _ in engine.stream([1], max_tokens=50):
+                    break
+                await asyncio.gather(*(engine.generate([i], max_tokens=20) for i in range(9)))
+            async with rig.engine(model=None) as engine:
+                await engine.generate([1], max_tokens=3)
+        asyncio.run(main(), debug=True)
+        """,
+        "-X",
+        "dev",
+        "-W",
+        "error",
+    )
+    assert (out.returncode, out.stderr) == (0, "")
+
+
+def test_the_host_is_left_alone():
+    out = python(
+        """
+        import asyncio, gc, logging, random, signal
+        def state():
+            return (
+                dict(os.environ),
+                [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)],
+                random.getstate(),
+                logging.getLogger().handlers[:],
+                logging.getLogger().level,
+                gc.get_threshold(),
+                gc.isenabled(),
+                type(asyncio.get_event_loop_policy()),
+                sys.getswitchinterval(),
+                sys.excepthook is sys.__excepthook__,
+                threading.excepthook is threading.__excepthook__,
+                sorted(t.name for t in threading.enumerate()),
+                sorted(os.listdir("/proc/self/fd")),
+            )
+        async def main():
+            before = state()
+            async with fake().engine() as engine:
+                await engine.generate([1], max_tokens=9)
+                names = [t.name for t in threading.enumerate() if t.name.startswith("asyncllm")]
+                assert names == ["asyncllm-engine"], names
+                assert all(t.daemon for t in threading.enumerate() if t.name in names)
+            after = state()
+            assert before == after, (before, after)
+            print("alone")
+        asyncio.run(main())
+        """
+    )
+    assert out.stdout == "alone\n", out.stderr
+
+
+def test_ctrl_c_reaches_the_host():
+    code = """
+        async def main():
+            async with fake(step_time=0.001).engine() as engine:
+                print("ready", flush=True)
+                await engine.generate([1], max_tokens=100_000, ignore_eos=True)
+                while True:
+                    await engine.generate([1], max_tokens=200)
+        try:
+            asyncio.run(main())
+        except KeyboardInterrupt:
+            print("interrupted", threading.active_count())
+    """
+    prelude = "import asyncio, os, sys, threading, time\nfrom tests.fakes import fake\n"
+    process = subprocess.Popen(
+        [sys.executable, "-c", prelude + textwrap.dedent(code)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(0.1)
+    os.kill(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=20)
+    assert out == "interrupted 1\n", err
+
+
+def test_asyncio_run_twice_with_one_engine_each():
+    rig = fake()
+
+    async def main():
+        async with rig.engine() as engine:
+            return list((await engine.generate([1], max_tokens=4)).token_ids)
+
+    assert asyncio.run(main()) == asyncio.run(main()) == rig.executor.reference([1], 4)

@@ -1,0 +1,644 @@
+"""The scheduler on the fake executor: exact decisions, and hypothesis machines."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from asyncllm.core.executor import ExecutorInfo, FakeExecutor
+from asyncllm.core.request import Request, Status
+from asyncllm.core.scheduler import ScheduledStep, Scheduler
+from asyncllm.errors import KVCacheTooSmallError
+from asyncllm.sampling_params import SamplingParams
+
+
+def info(**changes) -> ExecutorInfo:
+    values = dict(
+        vocab_size=997,
+        num_blocks=17,
+        block_size=4,
+        max_model_len=64,
+        max_num_seqs=8,
+        max_num_batched_tokens=32,
+        pipeline_depth=1,
+    )
+    return ExecutorInfo(**(values | changes))
+
+
+class Rig:
+    """A scheduler and a fake device, driven by hand."""
+
+    def __init__(self, policy="fcfs", caching=True, **changes):
+        self.info = info(**changes)
+        self.executor = FakeExecutor(self.info)
+        self.scheduler = Scheduler(self.info, policy=policy, enable_prefix_caching=caching)
+        self.in_flight: list[ScheduledStep] = []
+        self.rank = 0
+
+    def add(self, prompt, max_tokens=8, *, priority=0, deadline=math.inf, eos=(), salt=None):
+        request = Request(
+            f"r{self.rank}",
+            SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=0),
+            token_ids=list(prompt),
+            max_model_len=self.info.max_model_len,
+            rank=self.rank,
+            priority=priority,
+            deadline=deadline,
+            eos_token_ids=eos,
+            cache_salt=salt,
+        )
+        self.rank += 1
+        self.scheduler.add(request)
+        return request
+
+    def launch(self) -> ScheduledStep | None:
+        step = self.scheduler.schedule()
+        if step is not None:
+            self.executor.launch(step.batch)
+            self.in_flight.append(step)
+        return step
+
+    def collect(self):
+        step = self.in_flight.pop(0)
+        return self.scheduler.update(step, self.executor.collect())
+
+    def step(self) -> dict[str, int]:
+        """Launches and collects one step; what each request computed in it."""
+        step = self.launch()
+        if step is None:
+            return {}
+        shape = {r.request_id: n for r, n in zip(step.requests, step.batch.counts, strict=True)}
+        self.collect()
+        self.scheduler.check_integrity()
+        return shape
+
+    def finish_all(self, limit=2000):
+        for _ in range(limit):
+            if not self.scheduler.has_work():
+                return
+            self.step()
+        raise AssertionError("requests do not finish")
+
+    def expect(self, request):
+        """The output of a finished request equals the one computed without any cache."""
+        prompt = request.token_ids[: request.num_prompt_tokens]
+        expected = self.executor.reference(prompt, request.num_output_tokens)
+        assert request.output_token_ids == expected
+
+
+def test_one_request_prefills_then_decodes():
+    rig = Rig()
+    request = rig.add(range(5), max_tokens=3)
+    assert [rig.step() for _ in range(4)] == [{"r0": 5}, {"r0": 1}, {"r0": 1}, {}]
+    assert request.finished
+    assert request.finish_reason == "length"
+    rig.expect(request)
+    assert rig.scheduler.kv.pool.num_free == 16
+
+
+def test_long_prompt_is_chunked_beside_decodes():
+    rig = Rig(max_num_batched_tokens=8)
+    first = rig.add([1, 2], max_tokens=9)
+    assert rig.step() == {"r0": 2}
+    second = rig.add(range(100, 118), max_tokens=2)
+    shapes = [rig.step() for _ in range(4)]
+    assert shapes == [
+        {"r0": 1, "r1": 7},
+        {"r0": 1, "r1": 7},
+        {"r0": 1, "r1": 4},
+        {"r0": 1, "r1": 1},
+    ]
+    rig.finish_all()
+    rig.expect(first)
+    rig.expect(second)
+
+
+def test_decodes_come_first_in_the_batch():
+    rig = Rig()
+    rig.add(range(3))
+    rig.step()
+    rig.add(range(20, 26))
+    rig.add([9])
+    step = rig.launch()
+    assert step is not None
+    assert step.batch.counts == [1, 1, 6]
+    assert step.batch.num_decodes == 2
+    assert [r.request_id for r in step.requests] == ["r0", "r2", "r1"]
+    rig.collect()
+
+
+def test_max_num_seqs_bounds_the_running_requests():
+    rig = Rig(max_num_seqs=3)
+    requests = [rig.add([i, i], max_tokens=4) for i in range(7)]
+    while rig.scheduler.has_work():
+        rig.step()
+        assert len(rig.scheduler.running) <= 3
+    for request in requests:
+        rig.expect(request)
+
+
+def test_budget_bounds_every_step():
+    rig = Rig(max_num_batched_tokens=6, num_blocks=65)
+    for i in range(6):
+        rig.add([i] * 11, max_tokens=3)
+    while rig.scheduler.has_work():
+        assert sum(rig.step().values()) <= 6
+
+
+def test_prefix_hit_skips_computed_blocks_and_leaves_one_token():
+    rig = Rig()
+    first = rig.add(range(8), max_tokens=1)
+    assert rig.step() == {"r0": 8}
+    rig.add(range(8), max_tokens=1)
+    # Both blocks are cached, but at least one token is computed: only the first is taken.
+    assert rig.step() == {"r1": 4}
+    third = rig.add([*range(8), 50], max_tokens=1)
+    assert rig.step() == {"r2": 1}
+    assert third.num_cached_tokens == 8
+    rig.expect(first)
+    rig.expect(third)
+    assert rig.scheduler.kv.num_queried_tokens == 8 + 8 + 9
+    assert rig.scheduler.kv.num_hit_tokens == 4 + 8
+
+
+def test_hit_on_blocks_that_the_same_step_writes():
+    rig = Rig()
+    requests = [rig.add([*range(8), i], max_tokens=3) for i in (90, 91, 92)]
+    assert rig.step() == {"r0": 9, "r1": 1, "r2": 1}
+    rig.finish_all()
+    for request in requests:
+        rig.expect(request)
+
+
+def test_salt_keeps_prefixes_apart():
+    rig = Rig()
+    for salt, computed in ((None, 9), ("a", 9), ("b", 9), ("a", 1), (None, 1)):
+        rig.add(range(9), max_tokens=1, salt=salt)
+        assert list(rig.step().values()) == [computed], salt
+
+
+def test_prefix_caching_can_be_switched_off():
+    rig = Rig(caching=False)
+    for _ in range(2):
+        rig.add(range(9), max_tokens=1)
+        assert list(rig.step().values()) == [9]
+    assert rig.scheduler.kv.pool.num_cached == 0
+
+
+def test_output_becomes_a_prefix():
+    rig = Rig()
+    first = rig.add(range(6), max_tokens=7)
+    rig.finish_all()
+    follow_up = rig.add([*first.token_ids, 5], max_tokens=2)
+    # 13 tokens are known, the KV of the last was never computed: 3 full blocks.
+    assert rig.step() == {"r1": 2}
+    assert follow_up.num_cached_tokens == 12
+    rig.finish_all()
+    rig.expect(follow_up)
+
+
+def test_preemption_takes_the_latest_and_it_finishes_all_the_same():
+    rig = Rig(num_blocks=7, max_model_len=24)
+    first = rig.add(range(8), max_tokens=12)
+    second = rig.add(range(20, 28), max_tokens=12)
+    victims = set()
+    while rig.scheduler.has_work():
+        rig.step()
+        victims |= {r.request_id for r in (first, second) if r.num_preemptions}
+    assert victims == {"r1"}
+    assert rig.scheduler.num_preemptions >= 1
+    rig.expect(first)
+    rig.expect(second)
+
+
+def test_priority_decides_who_is_preempted_and_who_is_next():
+    rig = Rig(policy="priority", num_blocks=7, max_model_len=24)
+    low = rig.add(range(8), max_tokens=12, priority=5)
+    high = rig.add(range(20, 28), max_tokens=12, priority=1)
+    rig.finish_all()
+    assert low.num_preemptions >= 1
+    assert high.num_preemptions == 0
+    rig.expect(low)
+    rig.expect(high)
+
+    rig = Rig(policy="priority", max_num_seqs=1)
+    order = [rig.add([i], max_tokens=1, priority=p) for i, p in enumerate((3, 1, 2, 1))]
+    finished = []
+    while rig.scheduler.has_work():
+        rig.step()
+        finished += [r for r in order if r.finished and r not in finished]
+    assert [r.request_id for r in finished] == ["r1", "r3", "r2", "r0"]
+
+
+def test_deadline_policy_runs_the_earliest_within_a_priority():
+    rig = Rig(policy="deadline", max_num_seqs=1)
+    requests = [
+        rig.add([i], max_tokens=1, priority=p, deadline=d)
+        for i, (p, d) in enumerate(((0, math.inf), (0, 9.0), (0, 3.0), (-1, 99.0)))
+    ]
+    finished = []
+    while rig.scheduler.has_work():
+        rig.step()
+        finished += [r for r in requests if r.finished and r not in finished]
+    assert [r.request_id for r in finished] == ["r3", "r2", "r1", "r0"]
+
+
+def test_request_that_can_never_fit_fails_and_the_next_runs():
+    rig = Rig(num_blocks=4, max_model_len=100)
+    big = rig.add(range(20), max_tokens=2)
+    small = rig.add(range(3), max_tokens=2)
+    assert rig.step() == {"r1": 3}
+    ((request, error),) = rig.scheduler.failed
+    assert request is big
+    assert isinstance(error, KVCacheTooSmallError)
+    assert "needs 5 KV blocks for 20 tokens, the cache has 3" in str(error)
+    rig.finish_all()
+    rig.expect(small)
+
+
+def test_request_that_outgrows_the_pool_alone_fails():
+    rig = Rig(num_blocks=4, max_model_len=100)
+    request = rig.add(range(8), max_tokens=50)
+    for _ in range(20):
+        rig.step()
+    assert request.finished
+    assert rig.scheduler.failed[0][0] is request
+    rig.scheduler.check_integrity()
+    assert rig.scheduler.kv.pool.num_free == 3
+
+
+def test_stop_on_the_last_allowed_token_is_a_stop():
+    rig = Rig()
+    (first, second) = rig.executor.reference([7, 7], 2)
+    request = rig.add([7, 7], max_tokens=2, eos=(second,))
+    rig.finish_all()
+    assert first != second
+    assert (request.finish_reason, request.num_output_tokens) == ("stop", 2)
+
+
+def test_context_is_never_exceeded():
+    rig = Rig(max_model_len=10)
+    request = rig.add(range(7), max_tokens=None)
+    rig.finish_all()
+    assert (len(request.token_ids), request.finish_reason) == (10, "length")
+
+
+def test_finish_is_idempotent_in_every_state():
+    rig = Rig(max_num_seqs=1)
+    running, waiting = rig.add(range(6)), rig.add(range(3))
+    rig.step()
+    rig.scheduler.pause(running)
+    for request in (running, waiting):
+        for _ in range(2):
+            rig.scheduler.finish(request, "abort")
+    assert not rig.scheduler.has_work()
+    assert rig.scheduler.kv.pool.num_free == 16
+    rig.scheduler.check_integrity()
+
+
+def test_paused_request_keeps_its_kv_and_goes_on_where_it_was():
+    rig = Rig(max_num_seqs=1)
+    first, second = rig.add(range(6), max_tokens=6), rig.add(range(30, 33), max_tokens=3)
+    rig.step()
+    rig.scheduler.pause(first)
+    # Its slot is free for the next, its blocks are not.
+    assert rig.step() == {"r1": 3}
+    assert first.blocks
+    rig.scheduler.resume(first)
+    rig.finish_all()
+    assert first.num_preemptions == 0
+    rig.expect(first)
+    rig.expect(second)
+
+
+def test_paused_request_is_the_first_victim():
+    rig = Rig(num_blocks=6, max_model_len=20)
+    paused = rig.add(range(8), max_tokens=8)
+    rig.step()
+    rig.scheduler.pause(paused)
+    others = [rig.add(range(40, 48), max_tokens=4), rig.add(range(60, 64), max_tokens=4)]
+    rig.finish_all()
+    assert paused.num_preemptions == 1
+    assert [r.num_preemptions for r in others] == [0, 0]
+    rig.scheduler.resume(paused)
+    rig.finish_all()
+    for request in (paused, *others):
+        rig.expect(request)
+
+
+def test_pause_while_a_token_is_in_flight():
+    rig = Rig(pipeline_depth=2, max_num_seqs=2)
+    request = rig.add(range(3), max_tokens=6)
+    rig.launch()
+    rig.launch()
+    rig.scheduler.pause(request)
+    rig.scheduler.resume(request)
+    # Its tokens are in flight: it cannot enter a slot before they are known.
+    assert rig.launch() is None
+    rig.collect()
+    rig.collect()
+    assert request.num_output_tokens == 2
+    rig.finish_all()
+    rig.expect(request)
+
+
+def test_depth_two_feeds_tokens_that_nobody_has_seen():
+    rig = Rig(pipeline_depth=2)
+    requests = [rig.add(range(i, i + 5), max_tokens=9) for i in range(4)]
+    rig.launch()
+    while rig.scheduler.has_work():
+        rig.launch()
+        rig.collect()
+        rig.scheduler.check_integrity()
+    for request in requests:
+        assert request.num_output_tokens == 9
+        rig.expect(request)
+    assert rig.scheduler.kv.pool.num_free == 16
+
+
+def test_late_result_of_a_preempted_request_is_dropped():
+    rig = Rig(pipeline_depth=2, num_blocks=7, max_model_len=24)
+    requests = [rig.add(range(8), max_tokens=12), rig.add(range(20, 28), max_tokens=12)]
+    rig.launch()
+    while rig.scheduler.has_work():
+        rig.launch()
+        rig.collect()
+        rig.scheduler.check_integrity()
+    assert rig.scheduler.num_preemptions >= 1
+    for request in requests:
+        assert request.num_output_tokens == 12
+        rig.expect(request)
+
+
+def test_rollback_withdraws_what_the_failed_steps_published():
+    rig = Rig(pipeline_depth=2)
+    requests = [rig.add(range(9), max_tokens=4), rig.add(range(50, 55), max_tokens=4)]
+    rig.launch()
+    rig.launch()
+    assert rig.scheduler.kv.pool.num_cached == 3
+    rig.executor.discard()
+    rig.scheduler.rollback(rig.in_flight)
+    rig.in_flight.clear()
+    rig.scheduler.check_integrity()
+    assert rig.scheduler.kv.pool.num_cached == 0
+    assert rig.scheduler.kv.pool.num_free == 16
+    rig.finish_all()
+    for request in requests:
+        rig.expect(request)
+
+
+def test_shrunken_budget_recovers():
+    rig = Rig(max_num_batched_tokens=32)
+    rig.add(range(20), max_tokens=2)
+    step = rig.scheduler.schedule()
+    assert step is not None
+    rig.scheduler.rollback([step])
+    assert rig.scheduler.shrink_budget([step]) == []
+    assert rig.scheduler.token_budget == 10
+    for _ in range(200):
+        rig.scheduler.recover_budget()
+    assert rig.scheduler.token_budget == 32
+
+
+def test_garbage_from_the_device_is_noticed():
+    rig = Rig()
+    rig.add(range(3))
+    step = rig.launch()
+    assert step is not None
+    result = rig.executor.collect()
+    result.token_ids[0] = 5000
+    with pytest.raises(ValueError, match="sampled token 5000 in row 0"):
+        rig.scheduler.update(step, result)
+    result.token_ids.append(1)
+    with pytest.raises(ValueError, match="has 1 rows, its result 2"):
+        rig.scheduler.update(step, result)
+
+
+def test_waiting_queue_survives_many_aborts():
+    rig = Rig(max_num_seqs=1)
+    keep = rig.add([1], max_tokens=3)
+    rig.step()
+    for _ in range(5):
+        doomed = [rig.add([2]) for _ in range(200)]
+        for request in doomed:
+            rig.scheduler.finish(request, "abort")
+    assert len(rig.scheduler.waiting._heap) < 300
+    last = rig.add([3], max_tokens=1)
+    rig.finish_all()
+    rig.expect(keep)
+    rig.expect(last)
+
+
+# --- a plain model of the scheduler -----------------------------------------------------
+
+
+class PlainScheduler:
+    """First come, first served without prefix caching, by counting alone: how many tokens
+    each request computes in each step. Written for reading, not for speed."""
+
+    def __init__(self, limits: ExecutorInfo):
+        self.limits = limits
+        self.waiting: list[dict] = []
+        self.running: list[dict] = []
+
+    def blocks(self, tokens):
+        return -(-tokens // self.limits.block_size)
+
+    def free(self):
+        return self.limits.num_blocks - 1 - sum(r["blocks"] for r in self.running)
+
+    def preempt(self, request):
+        self.running.remove(request)
+        request.update(blocks=0, computed=0)
+        self.waiting.append(request)
+        self.waiting.sort(key=lambda r: r["rank"])
+
+    def step(self):
+        budget, plan, preempted = self.limits.max_num_batched_tokens, {}, False
+        for request in list(self.running):
+            if request not in self.running or budget == 0:
+                continue
+            count = min(request["tokens"] - request["computed"], budget)
+            needed = self.blocks(request["computed"] + count)
+            while needed - request["blocks"] > self.free() and request in self.running:
+                victim = max(self.running, key=lambda r: r["rank"])
+                budget += plan.pop(victim["rank"], 0)
+                self.preempt(victim)
+                preempted = True
+            if request in self.running:
+                request["blocks"] = max(needed, request["blocks"])
+                plan[request["rank"]] = count
+                budget -= count
+        while not preempted and budget and self.waiting:
+            request = self.waiting[0]
+            needed = self.blocks(request["tokens"])
+            if len(self.running) == self.limits.max_num_seqs or needed > self.free():
+                break
+            self.running.append(self.waiting.pop(0))
+            request["blocks"] = needed
+            plan[request["rank"]] = min(request["tokens"], budget)
+            budget -= plan[request["rank"]]
+        for request in list(self.running):
+            request["computed"] += plan.get(request["rank"], 0)
+            if request["rank"] in plan and request["computed"] == request["tokens"]:
+                request["tokens"] += 1
+                if request["tokens"] == request["limit"]:
+                    self.running.remove(request)
+        return plan
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_decisions_equal_the_plain_model(seed):
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    limits = dict(
+        num_blocks=rng.randint(9, 30),
+        block_size=rng.choice([1, 2, 4, 8]),
+        max_num_seqs=rng.randint(1, 6),
+        max_num_batched_tokens=rng.randint(3, 30),
+    )
+    limits["max_model_len"] = min(48, (limits["num_blocks"] - 1) * limits["block_size"])
+    rig = Rig(caching=False, **limits)
+    model = PlainScheduler(rig.info)
+    requests = []
+    for _ in range(400):
+        if len(requests) < 25 and rng.random() < 0.4:
+            length = rng.randint(1, limits["max_model_len"] - 1)
+            request = rig.add([rng.randrange(997) for _ in range(length)], rng.randint(1, 20))
+            requests.append(request)
+            limit = request.max_total_tokens
+            model.waiting.append(
+                dict(rank=request.rank, tokens=length, computed=0, blocks=0, limit=limit)
+            )
+        expected = {f"r{rank}": count for rank, count in model.step().items()}
+        assert rig.step() == expected
+    rig.finish_all()
+    assert len(requests) == 25
+    for request in requests:
+        rig.expect(request)
+
+
+# --- everything at once -----------------------------------------------------------------
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Tiny pools, few distinct tokens (so that prefixes are shared), aborts, pauses, failed
+    steps, depth 1 and 2, every policy. Outputs must equal those without any cache."""
+
+    @initialize(
+        num_blocks=st.integers(5, 14),
+        block_size=st.sampled_from([1, 2, 3, 4]),
+        seqs=st.integers(1, 5),
+        budget=st.integers(1, 24),
+        depth=st.sampled_from([1, 2]),
+        policy=st.sampled_from(["fcfs", "priority", "deadline"]),
+        caching=st.booleans(),
+    )
+    def make(self, num_blocks, block_size, seqs, budget, depth, policy, caching):
+        self.rig = Rig(
+            policy=policy,
+            caching=caching,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_model_len=(num_blocks - 1) * block_size,
+            max_num_seqs=seqs,
+            max_num_batched_tokens=budget,
+            pipeline_depth=depth,
+        )
+        self.requests: list[Request] = []
+
+    @rule(data=st.data())
+    def add(self, data):
+        longest = min(self.rig.info.max_model_len - 1, 16)
+        prompt = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=longest))
+        request = self.rig.add(
+            prompt,
+            max_tokens=data.draw(st.integers(1, 12)),
+            priority=data.draw(st.integers(0, 2)),
+            deadline=data.draw(st.sampled_from([1.0, 2.0, math.inf])),
+            eos=data.draw(st.sampled_from([(), tuple(range(0, 997, 7))])),
+        )
+        self.requests.append(request)
+
+    def _pick(self, data, *states):
+        return data.draw(st.sampled_from([r for r in self.requests if r.status in states]))
+
+    def _any(self, *states):
+        return any(r.status in states for r in self.requests)
+
+    @precondition(lambda self: self._any(Status.WAITING, Status.RUNNING, Status.PAUSED))
+    @rule(data=st.data())
+    def abort(self, data):
+        request = self._pick(data, Status.WAITING, Status.RUNNING, Status.PAUSED)
+        self.rig.scheduler.finish(request, "abort")
+
+    @precondition(lambda self: self._any(Status.WAITING, Status.RUNNING))
+    @rule(data=st.data())
+    def pause(self, data):
+        self.rig.scheduler.pause(self._pick(data, Status.WAITING, Status.RUNNING))
+
+    @precondition(lambda self: self._any(Status.PAUSED))
+    @rule(data=st.data())
+    def resume(self, data):
+        self.rig.scheduler.resume(self._pick(data, Status.PAUSED))
+
+    @rule(times=st.integers(1, 6))
+    def run(self, times):
+        for _ in range(times):
+            self._turn()
+
+    def _turn(self):
+        rig = self.rig
+        launched = None
+        if len(rig.in_flight) < rig.info.pipeline_depth:
+            launched = rig.launch()
+            if launched is not None:
+                assert launched.batch.num_tokens <= rig.info.max_num_batched_tokens
+                assert len(launched.requests) <= rig.info.max_num_seqs
+        if rig.in_flight and (launched is None or len(rig.in_flight) == rig.info.pipeline_depth):
+            rig.collect()
+        rig.scheduler.check_integrity()
+
+    @precondition(lambda self: self.rig.in_flight)
+    @rule()
+    def fail_what_is_in_flight(self):
+        self.rig.executor.discard()
+        self.rig.scheduler.rollback(self.rig.in_flight)
+        self.rig.in_flight.clear()
+
+    @rule()
+    def reset(self):
+        idle = all(not r.blocks for r in self.requests)
+        assert self.rig.scheduler.kv.pool.reset_prefix_cache() is idle
+
+    @invariant()
+    def sound(self):
+        if hasattr(self, "rig"):
+            self.rig.scheduler.check_integrity()
+            assert not self.rig.scheduler.failed
+
+    def teardown(self):
+        if not hasattr(self, "rig"):
+            return
+        for request in self.requests:
+            self.rig.scheduler.resume(request)
+        for _ in range(5000):
+            if not self.rig.scheduler.has_work() and not self.rig.in_flight:
+                break
+            self._turn()
+        pool = self.rig.scheduler.kv.pool
+        assert pool.num_free == pool.num_usable
+        for request in self.requests:
+            assert request.finished, request
+            self.rig.expect(request)
+            if request.finish_reason == "length":
+                assert len(request.token_ids) == request.max_total_tokens
+
+
+SchedulerMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=40)
+TestSchedulerMachine = SchedulerMachine.TestCase

@@ -1,0 +1,571 @@
+"""The streaming contract: ways out, slow readers, deadlines, faults. On the fake executor.
+
+Each test holds the executor back with a gate or a slow step where it needs a moment to be
+hit, and afterwards asks the engine itself whether everything was given back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import random
+import threading
+import time
+
+import pytest
+
+from asyncllm import (
+    DeadlineExceededError,
+    EngineDeadError,
+    InvalidRequestError,
+    RequestError,
+)
+from asyncllm.core.executor import StepMemoryError
+from tests.fakes import fake
+
+pytestmark = pytest.mark.asyncio
+
+
+@contextlib.asynccontextmanager
+async def engine_of(rig, **overrides):
+    """An engine whose loop may complain about nothing, checked at the end."""
+    complaints = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: complaints.append(context))
+    async with rig.engine(**overrides) as engine:
+        yield engine
+        await all_free(engine)
+    gc.collect()
+    await asyncio.sleep(0)
+    assert complaints == []
+
+
+async def all_free(engine, timeout=5.0):
+    """Waits until nothing runs; then every block is free and the books balance."""
+    deadline = time.monotonic() + timeout
+    while True:
+        stats = engine.stats()
+        if stats.num_free_blocks == stats.num_blocks and stats.num_waiting == 0:
+            break
+        assert time.monotonic() < deadline, stats
+        await asyncio.sleep(0.001)
+    core = engine._thread.core
+    await asyncio.wrap_future(core.call(core.scheduler.check_integrity))
+    assert core.admission.num_live == 0
+    assert core.admission.num_queued == 0
+
+
+# --- ways out ---------------------------------------------------------------------------
+
+
+async def way_break(engine):
+    async for _ in engine.stream([1, 2], request_id="x", max_tokens=200):
+        break
+
+
+async def way_exception_in_the_body(engine):
+    with contextlib.suppress(KeyError):
+        async for _ in engine.stream([1, 2], request_id="x", max_tokens=200):
+            raise KeyError("body")
+
+
+async def way_exception_while_held_in_a_traceback(engine):
+    kept = None
+    try:
+        stream = engine.stream([1, 2], request_id="x", max_tokens=200)
+        async for _ in stream:
+            raise KeyError("body")
+    except KeyError as error:
+        kept = error
+    # The traceback keeps this frame and so the stream, which runs on: it is still ours.
+    assert kept is not None
+    stream.abort()
+
+
+async def way_cancelled_task(engine):
+    async def read():
+        async for _ in engine.stream([1, 2], request_id="x", max_tokens=200):
+            pass
+
+    task = asyncio.ensure_future(read())
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def way_cancelled_read_of_a_held_stream(engine):
+    stream = engine.stream([1, 2], request_id="x", max_tokens=200)
+    await anext(stream)
+    read = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0)
+    read.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await read
+        stream.abort()  # the delta was there already: the read was not pending
+    return stream
+
+
+async def way_timeout(engine):
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await engine.generate([1, 2], request_id="x", max_tokens=200)
+
+
+async def way_aclose(engine):
+    stream = engine.stream([1, 2], request_id="x", max_tokens=200)
+    await anext(stream)
+    await stream.aclose()
+    await stream.aclose()
+    with pytest.raises(StopAsyncIteration):
+        await anext(stream)
+    return stream
+
+
+async def way_async_with(engine):
+    async with engine.stream([1, 2], request_id="x", max_tokens=200) as stream:
+        await anext(stream)
+    return stream
+
+
+async def way_last_reference(engine):
+    stream = engine.stream([1, 2], request_id="x", max_tokens=200)
+    await anext(stream)
+    del stream
+
+
+async def way_reference_cycle(engine):
+    cycle = [engine.stream([1, 2], request_id="x", max_tokens=200)]
+    cycle.append(cycle)
+    del cycle
+    gc.collect()
+
+
+async def way_abort_by_id(engine):
+    stream = engine.stream([1, 2], request_id="x", max_tokens=200)
+    engine.abort("x")
+    engine.abort(["x", "unknown"])
+    assert [d async for d in stream][-1].finish_reason == "abort"
+
+
+async def way_abort_from_a_thread(engine):
+    stream = engine.stream([1, 2], request_id="x", max_tokens=200)
+    await anext(stream)
+    await asyncio.to_thread(engine.abort, "x")
+    assert [d async for d in stream][-1].finish_reason == "abort"
+
+
+async def way_abort_from_another_loop(engine):
+    stream = engine.stream([1, 2], request_id="x", max_tokens=200)
+
+    async def elsewhere():
+        engine.abort("x")
+
+    await asyncio.to_thread(lambda: asyncio.run(elsewhere()))
+    assert [d async for d in stream][-1].finish_reason == "abort"
+
+
+async def way_never_read(engine):
+    engine.stream([1, 2], request_id="x", max_tokens=200)
+
+
+WAYS = [
+    way_break,
+    way_exception_in_the_body,
+    way_exception_while_held_in_a_traceback,
+    way_cancelled_task,
+    way_cancelled_read_of_a_held_stream,
+    way_timeout,
+    way_aclose,
+    way_async_with,
+    way_last_reference,
+    way_reference_cycle,
+    way_abort_by_id,
+    way_abort_from_a_thread,
+    way_abort_from_another_loop,
+    way_never_read,
+]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+async def test_every_way_out_gives_everything_back(way, depth):
+    rig = fake(step_time=0.001, pipeline_depth=depth)
+    async with engine_of(rig) as engine:
+        bystander = engine.stream([7], max_tokens=100)
+        held = await way(engine)
+        # The id is free at once, and its blocks before the next step is scheduled.
+        again = engine.stream([3], request_id="x", max_tokens=4)
+        assert list((await again.result()).token_ids) == rig.executor.reference([3], 4)
+        assert list((await bystander.result()).token_ids) == rig.executor.reference([7], 100)
+        assert engine.stats().num_aborted == 1
+        assert engine.stats().generation_tokens < 100 + 4 + 200
+        del held
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_cancellation_at_any_await_point(seed):
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    rig = fake(step_time=0.0005, pipeline_depth=rng.choice([1, 2]), num_blocks=20)
+    async with engine_of(rig) as engine:
+
+        async def read(i):
+            got = []
+            async for delta in engine.stream([i], max_tokens=40):
+                got += delta.token_ids
+                if rng.random() < 0.3:
+                    await asyncio.sleep(0)
+            return i, got
+
+        tasks = [asyncio.ensure_future(read(i)) for i in range(20)]
+        for task in tasks:
+            if rng.random() < 0.5:
+                for _ in range(rng.randrange(4)):
+                    await asyncio.sleep(rng.random() * 0.002)
+                task.cancel()
+        for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+            if not isinstance(outcome, asyncio.CancelledError):
+                i, got = outcome
+                assert got == rig.executor.reference([i], 40)
+
+
+async def test_abort_of_a_queued_request_means_it_is_never_prefilled():
+    rig = fake(max_num_seqs=1, step_time=0.002, record=True)
+    async with engine_of(rig) as engine:
+        running = engine.stream([1], max_tokens=20)
+        await anext(running)
+        queued = engine.stream([2], request_id="q", max_tokens=5)
+        engine.abort("q")
+        result = await queued.result()
+        assert (result.finish_reason, result.token_ids) == ("abort", ())
+        await running.result()
+    assert all(a.request_id != "q" for b in rig.executor.batches for a in b.assignments)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+async def test_blocks_are_free_when_the_abort_is_drained(depth):
+    """No step is needed: while the device hangs in one, only the drain is waited for."""
+    rig = fake(pipeline_depth=depth)
+    rig.executor.gate = threading.Semaphore(0)
+    async with engine_of(rig) as engine:
+        stream = engine.stream([1] * 20, max_tokens=50)
+        rig.executor.gate.release(3)
+        await anext(stream)
+        await engine_blocks(engine, lambda free: free < 64)
+        stream.abort()
+        rig.executor.gate.release(2)  # what is in flight ends, and nothing more is launched
+        await engine_blocks(engine, lambda free: free == 64)
+        rig.executor.gate.release(100)
+
+
+async def engine_blocks(engine, condition):
+    for _ in range(2000):
+        if condition(engine.stats().num_free_blocks):
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError(engine.stats())
+
+
+async def test_stream_held_in_a_variable_runs_on_after_break():
+    rig = fake(step_time=0.0005)
+    async with engine_of(rig) as engine:
+        stream = engine.stream([5], max_tokens=30)
+        got = []
+        async for delta in stream:
+            got += delta.token_ids
+            break
+        await asyncio.sleep(0.005)
+        async for delta in stream:
+            got += delta.token_ids
+        assert got == rig.executor.reference([5], 30)
+
+
+async def test_destructor_on_a_foreign_thread():
+    rig = fake(step_time=0.001)
+    async with engine_of(rig) as engine:
+        box = [engine.stream([1], max_tokens=200)]
+        await anext(box[0])
+        thread = threading.Thread(target=box.clear)
+        thread.start()
+        await asyncio.to_thread(thread.join)
+        await all_free(engine)
+        assert engine.stats().num_aborted == 1
+
+
+async def test_destructor_inside_the_queues_own_put():
+    """The collector may run a stream's destructor in the middle of another put: its own put
+    must go through, or the thread would deadlock with itself."""
+    rig = fake(step_time=0.001)
+    async with engine_of(rig) as engine:
+        core = engine._thread.core
+        doomed = [engine.stream([i], max_tokens=100) for i in range(3)]
+        inbox = core.inbox
+
+        class CollectingQueue:
+            get, get_nowait = inbox.get, inbox.get_nowait
+
+            def put(self, item):
+                doomed.clear()
+                inbox.put(item)
+
+        core.inbox = CollectingQueue()
+        result = await engine.generate([9], max_tokens=3)
+        core.inbox = inbox
+        assert list(result.token_ids) == rig.executor.reference([9], 3)
+        await all_free(engine)
+        assert engine.stats().num_aborted == 3
+
+
+async def test_second_reader_and_second_loop_are_clear_errors():
+    rig = fake(step_time=0.002)
+    async with engine_of(rig) as engine:
+        stream = engine.stream([1], max_tokens=60)
+        reader = asyncio.ensure_future(stream.result())
+        await asyncio.sleep(0.003)
+        with pytest.raises(RuntimeError, match="read by another task"):
+            await anext(stream)
+        assert len((await reader).token_ids) == 60
+
+        stream = engine.stream([1], max_tokens=60)
+        await anext(stream)
+
+        async def elsewhere():
+            with pytest.raises(RuntimeError, match="event loop that read it first"):
+                async for _ in stream:
+                    pass
+
+        await asyncio.to_thread(lambda: asyncio.run(elsewhere()))
+        # The wrong reader was told so, and the stream is unharmed.
+        assert len((await stream.result()).token_ids) == 60
+
+
+# --- slow readers -----------------------------------------------------------------------
+
+
+async def test_coalesce_merges_what_was_not_read_and_bounds_a_delta():
+    rig = fake()
+    async with engine_of(rig) as engine:
+        stream = engine.stream([2], max_tokens=100, max_unread=32)
+        other = engine.stream([3], max_tokens=100)
+        await other.result()
+        deltas = [delta async for delta in stream]
+    assert [t for d in deltas for t in d.token_ids] == rig.executor.reference([2], 100)
+    assert max(len(d.token_ids) for d in deltas) == 32
+    assert len(deltas) < 10
+
+
+async def test_pause_holds_a_request_back_and_it_goes_on_where_it_was():
+    rig = fake(max_num_seqs=1)
+    async with engine_of(rig) as engine:
+        stream = engine.stream([2], max_tokens=100, max_unread=10, on_slow="pause")
+        await engine_counts(engine, lambda s: s.num_paused == 1)
+        # It holds no slot: others run. It holds its KV, and memory stays bounded.
+        other = await engine.generate([3], max_tokens=20)
+        assert list(other.token_ids) == rig.executor.reference([3], 20)
+        assert stream._channel.num_unread == 10
+        assert engine.stats().num_free_blocks < 64
+        assert engine.stats().num_preemptions == 0
+        got = []
+        async for delta in stream:
+            got += delta.token_ids
+            assert len(delta.token_ids) == 1
+            assert stream._channel.num_unread <= 10
+        assert got == rig.executor.reference([2], 100)
+
+
+async def engine_counts(engine, condition):
+    for _ in range(3000):
+        if condition(engine.stats()):
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError(engine.stats())
+
+
+async def test_paused_request_is_the_first_to_lose_its_kv():
+    rig = fake(num_blocks=13, block_size=4, max_model_len=48)
+    async with engine_of(rig) as engine:
+        paused = engine.stream([2] * 12, max_tokens=30, max_unread=4, on_slow="pause")
+        await engine_counts(engine, lambda s: s.num_paused == 1)
+        big = await engine.generate([5] * 20, max_tokens=28)
+        assert list(big.token_ids) == rig.executor.reference([5] * 20, 28)
+        assert engine.stats().num_preemptions == 1
+        result = await paused.result()
+        assert list(result.token_ids) == rig.executor.reference([2] * 12, 30)
+
+
+async def test_slow_reader_with_abort_is_aborted():
+    rig = fake()
+    async with engine_of(rig) as engine:
+        stream = engine.stream([2], max_tokens=100, max_unread=10, on_slow="abort")
+        await engine_counts(engine, lambda s: s.num_aborted == 1)
+        result = await stream.result()
+        assert result.finish_reason == "abort"
+        assert list(result.token_ids) == rig.executor.reference([2], 10)
+
+
+async def test_stalled_readers_do_not_hold_up_a_live_one():
+    rig = fake(num_blocks=200, max_num_seqs=32)
+    async with engine_of(rig) as engine:
+        stalled = [
+            engine.stream([i], max_tokens=300, on_slow=mode, max_unread=8, request_id=f"{mode}{i}")
+            for i in range(6)
+            for mode in ("coalesce", "pause", "abort")
+        ]
+        live = await engine.generate([50], max_tokens=100)
+        assert list(live.token_ids) == rig.executor.reference([50], 100)
+        for stream in stalled:
+            await stream.aclose()
+
+
+@pytest.mark.parametrize("drain", [None, 60.0])
+async def test_paused_stream_that_nobody_reads_does_not_hold_up_a_drain(drain):
+    rig = fake()
+    engine = rig.engine()
+    await engine.start()
+    stream = engine.stream([2], max_tokens=100, max_unread=4, on_slow="pause")
+    await engine_counts(engine, lambda s: s.num_paused == 1)
+    await engine.aclose(drain=drain)
+    assert (await stream.result()).finish_reason == "abort"
+
+
+# --- deadlines --------------------------------------------------------------------------
+
+
+async def test_deadline_in_the_queue_refuses_without_a_prefill():
+    rig = fake(max_num_seqs=1, step_time=0.002, record=True)
+    async with engine_of(rig) as engine:
+        running = engine.stream([1], max_tokens=30)
+        queued = engine.stream([2], timeout=0.01, request_id="late")
+        with pytest.raises(DeadlineExceededError, match="waiting") as caught:
+            await queued.result()
+        assert caught.value.partial is None
+        assert isinstance(caught.value, TimeoutError)
+        await running.result()
+    assert all(a.request_id != "late" for b in rig.executor.batches for a in b.assignments)
+
+
+async def test_deadline_in_prefill():
+    rig = fake(max_num_batched_tokens=2, step_time=0.002)
+    async with engine_of(rig) as engine:
+        with pytest.raises(DeadlineExceededError, match="running") as caught:
+            await engine.generate([1] * 100, timeout=0.02)
+        assert caught.value.partial is None
+
+
+async def test_deadline_in_decode_carries_what_was_generated():
+    rig = fake(step_time=0.002)
+    async with engine_of(rig) as engine:
+        stream = engine.stream([1], timeout=0.03, max_tokens=200)
+        got = []
+        with pytest.raises(DeadlineExceededError) as caught:
+            async for delta in stream:
+                got += delta.token_ids
+        partial = caught.value.partial
+        assert got == list(partial.token_ids) == rig.executor.reference([1], len(got))
+        assert partial.text == "".join(f"{t} " for t in got)
+        assert 0 < len(got) < 200
+
+
+async def test_deadline_runs_on_while_paused_and_while_tokenised():
+    rig = fake(num_blocks=3001)
+    async with engine_of(rig) as engine:
+        paused = engine.stream([1], timeout=0.05, max_unread=2, on_slow="pause", max_tokens=50)
+        await engine_counts(engine, lambda s: s.num_failed == 1)
+        with pytest.raises(DeadlineExceededError, match="paused"):
+            await paused.result()
+        rig.tokenizer.gate = threading.Event()
+        slow = engine.stream("5 " * 3000, timeout=0.03)
+        with pytest.raises(DeadlineExceededError, match="tokenised"):
+            await slow.result()
+        rig.tokenizer.gate.set()
+
+
+async def test_deadline_while_the_engine_is_paused():
+    rig = fake()
+    async with engine_of(rig) as engine:
+        await engine.pause()
+        with pytest.raises(DeadlineExceededError):
+            await engine.generate([1], timeout=0.02)
+        await engine.resume()
+
+
+# --- faults -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+async def test_garbage_from_the_executor_is_fatal_and_says_so(depth):
+    rig = fake(pipeline_depth=depth)
+
+    def garbage(result):
+        result.token_ids[0] = 10**6
+        return result
+
+    rig.executor.faults[2] = garbage
+    async with rig.engine() as engine:
+        with pytest.raises(EngineDeadError, match="sampled token 1000000"):
+            await engine.generate([1], max_tokens=50)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+async def test_step_out_of_memory_is_retried_smaller(depth):
+    rig = fake(pipeline_depth=depth, num_blocks=200, max_num_batched_tokens=64)
+    for step in (0, 1, 5, 6):
+        rig.executor.faults[step] = StepMemoryError("out of memory")
+    async with engine_of(rig) as engine:
+        await engine.pause()
+        streams = [engine.stream([i] * 30, max_tokens=10) for i in range(8)]
+        await engine.resume()
+        for i, stream in enumerate(streams):
+            result = await stream.result()
+            assert list(result.token_ids) == rig.executor.reference([i] * 30, 10)
+    # At depth 2 the step behind a failed one is void as well, and never collected.
+    assert {0, 5}.isdisjoint(rig.executor.faults)
+
+
+async def test_request_that_alone_is_too_much_memory_ends_with_an_error():
+    rig = fake()
+    rig.executor.faults |= {step: StepMemoryError("out of memory") for step in range(12)}
+    async with engine_of(rig) as engine:
+        with pytest.raises(RequestError, match="too little memory") as caught:
+            await engine.generate([1] * 30, max_tokens=3)
+        assert isinstance(caught.value.__cause__, StepMemoryError)
+        rig.executor.faults.clear()
+        result = await engine.generate([2], max_tokens=3)
+        assert list(result.token_ids) == rig.executor.reference([2], 3)
+
+
+async def test_hung_step_is_noticed_and_named():
+    rig = fake()
+    rig.executor.gate = threading.Semaphore(2)
+    engine = rig.engine(step_timeout=0.1)
+    await engine.start()
+    stream = engine.stream([1], max_tokens=50)
+    with pytest.raises(EngineDeadError, match=r"step_timeout=0.1.*'asyncllm-engine'"):
+        await stream.result()
+    with pytest.raises(EngineDeadError):
+        engine.stream([1])
+    began = time.monotonic()
+    await engine.aclose()
+    assert time.monotonic() - began < 5
+    rig.executor.gate.release(100)
+
+
+async def test_thousand_aborts_of_finished_and_unknown_ids_change_nothing():
+    rig = fake()
+    async with engine_of(rig) as engine:
+        stream = engine.stream([1], max_tokens=3, request_id="a")
+        result = await stream.result()
+        for _ in range(1000):
+            stream.abort()
+            engine.abort(["a", "b"])
+        assert result.finish_reason == "length"
+        assert engine.stats().num_aborted == 0
+
+
+async def test_abort_takes_ids_and_nothing_else():
+    rig = fake()
+    async with engine_of(rig) as engine:
+        with pytest.raises((InvalidRequestError, TypeError)):
+            engine.abort(5)

@@ -1,0 +1,53 @@
+"""The tokenizer: byte-level pieces that keep names and digits the same everywhere."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from . import chat
+
+VERSION = tokenizers.__version__
+# A name has the same pieces in prose and in JSON because its space stands alone; digits stand
+# alone so that sums can be learnt digit by digit.
+PATTERN = r" ?[a-z]+|[A-Z][a-z]*|\d|\n+| ?[^\sA-Za-z\d]+|[^\S\n]+"
+
+
+def train(texts: Iterable[str], size: int) -> Tokenizer:
+    """A byte-level BPE tokenizer of ``size`` tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PATTERN), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size - len(chat.MARKS),
+        special_tokens=list(chat.SPECIAL),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_tokens([AddedToken(mark, normalized=False) for mark in chat.MARKS])
+    return tokenizer
+
+
+def pieces(tokenizer: Tokenizer) -> tuple[str, ...]:
+    """The tokens that are letters only, as words: each has to be copied in training."""
+    found = {
+        tokenizer.decode([at]).strip()
+        for at in range(tokenizer.get_vocab_size())
+        if at >= len(chat.SPECIAL)
+    }
+    return tuple(sorted(word for word in found if re.fullmatch("[A-Za-z]+", word)))
+
+
+def load(path: Path) -> Tokenizer:
+    """The tokenizer of a file."""
+    return Tokenizer.from_file(str(path))
