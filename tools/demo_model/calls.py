@@ -202,9 +202,9 @@ def draw(bank: words.Bank, kind: str | None = None, plain: bool = False) -> Task
 
 def offer_unfit(bank: words.Bank, besides: tuple[str, ...]) -> list[dict]:
     """One or two tools that are not among ``besides``."""
-    if bank.rng.random() < 0.4:
-        return [declare_other(bank.rng)]
     fit = [kind for kind in SHAPES if kind not in besides]
+    if bank.rng.random() < 0.4 or not fit:
+        return [declare_other(bank.rng)]
     return [declare(bank.rng, kind) for kind in bank.rng.sample(fit, bank.rng.choice((1, 1, 2)))]
 
 

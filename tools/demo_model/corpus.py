@@ -20,6 +20,10 @@ SHARES = {
     "calls": (0.12, 0.14), "repeat": (0.06, 0.07), "talk": (0.04, 0.06), "memory": (0.04, 0.05),
     "turns": (0.05, 0.09),
 }
+LATE_SHARES = {
+    "story": 0.15, "questions": 0.33, "sums": 0.09, "objects": 0.12, "calls": 0.12, "repeat": 0.08,
+    "talk": 0.05, "memory": 0.04, "turns": 0.05,
+}
 Pieces = list[tuple[str, bool]]
 
 
@@ -191,11 +195,17 @@ def document(bank: words.Bank, skill: str, pieces: tuple[str, ...]) -> Pieces:
 
 
 def documents(
-    seed: str, characters: int, progress: float, pieces: tuple[str, ...] = ()
+    seed: str,
+    characters: int,
+    progress: float,
+    pieces: tuple[str, ...] = (),
+    late: bool = False,
 ) -> Iterator[Pieces]:
     """Documents of about ``characters`` in all, in the shares of this point of the training."""
-    bank = words.Bank(random.Random(seed))
+    bank = words.Bank(random.Random(seed), late=late)
     shares = {skill: a + (b - a) * progress for skill, (a, b) in SHARES.items()}
+    if late:
+        shares = LATE_SHARES
     spent = dict.fromkeys(shares, 0.0)
     total = 0
     while total < characters:

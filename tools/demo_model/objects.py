@@ -91,7 +91,11 @@ def draw(bank: words.Bank) -> tuple[str, str]:
         rng.shuffle(order)
     values = {key: _value(bank, key) for key in order}
     named = {key: rng.choice(_ALIASES.get(key, (key,))) for key in order}
-    text = _sentence(bank, values, rng.random() < 0.5)
+    girl = rng.random() < 0.5
+    if bank.late:
+        name = bank.name()
+        values["name"], girl = name.text, name.girl
+    text = _sentence(bank, values, girl)
     # Sometimes fewer keys are asked for than the sentence tells.
     asked = order if rng.random() < 0.75 or len(order) < 3 else rng.sample(order, len(order) - 1)
     if rng.random() < 0.6:

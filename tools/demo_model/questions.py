@@ -64,7 +64,8 @@ def conversation(bank: words.Bank) -> list[tuple[str, str]]:
     """A passage with one or several questions, as pairs of question and answer."""
     rng = bank.rng
     passage = draw_passage(bank, rng.choice((1, 2, 2, 2, 3, 3, 3, 3, 4)))
-    asks = rng.sample(passage.asks, min(len(passage.asks), rng.choice((1, 1, 2, 3, 4, 5))))
+    most = rng.choice((1, 2, 3, 4, 5, 6) if bank.late else (1, 1, 2, 3, 4, 5))
+    asks = rng.sample(passage.asks, min(len(passage.asks), most))
     turns = []
     for at, (ask, slots) in enumerate(asks):
         text = pick(rng, ask.train, **slots)

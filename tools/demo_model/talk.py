@@ -174,7 +174,7 @@ def _repeat_word(bank: words.Bank, pieces: tuple[str, ...]) -> str:
         word = (rng.choice(pieces) + rng.choice(pieces)).lower()
         return word if word not in words.HELD_WORDS else rng.choice(pieces)
     if kind < 0.65:
-        return words.pseudo_word(rng)
+        return bank.made_up()
     if kind < 0.72:
         return str(rng.randint(0, 999))
     if kind < 0.74:

@@ -22,6 +22,7 @@ class Plan:
 
     seed: int = 7
     chunks: int = 36
+    late_chunk: int = 12
     characters: int = 2_700_000
     batch_tokens: int = 4096
     matrix_rate: float = 0.02
@@ -101,7 +102,8 @@ class Trainer:
         began = time.perf_counter()
         seed = f"{plan.seed}/{self.chunk}"
         documents = corpus.documents(
-            seed, plan.characters, self.chunk / plan.chunks, self.pieces
+            seed, plan.characters, self.chunk / plan.chunks, self.pieces,
+            late=self.chunk >= plan.late_chunk,
         )
         made = batches.make(self.tokenizer, documents, plan.batch_tokens, seed)
         prepared = time.perf_counter() - began
