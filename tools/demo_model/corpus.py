@@ -21,8 +21,8 @@ SHARES = {
     "turns": (0.05, 0.09),
 }
 LATE_SHARES = {
-    "story": 0.15, "questions": 0.33, "sums": 0.09, "objects": 0.12, "calls": 0.12, "repeat": 0.08,
-    "talk": 0.05, "memory": 0.04, "turns": 0.05,
+    "story": 0.18, "questions": 0.31, "sums": 0.09, "objects": 0.12, "calls": 0.11, "repeat": 0.10,
+    "talk": 0.04, "memory": 0.04, "turns": 0.05,
 }
 Pieces = list[tuple[str, bool]]
 
@@ -52,8 +52,15 @@ def _story(bank: words.Bank) -> tuple[str, str]:
     return stories.request(bank.rng, cast), stories.tell(bank.rng, cast)
 
 
+def _beginning(bank: words.Bank) -> tuple[str, str]:
+    cast = stories.draw_cast(bank, ("hero",))
+    return stories.request_beginning(bank.rng, cast), stories.begin(bank.rng, cast)
+
+
 def story(bank: words.Bank) -> Pieces:
-    """A story on request, or a bare one."""
+    """A story on request, a bare one, or the beginnings of some."""
+    if bank.late and bank.rng.random() < 0.4:
+        return _dialogue(bank, [_beginning(bank) for _ in range(bank.rng.randint(2, 4))])
     if bank.rng.random() < 0.1:
         return [(_story(bank)[1] + chat.STOP, True)]
     return _dialogue(bank, [_story(bank)])
@@ -61,7 +68,7 @@ def story(bank: words.Bank) -> Pieces:
 
 def repeating(bank: words.Bank, pieces: tuple[str, ...]) -> Pieces:
     """One to three requests to repeat words."""
-    count = bank.rng.choice((1, 1, 2, 3))
+    count = bank.rng.choice((1, 2, 3, 4) if bank.late else (1, 1, 2, 3))
     return _dialogue(bank, [talk.repeat(bank, pieces) for _ in range(count)])
 
 

@@ -105,6 +105,20 @@ def request(rng: random.Random, cast: Cast, held: bool = False) -> str:
     return text if held or rng.random() > 0.25 else text[0].lower() + text[1:]
 
 
+def request_beginning(rng: random.Random, cast: Cast) -> str:
+    """A wording that asks for no more than the first sentences."""
+    about = say(rng, _ABOUT[("hero",)], **_slots(cast))
+    asked = "[Start|Begin|Write the beginning of|Give me the start of] a story{about}[.|]"
+    return say(rng, asked, about=about)
+
+
+def begin(rng: random.Random, cast: Cast) -> str:
+    """The first two sentences of a story about this cast."""
+    slots = _slots(cast)
+    lines = [pick(rng, plots.OPENINGS, **slots), say(rng, rng.choice(plots.PLOTS)[0], **slots)]
+    return " ".join(upper_first(line) for line in lines)
+
+
 def tell(rng: random.Random, cast: Cast) -> str:
     """A story of 60 to 150 words about this cast."""
     slots = _slots(cast)

@@ -189,7 +189,11 @@ def _repeat_word(bank: words.Bank, pieces: tuple[str, ...]) -> str:
 def repeat(bank: words.Bank, pieces: tuple[str, ...] = ()) -> tuple[str, str]:
     """A request to repeat one to eight words, and the words; ``pieces`` are the vocabulary's."""
     rng = bank.rng
-    count = rng.randint(1, 4) if bank.held else rng.randint(1, 8)
+    # The first word is the hard one, as it loses its space: short requests have more of those.
+    if bank.late:
+        count = rng.choice((1, 1, 2, 2, 3, 3, 4, 6))
+    else:
+        count = rng.randint(1, 4) if bank.held else rng.randint(1, 8)
     text = " ".join(_repeat_word(bank, pieces) for _ in range(count))
     if not bank.held and rng.random() < 0.12:
         text = text[0].upper() + text[1:] + rng.choice(".!?")
