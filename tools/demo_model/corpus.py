@@ -21,8 +21,8 @@ SHARES = {
     "turns": (0.05, 0.09),
 }
 LATE_SHARES = {
-    "story": 0.18, "questions": 0.31, "sums": 0.09, "objects": 0.12, "calls": 0.11, "repeat": 0.10,
-    "talk": 0.04, "memory": 0.04, "turns": 0.05,
+    "story": 0.18, "questions": 0.36, "sums": 0.10, "objects": 0.09, "calls": 0.10, "repeat": 0.06,
+    "talk": 0.04, "memory": 0.05, "turns": 0.05,
 }
 Pieces = list[tuple[str, bool]]
 
@@ -42,6 +42,8 @@ def _plain(asked: str, answer: str) -> Pieces:
 
 
 def _dialogue(bank: words.Bank, turns: list[tuple[str, str]]) -> Pieces:
+    if bank.late and bank.rng.random() < 0.1:
+        return _plain(*turns[0])
     if len(turns) == 1 and bank.rng.random() < 0.2:
         return _plain(*turns[0])
     return chat.segments(_messages(bank, turns))

@@ -69,9 +69,17 @@ def draw_cast(bank: words.Bank, told: tuple[str, ...] | None = None) -> Cast:
     hero, friend = bank.names(2)
     kind = "girl" if hero.girl else "boy"
     if "kind" in told or (not told and rng.random() < 0.2):
-        kind = bank.animal()
+        kind = bank.animal() if told or not bank.late else rng.choice(words.ANIMALS)
     pal_named = rng.random() < 0.35
-    pal = friend.text if pal_named else bank.animal()
+    if bank.late:
+        hero = hero if "hero" in told else bank.name(0)
+        friend = friend if "pal" in told else bank.name(0)
+        while friend.text == hero.text:
+            friend = bank.name(0)
+        if kind in ("girl", "boy"):
+            kind = "girl" if hero.girl else "boy"
+    known = bank.late and "pal" not in told
+    pal = friend.text if pal_named else rng.choice(words.ANIMALS) if known else bank.animal()
     while pal == kind:
         pal = bank.animal()
     # Only what the request names can be unknown: the rest is the model's own choice.

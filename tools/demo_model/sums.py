@@ -78,7 +78,7 @@ def conversation(bank: words.Bank) -> list[tuple[str, str]]:
             a, b = rng.randint(1, 99), rng.randint(1, 30)
             turns.append((pick(rng, TRAIN_OTHER, a=a, b=b), ONLY_ADD))
             continue
-        if kind < 0.18:
+        if kind < (0.22 if bank.late else 0.18):
             a, b = draw_big(rng, False)
         else:
             a, b = draw_pair(rng, 20 if kind < 0.42 else LIMIT, False)

@@ -118,11 +118,20 @@ UNKNOWN_ASKS = (
     "some music|a pizza|an email|a {t}][.|]", "[What do you think of|Do you like|Have you seen] "
     "[{f}|{y}|music|the sea|football][?|]", "[Is it|Will it] [rain tomorrow|snow|true|late]?",
 )
+LATE_UNKNOWN = (
+    "[Say|Do you know|Can you name|I want to know|Please find|Give me] the [capital|king|flag|"
+    "president|language|history|size|name] of [France|Spain|Italy|China|{y}|the world|the sun]"
+    "[.|?|]", "[Could you|Can you|Please|Would you] [explain|describe|suggest|recommend|write|sing|"
+    "draw|buy|send|read|play|find|fix|build] [a song|a poem|a book|a film|a {t}|{f}|physics|"
+    "history|the moon|my car|code|a game][ for me|][.|?|]", "[When|Where|Why|How|By whom] [was|were|did|do|"
+    "does] [the {t}|people|the {a}|the radio|cars|we|the moon|birds|stars|the sea] [found|made|die|"
+    "sleep|work|begin|end|shine|move|invented|discovered][?|]",
+)
 HELD_UNKNOWN = (
-    "Who painted the first book?", "How far is the sun from the earth?", "Please write a poem.",
-    "Can you explain history?", "Who won the war?", "Tell me the capital of Japan.",
-    "Could you translate this into German?", "When was the radio discovered?",
-    "Why do cars shine?", "Please suggest a song for me.",
+    "Who painted the first book?", "How far is the sun from the earth?", "I need a poem, please.",
+    "Explain to me how history began.", "Who won the war?", "Tell me the capital of Japan.",
+    "Could you translate this into German?", "In what year was the radio built?",
+    "Why do cars have wheels?", "Which song should I hear?",
 )
 
 
@@ -142,7 +151,8 @@ def unknown(bank: words.Bank) -> tuple[str, str]:
         return rng.choice(HELD_UNKNOWN), UNKNOWN
     slots = {"y": bank.city(), "j": bank.job(), "t": bank.thing(), "f": bank.food(),
              "a": bank.animal(), "k": rng.randint(100, 999)}
-    return roughen(rng, pick(rng, UNKNOWN_ASKS, **slots), 0.08), UNKNOWN
+    asks = LATE_UNKNOWN if bank.late and rng.random() < 0.3 else UNKNOWN_ASKS
+    return roughen(rng, pick(rng, asks, **slots), 0.08), UNKNOWN
 
 
 REPEAT_ASKS = (

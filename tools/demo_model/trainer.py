@@ -21,8 +21,9 @@ class Plan:
     """How long and how fast to train."""
 
     seed: int = 7
-    chunks: int = 36
+    chunks: int = 41
     late_chunk: int = 12
+    drift_chunks: int = 36
     characters: int = 2_700_000
     batch_tokens: int = 4096
     matrix_rate: float = 0.02
@@ -102,7 +103,7 @@ class Trainer:
         began = time.perf_counter()
         seed = f"{plan.seed}/{self.chunk}"
         documents = corpus.documents(
-            seed, plan.characters, self.chunk / plan.chunks, self.pieces,
+            seed, plan.characters, self.chunk / plan.drift_chunks, self.pieces,
             late=self.chunk >= plan.late_chunk,
         )
         made = batches.make(self.tokenizer, documents, plan.batch_tokens, seed)

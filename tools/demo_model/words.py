@@ -145,7 +145,7 @@ def pseudo_word(rng: random.Random, ending: str = "any", held: bool = False) -> 
 def rich_word(rng: random.Random, ending: str = "any") -> str:
     """A lower-case word that means nothing, with more letters beside each other than above."""
     while True:
-        if rng.random() < 0.2:
+        if rng.random() < 0.1:
             word = "".join(rng.choice(_LETTERS) for _ in range(rng.randint(3, 7)))
         else:
             word = "".join(
@@ -182,7 +182,7 @@ class Bank:
 
     def made_up(self, ending: str = "any") -> str:
         """A word that means nothing."""
-        if self.late and self.rng.random() < 0.7:
+        if self.late and self.rng.random() < 0.4:
             return rich_word(self.rng, ending)
         return pseudo_word(self.rng, ending, self.held)
 
