@@ -123,9 +123,10 @@ LATE_UNKNOWN = (
     "president|language|history|size|name] of [France|Spain|Italy|China|{y}|the world|the sun]"
     "[.|?|]", "[Could you|Can you|Please|Would you] [explain|describe|suggest|recommend|write|sing|"
     "draw|buy|send|read|play|find|fix|build] [a song|a poem|a book|a film|a {t}|{f}|physics|"
-    "history|the moon|my car|code|a game][ for me|][.|?|]", "[When|Where|Why|How|By whom] [was|were|did|do|"
-    "does] [the {t}|people|the {a}|the radio|cars|we|the moon|birds|stars|the sea] [found|made|die|"
-    "sleep|work|begin|end|shine|move|invented|discovered][?|]",
+    "history|the moon|my car|code|a game][ for me|][.|?|]",
+    "[When|Where|Why|How|By whom] [was|were|did|do|does] [the {t}|people|the {a}|the radio|cars|we|"
+    "the moon|birds|stars|the sea] [found|made|die|sleep|work|begin|end|shine|move|invented|"
+    "discovered][?|]",
 )
 HELD_UNKNOWN = (
     "Who painted the first book?", "How far is the sun from the earth?", "I need a poem, please.",
