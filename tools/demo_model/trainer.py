@@ -21,7 +21,7 @@ class Plan:
     """How long and how fast to train."""
 
     seed: int = 7
-    chunks: int = 41
+    chunks: int = 38
     late_chunk: int = 12
     drift_chunks: int = 36
     characters: int = 2_700_000
@@ -29,7 +29,7 @@ class Plan:
     matrix_rate: float = 0.02
     vector_rate: float = 0.004
     warm_steps: int = 60
-    decay_from: float = 0.6
+    decay_from: float = 0.55
     compile: bool = True
     device: str = "cpu"
 
