@@ -18,7 +18,7 @@ from asyncllm.gpu.ops.registry import make_attention
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.weights import dummy_weights, load_weights
 from asyncllm.model_config import ModelConfig
-from tests.checkpoints import config_of, make_checkpoint
+from tests.checkpoints import make_checkpoint
 
 CPU = torch.device("cpu")
 
@@ -26,8 +26,8 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
     path = tmp_path_factory.mktemp("source")
-    model = make_checkpoint(path, "Qwen3ForCausalLM", head_dim=32, num_hidden_layers=2)
-    return config_of(path, model)
+    make_checkpoint(path, "Qwen3ForCausalLM", head_dim=32, num_hidden_layers=2)
+    return ModelConfig.from_directory(path)
 
 
 @pytest.fixture
