@@ -97,6 +97,23 @@ def test_a_model_that_is_not_there(
     assert re.fullmatch(r"asyncllm: .*nothing: does not exist, expected .*\n", error)
 
 
+def test_an_engine_that_dies_is_one_line() -> None:
+    code = (
+        "import sys\n"
+        "from asyncllm.cli import main\n"
+        "from asyncllm.gpu.model_runner import ModelRunner\n"
+        "def launch(self, batch):\n"
+        "    raise ValueError('the device is on fire')\n"
+        "from asyncllm.gpu import factory\n"
+        "factory.measure_token_budget = lambda time_step: 64\n"
+        "ModelRunner.launch = launch\n"
+        "sys.exit(main(['bench']))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "asyncllm: the engine died: ValueError: the device is on fire\n"
+
+
 def test_text_from_a_model_cannot_control_the_terminal() -> None:
     assert printable("a\x1b[2Jb\x07\tc\r\nd\x9be") == "a[2Jb c\nde"
     assert printable("häß 日本 🙂\n") == "häß 日本 🙂\n"
