@@ -104,6 +104,9 @@ def demo_subject() -> Subject:
 async def run(subject: Subject, seconds: float, seed: int, clients: int) -> Outcome:
     """``clients`` tasks on each of three loops and two threads, for ``seconds``."""
     rng = random.Random(f"{seed}:{subject.name}")
+    # libuv keeps a pipe for the rest of the process once a loop of it has run.
+    for options in _LOOPS.values():
+        await asyncio.to_thread(anyio.run, _nothing, **options)
     before = leftovers()
     async with subject.make(True) as engine:
         requests = draw_requests(
@@ -127,11 +130,15 @@ async def run(subject: Subject, seconds: float, seed: int, clients: int) -> Outc
     del engine
     gc.collect()
     await asyncio.sleep(0.05)
-    for what, (left, had) in {k: (v, before[k]) for k, v in leftovers().items()}.items():
-        if left - had:
-            ledger.complain(f"{what} left: {sorted(left - had)}")
+    for what, left in leftovers().items():
+        if left - before[what]:
+            ledger.complain(f"{subject.name}: {what} left: {sorted(left - before[what])}")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return Outcome(subject.name, ledger, stats, meter.lags, time.monotonic() - began, peak)
+
+
+async def _nothing() -> None:
+    return None
 
 
 async def unleash(
