@@ -51,7 +51,7 @@ def _encode(tokenizer: Tokenizer, documents: Iterable[Pieces]) -> list[Row]:
     return found
 
 
-def _batch(rows: list[Row], length: int) -> Batch:
+def _batch(rows: list[Row], length: int, power: float) -> Batch:
     ids = np.zeros((len(rows), length), np.int64)
     at, targets, weights = [], [], []
     for row, (tokens, learn) in enumerate(rows):
@@ -60,14 +60,17 @@ def _batch(rows: list[Row], length: int) -> Batch:
         at += [row * length + place - 1 for place in places]
         targets += [tokens[place] for place in places]
         # A story has thirty times the tokens of a short answer but is not worth as much more.
-        weights += [len(places) ** -0.5] * len(places)
+        weights += [len(places) ** -power] * len(places)
     return Batch(ids, np.array(at), np.array(targets), np.array(weights, np.float32))
 
 
 def make(
-    tokenizer: Tokenizer, documents: Iterable[Pieces], tokens: int, seed: str
+    tokenizer: Tokenizer, documents: Iterable[Pieces], tokens: int, seed: str, power: float
 ) -> list[Batch]:
-    """Batches of about ``tokens`` positions, each of documents of like length, in mixed order."""
+    """Batches of about ``tokens`` positions, each of documents of like length, in mixed order.
+
+    A token of a text of n tokens counts n to the minus ``power``.
+    """
     classes: dict[int, list[Row]] = {length: [] for length in LENGTHS}
     for ids, learn in _encode(tokenizer, documents):
         for length in LENGTHS:
@@ -79,6 +82,6 @@ def make(
         size = tokens // length
         # A rest that fills no batch is left out, so that each length has one compiled shape.
         for start in range(0, len(rows) - size + 1, size):
-            batches.append(_batch(rows[start : start + size], length))
+            batches.append(_batch(rows[start : start + size], length, power))
     random.Random(seed).shuffle(batches)
     return batches

@@ -24,6 +24,10 @@ LATE_SHARES = {
     "story": 0.18, "questions": 0.36, "sums": 0.10, "objects": 0.09, "calls": 0.10, "repeat": 0.06,
     "talk": 0.04, "memory": 0.05, "turns": 0.05,
 }
+LAST_SHARES = {
+    "story": 0.16, "questions": 0.46, "sums": 0.06, "objects": 0.08, "calls": 0.08, "repeat": 0.05,
+    "talk": 0.05, "memory": 0.04, "turns": 0.04,
+}
 Pieces = list[tuple[str, bool]]
 
 
@@ -209,12 +213,13 @@ def documents(
     progress: float,
     pieces: tuple[str, ...] = (),
     late: bool = False,
+    last: bool = False,
 ) -> Iterator[Pieces]:
     """Documents of about ``characters`` in all, in the shares of this point of the training."""
     bank = words.Bank(random.Random(seed), late=late)
     shares = {skill: a + (b - a) * progress for skill, (a, b) in SHARES.items()}
     if late:
-        shares = LATE_SHARES
+        shares = LAST_SHARES if last else LATE_SHARES
     spent = dict.fromkeys(shares, 0.0)
     total = 0
     while total < characters:

@@ -23,6 +23,7 @@ class Plan:
     seed: int = 7
     chunks: int = 38
     late_chunk: int = 12
+    last_chunk: int = 22
     drift_chunks: int = 36
     characters: int = 2_700_000
     batch_tokens: int = 4096
@@ -104,9 +105,11 @@ class Trainer:
         seed = f"{plan.seed}/{self.chunk}"
         documents = corpus.documents(
             seed, plan.characters, self.chunk / plan.drift_chunks, self.pieces,
-            late=self.chunk >= plan.late_chunk,
+            late=self.chunk >= plan.late_chunk, last=self.chunk >= plan.last_chunk,
         )
-        made = batches.make(self.tokenizer, documents, plan.batch_tokens, seed)
+        # In the end the short answers are what is left to learn.
+        power = 0.7 if self.chunk >= plan.last_chunk else 0.5
+        made = batches.make(self.tokenizer, documents, plan.batch_tokens, seed, power)
         prepared = time.perf_counter() - began
         losses = []
         for at, batch in enumerate(made):
