@@ -215,11 +215,13 @@ class FakeExecutor:
     def _sample(self, batch: StepBatch, row: int, state: int, result: StepResult) -> None:
         slot = batch.slots[row]
         error = self.row_errors.pop(self._ids[slot], None)
-        if error is not None:
+        if error is None:
+            token_id = state % self.info.vocab_size
+            result.token_ids[row] = token_id
+        else:
+            # Some token all the same: the request's next step may be launched already.
+            token_id = 0
             result.errors[row] = error
-            return
-        token_id = state % self.info.vocab_size
-        result.token_ids[row] = token_id
         position = batch.starts[row] + batch.counts[row]
         tokens = self._tokens[slot]
         del tokens[position:]
