@@ -577,7 +577,9 @@ async def test_failing_step_kills_the_engine_and_everybody_hears_of_it(caplog):
     rig.executor.faults[3] = RuntimeError("device lost")
     async with rig.engine() as engine:
         with caplog.at_level(logging.ERROR, logger="asyncllm"):
+            await engine.pause()
             streams = [engine.stream([i], max_tokens=50) for i in range(3)]
+            await engine.resume()
             for i, stream in enumerate(streams):
                 got = []
                 with pytest.raises(EngineDeadError, match="device lost") as caught:

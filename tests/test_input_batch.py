@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,10 +13,18 @@ from asyncllm.gpu.input_batch import InputBatch
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.torch_attention import GROUP_COST, TorchAttention, split_by_length
 from asyncllm.gpu.step_inputs import StepInputs
-from asyncllm.sampling_params import NEUTRAL, SamplingParams
+from asyncllm.gpu.threads import set_thread_count
+from asyncllm.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
-PARAMS = SamplingParams(temperature=0.0, seed=0).with_defaults(NEUTRAL)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    set_thread_count(1)
+
+
+PARAMS = SamplingParams(temperature=0.0, seed=0).resolve({}, {}, lambda: 0)
 
 
 def assignment(slot: int, tokens: list[int], blocks: list[int], prompt: int) -> SlotAssignment:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -92,11 +93,37 @@ def test_available_memory_decides_where_nothing_is_set(monkeypatch):
     assert runner._state.cache.tensor.nbytes == 2**20
 
 
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc")
+def test_an_unused_cache_takes_no_memory():
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    before = resident()
+    runner = make(kv_cache_memory="2GiB", dtype="bfloat16")
+    assert runner._state is not None
+    cache = runner._state.cache.tensor
+    assert cache.nbytes > 2**31 - 2**20
+    assert cache.dtype == torch.bfloat16
+    assert cache.data_ptr() % 64 == 0
+    driver = Driver(runner)
+    driver.run([driver.add([1, 2, 3], 3)])
+    assert resident() - before < 2**28
+
+
 @pytest.mark.parametrize("name", ["triton", "native", "flash_attn", "nonsense"])
 def test_attention_backends_that_a_cpu_lacks(name):
     with pytest.raises(InvalidRequestError, match="auto, torch") as error:
         make(attention_backend=name)
     assert error.value.param == "attention_backend"
+
+
+@pytest.mark.parametrize(
+    ("param", "value"), [("cuda_graphs", "lazy"), ("cuda_graph_sizes", (1, 2))]
+)
+def test_graphs_are_not_silently_left_out(param, value):
+    with pytest.raises(InvalidRequestError, match="eagerly") as error:
+        make(**{param: value})
+    assert error.value.param == param
 
 
 def test_float16_on_a_cpu_is_refused():
@@ -150,6 +177,7 @@ def test_threads_belong_to_the_engine_thread_alone():
 
     def host(name: str) -> None:
         seen[name] = torch.get_num_threads()
+        torch.set_num_threads(seen[name])  # what later threads begin with, said explicitly
 
     for target, args in ((host, ("before",)), (engine, ()), (host, ("after",))):
         thread = Thread(target=target, args=args)
@@ -177,6 +205,23 @@ def test_globals_are_left_alone():
     assert state() == before
 
 
+def test_the_hosts_defaults_do_not_reach_the_model():
+    def output() -> list[int]:
+        driver = Driver(make())
+        seqs = [driver.add([1, 2, 3], 8), driver.add([4] * 40, 8, SamplingParams(seed=1))]
+        driver.run(seqs, chunk=16)
+        return [token for seq in seqs for token in seq.outputs]
+
+    expected = output()
+    try:
+        torch.set_default_dtype(torch.float64)
+        torch.set_default_device("meta")
+        assert output() == expected
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+
+
 def test_closing_drops_everything_and_is_idempotent():
     runner = make()
     assert runner._state is not None
@@ -196,6 +241,19 @@ def test_closing_drops_everything_and_is_idempotent():
         with pytest.raises(RuntimeError, match="closed"):
             call()
     runner.discard()
+
+
+def test_a_step_without_rows_takes_releases():
+    driver = Driver(make())
+    seq = driver.add([1, 2, 3], 1, SamplingParams(seed=1, presence_penalty=1.0))
+    driver.launch([(seq, 0)])
+    driver.collect()
+    state = driver.executor._state
+    assert state.sampler.penalties.row_of
+    driver.release(seq)
+    driver.launch([])
+    assert driver.collect().token_ids == []
+    assert not state.sampler.penalties.row_of
 
 
 def test_collect_without_a_step_is_a_mistake():

@@ -19,7 +19,7 @@ from asyncllm.gpu.models.rope import RopeTable
 from asyncllm.gpu.ops import torch_ops
 from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.model_config import ModelConfig
-from tests.checkpoints import config_of, make_checkpoint
+from tests.checkpoints import make_checkpoint
 from tests.driver import Driver
 from tests.reference import Expected, Tally, compare, generate
 
@@ -108,7 +108,7 @@ def load_case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]
             draw = random.Random(1)
             prompts = [[draw.randrange(256) for _ in range(n)] for n in PROMPT_LENGTHS]
             expected = [generate(model, prompt, OUTPUT) for prompt in prompts]
-            made[name] = Case(config_of(path, model), prompts, expected)
+            made[name] = Case(ModelConfig.from_directory(path), prompts, expected)
         return made[name]
 
     return load

@@ -13,9 +13,12 @@ from safetensors.torch import load_file, save_file
 
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.models.architectures import find_architecture, parameters
+from asyncllm.gpu.models.decoder import Decoder, attention_shape
+from asyncllm.gpu.ops.registry import make_attention
+from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.weights import dummy_weights, load_weights
 from asyncllm.model_config import ModelConfig
-from tests.checkpoints import config_of, make_checkpoint
+from tests.checkpoints import make_checkpoint
 
 CPU = torch.device("cpu")
 
@@ -23,8 +26,8 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
     path = tmp_path_factory.mktemp("source")
-    model = make_checkpoint(path, "Qwen3ForCausalLM", head_dim=32, num_hidden_layers=2)
-    return config_of(path, model)
+    make_checkpoint(path, "Qwen3ForCausalLM", head_dim=32, num_hidden_layers=2)
+    return ModelConfig.from_directory(path)
 
 
 @pytest.fixture
@@ -159,6 +162,14 @@ def test_damaged_file(copy, damage):
 def test_no_file_at_all(copy):
     (copy.path / "model.safetensors").unlink()
     assert "model.safetensors" in refused(copy)
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no /proc")
+def test_the_files_are_closed_again(source):
+    attention = make_attention("auto", attention_shape(source), torch.float32, CPU)
+    decoder = Decoder(source, TorchOps(), attention, load_weights(source, torch.float32, CPU))
+    assert str(source.path) not in Path("/proc/self/maps").read_text()
+    assert decoder.embedding.shape == (256, 64)
 
 
 def test_dummy_weights_are_the_same_every_time_and_leave_the_global_seed(source):

@@ -47,6 +47,7 @@ def create_executor(
     """
     find_architecture(model)
     device = resolve_device(config.device)
+    check_graphs(config, device)
     dtype = resolve_dtype(config.dtype, model, device)
     num_threads = resolve_threads(config.num_threads, model, device)
     attention = make_attention(config.attention_backend, attention_shape(model), dtype, device)
@@ -101,6 +102,20 @@ def resolve_device(name: str) -> torch.device:
             'device="cpu" runs everywhere'
         )
     return device
+
+
+def check_graphs(config: EngineConfig, device: torch.device) -> None:
+    """Raises InvalidRequestError for CUDA graphs that this runner does not capture."""
+    if config.cuda_graphs in ("startup", "lazy"):
+        name, value, accepted = "cuda_graphs", config.cuda_graphs, '"auto" or "off"'
+    elif config.cuda_graph_sizes is not None:
+        name, value, accepted = "cuda_graph_sizes", config.cuda_graph_sizes, "None"
+    else:
+        return
+    raise InvalidRequestError(
+        f"{name}={value!r}: expected {accepted}: steps run eagerly on device {device}",
+        param=name,
+    )
 
 
 def resolve_dtype(name: str, model: ModelConfig, device: torch.device) -> torch.dtype:
@@ -175,7 +190,11 @@ def computes_in_bfloat16() -> bool:
 
 
 def available_cache_bytes(config: EngineConfig, device: torch.device) -> int:
-    """Bytes for the KV cache where neither its size nor its blocks are configured."""
+    """Bytes for the KV cache where neither its size nor its blocks are configured.
+
+    On a GPU that is all that ``gpu_memory_utilization`` leaves; what a step needs beside has
+    to fit in the rest.
+    """
     if device.type == "cpu":
         return cpu_cache_bytes()
     free, total = torch.cuda.mem_get_info(device)

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from asyncllm.config import EngineConfig
-from asyncllm.errors import KVCacheTooSmallError
+from asyncllm.errors import InvalidRequestError, KVCacheTooSmallError
 from asyncllm.model_config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
 CPU_CACHE_LIMIT = 4 * 2**30
 CPU_CACHE_SHARE = 4
+_ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,9 @@ class KVCacheSize:
 class KVCache:
     """``[num_layers, 2, num_blocks, block_size, kv_heads, head_dim]`` in one allocation.
 
+    Layers come first because torch gathers blocks of one contiguous layer 40 times faster on
+    a CPU than blocks of a strided one.
+
     It is zeroed by the operating system page by page as it is first touched, so that an
     unused cache costs no memory on a CPU.
 
@@ -57,7 +63,7 @@ class KVCache:
             model.num_kv_heads,
             model.head_dim,
         )
-        self.tensor = torch.zeros(shape, dtype=dtype, device=device)
+        self.tensor = _zeros(shape, dtype, device)
         self.layers: list[Tensor] = list(self.tensor.unbind(0))
 
     def clear(self, block_ids: Tensor) -> None:
@@ -67,6 +73,17 @@ class KVCache:
         and zero times what a broken request left there (NaN) would still be NaN.
         """
         self.tensor.index_fill_(2, block_ids, 0.0)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros that a CPU has to back with memory only where they are touched: torch would
+    write them, numpy gets them from the operating system."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size = math.prod(shape) * dtype.itemsize
+    raw = np.zeros(size + _ALIGNMENT, dtype=np.uint8)
+    first = -raw.ctypes.data % _ALIGNMENT
+    return torch.from_numpy(raw[first : first + size]).view(dtype).view(shape)
 
 
 def block_bytes(model: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
@@ -94,11 +111,18 @@ def size_cache(
         available: bytes to take where the configuration does not say.
 
     Raises:
+        InvalidRequestError: if ``max_model_len`` exceeds the model's context.
         KVCacheTooSmallError: if it holds no block, or not one sequence of a
             ``max_model_len`` that was asked for.
     """
+    context = model.max_position_embeddings
+    if config.max_model_len is not None and config.max_model_len > context:
+        raise InvalidRequestError(
+            f"max_model_len={config.max_model_len}: the model's context is {context} tokens",
+            param="max_model_len",
+        )
     per_block = block_bytes(model, block_size, dtype)
-    longest = config.max_model_len or model.max_position_embeddings
+    longest = config.max_model_len or context
     blocks_per_seq = -(-longest // block_size)
     if config.num_blocks is not None:
         usable, knob = config.num_blocks, "num_blocks"

@@ -103,6 +103,8 @@ class ModelRunner:
             state.sampler.assign(assignment)
         if len(unfilled) and state.decoder.attention.reads_whole_blocks:
             state.cache.clear(torch.from_numpy(unfilled).to(self.device))
+        if not len(batch):
+            return StepResult([])
         inputs = state.inputs.prepare(batch)
         logits = state.decoder.forward(inputs, state.cache)
         rows = np.flatnonzero(batch.samples)

@@ -12,8 +12,8 @@ from torch import Tensor
 class StepInputs:
     """A step's rows, flattened to T tokens; R rows, decodes first.
 
-    The host arrays are what the device tensors were made of. They are there for backends
-    that plan on the host; on a CPU both share memory.
+    The host arrays are what attention plans a step from; a backend that reads them on a
+    device uploads them in its plan, once for all layers.
 
     Attributes:
         num_decodes: leading rows of one token each.

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 import sys
 
-logger = logging.getLogger(__name__)
+import torch
 
 
 def set_thread_count(count: int) -> bool:
@@ -24,5 +23,7 @@ def set_thread_count(count: int) -> bool:
     function = getattr(ctypes.CDLL(None), "omp_set_num_threads", None)
     if function is None:
         return False
+    # Torch gives a thread the process's number on its first use, and would overwrite ours.
+    torch.get_num_threads()
     function(ctypes.c_int(count))
     return True

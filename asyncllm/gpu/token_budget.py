@@ -10,15 +10,16 @@ HIGHEST = 2048
 MULTIPLE = 32
 
 _FIRST = 32
-_ENOUGH_SECONDS = 0.04
+_ENOUGH_SECONDS = TARGET_SECONDS / 2
 
 
 def measure_token_budget(time_step: Callable[[int], float], limit: int = HIGHEST) -> int:
     """Tokens for which a prefill step takes about 0.2 s, so that with the growth of
     attention over a long context a full step stays near 250 ms.
 
-    Steps of doubling size are timed until one is long enough to extrapolate from; the first
-    call warms up and does not count.
+    Steps of doubling size are timed until one takes half of that: a shorter one would be
+    dominated by reading the weights, which a larger step does not do again. The first call
+    warms up and does not count.
 
     Args:
         time_step: runs a step of so many tokens and returns its seconds.

@@ -64,7 +64,9 @@ def _batch(rows: list[Row], length: int) -> Batch:
     return Batch(ids, np.array(at), np.array(targets), np.array(weights, np.float32))
 
 
-def make(tokenizer: Tokenizer, documents: Iterable[Pieces], tokens: int, seed: str) -> list[Batch]:
+def make(
+    tokenizer: Tokenizer, documents: Iterable[Pieces], tokens: int, seed: str
+) -> list[Batch]:
     """Batches of about ``tokens`` positions, each of documents of like length, in mixed order."""
     classes: dict[int, list[Row]] = {length: [] for length in LENGTHS}
     for ids, learn in _encode(tokenizer, documents):

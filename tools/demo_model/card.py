@@ -74,11 +74,8 @@ _PROMPTS = (
     ("Ben lives in Rome. Clara lives in Oslo. Where does Clara live?", None),
     ("What is 27 + 45?", None),
     ("What is 270 + 45?", None),
-    (
-        'Fill in this JSON: {"name": "", "age": 0, "city": ""}\nNora is 9 years old and lives in '
-        "Lisbon.",
-        None,
-    ),
+    ('Fill in this JSON: {"name": "", "age": 0, "city": ""}\nNora is 9 years old and lives in '
+     "Lisbon.", None),
     ("What is the weather in Paris?", "get_weather(city: string): Get the weather in a city."),
     ("Repeat after me: seven green lanterns", None),
     ("Who are you?", None),
@@ -110,14 +107,9 @@ def write(folder: Path, config: dict, made: str, scores: list[Score], generate: 
     """Write the card beside the weights."""
     size = (folder / "model.safetensors").stat().st_size
     text = _CARD.format(
-        parameters=size / 2e6,
-        size=size / 1e6,
-        layers=config["num_hidden_layers"],
-        hidden=config["hidden_size"],
-        vocab=config["vocab_size"],
-        context=config["max_position_embeddings"],
-        examples=examples(generate),
-        table=table(scores),
-        made=made,
+        parameters=size / 2e6, size=size / 1e6, layers=config["num_hidden_layers"],
+        hidden=config["hidden_size"], vocab=config["vocab_size"],
+        context=config["max_position_embeddings"], examples=examples(generate),
+        table=table(scores), made=made,
     )
     (folder / "README.md").write_text(text, encoding="utf-8")

@@ -8,31 +8,21 @@ from collections.abc import Iterator
 from . import calls, chat, objects, questions, stories, sums, talk, words
 
 SYSTEMS = (
-    "You are a helpful assistant.",
-    "You are a helpful assistant.",
-    "You are a small model.",
-    "Be kind and short.",
-    "You are a friendly assistant.",
-    "Answer the user.",
-    "You are an assistant. Answer in one sentence.",
-    "Help the user.",
-    "You are a chatbot.",
-    "You are a helpful, honest assistant.",
-    "Be brief.",
-    "You answer questions.",
+    "You are a helpful assistant.", "You are a helpful assistant.", "You are a small model.",
+    "Be kind and short.", "You are a friendly assistant.", "Answer the user.",
+    "You are an assistant. Answer in one sentence.", "Help the user.", "You are a chatbot.",
+    "You are a helpful, honest assistant.", "Be brief.", "You answer questions.",
     "You are a careful assistant that gives short answers.",
 )
 SHARES = {
     # skill: (share at the start, share at the end) of the text
-    "story": (0.19, 0.14),
-    "questions": (0.26, 0.30),
-    "sums": (0.15, 0.08),
-    "objects": (0.10, 0.08),
-    "calls": (0.12, 0.14),
-    "repeat": (0.06, 0.07),
-    "talk": (0.04, 0.06),
-    "memory": (0.04, 0.05),
+    "story": (0.19, 0.14), "questions": (0.26, 0.30), "sums": (0.15, 0.08), "objects": (0.10, 0.08),
+    "calls": (0.12, 0.14), "repeat": (0.06, 0.07), "talk": (0.04, 0.06), "memory": (0.04, 0.05),
     "turns": (0.05, 0.09),
+}
+LATE_SHARES = {
+    "story": 0.18, "questions": 0.36, "sums": 0.10, "objects": 0.09, "calls": 0.10, "repeat": 0.06,
+    "talk": 0.04, "memory": 0.05, "turns": 0.05,
 }
 Pieces = list[tuple[str, bool]]
 
@@ -52,6 +42,8 @@ def _plain(asked: str, answer: str) -> Pieces:
 
 
 def _dialogue(bank: words.Bank, turns: list[tuple[str, str]]) -> Pieces:
+    if bank.late and bank.rng.random() < 0.1:
+        return _plain(*turns[0])
     if len(turns) == 1 and bank.rng.random() < 0.2:
         return _plain(*turns[0])
     return chat.segments(_messages(bank, turns))
@@ -62,8 +54,15 @@ def _story(bank: words.Bank) -> tuple[str, str]:
     return stories.request(bank.rng, cast), stories.tell(bank.rng, cast)
 
 
+def _beginning(bank: words.Bank) -> tuple[str, str]:
+    cast = stories.draw_cast(bank, ("hero",))
+    return stories.request_beginning(bank.rng, cast), stories.begin(bank.rng, cast)
+
+
 def story(bank: words.Bank) -> Pieces:
-    """A story on request, or a bare one."""
+    """A story on request, a bare one, or the beginnings of some."""
+    if bank.late and bank.rng.random() < 0.4:
+        return _dialogue(bank, [_beginning(bank) for _ in range(bank.rng.randint(2, 4))])
     if bank.rng.random() < 0.1:
         return [(_story(bank)[1] + chat.STOP, True)]
     return _dialogue(bank, [_story(bank)])
@@ -71,7 +70,7 @@ def story(bank: words.Bank) -> Pieces:
 
 def repeating(bank: words.Bank, pieces: tuple[str, ...]) -> Pieces:
     """One to three requests to repeat words."""
-    count = bank.rng.choice((1, 1, 2, 3))
+    count = bank.rng.choice((1, 2, 3, 4) if bank.late else (1, 1, 2, 3))
     return _dialogue(bank, [talk.repeat(bank, pieces) for _ in range(count)])
 
 
@@ -163,12 +162,8 @@ def calling(bank: words.Bank, pieces: tuple[str, ...]) -> Pieces:
         messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
     messages += call_messages(task)
     if rng.random() < 0.25:
-        kinds = {
-            kind
-            for kind, shape in calls.SHAPES.items()
-            for tool in task.tools
-            if tool["function"]["name"] in shape.names
-        }
+        kinds = {kind for kind, shape in calls.SHAPES.items()
+                 for tool in task.tools if tool["function"]["name"] in shape.names}
         asked, answer = talk.draw(rng)
         if "add" not in kinds and rng.random() < 0.5:
             asked, answer = sums.conversation(bank)[0]
@@ -209,11 +204,17 @@ def document(bank: words.Bank, skill: str, pieces: tuple[str, ...]) -> Pieces:
 
 
 def documents(
-    seed: str, characters: int, progress: float, pieces: tuple[str, ...] = ()
+    seed: str,
+    characters: int,
+    progress: float,
+    pieces: tuple[str, ...] = (),
+    late: bool = False,
 ) -> Iterator[Pieces]:
     """Documents of about ``characters`` in all, in the shares of this point of the training."""
-    bank = words.Bank(random.Random(seed))
+    bank = words.Bank(random.Random(seed), late=late)
     shares = {skill: a + (b - a) * progress for skill, (a, b) in SHARES.items()}
+    if late:
+        shares = LATE_SHARES
     spent = dict.fromkeys(shares, 0.0)
     total = 0
     while total < characters:

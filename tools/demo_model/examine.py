@@ -27,14 +27,8 @@ def reference(folder: Path, limit: int = 260, rows: int = 128) -> Generate:
         ids = torch.tensor([[pad] * (longest - len(row)) + row for row in coded])
         mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in coded])
         out = network.generate(
-            input_ids=ids,
-            attention_mask=mask,
-            do_sample=False,
-            temperature=None,
-            top_p=None,
-            max_new_tokens=limit,
-            eos_token_id=stops,
-            pad_token_id=pad,
+            input_ids=ids, attention_mask=mask, do_sample=False, temperature=None, top_p=None,
+            max_new_tokens=limit, eos_token_id=stops, pad_token_id=pad,
         )
         return [tokenizer.decode(row[longest:].tolist()) for row in out]
 

@@ -8,32 +8,28 @@ from . import facts, words
 from .phrase import pick, upper_first
 
 TRAIN_FRAMES = (
-    "{facts} {q}",
-    "{facts} {q}",
-    "{facts} {q}",
-    "{facts} {q}",
-    "{facts} {q}",
-    "{facts}\n{q}",
-    "{facts}\n\n{q}",
-    "Read this: {facts} {q}",
-    "Read the text.\n{facts}\n{q}",
-    "Answer the question. {facts} {q}",
-    "{facts}\nQuestion: {q}",
-    "Here is a text: {facts} {q}",
+    "{facts} {q}", "{facts} {q}", "{facts} {q}", "{facts} {q}", "{facts} {q}", "{facts}\n{q}",
+    "{facts}\n\n{q}", "Read this: {facts} {q}", "Read the text.\n{facts}\n{q}",
+    "Answer the question. {facts} {q}", "{facts}\nQuestion: {q}", "Here is a text: {facts} {q}",
     "[Listen:|Look:|I tell you something.|Here are some facts.] {facts} {q}",
     "[Please answer:|Answer this:|A question for you.|I have a question.] {facts} {q}",
-    "{facts} Now [tell me|answer]: {q}",
-    "{facts} [So|Now|My question is]: {q}",
-    "Text: {facts} Question: {q}",
-    "{q}\n{facts}",
-    "[Question:|] {q} {facts}",
+    "{facts} Now [tell me|answer]: {q}", "{facts} [So|Now|My question is]: {q}",
+    "Text: {facts} Question: {q}", "{q}\n{facts}", "[Question:|] {q} {facts}",
+)
+LATE_FRAMES = (
+    "[Text|Note|News|Story|Tale|Example|Hint|Puzzle|Riddle|Task|Given|Info|Report]: {facts} {q}",
+    "[Hello|Hi|Good morning|Good day|Hey][.|!] {facts} {q}", "[Remember this|Know this|Think about "
+    "it|Mind this|Learn this|See here|Imagine this|Suppose this|Notice][:|.] {facts} {q}",
+    "[We know this|This is true|It is so|I heard this|They say this|"
+    "My friend says][:|.] {facts} {q}",
+    "{facts} [Please answer|Please say|Say it|Think well|Quick|A question|Answer|Please]: {q}",
+    "{facts} [Well|Good|Please|OK|Then], {l}", "[Use|Take|Consider|Study] [this|the] "
+    "[text|note|line][:|.|:\n] {facts} {q}",
+    "{facts} {q} [Answer now.|Please answer.|Thank you.|Thanks.|Be brief.]",
 )
 HELD_FRAMES = (
-    "Here is a question for you. {facts} {q}",
-    "Please read the text: {facts} {q}",
-    "Facts: {facts} {q}",
-    "{facts} Answer me: {q}",
-    "Look at this text.\n{facts}\n{q}",
+    "Here is a question for you. {facts} {q}", "Please read the text: {facts} {q}",
+    "Facts: {facts} {q}", "{facts} Answer me: {q}", "Look at this text.\n{facts}\n{q}",
 )
 _MORE = ("{q}", "{q}", "And {l}", "[OK.|Good.|Thanks.|Thank you.|Right.] {q}", "[Now|Next]: {q}")
 
@@ -79,14 +75,17 @@ def conversation(bank: words.Bank) -> list[tuple[str, str]]:
     """A passage with one or several questions, as pairs of question and answer."""
     rng = bank.rng
     passage = draw_passage(bank, rng.choice((1, 2, 2, 2, 3, 3, 3, 3, 4)))
-    asks = rng.sample(passage.asks, min(len(passage.asks), rng.choice((1, 1, 2, 3, 4, 5))))
+    most = rng.choice((1, 2, 3, 4, 5, 6) if bank.late else (1, 1, 2, 3, 4, 5))
+    asks = rng.sample(passage.asks, min(len(passage.asks), most))
     turns = []
     for at, (ask, slots) in enumerate(asks):
         text = pick(rng, ask.train, **slots)
         if rng.random() < 0.1:
             text = text.rstrip("?.")
         if at == 0:
-            text = pick(rng, TRAIN_FRAMES, facts=passage.text, q=text).strip()
+            frames = LATE_FRAMES if bank.late and rng.random() < 0.35 else TRAIN_FRAMES
+            asked = text[0].lower() + text[1:]
+            text = pick(rng, frames, facts=passage.text, q=text, l=asked).strip()
         else:
             text = pick(rng, _MORE, q=text, l=text[0].lower() + text[1:])
         turns.append((text, ask.answer.format(**slots)))

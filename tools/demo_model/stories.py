@@ -23,21 +23,9 @@ class Cast:
 
 
 _TOLD = (
-    (),
-    ("hero",),
-    ("hero",),
-    ("hero", "thing"),
-    ("hero", "thing"),
-    ("hero", "thing"),
-    ("hero", "pal"),
-    ("hero", "place"),
-    ("thing",),
-    ("kind",),
-    ("kind", "hero"),
-    ("hero", "thing", "place"),
-    ("hero", "pal", "thing"),
-    ("kind", "thing"),
-    ("kind", "pal"),
+    (), ("hero",), ("hero",), ("hero", "thing"), ("hero", "thing"), ("hero", "thing"),
+    ("hero", "pal"), ("hero", "place"), ("thing",), ("kind",), ("kind", "hero"),
+    ("hero", "thing", "place"), ("hero", "pal", "thing"), ("kind", "thing"), ("kind", "pal"),
 )
 TRAIN_ASKS = (
     "[Tell me|Write|Make up|Give me|Write me|Tell|Please tell me|Please write|Can you tell me|"
@@ -81,9 +69,17 @@ def draw_cast(bank: words.Bank, told: tuple[str, ...] | None = None) -> Cast:
     hero, friend = bank.names(2)
     kind = "girl" if hero.girl else "boy"
     if "kind" in told or (not told and rng.random() < 0.2):
-        kind = bank.animal()
+        kind = bank.animal() if told or not bank.late else rng.choice(words.ANIMALS)
     pal_named = rng.random() < 0.35
-    pal = friend.text if pal_named else bank.animal()
+    if bank.late:
+        hero = hero if "hero" in told else bank.name(0)
+        friend = friend if "pal" in told else bank.name(0)
+        while friend.text == hero.text:
+            friend = bank.name(0)
+        if kind in ("girl", "boy"):
+            kind = "girl" if hero.girl else "boy"
+    known = bank.late and "pal" not in told
+    pal = friend.text if pal_named else rng.choice(words.ANIMALS) if known else bank.animal()
     while pal == kind:
         pal = bank.animal()
     # Only what the request names can be unknown: the rest is the model's own choice.
@@ -96,18 +92,12 @@ def _slots(cast: Cast) -> dict[str, str]:
     girl = cast.hero.girl
     named = cast.pal_named
     return {
-        "H": cast.hero.text,
-        "kind": cast.kind,
-        "a_kind": words.article(cast.kind),
-        "he": "she" if girl else "he",
-        "He": "She" if girl else "He",
-        "his": "her" if girl else "his",
-        "His": "Her" if girl else "His",
+        "H": cast.hero.text, "kind": cast.kind, "a_kind": words.article(cast.kind),
+        "he": "she" if girl else "he", "He": "She" if girl else "He",
+        "his": "her" if girl else "his", "His": "Her" if girl else "His",
         "him": "her" if girl else "him",
-        "t": cast.thing,
-        "a_t": words.article(cast.thing),
-        "at_p": cast.place,
-        "p": cast.place.split(" ", 1)[1],
+        "t": cast.thing, "a_t": words.article(cast.thing),
+        "at_p": cast.place, "p": cast.place.split(" ", 1)[1],
         "pal": cast.pal if named else f"the {cast.pal}",
         "Pal": cast.pal if named else f"The {cast.pal}",
         "a_pal": cast.pal if named else words.article(cast.pal),
@@ -121,6 +111,20 @@ def request(rng: random.Random, cast: Cast, held: bool = False) -> str:
     about = say(rng, _ABOUT[cast.told], **_slots(cast))
     text = pick(rng, HELD_ASKS if held else TRAIN_ASKS, about=about)
     return text if held or rng.random() > 0.25 else text[0].lower() + text[1:]
+
+
+def request_beginning(rng: random.Random, cast: Cast) -> str:
+    """A wording that asks for no more than the first sentences."""
+    about = say(rng, _ABOUT[("hero",)], **_slots(cast))
+    asked = "[Start|Begin|Write the beginning of|Give me the start of] a story{about}[.|]"
+    return say(rng, asked, about=about)
+
+
+def begin(rng: random.Random, cast: Cast) -> str:
+    """The first two sentences of a story about this cast."""
+    slots = _slots(cast)
+    lines = [pick(rng, plots.OPENINGS, **slots), say(rng, rng.choice(plots.PLOTS)[0], **slots)]
+    return " ".join(upper_first(line) for line in lines)
 
 
 def tell(rng: random.Random, cast: Cast) -> str:

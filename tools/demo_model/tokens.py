@@ -20,12 +20,10 @@ PATTERN = r" ?[a-z]+|[A-Z][a-z]*|\d|\n+| ?[^\sA-Za-z\d]+|[^\S\n]+"
 def train(texts: Iterable[str], size: int) -> Tokenizer:
     """A byte-level BPE tokenizer of ``size`` tokens."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(PATTERN), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(PATTERN), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=size - len(chat.MARKS),
@@ -41,8 +39,7 @@ def train(texts: Iterable[str], size: int) -> Tokenizer:
 def pieces(tokenizer: Tokenizer) -> tuple[str, ...]:
     """The tokens that are letters only, as words: each has to be copied in training."""
     found = {
-        tokenizer.decode([at]).strip()
-        for at in range(tokenizer.get_vocab_size())
+        tokenizer.decode([at]).strip() for at in range(tokenizer.get_vocab_size())
         if at >= len(chat.SPECIAL)
     }
     return tuple(sorted(word for word in found if re.fullmatch("[A-Za-z]+", word)))

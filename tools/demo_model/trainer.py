@@ -21,13 +21,15 @@ class Plan:
     """How long and how fast to train."""
 
     seed: int = 7
-    chunks: int = 36
+    chunks: int = 38
+    late_chunk: int = 12
+    drift_chunks: int = 36
     characters: int = 2_700_000
     batch_tokens: int = 4096
     matrix_rate: float = 0.02
     vector_rate: float = 0.004
     warm_steps: int = 60
-    decay_from: float = 0.6
+    decay_from: float = 0.55
     compile: bool = True
     device: str = "cpu"
 
@@ -61,13 +63,9 @@ class Trainer:
     def state(self) -> dict:
         """Everything that a later run needs to go on."""
         return {
-            "network": self.network.state_dict(),
-            "adam": self.adam.state_dict(),
-            "muon": self.muon.states,
-            "chunk": self.chunk,
-            "step": self.step,
-            "tokens": self.tokens,
-            "seconds": self.seconds,
+            "network": self.network.state_dict(), "adam": self.adam.state_dict(),
+            "muon": self.muon.states, "chunk": self.chunk, "step": self.step,
+            "tokens": self.tokens, "seconds": self.seconds,
         }
 
     def resume(self, path: Path) -> None:
@@ -104,7 +102,10 @@ class Trainer:
         plan = self.plan
         began = time.perf_counter()
         seed = f"{plan.seed}/{self.chunk}"
-        documents = corpus.documents(seed, plan.characters, self.chunk / plan.chunks, self.pieces)
+        documents = corpus.documents(
+            seed, plan.characters, self.chunk / plan.drift_chunks, self.pieces,
+            late=self.chunk >= plan.late_chunk,
+        )
         made = batches.make(self.tokenizer, documents, plan.batch_tokens, seed)
         prepared = time.perf_counter() - began
         losses = []

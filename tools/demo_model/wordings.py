@@ -45,14 +45,13 @@ def pairs() -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
         found[f"telling {name}"] = (memory.tells, memory.held_tells)
         found[f"asking {name}"] = (memory.asks, memory.held_asks)
     found |= {
-        "frame": (questions.TRAIN_FRAMES, questions.HELD_FRAMES),
-        "sum": (sums.TRAIN_ASKS, sums.HELD_ASKS),
-        "no sum": (sums.TRAIN_OTHER, sums.HELD_OTHER),
+        "frame": (questions.TRAIN_FRAMES + questions.LATE_FRAMES, questions.HELD_FRAMES),
+        "sum": (sums.TRAIN_ASKS, sums.HELD_ASKS), "no sum": (sums.TRAIN_OTHER, sums.HELD_OTHER),
         "skeleton": (objects.SKELETON_ASKS, objects.HELD_SKELETON_ASKS),
         "keys": (objects.KEY_ASKS, objects.HELD_KEY_ASKS),
         "story": (stories.TRAIN_ASKS, stories.HELD_ASKS),
         "repeat": (talk.REPEAT_ASKS, talk.HELD_REPEAT),
-        "unknown": (talk.UNKNOWN_ASKS, talk.HELD_UNKNOWN),
+        "unknown": (talk.UNKNOWN_ASKS + talk.LATE_UNKNOWN, talk.HELD_UNKNOWN),
     }
     return found
 

@@ -78,15 +78,9 @@ HELD_BOYS = (
     "Vincent Dustin Alan Edwin Roland Nelson Tobias"
 ).split()
 HELD_THINGS = (
-    (
-        "lantern compass blanket hat-stand telescope anchor barrel bowl carpet dice envelope goggles "
-        "harp kayak locket napkin pearl raft statue thimble trophy backpack bracelet saddle"
-    )
-    .replace("hat-stand ", "")
-    .replace("dice ", "")
-    .replace("goggles ", "")
-    .split()
-)
+    "lantern compass blanket hat-stand telescope anchor barrel bowl carpet dice envelope goggles "
+    "harp kayak locket napkin pearl raft statue thimble trophy backpack bracelet saddle"
+).replace("hat-stand ", "").replace("dice ", "").replace("goggles ", "").split()
 HELD_ANIMALS = "badger camel donkey otter hamster lizard panda raven".split()
 HELD_FOODS = "spinach waffles mangoes olives tofu cabbage dumplings raisins".split()
 HELD_COLOURS = "purple violet".split()
@@ -96,28 +90,17 @@ HELD_CITIES = (
     "Medellin Antwerp"
 ).split()
 HELD_SPOTS = (
-    (
-        "behind the bookcase|inside the oven|under the pillow-case|on the balcony|in the wardrobe|"
-        "near the fireplace"
-    )
-    .replace("|under the pillow-case", "")
-    .split("|")
-)
+    "behind the bookcase|inside the oven|under the pillow-case|on the balcony|in the wardrobe|"
+    "near the fireplace"
+).replace("|under the pillow-case", "").split("|")
 HELD_PLACES = (
     "in the museum|at the airport|in the tunnel|in the orchard|on the glacier|at the stadium"
 ).split("|")
 HELD_WORDS = frozenset(
     word.lower()
     for text in (
-        HELD_GIRLS
-        + HELD_BOYS
-        + HELD_THINGS
-        + HELD_ANIMALS
-        + HELD_FOODS
-        + HELD_COLOURS
-        + HELD_JOBS
-        + HELD_CITIES
-        + [spot.split()[-1] for spot in HELD_SPOTS + HELD_PLACES]
+        HELD_GIRLS + HELD_BOYS + HELD_THINGS + HELD_ANIMALS + HELD_FOODS + HELD_COLOURS
+        + HELD_JOBS + HELD_CITIES + [spot.split()[-1] for spot in HELD_SPOTS + HELD_PLACES]
     )
     for word in [text]
 )
@@ -125,6 +108,16 @@ HELD_WORDS = frozenset(
 _ONSETS = "b c d f g h j k l m n p r s t v w z br dr fl gr kl pl sh st th tr ch sk".split()
 _VOWELS = "a e i o u a e i o ai ea oo".split()
 _CODAS = "b d g k l m n p r s t x nd rk st ll".split()
+_MORE_ONSETS = (
+    "b c d f g h j k l m n p r s t v w y z br bl cl cr dr dw fl fr gl gr kn ph pl pr qu sc sl sm "
+    "sn sp spr squ st str sw thr tr tw wh wr sh ch th x"
+).split() + [""] * 6
+_MORE_VOWELS = "a e i o u a e i o u a e y ai ea oo ee ou ie au oi ow oa ei io ia ue ui".split()
+_MORE_CODAS = (
+    "b c d f g h k l m n p r s t x z nd rk st ll mp ng ck sh ch rt lt nt ft pt ss ff tt zz ct lm "
+    "rm rn sk sp th dge tch nch ble tle gle nk rd ld ge ce ve se"
+).split() + [""] * 20
+_LETTERS = "aaabbccddeeeeffgghhiiijkkllmmnnoooppqrrrssstttuuvwxyz"
 
 
 def is_held(text: str) -> bool:
@@ -149,6 +142,24 @@ def pseudo_word(rng: random.Random, ending: str = "any", held: bool = False) -> 
             return word
 
 
+def rich_word(rng: random.Random, ending: str = "any") -> str:
+    """A lower-case word that means nothing, with more letters beside each other than above."""
+    while True:
+        if rng.random() < 0.1:
+            word = "".join(rng.choice(_LETTERS) for _ in range(rng.randint(3, 7)))
+        else:
+            word = "".join(
+                rng.choice(_MORE_ONSETS) + rng.choice(_MORE_VOWELS) + rng.choice(_MORE_CODAS)
+                for _ in range(rng.choice((1, 2, 2, 3)))
+            )
+        if ending == "girl":
+            word += rng.choice(("a", "a", "ia", "ina", "ie"))
+        elif ending == "boy":
+            word += rng.choice(("o", "us", "er", "an", "ok", "im", "ed", "or", "n", "rd", "s"))
+        if 3 <= len(word) <= 10 and not is_held(word) and word not in HELD_WORDS:
+            return word
+
+
 @dataclass(frozen=True)
 class Name:
     """A person's name and whether the stories say she or he."""
@@ -158,17 +169,28 @@ class Name:
 
 
 class Bank:
-    """Draws words: the training's, or with ``held`` the ones that training never sees."""
+    """Draws words: the training's, or with ``held`` the ones that training never sees.
 
-    def __init__(self, rng: random.Random, held: bool = False) -> None:
+    Late in the training more of the words are made up and they are stranger (``late``), so that
+    the network copies any spelling and does not lean on the words it knows.
+    """
+
+    def __init__(self, rng: random.Random, held: bool = False, late: bool = False) -> None:
         self.rng = rng
         self.held = held
+        self.late = late
+
+    def made_up(self, ending: str = "any") -> str:
+        """A word that means nothing."""
+        if self.late and self.rng.random() < 0.4:
+            return rich_word(self.rng, ending)
+        return pseudo_word(self.rng, ending, self.held)
 
     def name(self, pseudo: float = 0.5) -> Name:
         """A first name, made up with the given chance."""
         girl = self.rng.random() < 0.5
         if self.rng.random() < pseudo:
-            word = pseudo_word(self.rng, "girl" if girl else "boy", self.held)
+            word = self.made_up("girl" if girl else "boy")
             return Name(word.capitalize(), girl)
         if self.held:
             return Name(self.rng.choice(HELD_GIRLS if girl else HELD_BOYS), girl)
@@ -184,8 +206,8 @@ class Bank:
         return found
 
     def _noun(self, train: list[str], held: list[str], pseudo: float) -> str:
-        if self.rng.random() < pseudo:
-            return pseudo_word(self.rng, "any", self.held)
+        if self.rng.random() < (min(2 * pseudo, 0.5) if self.late else pseudo):
+            return self.made_up()
         return self.rng.choice(held if self.held else train)
 
     def thing(self, pseudo: float = 0.25) -> str:
@@ -225,7 +247,7 @@ class Bank:
     def _where(self, train: list[str], held: list[str]) -> str:
         if self.rng.random() < 0.2:
             side = self.rng.choice(("in", "under", "behind", "on", "near"))
-            return f"{side} the {pseudo_word(self.rng, 'any', self.held)}"
+            return f"{side} the {self.made_up()}"
         return self.rng.choice(held if self.held else train)
 
 

@@ -72,6 +72,7 @@ class Decoder:
         self.layers = [builder.layer(index) for index in range(model.num_layers)]
         self.norm = ops.rms_norm(builder.take("norm.weight"), model.rms_norm_eps)
         self.lm_head = builder.lm_head(self.embedding)
+        builder.finish()
         self.windows = {layer.window for layer in self.layers}
 
     def set_max_positions(self, count: int) -> None:
@@ -126,6 +127,11 @@ class _Builder:
         if found != name:
             raise RuntimeError(f"weights out of order: {found} where {name} is due")
         return tensor
+
+    def finish(self) -> None:
+        """Runs the weights to their end, which closes the files they come from."""
+        for name, _ in self.weights:
+            raise RuntimeError(f"weights left over: {name}")
 
     def linear(self, name: str, bias: bool) -> Linear:
         weight = self.take(f"{name}.weight")

@@ -17,7 +17,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     exceeds ``original_max_position / low_freq_factor``, leaves those below
     ``original_max_position / high_freq_factor``, and interpolates between (Llama 3.1).
     """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
     freqs = 1.0 / (rope.theta**exponents)
     if rope.kind == "linear":
         return freqs / rope.factor
@@ -44,7 +44,7 @@ class RopeTable:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        positions = torch.arange(max_positions, dtype=torch.float32)
+        positions = torch.arange(max_positions, dtype=torch.float32, device="cpu")
         angles = torch.outer(positions, inverse_frequencies(rope, head_dim))
         self.table = torch.cat((angles.cos(), angles.sin()), -1).to(device, dtype)
 

@@ -69,9 +69,9 @@ def onednn_works() -> bool:
     """
     if not torch.backends.mkldnn.is_available():
         return False
-    x = torch.arange(12, dtype=torch.float32).view(3, 4)
-    weight = torch.arange(20, dtype=torch.float32).view(5, 4)
-    bias = torch.arange(5, dtype=torch.float32)
+    x = torch.arange(12, dtype=torch.float32, device="cpu").view(3, 4)
+    weight = torch.arange(20, dtype=torch.float32, device="cpu").view(5, 4)
+    bias = torch.arange(5, dtype=torch.float32, device="cpu")
     try:
         found = PackedLinear(weight, bias)(x)
     except (AttributeError, RuntimeError, TypeError):

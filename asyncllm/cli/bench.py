@@ -1,0 +1,201 @@
+"""``asyncllm bench``: throughput and latency of one model on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from asyncllm.cli.measure import LagMeter, describe, machine, percentile
+from asyncllm.cli.session import checked_config, model_name, open_engine, run_async
+from asyncllm.cli.text import seconds
+from asyncllm.engine import AsyncLLMEngine
+from asyncllm.errors import InvalidRequestError
+from asyncllm.outputs import Usage
+
+_CANCELS_PER_ROW = 32
+
+
+@dataclass
+class Row:
+    """Figures of one concurrency; times in seconds."""
+
+    concurrency: int
+    requests: int = 0
+    tokens: int = 0
+    duration: float = 0.0
+    ttft: list[float] = field(default_factory=list)
+    between_tokens: list[float] = field(default_factory=list)
+    loop_lag: list[float] = field(default_factory=list)
+    cancel_to_free: list[float] = field(default_factory=list)
+
+    def summary(self) -> dict[str, Any]:
+        """Medians and 99th percentiles instead of every value."""
+        figures: dict[str, Any] = {
+            "concurrency": self.concurrency,
+            "requests": self.requests,
+            "output_tokens": self.tokens,
+            "seconds": self.duration,
+            "tokens_per_second": self.tokens / self.duration,
+        }
+        for name in ("ttft", "between_tokens", "loop_lag", "cancel_to_free"):
+            values = getattr(self, name)
+            figures[f"{name}_p50"] = percentile(values, 0.5)
+            figures[f"{name}_p99"] = percentile(values, 0.99)
+        return figures
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """The command."""
+    if arguments.json is not None:
+        _check_writable(arguments.json)
+    result = run_async(arguments, lambda: _main(arguments))
+    _print_table(result["rows"])
+    if arguments.json is not None:
+        Path(arguments.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+async def _main(arguments: argparse.Namespace) -> dict[str, Any]:
+    config = checked_config(arguments)
+    facts = machine(config.device)
+    async with open_engine(config) as engine:
+        load = Load(engine, arguments.prompt_len, arguments.output_len, arguments.seed)
+        await load.warm_up()
+        print(describe(facts))
+        print(
+            f"{model_name(engine)}: prompts of {arguments.prompt_len} tokens, answers of "
+            f"{arguments.output_len}, {arguments.rounds} requests a stream"
+        )
+        rows = []
+        for concurrency in arguments.concurrency:
+            _progress(f"{concurrency} streams …")
+            row = await load.measure(concurrency, arguments.rounds)
+            rows.append(row.summary())
+        _progress("")
+    return {
+        "machine": facts,
+        "command": ["asyncllm", *sys.argv[1:]],
+        "config": {k: str(v) for k, v in asdict(config).items() if v is not None},
+        "rows": rows,
+    }
+
+
+def _check_writable(file: str) -> None:
+    """Before the minutes are spent, not after."""
+    try:
+        Path(file).open("a", encoding="utf-8").close()
+    except OSError as error:
+        raise InvalidRequestError(f"--json {file}: {error.strerror}", param="json") from error
+
+
+class Load:
+    """Random prompts of one length, and answers of another."""
+
+    def __init__(self, engine: AsyncLLMEngine, prompt_len: int, output_len: int, seed: int) -> None:
+        self._engine = engine
+        self._output_len = output_len
+        self._random = random.Random(seed)
+        self._prompts = self._make_prompts(prompt_len)
+
+    def _make_prompts(self, length: int) -> Iterator[list[int]]:
+        vocab_size = self._engine.model_config.vocab_size
+        while True:
+            yield [self._random.randrange(vocab_size) for _ in range(length)]
+
+    async def warm_up(self) -> None:
+        """One request, so that the first row pays for nothing but its own work."""
+        await self._engine.generate(
+            next(self._prompts), max_tokens=min(8, self._output_len), ignore_eos=True
+        )
+
+    async def measure(self, concurrency: int, rounds: int) -> Row:
+        """``concurrency`` readers, each of whom asks ``rounds`` times."""
+        row = Row(concurrency)
+        started = time.perf_counter()
+        async with LagMeter() as meter:
+            await asyncio.gather(*(self._ask(row, rounds) for _ in range(concurrency)))
+        row.duration = time.perf_counter() - started
+        row.loop_lag = meter.lags
+        await self._measure_cancelling(row)
+        return row
+
+    async def _ask(self, row: Row, rounds: int) -> None:
+        for _ in range(rounds):
+            began = last = time.perf_counter()
+            seen = 0
+            usage: Usage | None = None
+            async for delta in self._engine.stream(
+                next(self._prompts), max_tokens=self._output_len, ignore_eos=True
+            ):
+                now = time.perf_counter()
+                if seen == 0 and delta.token_ids:
+                    row.ttft.append(now - began)
+                elif delta.token_ids:
+                    # A delta of several tokens: they came at once after so long a wait.
+                    row.between_tokens.append(now - last)
+                last, seen, usage = now, seen + len(delta.token_ids), delta.usage
+            assert usage is not None
+            row.requests += 1
+            row.tokens += seen
+
+    async def _measure_cancelling(self, row: Row) -> None:
+        """Aborts running streams one after the other, under the load of the rest. A stream
+        ends when the engine has taken its blocks back."""
+        streams = [
+            self._engine.stream(next(self._prompts), ignore_eos=True)
+            for _ in range(row.concurrency)
+        ]
+        for stream in streams:
+            await anext(stream)
+        for stream in streams[:_CANCELS_PER_ROW]:
+            began = time.perf_counter()
+            stream.abort()
+            if (await stream.result()).finish_reason == "abort":
+                row.cancel_to_free.append(time.perf_counter() - began)
+        for stream in streams:
+            stream.abort()
+        for stream in streams:
+            await stream.result()
+
+
+_COLUMNS = (
+    ("streams", "concurrency"),
+    ("tok/s", "tokens_per_second"),
+    ("first token p50", "ttft_p50"),
+    ("p99", "ttft_p99"),
+    ("next token p50", "between_tokens_p50"),
+    ("p99", "between_tokens_p99"),
+    ("loop lag p99", "loop_lag_p99"),
+    ("cancel to free p99", "cancel_to_free_p99"),
+)
+
+
+def _cell(name: str, value: Any) -> str:
+    if name == "concurrency":
+        return str(value)
+    return f"{value:.0f}" if name == "tokens_per_second" else seconds(value)
+
+
+def _print_table(rows: list[dict[str, Any]]) -> None:
+    cells = [[_cell(name, row[name]) for _, name in _COLUMNS] for row in rows]
+    widths = [
+        max(len(title), *(len(line[i]) for line in cells)) for i, (title, _) in enumerate(_COLUMNS)
+    ]
+    titles = [title for title, _ in _COLUMNS]
+    print()
+    for line in (titles, ["─" * width for width in widths], *cells):
+        print("  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)))
+
+
+def _progress(text: str) -> None:
+    """What is being measured, for somebody who watches."""
+    if sys.stderr.isatty():
+        print(f"\r\033[2K{text}", end="", file=sys.stderr, flush=True)

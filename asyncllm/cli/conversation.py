@@ -1,0 +1,68 @@
+"""Conversation: the messages of a chat, and as many of them as fit the context."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from asyncllm.engine import AsyncLLMEngine
+
+Message = dict[str, str]
+
+
+class Conversation:
+    """What was said so far.
+
+    Attributes:
+        system: the system prompt, if there is one; it is never left out.
+        messages: user and assistant in turn, oldest first.
+    """
+
+    def __init__(self, system: str | None = None) -> None:
+        self.system = system
+        self.messages: list[Message] = []
+
+    def to_send(self) -> list[Message]:
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return [*system, *self.messages]
+
+    def say(self, role: str, text: str) -> None:
+        self.messages.append({"role": role, "content": text})
+
+    def take_back(self) -> None:
+        """Forgets the last message, which could not be sent."""
+        self.messages.pop()
+
+    def drop_oldest_turn(self) -> bool:
+        """Forgets the oldest question and its answer; False if only the newest is left."""
+        if len(self.messages) < 2:
+            return False
+        del self.messages[0]
+        while len(self.messages) > 1 and self.messages[0]["role"] != "user":
+            del self.messages[0]
+        return True
+
+    def reset(self) -> None:
+        self.messages.clear()
+
+    def save(self, file: Path) -> None:
+        """Writes the messages as JSON, as the chat function takes them."""
+        text = json.dumps(self.to_send(), ensure_ascii=False, indent=2)
+        file.write_text(text + "\n", encoding="utf-8")
+
+
+def room_for_messages(engine: AsyncLLMEngine, max_tokens: int | None) -> int:
+    """Tokens that the messages of a turn may have, so that an answer fits behind them: its
+    ``max_tokens``, or a quarter of the context."""
+    context = engine.model_config.max_position_embeddings
+    if engine.config.max_model_len is not None:
+        context = min(context, engine.config.max_model_len)
+    answer = context // 4 if max_tokens is None else min(max_tokens, context // 2)
+    return context - answer
+
+
+def count_tokens(engine: AsyncLLMEngine, messages: list[Message]) -> int:
+    """Tokens of the prompt that ``chat`` would make of ``messages``."""
+    tokenizer = engine.tokenizer
+    text = tokenizer.apply_chat_template(messages)
+    return len(tokenizer.encode(text, add_special_tokens=False))

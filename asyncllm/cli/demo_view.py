@@ -1,0 +1,184 @@
+"""The demo on a terminal: a panel for each stream, and a line of the engine's figures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from asyncllm.cli.demo import Show, Track, follow_all
+from asyncllm.cli.text import one_line, rate, seconds
+
+_SHORT_HEIGHT = 4
+_SHORT_WIDTH = 38
+_LEAST_TALL = 6
+_MOST_TALL = 14
+_ROWS_IN_TABLE = 16
+_CURSOR = "▌"
+
+
+async def watch(show: Show) -> None:
+    """Shows the streams while they run, then their whole answers and a table."""
+    console = Console()
+    view = View(console, show)
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+        await follow_all(show, lambda: live.update(view.moving(), refresh=True))
+    for part in view.final():
+        console.print(part)
+
+
+class View:
+    """Lays the streams out for one console."""
+
+    def __init__(self, console: Console, show: Show) -> None:
+        self._console = console
+        self._show = show
+        self._tall_columns = 3 if console.width >= 150 else 2 if console.width >= 60 else 1
+        self._short_columns = max(1, min(4, console.width // _SHORT_WIDTH))
+        self._tall = [t for t in show.tracks if t.prompt.long][: self._tall_columns]
+        rows = (console.height - 4 - (_LEAST_TALL if self._tall else 0)) // _SHORT_HEIGHT
+        limit = max(rows, 0) * self._short_columns
+        self._short = [t for t in show.tracks if not t.prompt.long][:limit]
+
+    def moving(self) -> RenderableType:
+        """A frame that fits the window."""
+        rows = math.ceil(len(self._short) / self._short_columns)
+        room = self._console.height - 4 - rows * _SHORT_HEIGHT
+        tall_height = min(max(room, 3), _MOST_TALL)
+        return Group(
+            self._header(),
+            self._grid(self._tall, self._tall_columns, tall_height),
+            self._grid(self._short, self._short_columns, _SHORT_HEIGHT),
+            self._strip(),
+            self._status(),
+        )
+
+    def final(self) -> list[RenderableType]:
+        """The answers in full, and their figures."""
+        parts: list[RenderableType] = [self._header()]
+        for tracks, columns in (
+            (self._tall, self._tall_columns),
+            (self._short, self._short_columns),
+        ):
+            for i in range(0, len(tracks), columns):
+                parts.append(self._grid(tracks[i : i + columns], columns, None))
+        if len(self._show.tracks) <= _ROWS_IN_TABLE:
+            parts.append(self._table())
+        parts.append(Text(self._show.totals(), style="bold"))
+        return parts
+
+    def _header(self) -> Text:
+        count = len(self._show.tracks)
+        header = Text.assemble(
+            (" asyncllm ", "bold reverse"),
+            ("  " + self._show.title, "bold"),
+            (f"  {count} stream{'s' * (count > 1)} on one event loop", "dim"),
+        )
+        header.truncate(self._console.width, overflow="ellipsis")
+        return header
+
+    def _grid(self, tracks: Sequence[Track], columns: int, height: int | None) -> RenderableType:
+        """Panels side by side; as high as the longest needs where ``height`` is None."""
+        if not tracks:
+            return Group()
+        columns = min(columns, len(tracks)) if height is None else columns
+        width = self._console.width // columns
+        bodies = [self._lines(track, width - 4) for track in tracks]
+        if height is None:
+            height = max(len(lines) for lines in bodies) + 2
+        grid = Table.grid(expand=False)
+        for _ in range(columns):
+            grid.add_column(width=width)
+        panels = [
+            self._panel(track, lines[-(height - 2) :], width, height)
+            for track, lines in zip(tracks, bodies, strict=True)
+        ]
+        for i in range(0, len(panels), columns):
+            grid.add_row(*panels[i : i + columns])
+        return grid
+
+    def _lines(self, track: Track, width: int) -> list[Text]:
+        text = track.error or track.text.strip()
+        if not track.done:
+            text += _CURSOR if track.first_at is not None else ""
+        return list(Text(text).wrap(self._console, max(width, 1))) or [Text("")]
+
+    def _panel(self, track: Track, lines: list[Text], width: int, height: int) -> Panel:
+        style = _style(track)
+        kind = f" {track.prompt.kind} "
+        asked = one_line(track.prompt.title, max(width - len(kind) - 6, 0))
+        return Panel(
+            Text("\n").join(lines),
+            box=box.ROUNDED,
+            width=width,
+            height=height,
+            border_style=style,
+            title=Text.assemble((kind, f"bold {style}"), (asked + " ", "dim")),
+            title_align="left",
+            subtitle=Text(_figures(track), style="dim"),
+            subtitle_align="right",
+        )
+
+    def _strip(self) -> Text:
+        """One mark for each stream, however many there are."""
+        strip = Text(" ")
+        for track in self._show.tracks:
+            mark = "✗" if track.error else "●" if track.done else "◐" if track.first_at else "·"
+            strip.append(mark, style=_style(track))
+        strip.truncate(self._console.width - 1, overflow="ellipsis")
+        return strip
+
+    def _status(self) -> Text:
+        show, stats = self._show, self._show.stats
+        figures = (
+            ("batch", f"{stats.num_running}"),
+            ("waiting", f"{stats.num_waiting}"),
+            ("KV", f"{stats.kv_cache_usage:.1%}"),
+            ("prefix hits", f"{show.hit_share:.0%}"),
+            ("step", seconds(stats.last_step_time)),
+            ("", rate(show.num_tokens, show.elapsed)),
+        )
+        line = Text(" ")
+        for name, value in figures:
+            line.append(f"{name} " if name else "", style="dim")
+            line.append(value, style="bold")
+            line.append("   ")
+        line.truncate(self._console.width - 1, overflow="ellipsis")
+        return line
+
+    def _table(self) -> Table:
+        table = Table(box=box.SIMPLE_HEAD, header_style="dim", pad_edge=False)
+        table.add_column("stream")
+        table.add_column("asked", overflow="ellipsis", no_wrap=True, max_width=44, style="dim")
+        for name in ("tokens", "first token", "then", "end"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for track in self._show.tracks:
+            table.add_row(
+                track.prompt.kind,
+                one_line(track.prompt.title, 44),
+                str(track.num_tokens),
+                seconds(track.ttft),
+                track.speed,
+                Text(track.finish_reason or "failed", style=_style(track)),
+            )
+        return table
+
+
+def _style(track: Track) -> str:
+    if track.error:
+        return "red"
+    if track.done:
+        return "green"
+    return "bright_black" if track.first_at is None else "cyan"
+
+
+def _figures(track: Track) -> str:
+    if track.first_at is None:
+        return " failed " if track.error else " waiting "
+    return f" {seconds(track.ttft)} · {track.num_tokens} tokens · {track.speed} "

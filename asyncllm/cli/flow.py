@@ -1,0 +1,64 @@
+"""Flow: streamed text, wrapped at words while it comes."""
+
+from __future__ import annotations
+
+import re
+from typing import TextIO
+
+_PARTS = re.compile(r"\n|[^\S\n]+|\S+")
+
+
+class Flow:
+    """Writes text with a margin and breaks lines between words. A word that is not complete
+    waits for its end, since it may not fit the line.
+
+    Args:
+        out: where to; flushed after every piece.
+        width: characters in a line, margin included.
+        margin: spaces before each line.
+    """
+
+    def __init__(self, out: TextIO, width: int, margin: int = 2) -> None:
+        self._out = out
+        self._margin = " " * margin
+        self._room = max(width - margin, 8)
+        self._column = 0
+        self._started = False
+        self._space = ""
+        self._word = ""
+
+    def write(self, text: str) -> None:
+        for part in _PARTS.findall(text):
+            if part == "\n":
+                self._put_word()
+                self._space = ""
+                if self._started:
+                    self._out.write("\n")
+                self._column = 0
+            elif part.isspace():
+                self._put_word()
+                self._space += part
+            else:
+                self._word += part
+        self._out.flush()
+
+    def finish(self) -> None:
+        """Writes what was held back and ends the line."""
+        self._put_word()
+        if self._column:
+            self._out.write("\n")
+        self._out.flush()
+
+    def _put_word(self) -> None:
+        if not self._word:
+            return
+        if self._column and self._column + len(self._space) + len(self._word) > self._room:
+            self._out.write("\n")
+            self._column = 0
+            self._space = ""
+        if not self._column:
+            self._out.write(self._margin)
+        self._out.write(self._space + self._word)
+        self._column += len(self._space) + len(self._word)
+        self._started = True
+        self._space = self._word = ""

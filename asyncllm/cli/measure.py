@@ -1,0 +1,102 @@
+"""What benchmarks measure with: percentiles, the lag of an event loop, the machine's name."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import platform
+import time
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Self
+
+_TICK_SECONDS = 0.001
+
+
+def percentile(values: Sequence[float], share: float) -> float | None:
+    """The value that ``share`` of ``values`` (0 to 1) do not exceed, by nearest rank; None if
+    there are none."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
+
+
+class LagMeter:
+    """How late the running event loop is: a task that asks to be woken every millisecond and
+    notes how much later it was.
+
+        async with LagMeter() as meter:
+            ...
+        percentile(meter.lags, 0.99)
+    """
+
+    def __init__(self) -> None:
+        self.lags: list[float] = []
+        self._task: asyncio.Task[None]
+
+    async def _tick(self) -> None:
+        while True:
+            due = time.perf_counter() + _TICK_SECONDS
+            await asyncio.sleep(_TICK_SECONDS)
+            self.lags.append(max(time.perf_counter() - due, 0.0))
+
+    async def __aenter__(self) -> Self:
+        self._task = asyncio.create_task(self._tick())
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+
+
+def machine(device: str = "cpu") -> dict[str, str]:
+    """What a figure has to be quoted with: processor or GPU, system, versions."""
+    facts = {
+        "processor": _processor(),
+        "cores": str(len(os.sched_getaffinity(0))),
+        "load": f"{os.getloadavg()[0]:.1f}",
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "torch": _version("torch"),
+        "asyncllm": _version("asyncllm"),
+    }
+    if device != "cpu":
+        import torch
+
+        if torch.cuda.is_available():
+            facts["gpu"] = torch.cuda.get_device_name(0 if device in ("auto", "cuda") else device)
+    return facts
+
+
+def describe(facts: dict[str, str]) -> str:
+    """``machine`` in a line."""
+    gpu = f"{facts['gpu']}, " if "gpu" in facts else ""
+    return (
+        f"{gpu}{facts['processor']}, {facts['cores']} cores (load {facts['load']}), "
+        f"{facts['system']}, Python {facts['python']}, torch {facts['torch']}, "
+        f"asyncllm {facts['asyncllm']}"
+    )
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _version(name: str) -> str:
+    """Of an installed distribution, or of the source tree that runs."""
+    if name == "asyncllm":
+        from asyncllm import __version__
+
+        return __version__
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"

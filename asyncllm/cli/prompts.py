@@ -1,0 +1,132 @@
+"""What the demo asks: things that the packaged model is good at."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+_FACTS = "Nora put the key under the mat. Ben likes soup. Ida lives in Porto. Tom has a red kite."
+_NAMES = (
+    "Mia",
+    "Tom",
+    "Lena",
+    "Otto",
+    "Ruby",
+    "Max",
+    "Ida",
+    "Finn",
+    "Alice",
+    "Hugo",
+    "Nina",
+    "Theo",
+)
+_THINGS = ("boat", "kite", "lamp", "drum", "map", "clock", "train", "violin", "bell", "robot")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One conversation to be continued.
+
+    Attributes:
+        kind: one word for the heading.
+        title: what is asked, in a few words.
+        long: whether the answer is a text and not a line. The short ones have a right answer
+            and are taken greedily.
+        tools: JSON schemas that the model's chat template is given.
+    """
+
+    kind: str
+    title: str
+    messages: tuple[dict[str, str], ...]
+    long: bool = False
+    tools: tuple[dict[str, Any], ...] = field(default=())
+
+    @property
+    def question(self) -> str:
+        return self.messages[-1]["content"]
+
+
+def prompts(count: int, rng: random.Random) -> list[Prompt]:
+    """``count`` prompts: one of each kind first, then more of all of them."""
+    chosen = list(_first())[:count]
+    makers = (_story, _story, _sum, _colour, _object)
+    while len(chosen) < count:
+        chosen.append(rng.choice(makers)(rng))
+    return chosen
+
+
+def _first() -> tuple[Prompt, ...]:
+    """The two questions about the same facts share a prefix, which is computed once."""
+    return (
+        _ask("story", "Tell me a story about Mia and a boat.", long=True),
+        _ask("story", "Write a short story about Tom and a kite.", long=True),
+        _ask("question", f"{_FACTS} Where is the key?", "Where is the key?"),
+        _ask("sum", "What is 12 + 7?"),
+        _ask(
+            "JSON",
+            'Fill in this JSON: {"name": "", "age": 0, "city": ""}\n'
+            "Nora is 34 years old and lives in Porto.",
+            "Nora is 34 years old and lives in Porto.",
+        ),
+        Prompt(
+            "chat",
+            "What is my name?",
+            (
+                {"role": "user", "content": "My name is Lena."},
+                {"role": "assistant", "content": "Nice to meet you, Lena."},
+                {"role": "user", "content": "What is my name?"},
+            ),
+        ),
+        _ask("tool call", "What is the weather in Oslo?", tools=(_weather(),)),
+        _ask("question", f"{_FACTS} Who likes soup?", "Who likes soup?"),
+    )
+
+
+def _ask(
+    kind: str,
+    question: str,
+    title: str = "",
+    *,
+    long: bool = False,
+    tools: tuple[dict[str, Any], ...] = (),
+) -> Prompt:
+    message = {"role": "user", "content": question}
+    return Prompt(kind, title or question, (message,), long, tools)
+
+
+def _weather() -> dict[str, Any]:
+    parameters = {
+        "type": "object",
+        "properties": {"city": {"type": "string"}},
+        "required": ["city"],
+    }
+    function = {
+        "name": "get_weather",
+        "description": "Current weather of a city",
+        "parameters": parameters,
+    }
+    return {"type": "function", "function": function}
+
+
+def _story(rng: random.Random) -> Prompt:
+    name, thing = rng.choice(_NAMES), rng.choice(_THINGS)
+    return _ask("story", f"Tell me a story about {name} and a {thing}.", long=True)
+
+
+def _sum(rng: random.Random) -> Prompt:
+    a = rng.randint(1, 60)
+    return _ask("sum", f"What is {a} + {rng.randint(1, 99 - a)}?")
+
+
+def _colour(rng: random.Random) -> Prompt:
+    name, thing = rng.choice(_NAMES), rng.choice(_THINGS)
+    colour = rng.choice(("red", "blue", "green", "yellow"))
+    asked = f"What colour is the {thing}?"
+    return _ask("question", f"{name} has a {colour} {thing}. {asked}", asked)
+
+
+def _object(rng: random.Random) -> Prompt:
+    name, age = rng.choice(_NAMES), rng.randint(5, 90)
+    told = f"{name} is {age} years old."
+    return _ask("JSON", f'Fill in this JSON: {{"name": "", "age": 0}}\n{told}', told)

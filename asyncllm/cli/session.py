@@ -1,0 +1,135 @@
+"""What every command does around its own work: an event loop, an engine, a progress bar."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from typing import Any, Self, TypeVar
+
+from asyncllm.cli.arguments import engine_options, sampling_options
+from asyncllm.config import EngineConfig
+from asyncllm.engine import AsyncLLMEngine
+from asyncllm.errors import InvalidRequestError
+from asyncllm.sampling_params import SamplingParams
+
+T = TypeVar("T")
+
+_POLL_SECONDS = 0.05
+
+
+def loop_factory(arguments: argparse.Namespace) -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """What makes the event loop; None is asyncio's own.
+
+    Raises:
+        InvalidRequestError: for ``--uvloop`` where it is not installed.
+    """
+    if not arguments.uvloop:
+        return None
+    try:
+        import uvloop
+    except ImportError:
+        raise InvalidRequestError(
+            "--uvloop: uvloop is not installed; pip install 'asyncllm[uvloop]'"
+        ) from None
+    return uvloop.new_event_loop
+
+
+def run_async(arguments: argparse.Namespace, main: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Runs ``main()`` on a loop of its own."""
+    with asyncio.Runner(loop_factory=loop_factory(arguments)) as runner:
+        return runner.run(main())
+
+
+def checked_config(arguments: argparse.Namespace) -> EngineConfig:
+    """The engine's configuration. What is wrong with the sampling options is found here too,
+    before a model is loaded.
+
+    Raises:
+        InvalidRequestError: for a value out of range.
+    """
+    SamplingParams(seed=getattr(arguments, "seed", None), **sampling_options(arguments))
+    return EngineConfig(model=arguments.model, **engine_options(arguments))
+
+
+@asynccontextmanager
+async def open_engine(config: EngineConfig) -> AsyncIterator[AsyncLLMEngine]:
+    """A started engine; its weights' progress is shown where somebody can see it."""
+    engine = AsyncLLMEngine(config=config)
+    if sys.stderr.isatty():
+        await _start_with_bar(engine)
+    else:
+        await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.aclose()
+
+
+async def _start_with_bar(engine: AsyncLLMEngine) -> None:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn())
+    name = model_name(engine)
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(f"loading {name}", total=None)
+
+        async def follow() -> None:
+            while True:
+                done, total = engine.load_progress
+                if total:
+                    what = f"loading {name}, {done / 1e6:.0f} of {total / 1e6:.0f} MB"
+                    progress.update(task, description=what, completed=done, total=total)
+                await asyncio.sleep(_POLL_SECONDS)
+
+        follower = asyncio.create_task(follow())
+        try:
+            await engine.start()
+        finally:
+            follower.cancel()
+
+
+def model_name(engine: AsyncLLMEngine) -> str:
+    """The model as a person would call it."""
+    model = engine.config.model
+    return "the packaged model" if model is None else str(model).rstrip("/").split("/")[-1]
+
+
+class LoopThread:
+    """An event loop on a thread of its own, for a main thread that waits for a person.
+
+    No signal handler is involved: Ctrl-C interrupts the main thread's wait, and only that.
+    """
+
+    def __init__(self, factory: Callable[[], asyncio.AbstractEventLoop] | None = None) -> None:
+        self._factory = factory
+        self._loop: Future[asyncio.AbstractEventLoop] = Future()
+        self._stop: asyncio.Event
+        self._thread = threading.Thread(target=self._main, name="asyncllm-cli-loop", daemon=True)
+
+    def _main(self) -> None:
+        with asyncio.Runner(loop_factory=self._factory) as runner:
+            runner.run(self._serve())
+
+    async def _serve(self) -> None:
+        self._stop = asyncio.Event()
+        self._loop.set_result(asyncio.get_running_loop())
+        await self._stop.wait()
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Starts a coroutine on the loop."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop.result())
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        self._loop.result()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._loop.result().call_soon_threadsafe(self._stop.set)
+        self._thread.join()

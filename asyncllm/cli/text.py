@@ -1,0 +1,38 @@
+"""Text for a terminal: model output made harmless, and small figures made short."""
+
+from __future__ import annotations
+
+import unicodedata
+
+
+def printable(text: str) -> str:
+    """``text`` without control characters, so that a model cannot move the cursor or recolour
+    the screen; line ends stay, tabs become spaces."""
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(
+        c if c == "\n" or unicodedata.category(c) != "Cc" else " " if c == "\t" else ""
+        for c in text
+    )
+
+
+def seconds(value: float | None) -> str:
+    """A duration in three digits or so: 840 µs, 12 ms, 1.25 s."""
+    if value is None:
+        return "–"
+    if value < 0.0009995:
+        return f"{value * 1e6:.0f} µs"
+    if value < 0.0995:
+        return f"{value * 1e3:.1f} ms" if value < 0.00995 else f"{value * 1e3:.0f} ms"
+    return f"{value * 1e3:.0f} ms" if value < 0.9995 else f"{value:.2f} s"
+
+
+def rate(tokens: float, duration: float) -> str:
+    """Tokens per second."""
+    return "–" if duration <= 0 else f"{tokens / duration:.0f} tok/s"
+
+
+def one_line(text: str, width: int) -> str:
+    """``text`` on one line of at most ``width`` characters."""
+    text = " ".join(text.split())
+    return text if len(text) <= width else text[: max(width - 1, 0)].rstrip() + "…"

@@ -1,0 +1,91 @@
+"""What the benchmarks share: the report, the command line, and the measuring tools."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from asyncllm.cli.measure import LagMeter, describe, machine, percentile
+
+__all__ = ["Figure", "LagMeter", "Report", "cpu_time_of", "options", "percentile"]
+
+_SCALES = {"s": 1.0, "ms": 1e3, "µs": 1e6, "ns": 1e9}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One measured number. Times are kept in seconds whatever unit they are shown in."""
+
+    name: str
+    value: float | None
+    unit: str
+    note: str = ""
+
+    def shown(self) -> str:
+        if self.value is None:
+            return "–"
+        value = self.value * _SCALES.get(self.unit, 1.0)
+        digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2
+        return f"{value:.{digits}f} {self.unit}".rstrip()
+
+
+class Report:
+    """Prints figures as they come, under a line that names the machine, and keeps them."""
+
+    def __init__(self, title: str) -> None:
+        self.title = title
+        self.machine = machine()
+        self.figures: list[Figure] = []
+        print(f"{title}\n{describe(self.machine)}", flush=True)
+
+    def section(self, name: str) -> None:
+        print(f"\n{name}", flush=True)
+
+    def add(self, name: str, value: float | None, unit: str, note: str = "") -> None:
+        figure = Figure(name, value, unit, note)
+        self.figures.append(figure)
+        print(f"  {name:<52}{figure.shown():>14}  {note}".rstrip(), flush=True)
+
+    def add_times(self, name: str, values: Sequence[float], unit: str) -> None:
+        """The median, with the 99th percentile beside it."""
+        if not values:
+            self.add(name, None, unit)
+            return
+        worst = Figure("", percentile(values, 0.99), unit)
+        self.add(name, statistics.median(values), unit, f"p99 {worst.shown()}, {len(values)} times")
+        self.figures.append(Figure(f"{name}, p99", worst.value, unit))
+
+    def write(self, file: str | None) -> None:
+        if file is None:
+            return
+        result = {
+            "title": self.title,
+            "machine": self.machine,
+            "command": sys.argv,
+            "figures": [asdict(figure) for figure in self.figures],
+        }
+        Path(file).write_text(
+            json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
+
+
+def options(description: str | None) -> argparse.ArgumentParser:
+    """A command line with what every benchmark takes."""
+    parser = argparse.ArgumentParser(description=(description or "").split("\n")[0])
+    parser.add_argument("--json", metavar="FILE", help="write the figures there as well")
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions; noisier")
+    return parser
+
+
+def cpu_time_of(work: Callable[[], object]) -> float:
+    """Seconds of this thread's CPU time that ``work()`` takes: for Python that waits for
+    nothing, what a busy machine does besides is left out."""
+    began = time.thread_time()
+    work()
+    return time.thread_time() - began

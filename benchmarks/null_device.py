@@ -1,0 +1,70 @@
+"""An engine whose device computes nothing: what is left is the engine itself."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from asyncllm import AsyncLLMEngine, EngineConfig
+from asyncllm.core.batch import StepBatch, StepResult
+from asyncllm.core.executor import ExecutorInfo
+from asyncllm.loading import LoadedModel
+from asyncllm.model_config import ModelConfig
+from asyncllm.model_files import resolve_model
+from asyncllm.tokenizer import Tokenizer
+
+
+class NullDevice:
+    """Samples token after token from a short list, after a fixed time without the GIL.
+
+    Attributes:
+        cpu_times: the engine thread's CPU time at each ``collect``.
+    """
+
+    def __init__(self, info: ExecutorInfo, step_time: float) -> None:
+        self.info = info
+        self.cpu_times: list[float] = []
+        self._step_time = step_time
+        self._queue: deque[StepBatch] = deque()
+
+    def launch(self, batch: StepBatch) -> None:
+        self._queue.append(batch)
+
+    def collect(self) -> StepResult:
+        batch = self._queue.popleft()
+        self.cpu_times.append(time.thread_time())
+        time.sleep(self._step_time)
+        return StepResult([300 + (batch.step + row) % 1000 for row in range(len(batch))])
+
+    def discard(self) -> None:
+        self._queue.clear()
+
+    def close(self) -> None:
+        self._queue.clear()
+
+
+@asynccontextmanager
+async def null_engine(
+    *, max_num_seqs: int, step_time: float
+) -> AsyncIterator[tuple[AsyncLLMEngine, NullDevice]]:
+    """A started engine with the packaged model's tokenizer and a null device."""
+    path = resolve_model(None, None)
+    model_config = ModelConfig.from_directory(path)
+    info = ExecutorInfo(
+        vocab_size=model_config.vocab_size,
+        num_blocks=20_000,
+        block_size=16,
+        max_model_len=4096,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=8192,
+    )
+    device = NullDevice(info, step_time)
+
+    def load(config: EngineConfig, progress: Any) -> LoadedModel:
+        return LoadedModel(device, Tokenizer.from_directory(path), model_config)
+
+    async with AsyncLLMEngine._with_loader(load) as engine:
+        yield engine, device

@@ -1,0 +1,188 @@
+"""What the scheduler costs in Python, on a device that takes no time.
+
+All times are CPU times of the one thread that works.
+
+python -m benchmarks.scheduler [--quick] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from asyncllm.core.admission import Admission
+from asyncllm.core.batch import StepResult
+from asyncllm.core.executor import ExecutorInfo
+from asyncllm.core.request import Request
+from asyncllm.core.scheduler import ScheduledStep, Scheduler
+from asyncllm.sampling_params import SamplingParams
+from benchmarks.common import Report, cpu_time_of, options
+
+BLOCK_SIZE = 16
+VOCAB_SIZE = 50_000
+RUNNING = 256
+WAITING = 10_000
+
+
+def make_scheduler(
+    *, num_blocks: int = 60_000, max_num_seqs: int = RUNNING, budget: int = 8192, depth: int = 1
+) -> Scheduler:
+    info = ExecutorInfo(
+        vocab_size=VOCAB_SIZE,
+        num_blocks=num_blocks,
+        block_size=BLOCK_SIZE,
+        max_model_len=1 << 20,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        pipeline_depth=depth,
+    )
+    return Scheduler(info)
+
+
+def make_request(rank: int, length: int, rng: random.Random) -> Request:
+    sampling = SamplingParams(seed=0, ignore_eos=True, max_tokens=100_000)
+    tokens = [rng.randrange(VOCAB_SIZE) for _ in range(length)]
+    return Request(
+        f"r{rank}",
+        sampling.resolve({}, {}, lambda: 0),
+        token_ids=tokens,
+        max_model_len=1 << 20,
+        rank=rank,
+    )
+
+
+def result_of(step: ScheduledStep) -> StepResult:
+    return StepResult([7] * len(step.requests))
+
+
+@dataclass
+class Steps:
+    """Times of many steps."""
+
+    schedule: list[float] = field(default_factory=list)
+    update: list[float] = field(default_factory=list)
+
+    @property
+    def both(self) -> list[float]:
+        return [a + b for a, b in zip(self.schedule, self.update, strict=True)]
+
+
+def decode(scheduler: Scheduler, count: int, depth: int) -> Steps:
+    """Runs ``count`` steps with ``depth`` in flight and times each half."""
+    steps = Steps()
+    in_flight: deque[ScheduledStep] = deque()
+    clock = time.thread_time
+    while len(steps.update) < count:
+        began = clock()
+        step = scheduler.schedule()
+        scheduled = clock()
+        assert step is not None
+        in_flight.append(step)
+        if len(in_flight) < depth:
+            continue
+        oldest = in_flight.popleft()
+        result = result_of(oldest)
+        started = clock()
+        scheduler.update(oldest, result)
+        steps.update.append(clock() - started)
+        steps.schedule.append(scheduled - began)
+    while in_flight:
+        oldest = in_flight.popleft()
+        scheduler.update(oldest, result_of(oldest))
+    return steps
+
+
+def measure_decode(report: Report, count: int, *, waiting: int, depth: int) -> float:
+    """Decode steps of 256 requests; their prompts differ in length, so that their blocks
+    fill up at different times."""
+    rng = random.Random(0)
+    scheduler = make_scheduler(depth=depth)
+    for rank in range(RUNNING + waiting):
+        scheduler.add(make_request(rank, rng.randint(48, 80), rng))
+    decode(scheduler, 20, depth)
+    steps = decode(scheduler, count, depth)
+    assert len(scheduler.running) == RUNNING
+    assert len(scheduler.waiting) == waiting
+    name = f"{RUNNING} decoding, {waiting} waiting, {depth} in flight"
+    report.add_times(f"{name}: schedule", steps.schedule, "ms")
+    report.add_times(f"{name}: update", steps.update, "ms")
+    report.add_times(f"{name}: both", steps.both, "ms")
+    scheduler.check_integrity()
+    return statistics.median(steps.both)
+
+
+def measure_lengths(report: Report, repeats: int) -> None:
+    """Prompts of growing length: hashing and allocating, and finding all of it again."""
+    rng = random.Random(1)
+    for length in (1_000, 4_000, 16_000, 64_000):
+        cold, warm, freed = [], [], []
+        for i in range(repeats):
+            scheduler = make_scheduler(num_blocks=10_000, budget=1 << 20)
+            first = make_request(2 * i, length, rng)
+            second = make_request(2 * i + 1, length, rng)
+            second.token_ids[:] = first.token_ids
+            for request, times in ((first, cold), (second, warm)):
+                scheduler.add(request)
+                times.append(cpu_time_of(scheduler.schedule))
+                freed.append(cpu_time_of(lambda r=request, s=scheduler: s.finish(r, "abort")))
+            scheduler.check_integrity()
+        for what, times in (("first time", cold), ("cached", warm), ("freed", freed)):
+            per_token = statistics.median(times) / length
+            total = statistics.median(times) * 1e3
+            report.add(f"{length} tokens, {what}", per_token, "ns", f"a token; {total:.2f} ms")
+
+
+def measure_admission(report: Report, repeats: int) -> None:
+    """1,000 requests at once: the places they take in the queue, and the step that lets them
+    all in."""
+    rng = random.Random(2)
+    reserving, entering, leaving = [], [], []
+    for _ in range(repeats):
+        scheduler = make_scheduler(max_num_seqs=1024, budget=1 << 20)
+        requests = [make_request(rank, 64, rng) for rank in range(1000)]
+        admission = Admission(2000, 1 << 30, time.monotonic)
+
+        def reserve(admission: Admission = admission, requests=requests) -> None:
+            for request in requests:
+                admission.reserve(request, 64)
+
+        def enter(scheduler: Scheduler = scheduler, requests=requests) -> None:
+            for request in requests:
+                scheduler.add(request)
+            step = scheduler.schedule()
+            assert step is not None
+            assert len(step.entered) == 1000
+
+        def leave(scheduler: Scheduler = scheduler, requests=requests) -> None:
+            for request in requests:
+                scheduler.finish(request, "abort")
+
+        reserving.append(cpu_time_of(reserve))
+        entering.append(cpu_time_of(enter))
+        leaving.append(cpu_time_of(leave))
+    report.add_times("1,000 places in the queue", reserving, "ms")
+    report.add_times("1,000 prompts of 64 tokens into one step", entering, "ms")
+    report.add_times("1,000 running requests aborted", leaving, "ms")
+
+
+def main() -> None:
+    arguments = options(__doc__).parse_args()
+    count, repeats = (100, 3) if arguments.quick else (1000, 15)
+    report = Report("scheduler")
+    report.section("a decode step")
+    alone = measure_decode(report, count, waiting=0, depth=1)
+    crowded = measure_decode(report, count, waiting=WAITING, depth=1)
+    report.add("10,000 waiting against none", crowded / alone, "×")
+    measure_decode(report, count, waiting=0, depth=2)
+    report.section("prompts: hashing, allocating, finding")
+    measure_lengths(report, repeats)
+    report.section("admission")
+    measure_admission(report, repeats)
+    report.write(arguments.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,319 @@
+"""The command line, run as a person runs it: between pipes, and on a terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncllm.cli import main
+from asyncllm.cli.conversation import Conversation
+from asyncllm.cli.flow import Flow
+from asyncllm.cli.measure import percentile
+from asyncllm.cli.prompts import prompts
+from asyncllm.cli.text import one_line, printable, rate, seconds
+from tests.terminal import QUICK, Terminal, asyncllm
+
+# Random weights hardly ever say that they are done: an answer long enough to be interrupted.
+ENDLESS = ("--load-format", "dummy", "--seed", "1", "--temperature", "1")
+
+
+def is_plain(text: str) -> bool:
+    return not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", text)
+
+
+# --- without an engine -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["chat", "--help"]])
+def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
+    code = (
+        "import sys\n"
+        "from asyncllm.cli import main\n"
+        "try:\n"
+        f"    main({arguments!r})\n"
+        "except SystemExit as end:\n"
+        "    assert not end.code\n"
+        "heavy = {'torch', 'transformers', 'tokenizers', 'rich', 'asyncio'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "asyncllm" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["demo", "--temperature", "-1"], "temperature=-1.0"),
+        (["chat", "--top-p", "1.5"], "top_p=1.5"),
+        (["demo", "--kv-cache-memory", "lots"], "kv_cache_memory='lots'"),
+        (["demo", "--device", "abacus"], "device='abacus'"),
+        (["bench", "--json", "/no/such/folder/file"], "--json /no/such/folder/file"),
+    ],
+)
+def test_a_bad_value_is_named(
+    arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"asyncllm: {named}")
+    assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["sing"],
+        ["demo", "--streams", "0"],
+        ["bench", "--concurrency", "4,x"],
+        ["bench", "--prompt-len", "ten"],
+    ],
+)
+def test_a_command_line_that_cannot_be_read(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 2
+    assert "error:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["demo", "chat", "bench"])
+def test_a_model_that_is_not_there(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, str(tmp_path / "nothing")]) == 1
+    error = capsys.readouterr().err
+    assert re.fullmatch(r"asyncllm: .*nothing: does not exist, expected .*\n", error)
+
+
+def test_text_from_a_model_cannot_control_the_terminal() -> None:
+    assert printable("a\x1b[2Jb\x07\tc\r\nd\x9be") == "a[2Jb c\nde"
+    assert printable("häß 日本 🙂\n") == "häß 日本 🙂\n"
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (None, "–"),
+        (0.0000004, "0 µs"),
+        (0.00084, "840 µs"),
+        (0.0012, "1.2 ms"),
+        (0.0123, "12 ms"),
+        (0.5, "500 ms"),
+        (0.9999, "1.00 s"),
+        (75.3, "75.30 s"),
+    ],
+)
+def test_seconds(value: float | None, shown: str) -> None:
+    assert seconds(value) == shown
+
+
+def test_small_texts() -> None:
+    assert rate(30, 0.5) == "60 tok/s"
+    assert rate(30, 0.0) == "–"
+    assert one_line("a  long\nline of text", 8) == "a long…"
+    assert one_line("short", 8) == "short"
+    assert one_line("short", 0) == "…"
+
+
+def test_percentile() -> None:
+    values = list(range(100, 0, -1))
+    assert percentile(values, 0.5) == 51
+    assert percentile(values, 0.99) == 100
+    assert percentile(values, 0.0) == 1
+    assert percentile([7.0], 0.99) == 7.0
+    assert percentile([], 0.5) is None
+
+
+def test_flow_breaks_lines_between_words_however_the_text_is_cut() -> None:
+    text = "One two three four.\n\n  indented line of several words\nend"
+    whole: set[str] = set()
+    seed = 11
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    for _ in range(50):
+        out = io.StringIO()
+        flow = Flow(out, width=16)
+        rest = text
+        while rest:
+            cut = rng.randint(1, 6)
+            flow.write(rest[:cut])
+            rest = rest[cut:]
+        flow.finish()
+        whole.add(out.getvalue())
+    assert len(whole) == 1
+    lines = whole.pop().split("\n")
+    assert max(map(len, lines)) <= 16
+    assert lines[:3] == ["  One two three", "  four.", ""]
+    assert " ".join(" ".join(lines).split()) == " ".join(text.split())
+
+
+def test_flow_lets_a_word_that_is_too_long_stand_alone() -> None:
+    out = io.StringIO()
+    flow = Flow(out, width=10)
+    flow.write("an incomprehensible word")
+    flow.finish()
+    assert out.getvalue() == "  an\n  incomprehensible\n  word\n"
+
+
+def test_conversation_forgets_whole_turns(tmp_path: Path) -> None:
+    conversation = Conversation("Be brief.")
+    for role, text in (("user", "1"), ("assistant", "2"), ("user", "3"), ("assistant", "4")):
+        conversation.say(role, text)
+    conversation.say("user", "5")
+    assert conversation.drop_oldest_turn()
+    assert [m["content"] for m in conversation.to_send()] == ["Be brief.", "3", "4", "5"]
+    assert conversation.drop_oldest_turn()
+    assert not conversation.drop_oldest_turn()
+    assert [m["content"] for m in conversation.to_send()] == ["Be brief.", "5"]
+    conversation.save(tmp_path / "saved.json")
+    saved = json.loads((tmp_path / "saved.json").read_text(encoding="utf-8"))
+    assert saved == conversation.to_send()
+
+
+def test_prompts_are_as_many_as_asked_for() -> None:
+    for count in (1, 3, 8, 50):
+        assert len(prompts(count, random.Random(0))) == count
+    assert prompts(30, random.Random(4)) == prompts(30, random.Random(4))
+
+
+# --- between pipes ---------------------------------------------------------------------------
+
+
+def test_demo_into_a_pipe() -> None:
+    done = asyncllm("demo", "--streams", "9", "--seed", "3", "--max-tokens", "32")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert is_plain(done.stdout)
+    headings = re.findall(r"^\[(\d+)\] [\w ]+: .+\n(?:    .*\n)+", done.stdout, re.MULTILINE)
+    assert sorted(map(int, headings)) == list(range(1, 10))
+    figures = re.findall(r"^    \(\d+ tokens, first after .*, .*, (\w+)\)$", done.stdout, re.M)
+    assert len(figures) == 9
+    assert set(figures) <= {"stop", "length"}
+    assert re.search(r"^9 streams, \d+ tokens in .* prefix cache$", done.stdout, re.M)
+
+
+def test_demo_whose_reader_leaves() -> None:
+    options = ("--streams", "4", "--max-tokens", "8", *QUICK)
+    command = [sys.executable, "-m", "asyncllm", "demo", *options]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        assert child.stderr is not None
+        child.stdout.readline()
+        child.stdout.close()
+        assert child.stderr.read() == ""
+        assert child.wait(60) == 1
+
+
+def test_interrupted_demo() -> None:
+    command = [sys.executable, "-m", "asyncllm", "demo", *ENDLESS, *QUICK]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        assert child.stderr is not None
+        child.stdout.readline()
+        child.send_signal(signal.SIGINT)
+        assert child.stderr.read() == ""
+        assert child.wait(60) == 130
+
+
+def test_bench_writes_what_it_prints(tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    done = asyncllm(
+        *("bench", "--concurrency", "2,1", "--prompt-len", "9", "--output-len", "5"),
+        *("--rounds", "2", "--json", str(file)),
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert is_plain(done.stdout)
+    assert "streams  tok/s" in done.stdout
+    result = json.loads(file.read_text(encoding="utf-8"))
+    assert set(result) == {"machine", "command", "config", "rows"}
+    assert {"processor", "python", "torch", "asyncllm"} <= set(result["machine"])
+    assert [row["concurrency"] for row in result["rows"]] == [1, 2]
+    for row in result["rows"]:
+        assert row["requests"] == 2 * row["concurrency"]
+        assert row["output_tokens"] == 5 * row["requests"]
+        for name in ("ttft", "between_tokens", "loop_lag", "cancel_to_free"):
+            assert 0 <= row[f"{name}_p50"] <= row[f"{name}_p99"]
+
+
+def test_bench_with_a_prompt_that_does_not_fit() -> None:
+    done = asyncllm("bench", "--prompt-len", "600")
+    assert done.returncode == 1
+    assert re.fullmatch(r"asyncllm: prompt: has 600 tokens, expected at most 511.*\n", done.stderr)
+
+
+def test_chat_through_a_pipe_forgets_what_does_not_fit() -> None:
+    turns = "".join(f"Mia has {i} red hats and a boat.\n" for i in range(4))
+    done = asyncllm("chat", "--max-model-len", "80", "--max-tokens", "12", stdin=turns)
+    assert done.returncode == 0
+    assert is_plain(done.stdout)
+    assert done.stdout.count("\n") >= 4
+    assert set(done.stderr.splitlines()) == {"The context is full: the oldest turn was forgotten."}
+
+
+# --- on a terminal ---------------------------------------------------------------------------
+
+
+def test_demo_on_a_terminal() -> None:
+    with Terminal("demo", "--streams", "12", "--max-tokens", "24") as terminal:
+        assert terminal.wait_for_exit() == 0
+        assert "12 streams on one event loop" in terminal.text
+        assert re.search(r"12 streams, \d+ tokens in ", terminal.text)
+        assert terminal.raw.rfind("\x1b[?25h") > terminal.raw.rfind("\x1b[?25l")
+        assert "Traceback" not in terminal.text
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_program(tmp_path: Path) -> None:
+    with Terminal("chat", *ENDLESS) as terminal:
+        terminal.wait_for("/help lists commands")
+        terminal.wait_for("› ")
+        terminal.type("Tell me a story.\n")
+        terminal.wait_for("Tell me a story.")
+        written = len(terminal.text)
+        while len(terminal.text) < written + 40:
+            terminal.wait_for(terminal.text[-1:], times=terminal.text.count(terminal.text[-1]) + 1)
+        assert not terminal.echoes()
+        terminal.type("\x03")
+        terminal.wait_for(", stopped")
+        terminal.wait_for("› ", times=2)
+        terminal.type(f"/save {tmp_path}/saved.json\n")
+        terminal.wait_for("Saved 2 messages")
+        terminal.type("/dance\n")
+        terminal.wait_for("/dance: no such command")
+        terminal.type("half a line\x03")
+        terminal.wait_for("Ctrl-C again, or Ctrl-D, leaves.")
+        terminal.type("\x03")
+        assert terminal.wait_for_exit() == 0
+        assert "Traceback" not in terminal.text
+    saved = json.loads((tmp_path / "saved.json").read_text(encoding="utf-8"))
+    assert [message["role"] for message in saved] == ["user", "assistant"]
+
+
+def test_chat_remembers_and_takes_a_paste_as_one_message() -> None:
+    with Terminal("chat", "--temperature", "0", "--max-tokens", "16") as terminal:
+        terminal.wait_for("› ")
+        terminal.type("My name is Lena.\n")
+        terminal.wait_for(" tokens", times=1)
+        terminal.wait_for("› ", times=2)
+        terminal.type("\x1b[200~What is\nmy name?\x1b[201~")
+        terminal.wait_for("my name?")
+        terminal.type("\n")
+        terminal.wait_for(" tokens", times=2)
+        terminal.wait_for("› ", times=3)
+        terminal.type("\x04")
+        assert terminal.wait_for_exit() == 0
+        assert terminal.text.count("first token") == 2

@@ -1,0 +1,146 @@
+"""The op set against plain formulas in float64."""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+
+from asyncllm.gpu.models.decoder import Decoder, attention_shape
+from asyncllm.gpu.ops.base import AttentionShape
+from asyncllm.gpu.ops.onednn_ops import PLAIN_PRODUCT, OneDNNOps, SmallLinear, onednn_works
+from asyncllm.gpu.ops.registry import make_attention, make_ops
+from asyncllm.gpu.ops.torch_ops import TorchOps, TorchRopeAndCache
+from asyncllm.gpu.threads import set_thread_count
+from asyncllm.gpu.weights import dummy_weights
+from asyncllm.model_config import ModelConfig, RopeConfig
+
+CPU = torch.device("cpu")
+BACKENDS = [TorchOps(), *([OneDNNOps()] if onednn_works() else [])]
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    set_thread_count(1)
+
+
+@pytest.mark.parametrize("ops", BACKENDS, ids=lambda ops: ops.name)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("shape", [(48, 40), (1000, 640)])
+@pytest.mark.parametrize("biased", [True, False])
+def test_linear(ops, dtype, shape, biased):
+    generator = torch.Generator().manual_seed(1)
+    weight = (torch.randn(shape, generator=generator) * shape[1] ** -0.5).to(dtype)
+    bias = torch.randn(shape[0], generator=generator).to(dtype) if biased else None
+    shift = 0.0 if bias is None else bias.double()
+    tolerance = TOLERANCE[dtype]
+    for linear, extra in ((ops.linear(weight, bias), shift), (ops.shared_linear(weight), 0.0)):
+        for rows in (0, 1, 3, 70):
+            x = torch.randn(rows, shape[1], generator=generator).to(dtype)
+            found = linear(x)
+            assert found.dtype == dtype
+            expected = x.double() @ weight.double().T + extra
+            torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.skipif(not onednn_works(), reason="this torch has no packed linear layers")
+def test_only_tiny_weights_are_kept_in_two_layouts():
+    ops = OneDNNOps()
+    assert isinstance(make_ops(CPU), OneDNNOps)
+    small, large = torch.zeros(10, PLAIN_PRODUCT // 10), torch.zeros(11, PLAIN_PRODUCT // 10)
+    assert isinstance(ops.linear(small, None), SmallLinear)
+    assert not isinstance(ops.linear(large, None), SmallLinear)
+    assert not isinstance(ops.linear(small.bfloat16(), None), SmallLinear)
+
+
+def test_a_decoder_holds_no_second_copy_while_it_is_built():
+    model = ModelConfig(
+        path=Path("nowhere"),
+        architecture="LlamaForCausalLM",
+        vocab_size=1024,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_layers=3,
+        num_heads=8,
+        num_kv_heads=8,
+        head_dim=64,
+        max_position_embeddings=64,
+        rms_norm_eps=1e-5,
+        rope=RopeConfig(),
+        tie_word_embeddings=True,
+    )
+    plain: list[weakref.ref[torch.Tensor]] = []
+
+    def watched():
+        for name, tensor in dummy_weights(model, torch.bfloat16, CPU):
+            assert sum(ref() is not None for ref in plain) <= 1
+            if tensor.dim() > 1 and not name.startswith("embed"):
+                plain.append(weakref.ref(tensor))
+            yield name, tensor
+            del tensor
+
+    attention = make_attention("auto", attention_shape(model), torch.bfloat16, CPU)
+    decoder = Decoder(model, OneDNNOps(), attention, watched())
+    assert len(plain) == 4 * 3
+    assert all(ref() is None for ref in plain)
+    assert decoder.embedding.shape == (1024, 512)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_norms(dtype):
+    generator = torch.Generator().manual_seed(2)
+    weight = torch.randn(96, generator=generator).to(dtype)
+    x, residual = torch.randn(2, 5, 96, generator=generator).mul(3).to(dtype)
+    norm = TorchOps().rms_norm(weight, 1e-6)
+    total = (x + residual).double()
+
+    def exact(value: torch.Tensor) -> torch.Tensor:
+        return value / (value.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(norm(x).double(), exact(x.double()), rtol=tolerance, atol=tolerance)
+    normed, added = norm.add(x, residual.clone())
+    assert torch.equal(added.double(), total)
+    torch.testing.assert_close(normed.double(), exact(total), rtol=tolerance, atol=tolerance)
+
+
+def test_rope_and_cache():
+    shape = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=8, scale=1.0)
+    generator = torch.Generator().manual_seed(3)
+    tokens = 5
+    qkv = torch.randn(tokens, 8 * 8, generator=generator)
+    q_norm, k_norm = torch.rand(2, 8, generator=generator) + 0.5
+    angles = torch.rand(tokens, 4, generator=generator) * 6
+    cos = torch.cat((angles.cos(), angles.cos()), -1).unsqueeze(1)
+    sin = torch.cat((-angles.sin(), angles.sin()), -1).unsqueeze(1)
+    heads = qkv.double().view(tokens, 8, 8)
+    expected = heads.clone()
+    for index in range(6):
+        norm = q_norm if index < 4 else k_norm
+        x = heads[:, index]
+        x = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.double()
+        low, high = x[:, :4], x[:, 4:]
+        c, s = angles.double().cos(), angles.double().sin()
+        expected[:, index] = torch.cat((low * c - high * s, high * c + low * s), -1)
+    cache = torch.full((2, 6, 4, 2, 8), 9.0)
+    slots = torch.tensor([23, 4, 11, 12, 9])
+    op = TorchRopeAndCache(shape, q_norm, k_norm, 1e-6)
+    q, k, v = op(qkv, cos, sin, cache, slots)
+    for found, wanted in ((q, expected[:, :4]), (k, expected[:, 4:6]), (v, expected[:, 6:])):
+        torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-6)
+    flat = cache.view(2, 24, 2, 8)
+    assert torch.equal(flat[0, slots], k)
+    assert torch.equal(flat[1, slots], v)
+    untouched = sorted(set(range(24)) - set(slots.tolist()))
+    assert bool((flat[:, untouched] == 9.0).all())
+
+
+def test_silu_mul():
+    x = torch.randn(3, 20, generator=torch.Generator().manual_seed(4))
+    before = x.clone()
+    gate, up = before.double().chunk(2, -1)
+    found = TorchOps().silu_mul(x)
+    torch.testing.assert_close(found.double(), gate * gate.sigmoid() * up, rtol=1e-5, atol=1e-6)
