@@ -40,8 +40,10 @@ def test_skill(skill: str, generate: heldout.Generate) -> None:
 def test_training_text_lacks_the_examination() -> None:
     seed = "leak"
     print(f"seed {seed}")
-    texts = ["".join(text for text, _ in pieces) for pieces in
-             corpus.documents(seed, 3_000_000, 0.5, ("ab", "cd"))]
+    texts = [
+        "".join(text for text, _ in pieces)
+        for pieces in corpus.documents(seed, 3_000_000, 0.5, ("ab", "cd"))
+    ]
     seen = {word for text in texts for word in re.findall("[a-z]+", text.lower())}
     assert seen & words.HELD_WORDS == set()
 
@@ -85,8 +87,12 @@ def test_template_says_what_the_training_said() -> None:
 def test_template_takes_parts_and_refuses_unknown_roles() -> None:
     transformers = pytest.importorskip("transformers")
     tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
-    parts = [{"role": "user", "content": [{"type": "text", "text": "Hel"},
-                                          {"type": "text", "text": "lo"}]}]
+    parts = [
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}],
+        }
+    ]
     assert tokenizer.apply_chat_template(parts, tokenize=False) == (
         "<|im_start|>user\nHello<|im_end|>\n"
     )
@@ -107,7 +113,8 @@ def test_files_are_small_and_whole() -> None:
     assert tokenizer.get_vocab_size() == config["vocab_size"] == 2048
     generation = json.loads((MODEL / "generation_config.json").read_text(encoding="utf-8"))
     assert generation["eos_token_id"] == [
-        tokenizer.token_to_id("<|im_end|>"), tokenizer.token_to_id("<|endoftext|>")
+        tokenizer.token_to_id("<|im_end|>"),
+        tokenizer.token_to_id("<|endoftext|>"),
     ]
     for mark in ("<|im_start|>", "<|im_end|>", "<|endoftext|>"):
         assert len(tokenizer.encode(mark, add_special_tokens=False).ids) == 1

@@ -101,7 +101,9 @@ async def test_the_death_of_the_engine_is_the_end_of_each():
     seen = Recorder()
     async with rig.engine() as engine:
         engine.add_observer(seen)
+        await engine.pause()
         streams = [engine.stream([i], max_tokens=90) for i in range(3)]
+        await engine.resume()
         for stream in streams:
             with pytest.raises(EngineDeadError):
                 await stream.result()
