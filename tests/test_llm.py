@@ -7,6 +7,7 @@ import gc
 import io
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -130,7 +131,8 @@ def test_stream_is_a_plain_iterator(make):
 
 @pytest.mark.parametrize("leave", ["close", "with", "abort", "del"])
 def test_leaving_a_stream_aborts_it(make, leave):
-    rig = fake(step_time=0.001)
+    rig = fake()
+    rig.executor.gate = threading.Semaphore(3)
     llm = make(rig)
     stream = llm.stream([1], max_tokens=200)
     next(stream)
@@ -143,10 +145,12 @@ def test_leaving_a_stream_aborts_it(make, leave):
         assert next(stream, None) is None
     elif leave == "abort":
         stream.abort()
+        rig.executor.gate.release(1)
         assert stream.result().finish_reason == "abort"
     else:
         del stream
         gc.collect()
+    rig.executor.gate.release(1000)
     # The next request is behind the abort in the queue.
     llm.generate([2], max_tokens=1)
     stats = llm.stats()
@@ -226,7 +230,7 @@ def test_a_stream_has_one_reader_at_a_time(make):
     got = []
     other.start()
     while not stream._stream._channel.waiting:
-        pass
+        time.sleep(0.001)
     with pytest.raises(RuntimeError, match="another thread"):
         next(stream)
     rig.executor.gate.release()
@@ -315,11 +319,11 @@ def test_a_deadline_raises_with_what_there_is(make):
     rig = fake()
     rig.executor.gate = threading.Semaphore(2)
     llm = make(rig)
-    stream = llm.stream([1], max_tokens=50, timeout=0.2)
+    stream = llm.stream([1], max_tokens=50, timeout=1.0)
     got = [next(stream)]
     while sum(len(delta.token_ids) for delta in got) < 2:
         got.append(next(stream))
-    threading.Timer(0.3, rig.executor.gate.release, (100,)).start()
+    threading.Timer(1.1, rig.executor.gate.release, (100,)).start()
     with pytest.raises(DeadlineExceededError) as caught:
         list(stream)
     with pytest.raises(DeadlineExceededError):
@@ -329,9 +333,9 @@ def test_a_deadline_raises_with_what_there_is(make):
 
 
 def test_closing_aborts_what_lives(make):
-    rig = fake(step_time=0.001)
+    rig = fake(step_time=0.01)
     llm = make(rig)
-    stream = llm.stream([1], max_tokens=200)
+    stream = llm.stream([1], max_tokens=250)
     next(stream)
     llm.close()
     llm.close()
@@ -367,7 +371,7 @@ def test_the_death_of_the_engine_reaches_every_thread(make):
     for thread in threads:
         thread.start()
     while llm.stats().num_requests < 8:
-        pass
+        time.sleep(0.001)
     rig.executor.gate.release(100)
     for thread in threads:
         thread.join(10)
@@ -395,7 +399,8 @@ def test_a_start_that_fails_raises_and_leaves_nothing(make):
 
 
 def test_an_interrupt_aborts_what_it_interrupts(make, monkeypatch):
-    rig = fake(step_time=0.001)
+    rig = fake()
+    rig.executor.gate = threading.Semaphore(1)
     llm = make(rig)
     stream = llm.stream([1], max_tokens=200)
     next(stream)
@@ -407,6 +412,7 @@ def test_an_interrupt_aborts_what_it_interrupts(make, monkeypatch):
         patch.setattr("asyncllm.hosts.ThreadWaiter.wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             list(stream)
+    rig.executor.gate.release(1000)
     llm.generate([2], max_tokens=1)
     assert llm.stats().num_aborted == 1
 

@@ -59,8 +59,10 @@ async def test_requests_are_counted_by_how_they_end():
         await engine.generate([1, 2, 3], max_tokens=5)
         stop = rig.executor.reference([4], 3)
         await engine.generate([4], stop_token_ids=[stop[-1]], max_tokens=90)
+        await engine.pause()
         aborted = engine.stream([5], max_tokens=200)
         aborted.abort()
+        await engine.resume()
         await aborted.result()
         rig.executor.row_errors["bad"] = ValueError("no")
         with pytest.raises(Exception, match="no"):

@@ -82,7 +82,7 @@ def test_an_engine_lives_across_cells_and_errors():
             from asyncllm import EngineClosedError, LLM
             from tests.fakes import fake
 
-            rig = fake(step_time=0.001)
+            rig = fake(step_time=0.01)
             engine = rig.engine()
             await engine.start()
             """,
@@ -109,6 +109,7 @@ def test_an_engine_lives_across_cells_and_errors():
             print(stats.num_aborted, stats.num_free_blocks == stats.num_blocks)
             """,
             """
+            rig.executor.step_time = 0
             tasks = [asyncio.create_task(engine.generate([i], max_tokens=9)) for i in range(5)]
             """,
             # The facade blocks the notebook's loop; the tasks' tokens come all the same.

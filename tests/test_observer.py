@@ -66,6 +66,7 @@ async def test_every_ending_is_observed_once(depth):
     seen = Recorder()
     async with rig.engine() as engine:
         engine.add_observer(seen)
+        await engine.pause()
         results = [
             engine.stream([i], max_tokens=20, request_id=name)
             for i, name in enumerate(["a", "b", "c", "bad"])
@@ -73,7 +74,9 @@ async def test_every_ending_is_observed_once(depth):
         results.append(engine.stream("9 " * 20, request_id="long", max_tokens=5))
         results.append(engine.stream([5], request_id="gone"))
         engine.abort(["gone", "gone"])
+        await engine.resume()
         await asyncio.gather(*(s.result() for s in results), return_exceptions=True)
+        await engine.pause()
         engine.stream([1], request_id="late")
     ends = {name: reason for name, reason, *_ in seen.finished}
     assert len(ends) == len(seen.finished) == len(seen.submitted) == 7
@@ -191,8 +194,32 @@ async def test_an_end_that_overtakes_the_announcement_waits_for_it():
     usage = Usage(1, 0, 0, 0.0, None, 0.0)
     observation = Observation(object(), (Slow(),))
     observation.submitted(None)
+    assert order == ["submit", "finish"]
     observation.finished(usage, None)
     assert order == ["submit", "finish"]
+
+
+async def test_the_end_is_observed_before_it_can_be_read():
+    readable = []
+
+    class Early:
+        def on_submit(self, request, submission):
+            pass
+
+        def on_finish(self, request, usage, error):
+            readable.append(request.output.channel.ended)
+
+    rig = fake()
+    rig.executor.row_errors["bad"] = ValueError("no")
+    async with rig.engine() as engine:
+        engine.add_observer(Early())
+        await engine.generate([1], max_tokens=1)
+        with pytest.raises(RequestError):
+            await engine.generate([1], request_id="bad")
+        stream = engine.stream([1])
+        stream.abort()
+        await stream.result()
+    assert readable == [False] * 3
 
 
 # --- the log ----------------------------------------------------------------------------
