@@ -71,6 +71,7 @@ class AsyncLLMEngine:
         self._observers = Observers()
         self._worker = TextWorker("asyncllm-text")
         self._random = random.Random(self.config.seed)
+        self._neutral_params = SamplingParams()
 
     @classmethod
     def _with_loader(cls, loader: Loader, **overrides: Any) -> Self:
@@ -425,7 +426,7 @@ class AsyncLLMEngine:
         if params is not None and not isinstance(params, SamplingParams):
             raise _bad("params", params, "SamplingParams or None")
         defaults = loaded.model_config.generation_defaults or {}
-        resolved = (params or SamplingParams()).resolve(
+        resolved = (params or self._neutral_params).resolve(
             sampling, defaults, draw_seed=lambda: self._random.getrandbits(64)
         )
         info = loaded.executor.info

@@ -7,7 +7,6 @@ import atexit
 import contextlib
 import logging
 import os
-import sys
 import threading
 import time
 from concurrent.futures import Future, InvalidStateError
@@ -18,7 +17,7 @@ from asyncllm.core.admission import Admission
 from asyncllm.core.engine_core import EngineCore
 from asyncllm.core.scheduler import Scheduler
 from asyncllm.errors import AsyncLLMError, EngineClosedError, EngineError
-from asyncllm.hosts import waiter_for
+from asyncllm.hosts import running_trio, waiter_for
 from asyncllm.loading import LoadedModel, Loader
 
 _JOIN_AT_EXIT = 2.0
@@ -172,8 +171,8 @@ class EngineThread:
     def supervise(self) -> None:
         """One background task on the starting loop: it ends with the thread, closes the
         engine when the loop goes away, and notices a step that hangs."""
-        trio = sys.modules.get("trio")
-        if trio is not None and trio.lowlevel.in_trio_run():
+        trio = running_trio()
+        if trio is not None:
             trio.lowlevel.spawn_system_task(_watch, self, name="asyncllm-engine")
         else:
             # The loop keeps weak references to tasks only.

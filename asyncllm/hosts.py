@@ -40,11 +40,6 @@ class Host(Protocol):
 
     def is_closed(self) -> bool: ...
 
-    @property
-    def key(self) -> object:
-        """The same object for the same loop, and only for it."""
-        ...
-
 
 class AsyncioWaiter:
     __slots__ = ("_future",)
@@ -66,10 +61,6 @@ class AsyncioWaiter:
 class AsyncioHost:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-
-    @property
-    def key(self) -> object:
-        return self.loop
 
     def post(self, callback: Callable[[], Any]) -> None:
         self.loop.call_soon_threadsafe(callback)
@@ -104,10 +95,6 @@ class TrioHost:
         self._trio = trio
         self._token = trio.lowlevel.current_trio_token()
 
-    @property
-    def key(self) -> object:
-        return self._token
-
     def post(self, callback: Callable[[], Any]) -> None:
         # trio.RunFinishedError is a RuntimeError, as a closed asyncio loop's is.
         self._token.run_sync_soon(callback)
@@ -128,14 +115,22 @@ def _nothing() -> None:
     return None
 
 
+def running_trio() -> Any:
+    """The trio module if this thread is in a trio run, else None. Another thread may be in
+    the middle of importing it."""
+    trio = sys.modules.get("trio")
+    in_trio_run = getattr(getattr(trio, "lowlevel", None), "in_trio_run", None)
+    return trio if in_trio_run is not None and in_trio_run() else None
+
+
 def current_host() -> AsyncioHost | TrioHost:
     """The host of the running loop.
 
     Raises:
         RuntimeError: if no event loop runs in this thread.
     """
-    trio = sys.modules.get("trio")
-    if trio is not None and trio.lowlevel.in_trio_run():
+    trio = running_trio()
+    if trio is not None:
         return TrioHost(trio)
     return AsyncioHost(asyncio.get_running_loop())
 
@@ -230,12 +225,13 @@ class MailboxRegistry:
         Raises:
             RuntimeError: if no event loop runs in this thread.
         """
-        host = current_host()
-        mailbox = self._by_loop.get(host.key)
+        trio = running_trio()
+        key = trio.lowlevel.current_trio_token() if trio else asyncio.get_running_loop()
+        mailbox = self._by_loop.get(key)
         if mailbox is None:
-            for key in [k for k, m in self._by_loop.items() if m.is_closed()]:
-                self._by_loop.pop(key, None)
-            mailbox = self._by_loop.setdefault(host.key, LoopMailbox(host))
+            for old in [k for k, m in self._by_loop.items() if m.is_closed()]:
+                self._by_loop.pop(old, None)
+            mailbox = self._by_loop.setdefault(key, LoopMailbox(current_host()))
         return mailbox
 
     def clear(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -160,7 +161,8 @@ class SamplingParams:
         Args:
             overrides: fields by name.
             defaults: what the model's ``generation_config`` says about ``temperature``,
-                ``top_p``, ``top_k``, ``min_p`` and ``repetition_penalty``.
+                ``top_p``, ``top_k``, ``min_p`` and ``repetition_penalty``, checked when the
+                model was loaded.
             draw_seed: called if there is no seed.
 
         Raises:
@@ -172,13 +174,15 @@ class SamplingParams:
                 raise InvalidRequestError(
                     f"{name}: no such sampling parameter (there are {names})", param=name
                 )
-        changes = dict(overrides)
+        # What is filled in below is known to be good; checking all of it again would double
+        # the cost of a call that an event loop waits for.
+        resolved = replace(self, **overrides) if overrides else copy(self)
         for name, neutral in NEUTRAL.items():
-            if changes.get(name, getattr(self, name)) is None:
-                changes[name] = defaults.get(name, neutral)
-        if changes.get("seed", self.seed) is None:
-            changes["seed"] = draw_seed()
-        return replace(self, **changes)
+            if getattr(resolved, name) is None:
+                resolved._set(name, defaults.get(name, neutral))
+        if resolved.seed is None:
+            resolved._set("seed", draw_seed())
+        return resolved
 
 
 NEUTRAL: Mapping[str, float | int] = {

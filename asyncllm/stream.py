@@ -122,9 +122,11 @@ class TokenStream:
                 # Only now: what was written before the flag was set is found here, what is
                 # written after it wakes this reader.
                 delta = self._take()
+                if delta is None:
+                    await waiter.wait()
+                    delta = self._take()
                 if delta is not None:
                     return delta
-                await waiter.wait()
         except BaseException:
             self.abort()
             raise

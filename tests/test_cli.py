@@ -97,6 +97,23 @@ def test_a_model_that_is_not_there(
     assert re.fullmatch(r"asyncllm: .*nothing: does not exist, expected .*\n", error)
 
 
+def test_an_engine_that_dies_is_one_line() -> None:
+    code = (
+        "import sys\n"
+        "from asyncllm.cli import main\n"
+        "from asyncllm.gpu.model_runner import ModelRunner\n"
+        "def launch(self, batch):\n"
+        "    raise ValueError('the device is on fire')\n"
+        "from asyncllm.gpu import factory\n"
+        "factory.measure_token_budget = lambda time_step: 64\n"
+        "ModelRunner.launch = launch\n"
+        "sys.exit(main(['bench']))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "asyncllm: the engine died: ValueError: the device is on fire\n"
+
+
 def test_text_from_a_model_cannot_control_the_terminal() -> None:
     assert printable("a\x1b[2Jb\x07\tc\r\nd\x9be") == "a[2Jb c\nde"
     assert printable("häß 日本 🙂\n") == "häß 日本 🙂\n"
@@ -250,10 +267,13 @@ def test_bench_writes_what_it_prints(tmp_path: Path) -> None:
             assert 0 <= row[f"{name}_p50"] <= row[f"{name}_p99"]
 
 
-def test_bench_with_a_prompt_that_does_not_fit() -> None:
-    done = asyncllm("bench", "--prompt-len", "600")
-    assert done.returncode == 1
-    assert re.fullmatch(r"asyncllm: prompt: has 600 tokens, expected at most 511.*\n", done.stderr)
+def test_bench_of_what_does_not_fit() -> None:
+    done = asyncllm("bench", "--prompt-len", "500")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "asyncllm: --prompt-len 500 --output-len 64: 564 tokens, "
+        "expected at most the context of 512\n"
+    )
 
 
 def test_chat_through_a_pipe_forgets_what_does_not_fit() -> None:

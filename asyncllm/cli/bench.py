@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncllm.cli.measure import LagMeter, describe, machine, percentile
-from asyncllm.cli.session import checked_config, model_name, open_engine, run_async
+from asyncllm.cli.session import checked_config, context_length, model_name, open_engine, run_async
 from asyncllm.cli.text import seconds
 from asyncllm.engine import AsyncLLMEngine
 from asyncllm.errors import InvalidRequestError
@@ -67,6 +67,7 @@ async def _main(arguments: argparse.Namespace) -> dict[str, Any]:
     config = checked_config(arguments)
     facts = machine(config.device)
     async with open_engine(config) as engine:
+        _check_lengths(engine, arguments)
         load = Load(engine, arguments.prompt_len, arguments.output_len, arguments.seed)
         await load.warm_up()
         print(describe(facts))
@@ -94,6 +95,18 @@ def _check_writable(file: str) -> None:
         Path(file).open("a", encoding="utf-8").close()
     except OSError as error:
         raise InvalidRequestError(f"--json {file}: {error.strerror}", param="json") from error
+
+
+def _check_lengths(engine: AsyncLLMEngine, arguments: argparse.Namespace) -> None:
+    """Answers that are cut at the context would make another workload of it."""
+    prompt_len, output_len = arguments.prompt_len, arguments.output_len
+    context = context_length(engine)
+    if prompt_len + output_len > context:
+        raise InvalidRequestError(
+            f"--prompt-len {prompt_len} --output-len {output_len}: {prompt_len + output_len} "
+            f"tokens, expected at most the context of {context}",
+            param="output_len",
+        )
 
 
 class Load:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from asyncllm.cli.session import context_length
 from asyncllm.engine import AsyncLLMEngine
 
 Message = dict[str, str]
@@ -54,9 +55,7 @@ class Conversation:
 def room_for_messages(engine: AsyncLLMEngine, max_tokens: int | None) -> int:
     """Tokens that the messages of a turn may have, so that an answer fits behind them: its
     ``max_tokens``, or a quarter of the context."""
-    context = engine.model_config.max_position_embeddings
-    if engine.config.max_model_len is not None:
-        context = min(context, engine.config.max_model_len)
+    context = context_length(engine)
     answer = context // 4 if max_tokens is None else min(max_tokens, context // 2)
     return context - answer
 

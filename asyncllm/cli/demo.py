@@ -88,6 +88,10 @@ class Show:
         return model_name(self.engine)
 
     @property
+    def count(self) -> str:
+        return "1 stream" if len(self.tracks) == 1 else f"{len(self.tracks)} streams"
+
+    @property
     def elapsed(self) -> float:
         return (self.ended_at or time.perf_counter()) - self.began_at
 
@@ -104,7 +108,7 @@ class Show:
         first = sorted(track.ttft for track in self.tracks if track.ttft is not None)
         median = seconds(first[len(first) // 2]) if first else "–"
         return (
-            f"{len(self.tracks)} streams, {self.num_tokens} tokens in {seconds(self.elapsed)}: "
+            f"{self.count}, {self.num_tokens} tokens in {seconds(self.elapsed)}: "
             f"{rate(self.num_tokens, self.elapsed)} together, first token after {median} "
             f"(median), up to {self.peak_batch} in a batch, {self.hit_share:.0%} of the prompt "
             "from the prefix cache"
@@ -172,7 +176,7 @@ async def follow_all(show: Show, refresh: Callable[[], None]) -> None:
 
 async def _print_when_done(show: Show) -> None:
     """For pipes and files: every answer in one piece, in the order in which they end."""
-    print(f"{len(show.tracks)} streams at once on {show.title}", flush=True)
+    print(f"{show.count} at once on {show.title}", flush=True)
     unprinted = list(show.tracks)
 
     def refresh() -> None:

@@ -20,6 +20,7 @@ _SHORT_WIDTH = 38
 _LEAST_TALL = 6
 _MOST_TALL = 14
 _ROWS_IN_TABLE = 16
+_REST_OF_TABLE = 60
 _CURSOR = "▌"
 
 
@@ -39,12 +40,13 @@ class View:
     def __init__(self, console: Console, show: Show) -> None:
         self._console = console
         self._show = show
-        self._tall_columns = 3 if console.width >= 150 else 2 if console.width >= 60 else 1
-        self._short_columns = max(1, min(4, console.width // _SHORT_WIDTH))
-        self._tall = [t for t in show.tracks if t.prompt.long][: self._tall_columns]
+        columns = 3 if console.width >= 150 else 2 if console.width >= 60 else 1
+        self._tall = [t for t in show.tracks if t.prompt.long][:columns]
+        self._tall_columns = max(len(self._tall), 1)
+        columns = max(1, min(4, console.width // _SHORT_WIDTH))
         rows = (console.height - 4 - (_LEAST_TALL if self._tall else 0)) // _SHORT_HEIGHT
-        limit = max(rows, 0) * self._short_columns
-        self._short = [t for t in show.tracks if not t.prompt.long][:limit]
+        self._short = [t for t in show.tracks if not t.prompt.long][: max(rows, 0) * columns]
+        self._short_columns = max(min(columns, len(self._short)), 1)
 
     def moving(self) -> RenderableType:
         """A frame that fits the window."""
@@ -74,11 +76,10 @@ class View:
         return parts
 
     def _header(self) -> Text:
-        count = len(self._show.tracks)
         header = Text.assemble(
             (" asyncllm ", "bold reverse"),
             ("  " + self._show.title, "bold"),
-            (f"  {count} stream{'s' * (count > 1)} on one event loop", "dim"),
+            (f"  {self._show.count} on one event loop", "dim"),
         )
         header.truncate(self._console.width, overflow="ellipsis")
         return header
@@ -87,7 +88,6 @@ class View:
         """Panels side by side; as high as the longest needs where ``height`` is None."""
         if not tracks:
             return Group()
-        columns = min(columns, len(tracks)) if height is None else columns
         width = self._console.width // columns
         bodies = [self._lines(track, width - 4) for track in tracks]
         if height is None:
@@ -154,14 +154,15 @@ class View:
 
     def _table(self) -> Table:
         table = Table(box=box.SIMPLE_HEAD, header_style="dim", pad_edge=False)
-        table.add_column("stream")
-        table.add_column("asked", overflow="ellipsis", no_wrap=True, max_width=44, style="dim")
+        asked = min(self._console.width - _REST_OF_TABLE, 44)
+        table.add_column("stream", no_wrap=True)
+        table.add_column("asked" if asked > 8 else "", no_wrap=True, style="dim")
         for name in ("tokens", "first token", "then", "end"):
             table.add_column(name, justify="right", no_wrap=True)
         for track in self._show.tracks:
             table.add_row(
                 track.prompt.kind,
-                one_line(track.prompt.title, 44),
+                one_line(track.prompt.title, asked) if asked > 8 else "",
                 str(track.num_tokens),
                 seconds(track.ttft),
                 track.speed,

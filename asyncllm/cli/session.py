@@ -100,6 +100,13 @@ def model_name(engine: AsyncLLMEngine) -> str:
     return "the packaged model" if model is None else str(model).rstrip("/").split("/")[-1]
 
 
+def context_length(engine: AsyncLLMEngine) -> int:
+    """Tokens that a prompt and its answer may have together."""
+    context = engine.model_config.max_position_embeddings
+    limit = engine.config.max_model_len
+    return context if limit is None else min(context, limit)
+
+
 class LoopThread:
     """An event loop on a thread of its own, for a main thread that waits for a person.
 

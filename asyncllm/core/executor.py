@@ -97,7 +97,7 @@ class FakeExecutor:
             raised, a callable gets the result and returns another.
         gate: if set, each ``collect`` waits for a permit: ``gate.release()`` lets one pass.
         batches: every batch executed, if ``record`` is True.
-        row_errors: request id to an exception for its next sampled row.
+        row_errors: request id to an exception for each of its sampled rows.
     """
 
     def __init__(self, info: ExecutorInfo, *, step_time: float = 0.0, record: bool = False) -> None:
@@ -214,13 +214,12 @@ class FakeExecutor:
 
     def _sample(self, batch: StepBatch, row: int, state: int, result: StepResult) -> None:
         slot = batch.slots[row]
-        error = self.row_errors.pop(self._ids[slot], None)
+        token_id = state % self.info.vocab_size
+        error = self.row_errors.get(self._ids[slot])
         if error is None:
-            token_id = state % self.info.vocab_size
             result.token_ids[row] = token_id
         else:
-            # Some token all the same: the request's next step may be launched already.
-            token_id = 0
+            # The next step may be launched already, and needs a token to go on with.
             result.errors[row] = error
         position = batch.starts[row] + batch.counts[row]
         tokens = self._tokens[slot]

@@ -1,0 +1,1 @@
+"""Everything at once, against one engine: see ``__main__``."""

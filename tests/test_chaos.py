@@ -1,0 +1,49 @@
+"""A short chaotic run of each kind, from a seed that is printed."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from benchmarks.chaos.run import demo_subject, fake_subject, fatal, run
+
+
+@pytest.fixture
+def seed():
+    seed = random.SystemRandom().getrandbits(32)
+    print(f"python -m benchmarks.chaos --seed {seed}")
+    return seed
+
+
+@pytest.mark.parametrize("make", [fake_subject, demo_subject])
+def test_chaos(make, seed):
+    outcome = asyncio.run(run(make(), seconds=5.0, seed=seed, clients=30))
+    assert outcome.ledger.wrong == []
+    counts = outcome.ledger.outcomes
+    cancelled = sum(n for name, n in counts.items() if name.startswith("cancelled"))
+    finished = sum(n for name, n in counts.items() if name.startswith("finished"))
+    print(counts)
+    assert finished > 10
+    assert cancelled > 10
+    assert outcome.stats.num_preemptions > 0
+    assert outcome.stats.num_aborted > 0
+
+
+def test_the_ledger_sees_a_wrong_token(seed, monkeypatch):
+    """The check bites: one wrong token in a prefix hit is noticed."""
+    from asyncllm.core.executor import FakeExecutor
+
+    write_row = FakeExecutor._write_row
+
+    def wrong(self, slot, start, count):
+        return write_row(self, slot, start, count) ^ (start % 7 == 3)
+
+    monkeypatch.setattr(FakeExecutor, "_write_row", wrong)
+    outcome = asyncio.run(run(fake_subject(), seconds=2.0, seed=seed, clients=10))
+    assert any("instead of" in what for what in outcome.ledger.wrong)
+
+
+def test_a_device_that_dies(seed):
+    assert asyncio.run(fatal(seed)) == []
