@@ -11,10 +11,12 @@ first use, and the heavy libraries when an engine starts.
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from asyncllm.config import EngineConfig as EngineConfig
+    from asyncllm.core.observer import Observer as Observer
     from asyncllm.engine import AsyncLLMEngine as AsyncLLMEngine
     from asyncllm.errors import AsyncLLMError as AsyncLLMError
     from asyncllm.errors import ContextLengthExceededError as ContextLengthExceededError
@@ -41,8 +43,13 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+# Says nothing unless the application listens; without this, Python would print warnings of an
+# application that has no logging set up to standard error.
+logging.getLogger("asyncllm").addHandler(logging.NullHandler())
+
 _HOMES = {
     "asyncllm.config": ("EngineConfig",),
+    "asyncllm.core.observer": ("Observer",),
     "asyncllm.engine": ("AsyncLLMEngine",),
     "asyncllm.errors": (
         "AsyncLLMError",

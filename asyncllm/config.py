@@ -160,6 +160,11 @@ class EngineConfig:
         """A copy with some fields replaced, checked anew."""
         return replace(self, **overrides) if overrides else self
 
+    @property
+    def model_name(self) -> str:
+        """The model as it was asked for; "asyncllm/demo" for the one in the package."""
+        return "asyncllm/demo" if self.model is None else str(self.model)
+
     @classmethod
     def field_names(cls) -> frozenset[str]:
         return frozenset(f.name for f in fields(cls))

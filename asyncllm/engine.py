@@ -15,6 +15,7 @@ from typing import Any, Literal, Self
 from asyncllm.config import EngineConfig
 from asyncllm.core.channel import Channel, OnSlow
 from asyncllm.core.engine_core import EngineCore, Output
+from asyncllm.core.observer import Observer, Observers, Submission
 from asyncllm.core.request import Request
 from asyncllm.engine_thread import EngineThread
 from asyncllm.errors import (
@@ -67,6 +68,7 @@ class AsyncLLMEngine:
         self._thread: EngineThread | None = None
         self._state: Literal["new", "starting", "running", "closed"] = "new"
         self._mailboxes = MailboxRegistry()
+        self._observers = Observers()
         self._worker = TextWorker("asyncllm-text")
         self._random = random.Random(self.config.seed)
         self._neutral_params = SamplingParams()
@@ -251,14 +253,17 @@ class AsyncLLMEngine:
             on_slow=on_slow,
             cache_salt=cache_salt,
         )
+        asked = Submission("text_completion", prompt)
         if text is None:
             assert token_ids is not None
-            self._submit(loaded, core, request, token_ids)
+            self._submit(loaded, core, request, asked, token_ids)
         elif len(text) < LONG_TEXT:
-            self._submit(loaded, core, request, loaded.tokenizer.encode(text))
+            self._submit(loaded, core, request, asked, loaded.tokenizer.encode(text))
         else:
             tokenizer = loaded.tokenizer
-            self._submit_later(loaded, core, request, len(text), lambda: tokenizer.encode(text))
+            self._submit_later(
+                loaded, core, request, asked, len(text), lambda: tokenizer.encode(text)
+            )
         return TokenStream(request, core, self._mailboxes.of_running_loop)
 
     async def generate(
@@ -325,11 +330,12 @@ class AsyncLLMEngine:
             text = tokenizer.apply_chat_template(messages, **variables)
             return tokenizer.encode(text, add_special_tokens=False)
 
+        asked = Submission("chat", messages)
         length = _text_length(messages) + _text_length(variables)
         if length < LONG_TEXT:
-            self._submit(loaded, core, request, render())
+            self._submit(loaded, core, request, asked, render())
         else:
-            self._submit_later(loaded, core, request, length, render)
+            self._submit_later(loaded, core, request, asked, length, render)
         return TokenStream(request, core, self._mailboxes.of_running_loop)
 
     def abort(self, request_id: str | Iterable[str]) -> None:
@@ -364,6 +370,16 @@ class AsyncLLMEngine:
     def stats(self) -> EngineStats:
         """A snapshot; never blocks, any thread."""
         return self._running()[1].stats()
+
+    def add_observer(self, observer: Observer) -> None:
+        """Tells ``observer`` of every request accepted from now on, and of its end; see
+        ``asyncllm.core.observer.Observer``. In any state of the engine, any thread."""
+        self._observers.add(observer)
+
+    def remove_observer(self, observer: Observer) -> None:
+        """Tells it of no further request; it still hears of the end of those it knows.
+        One that was never added is ignored."""
+        self._observers.remove(observer)
 
     @property
     def tokenizer(self) -> Any:
@@ -463,24 +479,39 @@ class AsyncLLMEngine:
             raise _bad("cache_salt", cache_salt, "a string or None")
 
     def _submit(
-        self, loaded: LoadedModel, core: EngineCore, request: Request, token_ids: list[int]
+        self,
+        loaded: LoadedModel,
+        core: EngineCore,
+        request: Request,
+        asked: Submission,
+        token_ids: list[int],
     ) -> None:
         _prepare(loaded, request, token_ids)
-        core.admission.reserve(request, len(token_ids))
+        self._accept(core, request, asked, len(token_ids))
         core.send(core.on_add, request)
+
+    def _accept(
+        self, core: EngineCore, request: Request, asked: Submission, num_tokens: int
+    ) -> None:
+        """Takes a place in the queue for the request, and announces it."""
+        self._observers.watch(request)
+        core.admission.reserve(request, num_tokens)
+        if request.observation is not None:
+            request.observation.submitted(asked)
 
     def _submit_later(
         self,
         loaded: LoadedModel,
         core: EngineCore,
         request: Request,
+        asked: Submission,
         length: int,
         tokenise: Any,
     ) -> None:
         """Takes the request's place in the queue now and finds its tokens on the worker."""
         least = loaded.tokenizer.min_tokens(length)
         _check_length(least, loaded.executor.info.max_model_len, "at least ")
-        core.admission.reserve(request, max(least, length // 4))
+        self._accept(core, request, asked, max(least, length // 4))
         if request.deadline < math.inf:
             core.send(core.on_watch_deadline, request)
 

@@ -57,6 +57,7 @@ class EngineThread:
     # --- on the engine thread ----------------------------------------------------------
 
     def _main(self) -> None:
+        began = time.monotonic()
         try:
             self.loaded = self._loader(self._config, self._on_progress)
         except _GivenUp:
@@ -80,11 +81,39 @@ class EngineThread:
             executor.close()
         else:
             atexit.register(self._at_exit)
+            self._log_start(time.monotonic() - began)
             self.ready.set_result(None)
             self.core.run()
-            if self.core.death is not None:
-                logger.error("the engine died", exc_info=self.core.death)
+            self._log_end()
         self._exit()
+
+    def _log_start(self, seconds: float) -> None:
+        info = self.loaded.executor.info
+        logger.info(
+            "engine started in %.2f s: model %s, %d KV blocks of %d tokens, max_model_len=%d, "
+            "max_num_seqs=%d, max_num_batched_tokens=%d, %d steps in flight at most",
+            seconds,
+            self._config.model_name,
+            info.num_blocks - 1,
+            info.block_size,
+            info.max_model_len,
+            info.max_num_seqs,
+            info.max_num_batched_tokens,
+            info.pipeline_depth,
+        )
+
+    def _log_end(self) -> None:
+        # A step that hung was reported by whoever noticed.
+        if self.core.death is not None and not self.core.hung:
+            logger.error("the engine died", exc_info=self.core.death)
+        stats = self.core.stats()
+        logger.info(
+            "engine ended: %d requests finished, %d aborted, %d failed, %d refused",
+            stats.num_finished,
+            stats.num_aborted,
+            stats.num_failed,
+            stats.num_rejected,
+        )
 
     def _exit(self) -> None:
         """The thread has nothing more to do, or is given up as stuck; whichever is first."""
@@ -167,6 +196,7 @@ class EngineThread:
             f"{self._thread.name!r} (ident {self._thread.ident})"
         )
         self.core.declare_hung(error)
+        logger.error("the engine died: %s", error)
         self._exit()
 
 

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import numbers
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, overload
 
 from asyncllm.config import EngineConfig
 from asyncllm.engine import AsyncLLMEngine
 from asyncllm.errors import EngineOverloadedError, InvalidRequestError
-from asyncllm.outputs import Completion, Delta, EngineStats
+from asyncllm.hosts import ThreadMailbox
+from asyncllm.outputs import Completion, Delta, EngineStats, FinishReason, Usage
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.stream import TokenStream
+
+_MAX_WAIT = 0.1
+"""Seconds between two attempts of a batch to get into a queue full of others."""
 
 Prompt = str | Sequence[int]
 Messages = Sequence[dict[str, Any]]
@@ -24,7 +31,7 @@ class LLMStream(Iterator[Delta]):
     """A request as a plain iterator. One thread reads it at a time; ``close``, the end of a
     ``with`` block and losing the last reference abort it."""
 
-    def __init__(self, stream: TokenStream, mailbox: Any) -> None:
+    def __init__(self, stream: TokenStream, mailbox: ThreadMailbox) -> None:
         self._stream = stream
         self._mailbox = mailbox
 
@@ -33,11 +40,11 @@ class LLMStream(Iterator[Delta]):
         return self._stream.request_id
 
     @property
-    def finish_reason(self) -> str | None:
+    def finish_reason(self) -> FinishReason | None:
         return self._stream.finish_reason
 
     @property
-    def usage(self) -> Any:
+    def usage(self) -> Usage | None:
         return self._stream.usage
 
     def __iter__(self) -> Self:
@@ -140,7 +147,8 @@ class LLM:
         progress: bool | None = None,
         **options: Any,
     ) -> Completion | list[Completion]:
-        """Completes one prompt, or a sequence of prompts as one batch, in their order.
+        """Completes one prompt, or a sequence of prompts as one batch, in their order. A batch
+        may be larger than the queue: the rest is submitted as requests end.
 
         Args:
             prompts: text or token ids; or a sequence of these.
@@ -151,9 +159,10 @@ class LLM:
 
         Raises:
             AsyncLLMError: the first one of any prompt; the others are aborted then.
+            EngineOverloadedError: only if not even the first prompt is accepted.
         """
-        if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-            return self.stream(prompts, params, **options).result()
+        if isinstance(prompts, str) or _begins_with(prompts, "prompts", numbers.Integral):
+            return self._one(self.engine.stream, prompts, params, progress, options)
         return self._batch(self.engine.stream, prompts, params, progress, options)
 
     def chat(
@@ -166,8 +175,8 @@ class LLM:
     ) -> Any:
         """Answers one conversation, or a sequence of conversations as one batch; the rest is
         that of ``generate`` and of ``AsyncLLMEngine.chat``."""
-        if len(messages) == 0 or isinstance(messages[0], dict):
-            return LLMStream(self.engine.chat(messages, params, **options), self._mailbox).result()
+        if _begins_with(messages, "messages", Mapping) or len(messages) == 0:
+            return self._one(self.engine.chat, messages, params, progress, options)
         return self._batch(self.engine.chat, messages, params, progress, options)
 
     def stream(
@@ -182,6 +191,20 @@ class LLM:
         """``stream`` for a conversation."""
         return LLMStream(self.engine.chat(messages, params, **options), self._mailbox)
 
+    def _one(
+        self,
+        submit: Callable[..., TokenStream],
+        prompt: Any,
+        params: Any,
+        progress: bool | None,
+        options: dict[str, Any],
+    ) -> Completion:
+        stream = LLMStream(submit(prompt, params, **options), self._mailbox)
+        with stream, _progress_bar(1, bool(progress)) as advance:
+            result = stream.result()
+            advance()
+        return result
+
     def _batch(
         self,
         submit: Callable[..., TokenStream],
@@ -190,7 +213,6 @@ class LLM:
         progress: bool | None,
         options: dict[str, Any],
     ) -> list[Completion]:
-        """Submits as many as the queue takes and reads the oldest when it is full."""
         if params is None or isinstance(params, SamplingParams):
             params = [params] * len(prompts)
         elif len(params) != len(prompts):
@@ -198,23 +220,13 @@ class LLM:
                 f"params: {len(params)} for {len(prompts)} prompts, expected one for each",
                 param="params",
             )
-        streams: list[LLMStream] = []
-        results: list[Completion] = []
-        with _progress_bar(len(prompts), progress) as advance:
+        with (
+            _progress_bar(len(prompts), progress) as advance,
+            _Batch(submit, self._mailbox, advance) as batch,
+        ):
             for prompt, one in zip(prompts, params, strict=True):
-                while True:
-                    try:
-                        streams.append(LLMStream(submit(prompt, one, **options), self._mailbox))
-                        break
-                    except EngineOverloadedError:
-                        if len(results) == len(streams):
-                            raise
-                        results.append(streams[len(results)].result())
-                        advance()
-            for stream in streams[len(results) :]:
-                results.append(stream.result())
-                advance()
-        return results
+                batch.add(prompt, one, options)
+            return batch.finish()
 
     def stats(self) -> EngineStats:
         return self.engine.stats()
@@ -236,16 +248,88 @@ class LLM:
         self.close()
 
 
+class _Batch:
+    """Requests that were submitted together, as many at a time as the queue takes."""
+
+    def __init__(
+        self,
+        submit: Callable[..., TokenStream],
+        mailbox: ThreadMailbox,
+        advance: Callable[[], None],
+    ) -> None:
+        self._submit = submit
+        self._mailbox = mailbox
+        self._advance = advance
+        self._live: deque[LLMStream] = deque()
+        self._results: list[Completion] = []
+
+    def add(self, prompt: Any, params: Any, options: dict[str, Any]) -> None:
+        while True:
+            try:
+                stream = self._submit(prompt, params, **options)
+            except EngineOverloadedError as refused:
+                self._make_room(refused)
+            else:
+                self._live.append(LLMStream(stream, self._mailbox))
+                return
+
+    def _make_room(self, refused: EngineOverloadedError) -> None:
+        """Reads the oldest request to its end. With none left, the queue is full of other
+        callers' requests: a batch that has begun waits, one that has not is refused."""
+        if self._live:
+            self._read_oldest()
+        elif self._results:
+            time.sleep(min(refused.retry_after, _MAX_WAIT))
+        else:
+            raise refused
+
+    def _read_oldest(self) -> None:
+        self._results.append(self._live[0].result())
+        self._live.popleft()
+        self._advance()
+
+    def finish(self) -> list[Completion]:
+        while self._live:
+            self._read_oldest()
+        return self._results
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        # Not left to destructors: whoever keeps the exception keeps the streams as well.
+        for stream in self._live:
+            stream.close()
+
+
+def _begins_with(value: Any, name: str, kind: type) -> bool:
+    """Whether the first item is a ``kind``; False if there is none.
+
+    Raises:
+        InvalidRequestError: if ``value`` has no items.
+    """
+    if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__getitem__"):
+        raise InvalidRequestError(
+            f"{name}: is a {type(value).__name__}, expected a sequence", param=name
+        )
+    return len(value) > 0 and isinstance(value[0], kind)
+
+
 @contextlib.contextmanager
 def _progress_bar(total: int, wanted: bool | None) -> Iterator[Callable[[], None]]:
     """Yields a function that counts one more as done."""
-    if wanted is False or (wanted is None and not sys.stderr.isatty()):
+    if wanted is None:
+        # A process without a console has no standard error.
+        wanted = sys.stderr is not None and sys.stderr.isatty()
+    if not wanted:
         yield lambda: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    # Where nothing can be taken back, in a file, the full bar is all there is to see.
+    with Progress(*columns, console=console, transient=console.is_terminal) as bar:
         task = bar.add_task("prompts", total=total)
         yield lambda: bar.advance(task)

@@ -156,6 +156,7 @@ class EngineStats:
         generation_tokens: output tokens; grows with every step.
         num_steps: steps whose results came back.
         num_requests: requests accepted.
+        num_rejected: requests refused with EngineOverloadedError; not among ``num_requests``.
         num_finished: requests that ended with ``stop``, ``length`` or ``tool_calls``.
         num_aborted: requests that were aborted.
         num_failed: requests that ended with an exception.
@@ -175,6 +176,7 @@ class EngineStats:
     generation_tokens: int = 0
     num_steps: int = 0
     num_requests: int = 0
+    num_rejected: int = 0
     num_finished: int = 0
     num_aborted: int = 0
     num_failed: int = 0

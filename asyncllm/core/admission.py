@@ -41,6 +41,7 @@ class Admission:
         self._rate = 0.0
         self._rate_at = clock()
         self.num_requests = 0
+        self.num_rejected = 0
 
     @property
     def num_queued(self) -> int:
@@ -97,6 +98,7 @@ class Admission:
             surplus = max(1, round(requests * excess / max(tokens, 1)))
         else:
             return
+        self.num_rejected += 1
         retry_after = self._retry_after(surplus)
         raise EngineOverloadedError(
             f"{what}; try again in {retry_after:.2f} s", retry_after=retry_after

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import heapq
+import logging
 import math
 import os
 import queue
@@ -29,6 +30,8 @@ from asyncllm.errors import (
 from asyncllm.outputs import Completion, CompletionOutput, EngineStats, FinishReason, Usage
 
 _PAUSED_GRACE = 1.0
+
+logger = logging.getLogger("asyncllm")
 
 
 class Detokenizer(Protocol):
@@ -164,6 +167,7 @@ class EngineCore:
             generation_tokens=scheduler.num_generated_tokens,
             num_steps=self._num_steps,
             num_requests=self.admission.num_requests,
+            num_rejected=self.admission.num_rejected,
             num_finished=self._num_finished,
             num_aborted=self._num_aborted,
             num_failed=self._num_failed,
@@ -271,7 +275,12 @@ class EngineCore:
         self.step_started_at = None
         self.executor.discard()
         self.scheduler.rollback(steps)
-        for request in self.scheduler.shrink_budget(steps):
+        too_big = self.scheduler.shrink_budget(steps)
+        logger.warning(
+            "a step ran out of device memory; steps have at most %d tokens for a while",
+            self.scheduler.token_budget,
+        )
+        for request in too_big:
             failure = RequestError(
                 f"request {request.request_id!r}: the device has too little memory for a "
                 "step of this request alone"
@@ -347,9 +356,11 @@ class EngineCore:
         if channel.ended:
             return
         now = request.finished_at = self.clock()
+        usage = usage_of(request, now)
+        item: End | Exception
         if error is not None:
             self._num_failed += 1
-            channel.end(error)
+            item = error
         else:
             reason: FinishReason = request.finish_reason or "abort"
             text = ""
@@ -358,7 +369,11 @@ class EngineCore:
                 text = _remaining_text(request)
             else:
                 self._num_finished += 1
-            channel.end(End(reason, request.stop_reason, usage_of(request, now), text), last)
+            item = End(reason, request.stop_reason, usage, text)
+        if request.observation is not None:
+            # Before the reader can see the end: who has read a result finds it in the metrics.
+            request.observation.finished(usage, error)
+        channel.end(item, last)
         request.cancelled = True
         self.admission.forget(request)
         if channel.waiting:

@@ -8,11 +8,14 @@ import hashlib
 import math
 from array import array
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from asyncllm.core.block_pool import Block
 from asyncllm.outputs import FinishReason
 from asyncllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from asyncllm.core.observer import Observation
 
 _DIGEST_SIZE = 16
 
@@ -50,6 +53,7 @@ class Request:
         block_hashes: of the full blocks of ``token_ids``, as far as computed so far.
         num_published: leading blocks whose hash was offered to the pool.
         cancelled: set once, by any thread, before the abort itself travels.
+        observation: who is told of its end; None if nobody is.
         output: the way back to whoever reads; the core only passes it along.
     """
 
@@ -75,6 +79,7 @@ class Request:
         "num_preemptions",
         "num_prompt_tokens",
         "num_published",
+        "observation",
         "output",
         "priority",
         "rank",
@@ -137,6 +142,7 @@ class Request:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
         self.cancelled = False
+        self.observation: Observation | None = None
         self.output = output
 
     def set_prompt(self, token_ids: list[int]) -> None:

@@ -1,0 +1,121 @@
+"""Observers: who wants to know which requests come and how they end."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from asyncllm.outputs import Usage
+
+if TYPE_CHECKING:
+    from asyncllm.core.request import Request
+
+logger = logging.getLogger("asyncllm")
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """What the application asked for.
+
+    Attributes:
+        operation: "chat" for a conversation, else "text_completion".
+        prompt: as it was given: text, token ids, or messages. Treat it as the caller's own.
+    """
+
+    operation: Literal["chat", "text_completion"]
+    prompt: Any
+
+
+class Observer(Protocol):
+    """Is told of every request that the engine accepted, twice: when it comes and when it
+    ends. Requests that were refused (overload, bad arguments) are not reported.
+
+    Both methods must be quick, for the first runs in the application's call and the second
+    in the step loop. What they raise is logged and reaches no request. They may read the
+    request, and must not change it.
+    """
+
+    def on_submit(self, request: Request, submission: Submission) -> None:
+        """In the thread and context of ``stream()`` or ``chat()``, before they return. The
+        prompt may not be tokenised yet."""
+
+    def on_finish(self, request: Request, usage: Usage, error: BaseException | None) -> None:
+        """Once, after ``on_submit``, and before the reader can see the end. On the engine
+        thread as a rule; where that is stuck or gone, on the thread that found out.
+
+        Args:
+            usage: counts and timings up to the end, or up to the failure.
+            error: what the reader gets; None if the request ended with
+                ``request.finish_reason``.
+        """
+
+
+class Observation:
+    """One request and the observers that it was announced to. Submission and end may meet
+    on two threads (the engine may die in the middle of ``stream()``); whoever comes second
+    reports the end."""
+
+    __slots__ = ("_end", "_observers", "_request", "_submitted", "_undelivered")
+
+    def __init__(self, request: Request, observers: tuple[Observer, ...]) -> None:
+        self._request = request
+        self._observers = observers
+        self._submitted = False
+        self._end: tuple[Usage, BaseException | None] | None = None
+        # Popping from a list is atomic: it settles who delivers.
+        self._undelivered = [True]
+
+    def submitted(self, submission: Submission) -> None:
+        for observer in self._observers:
+            _guarded(observer.on_submit, self._request, submission)
+        self._submitted = True
+        if self._end is not None:
+            self._deliver()
+
+    def finished(self, usage: Usage, error: BaseException | None) -> None:
+        self._end = (usage, error)
+        if self._submitted:
+            self._deliver()
+
+    def _deliver(self) -> None:
+        try:
+            self._undelivered.pop()
+        except IndexError:
+            return
+        assert self._end is not None
+        for observer in self._observers:
+            _guarded(observer.on_finish, self._request, *self._end)
+
+
+class Observers:
+    """The observers of one engine; any thread may add and remove."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._all: tuple[Observer, ...] = ()
+
+    def add(self, observer: Observer) -> None:
+        """Observes requests from now on; adding one twice changes nothing."""
+        with self._lock:
+            if not any(one is observer for one in self._all):
+                self._all = (*self._all, observer)
+
+    def remove(self, observer: Observer) -> None:
+        """Announces nothing more to it. It still hears of the end of what it knows."""
+        with self._lock:
+            self._all = tuple(one for one in self._all if one is not observer)
+
+    def watch(self, request: Request) -> None:
+        """Notes on ``request`` who observes it; nobody, as a rule."""
+        if self._all:
+            request.observation = Observation(request, self._all)
+
+
+def _guarded(report: Callable[..., None], *args: Any) -> None:
+    try:
+        report(*args)
+    except Exception:
+        logger.exception("an observer failed in %s", getattr(report, "__qualname__", report))

@@ -1,0 +1,225 @@
+"""OpenTelemetry traces of requests; needs the extra ``asyncllm[tracing]``."""
+
+from __future__ import annotations
+
+import json
+import time
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Self
+
+from asyncllm.core.observer import Submission
+from asyncllm.core.request import Request
+from asyncllm.outputs import Usage
+
+if TYPE_CHECKING:
+    from asyncllm.engine import AsyncLLMEngine
+
+try:
+    from opentelemetry.trace import Span, SpanKind, Status, StatusCode, TracerProvider, get_tracer
+except ImportError as error:
+    raise ImportError(
+        "asyncllm.tracing needs opentelemetry-api: pip install 'asyncllm[tracing]'",
+        name=error.name,
+    ) from error
+
+_SCHEMA_URL = "https://opentelemetry.io/schemas/1.37.0"
+_NANOSECONDS = 1_000_000_000
+
+
+class EngineTracing:
+    """A span for every request of an engine, by OpenTelemetry's conventions for generative AI.
+
+    The span is a child of the caller's current span at ``stream()`` or ``chat()``; it begins
+    there and ends with the request, however late its output is read. It ends on the engine
+    thread: the tracer provider's span processor should be one that hands spans on (a
+    ``BatchSpanProcessor``), not one that exports while the engine waits.
+
+    Args:
+        engine: in any state.
+        tracer_provider: None takes OpenTelemetry's global one.
+        capture_content: record prompts and outputs as well. Off, no span holds any text of a
+            request, and of an error its type only, because messages may quote texts.
+    """
+
+    def __init__(
+        self,
+        engine: AsyncLLMEngine,
+        tracer_provider: TracerProvider | None = None,
+        *,
+        capture_content: bool = False,
+    ) -> None:
+        from asyncllm import __version__
+
+        # Weak: the engine thread knows its requests, and a request its observers.
+        self._engine = weakref.ref(engine)
+        self._model = engine.config.model_name
+        self._capture_content = capture_content
+        self._tracer = get_tracer(
+            "asyncllm", __version__, tracer_provider=tracer_provider, schema_url=_SCHEMA_URL
+        )
+        self._open: dict[Request, tuple[Span, int]] = {}
+        engine.add_observer(self)
+
+    def close(self) -> None:
+        """Traces no further request; spans that are open end with theirs. Idempotent."""
+        engine = self._engine()
+        if engine is not None:
+            engine.remove_observer(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    # --- the observer ------------------------------------------------------------------
+
+    def on_submit(self, request: Request, submission: Submission) -> None:
+        # The request counts on a monotonic clock, a span on that of the calendar.
+        age = time.monotonic() - request.arrived_at
+        start = time.time_ns() - int(age * _NANOSECONDS)
+        attributes = _request_attributes(request, submission, self._model)
+        if self._capture_content:
+            attributes["gen_ai.input.messages"] = _input_messages(request, submission)
+        span = self._tracer.start_span(
+            f"{submission.operation} {self._model}",
+            kind=SpanKind.INTERNAL,  # what the conventions say of a model in the same process
+            attributes=attributes,
+            start_time=start,
+        )
+        self._open[request] = (span, start)
+
+    def on_finish(self, request: Request, usage: Usage, error: BaseException | None) -> None:
+        span, start = self._open.pop(request, (None, 0))
+        if span is None:
+            return
+        try:
+            if span.is_recording():
+                self._describe_end(span, start, request, usage, error)
+        finally:
+            span.end(start + int(usage.total_time * _NANOSECONDS))
+
+    def _describe_end(
+        self,
+        span: Span,
+        start: int,
+        request: Request,
+        usage: Usage,
+        error: BaseException | None,
+    ) -> None:
+        if usage.ttft is not None:
+            at = start + int(usage.ttft * _NANOSECONDS)
+            span.add_event("gen_ai.first_token", timestamp=at)
+        span.set_attributes(_response_attributes(request, usage, error))
+        if error is not None:
+            span.set_status(Status(StatusCode.ERROR, str(error) if self._capture_content else None))
+        if self._capture_content:
+            span.set_attribute("gen_ai.output.messages", _output_messages(request, error))
+
+
+def trace_engine(
+    engine: AsyncLLMEngine,
+    tracer_provider: TracerProvider | None = None,
+    *,
+    capture_content: bool = False,
+) -> EngineTracing:
+    """Traces the requests of ``engine`` until ``close()``; see ``EngineTracing``."""
+    return EngineTracing(engine, tracer_provider, capture_content=capture_content)
+
+
+def _request_attributes(request: Request, submission: Submission, model: str) -> dict[str, Any]:
+    """What is known when a request comes. Settings that change nothing are left out, as the
+    conventions have it; the seed is the one in use, drawn or given, by which a sampled
+    output can be had again."""
+    sampling = request.sampling
+    optional = {
+        "max_tokens": sampling.max_tokens,
+        "top_k": sampling.top_k or None,
+        "presence_penalty": sampling.presence_penalty or None,
+        "frequency_penalty": sampling.frequency_penalty or None,
+        "stop_sequences": tuple(sampling.stop) or None,
+    }
+    assert sampling.seed is not None
+    return {
+        "gen_ai.operation.name": submission.operation,
+        "gen_ai.provider.name": "asyncllm",
+        "gen_ai.request.model": model,
+        "gen_ai.request.temperature": sampling.temperature,
+        "gen_ai.request.top_p": sampling.top_p,
+        "gen_ai.request.seed": _signed(sampling.seed),
+        "gen_ai.output.type": "text",
+        **{f"gen_ai.request.{k}": v for k, v in optional.items() if v is not None},
+    }
+
+
+def _signed(seed: int) -> int:
+    """A 64-bit seed as attributes can hold it; the negative number is the same seed."""
+    return seed if seed < 1 << 63 else seed - (1 << 64)
+
+
+def _response_attributes(
+    request: Request, usage: Usage, error: BaseException | None
+) -> dict[str, Any]:
+    attributes: dict[str, Any] = {
+        "gen_ai.response.id": request.request_id,
+        "gen_ai.usage.input_tokens": usage.prompt_tokens,
+        "gen_ai.usage.output_tokens": usage.completion_tokens,
+        "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
+        "asyncllm.queue_time": usage.queue_time,
+        "asyncllm.num_preemptions": request.num_preemptions,
+    }
+    if usage.ttft is not None:
+        attributes["gen_ai.response.time_to_first_chunk"] = usage.ttft
+    if error is None:
+        attributes["gen_ai.response.finish_reasons"] = (_finish_reason(request, None),)
+    else:
+        attributes["error.type"] = type(error).__name__
+    return attributes
+
+
+def _finish_reason(request: Request, error: BaseException | None) -> str:
+    return "error" if error is not None else request.finish_reason or "abort"
+
+
+def _input_messages(request: Request, submission: Submission) -> str:
+    prompt = submission.prompt
+    if submission.operation == "chat":
+        return _json([_message(message) for message in prompt])
+    text = prompt if isinstance(prompt, str) else request.output.decode(request.token_ids)
+    return _json([{"role": "user", "parts": [_text_part(text)]}])
+
+
+def _message(message: Any) -> dict[str, Any]:
+    """One message of a conversation, in the form of the conventions as far as it has one."""
+    if not isinstance(message, Mapping):
+        return {"role": "user", "parts": [message]}
+    content = message.get("content")
+    if content is None:
+        parts = []
+    elif isinstance(content, (list, tuple)):
+        parts = [_part(item) for item in content]
+    else:
+        parts = [_text_part(content)]
+    return {"role": message.get("role", "user"), "parts": parts}
+
+
+def _part(item: Any) -> Any:
+    if isinstance(item, Mapping) and item.get("type") == "text":
+        return _text_part(item.get("text", ""))
+    return item
+
+
+def _output_messages(request: Request, error: BaseException | None) -> str:
+    text = request.output.decode(request.output_token_ids)
+    reason = _finish_reason(request, error)
+    message = {"role": "assistant", "parts": [_text_part(text)], "finish_reason": reason}
+    return _json([message])
+
+
+def _text_part(text: Any) -> dict[str, Any]:
+    return {"type": "text", "content": text}
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)

@@ -1,0 +1,461 @@
+"""LLM, the synchronous facade, on the fake executor."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import io
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from asyncllm import (
+    LLM,
+    AsyncLLMEngine,
+    ContextLengthExceededError,
+    DeadlineExceededError,
+    EngineClosedError,
+    EngineDeadError,
+    EngineOverloadedError,
+    InvalidRequestError,
+    RequestError,
+    SamplingParams,
+)
+from tests.fakes import fake
+
+
+@pytest.fixture
+def make(monkeypatch):
+    """An LLM of its own on a fake; closed in the end."""
+    made = []
+
+    def make(rig, **overrides):
+        class Engine(AsyncLLMEngine):
+            def __init__(self, model=None, *, config=None, **settings):
+                super().__init__(model, config=config, **settings)
+                self._loader = rig.load
+
+        monkeypatch.setattr("asyncllm.llm.AsyncLLMEngine", Engine)
+        made.append(LLM(**overrides))
+        return made[-1]
+
+    yield make
+    for llm in made:
+        llm.close()
+
+
+def say(text):
+    return [{"role": "user", "content": text}]
+
+
+def expected(rig, prompts, count):
+    return [rig.executor.reference(prompt, count) for prompt in prompts]
+
+
+def tokens(results):
+    return [list(result.token_ids) for result in results]
+
+
+# --- results ----------------------------------------------------------------------------
+
+
+def test_one_prompt_gives_one_completion(make):
+    rig = fake()
+    llm = make(rig)
+    for prompt in ("4 5", [4, 5], (4, 5), np.array([4, 5]), range(4, 6)):
+        result = llm.generate(prompt, max_tokens=3)
+        assert result.prompt_token_ids == (4, 5)
+        assert list(result.token_ids) == rig.executor.reference([4, 5], 3)
+        assert result.finish_reason == "length"
+        assert (result.usage.prompt_tokens, result.usage.completion_tokens) == (2, 3)
+
+
+def test_a_batch_runs_as_one_and_keeps_its_order(make):
+    rig = fake(record=True)
+    llm = make(rig)
+    prompts = [[i, i + 1] for i in range(6)]
+    assert tokens(llm.generate(prompts, max_tokens=5)) == expected(rig, prompts, 5)
+    assert max(len(batch) for batch in rig.executor.batches) > 1
+    assert tokens(llm.generate(np.array(prompts), max_tokens=5)) == expected(rig, prompts, 5)
+    assert tokens(llm.generate(["1 2", [3]], max_tokens=2)) == expected(rig, [[1, 2], [3]], 2)
+    assert llm.generate([]) == []
+
+
+def test_params_for_all_or_one_for_each(make):
+    rig = fake()
+    llm = make(rig)
+    same = llm.generate([[1], [2]], SamplingParams(max_tokens=2))
+    assert tokens(same) == expected(rig, [[1], [2]], 2)
+    each = llm.generate([[1], [2]], [SamplingParams(max_tokens=n) for n in (1, 4)])
+    assert [len(result.token_ids) for result in each] == [1, 4]
+    wins = llm.generate([[1], [2]], SamplingParams(max_tokens=9), max_tokens=3)
+    assert [len(result.token_ids) for result in wins] == [3, 3]
+    with pytest.raises(InvalidRequestError, match="1 for 2 prompts") as caught:
+        llm.generate([[1], [2]], [SamplingParams()])
+    assert caught.value.param == "params"
+    with pytest.raises(InvalidRequestError, match="SamplingParams"):
+        llm.generate([1], [SamplingParams()])
+
+
+def test_chat_one_and_batch(make):
+    rig = fake()
+    llm = make(rig)
+    one = llm.chat(say("7 8"), max_tokens=3)
+    assert list(one.token_ids) == rig.executor.reference([7, 8], 3)
+    assert tokens(llm.chat([say("7 8"), say("9")], max_tokens=3)) == expected(rig, [[7, 8], [9]], 3)
+    with pytest.raises(InvalidRequestError) as caught:
+        llm.chat(say("7"), tools=[{}])
+    assert caught.value.param == "tools"
+
+
+def test_stream_is_a_plain_iterator(make):
+    rig = fake()
+    rig.executor.gate = threading.Semaphore(1)
+    llm = make(rig)
+    stream = llm.stream([4], max_tokens=5, request_id="mine")
+    first = next(stream)
+    assert (stream.request_id, stream.finish_reason, stream.usage) == ("mine", None, None)
+    rig.executor.gate.release(100)
+    rest = list(stream)
+    assert [t for d in (first, *rest) for t in d.token_ids] == rig.executor.reference([4], 5)
+    assert rest[-1].finish_reason == stream.finish_reason == "length"
+    assert stream.usage.completion_tokens == 5
+    assert list(stream) == []
+    assert list(stream.result().token_ids) == rig.executor.reference([4], 5)
+    chat = llm.stream_chat(say("1 2"), max_tokens=2)
+    assert list(chat.result().token_ids) == rig.executor.reference([1, 2], 2)
+
+
+@pytest.mark.parametrize("leave", ["close", "with", "abort", "del"])
+def test_leaving_a_stream_aborts_it(make, leave):
+    rig = fake()
+    rig.executor.gate = threading.Semaphore(3)
+    llm = make(rig)
+    stream = llm.stream([1], max_tokens=200)
+    next(stream)
+    if leave == "close":
+        stream.close()
+        assert next(stream, None) is None
+    elif leave == "with":
+        with stream:
+            pass
+        assert next(stream, None) is None
+    elif leave == "abort":
+        stream.abort()
+        rig.executor.gate.release(1)
+        assert stream.result().finish_reason == "abort"
+    else:
+        del stream
+        gc.collect()
+    rig.executor.gate.release(1000)
+    # The next request is behind the abort in the queue.
+    llm.generate([2], max_tokens=1)
+    stats = llm.stats()
+    assert (stats.num_aborted, stats.num_finished) == (1, 1)
+    assert stats.num_free_blocks == stats.num_blocks
+
+
+# --- many at once -----------------------------------------------------------------------
+
+
+def test_a_batch_may_be_larger_than_the_queue(make):
+    rig = fake(max_num_seqs=2)
+    llm = make(rig, max_queued_requests=3)
+    prompts = [[i] for i in range(40)]
+    assert tokens(llm.generate(prompts, max_tokens=4)) == expected(rig, prompts, 4)
+    stats = llm.stats()
+    assert (stats.num_finished, stats.num_aborted) == (40, 0)
+    assert stats.num_rejected > 0
+
+
+def test_a_batch_that_has_begun_waits_for_the_room_of_others(make):
+    rig = fake(max_num_seqs=1)
+    llm = make(rig, max_queued_requests=1)
+    submit = llm.engine.stream
+    refusals = [EngineOverloadedError("full", retry_after=0.001) for _ in range(3)]
+
+    def crowded(prompt, params, **options):
+        if prompt == [2] and refusals:
+            raise refusals.pop()
+        return submit(prompt, params, **options)
+
+    llm.engine.stream = crowded
+    assert tokens(llm.generate([[1], [2]], max_tokens=2)) == expected(rig, [[1], [2]], 2)
+    assert refusals == []
+
+
+def test_a_batch_that_has_not_begun_is_refused(make):
+    rig = fake(max_num_seqs=1)
+    rig.executor.gate = threading.Semaphore(0)
+    llm = make(rig, max_queued_requests=1)
+    held = []
+    with pytest.raises(EngineOverloadedError) as caught:
+        while True:
+            held.append(llm.stream([1], max_tokens=1))
+    assert caught.value.retry_after > 0
+    with pytest.raises(EngineOverloadedError):
+        llm.generate([[2], [3]])
+    assert llm.stats().num_rejected == 2
+    assert llm.stats().num_requests == len(held)
+    rig.executor.gate.release(10)
+    assert {stream.result().finish_reason for stream in held} == {"length"}
+
+
+def test_many_threads_at_once(make):
+    rig = fake(max_num_seqs=4)
+    llm = make(rig, max_queued_requests=500)
+    results = {}
+
+    def work(i):
+        prompts = [[i, j] for j in range(5)]
+        results[i] = tokens(llm.generate(prompts, max_tokens=6)) == expected(rig, prompts, 6)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert results == dict.fromkeys(range(12), True)
+
+
+def test_a_stream_has_one_reader_at_a_time(make):
+    rig = fake()
+    rig.executor.gate = threading.Semaphore(0)
+    llm = make(rig)
+    stream = llm.stream([1], max_tokens=1)
+    other = threading.Thread(target=lambda: got.append(stream.result()))
+    got = []
+    other.start()
+    while not stream._stream._channel.waiting:
+        time.sleep(0.001)
+    with pytest.raises(RuntimeError, match="another thread"):
+        next(stream)
+    rig.executor.gate.release()
+    other.join(10)
+    assert got[0].finish_reason == "length"
+
+
+def test_below_a_running_loop_and_on_a_borrowed_engine():
+    rig = fake()
+
+    async def main():
+        async with rig.engine() as engine:
+            with LLM(engine=engine) as llm:
+                assert tokens(llm.generate([[1], [2]], max_tokens=3)) == expected(
+                    rig, [[1], [2]], 3
+                )
+            # Borrowed: it is still open.
+            assert (await engine.generate([3], max_tokens=1)).finish_reason == "length"
+            threaded = await asyncio.to_thread(llm.generate, [4], max_tokens=2)
+            assert list(threaded.token_ids) == rig.executor.reference([4], 2)
+        with pytest.raises(EngineClosedError):
+            llm.generate([1])
+
+    asyncio.run(main())
+
+
+def test_an_engine_is_borrowed_running_and_without_settings():
+    engine = fake().engine()
+    with pytest.raises(EngineClosedError, match="is new"):
+        LLM(engine=engine)
+    for settings in ({"model": "x"}, {"max_num_seqs": 2}):
+        with pytest.raises(InvalidRequestError) as caught:
+            LLM(engine=engine, **settings)
+        assert caught.value.param == "engine"
+
+
+# --- what goes wrong --------------------------------------------------------------------
+
+
+def test_the_first_error_aborts_the_rest_even_while_it_is_held(make):
+    rig = fake(max_num_seqs=8)
+    rig.executor.row_errors["bad"] = ValueError("not a number")
+    rig.executor.gate = threading.Semaphore(0)
+    llm = make(rig)
+    submit = llm.engine.stream
+
+    def named(prompt, params, **options):
+        return submit(prompt, params, request_id="bad" if prompt == [1] else None, **options)
+
+    llm.engine.stream = named
+    rig.executor.gate.release(3)
+    with pytest.raises(RequestError, match="not a number") as caught:
+        llm.generate([[0], [1], [2], [3]], [SamplingParams(max_tokens=n) for n in (1, 9, 200, 200)])
+    rig.executor.gate.release(1000)
+    assert llm.generate([7], max_tokens=1).finish_reason == "length"
+    stats = llm.stats()
+    assert caught.value is not None
+    assert (stats.num_failed, stats.num_aborted, stats.num_finished) == (1, 2, 2)
+    assert stats.num_free_blocks == stats.num_blocks
+
+
+def test_a_bad_prompt_in_a_batch_leaves_nothing_behind(make):
+    rig = fake(max_model_len=20)
+    llm = make(rig)
+    with pytest.raises(ContextLengthExceededError) as caught:
+        llm.generate([[1], [2] * 30], max_tokens=10)
+    llm.generate([3], max_tokens=1)
+    stats = llm.stats()
+    assert stats.num_requests == 2
+    assert stats.num_free_blocks == stats.num_blocks
+    assert caught.value is not None
+
+
+@pytest.mark.parametrize("prompts", [None, 5, {"a": 1}, {1, 2}, b"ab", (i for i in [1])])
+def test_what_is_no_sequence_is_refused(make, prompts):
+    llm = make(fake())
+    with pytest.raises(InvalidRequestError, match="expected a sequence") as caught:
+        llm.generate(prompts)
+    assert caught.value.param == "prompts"
+    with pytest.raises(InvalidRequestError, match="expected a sequence") as caught:
+        llm.chat(prompts)
+    assert caught.value.param == "messages"
+
+
+def test_a_deadline_raises_with_what_there_is(make):
+    rig = fake()
+    rig.executor.gate = threading.Semaphore(2)
+    llm = make(rig)
+    stream = llm.stream([1], max_tokens=50, timeout=1.0)
+    got = [next(stream)]
+    while sum(len(delta.token_ids) for delta in got) < 2:
+        got.append(next(stream))
+    threading.Timer(1.1, rig.executor.gate.release, (100,)).start()
+    with pytest.raises(DeadlineExceededError) as caught:
+        list(stream)
+    with pytest.raises(DeadlineExceededError):
+        stream.result()
+    partial = caught.value.partial
+    assert list(partial.token_ids) == rig.executor.reference([1], len(partial.token_ids))
+
+
+def test_closing_aborts_what_lives(make):
+    rig = fake(step_time=0.01)
+    llm = make(rig)
+    stream = llm.stream([1], max_tokens=250)
+    next(stream)
+    llm.close()
+    llm.close()
+    assert stream.result().finish_reason == "abort"
+    assert rig.executor.closed
+    for call in (lambda: llm.generate([1]), lambda: llm.stream([1]), llm.stats):
+        with pytest.raises(EngineClosedError):
+            call()
+
+
+def test_closing_may_let_it_finish(make):
+    rig = fake(step_time=0.001)
+    llm = make(rig)
+    stream = llm.stream([1], max_tokens=20)
+    llm.close(drain=None)
+    assert list(stream.result().token_ids) == rig.executor.reference([1], 20)
+
+
+def test_the_death_of_the_engine_reaches_every_thread(make):
+    rig = fake()
+    rig.executor.gate = threading.Semaphore(0)
+    rig.executor.faults[0] = RuntimeError("device lost")
+    llm = make(rig)
+    heard = []
+
+    def work(i):
+        try:
+            llm.generate([[i], [i]], max_tokens=5)
+        except EngineDeadError as error:
+            heard.append(str(error.__cause__))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    while llm.stats().num_requests < 8:
+        time.sleep(0.001)
+    rig.executor.gate.release(100)
+    for thread in threads:
+        thread.join(10)
+    assert heard == ["device lost"] * 4
+    with pytest.raises(EngineDeadError):
+        llm.generate([1])
+
+
+def test_a_step_that_hangs_is_noticed_by_the_waiting_thread(make, caplog):
+    rig = fake()
+    rig.executor.gate = threading.Semaphore(0)
+    llm = make(rig, step_timeout=0.1)
+    with pytest.raises(EngineDeadError, match="asyncllm-engine"):
+        llm.generate([1])
+    assert "longer than step_timeout=0.1 s" in caplog.text
+    llm.close()
+    rig.executor.gate.release(10)
+
+
+def test_a_start_that_fails_raises_and_leaves_nothing(make):
+    rig = fake()
+    rig.load_error = InvalidRequestError("dtype: no", param="dtype")
+    with pytest.raises(InvalidRequestError, match="dtype: no"):
+        make(rig)
+
+
+def test_an_interrupt_aborts_what_it_interrupts(make, monkeypatch):
+    rig = fake()
+    rig.executor.gate = threading.Semaphore(1)
+    llm = make(rig)
+    stream = llm.stream([1], max_tokens=200)
+    next(stream)
+    with monkeypatch.context() as patch:
+
+        def interrupted(self):
+            raise KeyboardInterrupt
+
+        patch.setattr("asyncllm.hosts.ThreadWaiter.wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            list(stream)
+    rig.executor.gate.release(1000)
+    llm.generate([2], max_tokens=1)
+    assert llm.stats().num_aborted == 1
+
+
+# --- the bar ----------------------------------------------------------------------------
+
+
+class Screen(io.StringIO):
+    def __init__(self, terminal):
+        super().__init__()
+        self.terminal = terminal
+
+    def isatty(self):
+        return self.terminal
+
+
+@pytest.mark.parametrize(
+    ("terminal", "progress", "batch", "shown"),
+    [
+        (True, None, True, True),
+        (False, None, True, False),
+        (True, False, True, False),
+        (False, True, True, True),
+        (True, None, False, False),
+        (True, True, False, True),
+    ],
+)
+def test_the_bar_is_shown_on_a_terminal_or_on_demand(
+    make, monkeypatch, terminal, progress, batch, shown
+):
+    monkeypatch.setenv("TERM", "xterm")
+    llm = make(fake())
+    screen = Screen(terminal)
+    monkeypatch.setattr(sys, "stderr", screen)
+    llm.generate([[1], [2], [3]] if batch else [1], max_tokens=1, progress=progress)
+    llm.chat([say("1")] if batch else say("1"), max_tokens=1, progress=progress)
+    monkeypatch.undo()
+    assert bool(screen.getvalue()) == shown
+    if shown:
+        assert ("3/3" if batch else "1/1") in screen.getvalue()
+
+
+def test_no_standard_error_is_no_terminal(make, monkeypatch):
+    llm = make(fake())
+    monkeypatch.setattr(sys, "stderr", None)
+    assert len(llm.generate([[1], [2]], max_tokens=1)) == 2

@@ -1,0 +1,282 @@
+"""Observers, and what the engine logs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from asyncllm import EngineClosedError, EngineDeadError, EngineOverloadedError, RequestError
+from asyncllm.core.observer import Observation
+from asyncllm.outputs import Usage
+from tests.fakes import fake
+
+pytestmark = pytest.mark.asyncio
+
+where = contextvars.ContextVar("where", default="nowhere")
+
+
+class Recorder:
+    def __init__(self):
+        self.submitted = []
+        self.finished = []
+        self.threads = []
+
+    def on_submit(self, request, submission):
+        self.submitted.append(
+            (request.request_id, submission.operation, submission.prompt, where.get())
+        )
+        self.threads.append(threading.current_thread().name)
+
+    def on_finish(self, request, usage, error):
+        self.finished.append((request.request_id, request.finish_reason, usage, error))
+        self.threads.append(threading.current_thread().name)
+
+
+async def test_an_observer_hears_of_each_request_twice():
+    rig = fake()
+    seen = Recorder()
+    engine = rig.engine()
+    engine.add_observer(seen)
+    engine.add_observer(seen)
+    async with engine:
+        where.set("here")
+        stream = engine.stream("1 2", max_tokens=3, request_id="a")
+        # At once, in the caller's thread and context.
+        assert seen.submitted == [("a", "text_completion", "1 2", "here")]
+        result = await stream.result()
+        assert len(seen.finished) == 1
+        messages = [{"role": "user", "content": "1 2"}]
+        await engine.chat(messages, max_tokens=1, request_id="b").result()
+        assert seen.submitted[1] == ("b", "chat", messages, "here")
+    assert seen.finished[0] == ("a", "length", result.usage, None)
+    assert [name for name, *_ in seen.finished] == ["a", "b"]
+    assert seen.threads == ["MainThread", "asyncllm-engine"] * 2
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+async def test_every_ending_is_observed_once(depth):
+    rig = fake(num_blocks=20, max_model_len=60, pipeline_depth=depth)
+    rig.executor.row_errors["bad"] = ValueError("no")
+    seen = Recorder()
+    async with rig.engine() as engine:
+        engine.add_observer(seen)
+        await engine.pause()
+        results = [
+            engine.stream([i], max_tokens=20, request_id=name)
+            for i, name in enumerate(["a", "b", "c", "bad"])
+        ]
+        results.append(engine.stream("9 " * 20, request_id="long", max_tokens=5))
+        results.append(engine.stream([5], request_id="gone"))
+        engine.abort(["gone", "gone"])
+        await engine.resume()
+        await asyncio.gather(*(s.result() for s in results), return_exceptions=True)
+        await engine.pause()
+        engine.stream([1], request_id="late")
+    ends = {name: reason for name, reason, *_ in seen.finished}
+    assert len(ends) == len(seen.finished) == len(seen.submitted) == 7
+    assert ends["bad"] is None
+    assert ends["gone"] == ends["late"] == "abort"
+    assert {ends[name] for name in ("a", "b", "c", "long")} == {"length"}
+    (error,) = (error for name, _, _, error in seen.finished if name == "bad")
+    assert isinstance(error, RequestError)
+
+
+async def test_a_text_that_turns_out_bad_is_observed():
+    seen = Recorder()
+    async with fake(num_blocks=3000).engine() as engine:
+        engine.add_observer(seen)
+        with pytest.raises(RequestError):
+            await engine.stream("x " * 3000).result()
+    ((_, reason, usage, error),) = seen.finished
+    assert (reason, usage.prompt_tokens, usage.ttft) == (None, 0, None)
+    assert isinstance(error, RequestError)
+
+
+async def test_the_death_of_the_engine_is_the_end_of_each():
+    rig = fake()
+    rig.executor.faults[2] = RuntimeError("lost")
+    seen = Recorder()
+    async with rig.engine() as engine:
+        engine.add_observer(seen)
+        await engine.pause()
+        streams = [engine.stream([i], max_tokens=90) for i in range(3)]
+        await engine.resume()
+        for stream in streams:
+            with pytest.raises(EngineDeadError):
+                await stream.result()
+    assert [type(error) for *_, error in seen.finished] == [EngineDeadError] * 3
+
+
+async def test_what_is_refused_is_counted_and_not_announced():
+    seen = Recorder()
+    async with fake().engine(max_queued_requests=2, max_queued_tokens=10) as engine:
+        engine.add_observer(seen)
+        await engine.pause()
+        streams = [engine.stream([1] * 6, max_tokens=1)]
+        for _ in range(3):
+            with pytest.raises(EngineOverloadedError):
+                engine.stream([1] * 5)
+        streams.append(engine.stream([1], max_tokens=1))
+        with pytest.raises(EngineOverloadedError):
+            engine.stream([1])
+        stats = engine.stats()
+        assert (stats.num_rejected, stats.num_requests, len(seen.submitted)) == (4, 2, 2)
+        await engine.resume()
+        for stream in streams:
+            await stream.result()
+    with pytest.raises(EngineClosedError):
+        engine.stream([1])
+    assert len(seen.submitted) == len(seen.finished) == 2
+
+
+async def test_a_failing_observer_is_logged_and_hurts_nobody(caplog):
+    class Failing:
+        def on_submit(self, request, submission):
+            raise ValueError("in submit")
+
+        def on_finish(self, request, usage, error):
+            raise ValueError("in finish")
+
+    rig = fake()
+    seen = Recorder()
+    async with rig.engine() as engine:
+        engine.add_observer(Failing())
+        engine.add_observer(seen)
+        result = await engine.generate([1], max_tokens=4)
+    assert list(result.token_ids) == rig.executor.reference([1], 4)
+    assert len(seen.submitted) == len(seen.finished) == 1
+    assert "in submit" in caplog.text
+    assert "in finish" in caplog.text
+    assert caplog.text.count("an observer failed in") == 2
+
+
+async def test_a_removed_observer_hears_the_end_of_what_it_knows():
+    seen = Recorder()
+    async with fake().engine() as engine:
+        engine.remove_observer(seen)
+        engine.add_observer(seen)
+        await engine.pause()
+        known = engine.stream([1], max_tokens=1, request_id="known")
+        engine.remove_observer(seen)
+        unknown = engine.stream([2], max_tokens=1)
+        await engine.resume()
+        await known.result()
+        await unknown.result()
+    assert [name for name, *_ in seen.submitted] == ["known"]
+    assert [name for name, *_ in seen.finished] == ["known"]
+
+
+async def test_without_observers_a_request_carries_nothing():
+    async with fake().engine() as engine:
+        stream = engine.stream([1], max_tokens=1)
+        assert stream._request.observation is None
+        await stream.result()
+
+
+async def test_an_end_that_overtakes_the_announcement_waits_for_it():
+    order = []
+
+    class Slow:
+        def on_submit(self, request, submission):
+            observation.finished(usage, None)
+            observation.finished(usage, None)
+            order.append("submit")
+
+        def on_finish(self, request, usage, error):
+            order.append("finish")
+
+    usage = Usage(1, 0, 0, 0.0, None, 0.0)
+    observation = Observation(object(), (Slow(),))
+    observation.submitted(None)
+    assert order == ["submit", "finish"]
+    observation.finished(usage, None)
+    assert order == ["submit", "finish"]
+
+
+async def test_the_end_is_observed_before_it_can_be_read():
+    readable = []
+
+    class Early:
+        def on_submit(self, request, submission):
+            pass
+
+        def on_finish(self, request, usage, error):
+            readable.append(request.output.channel.ended)
+
+    rig = fake()
+    rig.executor.row_errors["bad"] = ValueError("no")
+    async with rig.engine() as engine:
+        engine.add_observer(Early())
+        await engine.generate([1], max_tokens=1)
+        with pytest.raises(RequestError):
+            await engine.generate([1], request_id="bad")
+        stream = engine.stream([1])
+        stream.abort()
+        await stream.result()
+    assert readable == [False] * 3
+
+
+# --- the log ----------------------------------------------------------------------------
+
+
+async def test_start_and_end_are_logged_with_the_sizes(caplog):
+    with caplog.at_level(logging.INFO, logger="asyncllm"):
+        async with fake(num_blocks=33, block_size=8).engine(model="some/model") as engine:
+            await engine.generate([1], max_tokens=1)
+    first, last = (r for r in caplog.records if r.name == "asyncllm")
+    assert (first.levelname, last.levelname) == ("INFO", "INFO")
+    assert "model some/model, 32 KV blocks of 8 tokens, max_model_len=256" in first.message
+    assert last.message == "engine ended: 1 requests finished, 0 aborted, 0 failed, 0 refused"
+
+
+async def test_a_death_is_logged_once_with_its_cause(caplog):
+    rig = fake()
+    rig.executor.faults[0] = RuntimeError("device lost")
+    async with rig.engine() as engine:
+        with pytest.raises(EngineDeadError):
+            await engine.generate([1])
+    (record,) = (r for r in caplog.records if r.levelno >= logging.WARNING)
+    assert (record.levelname, record.message) == ("ERROR", "the engine died")
+    assert "device lost" in str(record.exc_info[1])
+
+
+async def test_a_hung_step_is_logged_when_it_is_noticed(caplog):
+    rig = fake()
+    rig.executor.gate = threading.Semaphore(0)
+    async with rig.engine(step_timeout=0.1) as engine:
+        with pytest.raises(EngineDeadError):
+            await engine.generate([1])
+        (record,) = (r for r in caplog.records if r.levelno >= logging.WARNING)
+        assert "longer than step_timeout=0.1 s" in record.message
+        rig.executor.gate.release(100)
+    assert caplog.text.count("the engine died") == 1
+
+
+async def test_nothing_is_printed_unless_the_application_listens():
+    code = """
+import asyncio
+from tests.fakes import fake
+async def main():
+    rig = fake()
+    rig.executor.faults[0] = RuntimeError("device lost")
+    async with rig.engine() as engine:
+        try:
+            await engine.generate([1])
+        except Exception:
+            pass
+asyncio.run(main())
+import logging
+assert logging.getLogger("asyncllm").level == logging.NOTSET
+assert logging.getLogger("asyncllm").propagate
+assert logging.getLogger().handlers == []
+"""
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert (out.stdout, out.stderr) == ("", "")
