@@ -119,22 +119,22 @@ class Intake:
         options: RequestOptions,
     ) -> TokenStream:
         """Submits messages, rendered by the model's chat template with ``variables``."""
-        if variables is None:
-            variables = {}
-        elif not isinstance(variables, dict) or not all(isinstance(k, str) for k in variables):
+        if variables is not None and (
+            not isinstance(variables, dict) or not all(isinstance(k, str) for k in variables)
+        ):
             raise bad("chat_template_kwargs", variables, "a dict of names to values, or None")
-        variables = dict[str, Any](variables)
+        named = dict(variables or {})
         request = self._request(params, sampling, options)
         tokenizer = self._loaded.tokenizer
 
         def encode() -> list[int]:
-            text = tokenizer.apply_chat_template(messages, **variables)
+            text = tokenizer.apply_chat_template(messages, **named)
             return tokenizer.encode(text, add_special_tokens=False)
 
-        length = _text_length(messages) + _text_length(variables)
+        length = _text_length(messages) + _text_length(named)
         if length >= LONG_TEXT:
             # They are rendered later, and are the caller's to change meanwhile.
-            messages, variables = deepcopy((messages, variables))
+            messages, named = deepcopy((messages, named))
         return self._tokenise(request, Submission("chat", messages), length, encode)
 
     def close(self) -> None:

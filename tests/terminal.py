@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import fcntl
 import os
 import pty
@@ -14,6 +15,8 @@ import termios
 import time
 from collections.abc import Sequence
 from typing import Self
+
+from tests.processes import hear_ctrl_c
 
 # The pseudo-terminal has to become the controlling one, or Ctrl-C would interrupt nobody.
 _TAKE_TERMINAL = """
@@ -38,6 +41,7 @@ class Terminal:
         self._arguments = arguments
         self._size = struct.pack("HHHH", rows, columns, 0, 0)
         self.raw = ""
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def __enter__(self) -> Self:
         self._master, child = pty.openpty()
@@ -48,6 +52,7 @@ class Terminal:
             stdout=child,
             stderr=child,
             start_new_session=True,
+            preexec_fn=hear_ctrl_c,
             env={**os.environ, "TERM": "xterm-256color", "PYTHONUTF8": "1"},
         )
         os.close(child)
@@ -91,7 +96,7 @@ class Terminal:
             data = os.read(self._master, 65536)
         except OSError:  # Linux says EIO where the last writer has left
             return False
-        self.raw += data.decode(errors="replace")
+        self.raw += self._decoder.decode(data)
         return bool(data)
 
 

@@ -19,6 +19,7 @@ from asyncllm.cli.flow import Flow
 from asyncllm.cli.measure import percentile
 from asyncllm.cli.prompts import prompts
 from asyncllm.cli.text import one_line, printable, rate, seconds
+from tests.processes import hear_ctrl_c
 from tests.terminal import QUICK, Terminal, asyncllm
 
 # Random weights hardly ever say that they are done: an answer long enough to be interrupted.
@@ -237,7 +238,11 @@ def test_demo_whose_reader_leaves() -> None:
 def test_interrupted_demo() -> None:
     command = [sys.executable, "-m", "asyncllm", "demo", *ENDLESS, *QUICK]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=hear_ctrl_c,
     ) as child:
         assert child.stdout is not None
         assert child.stderr is not None

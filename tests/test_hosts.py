@@ -25,6 +25,7 @@ from asyncllm import (
     EngineOverloadedError,
 )
 from tests.fakes import fake
+from tests.processes import hear_ctrl_c
 
 BACKENDS = {
     "asyncio": ("asyncio", {}),
@@ -523,6 +524,7 @@ def test_ctrl_c_reaches_the_host():
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=hear_ctrl_c,
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
