@@ -1,0 +1,415 @@
+"""Each promise of docs/streaming.md, once as it is and once with the engine broken on purpose:
+a check that a broken engine passes would promise nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from asyncllm import DeadlineExceededError, EngineOverloadedError, RequestError
+from asyncllm.core.admission import Admission
+from asyncllm.core.engine_core import EngineCore
+from asyncllm.core.executor import FakeExecutor
+from asyncllm.core.request import Request
+from asyncllm.core.scheduler import Scheduler
+from asyncllm.engine_thread import EngineThread
+from asyncllm.hosts import LoopMailbox
+from asyncllm.intake import Intake
+from asyncllm.stream import TokenStream
+from tests.fakes import fake
+
+PATIENCE = 1.5
+
+
+async def until(condition):
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, "never came about"
+        await asyncio.sleep(0.001)
+
+
+def blocks_are_free(engine):
+    return engine.stats().num_free_blocks == engine.stats().num_blocks
+
+
+# --- 1 ----------------------------------------------------------------------------------
+
+
+async def every_stream_ends():
+    rig = fake(eos_token_ids=tuple(range(0, 1000, 10)))
+    async with rig.engine() as engine:
+        for i in range(12):
+            ends = [d.finish_reason async for d in engine.stream([i], max_tokens=8)]
+            assert ends[-1] in ("stop", "length")
+            assert ends[:-1] == [None] * (len(ends) - 1)
+
+
+def a_stop_is_not_announced(patch):
+    close = EngineCore._close_request
+
+    def forget(self, request, error, last=None):
+        if request.finish_reason != "stop":
+            close(self, request, error, last)
+
+    patch.setattr(EngineCore, "_close_request", forget)
+
+
+# --- 2 ----------------------------------------------------------------------------------
+
+
+async def stream_submits_at_once():
+    rig = fake(record=True)
+    async with rig.engine() as engine:
+        rig.executor.gate = threading.Semaphore(0)
+        streams = [engine.stream([i], max_tokens=3) for i in range(6)]
+        await asyncio.sleep(0.05)
+        rig.executor.gate.release(100)
+        for stream in streams:
+            await stream.result()
+    assert max(len(batch) for batch in rig.executor.batches) == 6
+
+
+def submission_waits_for_the_first_read(patch):
+    submit, read = Intake._submit, TokenStream.__anext__
+    waiting = {}
+
+    def later(self, request, asked, token_ids):
+        self._prepare(request, token_ids)
+        stream = self._accept(request, asked, len(token_ids))
+        waiting[request] = self._core
+        return stream
+
+    async def first_submit(self):
+        core = waiting.pop(self._request, None)
+        if core is not None:
+            core.send(core.on_add, self._request)
+        return await read(self)
+
+    assert submit is not later
+    patch.setattr(Intake, "_submit", later)
+    patch.setattr(TokenStream, "__anext__", first_submit)
+
+
+# --- 3 ----------------------------------------------------------------------------------
+
+
+async def leaving_a_stream_aborts_it():
+    rig = fake(step_time=0.001)
+    async with rig.engine() as engine:
+        async for _ in engine.stream([1], max_tokens=250):
+            break
+        await until(lambda: engine.stats().num_aborted == 1 and blocks_are_free(engine))
+        stream = engine.stream([1], max_tokens=250, request_id="x")
+        await anext(stream)
+        engine.abort("x")
+        engine.stream([2], max_tokens=1, request_id="x")
+        assert [d async for d in stream][-1].finish_reason == "abort"
+
+
+def destructors_do_nothing(patch):
+    patch.setattr(EngineCore, "abandon", lambda self, request: None)
+
+
+def an_id_is_free_only_when_the_abort_is_drained(patch):
+    patch.setattr(Admission, "get", lambda self, request_id: self._live.get(request_id))
+    reserve = Admission.reserve
+
+    def strict(self, request, num_tokens):
+        assert request.request_id not in self._live
+        reserve(self, request, num_tokens)
+
+    patch.setattr(Admission, "reserve", strict)
+
+
+# --- 4 ----------------------------------------------------------------------------------
+
+
+async def a_slow_reader_is_held_back():
+    rig = fake()
+    async with rig.engine() as engine:
+        stream = engine.stream([1], max_tokens=200, max_unread=8, on_slow="pause")
+        other = await engine.generate([2], max_tokens=100)
+        assert list(other.token_ids) == rig.executor.reference([2], 100)
+        assert stream._channel.num_unread <= 8
+        got = [t async for d in stream for t in d.token_ids]
+        assert got == rig.executor.reference([1], 200)
+
+
+def nobody_is_held_back(patch):
+    patch.setattr(EngineCore, "_hold", lambda self, request, channel: None)
+
+
+def reading_does_not_release(patch):
+    patch.setattr(EngineCore, "on_read", lambda self, request: None)
+
+
+# --- 5 ----------------------------------------------------------------------------------
+
+
+async def the_queue_is_bounded():
+    rig = fake(max_num_seqs=1)
+    async with rig.engine(max_queued_requests=4) as engine:
+        await engine.pause()
+        streams = [engine.stream([i], max_tokens=1) for i in range(4)]
+        with pytest.raises(EngineOverloadedError):
+            engine.stream([9])
+        await engine.resume()
+        for stream in streams:
+            await stream.result()
+        await until(lambda: engine.stats().num_waiting == 0)
+        await engine.generate([5], max_tokens=1)
+
+
+def the_queue_takes_everything(patch):
+    patch.setattr(Admission, "_check_room", lambda self, num_tokens: None)
+
+
+def places_are_never_given_back(patch):
+    patch.setattr(Admission, "leave_queue", lambda self, request: None)
+
+
+# --- 6 ----------------------------------------------------------------------------------
+
+
+async def deadlines_are_kept():
+    rig = fake(step_time=0.002, max_num_seqs=1)
+    async with rig.engine() as engine:
+        running = engine.stream([1], max_tokens=250, timeout=0.05)
+        queued = engine.stream([2], max_tokens=5, timeout=0.02)
+        for stream in (queued, running):
+            with pytest.raises(DeadlineExceededError):
+                await stream.result()
+
+
+def deadlines_pass(patch):
+    patch.setattr(EngineCore, "_expire_deadlines", lambda self: None)
+
+
+# --- 7 ----------------------------------------------------------------------------------
+
+
+async def one_bad_request_fails_alone():
+    rig = fake()
+    rig.executor.row_errors["bad"] = ZeroDivisionError("on purpose")
+    async with rig.engine() as engine:
+        bad = engine.stream([1], request_id="bad")
+        good = engine.stream([2], max_tokens=20)
+        with pytest.raises(RequestError):
+            await bad.result()
+        assert list((await good.result()).token_ids) == rig.executor.reference([2], 20)
+
+
+def a_bad_row_kills_the_step(patch):
+    update = Scheduler.update
+
+    def strict(self, step, result):
+        for error in result.errors.values():
+            raise error
+        return update(self, step, result)
+
+    patch.setattr(Scheduler, "update", strict)
+
+
+# --- 8 ----------------------------------------------------------------------------------
+
+
+async def the_host_is_left_alone():
+    before = dict(os.environ), {t.name for t in threading.enumerate()}
+    async with fake().engine() as engine:
+        await engine.generate([1], max_tokens=2)
+        assert {t.name for t in threading.enumerate()} - before[1] == {"asyncllm-engine"}
+    assert (dict(os.environ), {t.name for t in threading.enumerate()}) == before
+
+
+def the_environment_is_changed(patch):
+    start = EngineThread.start
+
+    def pushy(self):
+        patch.setenv("OMP_NUM_THREADS", "7")
+        start(self)
+
+    patch.setattr(EngineThread, "start", pushy)
+
+
+# --- 9 ----------------------------------------------------------------------------------
+
+
+async def one_wake_is_outstanding():
+    rig = fake(step_time=0.001)
+    async with rig.engine() as engine:
+        tasks = [asyncio.ensure_future(engine.generate([i], max_tokens=250)) for i in range(8)]
+        await asyncio.sleep(0.02)
+        host = engine._mailboxes.of_running_loop().host
+        post, calls = host.post, []
+        host.post = lambda callback: (calls.append(callback), post(callback))
+        time.sleep(0.1)
+        assert len(calls) <= 1
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def every_delta_wakes(patch):
+    notify = LoopMailbox.notify
+
+    def eager(self, channels):
+        self._posted = False
+        return notify(self, channels)
+
+    patch.setattr(LoopMailbox, "notify", eager)
+
+
+# --- 10 ---------------------------------------------------------------------------------
+
+
+async def a_blocked_loop_does_not_block_the_engine():
+    rig = fake(step_time=0.001)
+    async with rig.engine() as engine:
+        stream = engine.stream([1], max_tokens=200)
+        await anext(stream)
+        task = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0)
+        before = engine.stats().num_steps
+        time.sleep(0.15)
+        assert engine.stats().num_steps - before > 4
+        await task
+        await stream.aclose()
+
+
+def the_engine_waits_for_the_loop(patch):
+    notify = LoopMailbox.notify
+
+    def patient(self, channels):
+        sent = notify(self, channels)
+        while self._posted and not self.host.is_closed():
+            time.sleep(0.0005)
+        return sent
+
+    patch.setattr(LoopMailbox, "notify", patient)
+
+
+# --- 11 ---------------------------------------------------------------------------------
+
+
+async def closing_gives_everything_back():
+    rig = fake(step_time=0.001)
+    engine = rig.engine()
+    await engine.start()
+    stream = engine.stream([1], max_tokens=250)
+    await anext(stream)
+    await asyncio.wait_for(engine.aclose(), PATIENCE)
+    assert rig.executor.closed
+    assert "asyncllm-engine" not in {t.name for t in threading.enumerate()}
+    assert [d async for d in stream][-1].finish_reason == "abort"
+
+
+def the_device_is_kept(patch):
+    patch.setattr(FakeExecutor, "close", lambda self: None)
+
+
+def what_lives_is_waited_for(patch):
+    on_close = EngineCore.on_close
+    patch.setattr(EngineCore, "on_close", lambda self, drain: on_close(self, 1.9))
+
+
+# --- 12 ---------------------------------------------------------------------------------
+
+
+async def results_do_not_depend_on_company():
+    rig = fake(num_blocks=20, block_size=4, max_model_len=70, pipeline_depth=2)
+    async with rig.engine() as engine:
+        shared = list(range(8))
+        prompts = [shared + [i] * (i + 1) for i in range(8)] + [[9, 9, *shared[2:], 5]]
+        streams = [engine.stream(prompt, max_tokens=20) for prompt in prompts]
+        for prompt, stream in zip(prompts, streams, strict=True):
+            assert list((await stream.result()).token_ids) == rig.executor.reference(prompt, 20)
+
+
+def a_block_is_known_by_its_own_tokens_alone(patch):
+    def hashes(self, block_size):
+        full = len(self.token_ids) // block_size
+        self.block_hashes = [
+            repr(self.token_ids[i * block_size : (i + 1) * block_size]).encode()
+            for i in range(full)
+        ]
+        return self.block_hashes
+
+    patch.setattr(Request, "extend_hashes", hashes)
+
+
+def late_results_count(patch):
+    start_over = Scheduler._start_over
+
+    def careless(self, request):
+        start_over(self, request)
+        request.epoch -= 1
+
+    patch.setattr(Scheduler, "_start_over", careless)
+
+
+# --- all of them ------------------------------------------------------------------------
+
+PROMISES = {
+    every_stream_ends: [a_stop_is_not_announced],
+    stream_submits_at_once: [submission_waits_for_the_first_read],
+    leaving_a_stream_aborts_it: [
+        destructors_do_nothing,
+        an_id_is_free_only_when_the_abort_is_drained,
+    ],
+    a_slow_reader_is_held_back: [nobody_is_held_back, reading_does_not_release],
+    the_queue_is_bounded: [the_queue_takes_everything, places_are_never_given_back],
+    deadlines_are_kept: [deadlines_pass],
+    one_bad_request_fails_alone: [a_bad_row_kills_the_step],
+    the_host_is_left_alone: [the_environment_is_changed],
+    one_wake_is_outstanding: [every_delta_wakes],
+    a_blocked_loop_does_not_block_the_engine: [the_engine_waits_for_the_loop],
+    closing_gives_everything_back: [the_device_is_kept, what_lives_is_waited_for],
+    results_do_not_depend_on_company: [
+        a_block_is_known_by_its_own_tokens_alone,
+        late_results_count,
+    ],
+}
+
+
+def kept(promise) -> bool:
+    async def main():
+        await asyncio.wait_for(promise(), 3 * PATIENCE)
+
+    try:
+        asyncio.run(main())
+    except (Exception, pytest.fail.Exception) as error:
+        print(f"{promise.__name__}: {error!r}")
+        return False
+    return True
+
+
+@pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
+def test_kept(promise):
+    assert kept(promise)
+
+
+@pytest.mark.parametrize(
+    ("promise", "breakage"),
+    [(promise, breakage) for promise, all_of in PROMISES.items() for breakage in all_of],
+    ids=lambda one: one.__name__,
+)
+def test_a_broken_engine_is_noticed(promise, breakage, monkeypatch, caplog):
+    breakage(monkeypatch)
+    assert not kept(promise)
+
+
+def loaded_by(statement: str) -> set[str]:
+    code = f"import sys; {statement}; print(*sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return {"torch", "transformers", "numpy"} & set(out.stdout.split())
+
+
+def test_import_is_cheap_and_the_check_sees_an_import_that_is_not():
+    assert loaded_by("import asyncllm; asyncllm.AsyncLLMEngine()") == set()
+    assert loaded_by("import asyncllm, numpy") == {"numpy"}
