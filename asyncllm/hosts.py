@@ -40,6 +40,12 @@ class Host(Protocol):
 
     def is_closed(self) -> bool: ...
 
+    def is_current(self) -> bool:
+        """Whether the caller runs on this loop. Asked for each wait, so it is cheap rather
+        than perfect: a second asyncio loop of the same thread passes, and fails in asyncio
+        itself."""
+        ...
+
 
 class AsyncioWaiter:
     __slots__ = ("_future",)
@@ -61,6 +67,7 @@ class AsyncioWaiter:
 class AsyncioHost:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
+        self._thread = threading.get_ident()
 
     def post(self, callback: Callable[[], Any]) -> None:
         self.loop.call_soon_threadsafe(callback)
@@ -70,6 +77,9 @@ class AsyncioHost:
 
     def is_closed(self) -> bool:
         return self.loop.is_closed()
+
+    def is_current(self) -> bool:
+        return threading.get_ident() == self._thread and not self.loop.is_closed()
 
 
 class TrioWaiter:
@@ -109,6 +119,10 @@ class TrioHost:
         except RuntimeError:
             return True
         return False
+
+    def is_current(self) -> bool:
+        lowlevel = self._trio.lowlevel
+        return lowlevel.in_trio_run() and lowlevel.current_trio_token() is self._token
 
 
 def _nothing() -> None:
@@ -156,6 +170,9 @@ class LoopMailbox:
 
     def is_closed(self) -> bool:
         return self.host.is_closed()
+
+    def is_current(self) -> bool:
+        return self.host.is_current()
 
     def _drain(self) -> None:
         # The flag goes first: what is added from here on either is seen below or posts anew.

@@ -108,10 +108,10 @@ class TokenStream:
 
     async def _wait(self) -> Delta:
         channel = self._channel
-        mailbox = self._mailbox_of_loop()
-        if channel.mailbox is None:
-            channel.mailbox = mailbox
-        elif channel.mailbox is not mailbox:
+        mailbox = channel.mailbox
+        if mailbox is None:
+            channel.mailbox = mailbox = self._mailbox_of_loop()
+        elif not isinstance(mailbox, LoopMailbox) or not mailbox.is_current():
             raise RuntimeError(
                 f"stream {self.request_id!r} belongs to the event loop that read it first"
             )
