@@ -482,6 +482,14 @@ async def test_deadline_runs_on_while_paused_and_while_tokenised():
         rig.tokenizer.gate.set()
 
 
+async def test_requests_that_ended_before_their_deadline_are_forgotten():
+    rig = fake()
+    async with engine_of(rig) as engine:
+        for i in range(300):
+            await engine.generate([i], max_tokens=1, timeout=3600.0)
+        assert len(engine._thread.core._deadlines) < 100
+
+
 async def test_deadline_while_the_engine_is_paused():
     rig = fake()
     async with engine_of(rig) as engine:
@@ -522,6 +530,23 @@ async def test_step_out_of_memory_is_retried_smaller(depth):
             assert list(result.token_ids) == rig.executor.reference([i] * 30, 10)
     # At depth 2 the step behind a failed one is void as well, and never collected.
     assert {0, 5}.isdisjoint(rig.executor.faults)
+
+
+async def test_aborted_stream_whose_id_was_taken_over_ends_when_the_engine_dies():
+    rig = fake(num_blocks=3001)
+    rig.tokenizer.gate = threading.Event()
+    async with rig.engine() as engine:
+        core = engine._thread.core
+        # The abort's own command is lost in the death of the engine.
+        first = engine.stream("5 " * 3000, request_id="x")
+        first._request.cancelled = True
+        second = engine.stream([1], request_id="x", max_tokens=200)
+        rig.executor.faults |= {i: OSError("gone") for i in range(300)}
+        for stream in (second, first):
+            with pytest.raises(EngineDeadError):
+                await asyncio.wait_for(stream.result(), 5)
+        assert core.admission.num_live == 0
+        rig.tokenizer.gate.set()
 
 
 async def test_request_that_alone_is_too_much_memory_ends_with_an_error():

@@ -34,6 +34,7 @@ class Admission:
         self._clock = clock
         self._lock = threading.Lock()
         self._live: dict[str, Request] = {}
+        self._replaced: set[Request] = set()
         self._queued: dict[Request, int] = {}
         self._queued_tokens = 0
         self._next_rank = 0
@@ -49,7 +50,7 @@ class Admission:
 
     @property
     def num_live(self) -> int:
-        return len(self._live)
+        return len(self._live) + len(self._replaced)
 
     def get(self, request_id: str) -> Request | None:
         request = self._live.get(request_id)
@@ -77,6 +78,9 @@ class Admission:
                     param="request_id",
                 )
             self._check_room(num_tokens)
+            if other is not None:
+                # Aborted, but the engine thread has yet to hear of it.
+                self._replaced.add(other)
             self._live[request.request_id] = request
             self._queued[request] = num_tokens
             self._queued_tokens += num_tokens
@@ -134,11 +138,13 @@ class Admission:
         """The request has ended; its id is free, unless another has taken it already."""
         self.leave_queue(request)
         with self._lock:
+            self._replaced.discard(request)
             if self._live.get(request.request_id) is request:
                 del self._live[request.request_id]
 
     def close(self, error: Callable[[], AsyncLLMError]) -> list[Request]:
-        """From now on ``reserve`` raises ``error()``. Returns the live requests."""
+        """From now on ``reserve`` raises ``error()``. Returns every request that has not ended,
+        aborted ones included."""
         with self._lock:
             self._closed = error
-            return list(self._live.values())
+            return [*self._live.values(), *self._replaced]

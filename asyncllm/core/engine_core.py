@@ -416,13 +416,13 @@ class EngineCore:
             self.on_abort(request)
             return
         if request.deadline < math.inf:
-            heapq.heappush(self._deadlines, (request.deadline, request.rank, request))
+            self._watch(request)
         self.scheduler.add(request)
 
     def on_watch_deadline(self, request: Request) -> None:
         """A request whose prompt is not known yet has a deadline all the same."""
         if request.status is Status.NEW:
-            heapq.heappush(self._deadlines, (request.deadline, request.rank, request))
+            self._watch(request)
 
     def on_fail(self, request: Request, error: Exception) -> None:
         """A request that turned out to be bad while it was prepared."""
@@ -472,6 +472,14 @@ class EngineCore:
             self._closing_at = closing_at
 
     # --- endings -----------------------------------------------------------------------
+
+    def _watch(self, request: Request) -> None:
+        deadlines = self._deadlines
+        if len(deadlines) > 64 and len(deadlines) > 4 * self.admission.num_live:
+            # Most ended long before their deadline; their prompts need not be kept till then.
+            deadlines[:] = [entry for entry in deadlines if not entry[2].finished]
+            heapq.heapify(deadlines)
+        heapq.heappush(deadlines, (request.deadline, request.rank, request))
 
     def _expire_deadlines(self) -> None:
         deadlines = self._deadlines
