@@ -77,7 +77,9 @@ class _Recorder:
         assert all(size > 0 for size in grid), grid
 
         def launch(*args: Any, **kwargs: Any) -> None:
-            options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages") & kwargs.keys()}
+            options = {
+                name: kwargs.pop(name) for name in ("num_warps", "num_stages") & kwargs.keys()
+            }
             bound = inspect.signature(self.kernel.fn).bind(*args, **kwargs)
             bound.apply_defaults()
             self.launches.append(Launch(self.kernel, dict(bound.arguments), options))

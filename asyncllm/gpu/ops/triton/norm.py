@@ -1,11 +1,14 @@
 """RMSNorm, alone and fused with the residual addition before it."""
 
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
+# A type checker takes a kernel for the function that it is written as.
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from asyncllm.gpu.ops.triton.tuning import row_warps
+from asyncllm.gpu.ops.triton.tuning import next_power_of_2, row_warps
 
 
 @triton.jit
@@ -73,7 +76,7 @@ class TritonRMSNorm:
                 x.stride(0),
                 residual.stride(0),
                 WIDTH=width,
-                BLOCK=triton.next_power_of_2(width),
+                BLOCK=next_power_of_2(width),
                 ADD=add,
                 num_warps=row_warps(width),
             )

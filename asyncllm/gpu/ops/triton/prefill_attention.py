@@ -1,9 +1,13 @@
 """Paged attention of rows with several query tokens, a prefix of them in the cache.
 
-The rows of a tile are query tokens times the query heads of one key/value head. The grid is
+The rows of a tile are query tokens times the query heads of one key/value head, the heads
+padded to a power of two. The grid is
 an upper bound that the host knows without looking at the lengths: each program finds its
 sequence by binary search, and leaves if it has none.
 """
+
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
+# A type checker takes a kernel for the function that it is written as.
 
 import torch
 import triton
@@ -11,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from asyncllm.gpu.ops.triton.attention_tile import attend_tile, score_factors
-from asyncllm.gpu.ops.triton.tuning import Tiles
+from asyncllm.gpu.ops.triton.tuning import Tiles, next_power_of_2
 
 
 @triton.jit
@@ -63,13 +67,18 @@ def prefill_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     ROWS: tl.constexpr,
-    TOKENS: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Grid ``(tiles, kv_heads)``; a tile is TOKENS query tokens of one sequence."""
+    """Grid ``(tiles, kv_heads)``; a tile is ``ROWS / GROUP_ROWS`` tokens of one sequence.
+
+    A token has GROUP_ROWS rows, the next power of two from GROUP: divisions by any other
+    number cost registers that a full tile does not have.
+    """
+    TOKENS: tl.constexpr = ROWS // GROUP_ROWS
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
     seq = find_sequence(query_start_loc, num_seqs, tile, TOKENS)
@@ -81,9 +90,9 @@ def prefill_kernel(
 
     rows = tl.arange(0, ROWS)
     dims = tl.arange(0, BLOCK_DIM)
-    tokens = offset + rows // GROUP
-    heads = kv_head * GROUP + rows % GROUP
-    in_tile = (rows < TOKENS * GROUP) & (tokens < num_queries)
+    tokens = offset + rows // GROUP_ROWS
+    heads = kv_head * GROUP + rows % GROUP_ROWS
+    in_tile = (rows % GROUP_ROWS < GROUP) & (tokens < num_queries)
     real = in_tile[:, None] & (dims < HEAD_DIM)[None, :]
     at = (first_query + tokens).to(tl.int64)
     queries = tl.load(
@@ -210,13 +219,14 @@ def prefill_attention(
     block_size, kv_heads = k_cache.shape[1:3]
     num_seqs = seq_lens.shape[0]
     group = num_heads // kv_heads
-    if group > tiles.rows:
+    group_rows = next_power_of_2(group)
+    if group_rows > tiles.rows:
         raise ValueError(f"{group} query heads per key/value head: at most {tiles.rows}")
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if not num_tokens:
         return out
-    tokens = tiles.rows // group
+    tokens = tiles.rows // group_rows
     score_scale, cap = score_factors(scale, softcap)
     prefill_kernel[(num_tokens // tokens + num_seqs, kv_heads)](
         out,
@@ -237,9 +247,9 @@ def prefill_attention(
         block_table.stride(0),
         GROUP=group,
         HEAD_DIM=head_dim,
-        BLOCK_DIM=max(16, triton.next_power_of_2(head_dim)),
+        BLOCK_DIM=max(16, next_power_of_2(head_dim)),
         ROWS=tiles.rows,
-        TOKENS=tokens,
+        GROUP_ROWS=group_rows,
         KEYS=tiles.keys,
         BLOCK_SIZE=block_size,
         SOFTCAP=softcap is not None,

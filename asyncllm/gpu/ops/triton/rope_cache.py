@@ -1,10 +1,14 @@
 """QK-norm, rotation and the write into the paged cache, in one pass over q, k and v."""
 
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
+# A type checker takes a kernel for the function that it is written as.
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from asyncllm.gpu.ops.base import AttentionShape
+from asyncllm.gpu.ops.triton.tuning import cdiv, next_power_of_2
 
 TILE_ELEMENTS = 1024
 """Elements of half heads that a program holds."""
@@ -150,10 +154,10 @@ class TritonRopeAndCache:
     ) -> tuple[Tensor, Tensor, Tensor]:
         shape = self.shape
         num_q, num_k, half = shape.num_heads, shape.num_kv_heads, shape.head_dim // 2
-        block_half = triton.next_power_of_2(half)
+        block_half = next_power_of_2(half)
         heads = max(1, TILE_ELEMENTS // block_half)
         if qkv.shape[0]:
-            rope_cache_kernel[(qkv.shape[0], triton.cdiv(num_q + 2 * num_k, heads))](
+            rope_cache_kernel[(qkv.shape[0], cdiv(num_q + 2 * num_k, heads))](
                 qkv,
                 self.q_norm if self.q_norm is not None else qkv,
                 self.k_norm if self.k_norm is not None else qkv,

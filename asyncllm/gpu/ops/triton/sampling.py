@@ -13,12 +13,16 @@ per row. If nothing truncates the row, it is done with the best of the winners. 
   sampler, but with fixed noise: it ends at the one winner among the kept tokens.
 """
 
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
+# A type checker takes a kernel for the function that it is written as.
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from asyncllm.gpu.ops import exponential_race
+from asyncllm.gpu.ops.triton.tuning import cdiv, next_power_of_2
 
 CHUNK = tl.constexpr(exponential_race.CHUNK)
 MIN_TEMPERATURE = tl.constexpr(exponential_race.MIN_TEMPERATURE)
@@ -29,7 +33,7 @@ PRIORITY_INVERSE = tl.constexpr(pow(0x9E3779B1, -1, 2**32))
 COUNTERS = 4
 """Rows of counters per program of the first kernel: each is four chunks."""
 
-SCANNED = 8
+SCANNED = 4
 """Chunks that the second kernel reads at once."""
 
 
@@ -245,9 +249,7 @@ def token_of(priority):
 
 
 @triton.jit
-def top_k_cut(
-    logits, listed, count, factor, floor_value, k, vocab_size, SCANNED: tl.constexpr
-):
+def top_k_cut(logits, listed, count, factor, floor_value, k, vocab_size, SCANNED: tl.constexpr):
     """The token that is first to be left out: k listed tokens at or above the floor, or all
     of them if they are fewer, are ahead of it."""
     infinite = floor_value * 0.0 + float("inf")
@@ -401,7 +403,8 @@ def choose_kernel(
                 vocab_size,
                 SCANNED,
             )
-            while mass >= top_p * total:
+            # Nothing ahead ends it, whatever the rounding.
+            while (mass > 0.0) & (mass >= top_p * total):
                 token = following
                 mass, following = race_ahead(
                     logits,
@@ -456,7 +459,7 @@ def sample(
         finite logit.
     """
     rows, vocab_size = logits.shape
-    num_chunks = triton.cdiv(vocab_size, exponential_race.CHUNK)
+    num_chunks = cdiv(vocab_size, exponential_race.CHUNK)
     if out is None:
         out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if not rows:
@@ -465,7 +468,7 @@ def sample(
     indices = torch.empty((2, rows, num_chunks), dtype=torch.int32, device=logits.device)
     chunks = (*floats, indices[0])
     lines = positions if slots is None else slots
-    chunk_kernel[(rows, triton.cdiv(num_chunks, 4 * COUNTERS))](
+    chunk_kernel[(rows, cdiv(num_chunks, 4 * COUNTERS))](
         *chunks,
         logits,
         states,
@@ -497,10 +500,10 @@ def sample(
         vocab_size,
         num_chunks,
         logits.stride(0),
-        CHUNKS=triton.next_power_of_2(num_chunks),
+        CHUNKS=next_power_of_2(num_chunks),
         SCANNED=SCANNED,
         INDEXED=slots is not None,
         REMEMBER=last_tokens is not None,
-        num_warps=8,
+        num_warps=4,
     )
     return out

@@ -127,3 +127,11 @@ def num_splits(batch: int, kv_heads: int, max_len: int, num_sms: int) -> int:
 def row_warps(width: int) -> int:
     """Warps of a kernel that holds a row of ``width`` elements in registers."""
     return 4 if width <= 2048 else 8 if width <= 8192 else 16
+
+
+def cdiv(numerator: int, denominator: int) -> int:
+    return -(-numerator // denominator)
+
+
+def next_power_of_2(value: int) -> int:
+    return 1 << (value - 1).bit_length()
