@@ -101,6 +101,9 @@ def _widened(tiles: Tiles, element_size: int) -> Tiles:
 def _find(table: dict[tuple[int, int], Tiles], capability: int, head_dim: int) -> Tiles:
     if head_dim > MAX_HEAD_DIM:
         raise ValueError(f"head size {head_dim}: expected at most {MAX_HEAD_DIM}")
+    if capability >= 110:
+        # Blackwell without the shared memory of a data centre's.
+        capability = 89
     known = [arch for arch, _ in table if arch <= capability]
     if not known:
         raise ValueError(f"compute capability {capability / 10}: expected at least 8.0")
