@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -58,18 +59,22 @@ def test_whole_numbers() -> None:
     assert [cdiv(n, 4) for n in (0, 1, 4, 5)] == [0, 1, 1, 2]
 
 
-def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_or_header_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     triton = pytest.importorskip("triton")
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
-    monkeypatch.setenv("CC", "/nowhere/cc -O2")
-    with pytest.raises(EngineError, match=r"CC='/nowhere/cc -O2' is not found"):
+    monkeypatch.setenv("CC", "/nowhere/cc")
+    with pytest.raises(EngineError, match=r"CC='/nowhere/cc' is not found"):
         toolchain.check_triton()
     monkeypatch.delenv("CC")
     monkeypatch.setattr(toolchain.shutil, "which", lambda name: None)
     with pytest.raises(EngineError, match="neither gcc nor clang is on the PATH: install gcc"):
         toolchain.check_triton()
     monkeypatch.setattr(toolchain.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(toolchain, "_python_header", lambda: Path(__file__))
     toolchain.check_triton()
+    monkeypatch.setattr(toolchain, "_python_header", lambda: Path("/nowhere/Python.h"))
+    with pytest.raises(EngineError, match=r"/nowhere/Python\.h is not there: install"):
+        toolchain.check_triton()
 
 
 def test_a_missing_or_old_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
