@@ -29,6 +29,7 @@ from asyncllm.gpu.ops.triton import (
 )
 from tests.triton import checks
 from tests.triton.cases import DECODE, PREFILL
+from tests.triton.decoder_steps import run_steps
 from tests.triton.paged import AttentionCase
 
 pytestmark = [
@@ -133,6 +134,13 @@ def test_the_plain_function_is_the_same_on_the_gpu() -> None:
     arguments = [value.cuda() for value in checks.sampling_rows(64, 32_000, seed=3)]
     same = sampling.sample(*arguments) == sample_race(*arguments)
     assert same.float().mean() > 0.98
+
+
+def test_the_decoder_on_both_backends() -> None:
+    device = torch.device("cuda")
+    expected = run_steps("torch", torch.float32, device)
+    for logits, wanted in zip(run_steps("triton", torch.float32, device), expected, strict=True):
+        assert torch.allclose(logits, wanted, rtol=1e-3, atol=1e-3)
 
 
 def test_decode_runs_in_a_cuda_graph(capability: int) -> None:
