@@ -1,0 +1,120 @@
+"""Sampling as a race: the function that the Triton sampler computes, in plain torch.
+
+Each token i of a row draws an exponential number ``E_i``, and the kept token with the least
+``E_i / p_i`` wins: the exponential race, or Gumbel-max trick (Gumbel, 1954; Maddison et al.,
+2014). ``E_i`` depends on (seed, position, token) alone: a row's token depends on no other
+row, and a change of the logits in the last bits changes it only where two tokens were about
+to tie. The random bits are Philox4x32-10 (Salmon et al., 2011), keyed by output number
+``position`` of SplitMix64 (Steele, Lea and Flood, 2014).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MIN_TEMPERATURE = 1e-5
+"""Below it a row is greedy."""
+
+CHUNK = 256
+"""Tokens in a row that take the same word of Philox's output."""
+
+_LOWEST = -3.4028234663852886e38
+_LOW32 = 0xFFFFFFFF
+
+
+def sample_race(
+    logits: Tensor,
+    states: Tensor,
+    positions: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+) -> Tensor:
+    """Samples one token per row.
+
+    Tokens are ordered by logit, then by id. min_p keeps those within ``log(min_p)`` of the
+    largest, top_k the first k of them, and top_p those of the rest whose predecessors have
+    less than ``top_p`` of the mass that is left.
+
+    Args:
+        logits: ``[S, V]`` of any floating dtype.
+        states: ``[S]`` int64, the bits of the seeds' 64-bit states.
+        positions: ``[S]``, where in its sequence the token will be.
+        temperature: ``[S]`` float32; below MIN_TEMPERATURE the first token wins.
+        top_k: ``[S]``, 0 or less for all.
+        top_p, min_p: ``[S]`` float32; 1 and 0 for all.
+
+    Returns:
+        ``[S]`` int64; -1 for a row that has NaN or infinity, or no finite logit.
+    """
+    vocab_size = logits.shape[1]
+    greedy = temperature < MIN_TEMPERATURE
+    factor = torch.where(greedy, 1.0, 1.0 / torch.where(greedy, 1.0, temperature))
+    scaled = logits.float() * factor.unsqueeze(1)
+    order = scaled.sort(dim=-1, descending=True, stable=True)
+    values, ids = order.values, order.indices
+    largest = values[:, :1]
+    kept = values >= (largest + min_p.unsqueeze(1).log()).clamp(min=_LOWEST)
+    limit = torch.where(top_k <= 0, vocab_size, top_k).unsqueeze(1)
+    kept &= torch.arange(vocab_size, device=logits.device) < limit
+    mass = torch.where(kept, (values.double() - largest).exp(), 0.0)
+    cumulative = mass.cumsum(-1)
+    allowed = torch.where(top_p >= 1.0, torch.inf, top_p.double() * cumulative[:, -1])
+    kept &= cumulative - mass < allowed.unsqueeze(1)
+    noise = exponentials(race_keys(states, positions), vocab_size).gather(1, ids)
+    score = torch.where(greedy.unsqueeze(1), values, values - noise.log())
+    winner = torch.where(kept, score, -torch.inf).argmax(-1, keepdim=True)
+    winner = torch.where(greedy.unsqueeze(1), 0, winner)
+    tokens = ids.gather(1, winner).squeeze(1)
+    # A sum of masses is a number only if every logit is one; minus infinity excludes a token.
+    total = (scaled.double() - largest).exp().sum(-1)
+    return torch.where(total >= 0.5, tokens, -1)
+
+
+def race_keys(states: Tensor, positions: Tensor) -> Tensor:
+    """``[S]`` int64: the bits of output number ``position`` of SplitMix64 at each state."""
+    z = states + (positions.long() + 1) * _signed(0x9E3779B97F4A7C15)
+    z = (z ^ _shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ _shifted(z, 27)) * _signed(0x94D049BB133111EB)
+    return z ^ _shifted(z, 31)
+
+
+def exponentials(keys: Tensor, vocab_size: int) -> Tensor:
+    """``[S, vocab_size]`` float32, exponentially distributed with mean 1.
+
+    Token t takes word ``t // CHUNK % 4`` of counter ``t // (4 * CHUNK) * CHUNK + t % CHUNK``,
+    so that four chunks in a row share their counters.
+    """
+    tokens = torch.arange(vocab_size, device=keys.device)
+    counters = tokens // (4 * CHUNK) * CHUNK + tokens % CHUNK
+    words = torch.stack(_philox(counters.unsqueeze(0), keys.unsqueeze(1)))
+    word = words.gather(0, (tokens // CHUNK % 4).expand(1, len(keys), -1)).squeeze(0)
+    u = ((word.float() + 0.5) * 2.0**-32).clamp(max=1.0 - 2.0**-24)
+    # Near 0, where the winners are, 1 - u would lose the bits of u.
+    series = 1.0 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4 + u * (1 / 5 + u * (1 / 6)))))
+    return torch.where(u < 0.0625, u * series, -(1.0 - u).log())
+
+
+def _philox(counters: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Four words of Philox4x32-10 as int64 in [0, 2**32); the counter's upper words are 0."""
+    key0, key1 = torch.broadcast_tensors(keys & _LOW32, _shifted(keys, 32))[:2]
+    zero = torch.zeros_like(counters + keys)
+    c0, c1, c2, c3 = counters + zero, zero, zero, zero
+    for _ in range(10):
+        product0, product2 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0 = _shifted(product2, 32) ^ c1 ^ key0
+        c2 = _shifted(product0, 32) ^ c3 ^ key1
+        c1, c3 = product2 & _LOW32, product0 & _LOW32
+        key0, key1 = (key0 + 0x9E3779B9) & _LOW32, (key1 + 0xBB67AE85) & _LOW32
+    return c0, c1, c2, c3
+
+
+def _shifted(z: Tensor, count: int) -> Tensor:
+    """Logical shift to the right of the bits of int64."""
+    return (z >> count) & ((1 << (64 - count)) - 1)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64)

@@ -1,0 +1,154 @@
+"""TritonAttention: the attention backend on the paged kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncllm.gpu.ops.base import AttentionShape
+from asyncllm.gpu.ops.triton.decode_attention import decode_attention, workspace_size
+from asyncllm.gpu.ops.triton.prefill_attention import prefill_attention
+from asyncllm.gpu.ops.triton.toolchain import check_triton
+from asyncllm.gpu.ops.triton.tuning import decode_tiles, num_splits, prefill_tiles
+from asyncllm.gpu.step_inputs import StepInputs
+
+
+@dataclass(slots=True)
+class TritonPlan:
+    """What the kernels read of a step, on the device; decode rows come first.
+
+    For a captured decode graph it is made once per bucket, over the static buffers, with
+    ``splits`` from ``TritonAttention.splits`` for the longest sequence there may be.
+
+    Attributes:
+        num_decodes: leading rows of one token each, padded ones included.
+        seq_lens: ``[R]`` int32, 0 for a padded row.
+        block_table: ``[R, W]`` int32, or ``[max_num_seqs, W]`` with ``table_rows``.
+        splits: programs per decode row and key/value head.
+        workspace: float32, for the partials of the splits; shared by all layers.
+        query_start_loc: ``[R - num_decodes + 1]`` int32 from 0 on, of the other rows; None if
+            there are none.
+        table_rows: ``[num_decodes]``, the decode rows' lines of ``block_table``, or None.
+        window: keys that a query sees, or None.
+    """
+
+    num_decodes: int
+    seq_lens: Tensor
+    block_table: Tensor
+    splits: int = 1
+    workspace: Tensor | None = None
+    query_start_loc: Tensor | None = None
+    table_rows: Tensor | None = None
+    window: int | None = None
+
+
+class TritonAttention:
+    """Paged attention by the Triton kernels, for one CUDA device.
+
+    Args:
+        softcap: cap on the scores, or None.
+        capability: compute capability as ``10 * major + minor``; the device's if None.
+        num_sms: multiprocessors; the device's if None.
+
+    Raises:
+        EngineError: Triton cannot compile kernels here.
+        ValueError: a head size or a GPU that the kernels do not cover.
+    """
+
+    name = "triton"
+    reads_whole_blocks = False
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        softcap: float | None = None,
+        capability: int | None = None,
+        num_sms: int | None = None,
+    ) -> None:
+        check_triton()
+        self.shape = shape
+        self.device = device
+        self.softcap = softcap
+        if capability is None:
+            major, minor = torch.cuda.get_device_capability(device)
+            capability = 10 * major + minor
+        self.num_sms: int = num_sms or (
+            torch.cuda.get_device_properties(device).multi_processor_count
+        )
+        self.decode_tiles = decode_tiles(capability, shape.head_dim, dtype.itemsize)
+        self.prefill_tiles = prefill_tiles(capability, shape.head_dim, dtype.itemsize)
+
+    def splits(self, batch: int, max_len: int, window: int | None) -> int:
+        """Programs per row and key/value head for a batch of decode rows."""
+        if window is not None:
+            max_len = min(max_len, window)
+        return num_splits(batch, self.shape.num_kv_heads, max_len, self.num_sms)
+
+    def workspace(self, batch: int, splits: int) -> Tensor | None:
+        """Memory for the partials of one decode launch, or None if it needs none."""
+        size = workspace_size(batch, self.shape.num_heads, self.shape.head_dim, splits)
+        return torch.empty(size, dtype=torch.float32, device=self.device) if size else None
+
+    def plan(self, inputs: StepInputs, window: int | None) -> TritonPlan:
+        """One copy to the device for the step's lengths, starts and block tables."""
+        rows, decodes = inputs.num_rows, inputs.num_decodes
+        starts = inputs.query_start_loc[decodes:] - decodes
+        head = np.concatenate((inputs.seq_lens, starts)).astype(np.int32)
+        # Padded to 16 bytes, so that every step's table is aligned and compiles the same.
+        head = np.pad(head, (0, -len(head) % 4))
+        flat = np.concatenate((head, inputs.block_table.reshape(-1).astype(np.int32)))
+        packed = torch.from_numpy(flat).to(self.device)
+        splits = 1
+        if decodes:
+            splits = self.splits(decodes, int(inputs.seq_lens[:decodes].max()), window)
+        return TritonPlan(
+            num_decodes=decodes,
+            seq_lens=packed[:rows],
+            block_table=packed[len(head) :].view(rows, -1),
+            splits=splits,
+            workspace=self.workspace(decodes, splits),
+            query_start_loc=packed[rows : rows + len(starts)] if decodes < rows else None,
+            window=window,
+        )
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, plan: TritonPlan) -> Tensor:
+        """Attention of ``q [T, Hq, D]``; ``k`` and ``v`` are read from the cache."""
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        decodes = plan.num_decodes
+        if decodes:
+            decode_attention(
+                q[:decodes],
+                cache[0],
+                cache[1],
+                plan.block_table,
+                plan.seq_lens[:decodes],
+                scale=self.shape.scale,
+                tiles=self.decode_tiles,
+                splits=plan.splits,
+                table_rows=plan.table_rows,
+                softcap=self.softcap,
+                window=plan.window,
+                workspace=plan.workspace,
+                out=out[:decodes],
+            )
+        if plan.query_start_loc is not None:
+            prefill_attention(
+                q[decodes:],
+                cache[0],
+                cache[1],
+                plan.block_table[decodes:],
+                plan.seq_lens[decodes:],
+                plan.query_start_loc,
+                scale=self.shape.scale,
+                tiles=self.prefill_tiles,
+                softcap=self.softcap,
+                window=plan.window,
+                out=out[decodes:],
+            )
+        return out.view(q.shape[0], -1)

@@ -1,0 +1,42 @@
+"""TritonOps: the op set on CUDA. Matrix products stay with cuBLAS."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from asyncllm.gpu.ops.base import AttentionShape, Linear
+from asyncllm.gpu.ops.torch_ops import TorchLinear
+from asyncllm.gpu.ops.triton.activation import silu_mul
+from asyncllm.gpu.ops.triton.norm import TritonRMSNorm
+from asyncllm.gpu.ops.triton.rope_cache import TritonRopeAndCache
+from asyncllm.gpu.ops.triton.toolchain import check_triton
+
+
+class TritonOps:
+    """Fused kernels for everything that is bound by memory.
+
+    Raises:
+        EngineError: Triton cannot compile kernels here.
+    """
+
+    name = "triton"
+
+    def __init__(self) -> None:
+        check_triton()
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        return TorchLinear(weight, bias)
+
+    def shared_linear(self, weight: Tensor) -> Linear:
+        return TorchLinear(weight, None)
+
+    def rms_norm(self, weight: Tensor, eps: float) -> TritonRMSNorm:
+        return TritonRMSNorm(weight, eps)
+
+    def rope_and_cache(
+        self, shape: AttentionShape, q_norm: Tensor | None, k_norm: Tensor | None, eps: float
+    ) -> TritonRopeAndCache:
+        return TritonRopeAndCache(shape, q_norm, k_norm, eps)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        return silu_mul(gate_up)

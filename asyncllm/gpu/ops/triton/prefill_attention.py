@@ -1,0 +1,260 @@
+"""Paged attention of rows with several query tokens, a prefix of them in the cache.
+
+The rows of a tile are query tokens times the query heads of one key/value head, the heads
+padded to a power of two. The grid is
+an upper bound that the host knows without looking at the lengths: each program finds its
+sequence by binary search, and leaves if it has none.
+"""
+
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
+# A type checker takes a kernel for the function that it is written as.
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from asyncllm.gpu.ops.triton.attention_tile import attend_tile, score_factors
+from asyncllm.gpu.ops.triton.tuning import Tiles, next_power_of_2
+
+
+@triton.jit
+def find_sequence(query_start_loc, num_seqs, tile, TOKENS: tl.constexpr):
+    """Last sequence whose first tile is not after ``tile``.
+
+    Sequence s is given the tiles from ``query_start_loc[s] // TOKENS + s`` on: never fewer
+    than it needs.
+    """
+    low = 0
+    high = num_seqs
+    while high - low > 1:
+        middle = (low + high) // 2
+        first = tl.load(query_start_loc + middle).to(tl.int32) // TOKENS + middle
+        if first <= tile:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit(do_not_specialize=["num_seqs", "window"])
+def prefill_kernel(
+    out,
+    q,
+    k_cache,
+    v_cache,
+    block_table,
+    seq_lens,
+    query_start_loc,
+    num_seqs,
+    score_scale,
+    softcap,
+    window,
+    stride_out_row,
+    stride_out_head,
+    stride_q_row,
+    stride_q_head,
+    stride_k_block,
+    stride_k_slot,
+    stride_k_head,
+    stride_k_dim,
+    stride_v_block,
+    stride_v_slot,
+    stride_v_head,
+    stride_v_dim,
+    stride_table,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """Grid ``(tiles, kv_heads)``; a tile is ``ROWS / GROUP_ROWS`` tokens of one sequence.
+
+    A token has GROUP_ROWS rows, the next power of two from GROUP: divisions by any other
+    number cost registers that a full tile does not have.
+    """
+    TOKENS: tl.constexpr = ROWS // GROUP_ROWS
+    tile = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    seq = find_sequence(query_start_loc, num_seqs, tile, TOKENS)
+    first_query = tl.load(query_start_loc + seq).to(tl.int32)
+    num_queries = tl.load(query_start_loc + seq + 1).to(tl.int32) - first_query
+    offset = (tile - first_query // TOKENS - seq) * TOKENS
+    if offset >= num_queries:
+        return
+
+    rows = tl.arange(0, ROWS)
+    dims = tl.arange(0, BLOCK_DIM)
+    tokens = offset + rows // GROUP_ROWS
+    heads = kv_head * GROUP + rows % GROUP_ROWS
+    in_tile = (rows % GROUP_ROWS < GROUP) & (tokens < num_queries)
+    real = in_tile[:, None] & (dims < HEAD_DIM)[None, :]
+    at = (first_query + tokens).to(tl.int64)
+    queries = tl.load(
+        q + at[:, None] * stride_q_row + heads[:, None] * stride_q_head + dims[None, :],
+        mask=real,
+        other=0.0,
+    )
+    kv_len = tl.load(seq_lens + seq).to(tl.int32)
+    prefix = kv_len - num_queries
+    positions = prefix + tl.minimum(tokens, num_queries - 1)
+    end = tl.minimum(prefix + offset + TOKENS, kv_len)
+    start = 0
+    if WINDOW:
+        start = tl.maximum(prefix + offset - window + 1, 0) // KEYS * KEYS
+        unmasked_end = start
+    else:
+        unmasked_end = (prefix + offset + 1) // KEYS * KEYS
+
+    table = block_table + seq.to(tl.int64) * stride_table
+    k_cache += kv_head.to(tl.int64) * stride_k_head
+    v_cache += kv_head.to(tl.int64) * stride_v_head
+    acc = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
+    row_max = tl.full([ROWS], float("-inf"), tl.float32)
+    row_sum = tl.zeros([ROWS], tl.float32)
+    if not WINDOW:
+        for first_key in range(start, unmasked_end, KEYS):
+            acc, row_max, row_sum = attend_tile(
+                queries,
+                acc,
+                row_max,
+                row_sum,
+                k_cache,
+                v_cache,
+                table,
+                first_key,
+                positions,
+                kv_len,
+                score_scale,
+                softcap,
+                window,
+                stride_k_block,
+                stride_k_slot,
+                stride_k_dim,
+                stride_v_block,
+                stride_v_slot,
+                stride_v_dim,
+                HEAD_DIM,
+                BLOCK_DIM,
+                KEYS,
+                BLOCK_SIZE,
+                SOFTCAP,
+                WINDOW,
+                False,
+            )
+    for first_key in range(unmasked_end, end, KEYS):
+        acc, row_max, row_sum = attend_tile(
+            queries,
+            acc,
+            row_max,
+            row_sum,
+            k_cache,
+            v_cache,
+            table,
+            first_key,
+            positions,
+            kv_len,
+            score_scale,
+            softcap,
+            window,
+            stride_k_block,
+            stride_k_slot,
+            stride_k_dim,
+            stride_v_block,
+            stride_v_slot,
+            stride_v_dim,
+            HEAD_DIM,
+            BLOCK_DIM,
+            KEYS,
+            BLOCK_SIZE,
+            SOFTCAP,
+            WINDOW,
+            True,
+        )
+    result = (acc / row_sum[:, None]).to(out.dtype.element_ty)
+    out_at = out + at[:, None] * stride_out_row + heads[:, None] * stride_out_head
+    tl.store(out_at + dims[None, :], result, mask=real)
+
+
+def prefill_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    *,
+    scale: float,
+    tiles: Tiles,
+    softcap: float | None = None,
+    window: int | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of the last tokens of each sequence over its cached keys and values.
+
+    Args:
+        q: ``[T, Hq, D]``, the last dimension contiguous; D up to 256.
+        k_cache, v_cache: ``[num_blocks, block_size, Hk, D]``, any strides; ``block_size`` a
+            multiple of 16. The queries' own keys are in it already.
+        block_table: ``[R, W]`` int32.
+        seq_lens: ``[R]`` int32 or int64, tokens of each sequence up to its last query.
+        query_start_loc: ``[R + 1]`` int32 or int64, ascending, the first query of each row;
+            rows may be empty, and tokens from the last entry on are padding.
+        scale, softcap, window: as in ``decode_attention``.
+        out: ``[T, Hq, D]``, the last dimension contiguous; made here if None. Padding tokens
+            keep what they hold.
+
+    Returns:
+        ``[T, Hq, D]`` in the dtype of ``q``.
+
+    Raises:
+        ValueError: more query heads per key/value head than a tile has rows.
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    block_size, kv_heads = k_cache.shape[1:3]
+    num_seqs = seq_lens.shape[0]
+    group = num_heads // kv_heads
+    group_rows = next_power_of_2(group)
+    if group_rows > tiles.rows:
+        raise ValueError(f"{group} query heads per key/value head: at most {tiles.rows}")
+    if out is None:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if not num_tokens:
+        return out
+    tokens = tiles.rows // group_rows
+    score_scale, cap = score_factors(scale, softcap)
+    prefill_kernel[(num_tokens // tokens + num_seqs, kv_heads)](
+        out,
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        seq_lens,
+        query_start_loc,
+        num_seqs,
+        score_scale,
+        cap,
+        window or 0,
+        *out.stride()[:2],
+        *q.stride()[:2],
+        *k_cache.stride(),
+        *v_cache.stride(),
+        block_table.stride(0),
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        BLOCK_DIM=max(16, next_power_of_2(head_dim)),
+        ROWS=tiles.rows,
+        GROUP_ROWS=group_rows,
+        KEYS=tiles.keys,
+        BLOCK_SIZE=block_size,
+        SOFTCAP=softcap is not None,
+        WINDOW=window is not None,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
+    return out

@@ -1,0 +1,509 @@
+"""The sampler: two kernels over the vocabulary, without a sort.
+
+They compute what ``exponential_race`` describes. The first kernel reduces the vocabulary to
+statistics of chunks of 256 tokens, winner of the race included. The second has one program
+per row. If nothing truncates the row, it is done with the best of the winners. Otherwise:
+
+- top_k: the k-th largest of the chunks' maxima bounds the k-th largest logit from below, so
+  that only the chunks above it, rarely many more than k, have to be read again; quickselect
+  (Hoare, 1961) finds the cut in them.
+- top_p: a winner is kept if the tokens ahead of it have less than top_p of the mass. If they
+  have more, every token from the winner on is out, and the race among those ahead of it is
+  the next to be looked at. That is rejection sampling with a pivot, as in FlashInfer's
+  sampler, but with fixed noise: it ends at the one winner among the kept tokens.
+"""
+
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
+# A type checker takes a kernel for the function that it is written as.
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from asyncllm.gpu.ops import exponential_race
+from asyncllm.gpu.ops.triton.tuning import cdiv, next_power_of_2
+
+CHUNK = tl.constexpr(exponential_race.CHUNK)
+MIN_TEMPERATURE = tl.constexpr(exponential_race.MIN_TEMPERATURE)
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+PRIORITY = tl.constexpr(0x9E3779B1)
+PRIORITY_INVERSE = tl.constexpr(pow(0x9E3779B1, -1, 2**32))
+
+COUNTERS = 4
+"""Rows of counters per program of the first kernel: each is four chunks."""
+
+SCANNED = 4
+"""Chunks that the second kernel reads at once."""
+
+
+@triton.jit
+def race_key(states, positions, row, line, shift):
+    """Output number ``position`` of SplitMix64 at the row's state."""
+    state = tl.load(states + line).to(tl.uint64, bitcast=True)
+    steps = (tl.load(positions + row).to(tl.int64) + shift + 1).to(tl.uint64, bitcast=True)
+    z = state + steps * 0x9E3779B97F4A7C15
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    return z ^ (z >> 31)
+
+
+@triton.jit
+def log_exponential(word):
+    """Logarithm of the exponential number that a random word stands for."""
+    u = tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.9999999403953552)
+    series = 1.0 + u * (0.5 + u * (0.3333333333 + u * (0.25 + u * (0.2 + u * 0.1666666667))))
+    return tl.log(tl.where(u < 0.0625, u * series, -tl.log(1.0 - u)))
+
+
+@triton.jit
+def temperature_factor(temperature):
+    """Whether the row is greedy, and the factor on its logits."""
+    greedy = temperature < MIN_TEMPERATURE
+    return greedy, tl.where(greedy, 1.0, tl.div_rn(1.0, tl.where(greedy, 1.0, temperature)))
+
+
+@triton.jit
+def chunk_kernel(
+    chunk_max,
+    chunk_sum,
+    chunk_score,
+    chunk_token,
+    logits,
+    states,
+    positions,
+    temperatures,
+    slots,
+    shift,
+    vocab_size,
+    num_chunks,
+    stride_logits,
+    COUNTERS: tl.constexpr,
+    INDEXED: tl.constexpr,
+):
+    """Grid ``(rows, num_chunks / (4 * COUNTERS))``."""
+    row = tl.program_id(0).to(tl.int64)
+    line = tl.load(slots + row).to(tl.int64) if INDEXED else row
+    if line < 0:
+        return
+    group = tl.program_id(1) * COUNTERS + tl.arange(0, COUNTERS)
+    lane = tl.arange(0, CHUNK)
+    greedy, factor = temperature_factor(tl.load(temperatures + line))
+    counter = (group[:, None] * CHUNK + lane[None, :]).to(tl.uint32)
+    zero = counter * 0
+    key = race_key(states, positions, row, line, shift)
+    word0, word1, word2, word3 = tl.philox(key, counter, zero, zero, zero)
+    for index in tl.static_range(4):
+        chunk = group * 4 + index
+        token = chunk[:, None] * CHUNK + lane[None, :]
+        real = token < vocab_size
+        at = logits + row * stride_logits + token
+        value = tl.load(at, mask=real, other=float("-inf")).to(tl.float32) * factor
+        score = value
+        if not greedy:
+            if index == 0:
+                score = value - log_exponential(word0)
+            elif index == 1:
+                score = value - log_exponential(word1)
+            elif index == 2:
+                score = value - log_exponential(word2)
+            else:
+                score = value - log_exponential(word3)
+        largest = tl.max(value, 1)
+        base = tl.where(largest == float("-inf"), 0.0, largest)
+        best = tl.max(score, 1)
+        winner = tl.min(tl.where(score == best[:, None], token, vocab_size), 1)
+        out = row * num_chunks + chunk
+        exists = chunk < num_chunks
+        tl.store(chunk_max + out, largest, mask=exists)
+        tl.store(chunk_sum + out, tl.sum(tl.exp(value - base[:, None]), 1), mask=exists)
+        tl.store(chunk_score + out, best, mask=exists)
+        tl.store(chunk_token + out, winner, mask=exists)
+
+
+@triton.jit
+def order_of(value):
+    """Integers in [0, 2**32) in the order of float32 numbers."""
+    # Adding zero makes minus zero the same as zero.
+    bits = (value + 0.0).to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 2147483648
+
+
+@triton.jit
+def kth_largest(order, k):
+    """The k-th largest of a vector, from the highest bit down; 0 if it has fewer."""
+    found = tl.full([], 0, tl.int64)
+    for step in range(32):
+        candidate = found + (tl.full([], 1, tl.int64) << (31 - step))
+        enough = tl.sum((order >= candidate).to(tl.int32), 0) >= k
+        found = tl.where(enough, candidate, found)
+    return found
+
+
+@triton.jit
+def listed_values(logits, listed, start, count, factor, vocab_size, SCANNED: tl.constexpr):
+    """Tokens and logits of the listed chunks ``start`` to ``start + SCANNED``."""
+    entry = start + tl.arange(0, SCANNED)
+    chunk = tl.load(listed + entry, mask=entry < count, other=0)
+    token = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+    real = (entry < count)[:, None] & (token < vocab_size)
+    value = tl.load(logits + token, mask=real, other=float("-inf")).to(tl.float32) * factor
+    return token, value, real
+
+
+@triton.jit
+def is_ahead(value, token, of_value, of_token):
+    """The order of tokens: by logit, descending, then by id."""
+    return (value > of_value) | ((value == of_value) & (token < of_token))
+
+
+@triton.jit
+def value_of(logits, token, factor):
+    return tl.load(logits + token).to(tl.float32) * factor
+
+
+@triton.jit
+def race_ahead(
+    logits,
+    listed,
+    count,
+    factor,
+    largest,
+    key,
+    pivot_value,
+    pivot,
+    vocab_size,
+    SCANNED: tl.constexpr,
+):
+    """Mass of the listed tokens ahead of a pivot, and the winner of the race among them."""
+    mass = tl.zeros([SCANNED, CHUNK], tl.float32)
+    best = tl.full([SCANNED, CHUNK], float("-inf"), tl.float32)
+    winner = tl.full([SCANNED, CHUNK], 0, tl.int32)
+    for start in range(0, count, SCANNED):
+        token, value, real = listed_values(
+            logits, listed, start, count, factor, vocab_size, SCANNED
+        )
+        chunk = token // CHUNK
+        counter = (chunk // 4 * CHUNK + token % CHUNK).to(tl.uint32)
+        zero = counter * 0
+        word0, word1, word2, word3 = tl.philox(key, counter, zero, zero, zero)
+        index = chunk % 4
+        word = tl.where(
+            index < 2, tl.where(index == 0, word0, word1), tl.where(index == 2, word2, word3)
+        )
+        ahead = real & is_ahead(value, token, pivot_value, pivot)
+        mass += tl.where(ahead, tl.exp(value - largest), 0.0)
+        score = tl.where(ahead, value - log_exponential(word), float("-inf"))
+        better = score > best
+        best = tl.where(better, score, best)
+        winner = tl.where(better, token, winner)
+    top = tl.max(tl.max(best, 1), 0)
+    first = tl.where(best == top, winner, vocab_size)
+    return tl.sum(tl.sum(mass, 1), 0), tl.minimum(tl.min(tl.min(first, 1), 0), vocab_size - 1)
+
+
+@triton.jit
+def rank_of(
+    logits,
+    listed,
+    count,
+    factor,
+    pivot_value,
+    pivot,
+    high_value,
+    high,
+    low_value,
+    low,
+    vocab_size,
+    SCANNED: tl.constexpr,
+):
+    """How many listed tokens are ahead of the pivot, and a random token on each side of it.
+
+    Those tokens lie between ``high`` and the pivot, and between the pivot and ``low``.
+    """
+    ranks = tl.zeros([SCANNED, CHUNK], tl.int32)
+    above = tl.full([SCANNED, CHUNK], -2147483648, tl.int32)
+    below = tl.full([SCANNED, CHUNK], -2147483648, tl.int32)
+    for start in range(0, count, SCANNED):
+        token, value, real = listed_values(
+            logits, listed, start, count, factor, vocab_size, SCANNED
+        )
+        # An odd factor permutes the numbers of 32 bits: no two tokens have one priority.
+        priority = (token.to(tl.uint32) * PRIORITY).to(tl.int32, bitcast=True)
+        ahead = is_ahead(value, token, pivot_value, pivot)
+        at_pivot = (value == pivot_value) & (token == pivot)
+        ranks += (real & ahead).to(tl.int32)
+        after_high = is_ahead(high_value, high, value, token)
+        between = real & ahead & after_high
+        above = tl.where(between, tl.maximum(above, priority), above)
+        before_low = is_ahead(value, token, low_value, low)
+        between = real & (ahead == 0) & (at_pivot == 0) & before_low
+        below = tl.where(between, tl.maximum(below, priority), below)
+    rank = tl.sum(tl.sum(ranks, 1), 0)
+    return rank, token_of(tl.max(tl.max(above, 1), 0)), token_of(tl.max(tl.max(below, 1), 0))
+
+
+@triton.jit
+def token_of(priority):
+    return (priority.to(tl.uint32, bitcast=True) * PRIORITY_INVERSE).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def top_k_cut(logits, listed, count, factor, floor_value, k, vocab_size, SCANNED: tl.constexpr):
+    """The token that is first to be left out: k listed tokens at or above the floor, or all
+    of them if they are fewer, are ahead of it."""
+    infinite = floor_value * 0.0 + float("inf")
+    pivot_value = floor_value
+    pivot = vocab_size
+    low_value = floor_value
+    low = vocab_size
+    high_value = infinite
+    high = vocab_size * 0 - 1
+    rank, above, below = rank_of(
+        logits,
+        listed,
+        count,
+        factor,
+        pivot_value,
+        pivot,
+        high_value,
+        high,
+        low_value,
+        low,
+        vocab_size,
+        SCANNED,
+    )
+    searching = rank > k
+    while searching:
+        if rank > k:
+            low_value = pivot_value
+            low = pivot
+            pivot = above
+        else:
+            high_value = pivot_value
+            high = pivot
+            pivot = below
+        pivot_value = value_of(logits, pivot, factor)
+        rank, above, below = rank_of(
+            logits,
+            listed,
+            count,
+            factor,
+            pivot_value,
+            pivot,
+            high_value,
+            high,
+            low_value,
+            low,
+            vocab_size,
+            SCANNED,
+        )
+        searching = rank != k
+    return pivot_value, pivot
+
+
+@triton.jit
+def choose_kernel(
+    out,
+    last_tokens,
+    listed,
+    chunk_max,
+    chunk_sum,
+    chunk_score,
+    chunk_token,
+    logits,
+    states,
+    positions,
+    temperatures,
+    top_ks,
+    top_ps,
+    min_ps,
+    slots,
+    shift,
+    vocab_size,
+    num_chunks,
+    stride_logits,
+    CHUNKS: tl.constexpr,
+    SCANNED: tl.constexpr,
+    INDEXED: tl.constexpr,
+    REMEMBER: tl.constexpr,
+):
+    """Grid ``(rows,)``."""
+    row = tl.program_id(0).to(tl.int64)
+    line = tl.load(slots + row).to(tl.int64) if INDEXED else row
+    if line < 0:
+        tl.store(out + row, tl.full([], -1, tl.int64))
+        return
+    chunk = tl.arange(0, CHUNKS)
+    exists = chunk < num_chunks
+    at = row * num_chunks + chunk
+    maxima = tl.load(chunk_max + at, mask=exists, other=float("-inf"))
+    sums = tl.load(chunk_sum + at, mask=exists, other=0.0)
+    scores = tl.load(chunk_score + at, mask=exists, other=float("-inf"))
+    largest = tl.max(maxima, 0)
+    base = tl.where(largest == float("-inf"), 0.0, largest)
+    total = tl.sum(sums * tl.exp(maxima - base), 0)
+    first = tl.min(tl.where(scores == tl.max(scores, 0), chunk, num_chunks - 1), 0)
+    token = tl.load(chunk_token + row * num_chunks + first)
+    greedy, factor = temperature_factor(tl.load(temperatures + line))
+    k = tl.load(top_ks + line).to(tl.int32)
+    top_p = tl.load(top_ps + line)
+    min_p = tl.load(min_ps + line)
+    limited = (k > 0) & (k < vocab_size)
+    cut = limited | (min_p > 0.0)
+    # A sum is a number only if every logit is one.
+    valid = total >= 0.5
+    if valid & (greedy == 0) & (cut | (top_p < 1.0)):
+        logits += row * stride_logits
+        listed += row * num_chunks
+        key = race_key(states, positions, row, line, shift)
+        floor_value = tl.maximum(largest + tl.log(min_p), LOWEST)
+        bound = value_of(logits, token, factor)
+        order = order_of(maxima)
+        lowest_order = order_of(bound)
+        if cut:
+            bound = floor_value
+            lowest_order = tl.full([], 0, tl.int64)
+            if limited:
+                lowest_order = kth_largest(tl.where(exists, order, -1), k)
+        wanted = exists & (order >= lowest_order) & (maxima >= bound)
+        place = tl.cumsum(wanted.to(tl.int32), 0) - 1
+        tl.store(listed + place, chunk, mask=wanted)
+        count = tl.sum(wanted.to(tl.int32), 0)
+        tl.debug_barrier()
+        if cut:
+            cut_value = floor_value
+            cut_token = vocab_size
+            if limited:
+                cut_value, cut_token = top_k_cut(
+                    logits, listed, count, factor, floor_value, k, vocab_size, SCANNED
+                )
+            total, token = race_ahead(
+                logits,
+                listed,
+                count,
+                factor,
+                largest,
+                key,
+                cut_value,
+                cut_token,
+                vocab_size,
+                SCANNED,
+            )
+        if top_p < 1.0:
+            mass, following = race_ahead(
+                logits,
+                listed,
+                count,
+                factor,
+                largest,
+                key,
+                value_of(logits, token, factor),
+                token,
+                vocab_size,
+                SCANNED,
+            )
+            # Nothing ahead ends it, whatever the rounding.
+            while (mass > 0.0) & (mass >= top_p * total):
+                token = following
+                mass, following = race_ahead(
+                    logits,
+                    listed,
+                    count,
+                    factor,
+                    largest,
+                    key,
+                    value_of(logits, token, factor),
+                    token,
+                    vocab_size,
+                    SCANNED,
+                )
+    tl.store(out + row, tl.where(valid, token, -1).to(tl.int64))
+    if REMEMBER:
+        remembered = tl.where(valid, token, 0).to(last_tokens.dtype.element_ty)
+        tl.store(last_tokens + line, remembered)
+
+
+def sample(
+    logits: Tensor,
+    states: Tensor,
+    positions: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    *,
+    slots: Tensor | None = None,
+    last_tokens: Tensor | None = None,
+    position_shift: int = 0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Samples one token per row: the function of ``exponential_race.sample_race``.
+
+    A row's token depends on the row alone, whatever else is in the batch.
+
+    Args:
+        logits: ``[S, V]`` float32, bfloat16 or float16, rows contiguous.
+        states: ``[N]`` int64, the bits of the seeds' 64-bit states.
+        positions: ``[S]``; the token's own position is ``positions + position_shift``.
+        temperature, top_p, min_p: ``[N]`` float32.
+        top_k: ``[N]`` int32.
+        slots: ``[S]``, each row's line in the tensors of length N; -1 for a padded row. None
+            if S is N and row i has line i.
+        last_tokens: ``[N]``; if given, the token is written to the row's line too, as 0
+            where it is -1.
+        out: ``[S]`` int64; made here if None.
+
+    Returns:
+        ``[S]`` int64; -1 for a padded row, and for one that has NaN or infinity, or no
+        finite logit.
+    """
+    rows, vocab_size = logits.shape
+    num_chunks = cdiv(vocab_size, exponential_race.CHUNK)
+    if out is None:
+        out = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    if not rows:
+        return out
+    floats = torch.empty((3, rows, num_chunks), dtype=torch.float32, device=logits.device)
+    indices = torch.empty((2, rows, num_chunks), dtype=torch.int32, device=logits.device)
+    chunks = (*floats, indices[0])
+    lines = positions if slots is None else slots
+    chunk_kernel[(rows, cdiv(num_chunks, 4 * COUNTERS))](
+        *chunks,
+        logits,
+        states,
+        positions,
+        temperature,
+        lines,
+        position_shift,
+        vocab_size,
+        num_chunks,
+        logits.stride(0),
+        COUNTERS=COUNTERS,
+        INDEXED=slots is not None,
+        num_warps=4,
+    )
+    choose_kernel[(rows,)](
+        out,
+        out if last_tokens is None else last_tokens,
+        indices[1],
+        *chunks,
+        logits,
+        states,
+        positions,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        lines,
+        position_shift,
+        vocab_size,
+        num_chunks,
+        logits.stride(0),
+        CHUNKS=next_power_of_2(num_chunks),
+        SCANNED=SCANNED,
+        INDEXED=slots is not None,
+        REMEMBER=last_tokens is not None,
+        num_warps=4,
+    )
+    return out

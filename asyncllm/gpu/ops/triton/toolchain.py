@@ -1,0 +1,63 @@
+"""check_triton: whether Triton can compile and launch kernels here."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import sysconfig
+from pathlib import Path
+
+from asyncllm.errors import EngineError
+
+MIN_VERSION = (3, 6)
+
+
+def check_triton() -> None:
+    """Checks that Triton is there, and what it needs to build its launchers: a C compiler and
+    the headers of Python.
+
+    Raises:
+        EngineError: with what is missing, and how to get it.
+    """
+    try:
+        triton = importlib.import_module("triton")
+    except ImportError as error:
+        raise EngineError(
+            f"Triton cannot be imported ({error}): install triton>=3.6, or choose "
+            'attention_backend="torch"'
+        ) from error
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    if version < MIN_VERSION:
+        raise EngineError(f"Triton {triton.__version__} is too old: expected 3.6 or later")
+    if triton.knobs.runtime.interpret or triton.knobs.build.impl is not None:
+        return
+    compiler = os.environ.get("CC")
+    found = shutil.which(compiler) if compiler else _default_compiler()
+    if found is None:
+        raise EngineError(
+            f"Triton needs a C compiler to launch kernels, and {_looked_for(compiler)}: install "
+            'gcc (on Debian and Ubuntu: apt install gcc), or choose attention_backend="torch"'
+        )
+    header = _python_header()
+    if not header.exists():
+        raise EngineError(
+            f"Triton needs Python's headers to launch kernels, and {header} is not there: install "
+            "them (on Debian and Ubuntu: apt install python3-dev), or choose "
+            'attention_backend="torch"'
+        )
+
+
+def _default_compiler() -> str | None:
+    return shutil.which("gcc") or shutil.which("clang")
+
+
+def _looked_for(compiler: str | None) -> str:
+    return f"CC={compiler!r} is not found" if compiler else "neither gcc nor clang is on the PATH"
+
+
+def _python_header() -> Path:
+    scheme = sysconfig.get_default_scheme()
+    # Debian's own scheme points to /usr/local, where headers never are.
+    scheme = "posix_prefix" if scheme == "posix_local" else scheme
+    return Path(sysconfig.get_paths(scheme=scheme)["include"]) / "Python.h"

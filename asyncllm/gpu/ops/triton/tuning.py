@@ -1,0 +1,140 @@
+"""Launch shapes by architecture and head size, looked up and never searched for.
+
+The numbers come from what compiles without spills (Triton 3.6, 3.7 and 3.9) and within the
+shared memory of each architecture. No GPU has measured them yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SPLIT_TOKENS = 256
+"""Fewest tokens of a sequence that a split of decode attention is worth."""
+
+PROGRAMS_PER_SM = 4
+"""Decode attention programs that a multiprocessor should have, by shared memory
+and registers."""
+
+MAX_HEAD_DIM = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Launch shape of an attention kernel.
+
+    Attributes:
+        rows: query rows of a program, tokens times heads of one key/value head.
+        keys: tokens of the KV cache per step of its loop.
+        warps: per program.
+        stages: of the software pipeline over the loop.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+# (lowest capability, largest padded head): tiles. K and V are found through the block table,
+# and the pipeline spends two stages on an indirection: 3 stages buffer one tile, 5 two.
+_DECODE = {
+    (80, 64): Tiles(16, 64, 4, 3),
+    (80, 128): Tiles(16, 64, 4, 3),
+    (80, 256): Tiles(16, 64, 4, 3),
+    (86, 64): Tiles(16, 64, 4, 3),
+    (86, 128): Tiles(16, 64, 4, 3),
+    (86, 256): Tiles(16, 32, 4, 3),
+    (90, 64): Tiles(16, 64, 4, 5),
+    (90, 128): Tiles(16, 64, 4, 3),
+    (90, 256): Tiles(16, 32, 4, 5),
+    (100, 64): Tiles(16, 64, 4, 5),
+    (100, 128): Tiles(16, 64, 4, 3),
+    (100, 256): Tiles(16, 32, 4, 5),
+}
+
+_PREFILL = {
+    (80, 64): Tiles(128, 64, 8, 3),
+    (80, 128): Tiles(128, 64, 8, 3),
+    (80, 256): Tiles(64, 32, 8, 3),
+    (86, 64): Tiles(128, 64, 8, 3),
+    (86, 128): Tiles(128, 32, 8, 3),
+    (86, 256): Tiles(64, 32, 8, 2),
+    (90, 64): Tiles(128, 64, 8, 3),
+    (90, 128): Tiles(128, 64, 8, 3),
+    (90, 256): Tiles(64, 64, 8, 2),
+    (100, 64): Tiles(128, 64, 8, 3),
+    (100, 128): Tiles(128, 64, 8, 3),
+    (100, 256): Tiles(64, 64, 4, 2),
+}
+
+
+def decode_tiles(capability: int, head_dim: int, element_size: int = 2) -> Tiles:
+    """Launch shape of decode attention; see ``prefill_tiles``."""
+    return _widened(_find(_DECODE, capability, head_dim), element_size)
+
+
+def prefill_tiles(capability: int, head_dim: int, element_size: int = 2) -> Tiles:
+    """Launch shape of prefill attention.
+
+    Args:
+        capability: compute capability as ``10 * major + minor``, e.g. 90.
+        head_dim: up to 256.
+        element_size: bytes of an element of q and of the cache.
+
+    Raises:
+        ValueError: for a larger head, or a GPU older than 8.0.
+    """
+    tiles = _find(_PREFILL, capability, head_dim)
+    if element_size > 2:
+        # Tensor cores multiply float32 at full precision in software: registers are short.
+        tiles = Tiles(32, 32, 8, 1)
+    return tiles
+
+
+def _widened(tiles: Tiles, element_size: int) -> Tiles:
+    """The same bytes per step for wider elements."""
+    if element_size <= 2:
+        return tiles
+    return Tiles(tiles.rows, max(16, tiles.keys // 2), tiles.warps, 1)
+
+
+def _find(table: dict[tuple[int, int], Tiles], capability: int, head_dim: int) -> Tiles:
+    if head_dim > MAX_HEAD_DIM:
+        raise ValueError(f"head size {head_dim}: expected at most {MAX_HEAD_DIM}")
+    if capability >= 110:
+        # Blackwell without the shared memory of a data centre's.
+        capability = 89
+    known = [arch for arch, _ in table if arch <= capability]
+    if not known:
+        raise ValueError(f"compute capability {capability / 10}: expected at least 8.0")
+    arch = max(known)
+    size = min(size for found, size in table if found == arch and size >= head_dim)
+    return table[arch, size]
+
+
+def num_splits(batch: int, kv_heads: int, max_len: int, num_sms: int) -> int:
+    """How many programs share one sequence and key/value head in decode attention.
+
+    Enough to fill the GPU, but none for less than SPLIT_TOKENS tokens. It depends on shapes
+    alone, so that it is fixed for a captured graph.
+
+    Args:
+        batch: rows of the launch, padding included.
+        max_len: longest sequence that the launch may see, in tokens.
+        num_sms: multiprocessors of the GPU.
+    """
+    wanted = -(-PROGRAMS_PER_SM * num_sms // (batch * kv_heads))
+    return max(1, min(wanted, -(-max_len // SPLIT_TOKENS)))
+
+
+def row_warps(width: int) -> int:
+    """Warps of a kernel that holds a row of ``width`` elements in registers."""
+    return 4 if width <= 2048 else 8 if width <= 8192 else 16
+
+
+def cdiv(numerator: int, denominator: int) -> int:
+    return -(-numerator // denominator)
+
+
+def next_power_of_2(value: int) -> int:
+    return 1 << (value - 1).bit_length()

@@ -1,0 +1,50 @@
+"""Attention cases that are small enough for the interpreter, and cover every branch."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.triton.paged import AttentionCase
+
+HALF = torch.float16
+FULL = torch.float32
+
+DECODE = [
+    AttentionCase("group1", 1, 64, (1, 0, 65, 130)),
+    AttentionCase("group4-splits", 4, 128, (300, 0, 1, 64), splits=3),
+    AttentionCase("group5-head80", 5, 80, (97, 0, 64), dtype=HALF),
+    AttentionCase("group7-head256", 7, 256, (70, 1), splits=2, dtype=HALF),
+    AttentionCase("group8-pages256", 8, 64, (257, 256, 0, 1), block_size=256, splits=2),
+    AttentionCase("group16-head96", 16, 96, (33, 128), kv_heads=1),
+    AttentionCase("group24", 24, 64, (66, 0), kv_heads=2, splits=2),
+    AttentionCase("window", 4, 64, (200, 40, 41, 0), window=40, splits=2, dtype=HALF),
+    AttentionCase("window-of-1", 2, 64, (129, 1), window=1, splits=3),
+    AttentionCase("softcap", 4, 80, (100, 3), softcap=2.0, dtype=HALF),
+    AttentionCase("softcap-splits", 1, 64, (150,), softcap=0.5, splits=4),
+    AttentionCase("more-splits-than-tiles", 2, 64, (1, 130, 0), splits=19),
+    AttentionCase("float32", 4, 64, (70, 0, 16), dtype=FULL, splits=2),
+    AttentionCase("blocks-first", 4, 64, (90, 17), layout="blocks"),
+    AttentionCase("heads-first-48", 4, 64, (90, 17), layout="heads", block_size=48),
+    AttentionCase("dims-before-slots", 4, 80, (50,), layout="dims", dtype=HALF),
+]
+
+PREFILL = [
+    AttentionCase("whole", 4, 64, (70, 1, 33), (70, 1, 33)),
+    AttentionCase("prefix", 4, 128, (200, 131, 65), (40, 3, 1), padded_tokens=5),
+    AttentionCase("group1", 1, 64, (150, 20), (140, 20), kv_heads=1),
+    AttentionCase("group5-head80", 5, 80, (90, 64), (60, 1), dtype=HALF),
+    AttentionCase("group7", 7, 64, (67, 66), (37, 19), dtype=HALF),
+    AttentionCase("group8-pages256", 8, 64, (300, 256), (20, 2), block_size=256, kv_heads=1),
+    AttentionCase("group16-head256", 16, 256, (40, 70), (9, 5), kv_heads=1, dtype=HALF),
+    AttentionCase("head96", 4, 96, (50,), (50,)),
+    AttentionCase("empty-rows", 4, 64, (0, 40, 0, 5, 0), (0, 40, 0, 5, 0), padded_tokens=3),
+    AttentionCase("one-row", 2, 64, (64,), (64,), padded_tokens=64),
+    AttentionCase("many-decodes", 4, 64, (5, 64, 65, 1, 20, 30), (1, 1, 1, 1, 1, 1)),
+    AttentionCase("window", 4, 64, (180, 50), (70, 50), window=33, dtype=HALF),
+    AttentionCase("window-of-1", 2, 64, (100,), (80,), window=1),
+    AttentionCase("softcap", 4, 64, (80, 70), (80, 2), softcap=2.0, dtype=HALF),
+    AttentionCase("float32", 2, 64, (70, 40), (30, 40), dtype=FULL),
+    AttentionCase("blocks-first", 4, 64, (90,), (30,), layout="blocks"),
+    AttentionCase("heads-first-48", 4, 64, (90,), (30,), layout="heads", block_size=48),
+    AttentionCase("dims-before-slots", 4, 80, (50,), (10,), layout="dims", dtype=HALF),
+]

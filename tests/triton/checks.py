@@ -1,0 +1,296 @@
+"""What every kernel has to satisfy, wherever it runs: in the interpreter or on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asyncllm.gpu.ops.base import AttentionShape
+from asyncllm.gpu.ops.exponential_race import exponentials, race_keys, sample_race
+from asyncllm.gpu.ops.triton import tuning
+from tests.triton.paged import (
+    AttentionCase,
+    assert_close,
+    expected_rows,
+    make_batch,
+    make_cache,
+)
+
+
+def check_decode(module: ModuleType, case: AttentionCase, device: str, capability: int) -> None:
+    """Decode attention against float64, with a poisoned output."""
+    batch = make_batch(case, device)
+    scale = case.head_dim**-0.5
+    rows = len(case.lengths)
+    shuffled = torch.randperm(rows, generator=torch.Generator().manual_seed(1)).to(device)
+    table = torch.empty_like(batch.block_table)
+    table[shuffled] = batch.block_table
+    out = torch.full(batch.q.shape, torch.nan, dtype=case.dtype, device=device)
+    tiles = tuning.decode_tiles(capability, case.head_dim, case.dtype.itemsize)
+    kwargs: dict[str, Any] = {
+        "scale": scale,
+        "tiles": tiles,
+        "splits": case.splits,
+        "softcap": case.softcap,
+        "window": case.window,
+    }
+    caches = batch.cache[0], batch.cache[1]
+    module.decode_attention(batch.q, *caches, batch.block_table, batch.seq_lens, out=out, **kwargs)
+    for row, expected in enumerate(expected_rows(case, batch, scale)):
+        assert_close(out[row : row + 1], expected, case.dtype, f"row {row}")
+    indexed = module.decode_attention(
+        batch.q, *caches, table, batch.seq_lens, table_rows=shuffled, **kwargs
+    )
+    assert torch.equal(indexed, out)
+
+
+def check_prefill(module: ModuleType, case: AttentionCase, device: str, capability: int) -> None:
+    """Prefill attention against float64; what is padding keeps its poison."""
+    batch = make_batch(case, device)
+    scale = case.head_dim**-0.5
+    out = torch.full(batch.q.shape, torch.nan, dtype=case.dtype, device=device)
+    module.prefill_attention(
+        batch.q,
+        batch.cache[0],
+        batch.cache[1],
+        batch.block_table,
+        batch.seq_lens,
+        batch.query_start_loc,
+        scale=scale,
+        tiles=tuning.prefill_tiles(capability, case.head_dim, case.dtype.itemsize),
+        softcap=case.softcap,
+        window=case.window,
+        out=out,
+    )
+    starts = batch.query_start_loc.tolist()
+    for row, expected in enumerate(expected_rows(case, batch, scale)):
+        assert_close(out[starts[row] : starts[row + 1]], expected, case.dtype, f"row {row}")
+    assert out[starts[-1] :].isnan().all()
+
+
+def check_norm(module: ModuleType, width: int, dtype: torch.dtype, device: str) -> None:
+    random = torch.Generator().manual_seed(width)
+    x, residual = torch.randn(2, 3, width, generator=random).to(dtype).to(device)
+    weight = torch.randn(width, generator=random).to(dtype).to(device)
+    norm = module.TritonRMSNorm(weight, 1e-6)
+    total = residual + x
+    plain = norm(x)
+    added, kept = norm.add(x, residual)
+    assert kept is residual
+    assert torch.equal(residual, total)
+    for found, source in ((plain, x), (added, total)):
+        wide = source.cpu().double()
+        expected = wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+        assert_close(found, expected * weight.cpu().double(), dtype)
+
+
+def check_silu_mul(module: ModuleType, width: int, dtype: torch.dtype, device: str) -> None:
+    random = torch.Generator().manual_seed(width)
+    gate_up = (torch.randn(5, 2 * width, generator=random) * 4).to(dtype)
+    gate, up = gate_up.double().chunk(2, -1)
+    assert_close(module.silu_mul(gate_up.to(device)), gate * gate.sigmoid() * up, dtype)
+
+
+def check_rope_cache(
+    module: ModuleType,
+    shape: AttentionShape,
+    device: str,
+    *,
+    norm: bool,
+    block_size: int = 16,
+    layout: str = "layers",
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    """Both ways to call it: every element of q, k, v and of the cache is looked at."""
+    random = torch.Generator().manual_seed(0)
+    tokens, blocks, padded = 7, 6, 2
+    num_q, num_k, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+    merged = torch.randn(tokens, (num_q + 2 * num_k) * dim, generator=random).to(dtype)
+    q_weight, k_weight = (torch.rand(2, dim, generator=random) + 0.5).to(dtype)
+    positions = torch.randint(0, 400, (tokens,), generator=random)
+    angles = torch.outer(torch.arange(400.0), 100.0 ** -(torch.arange(dim // 2) / dim))
+    table = torch.cat((angles.cos(), angles.sin()), -1).to(dtype)
+    # Padded rows write slot 0, in the null block.
+    free = torch.randperm((blocks - 1) * block_size, generator=random)[:tokens] + block_size
+    slots = torch.where(torch.arange(tokens) < tokens - padded, free, 0)
+    heads = merged.view(tokens, -1, dim)
+    expected = _turned(heads, num_q, num_k, q_weight, k_weight, table[positions], norm=norm)
+    cos, sin = table[positions].unsqueeze(1).chunk(2, -1)
+    rows = torch.cat((cos, cos), -1).to(device), torch.cat((-sin, sin), -1).to(device)
+    weights = (q_weight.to(device), k_weight.to(device)) if norm else (None, None)
+    op = module.TritonRopeAndCache(shape, *weights, 1e-6)
+    for from_table in (False, True):
+        cache = make_cache(layout, blocks, block_size, num_k, dim, dtype)
+        strides = cache.stride()
+        cache = torch.empty_strided(cache.shape, strides, dtype=dtype, device=device)
+        cache.fill_(torch.nan)
+        qkv, where = merged.to(device).clone(), slots.to(device)
+        if from_table:
+            found = op.from_table(qkv, table.to(device), positions.to(device), cache, where)
+        else:
+            found = op(qkv, *rows, cache, where)
+        for part, wanted in zip(found, expected, strict=True):
+            assert_close(part, wanted, dtype)
+        assert torch.equal(found[2].cpu(), heads[:, num_q + num_k :])
+        _check_cache(cache.cpu(), slots, torch.stack([part.cpu() for part in found[1:]]), padded)
+
+
+def _turned(
+    heads: Tensor,
+    num_q: int,
+    num_k: int,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    rows: Tensor,
+    *,
+    norm: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Float64 q, k and v."""
+    q, k, v = heads.double().split((num_q, num_k, num_k), 1)
+    cos, sin = rows.double().unsqueeze(1).chunk(2, -1)
+    turned = []
+    for x, weight in ((q, q_weight), (k, k_weight)):
+        if norm:
+            x = x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()
+        first, second = x.chunk(2, -1)
+        turned.append(torch.cat((first * cos - second * sin, second * cos + first * sin), -1))
+    return turned[0], turned[1], v
+
+
+def _check_cache(cache: Tensor, slots: Tensor, kv: Tensor, padded: int) -> None:
+    """The slots hold k and v to the bit, and nothing else has been written."""
+    flat = cache.reshape(2, -1, *cache.shape[3:])
+    real = len(slots) - padded
+    assert torch.equal(flat[:, slots[:real]], kv[:, :real])
+    untouched = torch.ones(flat.shape[1], dtype=torch.bool)
+    untouched[slots] = False
+    assert flat[:, untouched].isnan().all()
+
+
+def check_step_state(module: ModuleType, device: str, block_size: int) -> None:
+    """Gathered against plain indexing, with slots out of order, padding and failed rows."""
+    random = torch.Generator().manual_seed(block_size)
+    width, num_slots, num_rows = 5, 9, 6
+    table = torch.randint(1, 1 << 30, (num_slots, width), generator=random, dtype=torch.int32)
+    lengths = torch.randint(0, width * block_size, (num_slots,), generator=random)
+    lengths = lengths.to(torch.int32)
+    lengths[3], lengths[5] = 0, block_size
+    last = torch.randint(0, 1000, (num_slots,), generator=random)
+    last[7] = -1
+    slots = torch.tensor([3, 5, 7, 0, -1, -1])
+    there = lengths.to(device, copy=True)
+    found = {
+        "token_ids": torch.full((num_rows,), -7, device=device),
+        "positions": torch.full((num_rows,), -7, device=device),
+        "seq_lens": torch.full((num_rows,), -7, dtype=torch.int32, device=device),
+        "slot_mapping": torch.full((num_rows,), -7, device=device),
+    }
+    module.decode_inputs(
+        slots.to(device),
+        last.to(device),
+        there,
+        table.to(device),
+        block_size=block_size,
+        advance=True,
+        **found,
+    )
+    for row, slot in enumerate(slots.tolist()):
+        position = int(lengths[slot]) if slot >= 0 else 0
+        assert found["positions"][row] == position
+        assert found["token_ids"][row] == (max(int(last[slot]), 0) if slot >= 0 else 0)
+        assert found["seq_lens"][row] == (position + 1 if slot >= 0 else 0)
+        block = int(table[slot, position // block_size]) if slot >= 0 else 0
+        assert found["slot_mapping"][row] == block * block_size + position % block_size
+    advanced = lengths.clone()
+    advanced[slots[slots >= 0]] += 1
+    assert torch.equal(there.cpu(), advanced)
+
+
+def sampling_rows(
+    rows: int, vocab_size: int, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Logits from flat to peaked, and parameters that meet in all combinations."""
+    random = torch.Generator().manual_seed(seed)
+    sharpness = torch.tensor([0.01, 1.0, 3.0])[torch.arange(rows) % 3]
+    logits = torch.randn(rows, vocab_size, generator=random) * sharpness.unsqueeze(1)
+    states = torch.randint(-(2**63), 2**63 - 1, (rows,), generator=random)
+    positions = torch.randint(0, 100_000, (rows,), generator=random)
+
+    def pick(*values: float) -> Tensor:
+        return torch.tensor(values)[torch.randint(0, len(values), (rows,), generator=random)]
+
+    temperature = pick(0.0, 0.6, 1.0, 1.7)
+    top_k = pick(0, 0, 1, 3, 40, vocab_size - 1, vocab_size + 5).to(torch.int32)
+    return logits, states, positions, temperature, top_k, pick(1.0, 0.95, 0.4, 0.01), pick(0, 0.05)
+
+
+def check_sampling(
+    sample: Callable[..., Tensor], arguments: tuple[Tensor, ...], device: str
+) -> None:
+    """Equal to the plain function, token for token."""
+    found = sample(*(value.to(device) for value in arguments)).cpu()
+    expected = sample_race(*arguments)
+    differing = (found != expected).nonzero().flatten().tolist()
+    for row in differing:
+        _explain(row, int(found[row]), int(expected[row]), arguments)
+    assert len(differing) <= len(expected) // 1000, f"{len(differing)} near ties"
+
+
+def _explain(row: int, found: int, expected: int, arguments: tuple[Tensor, ...]) -> None:
+    """A difference is excused where rounding decides: the scores of both tokens tie."""
+    logits, states, positions, temperature = (value[row : row + 1] for value in arguments[:4])
+    noise = exponentials(race_keys(states, positions), logits.shape[1])
+    scores = logits.double() / temperature.double().unsqueeze(1) - noise.double().log()
+    gap = float(scores[0, expected] - scores[0, found])
+    assert abs(gap) < 1e-4, f"row {row}: token {found} instead of {expected}, gap {gap:.3g}"
+
+
+def check_odd_rows(sample: Callable[..., Tensor], device: str) -> None:
+    """Ties go to the first token; rows that are no numbers have no token, and harm nobody."""
+    vocab_size = 700
+    logits = torch.zeros(8, vocab_size)
+    logits[1, 300] = torch.nan
+    logits[2, 5] = torch.inf
+    logits[3] = -torch.inf
+    logits[4] = -torch.inf
+    logits[4, 699] = -3.0
+    logits[5, [7, 650]] = 2.0
+    logits[6, [256, 650]] = 2.0
+    temperature = torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0])
+    top_k = torch.tensor([0, 0, 0, 5, 5, 0, 1, 0], dtype=torch.int32)
+    top_p = torch.tensor([1.0, 1.0, 0.5, 0.5, 0.9, 1.0, 1.0, 1e-6])
+    seeds = torch.arange(8) * 977
+    arguments = (logits, seeds, torch.arange(8), temperature, top_k, top_p, torch.zeros(8))
+    found = sample(*(value.to(device) for value in arguments)).tolist()
+    assert found == [0, -1, -1, -1, 699, 7, 256, 0]
+    assert sample_race(*arguments).tolist() == found
+
+
+def check_company(sample: Callable[..., Tensor], device: str) -> None:
+    """A row's token is the same alone, in a batch, in another order, and by slot."""
+    arguments = sampling_rows(8, 1300, seed=5)
+    there = [value.to(device) for value in arguments]
+    together = sample(*there)
+    for row in (0, 3, 7):
+        assert sample(*(value[row : row + 1] for value in there)) == together[row]
+    slots = torch.tensor([6, 2, -1, 5], device=device)
+    rows = slots.clamp(min=0)
+    last_tokens = torch.full((8,), -5, device=device)
+    parameters = [there[1], *there[3:]]
+    found = sample(
+        there[0][rows],
+        parameters[0],
+        there[2][rows] - 1,
+        *parameters[1:],
+        slots=slots,
+        last_tokens=last_tokens,
+        position_shift=1,
+    )
+    assert found.tolist() == torch.where(slots >= 0, together[rows], -1).tolist()
+    expected = torch.full((8,), -5)
+    expected[[6, 2, 5]] = together[[6, 2, 5]].cpu()
+    assert last_tokens.tolist() == expected.tolist()

@@ -1,0 +1,108 @@
+"""A small decoder run step by step on either backend, from a cache full of traps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncllm.gpu.kv_cache import KVCache, KVCacheSize
+from asyncllm.gpu.models.decoder import Decoder, attention_shape
+from asyncllm.gpu.ops.base import Attention, OpSet
+from asyncllm.gpu.ops.torch_attention import TorchAttention
+from asyncllm.gpu.ops.torch_ops import TorchOps
+from asyncllm.gpu.ops.triton.attention import TritonAttention
+from asyncllm.gpu.ops.triton.op_set import TritonOps
+from asyncllm.gpu.step_inputs import StepInputs
+from asyncllm.gpu.weights import dummy_weights
+from asyncllm.model_config import ModelConfig, RopeConfig
+
+BLOCK_SIZE = 16
+
+STEPS = [
+    ((0, 33), (0, 5), (0, 50)),
+    ((33, 1), (5, 1), (50, 30)),
+    ((34, 1), (6, 1), (80, 1)),
+]
+"""Per step and row: tokens in the cache before it, and tokens of the step."""
+
+
+def small_model() -> ModelConfig:
+    """Qwen3's shape in small: QK-norm, grouped heads, a sliding window in one layer."""
+    return ModelConfig(
+        path=Path("small"),
+        architecture="Qwen3ForCausalLM",
+        vocab_size=300,
+        hidden_size=96,
+        intermediate_size=160,
+        num_layers=2,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=32,
+        max_position_embeddings=128,
+        rms_norm_eps=1e-6,
+        rope=RopeConfig(theta=10_000.0),
+        tie_word_embeddings=True,
+        qk_norm=True,
+        sliding_window=24,
+        sliding_layers=(False, True),
+    )
+
+
+def run_steps(
+    backend: str, dtype: torch.dtype, device: torch.device, capability: int | None = None
+) -> list[Tensor]:
+    """Logits of each step's rows at their last token, on the CPU."""
+    model = small_model()
+    shape = attention_shape(model)
+    attention: Attention
+    ops: OpSet
+    if backend == "triton":
+        sms = 16 if capability else None
+        attention = TritonAttention(shape, dtype, device, capability=capability, num_sms=sms)
+        ops = TritonOps()
+    else:
+        attention, ops = TorchAttention(shape, dtype), TorchOps()
+    # Drawn on the CPU, so that every device has the same.
+    weights = dummy_weights(model, dtype, torch.device("cpu"))
+    decoder = Decoder(model, ops, attention, ((n, tensor.to(device)) for n, tensor in weights))
+    decoder.set_max_positions(128)
+    cache = KVCache(model, KVCacheSize(32, BLOCK_SIZE, 128, 1), dtype, device)
+    if not attention.reads_whole_blocks:
+        cache.tensor.fill_(torch.nan)
+    random = np.random.default_rng(0)
+    blocks = random.permutation(31)[:24].reshape(3, 8).astype(np.int32) + 1
+    tokens = random.integers(0, model.vocab_size, (3, 128))
+    with torch.inference_mode():
+        return [
+            decoder.forward(_inputs(step, blocks, tokens, device), cache).float().cpu()
+            for step in STEPS
+        ]
+
+
+def _inputs(
+    step: tuple[tuple[int, int], ...], blocks: np.ndarray, tokens: np.ndarray, device: torch.device
+) -> StepInputs:
+    starts, counts = np.array(step).T
+    rows = np.repeat(np.arange(len(step)), counts)
+    positions = np.concatenate([np.arange(start, start + count) for start, count in step])
+    slots = blocks[rows, positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE
+    query_start_loc = np.concatenate(([0], np.cumsum(counts)))
+
+    def there(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(device)
+
+    return StepInputs(
+        num_decodes=int((counts == 1).sum()),
+        token_ids=there(tokens[rows, positions]),
+        positions=there(positions),
+        slot_mapping=there(slots + positions % BLOCK_SIZE),
+        logits_indices=there(query_start_loc[1:] - 1),
+        query_start_loc=query_start_loc,
+        seq_lens=starts + counts,
+        starts=starts,
+        block_table=blocks,
+        block_size=BLOCK_SIZE,
+    )

@@ -1,0 +1,59 @@
+"""Paged attention against float64, in the interpreter."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from asyncllm.gpu.ops.base import AttentionShape
+from asyncllm.gpu.ops.triton import decode_attention, prefill_attention
+from asyncllm.gpu.ops.triton.attention import TritonAttention
+from asyncllm.gpu.step_inputs import StepInputs
+from tests.triton.cases import DECODE, PREFILL
+from tests.triton.checks import check_decode, check_prefill
+from tests.triton.paged import AttentionCase, assert_close, expected_rows, make_batch
+
+
+@pytest.mark.parametrize("case", DECODE, ids=str)
+def test_decode(case: AttentionCase) -> None:
+    check_decode(decode_attention, case, "cpu", 80)
+
+
+@pytest.mark.parametrize("case", PREFILL, ids=str)
+def test_prefill(case: AttentionCase) -> None:
+    check_prefill(prefill_attention, case, "cpu", 80)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("counts", [(1, 1, 1), (1, 1, 30), (25, 9)])
+def test_backend(counts: tuple[int, ...], window: int | None) -> None:
+    """Decodes and prefills of one step, from the host's arrays to the output."""
+    lengths = tuple(90 + count for count in counts)
+    case = AttentionCase("step", 4, 64, lengths, counts, window=window, dtype=torch.float16)
+    batch = make_batch(case, "cpu")
+    starts = np.array([0, *np.cumsum(counts)])
+    inputs = StepInputs(
+        num_decodes=sum(count == 1 for count in counts),
+        token_ids=torch.zeros(sum(counts), dtype=torch.int64),
+        positions=torch.zeros(0),
+        slot_mapping=torch.zeros(0),
+        logits_indices=None,
+        query_start_loc=starts,
+        seq_lens=np.array(lengths),
+        starts=np.array(lengths) - np.array(counts),
+        block_table=batch.block_table.numpy(),
+        block_size=16,
+    )
+    shape = AttentionShape(8, 2, 64, 0.125)
+    attention = TritonAttention(shape, torch.float16, torch.device("cpu"), capability=80, num_sms=4)
+    plan = attention.plan(inputs, window)
+    out = attention(batch.q, batch.q, batch.q, batch.cache, plan)
+    found = out.view(-1, 8, 64)
+    for row, expected in enumerate(expected_rows(case, batch, 0.125)):
+        assert_close(found[starts[row] : starts[row + 1]], expected, torch.float16, f"row {row}")
+
+
+def test_a_group_larger_than_a_tile_is_refused() -> None:
+    with pytest.raises(ValueError, match="160 query heads"):
+        check_prefill(prefill_attention, AttentionCase("wide", 160, 64, (4,), (4,)), "cpu", 80)

@@ -1,0 +1,100 @@
+"""Broken kernels have to fail the same checks: the tests bite."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from triton.runtime.errors import InterpreterError
+
+import asyncllm.gpu.ops.triton
+from asyncllm.gpu.ops.base import AttentionShape
+from tests.triton import checks
+from tests.triton.cases import DECODE, PREFILL
+
+PACKAGE = "asyncllm.gpu.ops.triton"
+SOURCE = Path(asyncllm.gpu.ops.triton.__file__).parent
+
+MUTATIONS = [
+    ("attention_tile", "keys[None, :] <= positions", "keys[None, :] < positions", "prefill"),
+    ("attention_tile", "positions[:, None] - window", "positions[:, None] - window - 1", "window"),
+    ("attention_tile", "table + keys // BLOCK_SIZE, mask", "table + keys // 32, mask", "decode"),
+    ("attention_tile", "acc * decay[:, None]", "acc", "splits"),
+    ("attention_tile", "exists = keys < kv_len", "exists = keys <= kv_len", "decode"),
+    ("decode_attention", "kv_head * GROUP + group_row", "kv_head + group_row", "splits"),
+    ("decode_attention", "split < used", "split < used - 1", "splits"),
+    ("prefill_attention", "num_queries - 1)", "num_queries - 2)", "prefill"),
+    ("prefill_attention", "first <= tile", "first < tile", "prefill"),
+    ("rope_cache", "first * cos - second * sin", "first * cos + second * sin", "rope"),
+    ("rope_cache", "slot % BLOCK_SIZE", "(slot + 1) % BLOCK_SIZE", "rope"),
+    ("sampling", "searching = rank != k", "searching = rank > k", "sampling"),
+    ("sampling", "(mass >= top_p * total)", "(mass > total)", "sampling"),
+    ("sampling", "winner = tl.min(tl.where(score", "winner = tl.max(tl.where(score", "ties"),
+    ("step_state", "position % BLOCK_SIZE", "(position + 1) % BLOCK_SIZE", "state"),
+]
+
+
+def named(cases: list[Any], name: str) -> Any:
+    return next(case for case in cases if case.name == name)
+
+
+CHECKS: dict[str, Callable[[Any], None]] = {
+    "decode": lambda m: checks.check_decode(m, named(DECODE, "group1"), "cpu", 80),
+    "splits": lambda m: checks.check_decode(m, named(DECODE, "group4-splits"), "cpu", 80),
+    "prefill": lambda m: checks.check_prefill(m, named(PREFILL, "prefix"), "cpu", 80),
+    "window": lambda m: checks.check_prefill(m, named(PREFILL, "window"), "cpu", 80),
+    "rope": lambda m: checks.check_rope_cache(m, AttentionShape(4, 2, 64, 1.0), "cpu", norm=False),
+    "state": lambda m: checks.check_step_state(m, "cpu", 16),
+    "sampling": lambda m: checks.check_sampling(m.sample, checks.sampling_rows(20, 700), "cpu"),
+    "ties": lambda m: checks.check_odd_rows(m.sample, "cpu"),
+}
+
+MODULES = {
+    "decode": "decode_attention",
+    "splits": "decode_attention",
+    "prefill": "prefill_attention",
+    "window": "prefill_attention",
+    "rope": "rope_cache",
+    "state": "step_state",
+    "sampling": "sampling",
+    "ties": "sampling",
+}
+
+
+@pytest.fixture
+def mutate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ModuleType]:
+    """Imports a copy of the package under another name, with one module changed."""
+
+    def make(changed: str, old: str, new: str, wanted: str) -> ModuleType:
+        package = f"mutant_{tmp_path.name}"
+        (tmp_path / package).mkdir()
+        for path in SOURCE.glob("*.py"):
+            text = path.read_text().replace(PACKAGE, package)
+            if path.stem == changed:
+                assert text.count(old) >= 1, f"{old!r} is not in {path.name}"
+                text = text.replace(old, new)
+            (tmp_path / package / path.name).write_text(text)
+        monkeypatch.syspath_prepend(str(tmp_path))
+        return importlib.import_module(f"{package}.{wanted}")
+
+    return make
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_an_unchanged_copy_passes(check: str, mutate: Callable[..., ModuleType]) -> None:
+    CHECKS[check](mutate("tuning", "warps", "warps", MODULES[check]))
+
+
+@pytest.mark.parametrize(
+    ("changed", "old", "new", "check"), MUTATIONS, ids=[f"{m[0]}-{m[2]}" for m in MUTATIONS]
+)
+def test_a_broken_kernel_fails(
+    changed: str, old: str, new: str, check: str, mutate: Callable[..., ModuleType]
+) -> None:
+    module = mutate(changed, old, new, MODULES[check])
+    with pytest.raises((AssertionError, InterpreterError)):
+        CHECKS[check](module)

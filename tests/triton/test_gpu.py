@@ -1,0 +1,176 @@
+"""The checks of the kernels on a GPU: the interpreter's cases, and what is too large for it.
+
+They skip where there is none. None of them has been run so far.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("Triton interprets in this process", allow_module_level=True)
+
+from asyncllm.gpu.ops.base import AttentionShape
+from asyncllm.gpu.ops.exponential_race import sample_race
+from asyncllm.gpu.ops.triton import (
+    activation,
+    decode_attention,
+    norm,
+    prefill_attention,
+    rope_cache,
+    sampling,
+    step_state,
+)
+from tests.triton import checks
+from tests.triton.cases import DECODE, PREFILL
+from tests.triton.decoder_steps import run_steps
+from tests.triton.paged import AttentionCase
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+DTYPES = [torch.bfloat16, torch.float16]
+
+
+def grid(kind: str) -> list[AttentionCase]:
+    """Every group with every head size; the rest of the parameters takes turns."""
+    pages = itertools.cycle((16, 256))
+    dtypes = itertools.cycle(DTYPES * 2 + [torch.float16])
+    cases = []
+    for group, dim in itertools.product((1, 4, 5, 7, 8, 16), (64, 80, 128, 256)):
+        decode = kind == "decode"
+        cases.append(
+            AttentionCase(
+                f"group{group}-head{dim}",
+                group,
+                dim,
+                (1, 0, 255, 1025, 2000) if decode else (1, 700, 1300, 90),
+                () if decode else (1, 700, 64, 17),
+                block_size=next(pages),
+                dtype=next(dtypes),
+                splits=5 if decode else 1,
+            )
+        )
+    return cases
+
+
+LONG = [
+    AttentionCase("32k", 4, 128, (32768, 20000, 1), splits=66, kv_heads=1),
+    AttentionCase("batch256", 2, 128, tuple(range(0, 1024, 4)), kv_heads=8),
+]
+
+LONG_PREFILL = [
+    AttentionCase("2048-queries", 4, 128, (2048,), (2048,), kv_heads=1),
+    AttentionCase("long-prefix", 4, 128, (16384,), (128,), kv_heads=1),
+    AttentionCase("long-window", 4, 128, (8192, 100), (512, 1), kv_heads=1, window=1024),
+]
+
+
+@pytest.fixture(scope="module")
+def capability() -> int:
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor
+
+
+@pytest.mark.parametrize("case", DECODE + grid("decode") + LONG, ids=str)
+def test_decode(case: AttentionCase, capability: int) -> None:
+    checks.check_decode(decode_attention, case, "cuda", capability)
+
+
+@pytest.mark.parametrize("case", PREFILL + grid("prefill") + LONG_PREFILL, ids=str)
+def test_prefill(case: AttentionCase, capability: int) -> None:
+    checks.check_prefill(prefill_attention, case, "cuda", capability)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float32], ids=str)
+@pytest.mark.parametrize("width", [64, 100, 1024, 2560, 4096, 16384])
+def test_norm(width: int, dtype: torch.dtype) -> None:
+    checks.check_norm(norm, width, dtype, "cuda")
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float32], ids=str)
+@pytest.mark.parametrize("width", [48, 1100, 28672])
+def test_silu_mul(width: int, dtype: torch.dtype) -> None:
+    checks.check_silu_mul(activation, width, dtype, "cuda")
+
+
+@pytest.mark.parametrize("with_norm", [False, True], ids=["plain", "norm"])
+@pytest.mark.parametrize("layout", ["layers", "blocks", "heads", "dims"])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(16, 8, 128), (5, 1, 80), (32, 8, 64)])
+def test_rope_cache(heads: int, kv_heads: int, dim: int, layout: str, with_norm: bool) -> None:
+    shape = AttentionShape(heads, kv_heads, dim, 1.0)
+    checks.check_rope_cache(rope_cache, shape, "cuda", norm=with_norm, layout=layout)
+
+
+@pytest.mark.parametrize("block_size", [16, 256])
+def test_step_state(block_size: int) -> None:
+    checks.check_step_state(step_state, "cuda", block_size)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("vocab_size", [700, 5003, 151_936])
+def test_sampling(vocab_size: int, dtype: torch.dtype) -> None:
+    logits, *parameters = checks.sampling_rows(64, vocab_size)
+    checks.check_sampling(sampling.sample, (logits.to(dtype), *parameters), "cuda")
+
+
+def test_sampling_odd_rows() -> None:
+    checks.check_odd_rows(sampling.sample, "cuda")
+
+
+def test_sampling_company() -> None:
+    checks.check_company(sampling.sample, "cuda")
+
+
+def test_the_plain_function_is_the_same_on_the_gpu() -> None:
+    arguments = [value.cuda() for value in checks.sampling_rows(64, 32_000, seed=3)]
+    same = sampling.sample(*arguments) == sample_race(*arguments)
+    assert same.float().mean() > 0.98
+
+
+def test_the_decoder_on_both_backends() -> None:
+    device = torch.device("cuda")
+    expected = run_steps("torch", torch.float32, device)
+    for logits, wanted in zip(run_steps("triton", torch.float32, device), expected, strict=True):
+        assert torch.allclose(logits, wanted, rtol=1e-3, atol=1e-3)
+
+
+def test_decode_runs_in_a_cuda_graph(capability: int) -> None:
+    """A replay reads the lengths of the moment, with the splits that were captured."""
+    case = AttentionCase("graph", 4, 128, (700, 0, 65), splits=3)
+    batch = checks.make_batch(case, "cuda")
+    tiles = checks.tuning.decode_tiles(capability, 128)
+    out = torch.empty_like(batch.q, memory_format=torch.contiguous_format)
+
+    def run(target: torch.Tensor) -> None:
+        decode_attention.decode_attention(
+            batch.q,
+            batch.cache[0],
+            batch.cache[1],
+            batch.block_table,
+            batch.seq_lens,
+            scale=0.1,
+            tiles=tiles,
+            splits=3,
+            out=target,
+        )
+
+    run(out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(out)
+    for lengths in ((700, 0, 65), (1, 0, 64), (0, 0, 0)):
+        batch.seq_lens.copy_(torch.tensor(lengths, dtype=torch.int32))
+        expected = torch.empty_like(out)
+        run(expected)
+        out.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out, expected)

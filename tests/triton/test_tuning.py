@@ -1,0 +1,95 @@
+"""Launch shapes, the check of the toolchain, and what importing the ops costs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncllm.errors import EngineError
+from asyncllm.gpu.ops.triton import toolchain
+from asyncllm.gpu.ops.triton.tuning import (
+    cdiv,
+    decode_tiles,
+    next_power_of_2,
+    num_splits,
+    prefill_tiles,
+)
+
+
+@pytest.mark.parametrize(
+    ("batch", "kv_heads", "max_len", "sms", "splits"),
+    [
+        (1, 8, 256, 132, 1),
+        (1, 8, 257, 132, 2),
+        (1, 8, 32768, 132, 66),
+        (64, 8, 32768, 132, 2),
+        (66, 8, 32768, 132, 1),
+        (512, 8, 131072, 132, 1),
+        (1, 1, 0, 132, 1),
+    ],
+)
+def test_num_splits(batch: int, kv_heads: int, max_len: int, sms: int, splits: int) -> None:
+    assert num_splits(batch, kv_heads, max_len, sms) == splits
+
+
+def test_tiles_are_found_for_every_gpu_from_ampere_on() -> None:
+    for capability in (80, 86, 87, 89, 90, 100, 103, 120, 121):
+        for head_dim in (32, 64, 80, 96, 128, 192, 256):
+            for size in (2, 4):
+                assert decode_tiles(capability, head_dim, size).rows == 16
+                assert prefill_tiles(capability, head_dim, size).keys >= 16
+    with pytest.raises(ValueError, match=r"7\.5"):
+        decode_tiles(75, 64)
+    with pytest.raises(ValueError, match="at most 256"):
+        prefill_tiles(90, 512)
+
+
+def test_consumer_blackwell_has_the_shared_memory_of_ada() -> None:
+    """12.0 has 99 KiB per program, not the 227 of 10.0."""
+    for head_dim in (64, 128, 256):
+        assert prefill_tiles(120, head_dim) == prefill_tiles(89, head_dim)
+        assert decode_tiles(120, head_dim) == decode_tiles(89, head_dim)
+
+
+def test_whole_numbers() -> None:
+    assert [next_power_of_2(n) for n in (1, 2, 3, 16, 17)] == [1, 2, 4, 16, 32]
+    assert [cdiv(n, 4) for n in (0, 1, 4, 5)] == [0, 1, 1, 2]
+
+
+def test_a_missing_compiler_or_header_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    triton = pytest.importorskip("triton")
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    monkeypatch.setenv("CC", "/nowhere/cc")
+    with pytest.raises(EngineError, match=r"CC='/nowhere/cc' is not found"):
+        toolchain.check_triton()
+    monkeypatch.delenv("CC")
+    monkeypatch.setattr(toolchain.shutil, "which", lambda name: None)
+    with pytest.raises(EngineError, match="neither gcc nor clang is on the PATH: install gcc"):
+        toolchain.check_triton()
+    monkeypatch.setattr(toolchain.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(toolchain, "_python_header", lambda: Path(__file__))
+    toolchain.check_triton()
+    monkeypatch.setattr(toolchain, "_python_header", lambda: Path("/nowhere/Python.h"))
+    with pytest.raises(EngineError, match=r"/nowhere/Python\.h is not there: install"):
+        toolchain.check_triton()
+
+
+def test_a_missing_or_old_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(EngineError, match="cannot be imported"):
+        toolchain.check_triton()
+    old = type(sys)("triton")
+    old.__version__ = "3.5.1"  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setitem(sys.modules, "triton", old)
+    with pytest.raises(EngineError, match=r"3\.5\.1 is too old"):
+        toolchain.check_triton()
+
+
+def test_importing_the_ops_does_not_import_triton() -> None:
+    modules = "registry, torch_ops, exponential_race, triton.tuning, triton.toolchain"
+    code = "; ".join(f"import asyncllm.gpu.ops.{name}" for name in modules.split(", "))
+    check = "import sys; assert 'triton' not in sys.modules, 'triton was imported'"
+    subprocess.run([sys.executable, "-c", f"{code}; {check}"], check=True)

@@ -1,0 +1,237 @@
+"""Kernel variants that are compiled for GPUs that are not there: every default, and more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asyncllm.gpu.ops.base import AttentionShape
+from asyncllm.gpu.ops.triton import (
+    activation,
+    decode_attention,
+    norm,
+    prefill_attention,
+    rope_cache,
+    sampling,
+    step_state,
+    tuning,
+)
+from tests.triton.launches import Launch, recording
+
+CAPABILITIES = (80, 86, 89, 90, 100)
+
+SHARED_MEMORY = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227}
+"""KiB per program."""
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def floats(*shape: int) -> Tensor:
+    return empty(*shape, dtype=torch.float32)
+
+
+def ints(*shape: int) -> Tensor:
+    return empty(*shape, dtype=torch.int32)
+
+
+def longs(*shape: int) -> Tensor:
+    return empty(*shape, dtype=torch.int64)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One kernel on one architecture.
+
+    Attributes:
+        launches: makes the launches; ``kernel`` picks one of them.
+    """
+
+    name: str
+    capability: int
+    kernel: str
+    launches: Callable[[int], list[Launch]]
+
+    def __str__(self) -> str:
+        return f"{self.name}-sm{self.capability}"
+
+    def launch(self) -> Launch:
+        found = [x for x in self.launches(self.capability) if x.kernel.fn.__name__ == self.kernel]
+        assert len(found) == 1, f"{self.kernel} was launched {len(found)} times"
+        return found[0]
+
+
+def decode(
+    group: int,
+    head_dim: int,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.bfloat16,
+    splits: int = 4,
+    **options: Any,
+) -> Callable[[int], list[Launch]]:
+    def launches(capability: int) -> list[Launch]:
+        merged = empty(64, 8 * (group + 2), head_dim, dtype=dtype)
+        cache = empty(2, 1000, block_size, 8, head_dim, dtype=dtype)
+        with recording(decode_attention) as found:
+            decode_attention.decode_attention(
+                merged[:, : 8 * group],
+                cache[0],
+                cache[1],
+                ints(256, 256),
+                ints(64),
+                scale=0.1,
+                tiles=tuning.decode_tiles(capability, head_dim, dtype.itemsize),
+                splits=splits,
+                table_rows=ints(64),
+                **options,
+            )
+        return found
+
+    return launches
+
+
+def prefill(
+    group: int,
+    head_dim: int,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.bfloat16,
+    **options: Any,
+) -> Callable[[int], list[Launch]]:
+    def launches(capability: int) -> list[Launch]:
+        merged = empty(4096, 8 * (group + 2), head_dim, dtype=dtype)
+        cache = empty(2, 1000, block_size, 8, head_dim, dtype=dtype)
+        with recording(prefill_attention) as found:
+            prefill_attention.prefill_attention(
+                merged[:, : 8 * group],
+                cache[0],
+                cache[1],
+                ints(64, 256),
+                ints(64),
+                ints(65),
+                scale=0.1,
+                tiles=tuning.prefill_tiles(capability, head_dim, dtype.itemsize),
+                **options,
+            )
+        return found
+
+    return launches
+
+
+def rope(heads: int, head_dim: int, *, norms: bool) -> Callable[[int], list[Launch]]:
+    def launches(capability: int) -> list[Launch]:
+        weights = (empty(head_dim), empty(head_dim)) if norms else (None, None)
+        with recording(rope_cache) as found:
+            rope_cache.TritonRopeAndCache(
+                AttentionShape(heads, 8, head_dim, 0.1), *weights, 1e-6
+            ).from_table(
+                empty(64, (heads + 16) * head_dim),
+                empty(4096, head_dim),
+                longs(64),
+                empty(2, 1000, 16, 8, head_dim),
+                longs(64),
+            )
+        return found
+
+    return launches
+
+
+def rms_norm(width: int, *, add: bool) -> Callable[[int], list[Launch]]:
+    def launches(capability: int) -> list[Launch]:
+        with recording(norm) as found:
+            op = norm.TritonRMSNorm(empty(width), 1e-6)
+            if add:
+                op.add(empty(64, width), empty(64, width))
+            else:
+                op(empty(64, width))
+        return found
+
+    return launches
+
+
+def silu_mul(capability: int) -> list[Launch]:
+    with recording(activation) as found:
+        activation.silu_mul(empty(64, 2 * 9728))
+    return found
+
+
+def sample(vocab_size: int, dtype: torch.dtype) -> Callable[[int], list[Launch]]:
+    def launches(capability: int) -> list[Launch]:
+        with recording(sampling) as found:
+            sampling.sample(
+                empty(64, vocab_size, dtype=dtype),
+                longs(256),
+                longs(64),
+                floats(256),
+                ints(256),
+                floats(256),
+                floats(256),
+                slots=ints(64),
+                last_tokens=longs(256),
+                position_shift=1,
+            )
+        return found
+
+    return launches
+
+
+def decode_inputs(capability: int) -> list[Launch]:
+    with recording(step_state) as found:
+        step_state.decode_inputs(
+            ints(64),
+            longs(256),
+            ints(256),
+            ints(256, 256),
+            block_size=16,
+            token_ids=longs(64),
+            positions=longs(64),
+            seq_lens=ints(64),
+            slot_mapping=longs(64),
+            advance=True,
+        )
+    return found
+
+
+def variants() -> list[Variant]:
+    """At most 120; the common shapes on every architecture, the rare ones on one or two."""
+    half, single = torch.float16, torch.float32
+    found: list[Variant] = []
+
+    def add(name: str, kernel: str, launches: Callable[..., list[Launch]], *where: int) -> None:
+        found.extend(Variant(name, sm, kernel, launches) for sm in where or CAPABILITIES)
+
+    for dim in (64, 128, 256):
+        add(f"decode-head{dim}", "decode_kernel", decode(4, dim), *CAPABILITIES)
+        add(f"prefill-head{dim}", "prefill_kernel", prefill(4, dim), *CAPABILITIES)
+        add(f"merge-head{dim}", "merge_kernel", decode(4, dim), 80, 90, 100)
+    for dim in (80, 96):
+        add(f"decode-head{dim}", "decode_kernel", decode(8, dim), 80, 90)
+        add(f"prefill-head{dim}", "prefill_kernel", prefill(8, dim), 80, 90)
+    add("decode-one-split", "decode_kernel", decode(2, 128, splits=1), 89, 90)
+    add("decode-group24", "decode_kernel", decode(24, 128), 90)
+    add("decode-pages256", "decode_kernel", decode(8, 128, 256), 80, 90)
+    add("prefill-pages256", "prefill_kernel", prefill(8, 128, 256), 80, 90)
+    add("prefill-group7", "prefill_kernel", prefill(7, 128), 89, 90)
+    add("prefill-group1", "prefill_kernel", prefill(1, 128, dtype=half), 90)
+    rare = {"softcap": 50.0, "window": 4096}
+    add("decode-cap-window", "decode_kernel", decode(2, 256, **rare), 80, 89, 90)
+    add("prefill-cap-window", "prefill_kernel", prefill(2, 256, **rare), 80, 89, 90)
+    add("prefill-window", "prefill_kernel", prefill(4, 128, window=4096), 80, 90)
+    add("decode-float32", "decode_kernel", decode(4, 128, dtype=single), 90)
+    add("prefill-float32", "prefill_kernel", prefill(4, 128, dtype=single), 90)
+    add("rope-norm", "rope_cache_kernel", rope(32, 128, norms=True), 80, 90, 100)
+    add("rope-head80", "rope_cache_kernel", rope(32, 80, norms=False), 90)
+    add("norm-add-1024", "norm_kernel", rms_norm(1024, add=True), 90)
+    add("norm-add-4096", "norm_kernel", rms_norm(4096, add=True), 80, 100)
+    add("norm-16384", "norm_kernel", rms_norm(16384, add=False), 90)
+    add("silu-mul", "silu_mul_kernel", silu_mul, 80, 90, 100)
+    add("step-state", "decode_inputs_kernel", decode_inputs, 80, 90, 100)
+    for dtype, name in ((torch.bfloat16, "bf16"), (single, "fp32")):
+        where = (80, 90, 100) if dtype == single else (90,)
+        add(f"sample-chunks-{name}", "chunk_kernel", sample(151_936, dtype), *where)
+        add(f"sample-choose-{name}", "choose_kernel", sample(151_936, dtype), *where)
+    return found
