@@ -19,6 +19,7 @@ from typing import Protocol
 
 REPLACEMENT = "\ufffd"
 _PRIMING_TOKENS = 6
+_PRIMING_LIMIT = 256
 _PRIMING_BYTES = 16
 _HEX_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -251,12 +252,7 @@ class WindowDecoder:
     ) -> None:
         self._decode = decode
         self._skip = skip
-        tail: list[int] = []
-        for token_id in reversed(prompt_token_ids):
-            if token_id not in skip:
-                tail.insert(0, token_id)
-                if len(tail) == _PRIMING_TOKENS:
-                    break
+        tail = self._priming_tokens(prompt_token_ids)
         while len(tail) > _PRIMING_TOKENS - 3 and decode(tail).startswith(REPLACEMENT):
             # A window that begins inside a character would spoil what follows it.
             del tail[0]
@@ -265,6 +261,20 @@ class WindowDecoder:
         self._context, self._prefix = self._finished_part(tail)
         unfinished = tail[self._context :]
         self._prompt_text = decode(unfinished) if unfinished else ""
+
+    def _priming_tokens(self, prompt_token_ids: Sequence[int]) -> list[int]:
+        """The last few tokens of the prompt, and among them enough that have text of their
+        own: what follows may look different behind no text at all."""
+        tail: list[int] = []
+        with_text = 0
+        for token_id in reversed(prompt_token_ids):
+            if token_id in self._skip:
+                continue
+            tail.append(token_id)
+            with_text += bool(self._decode([token_id]))
+            if with_text == _PRIMING_TOKENS or len(tail) == _PRIMING_LIMIT:
+                break
+        return tail[::-1]
 
     def push(self, token_id: int) -> str:
         if token_id in self._skip:
