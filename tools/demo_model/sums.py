@@ -36,8 +36,9 @@ TRAIN_OTHER = (
     "[Subtract|Multiply|Divide] {a} [and|by|from] {b}[.|]", "What is the square root of {a}?",
     "[Take {b} from {a}|Double {a}|What is half of {a}][.|?|]",
 )
-HELD_OTHER = ("Please calculate {a} times {b}.", "Can you work out {a} - {b}?",
-"Please multiply {a} and {b}.")
+HELD_OTHER = (
+    "Please calculate {a} times {b}.", "Can you work out {a} - {b}?", "Please multiply {a} and {b}.",
+)
 
 
 def held_pair(a: int, b: int) -> bool:
