@@ -37,7 +37,8 @@ TRAIN_OTHER = (
     "[Take {b} from {a}|Double {a}|What is half of {a}][.|?|]",
 )
 HELD_OTHER = (
-    "Please calculate {a} times {b}.", "Can you work out {a} - {b}?", "Please multiply {a} and {b}.",
+    "Please calculate {a} times {b}.", "Can you work out {a} - {b}?",
+    "Please multiply {a} and {b}.",
 )
 
 
