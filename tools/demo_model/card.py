@@ -66,8 +66,9 @@ words, then more questions, then what was still weak (`tools/demo_model/trainer.
 
 ## Limits
 
-Made of templates, it knows only what they say: longer sentences, several clauses, negations and
-other wordings confuse it. It has no knowledge of the world, its stories resemble each other, it
+Made of templates, it knows only what they say: longer sentences, two facts
+joined by "and", negations and other wordings confuse it. It often misspells the first of the words
+it is to repeat. It has no knowledge of the world, its stories resemble each other, it
 guesses he or she from the letters of a name it does not know, and it cannot take a tool of a new
 kind. Beyond {context} tokens it was not trained.
 """
