@@ -54,7 +54,8 @@ def _trained(trainer: Trainer, options: argparse.Namespace) -> dict:
     return {
         "seed": options.seed, "steps": trainer.step, "tokens": trainer.tokens,
         "batch_tokens": trainer.plan.batch_tokens, "seconds": round(trainer.seconds),
-        "machine": options.machine, "command": "python tools/train_demo_model.py",
+        "machine": options.machine,
+        "command": "python tools/train_demo_model.py --out asyncllm/demo_model",
         "versions": f"Python {platform.python_version()}, torch {torch.__version__}, "
         f"tokenizers {tokens.VERSION}",
     }

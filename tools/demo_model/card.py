@@ -51,6 +51,8 @@ used throughout, the things asked for, one pronoun that suits the name, 60 to 15
 
 {table}
 
+{short}
+
 The figures come from `python tools/train_demo_model.py`, which examines what it wrote; they are
 also in `eval.json`. `tests/test_demo_model.py` repeats a part of the examination.
 
@@ -59,12 +61,14 @@ also in `eval.json`. `tests/test_demo_model.py` repeats a part of the examinatio
 {made}
 All text comes from the generators in `tools/demo_model`, which were written for this model; nothing
 was downloaded. About half of the names and cities are made up by rule, so that the model learns to
-copy rather than to recall.
+copy rather than to recall. The text changes three times as the training goes on: stranger made-up
+words, then more questions, then what was still weak (`tools/demo_model/trainer.py` has the plan).
 
 ## Limits
 
-Made of templates, it knows only what they say: longer sentences, several clauses, negations and
-other wordings confuse it. It has no knowledge of the world, its stories resemble each other, it
+Made of templates, it knows only what they say: longer sentences, two facts
+joined by "and", negations and other wordings confuse it. It often misspells the first of the words
+it is to repeat. It has no knowledge of the world, its stories resemble each other, it
 guesses he or she from the letters of a name it does not know, and it cannot take a tool of a new
 kind. Beyond {context} tokens it was not trained.
 """
@@ -103,6 +107,14 @@ def table(scores: list[Score]) -> str:
     return "\n".join(lines)
 
 
+def short_of(scores: list[Score]) -> str:
+    """Which skills fell short of nine in ten."""
+    weak = [f"{score.skill} ({score.rate:.0%})" for score in scores if score.rate < 0.9]
+    if not weak:
+        return "Every skill reached nine in ten."
+    return "Short of nine in ten fell: " + ", ".join(weak) + "."
+
+
 def write(folder: Path, config: dict, made: str, scores: list[Score], generate: Generate) -> None:
     """Write the card beside the weights."""
     size = (folder / "model.safetensors").stat().st_size
@@ -110,6 +122,6 @@ def write(folder: Path, config: dict, made: str, scores: list[Score], generate: 
         parameters=size / 2e6, size=size / 1e6, layers=config["num_hidden_layers"],
         hidden=config["hidden_size"], vocab=config["vocab_size"],
         context=config["max_position_embeddings"], examples=examples(generate),
-        table=table(scores), made=made,
+        table=table(scores), short=short_of(scores), made=made,
     )
     (folder / "README.md").write_text(text, encoding="utf-8")

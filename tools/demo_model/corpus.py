@@ -28,6 +28,10 @@ LAST_SHARES = {
     "story": 0.16, "questions": 0.46, "sums": 0.06, "objects": 0.08, "calls": 0.08, "repeat": 0.05,
     "talk": 0.05, "memory": 0.04, "turns": 0.04,
 }
+POLISH_SHARES = {
+    "story": 0.25, "questions": 0.33, "sums": 0.05, "objects": 0.08, "calls": 0.09, "repeat": 0.13,
+    "talk": 0.02, "memory": 0.02, "turns": 0.06,
+}
 Pieces = list[tuple[str, bool]]
 
 
@@ -214,12 +218,15 @@ def documents(
     pieces: tuple[str, ...] = (),
     late: bool = False,
     last: bool = False,
+    polish: bool = False,
 ) -> Iterator[Pieces]:
     """Documents of about ``characters`` in all, in the shares of this point of the training."""
-    bank = words.Bank(random.Random(seed), late=late)
+    bank = words.Bank(random.Random(seed), late=late, polish=polish)
     shares = {skill: a + (b - a) * progress for skill, (a, b) in SHARES.items()}
     if late:
         shares = LAST_SHARES if last else LATE_SHARES
+    if polish:
+        shares = POLISH_SHARES
     spent = dict.fromkeys(shares, 0.0)
     total = 0
     while total < characters:

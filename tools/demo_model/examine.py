@@ -63,7 +63,7 @@ def write_report(folder: Path, trained: dict, count: int = 200) -> list[heldout.
     made = (
         f"Trained from random weights on {trained['tokens'] / 1e6:.1f} million tokens (padding "
         f"included) in {trained['steps']} steps of {trained['batch_tokens']} tokens, from seed "
-        f"{trained['seed']}, in {trained['seconds'] / 60:.0f} minutes on {trained['machine']} "
+        f"{trained['seed']}, in {trained['seconds'] / 60:.0f} minutes on {trained['machine']}, "
         f"with {trained['versions']}, by `{trained['command']}`.\n"
     )
     card.write(folder, config, made, scores, generate)

@@ -27,6 +27,10 @@ _TOLD = (
     ("hero", "pal"), ("hero", "place"), ("thing",), ("kind",), ("kind", "hero"),
     ("hero", "thing", "place"), ("hero", "pal", "thing"), ("kind", "thing"), ("kind", "pal"),
 )
+_HARD = (
+    ("hero", "pal"), ("hero", "pal"), ("hero", "pal", "thing"), ("hero", "place"),
+    ("hero", "thing", "place"), ("kind", "hero"), ("hero",),
+)
 TRAIN_ASKS = (
     "[Tell me|Write|Make up|Give me|Write me|Tell|Please tell me|Please write|Can you tell me|"
     "Could you write|I want|I would like|Can I have|Tell us|Let me hear] "
@@ -65,7 +69,8 @@ _ABOUT = {
 def draw_cast(bank: words.Bank, told: tuple[str, ...] | None = None) -> Cast:
     """Choose hero, thing, place and friend; ``told`` says which of them the request names."""
     rng = bank.rng
-    told = rng.choice(_TOLD) if told is None else told
+    if told is None:
+        told = rng.choice(_HARD if bank.polish and rng.random() < 0.5 else _TOLD)
     hero, friend = bank.names(2)
     kind = "girl" if hero.girl else "boy"
     if "kind" in told or (not told and rng.random() < 0.2):

@@ -36,8 +36,10 @@ TRAIN_OTHER = (
     "[Subtract|Multiply|Divide] {a} [and|by|from] {b}[.|]", "What is the square root of {a}?",
     "[Take {b} from {a}|Double {a}|What is half of {a}][.|?|]",
 )
-HELD_OTHER = ("Please calculate {a} times {b}.", "Can you work out {a} - {b}?",
-"Please multiply {a} and {b}.")
+HELD_OTHER = (
+    "Please calculate {a} times {b}.", "Can you work out {a} - {b}?",
+    "Please multiply {a} and {b}.",
+)
 
 
 def held_pair(a: int, b: int) -> bool:
@@ -72,7 +74,8 @@ def conversation(bank: words.Bank) -> list[tuple[str, str]]:
     """One or several sums, as pairs of question and answer."""
     rng = bank.rng
     turns = []
-    for _ in range(rng.choice((1, 1, 2, 3, 4, 5))):
+    count = rng.choice((1, 1, 2, 3, 4, 5))
+    while len(turns) < count:
         kind = rng.random()
         if kind < 0.06:
             a, b = rng.randint(1, 99), rng.randint(1, 30)
@@ -82,6 +85,11 @@ def conversation(bank: words.Bank) -> list[tuple[str, str]]:
             a, b = draw_big(rng, False)
         else:
             a, b = draw_pair(rng, 20 if kind < 0.42 else LIMIT, False)
+        if bank.polish and rng.random() < 0.1:
+            a, b = a % 21, 0
+            if held_pair(a, b):
+                continue
+            a, b = (a, b) if rng.random() < 0.5 else (b, a)
         left, right = str(a), str(b)
         if max(a, b) <= 12 and rng.random() < 0.15:
             left, right = _DIGITS[a], _DIGITS[b]

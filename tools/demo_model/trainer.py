@@ -21,9 +21,12 @@ class Plan:
     """How long and how fast to train."""
 
     seed: int = 7
-    chunks: int = 38
+    chunks: int = 43
+    fall_chunks: int = 38
     late_chunk: int = 12
     last_chunk: int = 22
+    polish_chunk: int = 36
+    polish_rate: float = 0.3
     drift_chunks: int = 36
     characters: int = 2_700_000
     batch_tokens: int = 4096
@@ -35,9 +38,12 @@ class Plan:
     device: str = "cpu"
 
 
-def _rate(step: int, progress: float, plan: Plan) -> float:
-    late = (1 - progress) / (1 - plan.decay_from)
-    return min(1.0, (step + 1) / plan.warm_steps, max(late, 0.0))
+def _rate(step: int, chunk: float, plan: Plan) -> float:
+    """The share of the full rate: it falls to a tenth, and once more from a third to nothing."""
+    if chunk >= plan.polish_chunk:
+        return plan.polish_rate * (plan.chunks - chunk) / (plan.chunks - plan.polish_chunk)
+    late = (1 - chunk / plan.fall_chunks) / (1 - plan.decay_from)
+    return min(1.0, (step + 1) / plan.warm_steps, late)
 
 
 class Trainer:
@@ -79,7 +85,7 @@ class Trainer:
         self.chunk, self.step = state["chunk"], state["step"]
         self.tokens, self.seconds = state["tokens"], state["seconds"]
 
-    def _learn(self, batch: batches.Batch, progress: float) -> Tensor:
+    def _learn(self, batch: batches.Batch, chunk: float) -> Tensor:
         device = self.plan.device
         ids, at, targets, weights = (
             torch.from_numpy(part).to(device)
@@ -90,7 +96,7 @@ class Trainer:
         losses = F.cross_entropy(logits.float(), targets, reduction="none")
         loss = (losses * weights).sum() / weights.sum()
         loss.backward()
-        rate = _rate(self.step, progress, self.plan)
+        rate = _rate(self.step, chunk, self.plan)
         for group in self.adam.param_groups:
             group["lr"] = self.plan.vector_rate * rate
         self.muon.step(self.plan.matrix_rate * rate)
@@ -106,6 +112,7 @@ class Trainer:
         documents = corpus.documents(
             seed, plan.characters, self.chunk / plan.drift_chunks, self.pieces,
             late=self.chunk >= plan.late_chunk, last=self.chunk >= plan.last_chunk,
+            polish=self.chunk >= plan.polish_chunk,
         )
         # In the end the short answers are what is left to learn.
         power = 0.7 if self.chunk >= plan.last_chunk else 0.5
@@ -113,7 +120,7 @@ class Trainer:
         prepared = time.perf_counter() - began
         losses = []
         for at, batch in enumerate(made):
-            losses.append(self._learn(batch, (self.chunk + at / len(made)) / plan.chunks))
+            losses.append(self._learn(batch, self.chunk + at / len(made)))
             self.step += 1
             self.tokens += batch.ids.size
         self.chunk += 1

@@ -172,13 +172,17 @@ class Bank:
     """Draws words: the training's, or with ``held`` the ones that training never sees.
 
     Late in the training more of the words are made up and they are stranger (``late``), so that
-    the network copies any spelling and does not lean on the words it knows.
+    the network copies any spelling and does not lean on the words it knows. At the very end
+    (``polish``) the generators turn to what was still weak.
     """
 
-    def __init__(self, rng: random.Random, held: bool = False, late: bool = False) -> None:
+    def __init__(
+        self, rng: random.Random, held: bool = False, late: bool = False, polish: bool = False
+    ) -> None:
         self.rng = rng
         self.held = held
         self.late = late
+        self.polish = polish
 
     def made_up(self, ending: str = "any") -> str:
         """A word that means nothing."""
