@@ -10,7 +10,7 @@ import asyncio
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -20,7 +20,9 @@ from asyncllm.core.channel import Channel
 class Waiter(Protocol):
     """One suspended task. Both methods are called on the loop's own thread."""
 
-    async def wait(self) -> None: ...
+    def __await__(self) -> Generator[Any, Any, None]:
+        """Returns when woken."""
+        ...
 
     async def wait_at_most(self, seconds: float) -> None:
         """Returns when woken or after ``seconds``; can be called again."""
@@ -53,8 +55,8 @@ class AsyncioWaiter:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._future = loop.create_future()
 
-    async def wait(self) -> None:
-        await self._future
+    def __await__(self) -> Generator[Any, Any, None]:
+        return self._future.__await__()
 
     async def wait_at_most(self, seconds: float) -> None:
         await asyncio.wait({self._future}, timeout=seconds)
@@ -89,8 +91,8 @@ class TrioWaiter:
         self._trio = trio
         self._event = trio.Event()
 
-    async def wait(self) -> None:
-        await self._event.wait()
+    def __await__(self) -> Generator[Any, Any, None]:
+        return self._event.wait().__await__()
 
     async def wait_at_most(self, seconds: float) -> None:
         with self._trio.move_on_after(seconds):
@@ -273,5 +275,5 @@ def waiter_for(future: Future[Any]) -> Waiter:
 async def wait_for(future: Future[Any]) -> Any:
     """Waits on the running loop for a future that another thread completes. If the wait is
     cancelled, the future is left alone."""
-    await waiter_for(future).wait()
+    await waiter_for(future)
     return future.result()

@@ -98,41 +98,40 @@ class TokenStream:
         if self._done:
             raise StopAsyncIteration
         delta = self._take()
-        if delta is None:
-            self._reading = True
-            try:
-                delta = await self._wait()
-            finally:
-                self._reading = False
-        return delta
-
-    async def _wait(self) -> Delta:
+        if delta is not None:
+            return delta
         channel = self._channel
-        mailbox = channel.mailbox
-        if mailbox is None:
-            channel.mailbox = mailbox = self._mailbox_of_loop()
-        elif not isinstance(mailbox, LoopMailbox) or not mailbox.is_current():
-            raise RuntimeError(
-                f"stream {self.request_id!r} belongs to the event loop that read it first"
-            )
+        mailbox = self._bind()
+        self._reading = True
         try:
-            while True:
+            while delta is None:
                 channel.waiter = waiter = mailbox.host.make_waiter()
                 channel.waiting = True
                 # Only now: what was written before the flag was set is found here, what is
                 # written after it wakes this reader.
                 delta = self._take()
                 if delta is None:
-                    await waiter.wait()
+                    await waiter
                     delta = self._take()
-                if delta is not None:
-                    return delta
         except BaseException:
             self.abort()
             raise
         finally:
+            self._reading = False
             channel.waiting = False
             channel.waiter = None
+        return delta
+
+    def _bind(self) -> LoopMailbox:
+        """The running loop's mailbox, which is this stream's from its first wait on."""
+        mailbox = self._channel.mailbox
+        if mailbox is None:
+            self._channel.mailbox = mailbox = self._mailbox_of_loop()
+        elif not isinstance(mailbox, LoopMailbox) or not mailbox.is_current():
+            raise RuntimeError(
+                f"stream {self.request_id!r} belongs to the event loop that read it first"
+            )
+        return mailbox
 
     def read_blocking(self, mailbox: ThreadMailbox) -> Delta | None:
         """``__anext__`` for a thread without an event loop; None at the end. A stream that
@@ -171,6 +170,10 @@ class TokenStream:
         items = channel.items
         if not items:
             return None
+        first = items[0]
+        if len(items) == 1 and type(first) is Piece:
+            items.popleft()
+            return self._single(first)
         limit = channel.max_unread if channel.on_slow == "coalesce" else 1
         texts: list[str] = []
         token_ids: list[int] = []
@@ -196,6 +199,22 @@ class TokenStream:
                 self._fail(items.popleft())
         return self._delta("".join(texts), token_ids, logprobs, end)
 
+    def _single(self, piece: Piece) -> Delta:
+        """The usual case, in which a reader keeps up with the engine."""
+        self._note_read(1)
+        self._texts.append(piece.text)
+        self._token_ids.append(piece.token_id)
+        if piece.logprobs is None:
+            return Delta(piece.text, (piece.token_id,))
+        self._logprobs.append(piece.logprobs)
+        return Delta(piece.text, (piece.token_id,), 0, (piece.logprobs,))
+
+    def _note_read(self, count: int) -> None:
+        channel = self._channel
+        channel.num_read += count
+        if channel.held and channel.num_unread <= channel.max_unread // 2:
+            self._core.send(self._core.on_read, self._request)
+
     def _fail(self, error: object) -> None:
         assert isinstance(error, BaseException)
         self._done = True
@@ -209,10 +228,7 @@ class TokenStream:
         logprobs: list[TokenLogprobs],
         end: End | None,
     ) -> Delta:
-        channel = self._channel
-        channel.num_read += len(token_ids)
-        if channel.held and channel.num_unread <= channel.max_unread // 2:
-            self._core.send(self._core.on_read, self._request)
+        self._note_read(len(token_ids))
         self._texts.append(text)
         self._token_ids += token_ids
         self._logprobs += logprobs
