@@ -3,6 +3,8 @@ own."""
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from asyncllm import EngineClosedError, EngineOverloadedError, InvalidRequestError, SamplingParams
@@ -58,7 +60,7 @@ def test_retry_after_grows_while_nothing_moves(clock):
         waits.append(caught.value.retry_after)
         clock.now += 5.0
     # The estimate of the rate halves every five seconds.
-    assert [b / a for a, b in zip(waits, waits[1:], strict=False)] == pytest.approx([2, 2, 2])
+    assert [b / a for a, b in itertools.pairwise(waits)] == pytest.approx([2, 2, 2])
     clock.now += 10_000
     with pytest.raises(EngineOverloadedError) as caught:
         admission.reserve(request("one more"), 10)

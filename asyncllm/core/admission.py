@@ -109,10 +109,12 @@ class Admission:
         )
 
     def _retry_after(self, surplus: int) -> float:
+        if self._rate == 0.0:
+            return 1.0  # nothing was measured yet
         rate = self._rate * 0.5 ** ((self._clock() - self._rate_at) / _RATE_HALF_LIFE)
-        if rate <= 0.0:
-            return 1.0
-        return min(max(surplus / rate, 0.01), _MAX_RETRY_AFTER)
+        if rate * _MAX_RETRY_AFTER <= surplus:
+            return _MAX_RETRY_AFTER
+        return max(surplus / rate, 0.01)
 
     def correct(self, request: Request, num_tokens: int) -> None:
         """Replaces the estimate of a prompt's length once it is tokenised."""
