@@ -197,7 +197,7 @@ class WebSocketServer:
     async def serve_forever(self) -> None:
         """Until it is cancelled or the server is closed."""
         assert self._server is not None
-        await self._server.serve_forever()
+        await self._server.wait_closed()
 
     async def aclose(self) -> None:
         """Stops listening and closes every connection with 1001, which aborts what it
