@@ -17,6 +17,7 @@ import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from asyncllm import EngineClosedError, InvalidRequestError
+from asyncllm.serving.frame_pacer import FramePacer
 from asyncllm.serving.websocket import serve
 from tests.fakes import fake
 from tests.websocket_clients import ENDS, client_of, served, text_of
@@ -225,6 +226,34 @@ async def test_connections_share_one_batch():
             response = (await client.until(*ENDS))[-1]["response"]
             assert text_of(response).split() == [str(t) for t in rig.executor.reference([i], 4)]
     assert [len(batch) for batch in rig.executor.batches] == [6, 6, 6, 6]
+
+
+async def test_many_responses_share_a_number_of_frames():
+    rig = fake(step_time=0.001)
+    async with served(rig.engine(), max_frame_rate=10) as server:
+        async with client_of(server) as client:
+            await client.create(max_output_tokens=60)
+            events = await client.until(*ENDS)
+            assert server._pacer.pause == 0
+    texts = [e["delta"] for e in events if e["type"] == "response.output_text.delta"]
+    assert len(texts) < 60
+    expected = rig.executor.reference([1, 2, 3], 60)
+    assert "".join(texts).split() == [str(token) for token in expected]
+
+
+async def test_frames_are_shared_out():
+    pacer = FramePacer(1000)
+    pauses = []
+    for _ in range(200):
+        pacer.begin()
+        pauses.append(pacer.pause)
+    assert pauses[0] == pauses[6] == 0
+    assert pauses[7] == pytest.approx(0.008)
+    assert pauses[63] == pytest.approx(0.064)
+    assert pauses[-1] == 0.1
+    for _ in range(200):
+        pacer.end()
+    assert pacer.pause == 0
 
 
 # --- what goes wrong --------------------------------------------------------------------
@@ -710,6 +739,7 @@ async def test_arguments_are_checked():
         ("token", ""),
         ("origins", "https://app.example"),
         ("stats_interval", 0),
+        ("max_frame_rate", 0),
     ):
         with pytest.raises(InvalidRequestError, match=name):
             serve(engine, **{name: value})

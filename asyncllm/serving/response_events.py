@@ -52,7 +52,6 @@ class ResponseEvents:
         self._sequence_number = 0
         self._texts: list[str] = []
         self._logprobs: list[dict[str, Any]] = []
-        self._open = False
         self._delta_head = (
             '{"type":"response.output_text.delta","item_id":"'
             + self._item_id
@@ -69,18 +68,19 @@ class ResponseEvents:
         return self._request.generate
 
     def created(self) -> Iterator[str]:
-        """The request was accepted."""
+        """The request was accepted. The item is opened here too, while the prompt is being
+        computed: so nothing comes before the first token's own frame."""
         response = self._response("in_progress")
         for kind in ("response.created", "response.in_progress"):
             yield self._event(kind, response=response)
+        if self.generates:
+            yield from self._open_item()
 
     def delta(self, delta: Delta) -> Iterator[str]:
         """Text has come."""
         self.num_tokens += len(delta.token_ids)
         if not delta.text and delta.logprobs is None:
             return
-        if not self._open:
-            yield from self._open_item()
         self._texts.append(delta.text)
         logprobs = [self._logprob(item) for item in delta.logprobs or ()]
         self._logprobs += logprobs
@@ -93,11 +93,9 @@ class ResponseEvents:
     def completed(self, finish_reason: str | None, usage: Usage | None) -> Iterator[str]:
         """The end, in one of its kinds; ``abort`` is a response that the client
         cancelled."""
-        if not self._request.generate:
+        if not self.generates:
             yield self._event("response.completed", response=self._response("completed", usage))
             return
-        if not self._open:
-            yield from self._open_item()
         whole = finish_reason in ("stop", "tool_calls")
         yield from self._close_item("completed" if whole else "incomplete")
         status = {"length": "incomplete", "abort": "cancelled"}.get(
@@ -116,7 +114,6 @@ class ResponseEvents:
     # --- parts --------------------------------------------------------------------------
 
     def _open_item(self) -> Iterator[str]:
-        self._open = True
         yield self._event(
             "response.output_item.added", output_index=0, item=self._item("in_progress", [])
         )
@@ -157,8 +154,10 @@ class ResponseEvents:
 
     def _response(self, status: str, usage: Usage | None = None) -> dict[str, Any]:
         request, sampling = self._request, self._request.sampling
-        ended = status != "in_progress"
-        item_status = "completed" if status == "completed" else "incomplete"
+        output = []
+        if self.generates and status != "in_progress":
+            item_status = "completed" if status == "completed" else "incomplete"
+            output = [self._item(item_status, [self._part()])]
         return {
             "id": self.id,
             "object": "response",
@@ -172,7 +171,7 @@ class ResponseEvents:
             "model": self._model_name,
             "instructions": request.instructions,
             "previous_response_id": request.previous_response_id,
-            "output": [self._item(item_status, [self._part()])] if ended and self._open else [],
+            "output": output,
             "usage": _usage(usage),
             "timings": _timings(usage),
             "max_output_tokens": sampling.get("max_tokens"),

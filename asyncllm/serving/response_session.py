@@ -17,6 +17,7 @@ from websockets.exceptions import ConnectionClosed
 
 from asyncllm.engine import AsyncLLMEngine
 from asyncllm.errors import AsyncLLMError, EngineClosedError, EngineDeadError
+from asyncllm.serving.frame_pacer import FramePacer
 from asyncllm.serving.protocol_error import ProtocolError, from_engine_error
 from asyncllm.serving.response_events import ResponseEvents, encode
 from asyncllm.serving.response_history import Messages, ResponseHistory
@@ -51,6 +52,7 @@ class ResponseSession:
         engine: shared with the other connections.
         model_name: the only value of ``model`` that is accepted.
         timeout: seconds a response may take, or None.
+        pacer: shared by all connections.
 
     Attributes:
         current: the response in flight, if any.
@@ -62,12 +64,14 @@ class ResponseSession:
         engine: AsyncLLMEngine,
         *,
         model_name: str,
-        timeout: float | None = None,
+        timeout: float | None,
+        pacer: FramePacer,
     ) -> None:
         self._connection = connection
         self._engine = engine
         self._model_name = model_name
         self._timeout = timeout
+        self._pacer = pacer
         self._history = ResponseHistory(MAX_CONTINUABLE)
         self._num_errors = 0
         self._stream: TokenStream | None = None
@@ -147,6 +151,7 @@ class ResponseSession:
             decode=self._engine.tokenizer.decode,
         )
         self.current, self._stream = events, stream
+        self._pacer.begin()
         self._task = asyncio.create_task(self._respond(stream, events, conversation))
 
     def _submit(self, request: ResponseRequest, conversation: Messages) -> TokenStream:
@@ -201,6 +206,9 @@ class ResponseSession:
             if generate:
                 for event in events.delta(delta):
                     await send(event)
+                if delta.finish_reason is None and (pause := self._pacer.pause) > 0:
+                    # What comes meanwhile is merged into one frame.
+                    await asyncio.sleep(pause)
         if generate:
             conversation = (*conversation, {"role": "assistant", "content": events.text})
         self._history.add(events.id, conversation)
@@ -209,7 +217,9 @@ class ResponseSession:
         await self._send_all(events.completed(stream.finish_reason, stream.usage))
 
     def _end(self) -> None:
-        self.current = self._stream = None
+        if self.current is not None:
+            self.current = self._stream = None
+            self._pacer.end()
 
     async def _send_all(self, events: Iterable[str]) -> None:
         for event in events:

@@ -30,6 +30,7 @@ except ImportError as missing:
 from asyncllm.engine import AsyncLLMEngine
 from asyncllm.errors import InvalidRequestError
 from asyncllm.serving.access import PROTOCOL, AccessRules, is_loopback
+from asyncllm.serving.frame_pacer import FramePacer
 from asyncllm.serving.protocol_error import ProtocolError
 from asyncllm.serving.response_events import encode
 from asyncllm.serving.response_session import ResponseSession
@@ -61,6 +62,7 @@ def serve(
     ping_timeout: float | None = 20.0,
     close_timeout: float = 5.0,
     stats_interval: float = 0.1,
+    max_frame_rate: float = 1000.0,
     ssl: Any = None,
 ) -> WebSocketServer:
     """A server for a started engine; it begins to listen in ``async with`` or ``await``.
@@ -84,6 +86,9 @@ def serve(
         ping_interval, ping_timeout: seconds; None sends no pings.
         close_timeout: seconds that a client has to answer a close.
         stats_interval: seconds between two looks at the statistics.
+        max_frame_rate: frames of text a second, of all connections together. A frame costs
+            about as much time as the loop has for a token of a large batch; where there
+            would be more of them, tokens are merged, for a tenth of a second at most.
         ssl: an ``ssl.SSLContext``, or None.
 
     Raises:
@@ -99,6 +104,8 @@ def serve(
         raise _bad("origins", origins, "a sequence of origins, or None")
     if not stats_interval > 0:
         raise _bad("stats_interval", stats_interval, "a positive number of seconds")
+    if not max_frame_rate > 0:
+        raise _bad("max_frame_rate", max_frame_rate, "a positive number of frames a second")
     return WebSocketServer(
         engine,
         host,
@@ -109,6 +116,7 @@ def serve(
         max_connections=max_connections,
         timeout=timeout,
         stats_interval=stats_interval,
+        max_frame_rate=max_frame_rate,
         unprotected=token is None and not is_loopback(host),
         options={
             "max_size": max_message_size,
@@ -136,6 +144,7 @@ class WebSocketServer:
         max_connections: int,
         timeout: float | None,
         stats_interval: float,
+        max_frame_rate: float,
         unprotected: bool,
         options: dict[str, Any],
     ) -> None:
@@ -148,6 +157,7 @@ class WebSocketServer:
         self._max_connections = max_connections
         self._timeout = timeout
         self._stats_interval = stats_interval
+        self._pacer = FramePacer(max_frame_rate)
         self._unprotected = unprotected
         self._options = options
         self._server: ws.Server | None = None
@@ -238,7 +248,11 @@ class WebSocketServer:
         if _path(connection.request) == STATS_PATH:
             return StatsSession(connection, self.snapshot, self._stats_interval)
         return ResponseSession(
-            connection, self.engine, model_name=self.model_name, timeout=self._timeout
+            connection,
+            self.engine,
+            model_name=self.model_name,
+            timeout=self._timeout,
+            pacer=self._pacer,
         )
 
     async def _refuse(self, connection: ws.ServerConnection) -> None:
