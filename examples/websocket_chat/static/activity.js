@@ -47,9 +47,9 @@ export class Activity {
     $("waiting").textContent = stats.num_waiting;
     $("rate").textContent = busy && seconds > 0.15 ? Math.round((to[1] - from[1]) / seconds) : busy ? "…" : "0";
     $("step").textContent = stats.num_steps ? `${(stats.last_step_time * 1000).toFixed(1)} ms` : "–";
-    $("kv").value = stats.kv_cache_usage;
+    fill($("kv"), stats.kv_cache_usage);
     $("kv-value").textContent = `${stats.num_blocks - stats.num_free_blocks} of ${stats.num_blocks} blocks`;
-    $("hits").value = hits;
+    fill($("hits"), hits);
     $("hits-value").textContent = `${Math.round(100 * hits)} %`;
     $("generated").textContent = stats.generation_tokens.toLocaleString("en");
     $("finished").textContent = stats.num_finished;
@@ -150,4 +150,9 @@ export class Activity {
       paint.fillRect(x(time) - 1, y + (ROW - tall) / 2, 2, tall);
     }
   }
+}
+
+function fill(meter, share) {
+  meter.ariaValueNow = Math.round(100 * share);
+  meter.firstChild.style.width = `${100 * share}%`;
 }
