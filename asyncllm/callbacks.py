@@ -19,15 +19,10 @@ each delta, then ``on_llm_end(result)`` or ``on_llm_error(error, response=…)``
 from __future__ import annotations
 
 import contextlib
-import contextvars
-import functools
-import inspect
-import logging
 import os
 import sys
 import uuid
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Self
 
@@ -38,13 +33,11 @@ from asyncllm.callback_messages import (
     messages_from_chat,
     result_of,
 )
+from asyncllm.callback_run import CallbackRun, RunStart
 from asyncllm.engine import AsyncLLMEngine
-from asyncllm.hosts import wait_for
 from asyncllm.outputs import Completion, Delta, FinishReason, Usage
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.stream import TokenStream
-
-logger = logging.getLogger(__name__)
 
 
 def stream_with_callbacks(
@@ -83,7 +76,7 @@ def stream_with_callbacks(
     exception in a handler is logged and goes no further, unless the handler has
     ``raise_error = True``: then it ends the stream, which raises it.
     """
-    run = _Run(
+    run = CallbackRun(
         handlers=tuple(handlers),
         run_id=run_id or uuid.uuid4(),
         parent_run_id=parent_run_id,
@@ -107,7 +100,7 @@ def stream_with_callbacks(
     except Exception as error:
         refusal = error
     text = prompt if isinstance(prompt, str) else " ".join(map(str, prompt))
-    start = _Start(
+    start = RunStart(
         messages=messages if chat else None,
         prompt=buffer_string(messages) if chat else text,
         model_name=model_name,
@@ -120,136 +113,6 @@ def _params(params: SamplingParams | None) -> dict[str, Any]:
     if not isinstance(params, SamplingParams):
         return {}
     return {name: getattr(params, name) for name in params.__dataclass_fields__}
-
-
-class _Start:
-    """What the handlers are told first."""
-
-    def __init__(
-        self,
-        *,
-        messages: list[CallbackMessage] | None,
-        prompt: str,
-        model_name: str,
-        invocation_params: dict[str, Any],
-    ) -> None:
-        self.messages = messages
-        self.prompt = prompt
-        self.model_name = model_name
-        self.invocation_params = invocation_params
-
-    @property
-    def serialized(self) -> dict[str, Any]:
-        return {
-            "lc": 1,
-            "type": "not_implemented",
-            "id": ["asyncllm", "AsyncLLMEngine"],
-            "name": "AsyncLLMEngine",
-            "repr": f"AsyncLLMEngine({self.model_name!r})",
-        }
-
-
-class _Run:
-    """The handlers of one run, and how they are called."""
-
-    def __init__(
-        self,
-        *,
-        handlers: tuple[Any, ...],
-        run_id: uuid.UUID,
-        parent_run_id: uuid.UUID | None,
-        tags: list[str],
-        metadata: dict[str, Any],
-        name: str,
-    ) -> None:
-        # A handler that wants to run inline (a tracer, which others build upon) comes first.
-        self.handlers = sorted(handlers, key=lambda h: not getattr(h, "run_inline", False))
-        self.run_id = run_id
-        self.parent_run_id = parent_run_id
-        self.tags = tags
-        self.metadata = metadata
-        self.name = name
-        self._thread: ThreadPoolExecutor | None = None
-
-    @property
-    def ids(self) -> dict[str, Any]:
-        return {"run_id": self.run_id, "parent_run_id": self.parent_run_id, "tags": self.tags}
-
-    async def start(self, start: _Start) -> None:
-        extra = {
-            **self.ids,
-            "metadata": self.metadata,
-            "name": self.name,
-            "invocation_params": start.invocation_params,
-        }
-        for handler in self.handlers:
-            if start.messages is not None and await self._call(
-                handler,
-                "on_chat_model_start",
-                "ignore_chat_model",
-                (start.serialized, [start.messages]),
-                extra,
-            ):
-                continue
-            await self._call(
-                handler, "on_llm_start", "ignore_llm", (start.serialized, [start.prompt]), extra
-            )
-
-    async def tell(self, event: str, *args: Any, **extra: Any) -> None:
-        """Calls ``event`` of every handler, in order."""
-        for handler in self.handlers:
-            await self._call(handler, event, "ignore_llm", args, {**self.ids, **extra})
-
-    async def tell_quietly(self, event: str, *args: Any, **extra: Any) -> None:
-        """``tell`` on the way out: nothing that a handler raises replaces what is raised
-        already."""
-        for handler in self.handlers:
-            try:
-                await self._call(handler, event, "ignore_llm", args, {**self.ids, **extra})
-            except Exception:
-                # _call has logged it.
-                continue
-
-    async def _call(
-        self, handler: Any, event: str, ignore: str, args: tuple[Any, ...], extra: dict[str, Any]
-    ) -> bool:
-        """False if the handler does not have this event, or says so by
-        NotImplementedError."""
-        method = getattr(handler, event, None)
-        if method is None:
-            return False
-        if getattr(handler, ignore, False):
-            return True
-        try:
-            if inspect.iscoroutinefunction(method):
-                await method(*args, **extra)
-            elif getattr(handler, "run_inline", False):
-                method(*args, **extra)
-            else:
-                await self._on_thread(functools.partial(method, *args, **extra))
-        except NotImplementedError:
-            if event == "on_chat_model_start":
-                return False
-            _log(handler, event)
-        except Exception:
-            _log(handler, event)
-            if getattr(handler, "raise_error", False):
-                raise
-        return True
-
-    async def _on_thread(self, call: Any) -> None:
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="asyncllm-callbacks")
-        await wait_for(self._thread.submit(contextvars.copy_context().run, call))
-
-    def close(self) -> None:
-        if self._thread is not None:
-            self._thread.shutdown(wait=False)
-            self._thread = None
-
-
-def _log(handler: Any, event: str) -> None:
-    logger.warning("%s.%s raised", type(handler).__name__, event, exc_info=True)
 
 
 class CallbackStream:
@@ -267,7 +130,11 @@ class CallbackStream:
     """
 
     def __init__(
-        self, stream: TokenStream | None, refusal: Exception | None, run: _Run, start: _Start
+        self,
+        stream: TokenStream | None,
+        refusal: Exception | None,
+        run: CallbackRun,
+        start: RunStart,
     ) -> None:
         self.run_id = run.run_id
         self._stream = stream

@@ -18,6 +18,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from asyncllm import EngineClosedError, InvalidRequestError
 from asyncllm.serving.frame_pacer import FramePacer
+from asyncllm.serving.response_request import _NEUTRAL, _OPTIONS, SAMPLING
 from asyncllm.serving.websocket import serve
 from tests.fakes import fake
 from tests.websocket_clients import ENDS, client_of, served, text_of
@@ -206,13 +207,6 @@ async def test_warming_up_generates_nothing():
     assert text_of(after).split() == [str(t) for t in rig.executor.reference([*range(20), 7], 2)]
 
 
-async def test_log_probabilities():
-    rig = fake()
-    async with served(rig.engine()) as server, client_of(server) as client:
-        without = await client.ask(max_output_tokens=2)
-    assert without["output"][0]["content"][0]["logprobs"] == []
-
-
 async def test_connections_share_one_batch():
     rig = fake(record=True)
     async with served(rig.engine()) as server, contextlib.AsyncExitStack() as stack:
@@ -351,6 +345,23 @@ async def test_values_that_ask_for_nothing_are_accepted():
     assert response.get("error") is None, response
     assert response["parallel_tool_calls"] is False
     assert response["tool_choice"] == "none"
+
+
+WEIRD = [True, 0, -1, 1.5, 10**30, "", "x", [], ["x"], [[]], [None], {}, {"a": 1}, {"a": [{}]}]
+FIELDS = sorted({*SAMPLING, *_OPTIONS, *_NEUTRAL} | {"input", "instructions", "model", "metadata"})
+
+
+@pytest.mark.parametrize("field", [*FIELDS, "previous_response_id", "include", "top_logprobs"])
+async def test_no_value_of_a_field_breaks_a_connection(field):
+    rig = fake(max_model_len=8)
+    async with served(rig.engine()) as server, client_of(server) as client:
+        for value in WEIRD:
+            await client.send(**{"type": "response.create", "input": "1", field: value})
+            end = (await client.until(*ENDS))[-1]
+            assert end["type"] != "response.failed", (value, end)
+            if end["type"] == "error":
+                assert end["error"]["param"].startswith(field), (value, end)
+        await idle(server.engine)
 
 
 MALFORMED = [

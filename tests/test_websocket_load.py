@@ -10,15 +10,23 @@ import resource
 import struct
 
 import pytest
-from websockets.exceptions import ConnectionClosed
+from websockets.exceptions import ConnectionClosed, InvalidStatus
 
+from asyncllm.serving.websocket import MAX_REFUSING
 from tests.fakes import fake
 from tests.test_websocket import MALFORMED, idle
 from tests.websocket_clients import client_of, served, text_of
 
 pytestmark = pytest.mark.asyncio
 
-OPCODES = {"text": 0x81, "binary": 0x82, "fragment": 0x01, "continuation": 0x80, "reserved": 0x83}
+OPCODES = {
+    "text": 0x81,
+    "binary": 0x82,
+    "fragment": 0x01,
+    "continuation": 0x80,
+    "reserved": 0x83,
+    "close": 0x88,
+}
 
 
 async def test_200_connections_at_once():
@@ -54,7 +62,7 @@ def frame(kind: str, payload: bytes, *, masked: bool = True) -> bytes:
 
 def nonsense(draw: random.Random) -> bytes:
     """Bytes that break the protocol, or say something that is no request."""
-    choice = draw.randrange(10)
+    choice = draw.randrange(11)
     junk = draw.randbytes(draw.randrange(1, 200))
     if choice == 0:
         return frame("binary", junk)
@@ -74,6 +82,8 @@ def nonsense(draw: random.Random) -> bytes:
         return frame("fragment", b'{"type":')
     if choice == 8:
         return junk
+    if choice == 9:
+        return frame("close", b"\x03\xe8") + frame("text", b'{"type":"response.create"}')
     return frame("text", b'{"type":"response.create","input":{"a":[1]}}')
 
 
@@ -115,6 +125,23 @@ async def attack(server, num_messages: int) -> int:
                     assert (await client.recv())["type"] == "error"
                     answered += 1
     return answered
+
+
+async def test_connections_that_cannot_even_be_refused_get_a_status():
+    rig = fake()
+    async with served(rig.engine(), max_connections=1, close_timeout=30) as server:
+        async with client_of(server) as client:
+            # None of these answers the close that it is sent.
+            raw = [await open_raw(server) for _ in range(MAX_REFUSING)]
+            while server._num_refusing < MAX_REFUSING:
+                await asyncio.sleep(0.001)
+            with pytest.raises(InvalidStatus) as refused:
+                async with client_of(server):
+                    pass
+            assert refused.value.response.status_code == 503
+            for _, writer in raw:
+                writer.transport.abort()
+            assert (await client.ask(max_output_tokens=1))["status"] == "incomplete"
 
 
 async def test_10_000_malformed_messages_hurt_nobody():

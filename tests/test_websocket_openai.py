@@ -68,6 +68,20 @@ async def test_two_turns_a_bad_id_and_a_close_on_the_packaged_model():
             assert second.usage.input_tokens > first.usage.total_tokens
             assert second.usage.input_tokens_details.cached_tokens >= 32
 
+            await connection.response.create(
+                input="Hello!",
+                temperature=0,
+                max_output_tokens=4,
+                include=["message.output_text.logprobs"],
+                top_logprobs=2,
+            )
+            third, text = await answer(connection)
+            logprobs = third.output[0].content[0].logprobs
+            assert len(logprobs) == third.usage.output_tokens == 4
+            assert "".join(item.token for item in logprobs) == text
+            for item in logprobs:
+                assert [item.logprob, 2] == [item.top_logprobs[0].logprob, len(item.top_logprobs)]
+
             await connection.response.create(input="Hi", previous_response_id="resp_none")
             error = await connection.recv()
             assert error.error.code == "previous_response_not_found"
@@ -77,7 +91,7 @@ async def test_two_turns_a_bad_id_and_a_close_on_the_packaged_model():
             while (await connection.recv()).type != "response.output_text.delta":
                 pass
         stats = await idle(engine)
-        assert (stats.num_aborted, stats.num_finished) == (1, 2)
+        assert (stats.num_aborted, stats.num_finished) == (1, 3)
 
 
 async def test_a_wrong_token_is_refused():
