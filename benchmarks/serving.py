@@ -46,20 +46,23 @@ def request(tokens: int) -> str:
 async def client(port: int) -> None:
     """Reads jobs from standard input, one a line, and prints what came of each."""
     loop = asyncio.get_running_loop()
+    connections: list[Any] = []
     while line := await loop.run_in_executor(None, sys.stdin.readline):
         job = json.loads(line)
-        work = rate_of if job["kind"] == "rate" else first_frames_of
-        print(json.dumps(await work(port, job["streams"], job["tokens"])), flush=True)
+        # Connections are made before the first job and stay, as those of an application do.
+        while len(connections) < job["streams"]:
+            connections.append(await connect(url(port), compression=None))
+        if job["kind"] == "rate":
+            result: Any = await rate_of(connections, job["tokens"])
+        else:
+            result = await first_frames_of(connections[0], job["repeats"], job["tokens"])
+        print(json.dumps(result), flush=True)
 
 
-async def rate_of(port: int, streams: int, tokens: int) -> dict[str, float]:
-    connections = [await connect(url(port), compression=None) for _ in range(streams)]
+async def rate_of(connections: list[Any], tokens: int) -> dict[str, float]:
     began = time.perf_counter()
     counts = await asyncio.gather(*(read_answer(one, tokens) for one in connections))
-    seconds = time.perf_counter() - began
-    for connection in connections:
-        await connection.close()
-    return {"seconds": seconds, "tokens": sum(counts)}
+    return {"seconds": time.perf_counter() - began, "tokens": sum(counts)}
 
 
 async def read_answer(connection: Any, tokens: int) -> int:
@@ -70,21 +73,20 @@ async def read_answer(connection: Any, tokens: int) -> int:
     raise RuntimeError("the connection was closed")
 
 
-async def first_frames_of(port: int, repeats: int, tokens: int) -> list[float]:
+async def first_frames_of(connection: Any, repeats: int, tokens: int) -> list[float]:
     """What each first frame took beyond the engine's own time to first token."""
     added = []
-    async with connect(url(port), compression=None) as connection:
-        for _ in range(repeats):
-            sent_at = time.perf_counter()
-            await connection.send(request(tokens))
-            first = None
-            async for message in connection:
-                if first is None and message.startswith(DELTA):
-                    first = time.perf_counter() - sent_at
-                elif message.startswith('{"type":"response.incomplete"'):
-                    ttft = json.loads(message)["response"]["timings"]["ttft"]
-                    break
-            added.append(first - ttft)
+    for _ in range(repeats):
+        sent_at = time.perf_counter()
+        await connection.send(request(tokens))
+        first = None
+        async for message in connection:
+            if first is None and message.startswith(DELTA):
+                first = time.perf_counter() - sent_at
+            elif message.startswith('{"type":"response.incomplete"'):
+                ttft = json.loads(message)["response"]["timings"]["ttft"]
+                break
+        added.append(first - ttft)
     return added
 
 
@@ -101,11 +103,10 @@ class Clients:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
 
-    async def do(self, kind: str, streams: int, tokens: int) -> Any:
+    async def do(self, kind: str, **job: int) -> Any:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        job = {"kind": kind, "streams": streams, "tokens": tokens}
-        self._process.stdin.write(json.dumps(job).encode() + b"\n")
+        self._process.stdin.write(json.dumps({"kind": kind, **job}).encode() + b"\n")
         return json.loads(await self._process.stdout.readline())
 
 
@@ -132,18 +133,18 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         clients = Clients(process)
         try:
             await in_process(engine, args.streams, 16)
-            await clients.do("rate", args.streams, 16)
+            await clients.do("rate", streams=args.streams, tokens=16)
             pairs, cpu = [], []
             for _ in range(args.repeats):
                 used = [time.process_time()]
                 inside = await in_process(engine, args.streams, args.tokens)
                 used.append(time.process_time())
-                outside = await clients.do("rate", args.streams, args.tokens)
+                outside = await clients.do("rate", streams=args.streams, tokens=args.tokens)
                 used.append(time.process_time())
                 pairs.append([run["tokens"] / run["seconds"] for run in (inside, outside)])
                 cpu.append((used[2] - used[1]) / (used[1] - used[0]))
                 print(f"  {pairs[-1][0]:8.0f} {pairs[-1][1]:8.0f} tokens/s", flush=True)
-            added = await clients.do("first", args.first_frames, 4)
+            added = await clients.do("first", streams=1, repeats=args.first_frames, tokens=4)
         finally:
             assert process.stdin is not None
             process.stdin.close()

@@ -70,9 +70,9 @@ class ResponseEvents:
     def created(self) -> Iterator[str]:
         """The request was accepted. The item is opened here too, while the prompt is being
         computed: so nothing comes before the first token's own frame."""
-        response = self._response("in_progress")
+        response = encode(self._response("in_progress"))
         for kind in ("response.created", "response.in_progress"):
-            yield self._event(kind, response=response)
+            yield f'{{"type":"{kind}","sequence_number":{self._next()},"response":{response}}}'
         if self.generates:
             yield from self._open_item()
 
