@@ -142,6 +142,7 @@ class AsyncLLMEngine:
         if thread is not None:
             await wait_for(thread.exited)
             self._clean_up(thread)
+            await thread.unwatch()
 
     def _close_blocking(self, drain: float | None = 0.0) -> None:
         """``aclose`` for a thread without an event loop."""

@@ -10,7 +10,6 @@ import os
 import threading
 import time
 from concurrent.futures import Future, InvalidStateError
-from typing import Any
 
 from asyncllm.config import EngineConfig
 from asyncllm.core.admission import Admission
@@ -51,7 +50,7 @@ class EngineThread:
         self.closing = False
         self._given_up = False
         self._pid = os.getpid()
-        self._task: Any = None
+        self._task: asyncio.Task[None] | None = None
         self._thread = threading.Thread(target=self._main, name="asyncllm-engine", daemon=True)
 
     # --- on the engine thread ----------------------------------------------------------
@@ -184,6 +183,15 @@ class EngineThread:
     def watch_interval(self) -> float:
         """Seconds between two looks at the step under way."""
         return max(self._config.step_timeout / 8, 0.01)
+
+    async def unwatch(self) -> None:
+        """Lets the background task end, if it belongs to the running loop. It has nothing
+        left to do once the thread is gone, and takes a turn of the loop to notice."""
+        task: asyncio.Task[None] | None = self._task
+        if task is not None and running_trio() is None:
+            loop = asyncio.get_running_loop()
+            if task.get_loop() is loop and not task.done() and loop.is_running():
+                await asyncio.wait({task})
 
     def check_step(self) -> None:
         """Declares the engine dead if the step under way began ``step_timeout`` ago."""

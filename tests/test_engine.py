@@ -492,6 +492,15 @@ async def test_calls_before_start_and_after_close():
     assert rig.executor.closed
 
 
+async def test_closing_leaves_no_task():
+    rig = fake()
+    before = asyncio.all_tasks()
+    async with rig.engine() as engine:
+        await engine.generate([1], max_tokens=1)
+        assert {task.get_name() for task in asyncio.all_tasks() - before} == {"asyncllm-engine"}
+    assert asyncio.all_tasks() == before
+
+
 async def test_closing_an_engine_that_never_started():
     await fake().engine().aclose()
 

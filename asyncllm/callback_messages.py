@@ -1,0 +1,213 @@
+"""What callback handlers are handed: the shapes of LangChain's messages and results, without
+LangChain.
+
+Handlers written for LangChain read attributes (``message.content``,
+``result.generations[0][0].text``) and call ``model_dump()``; nothing here is one of
+LangChain's own types, so that LangChain need not be installed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, Literal, Self
+
+from asyncllm.errors import InvalidRequestError
+from asyncllm.outputs import Completion, Delta, Usage
+
+MessageType = Literal["human", "ai", "system", "tool", "chat"]
+
+_TYPES: Mapping[str, MessageType] = {
+    "user": "human",
+    "assistant": "ai",
+    "system": "system",
+    "developer": "system",
+    "tool": "tool",
+}
+_SPEAKERS: Mapping[MessageType, str] = {
+    "human": "Human",
+    "ai": "AI",
+    "system": "System",
+    "tool": "Tool",
+}
+
+
+class _Dumps:
+    """pydantic's ``model_dump`` for dataclasses, which tracers and loggers call."""
+
+    def model_dump(self, **_: Any) -> dict[str, Any]:
+        assert is_dataclass(self)
+        return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
+
+    def dict(self, **_: Any) -> dict[str, Any]:
+        return self.model_dump()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, _Dumps):
+        return value.model_dump()
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return copy.copy(value) if isinstance(value, dict) else value
+
+
+@dataclass
+class CallbackMessage(_Dumps):
+    """One message of a conversation, with the attributes of LangChain's ``BaseMessage``.
+
+    Attributes:
+        content: the text, or the parts as they were given.
+        type: "human", "ai", "system", "tool"; "chat" for any other role.
+        role: the role that the message had.
+        usage_metadata: of an answer: ``input_tokens``, ``output_tokens``, ``total_tokens``
+            and ``input_token_details["cache_read"]``.
+    """
+
+    content: Any
+    type: MessageType
+    role: str
+    name: str | None = None
+    id: str | None = None
+    tool_calls: list[Any] = field(default_factory=list)
+    additional_kwargs: dict[str, Any] = field(default_factory=dict)
+    response_metadata: dict[str, Any] = field(default_factory=dict)
+    usage_metadata: dict[str, Any] | None = None
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, str):
+            return self.content
+        parts = [part.get("text") if isinstance(part, Mapping) else part for part in self.content]
+        return "".join(part for part in parts if isinstance(part, str))
+
+    @classmethod
+    def from_chat(cls, message: Mapping[str, Any]) -> Self:
+        """From ``{"role": …, "content": …}``."""
+        role = str(message.get("role"))
+        return cls(
+            content=message.get("content") or "",
+            type=_TYPES.get(role, "chat"),
+            role=role,
+            name=message.get("name"),
+            tool_calls=list(message.get("tool_calls") or ()),
+        )
+
+
+@dataclass
+class CallbackGeneration(_Dumps):
+    """One output; ``message`` is set for conversations, as LangChain's ``ChatGeneration`` has
+    it. Also what ``chunk=`` of ``on_llm_new_token`` is."""
+
+    text: str
+    generation_info: dict[str, Any] | None = None
+    type: str = "Generation"
+
+
+@dataclass
+class CallbackChatGeneration(CallbackGeneration):
+    """An output of a conversation."""
+
+    type: str = "ChatGeneration"
+    message: CallbackMessage = field(default_factory=lambda: CallbackMessage("", "ai", "assistant"))
+
+
+@dataclass
+class CallbackResult(_Dumps):
+    """What ``on_llm_end`` gets, with the attributes of LangChain's ``LLMResult``.
+
+    Attributes:
+        generations: for each prompt its outputs; here always one prompt.
+        llm_output: ``token_usage`` and ``model_name``.
+    """
+
+    generations: list[list[CallbackGeneration]]
+    llm_output: dict[str, Any] | None = None
+    run: list[Any] | None = None
+    type: str = "LLMResult"
+
+    def flatten(self) -> list[Self]:
+        """One result for each prompt."""
+        return [type(self)([outputs], self.llm_output) for outputs in self.generations]
+
+
+def messages_from_chat(messages: Any) -> list[CallbackMessage]:
+    """Raises InvalidRequestError if they are not dicts with a role."""
+    if not all(isinstance(message, Mapping) for message in messages):
+        raise InvalidRequestError(
+            'prompt: expected text, token ids, or messages {"role": …, "content": …}',
+            param="prompt",
+        )
+    return [CallbackMessage.from_chat(message) for message in messages]
+
+
+def buffer_string(messages: Sequence[CallbackMessage]) -> str:
+    """The conversation as one text, for handlers that know prompts only."""
+    return "\n".join(f"{_SPEAKERS.get(m.type, m.role)}: {m.text}" for m in messages)
+
+
+def chunk_of(delta: Delta, *, chat: bool, run_id: str) -> CallbackGeneration:
+    """A delta as a handler gets it."""
+    info = _generation_info(delta.finish_reason, delta.stop_reason)
+    if not chat:
+        return CallbackGeneration(delta.text, info, "GenerationChunk")
+    message = CallbackMessage(
+        delta.text,
+        "ai",
+        "assistant",
+        id=run_id,
+        response_metadata=dict(info or {}),
+        usage_metadata=usage_metadata(delta.usage),
+    )
+    return CallbackChatGeneration(delta.text, info, "ChatGenerationChunk", message)
+
+
+def result_of(
+    completion: Completion, *, chat: bool, run_id: str, model_name: str
+) -> CallbackResult:
+    """A whole or partial completion as a handler gets it."""
+    output = completion.outputs[0]
+    info = _generation_info(output.finish_reason, output.stop_reason)
+    usage = usage_metadata(completion.usage)
+    generation: CallbackGeneration
+    if chat:
+        message = CallbackMessage(
+            output.text,
+            "ai",
+            "assistant",
+            id=run_id,
+            response_metadata={**(info or {}), "model_name": model_name},
+            usage_metadata=usage,
+        )
+        generation = CallbackChatGeneration(output.text, info, message=message)
+    else:
+        generation = CallbackGeneration(output.text, info)
+    llm_output: dict[str, Any] = {"model_name": model_name}
+    if completion.usage is not None:
+        llm_output["token_usage"] = {
+            "prompt_tokens": completion.usage.prompt_tokens,
+            "completion_tokens": completion.usage.completion_tokens,
+            "total_tokens": completion.usage.total_tokens,
+        }
+    return CallbackResult([[generation]], llm_output)
+
+
+def usage_metadata(usage: Usage | None) -> dict[str, Any] | None:
+    """Token counts under LangChain's names."""
+    if usage is None:
+        return None
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "output_tokens": usage.completion_tokens,
+        "total_tokens": usage.total_tokens,
+        "input_token_details": {"cache_read": usage.cached_tokens},
+    }
+
+
+def _generation_info(finish_reason: str | None, stop_reason: Any) -> dict[str, Any] | None:
+    if finish_reason is None:
+        return None
+    info: dict[str, Any] = {"finish_reason": finish_reason}
+    if stop_reason is not None:
+        info["stop_reason"] = stop_reason
+    return info

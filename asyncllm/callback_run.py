@@ -1,0 +1,146 @@
+"""CallbackRun: the handlers of one stream, and how they are called."""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import inspect
+import logging
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from asyncllm.callback_messages import CallbackMessage
+from asyncllm.hosts import wait_for
+
+logger = logging.getLogger("asyncllm.callbacks")
+
+
+class RunStart:
+    """What the handlers are told first."""
+
+    def __init__(
+        self,
+        *,
+        messages: list[CallbackMessage] | None,
+        prompt: str,
+        model_name: str,
+        invocation_params: dict[str, Any],
+    ) -> None:
+        self.messages = messages
+        self.prompt = prompt
+        self.model_name = model_name
+        self.invocation_params = invocation_params
+
+    @property
+    def serialized(self) -> dict[str, Any]:
+        return {
+            "lc": 1,
+            "type": "not_implemented",
+            "id": ["asyncllm", "AsyncLLMEngine"],
+            "name": "AsyncLLMEngine",
+            "repr": f"AsyncLLMEngine({self.model_name!r})",
+        }
+
+
+class CallbackRun:
+    """The handlers of one run, and how they are called."""
+
+    def __init__(
+        self,
+        *,
+        handlers: tuple[Any, ...],
+        run_id: uuid.UUID,
+        parent_run_id: uuid.UUID | None,
+        tags: list[str],
+        metadata: dict[str, Any],
+        name: str,
+    ) -> None:
+        # A handler that wants to run inline (a tracer, which others build upon) comes first.
+        self.handlers = sorted(handlers, key=lambda h: not getattr(h, "run_inline", False))
+        self.run_id = run_id
+        self.parent_run_id = parent_run_id
+        self.tags = tags
+        self.metadata = metadata
+        self.name = name
+        self._thread: ThreadPoolExecutor | None = None
+
+    @property
+    def ids(self) -> dict[str, Any]:
+        return {"run_id": self.run_id, "parent_run_id": self.parent_run_id, "tags": self.tags}
+
+    async def start(self, start: RunStart) -> None:
+        extra = {
+            **self.ids,
+            "metadata": self.metadata,
+            "name": self.name,
+            "invocation_params": start.invocation_params,
+        }
+        for handler in self.handlers:
+            if start.messages is not None and await self._call(
+                handler,
+                "on_chat_model_start",
+                "ignore_chat_model",
+                (start.serialized, [start.messages]),
+                extra,
+            ):
+                continue
+            await self._call(
+                handler, "on_llm_start", "ignore_llm", (start.serialized, [start.prompt]), extra
+            )
+
+    async def tell(self, event: str, *args: Any, **extra: Any) -> None:
+        """Calls ``event`` of every handler, in order."""
+        for handler in self.handlers:
+            await self._call(handler, event, "ignore_llm", args, {**self.ids, **extra})
+
+    async def tell_quietly(self, event: str, *args: Any, **extra: Any) -> None:
+        """``tell`` on the way out: nothing that a handler raises replaces what is raised
+        already."""
+        for handler in self.handlers:
+            try:
+                await self._call(handler, event, "ignore_llm", args, {**self.ids, **extra})
+            except Exception:
+                # _call has logged it.
+                continue
+
+    async def _call(
+        self, handler: Any, event: str, ignore: str, args: tuple[Any, ...], extra: dict[str, Any]
+    ) -> bool:
+        """False if the handler does not have this event, or says so by
+        NotImplementedError."""
+        method = getattr(handler, event, None)
+        if method is None:
+            return False
+        if getattr(handler, ignore, False):
+            return True
+        try:
+            if inspect.iscoroutinefunction(method):
+                await method(*args, **extra)
+            elif getattr(handler, "run_inline", False):
+                method(*args, **extra)
+            else:
+                await self._on_thread(functools.partial(method, *args, **extra))
+        except NotImplementedError:
+            if event == "on_chat_model_start":
+                return False
+            _log(handler, event)
+        except Exception:
+            _log(handler, event)
+            if getattr(handler, "raise_error", False):
+                raise
+        return True
+
+    async def _on_thread(self, call: Any) -> None:
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="asyncllm-callbacks")
+        await wait_for(self._thread.submit(contextvars.copy_context().run, call))
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown(wait=False)
+            self._thread = None
+
+
+def _log(handler: Any, event: str) -> None:
+    logger.warning("%s.%s raised", type(handler).__name__, event, exc_info=True)

@@ -1,0 +1,284 @@
+"""stream_with_callbacks: a stream that tells callback handlers what it does.
+
+The handlers are those that LangChain knows, or any object with some of their methods:
+
+    class Printer:
+        def on_llm_new_token(self, token, **kwargs):
+            print(token, end="", flush=True)
+
+    async for delta in stream_with_callbacks(engine, "Tell me a story.", handlers=[Printer()]):
+        ...
+
+LangChain need not be installed. ``on_llm_start(serialized, prompts)`` or, for a conversation,
+``on_chat_model_start(serialized, [messages])``, then ``on_llm_new_token(token, chunk=…)`` for
+each delta, then ``on_llm_end(result)`` or ``on_llm_error(error, response=…)``; each with
+``run_id``, ``parent_run_id`` and ``tags``, the first also with ``metadata``, ``name`` and
+``invocation_params``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import uuid
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from asyncllm.callback_messages import (
+    CallbackMessage,
+    buffer_string,
+    chunk_of,
+    messages_from_chat,
+    result_of,
+)
+from asyncllm.callback_run import CallbackRun, RunStart
+from asyncllm.engine import AsyncLLMEngine
+from asyncllm.outputs import Completion, Delta, FinishReason, Usage
+from asyncllm.sampling_params import SamplingParams
+from asyncllm.stream import TokenStream
+
+
+def stream_with_callbacks(
+    engine: AsyncLLMEngine,
+    prompt: str | Sequence[int] | Sequence[dict[str, Any]],
+    params: SamplingParams | None = None,
+    *,
+    handlers: Iterable[Any] = (),
+    run_id: uuid.UUID | None = None,
+    parent_run_id: uuid.UUID | None = None,
+    tags: Sequence[str] = (),
+    metadata: dict[str, Any] | None = None,
+    run_name: str | None = None,
+    **options: Any,
+) -> CallbackStream:
+    """Submits a request at once and returns its stream, which tells the handlers as it is
+    read.
+
+    Args:
+        prompt: text or token ids, as for ``AsyncLLMEngine.stream``; or messages, as for
+            ``AsyncLLMEngine.chat``.
+        params, options: as for these two.
+        handlers: objects with any of the methods ``on_llm_start``, ``on_chat_model_start``,
+            ``on_llm_new_token``, ``on_llm_end`` and ``on_llm_error``, synchronous or
+            asynchronous.
+        run_id: of this run; None makes one up.
+        parent_run_id: of the run that this one is a part of.
+        tags, metadata, run_name: for the handlers.
+
+    A request that is refused raises at the first read, not here: only there can the handlers
+    be told, with ``on_llm_error``.
+
+    Handlers are called one after the other, and the next delta is read when all are through;
+    the engine does not wait for them, unread deltas merge meanwhile. A synchronous method runs
+    on a thread that belongs to this stream, unless the handler has ``run_inline = True``. An
+    exception in a handler is logged and goes no further, unless the handler has
+    ``raise_error = True``: then it ends the stream, which raises it.
+    """
+    run = CallbackRun(
+        handlers=tuple(handlers),
+        run_id=run_id or uuid.uuid4(),
+        parent_run_id=parent_run_id,
+        tags=list(tags),
+        metadata=dict(metadata or {}),
+        name=run_name or "AsyncLLMEngine",
+    )
+    is_text = isinstance(prompt, str)
+    chat = not is_text and len(prompt) > 0 and not isinstance(prompt[0], int)
+    model = engine.config.model
+    model_name = "demo_model" if model is None else os.fspath(model)
+    stream: TokenStream | None = None
+    refusal: Exception | None = None
+    messages: list[CallbackMessage] = []
+    try:
+        if chat:
+            messages = messages_from_chat(prompt)
+            stream = engine.chat(prompt, params, **options)  # type: ignore[arg-type]
+        else:
+            stream = engine.stream(prompt, params, **options)  # type: ignore[arg-type]
+    except Exception as error:
+        refusal = error
+    text = prompt if isinstance(prompt, str) else " ".join(map(str, prompt))
+    start = RunStart(
+        messages=messages if chat else None,
+        prompt=buffer_string(messages) if chat else text,
+        model_name=model_name,
+        invocation_params={**_params(params), **options},
+    )
+    return CallbackStream(stream, refusal, run, start)
+
+
+def _params(params: SamplingParams | None) -> dict[str, Any]:
+    if not isinstance(params, SamplingParams):
+        return {}
+    return {name: getattr(params, name) for name in params.__dataclass_fields__}
+
+
+class CallbackStream:
+    """A request whose handlers are told what is read from it. Made by
+    ``stream_with_callbacks``.
+
+    It is read and aborted as a ``TokenStream`` is. Whatever ends the reading, the handlers
+    are told once: ``on_llm_end`` after the last delta, and with what was generated so far
+    after ``aclose()`` or the end of ``async with``; ``on_llm_error`` after an exception,
+    cancellation included. Only a stream that is dropped unfinished, as by ``break``, can
+    tell nobody: end it with ``aclose()``.
+
+    Attributes:
+        run_id: of this run, as the handlers see it.
+    """
+
+    def __init__(
+        self,
+        stream: TokenStream | None,
+        refusal: Exception | None,
+        run: CallbackRun,
+        start: RunStart,
+    ) -> None:
+        self.run_id = run.run_id
+        self._stream = stream
+        self._refusal = refusal
+        self._run = run
+        self._start = start
+        self._started = False
+        self._ended = False
+
+    @property
+    def request_id(self) -> str | None:
+        """None if the request was refused."""
+        return self._stream.request_id if self._stream is not None else None
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self._stream.finish_reason if self._stream is not None else None
+
+    @property
+    def usage(self) -> Usage | None:
+        return self._stream.usage if self._stream is not None else None
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Delta:
+        """The next delta, when every handler has been told of it.
+
+        Raises:
+            StopAsyncIteration: after the last delta, an exception, or ``aclose()``.
+            AsyncLLMError: if the request was refused or failed.
+        """
+        if self._ended:
+            raise StopAsyncIteration
+        try:
+            return await self._next()
+        except BaseException as error:
+            await self._fail(error)
+            raise
+
+    async def _next(self) -> Delta:
+        await self._begin()
+        if self._refusal is not None:
+            raise self._refusal
+        assert self._stream is not None
+        delta = await anext(self._stream)
+        if delta.text or delta.token_ids:
+            chunk = chunk_of(delta, chat=self._chat, run_id=self._message_id)
+            await self._run.tell("on_llm_new_token", delta.text, chunk=chunk)
+        if delta.finish_reason is not None:
+            await self._finish(self._stream)
+        return delta
+
+    async def _begin(self) -> None:
+        if not self._started:
+            self._started = True
+            await self._run.start(self._start)
+
+    async def _finish(self, stream: TokenStream) -> None:
+        self._ended = True
+        try:
+            await self._run.tell("on_llm_end", self._result(stream.completion()))
+        finally:
+            self._run.close()
+
+    async def _fail(self, error: BaseException) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        completion = getattr(error, "partial", None)
+        if self._stream is not None:
+            self._stream.close()
+            # A stream that failed has no completion; a deadline brings what there is.
+            with contextlib.suppress(Exception):
+                completion = self._stream.completion()
+        partial = {} if completion is None else {"response": self._result(completion)}
+        try:
+            with _shielded():
+                await self._run.tell_quietly("on_llm_error", error, **partial)
+        finally:
+            self._run.close()
+
+    @property
+    def _chat(self) -> bool:
+        return self._start.messages is not None
+
+    @property
+    def _message_id(self) -> str:
+        return f"run-{self.run_id}"
+
+    def _result(self, completion: Completion) -> Any:
+        return result_of(
+            completion,
+            chat=self._chat,
+            run_id=self._message_id,
+            model_name=self._start.model_name,
+        )
+
+    def abort(self) -> None:
+        """Ends the request with finish reason ``abort``; what was generated can be read."""
+        if self._stream is not None:
+            self._stream.abort()
+
+    async def aclose(self) -> None:
+        """Aborts the request, ends the iteration, and tells the handlers if there is
+        anything to tell."""
+        if self._stream is not None:
+            self._stream.close()
+        if self._ended or not self._started or self._stream is None:
+            self._ended = True
+            self._run.close()
+            return
+        await self._finish(self._stream)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    async def result(self) -> Completion:
+        """Reads to the end and returns the whole."""
+        async for _ in self:
+            pass
+        if self._stream is None:
+            assert self._refusal is not None
+            raise self._refusal
+        return self._stream.completion()
+
+    def __del__(self) -> None:
+        run = getattr(self, "_run", None)
+        if run is not None:
+            run.close()
+
+
+def _shielded() -> contextlib.AbstractContextManager[Any]:
+    """Under trio a cancelled task cannot await anything unless it is shielded; an asyncio
+    task is told once and may go on."""
+    trio = sys.modules.get("trio")
+    if trio is not None and trio.lowlevel.in_trio_run():
+        return trio.CancelScope(shield=True)
+    return contextlib.nullcontext()

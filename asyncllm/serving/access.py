@@ -1,0 +1,103 @@
+"""AccessRules: who may open a connection."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hmac
+import ipaddress
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+TOKEN_PROTOCOL = "bearer."
+PROTOCOL = "asyncllm"
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """An HTTP status instead of a connection."""
+
+    status: int
+    reason: str
+
+
+class AccessRules:
+    """Origin allow-list and bearer token.
+
+    Args:
+        token: what ``Authorization: Bearer …`` must say, or None. A browser, whose
+            WebSockets have no such header, offers the subprotocols ``asyncllm`` and
+            ``bearer.`` + base64url of the token instead.
+        origins: pages that may connect, as "https://app.example"; "*" is any. None is the
+            pages of this very server. What is no browser sends no origin and may connect.
+        local: the server is bound to a loopback address. Then a Host header must name one,
+            so that no page reaches it under a name that it made resolve to here.
+    """
+
+    def __init__(self, *, token: str | None, origins: Sequence[str] | None, local: bool) -> None:
+        self._token = None if token is None else token.encode()
+        self._origins = None if origins is None else frozenset(origins)
+        self._local = local
+
+    def check(
+        self,
+        *,
+        hosts: Sequence[str],
+        origins: Sequence[str],
+        authorizations: Sequence[str],
+        protocols: Iterable[str],
+    ) -> Refusal | None:
+        """None if the connection may be opened. Each argument holds every header of that
+        name: two of one kind are refused."""
+        if len(hosts) != 1 or len(origins) > 1 or len(authorizations) > 1:
+            return Refusal(400, "expected one Host, and at most one Origin and Authorization")
+        if self._local and not is_loopback(_host_name(hosts[0])):
+            return Refusal(403, "the Host header names no loopback address")
+        if origins and not self._is_allowed(origins[0], hosts[0]):
+            return Refusal(403, "pages of this origin may not connect")
+        if self._token is not None and not self._has_token(authorizations, protocols):
+            return Refusal(401, "expected Authorization: Bearer with the right token")
+        return None
+
+    def _is_allowed(self, origin: str, host: str) -> bool:
+        if self._origins is None:
+            return urlsplit(origin).netloc.lower() == host.lower()
+        return "*" in self._origins or origin in self._origins
+
+    def _has_token(self, authorizations: Sequence[str], protocols: Iterable[str]) -> bool:
+        assert self._token is not None
+        offered = b""
+        for header in authorizations:
+            scheme, _, rest = header.partition(" ")
+            if scheme.lower() == "bearer":
+                offered = rest.strip().encode()
+        if not authorizations:
+            for name in protocols:
+                if name.startswith(TOKEN_PROTOCOL):
+                    offered = _decode(name[len(TOKEN_PROTOCOL) :])
+        return hmac.compare_digest(offered, self._token)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a bind address or host name is this machine alone."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _host_name(header: str) -> str:
+    try:
+        return urlsplit("//" + header).hostname or ""
+    except ValueError:
+        return ""
+
+
+def _decode(text: str) -> bytes:
+    try:
+        return base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))
+    except (binascii.Error, ValueError):
+        return b""

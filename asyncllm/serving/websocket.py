@@ -1,0 +1,348 @@
+"""serve: the engine behind a WebSocket that speaks OpenAI's Responses protocol.
+
+    async with AsyncLLMEngine() as engine:
+        async with serve(engine, port=8000) as server:
+            await server.serve_forever()
+
+Then ``openai.AsyncOpenAI(base_url="http://127.0.0.1:8000/v1").responses.connect()`` talks to
+it. Needs the extra ``[server]``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Callable, Generator, Sequence
+from http import HTTPStatus
+from types import TracebackType
+from typing import Any, Self
+
+try:
+    import websockets.asyncio.server as ws
+    from websockets.datastructures import Headers
+    from websockets.http11 import Request, Response
+except ImportError as missing:
+    raise ImportError(
+        "asyncllm.serving.websocket needs the extra 'server': pip install 'asyncllm[server]'"
+    ) from missing
+
+from asyncllm.engine import AsyncLLMEngine
+from asyncllm.errors import InvalidRequestError
+from asyncllm.serving.access import PROTOCOL, AccessRules, is_loopback
+from asyncllm.serving.frame_pacer import FramePacer
+from asyncllm.serving.protocol_error import ProtocolError
+from asyncllm.serving.response_events import encode
+from asyncllm.serving.response_session import ResponseSession
+from asyncllm.serving.stats_session import StatsSession
+
+logger = logging.getLogger(__name__)
+
+RESPONSES_PATH = "/v1/responses"
+STATS_PATH = "/v1/stats"
+MAX_REFUSING = 64
+"""Connections beyond the limit that are told so; further ones get an HTTP status."""
+
+Page = Callable[[str], "tuple[str, bytes] | None"]
+
+
+def serve(
+    engine: AsyncLLMEngine,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    *,
+    token: str | None = None,
+    origins: Sequence[str] | None = None,
+    model_name: str | None = None,
+    page: Page | None = None,
+    max_connections: int = 256,
+    max_message_size: int = 1 << 20,
+    timeout: float | None = None,
+    ping_interval: float | None = 20.0,
+    ping_timeout: float | None = 20.0,
+    close_timeout: float = 5.0,
+    stats_interval: float = 0.1,
+    max_frame_rate: float = 1000.0,
+    ssl: Any = None,
+) -> WebSocketServer:
+    """A server for a started engine; it begins to listen in ``async with`` or ``await``.
+
+    ``/v1/responses`` speaks OpenAI's Responses WebSocket mode; ``/v1/stats`` sends what the
+    engine is doing, and reads nothing.
+
+    Args:
+        engine: started; it is not closed with the server.
+        host, port: where to listen; port 0 takes a free one. Bound to anything but a
+            loopback address without a token, the server logs a warning.
+        token: what clients must send as ``Authorization: Bearer …``; None asks for nothing.
+        origins: pages that may connect, as "https://app.example"; None is those that this
+            server serves itself, "*" is any. Programs send no origin and may connect.
+        model_name: what clients call the model; None is the configured name.
+        page: called with the path of every other GET request; returns a content type and a
+            body, or None for 404.
+        max_connections: at once; more are closed with 1013.
+        max_message_size: bytes; a longer message closes its connection with 1009.
+        timeout: seconds a response may take.
+        ping_interval, ping_timeout: seconds; None sends no pings.
+        close_timeout: seconds that a client has to answer a close.
+        stats_interval: seconds between two looks at the statistics.
+        max_frame_rate: frames of text a second, of all connections together. A frame costs
+            about as much time as the loop has for a token of a large batch; where there
+            would be more of them, tokens are merged, for a tenth of a second at most.
+        ssl: an ``ssl.SSLContext``, or None.
+
+    Raises:
+        InvalidRequestError: for an argument that makes no sense.
+    """
+    if not isinstance(max_connections, int) or max_connections < 1:
+        raise _bad("max_connections", max_connections, "an integer from 1")
+    if not isinstance(max_message_size, int) or max_message_size < 1:
+        raise _bad("max_message_size", max_message_size, "a number of bytes from 1")
+    if token is not None and (not isinstance(token, str) or not token):
+        raise _bad("token", token, "a non-empty string or None")
+    if isinstance(origins, str):
+        raise _bad("origins", origins, "a sequence of origins, or None")
+    if not stats_interval > 0:
+        raise _bad("stats_interval", stats_interval, "a positive number of seconds")
+    if not max_frame_rate > 0:
+        raise _bad("max_frame_rate", max_frame_rate, "a positive number of frames a second")
+    return WebSocketServer(
+        engine,
+        host,
+        port,
+        rules=AccessRules(token=token, origins=origins, local=is_loopback(host)),
+        model_name=model_name or _model_name(engine),
+        page=page,
+        max_connections=max_connections,
+        timeout=timeout,
+        stats_interval=stats_interval,
+        max_frame_rate=max_frame_rate,
+        unprotected=token is None and not is_loopback(host),
+        options={
+            "max_size": max_message_size,
+            "ping_interval": ping_interval,
+            "ping_timeout": ping_timeout,
+            "close_timeout": close_timeout,
+            "ssl": ssl,
+        },
+    )
+
+
+class WebSocketServer:
+    """Made by ``serve``. ``async with`` starts and closes it; so do ``await`` and
+    ``aclose``."""
+
+    def __init__(
+        self,
+        engine: AsyncLLMEngine,
+        host: str,
+        port: int,
+        *,
+        rules: AccessRules,
+        model_name: str,
+        page: Page | None,
+        max_connections: int,
+        timeout: float | None,
+        stats_interval: float,
+        max_frame_rate: float,
+        unprotected: bool,
+        options: dict[str, Any],
+    ) -> None:
+        self.engine = engine
+        self.host = host
+        self.model_name = model_name
+        self._port = port
+        self._rules = rules
+        self._page = page
+        self._max_connections = max_connections
+        self._timeout = timeout
+        self._stats_interval = stats_interval
+        self._pacer = FramePacer(max_frame_rate)
+        self._unprotected = unprotected
+        self._options = options
+        self._server: ws.Server | None = None
+        self._sessions: set[ResponseSession | StatsSession] = set()
+        self._num_refusing = 0
+
+    # --- lifecycle ----------------------------------------------------------------------
+
+    async def start(self) -> Self:
+        """Begins to listen.
+
+        Raises:
+            OSError: if the address is taken, or not this machine's.
+        """
+        self.engine.stats()  # an engine that is not running is refused here, not to clients
+        if self._unprotected:
+            logger.warning(
+                "listening on %s WITHOUT A TOKEN: whoever reaches this address uses the model "
+                "and reads its statistics. Pass token=…, or bind to 127.0.0.1.",
+                self.host,
+            )
+        self._server = await ws.serve(
+            self._handle,
+            self.host,
+            self._port,
+            process_request=self._process_request,
+            select_subprotocol=_select_subprotocol,
+            # Tokens are small: compressing them costs more time than it saves, and memory.
+            compression=None,
+            server_header="asyncllm",
+            logger=logger.getChild("connections"),
+            **self._options,
+        )
+        return self
+
+    @property
+    def port(self) -> int:
+        """The port that the server listens on."""
+        if self._server is None:
+            return self._port
+        return next(iter(self._server.sockets)).getsockname()[1]
+
+    @property
+    def num_connections(self) -> int:
+        return len(self._sessions)
+
+    async def serve_forever(self) -> None:
+        """Until it is cancelled or the server is closed."""
+        assert self._server is not None
+        await self._server.wait_closed()
+
+    async def aclose(self) -> None:
+        """Stops listening and closes every connection with 1001, which aborts what it
+        generates. Idempotent."""
+        if self._server is not None:
+            self._server.close()
+            await self._server.wait_closed()
+
+    def __await__(self) -> Generator[Any, None, Self]:
+        return self.start().__await__()
+
+    async def __aenter__(self) -> Self:
+        return await self.start()
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    # --- connections --------------------------------------------------------------------
+
+    async def _handle(self, connection: ws.ServerConnection) -> None:
+        if len(self._sessions) >= self._max_connections:
+            await self._refuse(connection)
+            return
+        session = self._session(connection)
+        self._sessions.add(session)
+        try:
+            await session.run()
+        finally:
+            self._sessions.discard(session)
+
+    def _session(self, connection: ws.ServerConnection) -> ResponseSession | StatsSession:
+        assert connection.request is not None
+        if _path(connection.request) == STATS_PATH:
+            return StatsSession(connection, self.snapshot, self._stats_interval)
+        return ResponseSession(
+            connection,
+            self.engine,
+            model_name=self.model_name,
+            timeout=self._timeout,
+            pacer=self._pacer,
+        )
+
+    async def _refuse(self, connection: ws.ServerConnection) -> None:
+        self._num_refusing += 1
+        try:
+            error = ProtocolError(
+                f"there are {self._max_connections} connections already; try again later",
+                code="websocket_connection_limit_reached",
+                status=503,
+            )
+            await connection.send(encode(error.event()))
+            await connection.close(1013, "too many connections")
+        finally:
+            self._num_refusing -= 1
+
+    def _process_request(
+        self, connection: ws.ServerConnection, request: Request
+    ) -> Response | None:
+        path = _path(request)
+        if path not in (RESPONSES_PATH, STATS_PATH):
+            return self._serve_page(path)
+        headers = request.headers
+        refusal = self._rules.check(
+            hosts=headers.get_all("Host"),
+            origins=headers.get_all("Origin"),
+            authorizations=headers.get_all("Authorization"),
+            protocols=_protocols(headers),
+        )
+        if refusal is not None:
+            extra = {"WWW-Authenticate": "Bearer"} if refusal.status == 401 else {}
+            return _response(refusal.status, "text/plain", refusal.reason.encode(), extra)
+        if self._num_refusing >= MAX_REFUSING:
+            return _response(503, "text/plain", b"too many connections", {"Retry-After": "1"})
+        return None
+
+    def _serve_page(self, path: str) -> Response:
+        found = self._page(path) if self._page is not None else None
+        if found is None:
+            return _response(404, "text/plain", b"not found")
+        return _response(200, *found)
+
+    def snapshot(self) -> dict[str, Any]:
+        """What ``/v1/stats`` sends: the engine's statistics, and the responses in flight."""
+        responses = [
+            {"id": events.id, "tokens": events.num_tokens}
+            for session in self._sessions
+            if isinstance(session, ResponseSession) and (events := session.current) is not None
+        ]
+        return {
+            "stats": dataclasses.asdict(self.engine.stats()),
+            "connections": len(self._sessions),
+            "responses": sorted(responses, key=lambda one: one["id"])[:64],
+        }
+
+
+def _model_name(engine: AsyncLLMEngine) -> str:
+    model = engine.config.model
+    if model is None:
+        return "demo_model"
+    return os.path.basename(model) if os.path.isdir(model) else os.fspath(model)
+
+
+def _path(request: Request) -> str:
+    return request.path.partition("?")[0]
+
+
+def _protocols(headers: Headers) -> list[str]:
+    lines = headers.get_all("Sec-WebSocket-Protocol")
+    return [name.strip() for line in lines for name in line.split(",")]
+
+
+def _select_subprotocol(connection: ws.ServerConnection, offered: Sequence[str]) -> Any:
+    return PROTOCOL if PROTOCOL in offered else None
+
+
+def _response(
+    status: int, content_type: str, body: bytes, extra: dict[str, str] | None = None
+) -> Response:
+    headers = Headers(
+        {
+            "Content-Type": f"{content_type}; charset=utf-8",
+            "Content-Length": str(len(body)),
+            "Cache-Control": "no-store",
+            "X-Content-Type-Options": "nosniff",
+            "Connection": "close",
+            **(extra or {}),
+        }
+    )
+    return Response(status, HTTPStatus(status).phrase, headers, body)
+
+
+def _bad(name: str, value: object, accepted: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{name}={value!r}: expected {accepted}", param=name)

@@ -1,0 +1,111 @@
+// The messages of one conversation. Text is only ever set as text.
+
+export class MessageList {
+  // actions: {regenerate(), edit(index, text)}
+  constructor(list, actions) {
+    this.list = list;
+    this.actions = actions;
+  }
+
+  show(conversation) {
+    const { messages, turn } = conversation;
+    const items = messages.map((message, index) => {
+      const last = index === messages.length - 1;
+      return message.role === "user"
+        ? this.question(message, index, turn)
+        : this.reply(message, last, turn);
+    });
+    this.list.replaceChildren(...items);
+    this.shown = turn ? { conversation, message: turn.message, item: items.at(-1) } : null;
+  }
+
+  // The answer under way has grown.
+  update(conversation) {
+    const shown = this.shown;
+    if (shown?.message !== conversation.turn?.message) return this.show(conversation);
+    const text = shown.item.querySelector(".text").firstChild;
+    text.appendData(shown.message.text.slice(text.length));
+    shown.item.querySelector(".metrics").textContent = metricsText(shown.message.metrics);
+  }
+
+  question(message, index, turn) {
+    const item = element("li", "message user");
+    item.append(element("span", "hidden", "You: "), element("p", "text", message.text));
+    if (!turn) {
+      const edit = button("Edit", () => this.editor(item, message, index));
+      const tools = element("div", "tools");
+      tools.append(edit);
+      item.append(tools);
+    }
+    return item;
+  }
+
+  editor(item, message, index) {
+    const form = element("form", "editor");
+    const area = element("textarea");
+    area.value = message.text;
+    area.rows = 3;
+    area.setAttribute("aria-label", "Edit your message");
+    const send = element("button", "primary", "Send again");
+    send.type = "submit";
+    const cancel = button("Cancel", () => item.replaceWith(this.question(message, index, null)));
+    form.append(area, cancel, send);
+    form.onsubmit = (event) => {
+      event.preventDefault();
+      if (area.value.trim()) this.actions.edit(index, area.value.trim());
+    };
+    form.onkeydown = (event) => {
+      if (event.key === "Escape") {
+        event.stopPropagation();
+        cancel.click();
+      } else if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+        event.preventDefault();
+        form.requestSubmit();
+      }
+    };
+    item.replaceChildren(form);
+    area.focus();
+  }
+
+  reply(message, last, turn) {
+    const running = last && turn;
+    const item = element("li", "message assistant");
+    if (running) item.dataset.state = "running";
+    const text = element("p", "text");
+    text.append(document.createTextNode(message.text));
+    item.append(element("span", "hidden", "Answer: "), text);
+    if (message.note) {
+      const note = element("p", message.failed ? "note failed" : "note", message.note);
+      item.append(note);
+    }
+    const foot = element("div", "foot");
+    foot.append(element("span", "metrics", metricsText(message.metrics)));
+    if (last && !turn) foot.append(button("Regenerate", () => this.actions.regenerate()));
+    item.append(foot);
+    return item;
+  }
+}
+
+function metricsText(metrics) {
+  if (!metrics) return "";
+  const parts = [];
+  if (metrics.ttft !== null) parts.push(`first token ${Math.round(metrics.ttft * 1000)} ms`);
+  if (metrics.rate) parts.push(`${Math.round(metrics.rate)} tokens/s`);
+  parts.push(`${metrics.tokens} ${metrics.tokens === 1 ? "token" : "tokens"}`);
+  if (metrics.cached) parts.push(`${metrics.cached} of ${metrics.prompt} prompt tokens cached`);
+  return parts.join("  ·  ");
+}
+
+function element(name, className = "", text = "") {
+  const node = document.createElement(name);
+  if (className) node.className = className;
+  if (text) node.textContent = text;
+  return node;
+}
+
+function button(label, action) {
+  const node = element("button", "quiet", label);
+  node.type = "button";
+  node.onclick = action;
+  return node;
+}

@@ -1,0 +1,146 @@
+"""ChatAsyncLLM: a LangChain chat model over an engine in the same process."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.language_models.base import LangSmithParams
+from langchain_core.language_models.chat_models import BaseChatModel
+from langchain_core.messages import (
+    AIMessage,
+    AIMessageChunk,
+    BaseMessage,
+    convert_to_openai_messages,
+)
+from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
+from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
+
+from asyncllm import Completion, Delta, Usage
+from langchain_asyncllm.engine_model import CONFIG, EngineModel, finish_metadata, token_usage
+
+
+class ChatAsyncLLM(EngineModel, BaseChatModel):
+    """Chats with an engine that runs in this process.
+
+        async with AsyncLLMEngine() as engine:
+            model = ChatAsyncLLM(engine=engine, temperature=0)
+            await model.ainvoke("Hello!")
+
+    The asynchronous methods read the engine's streams on the running loop; the synchronous
+    ones wait on the engine's thread and need no loop. Calls that run at once, those of
+    ``batch`` and ``abatch`` included, share one batch. Leaving a stream early, or cancelling
+    the task, aborts the request.
+
+    Messages are text: the engine refuses images, audio and tools.
+    """
+
+    model_config = CONFIG
+
+    streaming: bool = False
+    """Make ``invoke`` go through the stream, so that handlers see its tokens."""
+
+    @property
+    def _llm_type(self) -> str:
+        return "asyncllm-chat"
+
+    @property
+    def _identifying_params(self) -> dict[str, Any]:
+        return {"model_name": self.model_name, **self.request_options(None, {})}
+
+    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
+        params = super()._get_ls_params(stop=stop, **kwargs)
+        params["ls_provider"] = "asyncllm"
+        params.setdefault("ls_model_name", self.model_name)
+        return params
+
+    def _generate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        llm, chat, options = self._prepare(messages, stop, kwargs)
+        return self._result(self.submit(lambda: llm.stream_chat(chat, **options)).result())
+
+    async def _agenerate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        _, chat, options = self._prepare(messages, stop, kwargs)
+        stream = await self.asubmit(lambda: self.engine.chat(chat, **options))
+        return self._result(await stream.result())
+
+    def _stream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> Iterator[ChatGenerationChunk]:
+        llm, chat, options = self._prepare(messages, stop, kwargs)
+        for delta in self.paced(self.submit(lambda: llm.stream_chat(chat, **options))):
+            yield self._chunk(delta)
+
+    async def _astream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[ChatGenerationChunk]:
+        _, chat, options = self._prepare(messages, stop, kwargs)
+        stream = await self.asubmit(lambda: self.engine.chat(chat, **options))
+        async for delta in self.apaced(stream):
+            yield self._chunk(delta)
+
+    def _prepare(
+        self, messages: list[BaseMessage], stop: list[str] | None, given: dict[str, Any]
+    ) -> tuple[Any, list[dict[str, Any]], dict[str, Any]]:
+        chat = convert_to_openai_messages(messages)
+        assert isinstance(chat, list)
+        return self.blocking(), chat, self.request_options(stop, given)
+
+    def _chunk(self, delta: Delta) -> ChatGenerationChunk:
+        metadata = finish_metadata(delta.finish_reason, delta.stop_reason, self.model_name)
+        metadata |= self.token_logprobs(delta.logprobs)
+        message = AIMessageChunk(
+            content=delta.text,
+            response_metadata=metadata,
+            usage_metadata=_usage_metadata(delta.usage),
+            chunk_position=None if delta.finish_reason is None else "last",
+        )
+        return ChatGenerationChunk(message=message, generation_info=metadata or None)
+
+    def _result(self, completion: Completion) -> ChatResult:
+        output = completion.outputs[0]
+        metadata = finish_metadata(output.finish_reason, output.stop_reason, self.model_name)
+        metadata |= self.token_logprobs(output.logprobs)
+        message = AIMessage(
+            content=output.text,
+            response_metadata=metadata,
+            usage_metadata=_usage_metadata(completion.usage),
+        )
+        return ChatResult(
+            generations=[ChatGeneration(message=message, generation_info=metadata)],
+            llm_output={
+                "model_name": self.model_name,
+                "token_usage": token_usage(completion.usage),
+            },
+        )
+
+
+def _usage_metadata(usage: Usage | None) -> UsageMetadata | None:
+    if usage is None:
+        return None
+    return UsageMetadata(
+        input_tokens=usage.prompt_tokens,
+        output_tokens=usage.completion_tokens,
+        total_tokens=usage.total_tokens,
+        input_token_details=InputTokenDetails(cache_read=usage.cached_tokens),
+    )

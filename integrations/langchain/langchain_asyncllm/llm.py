@@ -1,0 +1,117 @@
+"""AsyncLLM: a LangChain language model over an engine in the same process."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.language_models.base import LangSmithParams
+from langchain_core.language_models.llms import BaseLLM
+from langchain_core.outputs import Generation, GenerationChunk, LLMResult
+
+from asyncllm import Completion
+from asyncllm.llm import LLMStream
+from asyncllm.stream import TokenStream
+from langchain_asyncllm.engine_model import CONFIG, EngineModel, finish_metadata, token_usage
+
+
+class AsyncLLM(EngineModel, BaseLLM):
+    """Completes prompts on an engine that runs in this process; for conversations there is
+    ``ChatAsyncLLM``. The prompts of one call, and all calls at once, share one batch."""
+
+    model_config = CONFIG
+
+    @property
+    def _llm_type(self) -> str:
+        return "asyncllm"
+
+    @property
+    def _identifying_params(self) -> dict[str, Any]:
+        return {"model_name": self.model_name, **self.request_options(None, {})}
+
+    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
+        params = super()._get_ls_params(stop=stop, **kwargs)
+        params["ls_provider"] = "asyncllm"
+        params.setdefault("ls_model_name", self.model_name)
+        return params
+
+    def _generate(
+        self,
+        prompts: list[str],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> LLMResult:
+        llm, options = self.blocking(), self.request_options(stop, kwargs)
+        streams: list[LLMStream] = []
+        try:
+            for prompt in prompts:
+                streams.append(self.submit(lambda p=prompt: llm.stream(p, **options)))
+            return self._result([stream.result() for stream in streams])
+        finally:
+            for stream in streams:
+                stream.close()
+
+    async def _agenerate(
+        self,
+        prompts: list[str],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> LLMResult:
+        engine, options = self.engine, self.request_options(stop, kwargs)
+        streams: list[TokenStream] = []
+        try:
+            for prompt in prompts:
+                streams.append(await self.asubmit(lambda p=prompt: engine.stream(p, **options)))
+            return self._result([await stream.result() for stream in streams])
+        finally:
+            # If one failed, the others have nobody to read them.
+            for stream in streams:
+                stream.close()
+
+    def _stream(
+        self,
+        prompt: str,
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> Iterator[GenerationChunk]:
+        llm, options = self.blocking(), self.request_options(stop, kwargs)
+        for delta in self.paced(self.submit(lambda: llm.stream(prompt, **options))):
+            yield self._chunk(delta)
+
+    async def _astream(
+        self,
+        prompt: str,
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[GenerationChunk]:
+        options = self.request_options(stop, kwargs)
+        stream = await self.asubmit(lambda: self.engine.stream(prompt, **options))
+        async for delta in self.apaced(stream):
+            yield self._chunk(delta)
+
+    def _chunk(self, delta: Any) -> GenerationChunk:
+        info = finish_metadata(delta.finish_reason, delta.stop_reason, self.model_name)
+        info |= self.token_logprobs(delta.logprobs)
+        if delta.usage is not None:
+            info["token_usage"] = token_usage(delta.usage)
+        return GenerationChunk(text=delta.text, generation_info=info or None)
+
+    def _result(self, completions: list[Completion]) -> LLMResult:
+        generations: list[list[Any]] = []
+        total = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
+        for completion in completions:
+            output = completion.outputs[0]
+            info = finish_metadata(output.finish_reason, output.stop_reason, self.model_name)
+            info |= self.token_logprobs(output.logprobs)
+            generations.append([Generation(text=output.text, generation_info=info)])
+            for name, count in token_usage(completion.usage).items():
+                total[name] += count
+        return LLMResult(
+            generations=generations,
+            llm_output={"model_name": self.model_name, "token_usage": total},
+        )

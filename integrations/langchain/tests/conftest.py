@@ -1,0 +1,22 @@
+"""One engine on the packaged model for all tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from asyncllm import LLM
+
+
+@pytest.fixture(scope="session")
+def llm() -> Iterator[LLM]:
+    with LLM(num_blocks=256) as llm:
+        yield llm
+
+
+@pytest.fixture(autouse=True)
+def _engine_of_the_class(request: pytest.FixtureRequest, llm: LLM) -> None:
+    """langchain-tests asks the test class for the model's arguments."""
+    if request.cls is not None:
+        request.cls.engine = llm.engine

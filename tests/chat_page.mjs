@@ -1,0 +1,219 @@
+// Drives the chat page in Chromium: node chat_page.mjs SCENARIO URL PLAYWRIGHT_DIR CHROMIUM OUT
+// Talks to the test in lines: prints what happened, reads a line where the test has to act.
+
+import { createRequire } from "node:module";
+import { createInterface } from "node:readline";
+import assert from "node:assert/strict";
+
+const [scenario, url, playwright, chromiumPath, out] = process.argv.slice(2);
+const { chromium } = createRequire(`${playwright}/`)("playwright-core");
+const input = createInterface({ input: process.stdin })[Symbol.asyncIterator]();
+
+const say = (value) => console.log(JSON.stringify(value));
+const hear = async () => (await input.next()).value;
+
+async function open(browser, options = {}) {
+  const context = await browser.newContext(options);
+  return openIn(context);
+}
+
+async function openIn(context) {
+  const page = await context.newPage();
+  page.setDefaultTimeout(15_000);
+  page.failures = [];
+  page.on("pageerror", (error) => page.failures.push(error.message));
+  await page.goto(url);
+  await page.waitForSelector("#stats-state[data-state=open]", { state: "attached" });
+  return page;
+}
+
+async function ask(page, text) {
+  await page.fill("#prompt", text);
+  await page.keyboard.press("Enter");
+}
+
+const answer = (page) => page.locator(".message.assistant").last();
+const started = (page) => page.waitForFunction(() => [...document.querySelectorAll(".assistant .text")].at(-1)?.textContent.length > 10);
+const ended = (page) => page.waitForSelector("#send:not([hidden])");
+
+const scenarios = {
+  async interleave(browser) {
+    const context = await browser.newContext();
+    const order = [];
+    const pages = [];
+    for (const name of ["a", "b"]) {
+      const page = await openIn(context);
+      page.on("websocket", () => {});
+      await page.exposeFunction("note", () => order.push(name));
+      await page.evaluate(() => {
+        new MutationObserver(() => window.note()).observe(document.querySelector("#messages"), { subtree: true, characterData: true });
+      });
+      pages.push(page);
+    }
+    await Promise.all(pages.map((page, i) => ask(page, `${i + 1}`)));
+    await Promise.all(pages.map(ended));
+    const switches = order.filter((name, i) => i && order[i - 1] !== name).length;
+    say({ switches, texts: await Promise.all(pages.map((page) => answer(page).locator(".text").textContent())) });
+  },
+
+  async stop(browser) {
+    const page = await open(browser);
+    await ask(page, "1");
+    await started(page);
+    await page.click("#stop");
+    await ended(page);
+    const note = await answer(page).locator(".note").textContent();
+    await ask(page, "2");
+    await started(page);
+    await page.keyboard.press("Escape");
+    await ended(page);
+    say({ note, again: await answer(page).locator(".note").textContent() });
+  },
+
+  async reload(browser) {
+    const page = await open(browser);
+    await ask(page, "1");
+    await started(page);
+    say("running");
+    await hear();
+    await page.reload();
+    await page.waitForSelector("#stats-state[data-state=open]", { state: "attached" });
+    await page.locator(".conversation", { hasText: "1" }).click();
+    say({ note: await answer(page).locator(".note").textContent() });
+    await hear();
+  },
+
+  async script(browser) {
+    const page = await open(browser);
+    await ask(page, "1");
+    await ended(page);
+    const text = await answer(page).locator(".text").textContent();
+    const elements = await page.locator("#messages script, #messages b, #messages img, #conversations script").count();
+    say({ text, elements, ran: await page.evaluate(() => window.ran ?? null), failures: page.failures });
+  },
+
+  async lost(browser) {
+    const page = await open(browser);
+    await ask(page, "1");
+    await started(page);
+    say("running");
+    await hear();
+    await page.waitForSelector("#banner:not([hidden])");
+    const banner = await page.textContent("#banner");
+    const note = await answer(page).locator(".note").textContent();
+    const offline = await page.textContent("#stats-state");
+    say("lost");
+    await hear();
+    await page.waitForSelector("#banner", { state: "hidden" });
+    await page.waitForSelector("#stats-state[data-state=open]", { state: "attached" });
+    await page.getByRole("button", { name: "Regenerate" }).click();
+    await ended(page);
+    say({ banner, note, offline, text: await answer(page).locator(".text").textContent() });
+  },
+
+  async talk(browser) {
+    const page = await open(browser, { viewport: { width: 1360, height: 860 } });
+    const sent = [];
+    page.on("websocket", () => {});
+    const tap = await page.context().newCDPSession(page);
+    await tap.send("Network.enable");
+    tap.on("Network.webSocketFrameSent", ({ response }) => sent.push(JSON.parse(response.payloadData)));
+    await page.getByRole("button", { name: "Settings of this chat" }).click();
+    await page.getByLabel("System prompt").fill("You are friendly, and you answer in one or two short sentences.");
+    await page.getByLabel("Temperature").fill("0");
+    await page.getByRole("button", { name: "Settings of this chat" }).click();
+    await ask(page, "Hello, my name is Tom.");
+    await ended(page);
+    const first = await answer(page).locator(".text").textContent();
+    await ask(page, "What is my name?");
+    await ended(page);
+    const second = await answer(page).locator(".text").textContent();
+    const metrics = await answer(page).locator(".metrics").textContent();
+    await page.getByRole("button", { name: "Regenerate" }).click();
+    await ended(page);
+    const again = await answer(page).locator(".text").textContent();
+    await page.locator(".message.user").first().hover();
+    await page.getByRole("button", { name: "Edit" }).first().click();
+    await page.getByLabel("Edit your message").fill("Hello, my name is Anna.");
+    await page.keyboard.press("Enter");
+    await page.waitForFunction(() => document.querySelectorAll(".message").length === 2);
+    await ended(page);
+    say({ first, second, again, metrics, sent, failures: page.failures, count: await page.locator(".message").count() });
+  },
+
+  async look(browser) {
+    const problems = [];
+    for (const colorScheme of ["light", "dark"]) {
+      for (const [name, viewport] of [["desktop", { width: 1360, height: 860 }], ["phone", { width: 390, height: 844 }]]) {
+        const phone = name === "phone";
+        const page = await open(browser, { colorScheme, viewport, isMobile: phone, hasTouch: phone, deviceScaleFactor: phone ? 2 : 1 });
+        await ask(page, "Hello!");
+        await ended(page);
+        if (phone) await page.tap("#show-rail");
+        await page.click("#many");
+        await started(page);
+        await page.screenshot({ path: `${out}/${name}-${colorScheme}.png` });
+        if (phone) {
+          await page.tap("#show-activity");
+          await page.waitForTimeout(300);
+          await page.screenshot({ path: `${out}/${name}-${colorScheme}-activity.png` });
+        }
+        problems.push(...(await page.evaluate(inspect)).map((problem) => `${name} ${colorScheme}: ${problem}`), ...page.failures);
+        await page.context().close();
+      }
+    }
+    say({ problems });
+  },
+
+  async keyboard(browser) {
+    const page = await open(browser, { viewport: { width: 1360, height: 860 } });
+    await page.keyboard.press("Tab");
+    const skip = await page.evaluate(() => document.activeElement.className);
+    await page.keyboard.press("Enter");
+    await page.keyboard.type("Hello!");
+    await page.keyboard.press("Shift+Enter");
+    await page.keyboard.type("Who are you?");
+    const typed = await page.inputValue("#prompt");
+    await page.keyboard.press("Enter");
+    await ended(page);
+    await page.keyboard.press("Alt+n");
+    const empty = await page.locator(".message").count();
+    const focused = await page.evaluate(() => document.activeElement.id);
+    say({ skip, typed, empty, focused, announced: await page.textContent("#announce") });
+  },
+};
+
+// Runs in the page: what a reader would stumble over.
+function inspect() {
+  const problems = [];
+  if (document.documentElement.scrollWidth > innerWidth) problems.push("scrolls sideways");
+  for (const control of document.querySelectorAll("button, textarea, input")) {
+    const name = control.textContent.trim() || control.ariaLabel || control.labels?.[0]?.textContent.trim();
+    if (!name) problems.push(`without a name: ${control.outerHTML.slice(0, 80)}`);
+  }
+  const paint = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+  const style = getComputedStyle(document.documentElement);
+  const luminance = (name) => {
+    paint.fillStyle = style.getPropertyValue(name);
+    paint.fillRect(0, 0, 1, 1);
+    const [r, g, b] = [...paint.getImageData(0, 0, 1, 1).data].map((v) => (v / 255 <= 0.04045 ? v / 255 / 12.92 : ((v / 255 + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  for (const [text, ground] of [["--ink", "--surface"], ["--ink", "--paper"], ["--soft", "--surface"], ["--soft", "--paper"], ["--soft", "--sunk"], ["--on-accent", "--accent"], ["--alarm", "--alarm-sunk"], ["--alarm", "--surface"]]) {
+    const [a, b] = [luminance(text), luminance(ground)].sort((x, y) => y - x);
+    if ((a + 0.05) / (b + 0.05) < 4.5) problems.push(`contrast of ${text} on ${ground}: ${((a + 0.05) / (b + 0.05)).toFixed(2)}`);
+  }
+  return problems;
+}
+
+const browser = await chromium.launch({
+  executablePath: chromiumPath,
+  args: ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage"],
+});
+try {
+  assert(scenarios[scenario], `no such scenario: ${scenario}`);
+  await scenarios[scenario](browser);
+} finally {
+  await browser.close();
+}
+process.exit(0);

@@ -1,0 +1,520 @@
+"""stream_with_callbacks: what handlers are told, by whom, and what becomes of their errors."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import io
+import logging
+import subprocess
+import sys
+import threading
+import uuid
+from contextlib import redirect_stdout
+
+import pytest
+
+from asyncllm import DeadlineExceededError, InvalidRequestError, RequestError
+from asyncllm.callbacks import stream_with_callbacks
+from tests.fakes import fake
+
+pytestmark = pytest.mark.asyncio
+
+CHAT = [{"role": "system", "content": "7"}, {"role": "user", "content": "8 9"}]
+
+
+class Recorder:
+    """Every event with its arguments, synchronous."""
+
+    def __init__(self):
+        self.events = []
+        self.threads = set()
+
+    def _note(self, name, args, kwargs):
+        self.threads.add(threading.current_thread().name)
+        self.events.append((name, args, kwargs))
+
+    @property
+    def names(self):
+        names = [name for name, _, _ in self.events]
+        return [n for i, n in enumerate(names) if i == 0 or names[i - 1] != n]
+
+    def of(self, name):
+        return [(args, kwargs) for n, args, kwargs in self.events if n == name]
+
+    def on_llm_start(self, *args, **kwargs):
+        self._note("on_llm_start", args, kwargs)
+
+    def on_chat_model_start(self, *args, **kwargs):
+        self._note("on_chat_model_start", args, kwargs)
+
+    def on_llm_new_token(self, *args, **kwargs):
+        self._note("on_llm_new_token", args, kwargs)
+
+    def on_llm_end(self, *args, **kwargs):
+        self._note("on_llm_end", args, kwargs)
+
+    def on_llm_error(self, *args, **kwargs):
+        self._note("on_llm_error", args, kwargs)
+
+
+class AsyncRecorder(Recorder):
+    async def on_llm_start(self, *args, **kwargs):
+        self._note("on_llm_start", args, kwargs)
+
+    async def on_chat_model_start(self, *args, **kwargs):
+        self._note("on_chat_model_start", args, kwargs)
+
+    async def on_llm_new_token(self, *args, **kwargs):
+        self._note("on_llm_new_token", args, kwargs)
+
+    async def on_llm_end(self, *args, **kwargs):
+        self._note("on_llm_end", args, kwargs)
+
+    async def on_llm_error(self, *args, **kwargs):
+        self._note("on_llm_error", args, kwargs)
+
+
+# --- what they are told -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [Recorder, AsyncRecorder])
+async def test_a_prompt_is_told_from_start_to_end(kind):
+    rig, handler = fake(), kind()
+    run_id, parent = uuid.uuid4(), uuid.uuid4()
+    async with rig.engine() as engine:
+        stream = stream_with_callbacks(
+            engine,
+            "1 2 3",
+            handlers=[handler],
+            run_id=run_id,
+            parent_run_id=parent,
+            tags=["a", "b"],
+            metadata={"user": 7},
+            run_name="story",
+            max_tokens=6,
+        )
+        deltas = [delta async for delta in stream]
+        plain = await engine.generate("1 2 3", max_tokens=6)
+    assert "".join(map(str, deltas)) == plain.text
+    assert handler.names == ["on_llm_start", "on_llm_new_token", "on_llm_end"]
+    for _, _, kwargs in handler.events:
+        assert kwargs["run_id"] == run_id == stream.run_id
+        assert kwargs["parent_run_id"] == parent
+        assert kwargs["tags"] == ["a", "b"]
+    ((serialized, prompts), start), *_ = handler.of("on_llm_start")
+    assert (serialized["id"][-1], prompts) == ("AsyncLLMEngine", ["1 2 3"])
+    assert (start["metadata"], start["name"]) == ({"user": 7}, "story")
+    assert start["invocation_params"]["max_tokens"] == 6
+    tokens = handler.of("on_llm_new_token")
+    assert [args[0] for args, _ in tokens] == [delta.text for delta in deltas]
+    assert [kwargs["chunk"].text for _, kwargs in tokens] == [delta.text for delta in deltas]
+    assert tokens[-1][1]["chunk"].generation_info == {"finish_reason": "length"}
+    ((result,), _), *_ = handler.of("on_llm_end")
+    (generation,) = result.generations[0]
+    assert (generation.text, generation.type) == (plain.text, "Generation")
+    assert result.llm_output["token_usage"]["completion_tokens"] == 6
+    assert result.model_dump()["generations"][0][0]["text"] == plain.text
+
+
+async def test_a_conversation_is_told_as_messages():
+    rig, handler = fake(), Recorder()
+    async with rig.engine() as engine:
+        stream = stream_with_callbacks(engine, CHAT, handlers=[handler], max_tokens=3)
+        completion = await stream.result()
+    assert completion.prompt_token_ids == (7, 8, 9)
+    assert handler.names == ["on_chat_model_start", "on_llm_new_token", "on_llm_end"]
+    ((_, (messages,)), _), *_ = handler.of("on_chat_model_start")
+    assert [(m.type, m.role, m.content) for m in messages] == [
+        ("system", "system", "7"),
+        ("human", "user", "8 9"),
+    ]
+    ((result,), _), *_ = handler.of("on_llm_end")
+    (generation,) = result.generations[0]
+    assert generation.message.content == generation.message.text == completion.text
+    assert generation.message.response_metadata["finish_reason"] == "length"
+    assert generation.message.usage_metadata == {
+        "input_tokens": 3,
+        "output_tokens": 3,
+        "total_tokens": 6,
+        "input_token_details": {"cache_read": 0},
+    }
+    chunk = handler.of("on_llm_new_token")[-1][1]["chunk"]
+    assert chunk.message.usage_metadata == generation.message.usage_metadata
+
+
+@pytest.mark.parametrize("how", ["missing", "not implemented"])
+async def test_a_handler_without_chat_gets_one_prompt(how):
+    class Old(Recorder):
+        if how == "missing":
+            on_chat_model_start = None
+        else:
+
+            def on_chat_model_start(self, *args, **kwargs):
+                raise NotImplementedError
+
+    rig, handler = fake(), Old()
+    async with rig.engine() as engine:
+        await stream_with_callbacks(engine, CHAT, handlers=[handler], max_tokens=2).result()
+    assert handler.names == ["on_llm_start", "on_llm_new_token", "on_llm_end"]
+    ((_, prompts), _), *_ = handler.of("on_llm_start")
+    assert prompts == ["System: 7\nHuman: 8 9"]
+
+
+async def test_token_ids_and_objects_with_few_methods():
+    class OnlyEnds:
+        def on_llm_end(self, result, **kwargs):
+            self.text = result.generations[0][0].text
+
+    rig, handler, all_of_it = fake(), OnlyEnds(), Recorder()
+    async with rig.engine() as engine:
+        stream = stream_with_callbacks(
+            engine, [4, 5], handlers=[handler, object(), all_of_it], max_tokens=2
+        )
+        assert (await stream.result()).text == handler.text
+    assert all_of_it.of("on_llm_start")[0][0][1] == ["4 5"]
+
+
+async def test_ignored_events_are_not_told():
+    class Deaf(Recorder):
+        ignore_llm = True
+        ignore_chat_model = True
+
+    rig, handler = fake(), Deaf()
+    async with rig.engine() as engine:
+        for prompt in ("1 2", CHAT):
+            await stream_with_callbacks(engine, prompt, handlers=[handler], max_tokens=2).result()
+    assert handler.events == []
+
+
+# --- where they run ---------------------------------------------------------------------
+
+
+async def test_synchronous_handlers_run_off_the_loop_unless_inline():
+    class Inline(Recorder):
+        run_inline = True
+
+    rig, off, inline, on = fake(), Recorder(), Inline(), AsyncRecorder()
+    here = threading.current_thread().name
+    async with rig.engine() as engine:
+        await stream_with_callbacks(engine, [1], handlers=[off, inline, on], max_tokens=3).result()
+    assert inline.threads == on.threads == {here}
+    assert len(off.threads) == 1
+    assert off.threads.pop().startswith("asyncllm-callbacks")
+
+
+async def test_a_slow_handler_leaves_the_loop_and_the_engine_alone():
+    entered, gate = threading.Event(), threading.Event()
+
+    class Slow:
+        def on_llm_new_token(self, token, **kwargs):
+            entered.set()
+            assert gate.wait(10)
+
+    rig = fake()
+    async with rig.engine() as engine:
+        slow = stream_with_callbacks(engine, [1], handlers=[Slow()], max_tokens=20)
+        reading = asyncio.ensure_future(slow.result())
+        while not entered.is_set():
+            await asyncio.sleep(0.001)
+        other = await engine.generate([2], max_tokens=20)
+        assert not reading.done()
+        gate.set()
+        result = await reading
+    assert len(other.token_ids) == len(result.token_ids) == 20
+
+
+async def test_context_variables_reach_handlers():
+    import contextvars
+
+    variable = contextvars.ContextVar("variable", default="unset")
+    seen = []
+
+    class Reader:
+        def on_llm_start(self, *args, **kwargs):
+            seen.append(variable.get())
+
+    rig = fake()
+    async with rig.engine() as engine:
+        variable.set("mine")
+        await stream_with_callbacks(engine, [1], handlers=[Reader()], max_tokens=1).result()
+    assert seen == ["mine"]
+
+
+# --- errors -----------------------------------------------------------------------------
+
+
+class Faulty(Recorder):
+    def __init__(self, event, raise_error=False):
+        super().__init__()
+        self.raise_error = raise_error
+
+        def fail(*args, **kwargs):
+            self._note(event, args, kwargs)
+            raise ValueError(f"from {event}")
+
+        setattr(self, event, fail)
+
+
+@pytest.mark.parametrize("event", ["on_llm_start", "on_llm_new_token", "on_llm_end"])
+async def test_a_handler_that_raises_is_logged_and_no_more(event, caplog):
+    rig, handler, other = fake(), Faulty(event), Recorder()
+    async with rig.engine() as engine:
+        with caplog.at_level(logging.WARNING, logger="asyncllm.callbacks"):
+            result = await stream_with_callbacks(
+                engine, [1], handlers=[handler, other], max_tokens=4
+            ).result()
+    assert len(result.token_ids) == 4
+    assert handler.names == other.names == ["on_llm_start", "on_llm_new_token", "on_llm_end"]
+    assert f"Faulty.{event} raised" in caplog.text
+    assert "ValueError" in caplog.text
+
+
+@pytest.mark.parametrize("event", ["on_llm_start", "on_llm_new_token"])
+async def test_a_handler_that_asks_for_it_stops_the_stream(event):
+    rig, handler, other = fake(step_time=0.001), Faulty(event, raise_error=True), Recorder()
+    async with rig.engine() as engine:
+        stream = stream_with_callbacks(engine, [1], handlers=[handler, other], max_tokens=200)
+        with pytest.raises(ValueError, match=event):
+            await stream.result()
+        assert [delta async for delta in stream] == []
+        while engine.stats().num_aborted == 0:
+            await asyncio.sleep(0.001)
+        assert engine.stats().num_free_blocks == engine.stats().num_blocks
+    for one in (handler, other):
+        ((error,), kwargs), *_ = one.of("on_llm_error")
+        assert isinstance(error, ValueError)
+        assert kwargs["run_id"] == stream.run_id
+    assert other.names[-1] == "on_llm_error"
+
+
+async def test_a_handler_may_refuse_the_end():
+    rig, handler = fake(), Faulty("on_llm_end", raise_error=True)
+    async with rig.engine() as engine:
+        stream = stream_with_callbacks(engine, [1], handlers=[handler], max_tokens=2)
+        with pytest.raises(ValueError, match="on_llm_end"):
+            await stream.result()
+    assert handler.names == ["on_llm_start", "on_llm_new_token", "on_llm_end"]
+
+
+async def test_a_refused_request_is_told_and_raised_at_the_first_read():
+    rig, handler = fake(), Recorder()
+    async with rig.engine() as engine:
+        stream = stream_with_callbacks(engine, "1 2", handlers=[handler], max_tokens=0)
+        assert (stream.request_id, stream.usage, stream.finish_reason) == (None, None, None)
+        with pytest.raises(InvalidRequestError):
+            await anext(stream)
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+        with pytest.raises(InvalidRequestError):
+            await stream.result()
+        bad = stream_with_callbacks(engine, ["a", "b"], handlers=[handler])
+        with pytest.raises(InvalidRequestError):
+            await bad.result()
+    assert handler.names == [
+        "on_llm_start",
+        "on_llm_error",
+        "on_chat_model_start",
+        "on_llm_error",
+    ]
+
+
+async def test_a_request_that_fails_is_told_with_what_there_is():
+    rig, handler = fake(step_time=0.01), Recorder()
+    rig.executor.row_errors["bad"] = RuntimeError("row")
+    async with rig.engine() as engine:
+        with pytest.raises(RequestError):
+            await stream_with_callbacks(
+                engine, [1], handlers=[handler], request_id="bad", max_tokens=5
+            ).result()
+        with pytest.raises(DeadlineExceededError):
+            await stream_with_callbacks(
+                engine, [1], handlers=[handler], timeout=0.1, max_tokens=200
+            ).result()
+    first, second = handler.of("on_llm_error")
+    assert "response" not in first[1]
+    text = "".join(args[0] for args, _ in handler.of("on_llm_new_token"))
+    assert second[1]["response"].generations[0][0].text == text != ""
+
+
+async def test_cancellation_is_an_error_to_handlers():
+    rig, handler, other = fake(step_time=0.01), Recorder(), AsyncRecorder()
+    async with rig.engine() as engine:
+        stream = stream_with_callbacks(engine, [1], handlers=[handler, other], max_tokens=200)
+        task = asyncio.ensure_future(stream.result())
+        while not other.of("on_llm_new_token"):
+            await asyncio.sleep(0.001)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        while engine.stats().num_aborted == 0:
+            await asyncio.sleep(0.001)
+    for one in (handler, other):
+        ((error,), kwargs), *_ = one.of("on_llm_error")
+        assert isinstance(error, asyncio.CancelledError)
+        assert kwargs["response"].generations[0][0].text
+
+
+async def test_closing_and_aborting_end_the_run():
+    rig, closed, aborted, unread = fake(step_time=0.001), Recorder(), Recorder(), Recorder()
+    async with rig.engine() as engine:
+        async with stream_with_callbacks(engine, [1], handlers=[closed], max_tokens=200) as one:
+            first = await anext(one)
+        assert [delta async for delta in one] == []
+        two = stream_with_callbacks(engine, [1], handlers=[aborted], max_tokens=200)
+        await anext(two)
+        two.abort()
+        assert (await two.result()).finish_reason == two.finish_reason == "abort"
+        three = stream_with_callbacks(engine, [1], handlers=[unread], max_tokens=200)
+        await three.aclose()
+        await three.aclose()
+        four = stream_with_callbacks(engine, [1], handlers=[unread], max_tokens=200)
+        del four
+        gc.collect()
+        while engine.stats().num_aborted < 4:
+            await asyncio.sleep(0.001)
+    assert closed.names == aborted.names == ["on_llm_start", "on_llm_new_token", "on_llm_end"]
+    assert closed.of("on_llm_end")[0][0][0].generations[0][0].text == first.text
+    result = aborted.of("on_llm_end")[0][0][0]
+    assert result.generations[0][0].generation_info["finish_reason"] == "abort"
+    assert unread.events == []
+
+
+async def test_submitted_at_once():
+    rig = fake(record=True)
+    async with rig.engine() as engine:
+        await engine.pause()
+        streams = [stream_with_callbacks(engine, [i], max_tokens=3) for i in range(4)]
+        await engine.resume()
+        for stream in streams:
+            await stream.result()
+    assert [len(batch) for batch in rig.executor.batches] == [4, 4, 4]
+
+
+def _run_on_trio(main):
+    import trio
+
+    trio.run(main)
+
+
+async def test_works_under_trio():
+    import trio
+
+    handler, cancelled, other = Recorder(), Recorder(), AsyncRecorder()
+
+    async def main():
+        async with fake(step_time=0.001).engine() as engine:
+            await stream_with_callbacks(engine, [1], handlers=[handler], max_tokens=4).result()
+            with trio.CancelScope() as scope:
+                stream = stream_with_callbacks(
+                    engine, [1], handlers=[cancelled, other], max_tokens=200
+                )
+                async for _ in stream:
+                    scope.cancel()
+
+    await asyncio.to_thread(_run_on_trio, main)
+    assert handler.names == ["on_llm_start", "on_llm_new_token", "on_llm_end"]
+    for one in (cancelled, other):
+        ((error,), _), *_ = one.of("on_llm_error")
+        assert isinstance(error, trio.Cancelled)
+
+
+# --- LangChain's own handlers -----------------------------------------------------------
+
+
+async def test_needs_no_langchain():
+    code = (
+        "import sys, asyncllm.callbacks\n"
+        "assert not [m for m in sys.modules if m.startswith(('langchain', 'torch', 'trio'))]"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.fixture
+def tracer_class():
+    tracers = pytest.importorskip("langchain_core.tracers.base")
+
+    class Tracer(tracers.BaseTracer):
+        def __init__(self, **kwargs):
+            super().__init__(**kwargs)
+            self.runs = []
+
+        def _persist_run(self, run):
+            self.runs.append(run)
+
+    return Tracer
+
+
+@pytest.mark.parametrize("schema", ["original", "original+chat"])
+async def test_langchain_tracers_accept_a_run(tracer_class, schema):
+    tracer = tracer_class(_schema_format=schema)
+    rig = fake()
+    async with rig.engine() as engine:
+        text = await stream_with_callbacks(
+            engine, "1 2", handlers=[tracer], tags=["t"], metadata={"m": 1}, max_tokens=4
+        ).result()
+        chat = await stream_with_callbacks(engine, CHAT, handlers=[tracer], max_tokens=4).result()
+    first, second = tracer.runs
+    assert first.inputs == {"prompts": ["1 2"]}
+    assert first.outputs["generations"][0][0]["text"] == text.text
+    assert first.tags == ["t"]
+    assert first.extra["metadata"]["m"] == 1
+    assert [event["name"] for event in first.events][0 :: len(first.events) - 1] == ["start", "end"]
+    assert second.outputs["generations"][0][0]["text"] == chat.text
+    assert ("messages" in second.inputs) == (schema == "original+chat")
+    assert first.error is second.error is None
+
+
+async def test_langchain_tracers_accept_an_error(tracer_class):
+    tracer = tracer_class()
+    rig = fake(step_time=0.01)
+    async with rig.engine() as engine:
+        with pytest.raises(DeadlineExceededError):
+            await stream_with_callbacks(
+                engine, "1 2", handlers=[tracer], timeout=0.1, max_tokens=200
+            ).result()
+    (run,) = tracer.runs
+    assert "DeadlineExceededError" in run.error
+    assert run.outputs["generations"][0][0]["text"]
+
+
+async def test_langchain_printing_handlers_accept_a_run(caplog):
+    pytest.importorskip("langchain_core")
+    from langchain_core.callbacks import (
+        AsyncCallbackHandler,
+        StdOutCallbackHandler,
+        StreamingStdOutCallbackHandler,
+        UsageMetadataCallbackHandler,
+    )
+    from langchain_core.tracers.run_collector import RunCollectorCallbackHandler
+    from langchain_core.tracers.stdout import ConsoleCallbackHandler
+
+    class Tokens(AsyncCallbackHandler):
+        def __init__(self):
+            self.text = ""
+
+        async def on_llm_new_token(self, token, **kwargs):
+            self.text += token
+
+    tokens, collector = Tokens(), RunCollectorCallbackHandler()
+    handlers = [
+        StdOutCallbackHandler(),
+        StreamingStdOutCallbackHandler(),
+        ConsoleCallbackHandler(),
+        UsageMetadataCallbackHandler(),
+        collector,
+        tokens,
+    ]
+    for handler in handlers:
+        handler.raise_error = True
+    rig, out = fake(), io.StringIO()
+    async with rig.engine() as engine:
+        with redirect_stdout(out):
+            for prompt in ("1 2", CHAT):
+                await stream_with_callbacks(
+                    engine, prompt, handlers=handlers, max_tokens=4
+                ).result()
+    assert len(collector.traced_runs) == 2
+    assert tokens.text.split()[0] in out.getvalue()
+    assert "[llm/end]" in out.getvalue()
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]

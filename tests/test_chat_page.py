@@ -1,0 +1,260 @@
+"""The chat page in a real browser, on an engine in this process and on the packaged model.
+
+Needs node, chromium, and ``npm install --prefix build/playwright playwright-core``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncllm.serving.websocket import serve
+from tests.fakes import FakeTokenizer, WordDecoder, fake
+from tests.test_websocket import idle
+
+ROOT = Path(__file__).parent.parent
+SERVER = ROOT / "examples" / "websocket_chat" / "server.py"
+PLAYWRIGHT = ROOT / "build" / "playwright"
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+
+
+def _what_is_missing() -> str | None:
+    if shutil.which("node") is None:
+        return "node is not installed"
+    if CHROMIUM is None:
+        return "chromium is not installed"
+    if not (PLAYWRIGHT / "node_modules" / "playwright-core").is_dir():
+        return "npm install --prefix build/playwright playwright-core"
+    return None
+
+
+_MISSING = _what_is_missing()
+pytestmark = [pytest.mark.skipif(_MISSING is not None, reason=_MISSING or "")]
+
+
+def page(path):
+    spec = importlib.util.spec_from_file_location("websocket_chat_server", SERVER)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.page(path)
+
+
+class Browser:
+    """The node process that drives Chromium, as lines in and out."""
+
+    def __init__(self, process):
+        self.process = process
+
+    async def hear(self):
+        async with asyncio.timeout(60):
+            line = await self.process.stdout.readline()
+        assert line, (await self.process.stderr.read()).decode()
+        return json.loads(line)
+
+    def say(self):
+        self.process.stdin.write(b"go\n")
+
+
+@contextlib.asynccontextmanager
+async def driven(scenario, url, out="."):
+    process = await asyncio.create_subprocess_exec(
+        "node",
+        str(ROOT / "tests" / "chat_page.mjs"),
+        scenario,
+        url,
+        str(PLAYWRIGHT),
+        str(CHROMIUM),
+        str(out),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        yield Browser(process)
+        assert await process.wait() == 0, (await process.stderr.read()).decode()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+def url_of(server):
+    return f"http://127.0.0.1:{server.port}/"
+
+
+def slow_rig(**options):
+    return fake(num_blocks=400, max_model_len=1500, step_time=0.01, **options)
+
+
+# --- on an engine in this process -------------------------------------------------------
+
+
+def test_two_tabs_chat_at_once():
+    async def main():
+        rig = fake(num_blocks=400, max_model_len=80, step_time=0.01)
+        async with rig.engine() as engine, serve(engine, port=0, page=page) as server:
+            async with driven("interleave", url_of(server)) as browser:
+                result = await browser.hear()
+        for i, text in enumerate(result["texts"]):
+            expected = rig.executor.reference([i + 1], 79)
+            assert text.split() == [str(token) for token in expected]
+        assert result["switches"] > 10
+
+    asyncio.run(main())
+
+
+def test_stop_aborts_within_a_step(monkeypatch):
+    from asyncllm.serving.response_session import ResponseSession
+
+    steps = []
+    cancel = ResponseSession._cancel
+
+    def noting(self):
+        steps.append(self._engine.stats().num_steps)
+        cancel(self)
+
+    monkeypatch.setattr(ResponseSession, "_cancel", noting)
+
+    async def main():
+        rig = slow_rig()
+        async with rig.engine() as engine, serve(engine, port=0, page=page) as server:
+            async with driven("stop", url_of(server)) as browser:
+                assert await browser.hear() == {"note": "Stopped", "again": "Stopped"}
+            stats = await idle(engine)
+            assert stats.num_aborted == 2
+            # The last stop was followed by the step under way, and no other.
+            assert stats.num_steps - steps[-1] <= 1
+
+    asyncio.run(main())
+
+
+def test_a_reload_in_mid_answer_frees_the_blocks():
+    async def main():
+        rig = slow_rig()
+        async with rig.engine() as engine, serve(engine, port=0, page=page) as server:
+            async with driven("reload", url_of(server)) as browser:
+                assert await browser.hear() == "running"
+                assert engine.stats().num_free_blocks < engine.stats().num_blocks
+                browser.say()
+                assert (await browser.hear())["note"].startswith("Interrupted")
+                stats = await idle(engine)
+                assert (stats.num_aborted, stats.num_finished) == (1, 0)
+                browser.say()
+
+    asyncio.run(main())
+
+
+class MarkupDecoder(WordDecoder):
+    def push(self, token_id):
+        return f"<b>{token_id}</b><script>window.ran = 1</script><img src=x onerror='window.ran=2'>"
+
+
+class MarkupTokenizer(FakeTokenizer):
+    def detokenizer(self, params, prompt_token_ids=()):
+        detokenizer = super().detokenizer(params, prompt_token_ids)
+        detokenizer._decoder = MarkupDecoder()
+        return detokenizer
+
+
+def test_markup_in_an_answer_stays_text():
+    async def main():
+        rig = fake(max_model_len=6)
+        rig.tokenizer = MarkupTokenizer()
+        async with rig.engine() as engine, serve(engine, port=0, page=page) as server:
+            async with driven("script", url_of(server)) as browser:
+                result = await browser.hear()
+        assert result["text"].count("<script>window.ran = 1</script>") == 5
+        assert (result["elements"], result["ran"], result["failures"]) == (0, None, [])
+
+    asyncio.run(main())
+
+
+def test_a_lost_connection_says_so_and_comes_back():
+    async def main():
+        rig = slow_rig()
+        async with rig.engine() as engine:
+            server = await serve(engine, port=0, page=page)
+            port = server.port
+            async with driven("lost", url_of(server)) as browser:
+                assert await browser.hear() == "running"
+                await server.aclose()
+                await idle(engine)
+                browser.say()
+                assert await browser.hear() == "lost"
+                # A short answer, once the connection is back.
+                short = fake(num_blocks=400, max_model_len=60)
+                async with short.engine() as other, serve(other, port=port, page=page):
+                    browser.say()
+                    result = await browser.hear()
+        assert "Reconnecting" in result["banner"]
+        assert result["note"].startswith("Interrupted")
+        assert result["offline"] in ("offline", "connecting")
+        expected = short.executor.reference([1], 59)
+        assert result["text"].split() == [str(token) for token in expected]
+
+    asyncio.run(main())
+
+
+# --- the example itself, on the packaged model ------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def example(*arguments):
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        str(SERVER),
+        "--port",
+        "0",
+        *arguments,
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    try:
+        async with asyncio.timeout(60):
+            yield (await process.stdout.readline()).decode().strip()
+    finally:
+        process.terminate()
+        await process.wait()
+
+
+def test_the_example_talks(tmp_path):
+    async def main():
+        async with example() as url:
+            async with driven("talk", url) as browser:
+                talk = await browser.hear()
+            async with driven("keyboard", url) as browser:
+                keyboard = await browser.hear()
+            out = ROOT / "build" / "screenshots"
+            out.mkdir(parents=True, exist_ok=True)
+            async with driven("look", url, out) as browser:
+                assert await browser.hear() == {"problems": []}
+        return talk, keyboard
+
+    talk, keyboard = asyncio.run(main())
+    assert talk["failures"] == []
+    assert talk["first"]
+    assert talk["second"] == talk["again"] != ""
+    assert "first token" in talk["metrics"]
+    assert "tokens cached" in talk["metrics"]
+    one, two, three, four = talk["sent"]
+    assert one["temperature"] == 0
+    assert one["instructions"].startswith("You are friendly")
+    # The second turn sends what is new; regenerating it starts from the same place; an edited
+    # first message starts over.
+    assert two["previous_response_id"] == three["previous_response_id"] is not None
+    assert two["input"] == three["input"] == [{"role": "user", "content": "What is my name?"}]
+    assert four["previous_response_id"] is None
+    assert four["input"] == [{"role": "user", "content": "Hello, my name is Anna."}]
+    assert talk["count"] == 2
+    assert keyboard["skip"] == "skip"
+    assert keyboard["typed"] == "Hello!\nWho are you?"
+    assert (keyboard["empty"], keyboard["focused"]) == (0, "prompt")
+    assert "Answer: " in keyboard["announced"]

@@ -1,0 +1,797 @@
+"""The WebSocket server on the fake executor: the protocol, its limits, and who may connect."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import json
+import logging
+import socket
+import subprocess
+import sys
+import threading
+
+import httpx
+import pytest
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+
+from asyncllm import EngineClosedError, InvalidRequestError
+from asyncllm.serving.frame_pacer import FramePacer
+from asyncllm.serving.response_request import _NEUTRAL, _OPTIONS, SAMPLING
+from asyncllm.serving.websocket import serve
+from tests.fakes import fake
+from tests.websocket_clients import ENDS, client_of, served, text_of
+
+pytestmark = pytest.mark.asyncio
+
+
+async def idle(engine):
+    """Returns when the engine holds nothing any more."""
+    while True:
+        stats = engine.stats()
+        if stats.num_running == stats.num_waiting == stats.num_paused == 0:
+            assert stats.num_free_blocks == stats.num_blocks
+            return stats
+        await asyncio.sleep(0.001)
+
+
+async def closed_with(client):
+    """The close code and reason that the server sends next, whatever comes before."""
+    with pytest.raises(ConnectionClosed) as closed:
+        async with asyncio.timeout(10):
+            while True:
+                await client.connection.recv()
+    assert closed.value.rcvd is not None
+    return closed.value.rcvd.code, closed.value.rcvd.reason
+
+
+# --- a response -------------------------------------------------------------------------
+
+
+async def test_a_response_is_told_event_by_event():
+    rig = fake()
+    async with served(rig.engine()) as server, client_of(server) as client:
+        await client.create("1 2 3", max_output_tokens=5, metadata={"a": "b"}, user="u")
+        events = await client.until(*ENDS)
+        plain = await server.engine.generate("1 2 3", max_tokens=5)
+    kinds = [event["type"] for event in events]
+    assert [k for i, k in enumerate(kinds) if i == 0 or kinds[i - 1] != k] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        "response.output_text.delta",
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.incomplete",
+    ]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    deltas = [e["delta"] for e in events if e["type"] == "response.output_text.delta"]
+    assert "".join(deltas) == plain.text
+    first, last = events[0]["response"], events[-1]["response"]
+    assert (first["id"], first["status"]) == (last["id"], "in_progress")
+    assert (last["status"], last["incomplete_details"]) == (
+        "incomplete",
+        {"reason": "max_output_tokens"},
+    )
+    assert text_of(last) == plain.text
+    assert last["metadata"] == {"a": "b"}
+    assert (last["user"], last["max_output_tokens"]) == ("u", 5)
+    assert last["usage"]["input_tokens"] == 3
+    assert last["usage"]["output_tokens"] == 5
+    assert last["timings"]["ttft"] > 0
+
+
+async def test_events_are_those_of_the_openai_client():
+    types = pytest.importorskip("openai.types.responses")
+    from pydantic import TypeAdapter
+
+    adapter = TypeAdapter(types.ResponsesServerEvent)
+    rig = fake(eos_token_ids=tuple(fake().executor.reference([1, 2, 3], 4)[3:]))
+    async with served(rig.engine()) as server, client_of(server) as client:
+        await client.create(include=["message.output_text.logprobs"], temperature=0.5)
+        events = await client.until(*ENDS)
+        await client.send(type="response.create")
+        events += await client.until("error")
+    assert events[-2]["type"] == "response.completed"
+    for event in events:
+        parsed = adapter.validate_python(event)
+        assert parsed.type == event["type"]
+
+
+async def test_a_response_can_be_continued():
+    rig = fake()
+    async with served(rig.engine()) as server, client_of(server) as client:
+        first = await client.ask("1 2", instructions="9", max_output_tokens=3)
+        second = await client.ask("4", previous_response_id=first["id"], max_output_tokens=3)
+        again = await client.ask("5", previous_response_id=first["id"], max_output_tokens=3)
+        third = await client.ask("6", previous_response_id=second["id"], max_output_tokens=3)
+    # Instructions are those of one response and are not carried over.
+    history = f"1 2 {text_of(first)} 4 {text_of(second)} 6"
+    assert first["usage"]["input_tokens"] == 3
+    assert second["usage"]["input_tokens"] == again["usage"]["input_tokens"] == 2 + 3 + 1
+    assert third["usage"]["input_tokens"] == len(history.split())
+    prompt = [int(word) for word in history.split()]
+    assert text_of(third).split() == [str(t) for t in rig.executor.reference(prompt, 3)]
+    assert third["previous_response_id"] == second["id"]
+    # What they share comes from the cache.
+    assert third["usage"]["input_tokens_details"]["cached_tokens"] >= 4
+
+
+async def test_the_last_32_responses_can_be_continued():
+    rig = fake()
+    async with served(rig.engine()) as server:
+        async with client_of(server) as client:
+            ids = [(await client.ask("1", max_output_tokens=1))["id"] for _ in range(33)]
+            lost = await client.ask("2", previous_response_id=ids[0])
+            kept = await client.ask("2", previous_response_id=ids[1], max_output_tokens=1)
+        async with client_of(server) as other:
+            foreign = await other.ask("2", previous_response_id=ids[-1])
+    assert lost["error"]["code"] == foreign["error"]["code"] == "previous_response_not_found"
+    assert (lost["status"], lost["error"]["param"]) == (400, "previous_response_id")
+    assert kept["status"] == "incomplete"
+
+
+async def test_messages_and_their_parts():
+    rig = fake()
+    items = [
+        {"role": "developer", "content": "1"},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "2 3"}]},
+        {
+            "id": "msg_1",
+            "type": "message",
+            "role": "assistant",
+            "status": "completed",
+            "content": [{"type": "output_text", "text": "4", "annotations": [], "logprobs": []}],
+        },
+        {"role": "user", "content": "5"},
+    ]
+    async with served(rig.engine()) as server, client_of(server) as client:
+        response = await client.ask(items, max_output_tokens=2)
+    assert text_of(response).split() == [str(t) for t in rig.executor.reference([1, 2, 3, 4, 5], 2)]
+
+
+async def test_one_response_at_a_time():
+    rig = fake(step_time=0.002)
+    async with served(rig.engine()) as server, client_of(server) as client:
+        await client.create(max_output_tokens=40)
+        await client.until("response.created")
+        await client.create("7")
+        events = await client.until("response.incomplete")
+        refused = [event for event in events if event["type"] == "error"]
+        after = await client.ask("8", max_output_tokens=2)
+    assert [(e["status"], e["error"]["code"]) for e in refused] == [
+        (409, "response_already_in_flight")
+    ]
+    assert len(text_of(events[-1]["response"]).split()) == 40
+    assert after["usage"]["output_tokens"] == 2
+
+
+async def test_a_response_can_be_cancelled_and_continued():
+    rig = fake(step_time=0.005)
+    async with served(rig.engine()) as server, client_of(server) as client:
+        await client.send(type="response.cancel")
+        nothing = (await client.until("error"))[-1]
+        await client.create(max_output_tokens=200)
+        await client.until("response.output_text.delta")
+        await client.send(type="response.cancel")
+        last = (await client.until(*ENDS))[-1]
+        assert last["type"] == "response.incomplete"
+        response = last["response"]
+        stats = await idle(server.engine)
+        more = await client.ask("4", previous_response_id=response["id"], max_output_tokens=1)
+    assert nothing["error"]["code"] == "response_not_in_flight"
+    assert (response["status"], response["incomplete_details"]) == ("cancelled", None)
+    assert 0 < response["usage"]["output_tokens"] < 200
+    assert stats.num_aborted == 1
+    assert more["usage"]["input_tokens"] == 3 + len(text_of(response).split()) + 1
+
+
+async def test_warming_up_generates_nothing():
+    rig = fake()
+    words = " ".join(map(str, range(20)))
+    async with served(rig.engine()) as server, client_of(server) as client:
+        await client.create(words, generate=False)
+        events = await client.until(*ENDS)
+        response = events[-1]["response"]
+        after = await client.ask("7", previous_response_id=response["id"], max_output_tokens=2)
+    assert [event["type"] for event in events] == [
+        "response.created",
+        "response.in_progress",
+        "response.completed",
+    ]
+    assert response["output"] == []
+    assert after["usage"]["input_tokens_details"]["cached_tokens"] == 20
+    assert text_of(after).split() == [str(t) for t in rig.executor.reference([*range(20), 7], 2)]
+
+
+async def test_connections_share_one_batch():
+    rig = fake(record=True)
+    async with served(rig.engine()) as server, contextlib.AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(client_of(server)) for _ in range(6)]
+        await server.engine.pause()
+        for i, client in enumerate(clients):
+            await client.create(str(i), max_output_tokens=4)
+            await client.until("response.in_progress")
+        await server.engine.resume()
+        for i, client in enumerate(clients):
+            response = (await client.until(*ENDS))[-1]["response"]
+            assert text_of(response).split() == [str(t) for t in rig.executor.reference([i], 4)]
+    assert [len(batch) for batch in rig.executor.batches] == [6, 6, 6, 6]
+
+
+async def test_many_responses_share_a_number_of_frames():
+    rig = fake(step_time=0.001)
+    async with served(rig.engine(), max_frame_rate=10) as server:
+        async with client_of(server) as client:
+            await client.create(max_output_tokens=60)
+            events = await client.until(*ENDS)
+            assert server._pacer.pause == 0
+    texts = [e["delta"] for e in events if e["type"] == "response.output_text.delta"]
+    assert len(texts) < 60
+    expected = rig.executor.reference([1, 2, 3], 60)
+    assert "".join(texts).split() == [str(token) for token in expected]
+
+
+async def test_frames_are_shared_out():
+    pacer = FramePacer(1000)
+    pauses = []
+    for _ in range(200):
+        pacer.begin()
+        pauses.append(pacer.pause)
+    assert pauses[0] == pauses[6] == 0
+    assert pauses[7] == pytest.approx(0.008)
+    assert pauses[63] == pytest.approx(0.064)
+    assert pauses[-1] == 0.1
+    for _ in range(200):
+        pacer.end()
+    assert pacer.pause == 0
+
+
+# --- what goes wrong --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "param"),
+    [
+        ({"input": None}, "invalid_value", "input"),
+        ({"input": []}, "invalid_value", "input"),
+        ({"input": 5}, "invalid_value", "input"),
+        ({"input": ["x"]}, "invalid_value", "input[0]"),
+        ({"input": [{"role": "king", "content": "1"}]}, "invalid_value", "input[0].role"),
+        ({"input": [{"role": "user", "content": 3}]}, "invalid_value", "input[0].content"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "invalid_value",
+            "input[0].content[0]",
+        ),
+        (
+            {"input": [{"role": "user", "content": [{"type": "text", "text": 1}]}]},
+            "invalid_value",
+            "input[0].content[0].text",
+        ),
+        (
+            {"input": [{"type": "function_call_output", "output": "1"}]},
+            "unsupported_parameter",
+            "input[0].type",
+        ),
+        (
+            {"input": [{"role": "user", "content": "1", "phase": "commentary"}]},
+            "unsupported_parameter",
+            "input[0].phase",
+        ),
+        ({"input": "words that are no numbers"}, "invalid_value", "input"),
+        ({"model": "gpt"}, "model_not_found", "model"),
+        ({"model": 5}, "invalid_value", "model"),
+        ({"tools": [{"type": "function"}]}, "unsupported_parameter", "tools"),
+        ({"store": True}, "unsupported_parameter", "store"),
+        ({"stream": 1}, "unsupported_parameter", "stream"),
+        ({"background": True}, "unsupported_parameter", "background"),
+        ({"text": {"format": {"type": "json_object"}}}, "unsupported_parameter", "text"),
+        ({"include": ["reasoning.encrypted_content"]}, "unsupported_parameter", "include"),
+        ({"include": "x"}, "invalid_value", "include"),
+        ({"top_logprobs": 21}, "invalid_value", "top_logprobs"),
+        ({"top_logprobs": True}, "invalid_value", "top_logprobs"),
+        ({"generate": "no"}, "invalid_value", "generate"),
+        ({"temperature": "hot"}, "invalid_value", "temperature"),
+        ({"temperature": -1}, "invalid_value", "temperature"),
+        ({"max_output_tokens": 0}, "invalid_value", "max_output_tokens"),
+        ({"top_p": 2}, "invalid_value", "top_p"),
+        ({"seed": 2**70}, "invalid_value", "seed"),
+        ({"stop": [""]}, "invalid_value", "stop"),
+        ({"priority": 3}, "invalid_value", "priority"),
+        ({"cache_salt": 3}, "invalid_value", "cache_salt"),
+        ({"metadata": []}, "invalid_value", "metadata"),
+        ({"metadata": {"a": 1}}, "invalid_value", "metadata"),
+        ({"metadata": {str(i): "" for i in range(17)}}, "invalid_value", "metadata"),
+        ({"instructions": ["x"]}, "invalid_value", "instructions"),
+        ({"user": 5}, "invalid_value", "user"),
+        ({"previous_response_id": 5}, "invalid_value", "previous_response_id"),
+        ({"colour": "blue"}, "unknown_parameter", "colour"),
+    ],
+)
+async def test_what_cannot_be_done_is_refused_by_name(fields, code, param):
+    rig = fake()
+    async with served(rig.engine()) as server, client_of(server) as client:
+        await client.send(**{"type": "response.create", "input": "1", **fields})
+        error = (await client.until(*ENDS))[-1]
+        assert error["type"] == "error", error
+        assert (error["error"]["code"], error["error"]["param"]) == (code, param)
+        assert error["error"]["type"] == "invalid_request_error"
+        assert (await client.ask(max_output_tokens=1))["status"] == "incomplete"
+
+
+async def test_values_that_ask_for_nothing_are_accepted():
+    neutral = {
+        "background": False,
+        "conversation": None,
+        "include": [],
+        "model": "demo_model",
+        "parallel_tool_calls": False,
+        "reasoning": None,
+        "service_tier": "auto",
+        "store": False,
+        "stream": True,
+        "text": {"format": {"type": "text"}},
+        "tool_choice": "none",
+        "tools": [],
+        "truncation": "disabled",
+    }
+    rig = fake()
+    async with served(rig.engine()) as server, client_of(server) as client:
+        response = await client.ask(max_output_tokens=1, **neutral)
+    assert response.get("error") is None, response
+    assert response["parallel_tool_calls"] is False
+    assert response["tool_choice"] == "none"
+
+
+WEIRD = [True, 0, -1, 1.5, 10**30, "", "x", [], ["x"], [[]], [None], {}, {"a": 1}, {"a": [{}]}]
+FIELDS = sorted({*SAMPLING, *_OPTIONS, *_NEUTRAL} | {"input", "instructions", "model", "metadata"})
+
+
+@pytest.mark.parametrize("field", [*FIELDS, "previous_response_id", "include", "top_logprobs"])
+async def test_no_value_of_a_field_breaks_a_connection(field):
+    rig = fake(max_model_len=8)
+    async with served(rig.engine()) as server, client_of(server) as client:
+        for value in WEIRD:
+            await client.send(**{"type": "response.create", "input": "1", field: value})
+            end = (await client.until(*ENDS))[-1]
+            assert end["type"] != "response.failed", (value, end)
+            if end["type"] == "error":
+                # Instructions are a part of the prompt, and "x" is no word of the fake tokenizer.
+                name = "input" if (field, value) == ("instructions", "x") else field
+                assert end["error"]["param"].startswith(name), (value, end)
+        await idle(server.engine)
+
+
+MALFORMED = [
+    b"\x00\x01binary",
+    "",
+    "no json",
+    '{"type": "response.create"',
+    "[]",
+    "null",
+    "1",
+    '"text"',
+    "{}",
+    '{"type": 5}',
+    '{"type": {}}',
+    '{"type": "response.steer"}',
+    '{"type": "response.create", "input": NaN}',
+    '{"type": "response.create", "input": "1", "temperature": 1e999}',
+    '{"type": "response.create", "input": "\\ud800"}',
+    '{"type": "response.create", "input": "1", "instructions": "\\udfff 2"}',
+    '{"type": "response.create", "input": "1", "metadata": {"a": "\\ud800"}}',
+    "[" * 5000,
+    '{"type": ' * 5000,
+    '{"type": "response.create", "input": ' + "9" * 5000 + "}",
+    '{"type": "response.create", "input": [[[[]]]]}',
+    '{"type": "response.create", "input": {"role": "user"}}',
+    json.dumps({"type": "response.create", "input": "1", "x" * 5000: 1}),
+    json.dumps({"type": "response.create", "model": "y" * 50_000}),
+]
+
+
+@pytest.mark.parametrize("message", MALFORMED, ids=range(len(MALFORMED)))
+async def test_malformed_messages_are_answered(message):
+    rig = fake()
+    async with served(rig.engine()) as server, client_of(server) as client:
+        await client.connection.send(message)
+        error = await client.recv()
+        assert error["type"] == "error", error
+        assert error["status"] in (400, 404)
+        assert len(json.dumps(error)) < 1000
+        assert (await client.ask(max_output_tokens=1))["status"] == "incomplete"
+        await idle(server.engine)
+
+
+async def test_too_many_errors_in_a_row_close_the_connection():
+    rig = fake()
+    async with served(rig.engine()) as server, client_of(server) as client:
+        for _ in range(63):
+            await client.connection.send("{}")
+            await client.recv()
+        await client.ask(max_output_tokens=1)
+        for _ in range(64):
+            await client.connection.send("{}")
+        assert await closed_with(client) == (1008, "64 invalid messages in a row")
+
+
+async def test_a_request_beyond_the_context_is_refused():
+    rig = fake(max_model_len=32)
+    async with served(rig.engine()) as server, client_of(server) as client:
+        error = await client.ask(" ".join(["1"] * 40))
+        long = await client.ask("1 " * 5000)
+        fine = await client.ask(max_output_tokens=1)
+    assert error["error"]["code"] == long["error"]["code"] == "context_length_exceeded"
+    assert fine["status"] == "incomplete"
+
+
+async def test_what_is_wrong_with_a_long_text_fails_its_response():
+    rig = fake(num_blocks=20_000)
+    async with served(rig.engine()) as server, client_of(server) as client:
+        await client.create("x " * 3000)
+        events = await client.until(*ENDS)
+    assert events[0]["type"] == "response.created"
+    assert events[-1]["type"] == "response.failed"
+    assert events[-1]["response"]["status"] == "failed"
+    assert events[-1]["response"]["error"]["code"] == "invalid_prompt"
+
+
+async def test_a_full_queue_says_when_to_come_back():
+    rig = fake(max_num_seqs=1, step_time=0.005)
+    async with served(rig.engine(max_queued_requests=1)) as server:
+        async with client_of(server) as one, client_of(server) as two, client_of(server) as three:
+            await one.create(max_output_tokens=200)
+            await one.until("response.output_text.delta")
+            await two.create(max_output_tokens=200)
+            await two.until("response.in_progress")
+            error = await three.ask(max_output_tokens=1)
+    assert (error["status"], error["error"]["code"]) == (503, "server_overloaded")
+    assert int(error["error"]["headers"]["Retry-After"]) >= 1
+
+
+async def test_a_response_that_takes_too_long_fails_alone():
+    rig = fake(step_time=0.01)
+    async with served(rig.engine(), timeout=0.1) as server, client_of(server) as client:
+        await client.create(max_output_tokens=200)
+        failed = (await client.until(*ENDS))[-1]
+        after = await client.ask(max_output_tokens=1)
+    assert failed["type"] == "response.failed"
+    assert failed["response"]["error"]["code"] == "server_error"
+    assert "0.1" in failed["response"]["error"]["message"]
+    assert after["status"] == "incomplete"
+
+
+async def test_a_dead_engine_closes_its_connections():
+    rig = fake()
+    rig.executor.faults[2] = RuntimeError("device")
+    async with served(rig.engine()) as server, client_of(server) as client:
+        await client.create(max_output_tokens=50)
+        events = await client.until(*ENDS)
+        assert events[-1]["type"] == "response.failed"
+        assert await closed_with(client) == (1011, "the engine failed")
+        async with client_of(server) as late:
+            assert (await late.ask())["error"]["code"] == "server_error"
+            assert await closed_with(late) == (1011, "the engine failed")
+
+
+async def test_a_closed_engine_closes_its_connections():
+    rig = fake(step_time=0.005)
+    async with served(rig.engine()) as server, client_of(server) as client:
+        await client.create(max_output_tokens=200)
+        await client.until("response.output_text.delta")
+        await server.engine.aclose()
+        last = (await client.until(*ENDS))[-1]
+        assert last["response"]["status"] == "cancelled"
+        error = await client.ask()
+        assert (error["status"], error["error"]["code"]) == (503, "server_shutting_down")
+        assert await closed_with(client) == (1001, "the engine is closed")
+
+
+# --- how connections end ----------------------------------------------------------------
+
+
+async def test_a_close_in_mid_answer_aborts():
+    rig = fake(step_time=0.002)
+    async with served(rig.engine()) as server:
+        async with client_of(server) as client:
+            await client.create(max_output_tokens=250)
+            await client.until("response.output_text.delta")
+        stats = await idle(server.engine)
+        assert (stats.num_aborted, stats.num_finished) == (1, 0)
+        async with client_of(server) as client:
+            await client.create(max_output_tokens=250)
+            await client.until("response.output_text.delta")
+            client.connection.transport.abort()
+            stats = await idle(server.engine)
+        assert stats.num_aborted == 2
+        while server.num_connections:
+            await asyncio.sleep(0.001)
+
+
+async def test_the_server_goes_away_with_1001():
+    rig = fake(step_time=0.005)
+    async with rig.engine() as engine:
+        async with serve(engine, port=0) as server:
+            async with client_of(server) as client:
+                await client.create(max_output_tokens=200)
+                await client.until("response.output_text.delta")
+                closing = asyncio.ensure_future(server.aclose())
+                assert (await closed_with(client))[0] == 1001
+                await closing
+        await idle(engine)
+        await server.aclose()
+
+
+async def test_a_client_that_does_not_read_hurts_nobody():
+    rig = fake(num_blocks=5000, max_model_len=20_000)
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    async with served(rig.engine(), ping_interval=None) as server:
+        await asyncio.to_thread(sock.connect, ("127.0.0.1", server.port))
+        sock.setblocking(False)
+        async with client_of(server, sock=sock) as slow, client_of(server) as other:
+            slow.connection.transport.pause_reading()
+            transports = [c.transport for c in server._server.connections]
+            for transport in transports:
+                transport.get_extra_info("socket").setsockopt(
+                    socket.SOL_SOCKET, socket.SO_SNDBUF, 4096
+                )
+            await slow.create(max_output_tokens=19_000)
+
+            def unsent():
+                return max(transport.get_write_buffer_size() for transport in transports)
+
+            # From here on the operating system takes no more, and sending waits.
+            while unsent() < 32_768:
+                assert (await other.ask(max_output_tokens=5))["usage"]["output_tokens"] == 5
+            tokens = server.engine.stats().generation_tokens
+            while server.engine.stats().generation_tokens < tokens + 500:
+                assert (await other.ask(max_output_tokens=5))["usage"]["output_tokens"] == 5
+            assert unsent() < 100_000
+            slow.connection.transport.abort()
+        await idle(server.engine)
+
+
+async def test_pings_find_out_who_is_gone():
+    rig = fake()
+    async with served(rig.engine(), ping_interval=0.05, ping_timeout=0.05) as server:
+        async with client_of(server) as client:
+            client.connection.transport.pause_reading()
+            while server.num_connections:
+                await asyncio.sleep(0.01)
+            client.connection.transport.abort()
+
+
+async def test_a_message_that_is_too_long_closes_with_1009():
+    rig = fake()
+    async with served(rig.engine(), max_message_size=1000) as server:
+        async with client_of(server) as client, client_of(server) as other:
+            await client.create("1" * 2000)
+            assert (await closed_with(client))[0] == 1009
+            assert (await other.ask(max_output_tokens=1))["status"] == "incomplete"
+
+
+async def test_too_many_connections_are_closed_with_1013():
+    rig = fake()
+    async with served(rig.engine(), max_connections=2) as server:
+        async with client_of(server) as one, client_of(server, "/v1/stats"):
+            async with client_of(server) as three:
+                error = await three.recv()
+                assert error["error"]["code"] == "websocket_connection_limit_reached"
+                assert await closed_with(three) == (1013, "too many connections")
+            assert (await one.ask(max_output_tokens=1))["status"] == "incomplete"
+        while server.num_connections:
+            await asyncio.sleep(0.001)
+        async with client_of(server) as four:
+            assert (await four.ask(max_output_tokens=1))["status"] == "incomplete"
+
+
+async def test_a_failure_of_ours_closes_with_1011(caplog):
+    rig = fake()
+    async with served(rig.engine()) as server, client_of(server) as client:
+        server._sessions.pop()._history = None
+        await client.create(max_output_tokens=1)
+        with caplog.at_level(logging.CRITICAL, "asyncllm.serving.websocket"):
+            assert (await closed_with(client))[0] == 1011
+        async with client_of(server) as other:
+            assert (await other.ask(max_output_tokens=1))["status"] == "incomplete"
+
+
+# --- who may connect --------------------------------------------------------------------
+
+
+async def status_of(server, path="/v1/responses", **options):
+    """200 for a connection, else the HTTP status of the refusal."""
+    try:
+        async with client_of(server, path, **options):
+            return 200
+    except InvalidStatus as error:
+        return error.response.status_code
+
+
+async def test_the_token_is_asked_for():
+    rig = fake()
+    async with served(rig.engine(), token="geheim-ü") as server:
+
+        async def status(*values, path="/v1/responses"):
+            headers = [("Authorization", value) for value in values]
+            return await status_of(server, path, additional_headers=headers)
+
+        assert await status() == 401
+        assert await status("Bearer wrong") == 401
+        assert await status("Basic x") == 401
+        assert await status("Bearer ") == 401
+        assert await status(path="/v1/stats") == 401
+        encoded = base64.urlsafe_b64encode("geheim-ü".encode()).decode().rstrip("=")
+        assert await status_of(server, subprotocols=["asyncllm", "bearer." + encoded]) == 200
+        assert await status_of(server, subprotocols=["asyncllm", "bearer.d3Jvbmc"]) == 401
+        assert await status_of(server, subprotocols=["asyncllm", "bearer.%%"]) == 401
+
+
+async def test_the_right_token_is_let_in():
+    rig = fake()
+    async with served(rig.engine(), token="secret") as server:
+        headers = {"Authorization": "Bearer secret"}
+        assert await status_of(server, additional_headers=headers) == 200
+        assert await status_of(server, "/v1/stats", additional_headers=headers) == 200
+        twice = [("Authorization", "Bearer secret"), ("Authorization", "Bearer x")]
+        assert await status_of(server, additional_headers=twice) == 400
+
+
+@pytest.mark.parametrize(
+    ("origins", "origin", "status"),
+    [
+        (None, None, 200),
+        (None, "http://127.0.0.1:{port}", 200),
+        (None, "http://127.0.0.1:1", 403),
+        (None, "https://evil.example", 403),
+        (None, "null", 403),
+        (["https://app.example"], "https://app.example", 200),
+        (["https://app.example"], "https://app.example.evil", 403),
+        (["https://app.example"], "http://127.0.0.1:{port}", 403),
+        (["https://app.example"], None, 200),
+        (["*"], "https://evil.example", 200),
+    ],
+)
+async def test_pages_of_other_origins_are_kept_out(origins, origin, status):
+    rig = fake()
+    async with served(rig.engine(), origins=origins) as server:
+        value = None if origin is None else origin.format(port=server.port)
+        assert await status_of(server, origin=value) == status
+
+
+async def test_a_name_that_resolves_to_here_is_not_here():
+    rig = fake()
+    async with served(rig.engine(), origins=["*"]) as server:
+        for host, status in (("evil.example", 403), ("localhost", 200), ("[::1]", 200)):
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            writer.write(
+                f"GET /v1/responses HTTP/1.1\r\nHost: {host}:{server.port}\r\n"
+                "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
+                "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n".encode()
+            )
+            line = await reader.readline()
+            assert line.split()[1] == (b"101" if status == 200 else str(status).encode())
+            writer.close()
+
+
+async def test_bound_elsewhere_without_a_token_is_said_aloud(caplog):
+    rig = fake()
+    async with rig.engine() as engine:
+        async with serve(engine, "0.0.0.0", 0):
+            pass
+        assert "WITHOUT A TOKEN" in caplog.text
+        caplog.clear()
+        async with serve(engine, "0.0.0.0", 0, token="x"), serve(engine, "localhost", 0):
+            pass
+        assert caplog.text == ""
+
+
+async def test_pages_and_paths():
+    pages = {"/": ("text/html", b"<p>hello")}
+    rig = fake()
+    async with served(rig.engine(), page=pages.get) as server, httpx.AsyncClient() as http:
+        url = f"http://127.0.0.1:{server.port}"
+        home = await http.get(url)
+        lost = await http.get(url + "/nothing")
+        assert await status_of(server, "/v1/other") == 404
+        upgrade = await http.get(url + "/v1/responses")
+    assert (home.status_code, home.text) == (200, "<p>hello")
+    assert home.headers["content-type"] == "text/html; charset=utf-8"
+    assert lost.status_code == 404
+    assert upgrade.status_code == 426
+
+
+# --- statistics -------------------------------------------------------------------------
+
+
+async def test_statistics_are_sent_as_they_change_and_read_only():
+    rig = fake(step_time=0.005)
+    async with served(rig.engine(), stats_interval=0.005) as server:
+        async with client_of(server, "/v1/stats") as stats, client_of(server) as client:
+            first = await stats.recv()
+            assert (first["type"], first["responses"]) == ("asyncllm.stats", [])
+            assert first["stats"]["num_blocks"] == 64
+            await client.create(max_output_tokens=30)
+            created = (await client.until("response.created"))[-1]
+            seen = await stats.recv()
+            while not seen["responses"] or not seen["responses"][0]["tokens"]:
+                seen = await stats.recv()
+            assert seen["responses"][0]["id"] == created["response"]["id"]
+            assert seen["stats"]["num_running"] == 1
+            assert seen["connections"] == 2
+            await client.until(*ENDS)
+            while seen["responses"]:
+                seen = await stats.recv()
+            await stats.send(type="hello")
+            assert await closed_with(stats) == (1008, "this connection is read-only")
+
+
+async def test_statistics_end_with_the_engine():
+    rig = fake()
+    async with served(rig.engine(), stats_interval=0.005) as server:
+        async with client_of(server, "/v1/stats") as stats:
+            await stats.recv()
+            await server.engine.aclose()
+            assert (await closed_with(stats))[0] == 1001
+
+
+# --- arguments --------------------------------------------------------------------------
+
+
+async def test_arguments_are_checked():
+    rig = fake()
+    engine = rig.engine()
+    for name, value in (
+        ("max_connections", 0),
+        ("max_message_size", 0),
+        ("token", ""),
+        ("origins", "https://app.example"),
+        ("stats_interval", 0),
+        ("max_frame_rate", 0),
+    ):
+        with pytest.raises(InvalidRequestError, match=name):
+            serve(engine, **{name: value})
+    with pytest.raises(EngineClosedError):
+        await serve(engine, port=0)
+    async with rig.engine() as running:
+        server = await serve(running, port=0)
+        with pytest.raises(OSError):
+            await serve(running, port=server.port)
+        await server.aclose()
+
+
+async def test_serve_forever_ends_with_the_server():
+    rig = fake()
+    async with rig.engine() as engine, serve(engine, port=0) as server:
+        forever = asyncio.ensure_future(server.serve_forever())
+        await asyncio.sleep(0)
+        await server.aclose()
+        await forever
+
+
+async def test_a_missing_extra_is_named():
+    code = (
+        "import sys; sys.modules['websockets'] = None\n"
+        "import asyncllm\n"
+        "try:\n"
+        "    import asyncllm.serving.websocket\n"
+        "except ImportError as error:\n"
+        "    assert \"'asyncllm[server]'\" in str(error), error\n"
+        "else:\n"
+        "    sys.exit('imported')\n"
+    )
+    await asyncio.to_thread(subprocess.run, [sys.executable, "-c", code], check=True)
+
+
+async def test_nothing_of_ours_is_left_behind():
+    rig = fake()
+    async with served(rig.engine()) as server, client_of(server) as client:
+        await client.ask(max_output_tokens=2)
+    while len(asyncio.all_tasks()) > 1:
+        await asyncio.sleep(0)
+    assert not [t for t in threading.enumerate() if t.name.startswith("asyncllm")]

@@ -1,0 +1,195 @@
+"""The openai client against the packaged model, and other versions of ``websockets``."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+
+from asyncllm import AsyncLLMEngine
+from tests.fakes import fake
+from tests.test_websocket import idle
+from tests.websocket_clients import served
+
+pytestmark = pytest.mark.asyncio
+
+openai = pytest.importorskip("openai")
+
+OLD_WEBSOCKETS = Path(__file__).parent.parent / "build" / "websockets-15"
+
+
+def client_for(server, api_key="secret"):
+    return openai.AsyncOpenAI(
+        api_key=api_key, base_url=f"http://127.0.0.1:{server.port}/v1", max_retries=0
+    )
+
+
+async def answer(connection):
+    """The response that ends the turn, and the text as it streamed."""
+    text = ""
+    async for event in connection:
+        if event.type == "response.output_text.delta":
+            text += event.delta
+        elif event.type in ("response.completed", "response.incomplete"):
+            return event.response, text
+        else:
+            assert event.type != "error", event
+
+
+async def test_two_turns_a_bad_id_and_a_close_on_the_packaged_model():
+    engine = AsyncLLMEngine(num_blocks=64)
+    async with served(engine, token="secret") as server, client_for(server) as client:
+        async with client.responses.connect() as connection:
+            await connection.response.create(
+                model="demo_model",
+                input="Hello, my name is Tom and I like my dog very much.",
+                instructions="You are friendly, and you answer in one or two short sentences.",
+                temperature=0,
+            )
+            first, text = await answer(connection)
+            assert first.output_text == text != ""
+            assert first.status == "completed"
+            await connection.response.create(
+                model="demo_model",
+                input=[{"role": "user", "content": "What is my name?"}],
+                instructions="You are friendly, and you answer in one or two short sentences.",
+                previous_response_id=first.id,
+                temperature=0,
+            )
+            second, text = await answer(connection)
+            assert second.output_text == text != ""
+            assert second.previous_response_id == first.id
+            assert second.usage.input_tokens > first.usage.total_tokens
+            assert second.usage.input_tokens_details.cached_tokens >= 32
+
+            await connection.response.create(
+                input="Hello!",
+                temperature=0,
+                max_output_tokens=4,
+                include=["message.output_text.logprobs"],
+                top_logprobs=2,
+            )
+            third, text = await answer(connection)
+            logprobs = third.output[0].content[0].logprobs
+            assert len(logprobs) == third.usage.output_tokens == 4
+            assert "".join(item.token for item in logprobs) == text
+            for item in logprobs:
+                assert [item.logprob, 2] == [item.top_logprobs[0].logprob, len(item.top_logprobs)]
+
+            await connection.response.create(input="Hi", previous_response_id="resp_none")
+            error = await connection.recv()
+            assert error.error.code == "previous_response_not_found"
+            assert (error.status, error.error.param) == (400, "previous_response_id")
+
+            await connection.response.create(input="Tell me a story about a fox.")
+            while (await connection.recv()).type != "response.output_text.delta":
+                pass
+        stats = await idle(engine)
+        assert (stats.num_aborted, stats.num_finished) == (1, 3)
+
+
+async def test_a_wrong_token_is_refused():
+    async with served(fake().engine(), token="secret") as server:
+        async with client_for(server, "wrong") as client:
+            with pytest.raises(InvalidStatus) as refused:
+                await client.responses.connect().enter()
+    assert refused.value.response.status_code == 401
+
+
+async def test_the_synchronous_client():
+    def chat(port):
+        client = openai.OpenAI(api_key="x", base_url=f"http://127.0.0.1:{port}/v1")
+        with client, client.responses.connect() as connection:
+            connection.response.create(input="1 2", max_output_tokens=3)
+            return list(_until_end(connection))
+
+    rig = fake()
+    async with served(rig.engine()) as server:
+        events = await asyncio.to_thread(chat, server.port)
+    assert events[-1].type == "response.incomplete"
+    expected = rig.executor.reference([1, 2], 3)
+    assert events[-1].response.output_text.split() == [str(token) for token in expected]
+
+
+def _until_end(connection):
+    for event in connection:
+        yield event
+        if event.type in ("response.completed", "response.incomplete", "error"):
+            return
+
+
+async def test_a_server_that_goes_away_is_a_closed_connection():
+    async with fake(step_time=0.005).engine() as engine:
+        async with served_only(engine) as server, client_for(server) as client:
+            connection = await client.responses.connect().enter()
+            await connection.response.create(input="1", max_output_tokens=200)
+            while (await connection.recv()).type != "response.output_text.delta":
+                pass
+            closing = asyncio.ensure_future(server.aclose())
+            with pytest.raises(ConnectionClosed) as closed:
+                while True:
+                    await connection.recv()
+            assert closed.value.rcvd.code == 1001
+            await closing
+        await idle(engine)
+
+
+def served_only(engine):
+    from asyncllm.serving.websocket import serve
+
+    return serve(engine, port=0)
+
+
+OLD_CLIENT = """
+import asyncio, json, sys, websockets
+from websockets.asyncio.client import connect
+
+async def main(port):
+    async with connect(f"ws://127.0.0.1:{port}/v1/responses") as connection:
+        text = ""
+        previous = None
+        for prompt in ("1 2", "3"):
+            await connection.send(json.dumps({
+                "type": "response.create", "input": prompt,
+                "max_output_tokens": 4, "previous_response_id": previous}))
+            async for message in connection:
+                event = json.loads(message)
+                if event["type"] == "response.incomplete":
+                    break
+            response = event["response"]
+            previous = response["id"]
+        print(json.dumps([websockets.__version__, response]))
+
+asyncio.run(main(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("version", ["installed", "15"])
+async def test_other_versions_of_websockets(version):
+    environment = dict(os.environ)
+    if version == "15":
+        if not OLD_WEBSOCKETS.is_dir():
+            pytest.skip(f"pip install --target {OLD_WEBSOCKETS.name} 'websockets>=15,<16' first")
+        environment["PYTHONPATH"] = str(OLD_WEBSOCKETS)
+    rig = fake()
+    async with served(rig.engine()) as server:
+        result = await asyncio.to_thread(
+            subprocess.run,
+            [sys.executable, "-c", OLD_CLIENT, str(server.port)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            check=True,
+            timeout=30,
+        )
+    used, response = json.loads(result.stdout)
+    assert used.startswith("15.") == (version == "15")
+    first = rig.executor.reference([1, 2], 4)
+    expected = rig.executor.reference([1, 2, *first, 3], 4)
+    text = response["output"][0]["content"][0]["text"]
+    assert text.split() == [str(token) for token in expected]
