@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncllm.core.channel import Channel, OnSlow
-from asyncllm.core.engine_core import EngineCore, Output
+from asyncllm.core.delivery import Output
+from asyncllm.core.engine_core import EngineCore
 from asyncllm.core.observer import Observers, Submission
 from asyncllm.core.request import Request
 from asyncllm.errors import ContextLengthExceededError, InvalidRequestError

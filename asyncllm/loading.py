@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from asyncllm.config import EngineConfig
-from asyncllm.core.engine_core import Detokenizer
+from asyncllm.core.delivery import Detokenizer
 from asyncllm.core.executor import Executor
 from asyncllm.errors import InvalidRequestError, ModelLoadError
 from asyncllm.sampling_params import SamplingParams

@@ -67,12 +67,18 @@ class Report:
         result = {
             "title": self.title,
             "machine": self.machine,
-            "command": sys.argv,
+            "command": " ".join([f"python -m benchmarks.{_module()}", *sys.argv[1:]]),
             "figures": [asdict(figure) for figure in self.figures],
         }
         Path(file).write_text(
             json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
         )
+
+
+def _module() -> str:
+    """The name this benchmark is run by."""
+    file = Path(sys.argv[0])
+    return file.parent.name if file.stem == "__main__" else file.stem
 
 
 def options(description: str | None) -> argparse.ArgumentParser:

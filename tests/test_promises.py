@@ -14,6 +14,7 @@ import pytest
 
 from asyncllm import DeadlineExceededError, EngineOverloadedError, RequestError
 from asyncllm.core.admission import Admission
+from asyncllm.core.delivery import Delivery
 from asyncllm.core.engine_core import EngineCore
 from asyncllm.core.executor import FakeExecutor
 from asyncllm.core.request import Request
@@ -51,13 +52,13 @@ async def every_stream_ends():
 
 
 def a_stop_is_not_announced(patch):
-    close = EngineCore._close_request
+    close = Delivery.close
 
     def forget(self, request, error, last=None):
         if request.finish_reason != "stop":
             close(self, request, error, last)
 
-    patch.setattr(EngineCore, "_close_request", forget)
+    patch.setattr(Delivery, "close", forget)
 
 
 # --- 2 ----------------------------------------------------------------------------------
@@ -142,7 +143,7 @@ async def a_slow_reader_is_held_back():
 
 
 def nobody_is_held_back(patch):
-    patch.setattr(EngineCore, "_hold", lambda self, request, channel: None)
+    patch.setattr(Delivery, "_hold", lambda self, request, channel: None)
 
 
 def reading_does_not_release(patch):
@@ -324,6 +325,11 @@ def what_lives_is_waited_for(patch):
 async def results_do_not_depend_on_company():
     rig = fake(num_blocks=20, block_size=4, max_model_len=70, pipeline_depth=2)
     async with rig.engine() as engine:
+        # The third finds the first block of the second, and must not find the next, which
+        # has the right tokens after the wrong ones.
+        for prompt in ([8, 8, 8, 8, 4, 5, 6, 7, 1], [0, 1, 2, 3, 9], [0, 1, 2, 3, 4, 5, 6, 7, 1]):
+            result = await engine.generate(prompt, max_tokens=2)
+            assert list(result.token_ids) == rig.executor.reference(prompt, 2)
         shared = list(range(8))
         prompts = [shared + [i] * (i + 1) for i in range(8)] + [[9, 9, *shared[2:], 5]]
         streams = [engine.stream(prompt, max_tokens=20) for prompt in prompts]

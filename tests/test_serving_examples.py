@@ -14,7 +14,6 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
-NOTEBOOK = EXAMPLES / "notebook" / "streaming.ipynb"
 ENVIRONMENT = {
     **os.environ,
     "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "integrations" / "langchain")]),
@@ -79,32 +78,3 @@ def test_langchain_chain():
     assert result.stdout.count("\n- ") == 4
     assert "first token after" in result.stdout
     assert "'demo_model'" in result.stdout
-
-
-def test_notebook(tmp_path):
-    nbformat = pytest.importorskip("nbformat")
-    pytest.importorskip("nbclient")
-    pytest.importorskip("ipykernel")
-    code = (
-        "import sys, nbformat, nbclient\n"
-        "book = nbformat.read(sys.argv[1], as_version=4)\n"
-        "nbclient.NotebookClient(book, timeout=120, kernel_name='python3').execute()\n"
-        "nbformat.write(book, sys.argv[2])\n"
-    )
-    out = tmp_path / "out.ipynb"
-    # In a process of its own: a kernel's client keeps threads and sockets of its own.
-    subprocess.run(
-        [sys.executable, "-c", code, str(NOTEBOOK), str(out)],
-        env=ENVIRONMENT,
-        cwd=tmp_path,
-        timeout=180,
-        check=True,
-    )
-    book = nbformat.read(out, as_version=4)
-    text = "".join(
-        output.get("text", "") for cell in book.cells for output in cell.get("outputs", [])
-    )
-    assert "0 running" in text
-    assert "deltas:" in text
-    stored = nbformat.read(NOTEBOOK, as_version=4)
-    assert all(not cell.get("outputs") for cell in stored.cells)

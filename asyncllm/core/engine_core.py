@@ -11,15 +11,15 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from asyncllm.core.admission import Admission
-from asyncllm.core.channel import Channel, End, Mailbox, Piece
+from asyncllm.core.delivery import Delivery, partial_of
 from asyncllm.core.executor import Executor, StepMemoryError
 from asyncllm.core.request import Request, Status
-from asyncllm.core.scheduler import ScheduledStep, Scheduler, TokenEvent
+from asyncllm.core.scheduler import ScheduledStep, Scheduler
 from asyncllm.errors import (
     AsyncLLMError,
     DeadlineExceededError,
@@ -27,44 +27,11 @@ from asyncllm.errors import (
     EngineDeadError,
     RequestError,
 )
-from asyncllm.outputs import Completion, CompletionOutput, EngineStats, FinishReason, Usage
+from asyncllm.outputs import EngineStats
 
 _PAUSED_GRACE = 1.0
 
 logger = logging.getLogger("asyncllm")
-
-
-class Detokenizer(Protocol):
-    """Turns tokens into text that may be handed out; see ``core.detokenizer``."""
-
-    stopped: str | None
-
-    def push(self, token_id: int) -> str: ...
-
-    def finish(self) -> str: ...
-
-
-class Output:
-    """What a Request carries as ``output``: where its tokens become text, and where the text
-    goes.
-
-    Attributes:
-        channel: to the reader.
-        decode: token ids to text, whole.
-        detokenizer: None until the prompt is known; an output's text may depend on its end.
-    """
-
-    __slots__ = ("channel", "decode", "detokenizer")
-
-    def __init__(
-        self,
-        channel: Channel,
-        decode: Callable[[Sequence[int]], str],
-        detokenizer: Detokenizer | None = None,
-    ) -> None:
-        self.channel = channel
-        self.decode = decode
-        self.detokenizer = detokenizer
 
 
 class Command(NamedTuple):
@@ -96,6 +63,7 @@ class EngineCore:
         self.scheduler = scheduler
         self.admission = admission
         self.clock = clock
+        self.delivery = Delivery(scheduler, admission, clock)
         self.pid = os.getpid()
         self.inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self.death: BaseException | None = None
@@ -104,17 +72,12 @@ class EngineCore:
         self._calls: set[Future[Any]] | None = set()
         self._calls_lock = threading.Lock()
         self._in_flight: deque[tuple[ScheduledStep, float]] = deque()
-        self._to_wake: list[Channel] = []
-        self._unread_in: set[Mailbox] = set()
         self._deadlines: list[tuple[float, int, Request]] = []
         self._suspended = False
         self._closing_at: float | None = None
         self._only_paused_since: float | None = None
         self._closed = False
         self._num_steps = 0
-        self._num_finished = 0
-        self._num_aborted = 0
-        self._num_failed = 0
         self._last_step_time = 0.0
 
     # --- from any thread ---------------------------------------------------------------
@@ -168,9 +131,9 @@ class EngineCore:
             num_steps=self._num_steps,
             num_requests=self.admission.num_requests,
             num_rejected=self.admission.num_rejected,
-            num_finished=self._num_finished,
-            num_aborted=self._num_aborted,
-            num_failed=self._num_failed,
+            num_finished=self.delivery.num_finished,
+            num_aborted=self.delivery.num_aborted,
+            num_failed=self.delivery.num_failed,
             last_step_time=self._last_step_time,
         )
 
@@ -197,7 +160,7 @@ class EngineCore:
         self._expire_deadlines()
         self._check_closing()
         launched = not self._closed and self._launch()
-        self._announce()
+        self.delivery.announce()
         if self._closed:
             return
         if self._in_flight and (not launched or self._pipeline_full()):
@@ -232,7 +195,7 @@ class EngineCore:
             return False
         step = self.scheduler.schedule()
         for request, error in self.scheduler.failed:
-            self._close_request(request, error)
+            self.delivery.close(request, error)
         self.scheduler.failed.clear()
         if step is None:
             # Requests that could not run were failed; the next turn sees what is left.
@@ -264,7 +227,7 @@ class EngineCore:
         self._last_step_time = now - launched_at
         self.step_started_at = now if self._in_flight else None
         for event in self.scheduler.update(step, result):
-            self._deliver(event, now)
+            self.delivery.deliver(event, now)
         self.scheduler.recover_budget()
 
     def _retry_smaller(self, error: StepMemoryError) -> None:
@@ -286,125 +249,7 @@ class EngineCore:
                 "step of this request alone"
             )
             failure.__cause__ = error
-            self.scheduler.finish(request, None)
-            self._close_request(request, failure)
-
-    # --- results -----------------------------------------------------------------------
-
-    def _deliver(self, event: TokenEvent, now: float) -> None:
-        request = event.request
-        if event.error is not None:
-            self._close_request(request, _as_request_error(request, event.error))
-            return
-        if request.first_token_at is None:
-            request.first_token_at = now
-        channel: Channel = request.output.channel
-        try:
-            text = self._detokenize(request, request.output.detokenizer, event.token_id)
-        except Exception as error:
-            self.scheduler.finish(request, None)
-            self._close_request(request, _as_request_error(request, error))
-            return
-        piece = Piece(event.token_id, text, event.logprobs)
-        if request.status is Status.FINISHED:
-            self._close_request(request, None, piece)
-        else:
-            channel.put(piece)
-            if channel.waiting:
-                self._to_wake.append(channel)
-            elif channel.mailbox is not None:
-                self._unread_in.add(channel.mailbox)
-            if channel.num_unread >= channel.max_unread and channel.on_slow != "coalesce":
-                self._hold(request, channel)
-
-    def _detokenize(self, request: Request, detokenizer: Detokenizer, token_id: int) -> str:
-        """The new text. A stop token's own text is left out, as in vLLM, unless asked for;
-        a stop string ends the request here, in the middle of a token if need be."""
-        sampling = request.sampling
-        by_token = request.status is Status.FINISHED and request.finish_reason == "stop"
-        text = ""
-        if not by_token or sampling.include_stop_str_in_output:
-            text = detokenizer.push(token_id)
-        if detokenizer.stopped is not None:
-            if request.status is not Status.FINISHED:
-                self.scheduler.finish(request, "stop")
-            request.finish_reason = "stop"
-            request.stop_reason = detokenizer.stopped
-        elif request.status is Status.FINISHED:
-            text += detokenizer.finish()
-        return text
-
-    def _hold(self, request: Request, channel: Channel) -> None:
-        """Nobody reads: the request is aborted, or gets no more tokens until it is read."""
-        if channel.on_slow == "abort":
-            request.cancelled = True
-            self.on_abort(request)
-            return
-        if channel.held:
-            return
-        self.scheduler.pause(request)
-        channel.held = True
-        if channel.num_unread < channel.max_unread:
-            # Read in the moment between the test and the flag: the reader saw no flag.
-            self.on_read(request)
-
-    def _close_request(
-        self, request: Request, error: Exception | None, last: Piece | None = None
-    ) -> None:
-        """Writes the last item of a request that the scheduler has finished."""
-        channel: Channel = request.output.channel
-        if channel.ended:
-            return
-        now = request.finished_at = self.clock()
-        usage = usage_of(request, now)
-        item: End | Exception
-        if error is not None:
-            self._num_failed += 1
-            item = error
-        else:
-            reason: FinishReason = request.finish_reason or "abort"
-            text = ""
-            if reason == "abort":
-                self._num_aborted += 1
-                text = _remaining_text(request)
-            else:
-                self._num_finished += 1
-            item = End(reason, request.stop_reason, usage, text)
-        if request.observation is not None:
-            # Before the reader can see the end: who has read a result finds it in the metrics.
-            request.observation.finished(usage, error)
-        channel.end(item, last)
-        request.cancelled = True
-        self.admission.forget(request)
-        if channel.waiting:
-            self._to_wake.append(channel)
-
-    def _announce(self) -> None:
-        """Wakes the readers of what was delivered, one call for each of their loops. A loop
-        with no reader to wake is asked whether it is still there."""
-        if self._unread_in:
-            mailboxes, self._unread_in = self._unread_in, set()
-            for mailbox in mailboxes:
-                if mailbox.is_closed():
-                    self._abort_readers_of(mailbox)
-        if not self._to_wake:
-            return
-        channels, self._to_wake = self._to_wake, []
-        by_mailbox: dict[Mailbox, list[Channel]] = {}
-        for channel in channels:
-            mailbox = channel.mailbox
-            if mailbox is not None:
-                by_mailbox.setdefault(mailbox, []).append(channel)
-        for mailbox, woken in by_mailbox.items():
-            if not mailbox.notify(woken):
-                self._abort_readers_of(mailbox)
-
-    def _abort_readers_of(self, mailbox: Mailbox) -> None:
-        """The loop was closed: nobody will ever read its streams."""
-        for request in list(self.scheduler.requests()):
-            if request.output.channel.mailbox is mailbox:
-                request.cancelled = True
-                self.on_abort(request)
+            self.delivery.fail(request, failure)
 
     # --- commands ----------------------------------------------------------------------
 
@@ -426,21 +271,14 @@ class EngineCore:
 
     def on_fail(self, request: Request, error: Exception) -> None:
         """A request that turned out to be bad while it was prepared."""
-        if request.status is not Status.FINISHED:
-            self.scheduler.finish(request, None)
-            self._close_request(request, error)
+        self.delivery.fail(request, error)
 
     def on_abort(self, request: Request) -> None:
-        if request.status is not Status.FINISHED:
-            self.scheduler.finish(request, "abort")
-            self._close_request(request, None)
+        self.delivery.abort(request)
 
     def on_read(self, request: Request) -> None:
         """A held request was read down far enough."""
-        channel: Channel = request.output.channel
-        if channel.held:
-            channel.held = False
-            self.scheduler.resume(request)
+        self.delivery.release(request)
 
     def on_call(self, future: Future[Any], run: Callable[..., Any], args: tuple[Any, ...]) -> None:
         with self._calls_lock:
@@ -491,9 +329,8 @@ class EngineCore:
             if request.status is Status.FINISHED:
                 continue
             where = request.status.name.lower() if request.status else "being tokenised"
-            partial = _partial(request, now)
-            self.scheduler.finish(request, None)
-            self._close_request(
+            partial = partial_of(request, now)
+            self.delivery.fail(
                 request,
                 DeadlineExceededError(
                     f"request {request.request_id!r} passed its deadline while {where}, "
@@ -544,11 +381,8 @@ class EngineCore:
         """Fails every live request, in whatever state it is, and all later calls."""
         self.death = cause
         for request in self.admission.close(lambda: dead_error(cause)):
-            self._close_request(request, dead_error(cause))
-        channels, self._to_wake = self._to_wake, []
-        for channel in channels:
-            if channel.mailbox is not None:
-                channel.mailbox.notify([channel])
+            self.delivery.close(request, dead_error(cause))
+        self.delivery.announce_all()
 
     def _fail_calls(self) -> None:
         with self._calls_lock:
@@ -568,43 +402,3 @@ def dead_error(cause: BaseException) -> EngineDeadError:
 
 def _closed_error() -> AsyncLLMError:
     return EngineClosedError("the engine is closed; expected a started engine")
-
-
-def _as_request_error(request: Request, error: Exception) -> Exception:
-    if isinstance(error, AsyncLLMError):
-        return error
-    wrapped = RequestError(f"request {request.request_id!r} failed: {error!r}")
-    wrapped.__cause__ = error
-    return wrapped
-
-
-def _remaining_text(request: Request) -> str:
-    """What was held back of an aborted request's text. It is aborted whether that can be
-    decoded or not."""
-    output: Output = request.output
-    try:
-        return "" if output.detokenizer is None else output.detokenizer.finish()
-    except Exception:
-        return ""
-
-
-def usage_of(request: Request, now: float) -> Usage:
-    scheduled, first = request.first_scheduled_at, request.first_token_at
-    return Usage(
-        prompt_tokens=request.num_prompt_tokens,
-        completion_tokens=request.num_output_tokens,
-        cached_tokens=request.num_cached_tokens,
-        queue_time=(now if scheduled is None else scheduled) - request.arrived_at,
-        ttft=None if first is None else first - request.arrived_at,
-        total_time=now - request.arrived_at,
-    )
-
-
-def _partial(request: Request, now: float) -> Completion | None:
-    """What a request had generated so far; None if that is nothing."""
-    if not request.num_output_tokens:
-        return None
-    prompt = request.token_ids[: request.num_prompt_tokens]
-    token_ids = request.output_token_ids
-    output = CompletionOutput(0, request.output.decode(token_ids), tuple(token_ids), None)
-    return Completion(request.request_id, tuple(prompt), (output,), usage_of(request, now))
