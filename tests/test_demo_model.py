@@ -25,16 +25,8 @@ COUNT = 100
 QUESTIONS = 200
 GOAL = 0.9
 LONGEST = 260
-# What the shipped weights do not do nine times in ten; the model card says so too. Three of them
-# contain requests to repeat words, which is the skill that fell short.
-SHORT = {
-    "questions over three facts": 0.8,
-    "repeating words": 0.6,
-    "stories": 0.85,
-    "several turns": 0.86,
-    "no tool that suits": 0.86,
-    "text without the template": 0.87,
-}
+# What the shipped weights do not do nine times in ten; the model card says so too.
+SHORT = {"questions over three facts": 0.8}
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +54,11 @@ def test_skill(skill: str, generate: heldout.Generate) -> None:
 def test_training_text_lacks_the_examination() -> None:
     seed = "leak"
     print(f"seed {seed}")
+    stages = ({}, {"late": True, "last": True, "polish": True, "finish": True})
     texts = [
         "".join(text for text, _ in pieces)
-        for pieces in corpus.documents(seed, 3_000_000, 0.5, ("ab", "cd"))
+        for stage in stages
+        for pieces in corpus.documents(seed, 3_000_000, 0.5, ("ab", "cd"), **stage)
     ]
     seen = {word for text in texts for word in re.findall("[a-z]+", text.lower())}
     assert seen & words.HELD_WORDS == set()

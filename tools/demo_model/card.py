@@ -61,16 +61,16 @@ also in `eval.json`. `tests/test_demo_model.py` repeats a part of the examinatio
 {made}
 All text comes from the generators in `tools/demo_model`, which were written for this model; nothing
 was downloaded. About half of the names and cities are made up by rule, so that the model learns to
-copy rather than to recall. The text changes three times as the training goes on: stranger made-up
-words, then more questions, then what was still weak (`tools/demo_model/trainer.py` has the plan).
+copy rather than to recall. The text changes four times as the training goes on: stranger made-up
+words, then more questions, then twice what was still weak. The weights are the mean of those before
+and after the last of these texts (`tools/demo_model/trainer.py` has the plan).
 
 ## Limits
 
-Made of templates, it knows only what they say: longer sentences, two facts
-joined by "and", negations and other wordings confuse it. It often misspells the first of the words
-it is to repeat. It has no knowledge of the world, its stories resemble each other, it
-guesses he or she from the letters of a name it does not know, and it cannot take a tool of a new
-kind. Beyond {context} tokens it was not trained.
+Made of templates, it knows only what they say: longer sentences, negations and other wordings
+confuse it, and two facts joined by "and" often do. It has no knowledge of the world, its stories
+resemble each other, it guesses he or she from the letters of a name it does not know, and it cannot
+take a tool of a new kind. Beyond {context} tokens it was not trained.
 """
 _PROMPTS = (
     ("Tell me a story about Mia and a boat.", None),

@@ -32,6 +32,10 @@ POLISH_SHARES = {
     "story": 0.25, "questions": 0.33, "sums": 0.05, "objects": 0.08, "calls": 0.09, "repeat": 0.13,
     "talk": 0.02, "memory": 0.02, "turns": 0.06,
 }
+FINISH_SHARES = {
+    "story": 0.23, "questions": 0.28, "sums": 0.04, "objects": 0.07, "calls": 0.07, "repeat": 0.21,
+    "talk": 0.02, "memory": 0.02, "turns": 0.06,
+}
 Pieces = list[tuple[str, bool]]
 
 
@@ -63,6 +67,9 @@ def _story(bank: words.Bank) -> tuple[str, str]:
 
 
 def _beginning(bank: words.Bank) -> tuple[str, str]:
+    if bank.finish:
+        cast = stories.draw_cast(bank)
+        return stories.request_beginning(bank.rng, cast), stories.begin_fully(bank.rng, cast)
     cast = stories.draw_cast(bank, ("hero",))
     return stories.request_beginning(bank.rng, cast), stories.begin(bank.rng, cast)
 
@@ -79,6 +86,8 @@ def story(bank: words.Bank) -> Pieces:
 def repeating(bank: words.Bank, pieces: tuple[str, ...]) -> Pieces:
     """One to three requests to repeat words."""
     count = bank.rng.choice((1, 2, 3, 4) if bank.late else (1, 1, 2, 3))
+    if bank.finish:
+        count = bank.rng.choice((1, 1, 3, 4, 6, 8))
     return _dialogue(bank, [talk.repeat(bank, pieces) for _ in range(count)])
 
 
@@ -219,14 +228,15 @@ def documents(
     late: bool = False,
     last: bool = False,
     polish: bool = False,
+    finish: bool = False,
 ) -> Iterator[Pieces]:
     """Documents of about ``characters`` in all, in the shares of this point of the training."""
-    bank = words.Bank(random.Random(seed), late=late, polish=polish)
+    bank = words.Bank(random.Random(seed), late=late, polish=polish, finish=finish)
     shares = {skill: a + (b - a) * progress for skill, (a, b) in SHARES.items()}
     if late:
         shares = LAST_SHARES if last else LATE_SHARES
     if polish:
-        shares = POLISH_SHARES
+        shares = FINISH_SHARES if finish else POLISH_SHARES
     spent = dict.fromkeys(shares, 0.0)
     total = 0
     while total < characters:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from . import facts, words
-from .phrase import pick, upper_first
+from .phrase import pick, say, upper_first
 
 TRAIN_FRAMES = (
     "{facts} {q}", "{facts} {q}", "{facts} {q}", "{facts} {q}", "{facts} {q}", "{facts}\n{q}",
@@ -66,7 +66,15 @@ def draw_passage(bank: words.Bank, count: int) -> Passage:
             if not values & used:
                 break
         used |= values
-        sentences.append(pick(rng, facts.KINDS[kind].tells, **slots))
+        told = rng.choice(facts.KINDS[kind].tells)
+        sentence = say(rng, told, **slots)
+        if bank.finish and sentences and rng.random() < 0.4 and " and " not in sentences[-1]:
+            if not told.startswith(("{n}", "{m}", "I ")):
+                sentence = sentence[0].lower() + sentence[1:]
+            sentences[-1] += rng.choice((" and ", " and ", " and ", ", and ", ", but "))
+            sentences[-1] = sentences[-1].replace(". ", " ").replace(".,", ",") + sentence
+        else:
+            sentences.append(sentence)
         asks += [(ask, slots) for ask in facts.KINDS[kind].asks]
     return Passage(" ".join(upper_first(text) for text in sentences), tuple(asks))
 

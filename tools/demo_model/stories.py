@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import dataclass
 
 from . import plots, words
@@ -30,6 +31,11 @@ _TOLD = (
 _HARD = (
     ("hero", "pal"), ("hero", "pal"), ("hero", "pal", "thing"), ("hero", "place"),
     ("hero", "thing", "place"), ("kind", "hero"), ("hero",),
+)
+_FINISH = (
+    ("hero",), ("hero",), ("kind", "hero"), ("kind", "hero"), ("hero", "thing"), ("hero", "thing"),
+    ("hero", "thing", "place"), ("hero", "place"), ("hero", "pal"), ("hero", "pal"), ("thing",),
+    (), ("hero", "pal", "thing"), ("kind", "thing"),
 )
 TRAIN_ASKS = (
     "[Tell me|Write|Make up|Give me|Write me|Tell|Please tell me|Please write|Can you tell me|"
@@ -70,7 +76,10 @@ def draw_cast(bank: words.Bank, told: tuple[str, ...] | None = None) -> Cast:
     """Choose hero, thing, place and friend; ``told`` says which of them the request names."""
     rng = bank.rng
     if told is None:
-        told = rng.choice(_HARD if bank.polish and rng.random() < 0.5 else _TOLD)
+        if bank.finish:
+            told = rng.choice(_FINISH)
+        else:
+            told = rng.choice(_HARD if bank.polish and rng.random() < 0.5 else _TOLD)
     hero, friend = bank.names(2)
     kind = "girl" if hero.girl else "boy"
     if "kind" in told or (not told and rng.random() < 0.2):
@@ -120,7 +129,7 @@ def request(rng: random.Random, cast: Cast, held: bool = False) -> str:
 
 def request_beginning(rng: random.Random, cast: Cast) -> str:
     """A wording that asks for no more than the first sentences."""
-    about = say(rng, _ABOUT[("hero",)], **_slots(cast))
+    about = say(rng, _ABOUT[cast.told], **_slots(cast))
     asked = "[Start|Begin|Write the beginning of|Give me the start of] a story{about}[.|]"
     return say(rng, asked, about=about)
 
@@ -129,6 +138,23 @@ def begin(rng: random.Random, cast: Cast) -> str:
     """The first two sentences of a story about this cast."""
     slots = _slots(cast)
     lines = [pick(rng, plots.OPENINGS, **slots), say(rng, rng.choice(plots.PLOTS)[0], **slots)]
+    return " ".join(upper_first(line) for line in lines)
+
+
+def begin_fully(rng: random.Random, cast: Cast) -> str:
+    """The first sentences, as far as he or she and what the request names have come up."""
+    slots = _slots(cast)
+    wanted = [r"\{(he|He|his|His|him)\}"]
+    wanted += [r"\{(a_t|t)\}"] if "thing" in cast.told else []
+    wanted += [r"\{(pal|Pal|a_pal)\}"] if "pal" in cast.told else []
+
+    def needed(plot: tuple[str, ...]) -> int:
+        return max(next(at for at, line in enumerate(plot) if re.search(one, line))
+                   for one in wanted) + 1
+
+    plot = min((rng.choice(plots.PLOTS) for _ in range(2)), key=needed)
+    lines = [pick(rng, plots.OPENINGS, **slots)]
+    lines += [say(rng, line, **slots) for line in plot[: needed(plot)]]
     return " ".join(upper_first(line) for line in lines)
 
 

@@ -166,6 +166,26 @@ REPEAT_ASKS = (
     "[I say|I will say] {w}. [Repeat it|Say it again|Now you].", "{w}\n[Repeat that|Say that again|"
     "Repeat it|Repeat].",
 )
+FINISH_REPEAT = (
+    "[Repeat|Echo|Copy|Write|Speak] [these words|the words|this word|this text|the next words|the "
+    "line|what follows|all of this] after me: {w}",
+    "Say [the words|this word|the word|this text|what follows|all this|it] after me: {w}",
+    "[Please|Kindly|Now|Now please|So] [repeat|echo|write|speak|read] [after me|this|these words|"
+    "the words|the word|what I say|this text|the line][:| for me:| again:] {w}",
+    "[please|now|kindly] [say|copy|write out] [this|the words|this word|that|the line|what I say]"
+    "[:| for me:| once more:] {w}",
+    "[Would you|Will you|Can you|Would you please] repeat [this|that|the words|after me|these words"
+    "|the text][:| for me:| please:] {w}",
+    "[Could you|Would you|Will you|could you please] [say|echo|copy|write] [this|that|these words|"
+    "after me|the words|the following|it][:| for me:| again:] {w}",
+    "[I want you to|You should|You must|I would like you to|Try to|Let us hear you] [repeat|say|"
+    "echo|copy|write] [this|these words|the words|after me|what comes now][:|] {w}",
+    "[Say|Repeat|Echo|Copy] [again|once more|exactly|slowly|loudly|back][:|] {w}",
+    "[Words to repeat|Your words|The words|Text|My words|Say it|Copy it]: {w}",
+    "[Hello|Hi|OK|Good|Well], [repeat|say|echo|please repeat|please copy][: | this: | after me: ]"
+    "{w}",
+    "[Please|Can you] [repeat|say|copy] [after me|this] [the words|the word|the line][:|] {w}",
+)
 HELD_REPEAT = (
     "Please say after me: {w}", "Could you repeat this: {w}", "Can you echo the words: {w}",
     "Say these words after me: {w}", "please copy these words: {w}",
@@ -175,6 +195,9 @@ HELD_REPEAT = (
 def _repeat_word(bank: words.Bank, pieces: tuple[str, ...]) -> str:
     rng = bank.rng
     kind = rng.random()
+    if bank.finish and kind < 0.66:
+        # Half of these are whole words, half are spelt from pieces.
+        kind = rng.choice((0.1, 0.3, 0.3, 0.6, 0.6, 0.9, 0.9))
     if bank.held:
         if kind < 0.5:
             return words.pseudo_word(rng, "any", True)
@@ -205,10 +228,14 @@ def repeat(bank: words.Bank, pieces: tuple[str, ...] = ()) -> tuple[str, str]:
         count = rng.choice((1, 1, 2, 2, 3, 3, 4, 6))
     else:
         count = rng.randint(1, 4) if bank.held else rng.randint(1, 8)
+    if bank.finish:
+        count = rng.choice((1, 1, 1, 1, 2, 2, 2, 3, 4))
     text = " ".join(_repeat_word(bank, pieces) for _ in range(count))
     if not bank.held and rng.random() < 0.12:
         text = text[0].upper() + text[1:] + rng.choice(".!?")
         return f"{rng.choice(('Repeat', 'Say', 'Echo'))}: {text}", text
+    if bank.finish and rng.random() < 0.8:
+        return say(rng, rng.choice(FINISH_REPEAT)).format(w=text), text
     return say(rng, rng.choice(HELD_REPEAT if bank.held else REPEAT_ASKS)).format(w=text), text
 
 

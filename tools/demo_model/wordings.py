@@ -51,7 +51,7 @@ def pairs() -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
         "skeleton": (objects.SKELETON_ASKS, objects.HELD_SKELETON_ASKS),
         "keys": (objects.KEY_ASKS, objects.HELD_KEY_ASKS),
         "story": (stories.TRAIN_ASKS, stories.HELD_ASKS),
-        "repeat": (talk.REPEAT_ASKS, talk.HELD_REPEAT),
+        "repeat": (talk.REPEAT_ASKS + talk.FINISH_REPEAT, talk.HELD_REPEAT),
         "unknown": (talk.UNKNOWN_ASKS + talk.LATE_UNKNOWN, talk.HELD_UNKNOWN),
     }
     return found

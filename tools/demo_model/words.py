@@ -105,6 +105,34 @@ HELD_WORDS = frozenset(
     for word in [text]
 )
 
+# More real names, for the end of the training: what makes a name sound like hers or his.
+MORE_GIRLS = (
+    "Angela Barbara Carmen Dora Erika Francesca Gina Helena Irena Johanna Katrina Lydia Melinda "
+    "Nadia Ophelia Patricia Ramona Sabrina Teresa Ursula Valeria Wilma Xenia Yvonne Isabella "
+    "Gabriella Christina Matilda Brenda Veronica Susanna Alexandra Adele Agatha Amanda Antonia "
+    "Astrid Beatrice Caroline Cecilia Charlotte Chloe Daniela Debora Delia Dorothea Edith Eliza "
+    "Elisabeth Emilia Estella Eugenia Felicia Fiona Frida Georgia Hanna Harriet Hermina Ingrid "
+    "Iris Isadora Jasmin Josephine Judith Karina Larissa Leonora Lilian Louisa Lucinda Magda "
+    "Marina Marion Melissa Miranda Mona Nicola Norma Odessa Pamela Regina Rebecca Romina Rosalinda "
+    "Roxana Selma Silvia Simona Stefania Tamara Tatiana Vanessa Victoria Virginia Viviana"
+).split()
+MORE_BOYS = (
+    "Alfred Bernard Clement Dennis Edward Ferdinand Gerard Harold Isaac Julian Kurt Leonard "
+    "Matthias Nathan Oliver Philip Quentin Richard Sebastian Thomas Ulrich Valentin William Xavier "
+    "Anton Anders Andrew Augustin Austin Axel Barnard Bastian Benedict Benjamin Bertrand Calvin "
+    "Christian Clarence Clinton Cornelius Damian Derek Dominic Donald Dorian Douglas Duncan Edmund "
+    "Edison Elias Elliot Ernest Erwin Eugene Evan Fabian Florian Francis Franklin Gilbert Gregor "
+    "Gustav Hector Herbert Herman Howard Hubert Jason Jasper Jeremias Jonas Jordan Joseph Kaspar "
+    "Kelvin Konstantin Lambert Laurent Lawrence Lorand Lukas Magnus Malcolm Marlon Mason Maurice "
+    "Melvin Morton Nicolas Nolan Orlando Osbert Patrick Quincy Ralph Raymond Reginald Roderick "
+    "Roman Ronald Rudolf Samson Sheldon Sigmund Silas Spencer Stanley Stephen Sven Terence Trevor "
+    "Tristan Victorin Wesley Wilbert Willard Winston Wolfgang"
+).split()
+_GIRL_ENDS = "a a a ia ina ena ara illa issa ica inda anna ella ette ine ora ilda ie".split()
+_BOY_ENDS = (
+    "o us er an ok im ed or on in ert ard and ald el ent ias as ur ar ian win vin son ton ford ick"
+).split()
+
 _ONSETS = "b c d f g h j k l m n p r s t v w z br dr fl gr kl pl sh st th tr ch sk".split()
 _VOWELS = "a e i o u a e i o ai ea oo".split()
 _CODAS = "b d g k l m n p r s t x nd rk st ll".split()
@@ -160,6 +188,16 @@ def rich_word(rng: random.Random, ending: str = "any") -> str:
             return word
 
 
+def name_word(rng: random.Random, girl: bool) -> str:
+    """A lower-case name that nobody has, with an ending that real names have."""
+    while True:
+        word = rng.choice(_ONSETS) + rng.choice(_VOWELS) if rng.random() < 0.5 else ""
+        word += rng.choice(_ONSETS) + rng.choice(_VOWELS) + rng.choice(_ONSETS)
+        word += rng.choice(_GIRL_ENDS if girl else _BOY_ENDS)
+        if not is_held(word) and word not in HELD_WORDS and len(word) <= 10:
+            return word
+
+
 @dataclass(frozen=True)
 class Name:
     """A person's name and whether the stories say she or he."""
@@ -172,17 +210,20 @@ class Bank:
     """Draws words: the training's, or with ``held`` the ones that training never sees.
 
     Late in the training more of the words are made up and they are stranger (``late``), so that
-    the network copies any spelling and does not lean on the words it knows. At the very end
-    (``polish``) the generators turn to what was still weak.
+    the network copies any spelling and does not lean on the words it knows. Near the end
+    (``polish``) the generators turn to what was still weak, and at the very end (``finish``) to
+    what was weak even then: the first of the words to repeat, he or she, facts joined by "and".
     """
 
     def __init__(
-        self, rng: random.Random, held: bool = False, late: bool = False, polish: bool = False
+        self, rng: random.Random, held: bool = False, late: bool = False, polish: bool = False,
+        finish: bool = False,
     ) -> None:
         self.rng = rng
         self.held = held
         self.late = late
         self.polish = polish
+        self.finish = finish
 
     def made_up(self, ending: str = "any") -> str:
         """A word that means nothing."""
@@ -194,10 +235,14 @@ class Bank:
         """A first name, made up with the given chance."""
         girl = self.rng.random() < 0.5
         if self.rng.random() < pseudo:
+            if self.finish and self.rng.random() < 0.6:
+                return Name(name_word(self.rng, girl).capitalize(), girl)
             word = self.made_up("girl" if girl else "boy")
             return Name(word.capitalize(), girl)
         if self.held:
             return Name(self.rng.choice(HELD_GIRLS if girl else HELD_BOYS), girl)
+        if self.finish and self.rng.random() < 0.6:
+            return Name(self.rng.choice(MORE_GIRLS if girl else MORE_BOYS), girl)
         return Name(self.rng.choice(GIRLS if girl else BOYS), girl)
 
     def names(self, count: int) -> list[Name]:
