@@ -70,6 +70,7 @@ class Report:
             "command": " ".join([f"python -m benchmarks.{_module()}", *sys.argv[1:]]),
             "figures": [asdict(figure) for figure in self.figures],
         }
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
         Path(file).write_text(
             json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
         )
