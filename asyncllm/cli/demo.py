@@ -74,14 +74,12 @@ class Show:
     engine: AsyncLLMEngine
     tracks: list[Track]
     began_at: float
-    peak_batch: int = 0
     ended_at: float | None = None
     stats: EngineStats = field(default_factory=EngineStats)
 
     def sample(self) -> None:
         """Takes the engine's figures of this moment."""
         self.stats = self.engine.stats()
-        self.peak_batch = max(self.peak_batch, self.stats.num_running)
 
     @property
     def title(self) -> str:
@@ -100,6 +98,12 @@ class Show:
         return sum(track.num_tokens for track in self.tracks)
 
     @property
+    def num_at_once(self) -> int:
+        """Streams that were between their first and last token at the same moment, at most."""
+        spans = [(t.first_at, t.last_at) for t in self.tracks if t.first_at and t.last_at]
+        return max((sum(a <= at <= b for a, b in spans) for at, _ in spans), default=0)
+
+    @property
     def hit_share(self) -> float:
         return self.stats.prefix_cache_hits / max(self.stats.prefix_cache_queries, 1)
 
@@ -110,7 +114,7 @@ class Show:
         return (
             f"{self.count}, {self.num_tokens} tokens in {seconds(self.elapsed)}: "
             f"{rate(self.num_tokens, self.elapsed)} together, first token after {median} "
-            f"(median), up to {self.peak_batch} in a batch, {self.hit_share:.0%} of the prompt "
+            f"(median), up to {self.num_at_once} at once, {self.hit_share:.0%} of the prompt "
             "from the prefix cache"
         )
 
