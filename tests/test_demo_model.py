@@ -1,4 +1,8 @@
-"""The shipped model sits its examination: names, words, numbers and wordings it never saw."""
+"""The shipped model sits its examination: names, words, numbers and wordings it never saw.
+
+Its answers were looked at while the training was planned; the model card has what draws that
+nobody had used gave, where stories fall just short of the bound.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,7 @@ from asyncllm import LLM
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "asyncllm" / "demo_model"
+# The generators are no part of the package, so their folder has to be on the path first.
 sys.path.insert(0, str(ROOT / "tools"))
 
 from demo_model import chat, corpus, heldout, wordings, words  # noqa: E402

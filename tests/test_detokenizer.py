@@ -223,6 +223,7 @@ def test_prompt_ends_inside_a_character(name: str) -> None:
     token = tokenizer.backend.token_to_id
     if name == "byte-level":
         alphabet = {b: c for c, b in byte_level_alphabet().items()}
+        # A short name beside the other spelling of it below.
         one = lambda byte: token(alphabet[byte])  # noqa: E731
         tail = token("<think>")
     else:
