@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from asyncllm.gpu.decode_rows import DecodeRows
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.exponential_race import exponentials, race_keys, sample_race
 from asyncllm.gpu.ops.triton import tuning
@@ -171,43 +172,44 @@ def _check_cache(cache: Tensor, slots: Tensor, kv: Tensor, padded: int) -> None:
     assert flat[:, untouched].isnan().all()
 
 
-def check_step_state(module: ModuleType, device: str, block_size: int) -> None:
-    """Gathered against plain indexing, with slots out of order, padding and failed rows."""
+def decode_rows(block_size: int, device: str) -> DecodeRows:
+    """Slots out of order, tokens known and not, padding; whatever is computed is poison."""
     random = torch.Generator().manual_seed(block_size)
-    width, num_slots, num_rows = 5, 9, 6
-    table = torch.randint(1, 1 << 30, (num_slots, width), generator=random, dtype=torch.int32)
-    lengths = torch.randint(0, width * block_size, (num_slots,), generator=random)
-    lengths = lengths.to(torch.int32)
-    lengths[3], lengths[5] = 0, block_size
-    last = torch.randint(0, 1000, (num_slots,), generator=random)
-    last[7] = -1
+    width, num_slots = 5, 9
+    table = torch.randint(1, 1 << 30, (num_slots + 1, width), generator=random, dtype=torch.int32)
     slots = torch.tensor([3, 5, 7, 0, -1, -1])
-    there = lengths.to(device, copy=True)
-    found = {
-        "token_ids": torch.full((num_rows,), -7, device=device),
-        "positions": torch.full((num_rows,), -7, device=device),
-        "seq_lens": torch.full((num_rows,), -7, dtype=torch.int32, device=device),
-        "slot_mapping": torch.full((num_rows,), -7, device=device),
-    }
-    module.decode_inputs(
-        slots.to(device),
-        last.to(device),
-        there,
-        table.to(device),
+    positions = torch.randint(0, width * block_size, (len(slots),), generator=random)
+    positions[0], positions[1], positions[4:] = 0, block_size, 0
+    return DecodeRows(
+        slots=slots.to(device),
+        known_tokens=torch.tensor([-1, 8, -1, 0, 7, -1], device=device),
+        positions=positions.to(device),
+        block_table=table.to(device),
+        token_ids=torch.full((len(slots),), -7, device=device),
+        seq_lens=torch.full((len(slots),), -7, dtype=torch.int32, device=device),
+        slot_mapping=torch.full((len(slots),), -7, device=device),
+        last_tokens=torch.randint(9, 1000, (num_slots + 1,), generator=random).to(device),
         block_size=block_size,
-        advance=True,
-        **found,
+        max_len=width * block_size,
     )
-    for row, slot in enumerate(slots.tolist()):
-        position = int(lengths[slot]) if slot >= 0 else 0
-        assert found["positions"][row] == position
-        assert found["token_ids"][row] == (max(int(last[slot]), 0) if slot >= 0 else 0)
-        assert found["seq_lens"][row] == (position + 1 if slot >= 0 else 0)
-        block = int(table[slot, position // block_size]) if slot >= 0 else 0
-        assert found["slot_mapping"][row] == block * block_size + position % block_size
-    advanced = lengths.clone()
-    advanced[slots[slots >= 0]] += 1
-    assert torch.equal(there.cpu(), advanced)
+
+
+def check_step_state(
+    decode_inputs: Callable[[DecodeRows], None], device: str, block_size: int
+) -> None:
+    """Computed against plain indexing."""
+    rows = decode_rows(block_size, device)
+    decode_inputs(rows)
+    for row, slot in enumerate(rows.slots.tolist()):
+        position, known = int(rows.positions[row]), int(rows.known_tokens[row])
+        block, token, length = 0, 0, 0
+        if slot >= 0:
+            block = int(rows.block_table[slot, position // block_size])
+            token = known if known >= 0 else int(rows.last_tokens[slot])
+            length = position + 1
+        assert rows.token_ids[row] == token
+        assert rows.seq_lens[row] == length
+        assert rows.slot_mapping[row] == block * block_size + position % block_size
 
 
 def sampling_rows(

@@ -112,7 +112,7 @@ def test_rope_cache(heads: int, kv_heads: int, dim: int, layout: str, with_norm:
 
 @pytest.mark.parametrize("block_size", [16, 256])
 def test_step_state(block_size: int) -> None:
-    checks.check_step_state(step_state, "cuda", block_size)
+    checks.check_step_state(step_state.decode_inputs, "cuda", block_size)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

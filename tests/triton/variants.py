@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from asyncllm.gpu.decode_rows import DecodeRows
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.triton import (
     activation,
@@ -182,16 +183,18 @@ def sample(vocab_size: int, dtype: torch.dtype) -> Callable[[int], list[Launch]]
 def decode_inputs(capability: int) -> list[Launch]:
     with recording(step_state) as found:
         step_state.decode_inputs(
-            ints(64),
-            longs(256),
-            ints(256),
-            ints(256, 256),
-            block_size=16,
-            token_ids=longs(64),
-            positions=longs(64),
-            seq_lens=ints(64),
-            slot_mapping=longs(64),
-            advance=True,
+            DecodeRows(
+                slots=longs(64),
+                known_tokens=longs(64),
+                positions=longs(64),
+                block_table=ints(257, 256),
+                token_ids=longs(64),
+                seq_lens=ints(64),
+                slot_mapping=longs(64),
+                last_tokens=longs(257),
+                block_size=16,
+                max_len=4096,
+            )
         )
     return found
 

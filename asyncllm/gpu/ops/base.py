@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from asyncllm.gpu.decode_rows import DecodeRows, SlotSampling
 from asyncllm.gpu.step_inputs import StepInputs
 
 
@@ -78,6 +79,15 @@ class Attention(Protocol):
         """What all layers with this ``window`` share in a step; made once per step."""
         ...
 
+    def plan_decode(self, rows: DecodeRows, window: int | None) -> Any:
+        """The same for a decode step on buffers that stay where they are.
+
+        Called while a CUDA graph is captured, once per graph: no tensor may be read on the
+        host, and what is computed on the device is part of the graph. Whatever depends on
+        lengths has to be chosen for ``rows.max_len``.
+        """
+        ...
+
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, plan: Any) -> Tensor:
         """Returns ``[T, Hq * D]``. The step's own k and v are in ``cache`` already."""
         ...
@@ -105,4 +115,31 @@ class OpSet(Protocol):
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """``[T, 2 * I] -> [T, I]``: SiLU of the first half times the second."""
+        ...
+
+    def decode_inputs(self, rows: DecodeRows) -> None:
+        """Fills ``token_ids``, ``seq_lens`` and ``slot_mapping`` from the rest of ``rows``."""
+        ...
+
+    def sample(
+        self,
+        logits: Tensor,
+        sampling: SlotSampling,
+        slots: Tensor,
+        positions: Tensor,
+        last_tokens: Tensor,
+    ) -> Tensor:
+        """Samples one token per row: the function of ``exponential_race.sample_race``.
+
+        Args:
+            logits: ``[S, vocab_size]``, not changed.
+            slots: ``[S]`` int64, each row's line in ``sampling``; -1 for a padded row.
+            positions: ``[S]`` int64, of the token before the one that is sampled.
+            last_tokens: ``[N + 1]`` int64; the token is written to the row's line, as 0
+                where it is -1.
+
+        Returns:
+            ``[S]`` int64; -1 for a padded row, and for one that has NaN or infinity, or no
+            finite logit.
+        """
         ...

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from asyncllm.gpu.decode_rows import DecodeRows
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.step_inputs import StepInputs
 
@@ -52,6 +53,19 @@ class AttentionGroup:
     outputs: tuple[Tensor, Tensor] | None
 
 
+@dataclass(slots=True)
+class FixedPlan:
+    """Decode rows whose lengths only the device knows.
+
+    Attributes:
+        blocks: ``[B, W]`` int64, every row's whole table.
+        hidden: ``[B, W * block_size]``, keys that a row does not see.
+    """
+
+    blocks: Tensor
+    hidden: Tensor
+
+
 class TorchAttention:
     """Attention over the cache for any device that torch has."""
 
@@ -75,9 +89,21 @@ class TorchAttention:
             groups.append(self._group(inputs, rows, first_keys[rows], lengths[rows], window))
         return groups
 
+    def plan_decode(self, rows: DecodeRows, window: int | None) -> FixedPlan:
+        """Every row gathers its whole table, which costs what the longest sequence would."""
+        blocks = rows.tables().long()
+        keys = torch.arange(blocks.shape[1] * rows.block_size, device=blocks.device)
+        ends = rows.seq_lens.long().unsqueeze(1)
+        hidden = keys >= ends
+        if window is not None:
+            hidden = hidden | (keys < ends - window)
+        return FixedPlan(blocks, hidden)
+
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, plan: list[AttentionGroup]
+        self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, plan: list[AttentionGroup] | FixedPlan
     ) -> Tensor:
+        if isinstance(plan, FixedPlan):
+            return self._attend_fixed(q, cache, plan)
         if len(plan) == 1 and isinstance(plan[0].tokens, slice):
             return self._attend(q, k, v, cache, plan[0]).reshape(q.shape[0], -1)
         out = q.new_empty(q.shape)
@@ -91,6 +117,22 @@ class TorchAttention:
                 valid, target = group.outputs
                 out.index_copy_(0, target, result[valid])
         return out.view(q.shape[0], -1)
+
+    def _attend_fixed(self, q: Tensor, cache: Tensor, plan: FixedPlan) -> Tensor:
+        """What is hidden may be NaN, so it is replaced and not only weighted with zero."""
+        shape, rows = self.shape, plan.blocks.shape[0]
+        gathered = cache.index_select(1, plan.blocks.view(-1))
+        gathered = gathered.view(2, rows, -1, shape.num_kv_heads, shape.head_dim)
+        gathered = gathered.masked_fill(plan.hidden[None, :, :, None, None], 0.0)
+        k, v = gathered.transpose(2, 3)
+        # A padded row sees nothing; a softmax needs something.
+        seen = ~plan.hidden
+        seen = seen | (seen.sum(-1, keepdim=True) == 0)
+        q = q.reshape(rows, shape.num_kv_heads, shape.group_size, shape.head_dim)
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=seen[:, None, None], scale=shape.scale
+        )
+        return out.reshape(rows, -1)
 
     def _split(self, inputs: StepInputs, lengths: np.ndarray) -> list[np.ndarray]:
         """Row indices of each group, in ascending order."""

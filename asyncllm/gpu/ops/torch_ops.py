@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from asyncllm.gpu.decode_rows import DecodeRows, SlotSampling
 from asyncllm.gpu.ops.base import AttentionShape, Linear, RopeAndCache
+from asyncllm.gpu.ops.exponential_race import sample_race
 
 
 class TorchLinear:
@@ -105,3 +107,35 @@ class TorchOps:
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate).mul_(up)
+
+    def decode_inputs(self, rows: DecodeRows) -> None:
+        lines, padded = rows.lines(), rows.slots < 0
+        tokens = torch.where(rows.known_tokens < 0, rows.last_tokens[lines], rows.known_tokens)
+        columns = rows.positions // rows.block_size
+        blocks = rows.block_table[lines, columns].long()
+        slots = blocks * rows.block_size + rows.positions % rows.block_size
+        rows.token_ids.copy_(tokens.masked_fill(padded, 0))
+        rows.seq_lens.copy_((rows.positions + 1).masked_fill(padded, 0))
+        rows.slot_mapping.copy_(slots.masked_fill(padded, 0))
+
+    def sample(
+        self,
+        logits: Tensor,
+        sampling: SlotSampling,
+        slots: Tensor,
+        positions: Tensor,
+        last_tokens: Tensor,
+    ) -> Tensor:
+        padded = slots < 0
+        lines = torch.where(padded, len(last_tokens) - 1, slots)
+        tokens = sample_race(
+            logits,
+            sampling.states[lines],
+            positions + 1,
+            sampling.temperature[lines],
+            sampling.top_k[lines],
+            sampling.top_p[lines],
+            sampling.min_p[lines],
+        )
+        last_tokens.index_copy_(0, lines, tokens.masked_fill(padded, 0).clamp_(min=0))
+        return tokens.masked_fill(padded, -1)

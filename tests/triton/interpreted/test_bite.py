@@ -48,7 +48,7 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "prefill": lambda m: checks.check_prefill(m, named(PREFILL, "prefix"), "cpu", 80),
     "window": lambda m: checks.check_prefill(m, named(PREFILL, "window"), "cpu", 80),
     "rope": lambda m: checks.check_rope_cache(m, AttentionShape(4, 2, 64, 1.0), "cpu", norm=False),
-    "state": lambda m: checks.check_step_state(m, "cpu", 16),
+    "state": lambda m: checks.check_step_state(m.decode_inputs, "cpu", 16),
     "sampling": lambda m: checks.check_sampling(m.sample, checks.sampling_rows(20, 700), "cpu"),
     "ties": lambda m: checks.check_odd_rows(m.sample, "cpu"),
 }

@@ -58,4 +58,4 @@ def test_rope_cache(
 
 @pytest.mark.parametrize("block_size", [16, 256])
 def test_step_state(block_size: int) -> None:
-    checks.check_step_state(step_state, "cpu", block_size)
+    checks.check_step_state(step_state.decode_inputs, "cpu", block_size)

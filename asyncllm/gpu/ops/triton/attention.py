@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from asyncllm.gpu.decode_rows import DecodeRows
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.triton.decode_attention import decode_attention, workspace_size
 from asyncllm.gpu.ops.triton.prefill_attention import prefill_attention
@@ -19,9 +20,6 @@ from asyncllm.gpu.step_inputs import StepInputs
 @dataclass(slots=True)
 class TritonPlan:
     """What the kernels read of a step, on the device; decode rows come first.
-
-    For a captured decode graph it is made once per bucket, over the static buffers, with
-    ``splits`` from ``TritonAttention.splits`` for the longest sequence there may be.
 
     Attributes:
         num_decodes: leading rows of one token each, padded ones included.
@@ -114,6 +112,18 @@ class TritonAttention:
             splits=splits,
             workspace=self.workspace(decodes, splits),
             query_start_loc=packed[rows : rows + len(starts)] if decodes < rows else None,
+            window=window,
+        )
+
+    def plan_decode(self, rows: DecodeRows, window: int | None) -> TritonPlan:
+        splits = self.splits(rows.num_rows, rows.max_len, window)
+        return TritonPlan(
+            num_decodes=rows.num_rows,
+            seq_lens=rows.seq_lens,
+            block_table=rows.block_table,
+            splits=splits,
+            workspace=self.workspace(rows.num_rows, splits),
+            table_rows=rows.slots,
             window=window,
         )
 

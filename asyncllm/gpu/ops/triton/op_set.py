@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from asyncllm.gpu.decode_rows import DecodeRows, SlotSampling
 from asyncllm.gpu.ops.base import AttentionShape, Linear
 from asyncllm.gpu.ops.torch_ops import TorchLinear
 from asyncllm.gpu.ops.triton.activation import silu_mul
 from asyncllm.gpu.ops.triton.norm import TritonRMSNorm
 from asyncllm.gpu.ops.triton.rope_cache import TritonRopeAndCache
+from asyncllm.gpu.ops.triton.sampling import sample
+from asyncllm.gpu.ops.triton.step_state import decode_inputs
 from asyncllm.gpu.ops.triton.toolchain import check_triton
 
 
@@ -40,3 +43,27 @@ class TritonOps:
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return silu_mul(gate_up)
+
+    def decode_inputs(self, rows: DecodeRows) -> None:
+        decode_inputs(rows)
+
+    def sample(
+        self,
+        logits: Tensor,
+        sampling: SlotSampling,
+        slots: Tensor,
+        positions: Tensor,
+        last_tokens: Tensor,
+    ) -> Tensor:
+        return sample(
+            logits,
+            sampling.states,
+            positions,
+            sampling.temperature,
+            sampling.top_k,
+            sampling.top_p,
+            sampling.min_p,
+            slots=slots,
+            last_tokens=last_tokens,
+            position_shift=1,
+        )

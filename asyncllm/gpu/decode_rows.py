@@ -1,0 +1,71 @@
+"""DecodeRows: what a decode step reads on the device, at addresses that never change."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRows:
+    """B rows of one token each, padded to the size of a bucket; N slots, W blocks a sequence.
+
+    The first four come from the host, the rest is computed on the device. Row N of what is
+    kept by slot belongs to nobody: padded rows may write it, and nobody reads it.
+
+    Attributes:
+        slots: ``[B]`` int64, the slot of each row; -1 for a padded row.
+        known_tokens: ``[B]`` int64, the token that a row goes on from, -1 where the step
+            before sampled it and only the device has it.
+        positions: ``[B]`` int64, of that token in its sequence; 0 in a padded row.
+        block_table: ``[N + 1, W]`` int32, by slot; what lies beyond a sequence is undefined.
+        token_ids: ``[B]`` int64.
+        seq_lens: ``[B]`` int32, tokens of each sequence after the step; 0 in a padded row.
+        slot_mapping: ``[B]`` int64, where K and V go; slot 0 of the null block in a padded
+            row.
+        last_tokens: ``[N + 1]`` int64, by slot, what was sampled last.
+        block_size: tokens per block.
+        max_len: longest sequence in tokens.
+    """
+
+    slots: Tensor
+    known_tokens: Tensor
+    positions: Tensor
+    block_table: Tensor
+    token_ids: Tensor
+    seq_lens: Tensor
+    slot_mapping: Tensor
+    last_tokens: Tensor
+    block_size: int
+    max_len: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.slots.shape[0]
+
+    def lines(self) -> Tensor:
+        """``[B]`` int64: each row's line in what is kept by slot, N for a padded row."""
+        return torch.where(self.slots < 0, len(self.last_tokens) - 1, self.slots)
+
+    def tables(self) -> Tensor:
+        """``[B, W]`` int32: each row's block table, gathered on the device."""
+        return self.block_table.index_select(0, self.lines())
+
+
+@dataclass(frozen=True, slots=True)
+class SlotSampling:
+    """Sampling parameters by slot on the device, ``[N + 1]`` each.
+
+    Attributes:
+        states: int64, the bits of the seeds' 64-bit states.
+        temperature, top_p, min_p: float32.
+        top_k: int32, 0 for all.
+    """
+
+    states: Tensor
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
