@@ -128,7 +128,8 @@ class OpSet(Protocol):
         slots: Tensor,
         positions: Tensor,
         last_tokens: Tensor,
-    ) -> Tensor:
+        out: Tensor,
+    ) -> None:
         """Samples one token per row: the function of ``exponential_race.sample_race``.
 
         Args:
@@ -137,9 +138,7 @@ class OpSet(Protocol):
             positions: ``[S]`` int64, of the token before the one that is sampled.
             last_tokens: ``[N + 1]`` int64; the token is written to the row's line, as 0
                 where it is -1.
-
-        Returns:
-            ``[S]`` int64; -1 for a padded row, and for one that has NaN or infinity, or no
-            finite logit.
+            out: ``[S]`` int64, written: -1 for a padded row, and for one that has NaN or
+                infinity, or no finite logit.
         """
         ...
