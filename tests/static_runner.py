@@ -12,11 +12,10 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from asyncllm.core.executor import ExecutorInfo
-from asyncllm.gpu.cuda_graphs import EagerRecorder, Recorder, default_sizes
+from asyncllm.gpu.cuda_graphs import Recorder, default_sizes
 from asyncllm.gpu.decode_step import DecodeStep
 from asyncllm.gpu.kv_cache import KVCache, KVCacheSize, block_bytes
 from asyncllm.gpu.model_runner import ModelRunner
-from asyncllm.gpu.models.architectures import parameters
 from asyncllm.gpu.models.decoder import Decoder, attention_shape
 from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.gpu.ops.torch_ops import TorchOps
@@ -111,7 +110,9 @@ def constants(trace: GraphModule) -> list[Tensor]:
     ]
 
 
-def make_decoder(model: ModelConfig, weights: Iterable[tuple[str, Tensor]] | None = None) -> Decoder:
+def make_decoder(
+    model: ModelConfig, weights: Iterable[tuple[str, Tensor]] | None = None
+) -> Decoder:
     """In plain torch and float32."""
     attention = TorchAttention(attention_shape(model), torch.float32)
     if weights is None:
@@ -164,6 +165,3 @@ def decode_step(runner: ModelRunner) -> DecodeStep:
     assert state is not None
     assert state.decode is not None
     return state.decode
-
-
-__all__ = ["EagerRecorder", "LateStream", "TraceRecorder", "make_decoder", "make_runner"]
