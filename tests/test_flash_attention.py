@@ -41,7 +41,7 @@ WINDOWS = [None, 1, 40, 300]
 STEPS = {
     "mixed": ((300, 1), (5, 1), (255, 1), (0, 1), (0, 70), (40, 33), (256, 1), (511, 2)),
     "decodes": ((511, 1), (512, 1), (0, 1), (17, 1)),
-    "prefills": ((0, 90), (90, 3), (0, 2)),
+    "prefills": ((0, 90), (90, 3), (0, 2), (600, 1), (0, 1)),
     "one row": ((130, 40),),
 }
 """Per row: tokens in the cache before the step, and tokens of the step."""

@@ -31,7 +31,13 @@ class AttentionRequest:
 
 @dataclass(frozen=True, slots=True)
 class Unmet:
-    """A constraint that a request breaks: ``field`` had to be ``expected``, and is ``found``."""
+    """A constraint that a request breaks.
+
+    Attributes:
+        field: what it is about, "block_size" for the only one that is a setting of its own.
+        found: the request's value.
+        expected: what the backend takes, the field included: "head size at most 256".
+    """
 
     field: str
     found: str
@@ -75,32 +81,37 @@ class Constraints:
         yield from self._unmet_by_device(request.device, capability)
         shape = request.shape
         if self.dtypes is not None and request.dtype not in self.dtypes:
-            expected = " or ".join(sorted(_name(dtype) for dtype in self.dtypes))
-            yield Unmet("dtype", _name(request.dtype), expected)
+            names = " or ".join(sorted(_name(dtype) for dtype in self.dtypes))
+            yield Unmet("dtype", _name(request.dtype), f"dtype {names}")
         if self.max_head_dim is not None and shape.head_dim > self.max_head_dim:
-            yield Unmet("head size", str(shape.head_dim), f"at most {self.max_head_dim}")
+            expected = f"head size at most {self.max_head_dim}"
+            yield Unmet("head size", str(shape.head_dim), expected)
         if shape.head_dim % self.head_dim_multiple:
-            yield Unmet("head size", str(shape.head_dim), _multiple(self.head_dim_multiple))
+            expected = f"head size a multiple of {self.head_dim_multiple}"
+            yield Unmet("head size", str(shape.head_dim), expected)
         windows = sorted(window for window in request.windows if window is not None)
         if windows and not self.window:
-            yield Unmet("sliding window", str(windows[0]), "none")
+            yield Unmet("sliding window", str(windows[0]), "no sliding window")
         if shape.softcap is not None and not self.softcap:
-            yield Unmet("soft cap on the scores", str(shape.softcap), "none")
+            yield Unmet("soft cap", str(shape.softcap), "no soft cap on the scores")
         if request.block_size is not None and request.block_size % self.block_multiple:
-            yield Unmet("block_size", str(request.block_size), _multiple(self.block_multiple))
+            expected = f"block_size a multiple of {self.block_multiple}"
+            yield Unmet("block_size", str(request.block_size), expected)
 
     def _unmet_by_device(
         self, device: torch.device, capability: tuple[int, int] | None
     ) -> Iterator[Unmet]:
         if self.device_types is not None and device.type not in self.device_types:
-            yield Unmet("device", str(device), " or ".join(sorted(self.device_types)))
+            expected = f"device {' or '.join(sorted(self.device_types))}"
+            yield Unmet("device", str(device), expected)
             return
         if capability is None or device.type != "cuda":
             return
         low, high = self.min_capability, self.max_capability
         if (low and capability < low) or (high and capability > high):
-            limits = [f"{word} {_dotted(at)}" for word, at in (("from", low), ("to", high)) if at]
-            yield Unmet("compute capability", _dotted(capability), " ".join(limits))
+            limits = [f" {word} {_dotted(at)}" for word, at in (("from", low), ("to", high)) if at]
+            expected = f"compute capability{''.join(limits)}"
+            yield Unmet("compute capability", _dotted(capability), expected)
 
 
 @runtime_checkable
@@ -132,10 +143,6 @@ class AttentionBackend(Protocol):
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _multiple(count: int) -> str:
-    return f"a multiple of {count}"
 
 
 def _dotted(capability: tuple[int, int]) -> str:

@@ -24,8 +24,8 @@ MIN_VERSION = (2, 7)
 class FlashAttention2(FlashAttention):
     """Blocks of a multiple of 256 tokens; float16 and bfloat16.
 
-    Keys past a sequence are masked and values past it are replaced by zeros as they are
-    loaded, so blocks need no clearing.
+    By its source it masks keys past a sequence, and replaces values past it by zeros as they
+    are loaded, so blocks need no clearing.
 
     Raises:
         EngineError: flash_attn is not there, or too old.

@@ -35,7 +35,7 @@ ARGUMENTS = frozenset(
 class FlashAttention3(FlashAttention):
     """Blocks of any size; float16 and bfloat16.
 
-    Where a tile of keys lies in one block, the library loads all of it: what is past the
+    By reports on its repository the library may load a last block whole: what is past the
     sequence has weight zero, but is multiplied, so it must not be NaN.
 
     Raises:

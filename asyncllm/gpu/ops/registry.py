@@ -145,16 +145,14 @@ def _refusal(
     name: str, chosen: str, unmet: Unmet, request: AttentionRequest
 ) -> InvalidRequestError:
     """The setting at fault, why, and what would do instead."""
-    covers = f"{unmet.field} {unmet.expected}"
     which = f"attention_backend={name!r}"
     if name == "auto":
         which += f" is {chosen!r} on device {request.device}, which"
+    message = f"{which} takes {unmet.expected}, and this is {unmet.found}"
+    param = "attention_backend"
     if unmet.field == "block_size":
         message = f"block_size={unmet.found}: {which} takes {unmet.expected}"
         param = "block_size"
-    else:
-        message = f"{which} takes {covers}, and this is {unmet.found}"
-        param = "attention_backend"
     if not any(TorchBackend.constraints.unmet(request)):
         message += '; or attention_backend="torch", which covers it on any device'
     return InvalidRequestError(message, param=param)
