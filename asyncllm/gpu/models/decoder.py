@@ -46,6 +46,12 @@ def attention_shape(model: ModelConfig) -> AttentionShape:
     return AttentionShape(model.num_heads, model.num_kv_heads, model.head_dim, model.head_dim**-0.5)
 
 
+def attention_windows(model: ModelConfig) -> tuple[int | None, ...]:
+    """Per layer the number of positions that a token sees, or None."""
+    sliding = model.sliding_layers or (False,) * model.num_layers
+    return tuple(model.sliding_window if slides else None for slides in sliding)
+
+
 class Decoder:
     """Token ids to logits, on a KV cache.
 
@@ -169,7 +175,6 @@ class _Builder:
     def layer(self, index: int) -> DecoderLayer:
         model, ops, name = self.model, self.ops, f"layers.{index}."
         eps = model.rms_norm_eps
-        sliding = bool(model.sliding_layers) and model.sliding_layers[index]
         input_norm = ops.rms_norm(self.take(f"{name}input_norm.weight"), eps)
         qkv = self.linear(f"{name}qkv", model.attention_bias)
         q_norm = self.take(f"{name}q_norm.weight") if model.qk_norm else None
@@ -182,7 +187,7 @@ class _Builder:
             post_norm=ops.rms_norm(self.take(f"{name}post_norm.weight"), eps),
             gate_up=self.linear(f"{name}gate_up", model.mlp_bias),
             down=self.linear(f"{name}down", model.mlp_bias),
-            window=model.sliding_window if sliding else None,
+            window=attention_windows(model)[index],
         )
 
     def lm_head(self, embedding: Tensor) -> Linear:
