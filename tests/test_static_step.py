@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +18,13 @@ from asyncllm import AsyncLLMEngine
 from asyncllm.core.batch import SlotAssignment, StepBatch
 from asyncllm.gpu import decode_step as decode_step_module
 from asyncllm.gpu import model_runner as model_runner_module
-from asyncllm.gpu.cuda_graphs import EagerRecorder, GraphKey, StepGraphs, default_sizes
+from asyncllm.gpu.cuda_graphs import (
+    CudaRecorder,
+    EagerRecorder,
+    GraphKey,
+    StepGraphs,
+    default_sizes,
+)
 from asyncllm.gpu.input_batch import InputBatch
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.models.decoder import Decoder
@@ -324,6 +332,70 @@ def test_a_graph_is_recorded_once_per_key() -> None:
         GraphKey(2, False),
         GraphKey(4, True),
     ]
+
+
+class FakeGraph:
+    """In place of ``torch.cuda.CUDAGraph``: notes what is called, and may lack memory."""
+
+    def __init__(self, calls: list[str], lacks: str) -> None:
+        self.calls, self.lacks = calls, lacks
+
+    def __getattr__(self, name: str) -> Any:
+        def call(**settings: Any) -> None:
+            self.calls.append(name)
+            if name == "capture_begin":
+                assert settings == {"pool": (0, 1), "capture_error_mode": "thread_local"}
+            if name == self.lacks:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+
+        return call
+
+
+@pytest.mark.parametrize("lacks", ["", "capture_begin", "capture_end", "run"])
+def test_a_capture(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lacks: str
+) -> None:
+    """Warm first, then captured; without memory for the graph the step stays as it is."""
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: FakeGraph(calls, lacks))
+
+    def run() -> None:
+        if lacks == "run" and "capture_begin" in calls:
+            calls.append("no memory")
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        calls.append("run")
+
+    replay = CudaRecorder(torch.device("cuda", 0)).record(run)
+    attempt = {
+        "": ["capture_begin", "run", "capture_end"],
+        "capture_begin": ["capture_begin"],
+        "capture_end": ["capture_begin", "run", "capture_end"],
+        "run": ["capture_begin", "no memory", "capture_end"],
+    }
+    assert calls == ["run", *attempt[lacks]]
+    assert ("no memory for another CUDA graph" in caplog.text) == bool(lacks)
+    if lacks:
+        assert replay is run
+    else:
+        replay()
+        assert calls[-1] == "replay"
+
+
+def test_closing_drops_every_tensor_at_once(llama: Decoder) -> None:
+    runner = make_runner(llama, recorder=EagerRecorder(), stream=LateStream(), sizes=(2, 8))
+    outputs(runner, prompts(5), KINDS + HOST_KINDS, depth=2)
+    step = decode_step(runner)
+    kept = [weakref.ref(tensor) for tensor in (step.block_table, step.sampled, step.cache.tensor)]
+    del step
+    gc.collect()
+    gc.disable()
+    try:
+        runner.close()
+        assert [ref() for ref in kept] == [None] * 3
+    finally:
+        gc.enable()
+    assert runner.graphs is None
 
 
 @pytest.mark.parametrize("block_size", [1, 16])

@@ -203,7 +203,9 @@ class ModelRunner:
             # A device that failed says so again, to nobody's use.
             self.discard()
         self._steps.clear()
-        self._state = None
+        graphs, self._state = self.graphs, None
+        if graphs is not None:
+            graphs.close()
 
     def _open(self) -> _Device:
         if self._state is None:
