@@ -601,12 +601,12 @@ def test_a_late_token_of_a_slots_last_tenant_is_void(
 
     expected = alone_greedy(llama, [9, 8, 7, 6, 5, 4, 3, 2], 6)
     assert tokens(traced(llama, max_num_seqs=1)) == expected
-    apply = ModelRunner._apply
+    file = ModelRunner._file
 
-    def forgetful(self: ModelRunner, state: Any, step: Any) -> None:
-        apply(self, state, step)
+    def forgetful(self: ModelRunner, state: Any, step: Any, sampled: np.ndarray) -> None:
         state.inputs.epochs[:] = 0
-        step.epochs = np.zeros_like(step.epochs)
+        step.epochs = np.zeros_like(step.slots)
+        file(self, state, step, sampled)
 
-    monkeypatch.setattr(ModelRunner, "_apply", forgetful)
+    monkeypatch.setattr(ModelRunner, "_file", forgetful)
     assert tokens(traced(llama, max_num_seqs=1)) != expected

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from threading import get_ident
 
@@ -44,7 +44,7 @@ class _Step:
     Attributes:
         rows: ``[S]``, rows of the batch that are sampled.
         slots, positions: ``[S]``, their slots, and where in the sequence their tokens will be.
-        epochs: ``[S]``, of the slots, once the step is started.
+        epochs: ``[S]``, of the slots, of a step that runs ahead of the host.
         unfilled: blocks to be cleared before it runs.
         ticket, host: of a step that runs ahead of the host.
         error: what went wrong when it was to be started.
@@ -183,12 +183,17 @@ class ModelRunner:
             raise RuntimeError("no step is in flight")
         self._enter_thread()
         step = self._steps.popleft()
-        if not step.started:
-            self._start(step)
         if step.error is not None:
             raise step.error
-        with self._reporting_memory(step):
-            result = self._finish(step)
+        try:
+            with torch.inference_mode(), self._stream.context():
+                if not step.started:
+                    self._apply(self._open(), step)
+                result = self._finish(self._open(), step)
+        except (RuntimeError, MemoryError) as error:
+            if _is_out_of_memory(error):
+                raise _memory_error(error, step) from error
+            raise
         if self._stream.runs_ahead:
             self._start_next()
         return result
@@ -219,19 +224,6 @@ class ModelRunner:
             set_thread_count(self._num_threads)
         self._thread = thread
 
-    @contextlib.contextmanager
-    def _reporting_memory(self, step: _Step) -> Iterator[None]:
-        try:
-            with torch.inference_mode(), self._stream.context():
-                yield
-        except (RuntimeError, MemoryError) as error:
-            if not _is_out_of_memory(error):
-                raise
-            batch = step.batch
-            raise StepMemoryError(
-                f"step {batch.step}, {batch.num_tokens} tokens: {error}"
-            ) from error
-
     # --- starting a step ---------------------------------------------------------------
 
     def _start_next(self) -> None:
@@ -249,12 +241,12 @@ class ModelRunner:
         state = self._open()
         step.started = True
         try:
-            with self._reporting_memory(step):
+            with torch.inference_mode(), self._stream.context():
                 self._apply(state, step)
-                if self._stream.runs_ahead and not state.sampler.needs_host(step.slots):
+                if not state.sampler.needs_host(step.slots):
                     self._queue(state, step)
         except Exception as error:
-            step.error = error
+            step.error = _memory_error(error, step) if _is_out_of_memory(error) else error
 
     def _apply(self, state: _Device, step: _Step) -> None:
         batch = step.batch
@@ -263,7 +255,6 @@ class ModelRunner:
             state.sampler.release(slot)
         for assignment in batch.assignments:
             state.sampler.assign(assignment)
-        step.epochs = state.inputs.epochs[step.slots]
 
     def _queue(self, state: _Device, step: _Step) -> None:
         """A step that needs nothing of the host until its tokens are read."""
@@ -284,7 +275,7 @@ class ModelRunner:
             else:
                 decode.mixed(host, arrays, slots)
 
-        step.host = host
+        step.host, step.epochs = host, state.inputs.epochs[step.slots]
         step.ticket = self._stream.submit(work)
 
     def _stage(
@@ -312,25 +303,29 @@ class ModelRunner:
 
     # --- finishing a step --------------------------------------------------------------
 
-    def _finish(self, step: _Step) -> StepResult:
-        state = self._open()
+    def _finish(self, state: _Device, step: _Step) -> StepResult:
         result = StepResult([-1] * len(step.batch))
         if not len(step.batch):
             return result
-        if step.ticket is not None:
-            output = self._take(step)
-        else:
-            output = self._run(state, step)
-        # A row that failed gets a token that the embedding has; its next step is void.
-        same = state.inputs.epochs[step.slots] == step.epochs
-        tokens = np.maximum(output.token_ids, 0)
-        state.inputs.write_sampled(step.slots[same], step.positions[same], tokens[same])
+        output = self._run(state, step) if step.ticket is None else self._take(step)
+        self._file(state, step, output.token_ids)
         row_of = step.rows.tolist()
         for row, token in zip(row_of, output.token_ids.tolist(), strict=True):
             result.token_ids[row] = token
-        result.logprobs = {row_of[i]: value for i, value in output.logprobs.items()}
-        result.errors = {row_of[i]: error for i, error in output.errors.items()}
+        if output.logprobs:
+            result.logprobs = {row_of[i]: value for i, value in output.logprobs.items()}
+        if output.errors:
+            result.errors = {row_of[i]: error for i, error in output.errors.items()}
         return result
+
+    def _file(self, state: _Device, step: _Step, tokens: np.ndarray) -> None:
+        """Keeps the tokens for later steps. One that failed becomes a token that the embedding
+        has: what is computed from it is void."""
+        tokens, slots, positions = np.maximum(tokens, 0), step.slots, step.positions
+        if step.ticket is not None:
+            same = state.inputs.epochs[slots] == step.epochs
+            tokens, slots, positions = tokens[same], slots[same], positions[same]
+        state.inputs.write_sampled(slots, positions, tokens)
 
     def _take(self, step: _Step) -> SampleOutput:
         """The tokens of a step that ran ahead."""
@@ -371,6 +366,12 @@ class ModelRunner:
         if not len(step.rows):
             return SampleOutput(step.rows)
         return state.sampler.sample(logits, step.slots, step.positions)
+
+
+def _memory_error(error: Exception, step: _Step) -> StepMemoryError:
+    told = StepMemoryError(f"step {step.batch.step}, {step.batch.num_tokens} tokens: {error}")
+    told.__cause__ = error
+    return told
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
