@@ -11,7 +11,7 @@ import contextlib
 import sys
 import threading
 from collections import deque
-from collections.abc import Awaitable, Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -27,7 +27,7 @@ class Host(Protocol):
         """Calls ``callback`` on the loop soon; any thread. RuntimeError if it is closed."""
         ...
 
-    def make_waiter(self) -> Awaitable[None] | None:
+    def make_waiter(self) -> Any:
         """A waiter for one wait, None if the caller does not run on this loop. Asked for each
         wait, so the test is cheap rather than perfect: a second asyncio loop of the same
         thread passes, and fails in asyncio itself."""
@@ -257,7 +257,6 @@ class ForeignFuture:
 
     async def wait(self) -> Any:
         """Its result."""
-        assert self._waiter is not None
         await self._waiter
         return self._future.result()
 

@@ -53,7 +53,6 @@ class TokenStream:
         "_request",
         "_stop_reason",
         "_texts",
-        "_token_ids",
         "finish_reason",
         "request_id",
         "usage",
@@ -75,7 +74,6 @@ class TokenStream:
         self._error: BaseException | None = None
         self._stop_reason: str | int | None = None
         self._texts: list[str] = []
-        self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
 
     @property
@@ -114,7 +112,7 @@ class TokenStream:
                 channel.waiting = True
                 # Only now: what was written before the flag was set is found here, what is
                 # written after it wakes this reader.
-                while not items and waiter is not None:
+                while not items:
                     await waiter
                     if not items:
                         channel.waiter = waiter = host.make_waiter()
@@ -183,7 +181,6 @@ class TokenStream:
         # The usual case, in which a reader keeps up with the engine.
         items.popleft()
         self._texts.append(first.text)
-        self._token_ids += first.token_ids
         if first.logprobs is not None:
             self._logprobs += first.logprobs
         channel.num_read += 1
@@ -243,7 +240,6 @@ class TokenStream:
         if channel.held:
             self._release()
         self._texts.append(text)
-        self._token_ids += token_ids
         self._logprobs += logprobs
         if end is not None:
             self._done = True
@@ -306,7 +302,7 @@ class TokenStream:
         output = CompletionOutput(
             index=0,
             text="".join(self._texts),
-            token_ids=tuple(self._token_ids),
+            token_ids=self._token_ids_read(),
             finish_reason=self.finish_reason,
             stop_reason=self._stop_reason,
             logprobs=tuple(self._logprobs) if request.sampling.logprobs is not None else None,
@@ -314,6 +310,12 @@ class TokenStream:
         return Completion(
             self.request_id, tuple(self.prompt_token_ids or ()), (output,), self.usage
         )
+
+    def _token_ids_read(self) -> tuple[int, ...]:
+        """The first so many of the request's own, to which the engine thread only appends."""
+        request = self._request
+        begin = request.num_prompt_tokens
+        return tuple(request.token_ids[begin : begin + self._channel.num_read])
 
     def __del__(self) -> None:
         # Half-made streams, whose __init__ raised, have no request to abort.
