@@ -80,6 +80,8 @@ class Delivery:
             return
         if request.first_token_at is None:
             request.first_token_at = now
+            if request.observation is not None:
+                request.observation.first_token()
         channel: Channel = request.output.channel
         try:
             text = self._detokenize(request, request.output.detokenizer, event.token_id)
