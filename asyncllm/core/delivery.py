@@ -97,7 +97,7 @@ class Delivery:
                 self._to_wake.append(channel)
             elif channel.mailbox is not None:
                 self._unread_in.add(channel.mailbox)
-            if channel.num_unread >= channel.max_unread and channel.on_slow != "coalesce":
+            if channel.on_slow != "coalesce" and channel.num_unread >= channel.max_unread:
                 self._hold(request, channel)
 
     def _detokenize(self, request: Request, detokenizer: Detokenizer, token_id: int) -> str:
