@@ -16,7 +16,7 @@ from asyncllm.core.admission import Admission
 from asyncllm.core.engine_core import EngineCore
 from asyncllm.core.scheduler import Scheduler
 from asyncllm.errors import AsyncLLMError, EngineClosedError, EngineError
-from asyncllm.hosts import running_trio, waiter_for
+from asyncllm.hosts import ForeignFuture, running_trio
 from asyncllm.loading import LoadedModel, Loader, LoadStage
 
 _JOIN_AT_EXIT = 2.0
@@ -213,7 +213,7 @@ class EngineThread:
 async def _watch(thread: EngineThread) -> None:
     """The background task. It refers to the thread and not to the engine, so that an engine
     that nobody holds is collected."""
-    exited = waiter_for(thread.exited)
+    exited = ForeignFuture(thread.exited)
     try:
         while not thread.exited.done():
             await exited.wait_at_most(thread.watch_interval)

@@ -7,6 +7,7 @@ It is found, not configured: the loop that reads a stream is the loop that is wo
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import threading
 from collections import deque
@@ -17,53 +18,30 @@ from typing import Any, Protocol
 from asyncllm.core.channel import Channel
 
 
-class Waiter(Protocol):
-    """One suspended task. Both methods are called on the loop's own thread."""
-
-    def __await__(self) -> Generator[Any, Any, None]:
-        """Returns when woken."""
-        ...
-
-    async def wait_at_most(self, seconds: float) -> None:
-        """Returns when woken or after ``seconds``; can be called again."""
-        ...
-
-    def wake(self) -> None: ...
-
-
 class Host(Protocol):
-    """One event loop."""
+    """One event loop. A waiter is what a suspended task awaits, made and woken on the loop's
+    own thread: on asyncio a bare future, because every object and every call between it and
+    the task would be paid for by each reader in each step."""
 
     def post(self, callback: Callable[[], Any]) -> None:
         """Calls ``callback`` on the loop soon; any thread. RuntimeError if it is closed."""
         ...
 
-    def make_waiter(self) -> Waiter: ...
-
-    def is_closed(self) -> bool: ...
-
-    def is_current(self) -> bool:
-        """Whether the caller runs on this loop. Asked for each wait, so it is cheap rather
-        than perfect: a second asyncio loop of the same thread passes, and fails in asyncio
-        itself."""
+    def make_waiter(self) -> Any:
+        """A waiter for one wait, None if the caller does not run on this loop. Asked for each
+        wait, so the test is cheap rather than perfect: a second asyncio loop of the same
+        thread passes, and fails in asyncio itself."""
         ...
 
+    def wake(self, waiter: Any) -> None:
+        """Ends the wait; a waiter that was woken or cancelled before is left as it is."""
+        ...
 
-class AsyncioWaiter:
-    __slots__ = ("_future",)
+    async def wait_at_most(self, waiter: Any, seconds: float) -> None:
+        """Returns when it is woken or after ``seconds``; can be called again."""
+        ...
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._future = loop.create_future()
-
-    def __await__(self) -> Generator[Any, Any, None]:
-        return self._future.__await__()
-
-    async def wait_at_most(self, seconds: float) -> None:
-        await asyncio.wait({self._future}, timeout=seconds)
-
-    def wake(self) -> None:
-        if not self._future.done():
-            self._future.set_result(None)
+    def is_closed(self) -> bool: ...
 
 
 class AsyncioHost:
@@ -74,32 +52,31 @@ class AsyncioHost:
     def post(self, callback: Callable[[], Any]) -> None:
         self.loop.call_soon_threadsafe(callback)
 
-    def make_waiter(self) -> AsyncioWaiter:
-        return AsyncioWaiter(self.loop)
+    def make_waiter(self) -> asyncio.Future[None] | None:
+        loop = self.loop
+        if threading.get_ident() != self._thread or loop.is_closed():
+            return None
+        return loop.create_future()
+
+    def wake(self, waiter: asyncio.Future[None]) -> None:
+        if not waiter.done():
+            waiter.set_result(None)
+
+    async def wait_at_most(self, waiter: asyncio.Future[None], seconds: float) -> None:
+        await asyncio.wait({waiter}, timeout=seconds)
 
     def is_closed(self) -> bool:
         return self.loop.is_closed()
 
-    def is_current(self) -> bool:
-        return threading.get_ident() == self._thread and not self.loop.is_closed()
-
 
 class TrioWaiter:
-    __slots__ = ("_event", "_trio")
+    __slots__ = ("event",)
 
-    def __init__(self, trio: Any) -> None:
-        self._trio = trio
-        self._event = trio.Event()
+    def __init__(self, event: Any) -> None:
+        self.event = event
 
     def __await__(self) -> Generator[Any, Any, None]:
-        return self._event.wait().__await__()
-
-    async def wait_at_most(self, seconds: float) -> None:
-        with self._trio.move_on_after(seconds):
-            await self._event.wait()
-
-    def wake(self) -> None:
-        self._event.set()
+        return self.event.wait().__await__()
 
 
 class TrioHost:
@@ -111,8 +88,18 @@ class TrioHost:
         # trio.RunFinishedError is a RuntimeError, as a closed asyncio loop's is.
         self._token.run_sync_soon(callback)
 
-    def make_waiter(self) -> TrioWaiter:
-        return TrioWaiter(self._trio)
+    def make_waiter(self) -> TrioWaiter | None:
+        lowlevel = self._trio.lowlevel
+        if lowlevel.in_trio_run() and lowlevel.current_trio_token() is self._token:
+            return TrioWaiter(self._trio.Event())
+        return None
+
+    def wake(self, waiter: TrioWaiter) -> None:
+        waiter.event.set()
+
+    async def wait_at_most(self, waiter: TrioWaiter, seconds: float) -> None:
+        with self._trio.move_on_after(seconds):
+            await waiter
 
     def is_closed(self) -> bool:
         # A trio run can only be asked by giving it something to do.
@@ -121,10 +108,6 @@ class TrioHost:
         except RuntimeError:
             return True
         return False
-
-    def is_current(self) -> bool:
-        lowlevel = self._trio.lowlevel
-        return lowlevel.in_trio_run() and lowlevel.current_trio_token() is self._token
 
 
 def _nothing() -> None:
@@ -139,7 +122,7 @@ def running_trio() -> Any:
     return trio if in_trio_run is not None and in_trio_run() else None
 
 
-def current_host() -> AsyncioHost | TrioHost:
+def current_host() -> Host:
     """The host of the running loop.
 
     Raises:
@@ -154,7 +137,7 @@ def current_host() -> AsyncioHost | TrioHost:
 class LoopMailbox:
     """Wakes the readers of one loop, with at most one call into the loop outstanding."""
 
-    def __init__(self, host: AsyncioHost | TrioHost) -> None:
+    def __init__(self, host: Host) -> None:
         self.host = host
         self._ready: deque[Channel] = deque()
         self._posted = False
@@ -173,18 +156,15 @@ class LoopMailbox:
     def is_closed(self) -> bool:
         return self.host.is_closed()
 
-    def is_current(self) -> bool:
-        return self.host.is_current()
-
     def _drain(self) -> None:
         # The flag goes first: what is added from here on either is seen below or posts anew.
         self._posted = False
         ready = self._ready
+        wake = self.host.wake
         while ready:
-            channel = ready.popleft()
-            waiter = channel.waiter
+            waiter = ready.popleft().waiter
             if waiter is not None:
-                waiter.wake()
+                wake(waiter)
 
 
 class ThreadWaiter:
@@ -257,23 +237,34 @@ class MailboxRegistry:
         self._by_loop.clear()
 
 
-def waiter_for(future: Future[Any]) -> Waiter:
-    """A waiter on the running loop that ``future`` wakes when another thread completes it."""
-    host = current_host()
-    waiter = host.make_waiter()
+class ForeignFuture:
+    """A future that another thread completes, awaited on the loop on which this is made. If
+    the wait is cancelled, the future is left alone."""
 
-    def completed(_: Future[Any]) -> None:
-        try:
-            host.post(waiter.wake)
-        except RuntimeError:
-            return  # the loop is closed: nobody waits any more
+    def __init__(self, future: Future[Any]) -> None:
+        self._future = future
+        self._host = current_host()
+        self._waiter = self._host.make_waiter()
+        future.add_done_callback(self._completed)
 
-    future.add_done_callback(completed)
-    return waiter
+    def _completed(self, _: Future[Any]) -> None:
+        # Without the loop, when it is closed, nobody waits any more.
+        with contextlib.suppress(RuntimeError):
+            self._host.post(self._wake)
+
+    def _wake(self) -> None:
+        self._host.wake(self._waiter)
+
+    async def wait(self) -> Any:
+        """Its result."""
+        await self._waiter
+        return self._future.result()
+
+    async def wait_at_most(self, seconds: float) -> None:
+        """Returns when it is complete or after ``seconds``; can be called again."""
+        await self._host.wait_at_most(self._waiter, seconds)
 
 
 async def wait_for(future: Future[Any]) -> Any:
-    """Waits on the running loop for a future that another thread completes. If the wait is
-    cancelled, the future is left alone."""
-    await waiter_for(future)
-    return future.result()
+    """``ForeignFuture(future).wait()``"""
+    return await ForeignFuture(future).wait()

@@ -63,16 +63,13 @@ _VLLM_LATENCY = (
 
 
 class _HistogramSpec(NamedTuple):
-    """``observe`` yields a value and how often it counts, or None for nothing."""
+    """``observe`` yields a value and how often it counts, or None for nothing. Without it, the
+    value is known before the request ends."""
 
     name: str
     documentation: str
     vllm_buckets: tuple[float, ...]
-    observe: Callable[[Request, Usage], tuple[float, int] | None]
-
-
-def _first_token(_: Request, usage: Usage) -> tuple[float, int] | None:
-    return None if usage.ttft is None else (usage.ttft, 1)
+    observe: Callable[[Request, Usage], tuple[float, int] | None] | None
 
 
 def _per_token(_: Request, usage: Usage) -> tuple[float, int] | None:
@@ -103,7 +100,7 @@ _HISTOGRAMS = (
         "time_to_first_token_seconds",
         "From submission to the first token.",
         _VLLM_FIRST_TOKEN,
-        _first_token,
+        None,
     ),
     _HistogramSpec(
         "inter_token_latency_seconds",
@@ -242,12 +239,23 @@ class _EngineRecord:
             _Histogram(spec.vllm_buckets if vllm_buckets or spec.vllm_buckets is TOKENS else FINE)
             for spec in _HISTOGRAMS
         ]
+        (self._first_token,) = (
+            histogram
+            for spec, histogram in zip(_HISTOGRAMS, self.histograms, strict=True)
+            if spec.observe is None
+        )
         self.finished = dict.fromkeys(_REASONS, 0)
         self.errors: dict[str, int] = {}
         self._stats = EngineStats()
 
     def on_submit(self, request: Request, submission: Submission) -> None:
         """Nothing to count yet."""
+
+    def on_first_token(self, request: Request) -> None:
+        """At once: of the requests that are slow to end, the end would tell too late."""
+        assert request.first_token_at is not None
+        with self.lock:
+            self._first_token.observe(request.first_token_at - request.arrived_at, 1)
 
     def on_finish(self, request: Request, usage: Usage, error: BaseException | None) -> None:
         reason = "error" if error is not None else request.finish_reason or "abort"
@@ -257,7 +265,7 @@ class _EngineRecord:
                 name = type(error).__name__
                 self.errors[name] = self.errors.get(name, 0) + 1
             for spec, histogram in zip(_HISTOGRAMS, self.histograms, strict=True):
-                observed = spec.observe(request, usage)
+                observed = spec.observe(request, usage) if spec.observe is not None else None
                 if observed is not None:
                     histogram.observe(*observed)
 
@@ -281,7 +289,8 @@ class EngineMetrics(Collector):
         metrics = EngineMetrics(engine)
         body = metrics.render()
 
-    Histograms are filled as requests end; gauges and counters are read from the engine when
+    Histograms are filled as requests end, that of the time to the first token when it comes;
+    gauges and counters are read from the engine when
     somebody scrapes, so that an idle engine costs nothing.
 
     Args:

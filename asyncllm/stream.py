@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
-from asyncllm.core.channel import Channel, End, Piece
+from asyncllm.core.channel import Channel, End
 from asyncllm.core.engine_core import EngineCore
 from asyncllm.core.request import Request
-from asyncllm.hosts import LoopMailbox, ThreadMailbox
+from asyncllm.hosts import Host, LoopMailbox, ThreadMailbox
 from asyncllm.outputs import (
     Completion,
     CompletionOutput,
@@ -46,13 +46,13 @@ class TokenStream:
         "_core",
         "_done",
         "_error",
+        "_host",
         "_logprobs",
         "_mailbox_of_loop",
         "_reading",
         "_request",
         "_stop_reason",
         "_texts",
-        "_token_ids",
         "finish_reason",
         "request_id",
         "usage",
@@ -68,12 +68,12 @@ class TokenStream:
         self._channel: Channel = request.output.channel
         self._core = core
         self._mailbox_of_loop = mailbox_of_loop
+        self._host: Host | None = None
         self._reading = False
         self._done = False
         self._error: BaseException | None = None
         self._stop_reason: str | int | None = None
         self._texts: list[str] = []
-        self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
 
     @property
@@ -97,41 +97,48 @@ class TokenStream:
             raise RuntimeError(f"stream {self.request_id!r} is being read by another task")
         if self._done:
             raise StopAsyncIteration
-        delta = self._take()
-        if delta is not None:
-            return delta
         channel = self._channel
-        mailbox = self._bind()
-        self._reading = True
-        try:
-            while delta is None:
-                channel.waiter = waiter = mailbox.host.make_waiter()
+        items = channel.items
+        if not items:
+            # All of it in this frame: each call here is paid for by every reader in every
+            # step.
+            host = self._host or self._bind()
+            waiter = host.make_waiter()
+            if waiter is None:
+                raise self._belongs_elsewhere()
+            self._reading = True
+            try:
+                channel.waiter = waiter
                 channel.waiting = True
                 # Only now: what was written before the flag was set is found here, what is
                 # written after it wakes this reader.
-                delta = self._take()
-                if delta is None:
+                while not items:
                     await waiter
-                    delta = self._take()
-        except BaseException:
-            self.abort()
-            raise
-        finally:
-            self._reading = False
-            channel.waiting = False
-            channel.waiter = None
-        return delta
+                    if not items:
+                        channel.waiter = waiter = host.make_waiter()
+            except BaseException:
+                self.abort()
+                raise
+            finally:
+                self._reading = False
+                channel.waiting = False
+                channel.waiter = None
+        return self._take()
 
-    def _bind(self) -> LoopMailbox:
-        """The running loop's mailbox, which is this stream's from its first wait on."""
+    def _bind(self) -> Host:
+        """The running loop, which is this stream's from its first wait on."""
         mailbox = self._channel.mailbox
         if mailbox is None:
             self._channel.mailbox = mailbox = self._mailbox_of_loop()
-        elif not isinstance(mailbox, LoopMailbox) or not mailbox.is_current():
-            raise RuntimeError(
-                f"stream {self.request_id!r} belongs to the event loop that read it first"
-            )
-        return mailbox
+        elif not isinstance(mailbox, LoopMailbox):
+            raise self._belongs_elsewhere()
+        self._host = mailbox.host
+        return mailbox.host
+
+    def _belongs_elsewhere(self) -> RuntimeError:
+        return RuntimeError(
+            f"stream {self.request_id!r} belongs to the event loop that read it first"
+        )
 
     def read_blocking(self, mailbox: ThreadMailbox) -> Delta | None:
         """``__anext__`` for a thread without an event loop; None at the end. A stream that
@@ -145,15 +152,15 @@ class TokenStream:
             channel.mailbox = mailbox
         elif not isinstance(channel.mailbox, ThreadMailbox):
             raise RuntimeError(f"stream {self.request_id!r} belongs to an event loop")
+        items = channel.items
         self._reading = True
         try:
-            delta = self._take()
-            while delta is None:
+            while not items:
                 channel.waiter = waiter = mailbox.make_waiter()
                 channel.waiting = True
-                delta = self._take()
-                if delta is None:
+                if not items:
                     waiter.wait()
+            delta = self._take()
         except BaseException:
             self.abort()
             raise
@@ -163,17 +170,27 @@ class TokenStream:
             channel.waiter = None
         return delta
 
-    def _take(self) -> Delta | None:
+    def _take(self) -> Delta:
         """What is there to read: as much as may be merged under ``coalesce``, else one
         token. The end, when it is next, comes with the last token."""
         channel = self._channel
         items = channel.items
-        if not items:
-            return None
         first = items[0]
-        if len(items) == 1 and type(first) is Piece:
-            items.popleft()
-            return self._single(first)
+        if len(items) > 1 or type(first) is not Delta:
+            return self._merge()
+        # The usual case, in which a reader keeps up with the engine.
+        items.popleft()
+        self._texts.append(first.text)
+        if first.logprobs is not None:
+            self._logprobs += first.logprobs
+        channel.num_read += 1
+        if channel.held:
+            self._release()
+        return first
+
+    def _merge(self) -> Delta:
+        channel = self._channel
+        items = channel.items
         limit = channel.max_unread if channel.on_slow == "coalesce" else 1
         texts: list[str] = []
         token_ids: list[int] = []
@@ -181,14 +198,14 @@ class TokenStream:
         end: End | None = None
         while items:
             item = items[0]
-            if type(item) is Piece:
+            if type(item) is Delta:
                 if len(token_ids) == limit:
                     break
                 items.popleft()
-                token_ids.append(item.token_id)
+                token_ids += item.token_ids
                 texts.append(item.text)
                 if item.logprobs is not None:
-                    logprobs.append(item.logprobs)
+                    logprobs += item.logprobs
             elif type(item) is End:
                 items.popleft()
                 end = item
@@ -199,20 +216,10 @@ class TokenStream:
                 self._fail(items.popleft())
         return self._delta("".join(texts), token_ids, logprobs, end)
 
-    def _single(self, piece: Piece) -> Delta:
-        """The usual case, in which a reader keeps up with the engine."""
-        self._note_read(1)
-        self._texts.append(piece.text)
-        self._token_ids.append(piece.token_id)
-        if piece.logprobs is None:
-            return Delta(piece.text, (piece.token_id,))
-        self._logprobs.append(piece.logprobs)
-        return Delta(piece.text, (piece.token_id,), 0, (piece.logprobs,))
-
-    def _note_read(self, count: int) -> None:
+    def _release(self) -> None:
+        """Lets a held request go on once it was read down far enough."""
         channel = self._channel
-        channel.num_read += count
-        if channel.held and channel.num_unread <= channel.max_unread // 2:
+        if channel.num_unread <= channel.max_unread // 2:
             self._core.send(self._core.on_read, self._request)
 
     def _fail(self, error: object) -> None:
@@ -228,9 +235,11 @@ class TokenStream:
         logprobs: list[TokenLogprobs],
         end: End | None,
     ) -> Delta:
-        self._note_read(len(token_ids))
+        channel = self._channel
+        channel.num_read += len(token_ids)
+        if channel.held:
+            self._release()
         self._texts.append(text)
-        self._token_ids += token_ids
         self._logprobs += logprobs
         if end is not None:
             self._done = True
@@ -293,7 +302,7 @@ class TokenStream:
         output = CompletionOutput(
             index=0,
             text="".join(self._texts),
-            token_ids=tuple(self._token_ids),
+            token_ids=self._token_ids_read(),
             finish_reason=self.finish_reason,
             stop_reason=self._stop_reason,
             logprobs=tuple(self._logprobs) if request.sampling.logprobs is not None else None,
@@ -301,6 +310,12 @@ class TokenStream:
         return Completion(
             self.request_id, tuple(self.prompt_token_ids or ()), (output,), self.usage
         )
+
+    def _token_ids_read(self) -> tuple[int, ...]:
+        """The first so many of the request's own, to which the engine thread only appends."""
+        request = self._request
+        begin = request.num_prompt_tokens
+        return tuple(request.token_ids[begin : begin + self._channel.num_read])
 
     def __del__(self) -> None:
         # Half-made streams, whose __init__ raised, have no request to abort.

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import itertools
 import random
 import statistics
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import uvloop
+
 from asyncllm import AsyncLLMEngine
 from asyncllm.stream import TokenStream
-from benchmarks.common import LagMeter, Report, options
-from benchmarks.null_device import null_engine
+from benchmarks.abort_watch import AbortWatch
+from benchmarks.common import LagMeter, Report, options, percentile
+from benchmarks.wakes import Wakes
 
 PROMPT_LEN = 32
 SATURATION = 64
@@ -89,50 +91,57 @@ async def measure_lag(bench: Bench) -> None:
 
 
 async def measure_cancelling(bench: Bench) -> None:
-    """From ``abort()`` to the end of the stream, when its blocks are back in the pool."""
-    times, steps = [], []
-    for _ in range(1 if bench.quick else 4):
+    """From ``abort()`` to the blocks back in the pool, and to the end of the stream read, in
+    steps as well. A quarter of the streams is aborted, so that the steps stay what they are."""
+    watch = AbortWatch(bench.engine)
+    times: list[float] = []
+    steps: list[float] = []
+    for _ in range(4 if bench.quick else 16):
         streams = [bench.stream(None) for _ in range(SATURATION)]
         for stream in streams:
             await anext(stream)
-        steps.append(bench.engine.stats().last_step_time)
-        for stream in streams:
+        steps.append(await _decode_step(bench.engine, streams[0]))
+        for stream in streams[: SATURATION // 4]:
             began = time.perf_counter()
             stream.abort()
             if (await stream.result()).finish_reason == "abort":
                 times.append(time.perf_counter() - began)
+        freed = list(watch.times)
+        for stream in streams:
+            stream.abort()
+        for stream in streams:
+            await stream.result()
+        watch.times[:] = freed
     stats = bench.engine.stats()
     assert stats.num_free_blocks == stats.num_blocks, stats
-    bench.report.add_times(f"cancel to blocks free, {SATURATION} streams", times, "ms")
-    bench.report.add_times("a step of so many", steps, "ms")
+    step = statistics.median(steps)
+    bench.report.add_times(f"a decode step of {SATURATION}", steps, "ms")
+    for name, values in (("blocks free", freed), ("the end is read", times)):
+        bench.report.add_times(f"cancel until {name}", values, "ms")
+        bench.report.add(f"cancel until {name}, p99", percentile(values, 0.99) / step, "steps")
+
+
+async def _decode_step(engine: AsyncLLMEngine, stream: TokenStream) -> float:
+    """Seconds a step, over some steps in which ``stream`` and others get a token."""
+    await anext(stream)
+    first, began = engine.stats().num_steps, time.perf_counter()
+    for _ in range(10):
+        await anext(stream)
+    return (time.perf_counter() - began) / (engine.stats().num_steps - first)
 
 
 async def measure_wakes(bench: Bench) -> None:
-    """256 readers, all woken by every step, of a device that takes 20 ms a step."""
-    steps = 50 if bench.quick else 200
-    async with null_engine(max_num_seqs=256, step_time=0.02) as (engine, device):
-        prompts = [[i % 1000, 5, 7] for i in range(256)]
-        streams = [
-            engine.stream(prompt, max_tokens=steps + 10, ignore_eos=True) for prompt in prompts
-        ]
-        readers = [asyncio.create_task(_read(stream)) for stream in streams]
-        await asyncio.sleep(0.5)
-        first, before = engine.stats().num_steps, time.thread_time()
-        device.cpu_times.clear()
-        await asyncio.sleep(0.02 * steps * 0.8)
-        last, after = engine.stats().num_steps, time.thread_time()
-        cpu_times = list(device.cpu_times)
-        for stream in streams:
-            stream.abort()
-        await asyncio.gather(*readers)
-    bench.report.add("event loop, CPU time a step", (after - before) / (last - first), "ms")
-    gaps = [b - a for a, b in itertools.pairwise(cpu_times)]
-    bench.report.add_times("engine thread, CPU time a step", gaps, "ms")
-
-
-async def _read(stream: TokenStream) -> None:
-    async for _ in stream:
-        pass
+    """Each event loop in turn, in a thread of its own."""
+    steps, rounds = (50, 1) if bench.quick else (100, 5)
+    engine_times: list[float] = []
+    for name, new_loop in (("asyncio", asyncio.new_event_loop), ("uvloop", uvloop.new_event_loop)):
+        wakes = await asyncio.to_thread(Wakes.measured_on, new_loop, steps, rounds)
+        engine_times += wakes.engine_times
+        ratio = statistics.median(wakes.ratios())
+        bench.report.add_times(f"{name}, CPU time of the loop a step", wakes.of_streams, "ms")
+        bench.report.add_times(f"{name}, the same of bare futures", wakes.of_futures, "ms")
+        bench.report.add(f"{name}, streams to bare futures", ratio, "×")
+    bench.report.add_times("engine thread, CPU time a step", engine_times, "ms")
 
 
 async def measure_blocking_host(bench: Bench) -> None:
@@ -210,7 +219,7 @@ MEASUREMENTS: dict[str, tuple[str, Callable[[Bench], Awaitable[None]]]] = {
     "throughput": ("throughput", measure_throughput),
     "call": ("submitting", measure_call),
     "lag": ("the host's event loop", measure_lag),
-    "wakes": ("256 readers", measure_wakes),
+    "wakes": ("256 readers, all woken by every step", measure_wakes),
     "cancel": ("cancelling", measure_cancelling),
     "blocking": (
         "a host that blocks its loop: throughput against a quiet one",

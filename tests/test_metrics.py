@@ -46,6 +46,8 @@ class Request:
 
     def __init__(self, reason="stop", max_tokens=None):
         self.finish_reason = reason
+        self.arrived_at = 100.0
+        self.first_token_at = 100.75
         self.sampling = type("Sampling", (), {"max_tokens": max_tokens})
 
 
@@ -139,7 +141,9 @@ async def test_histograms_hold_the_times_of_the_usage():
         ttft=0.75,
         total_time=1.75,
     )
-    observer.on_finish(Request(max_tokens=64), usage, None)
+    request = Request(max_tokens=64)
+    observer.on_first_token(request)
+    observer.on_finish(request, usage, None)
     got = samples(metrics)
     sums = {
         "time_to_first_token_seconds": (0.75, 1),
@@ -163,6 +167,22 @@ async def test_histograms_hold_the_times_of_the_usage():
     assert (latency["0.3"], latency["0.5"], latency["0.8"], latency["+Inf"]) == (0, 1, 1, 1)
     tokens = buckets(metrics, "vllm:request_prompt_tokens")
     assert (tokens["50.0"], tokens["100.0"], tokens["200.0"]) == (0, 1, 1)
+
+
+async def test_the_time_to_the_first_token_is_there_before_the_request_ends():
+    rig = fake(step_time=0.001)
+    async with rig.engine() as engine:
+        metrics = EngineMetrics(engine)
+        stream = engine.stream([1], max_tokens=200)
+        await anext(stream)
+        got = samples(metrics)
+        assert got["asyncllm:time_to_first_token_seconds_count",] == 1
+        assert got["asyncllm:e2e_request_latency_seconds_count",] == 0
+        stream.abort()
+        ttft = (await stream.result()).usage.ttft
+        got = samples(metrics)
+        assert got["asyncllm:time_to_first_token_seconds_count",] == 1
+        assert got["asyncllm:time_to_first_token_seconds_sum",] == pytest.approx(ttft)
 
 
 async def test_a_request_without_tokens_has_no_token_times():

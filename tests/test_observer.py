@@ -199,6 +199,68 @@ async def test_an_end_that_overtakes_the_announcement_waits_for_it():
     assert order == ["submit", "finish"]
 
 
+class FirstTokens(Recorder):
+    def __init__(self):
+        super().__init__()
+        self.order = []
+
+    def on_first_token(self, request):
+        assert request.first_token_at is not None
+        assert request.output.channel.num_written == 0
+        self.order.append(("first token", request.request_id))
+
+    def on_finish(self, request, usage, error):
+        self.order.append(("finish", request.request_id))
+
+
+async def test_the_first_token_is_observed_once_before_it_can_be_read():
+    rig = fake(num_blocks=20, max_model_len=60)
+    rig.executor.row_errors["bad"] = ValueError("no")
+    seen = FirstTokens()
+    async with rig.engine() as engine:
+        engine.add_observer(Recorder())
+        engine.add_observer(seen)
+        stream = engine.stream([1], request_id="a", max_tokens=20)
+        await anext(stream)
+        assert seen.order[0] == ("first token", "a")
+        await stream.result()
+        with pytest.raises(RequestError):
+            await engine.generate([2], request_id="bad")
+        assert seen.order == [("first token", "a"), ("finish", "a"), ("finish", "bad")]
+        # Preempted requests start over; their first token was long ago.
+        names = [f"many {i}" for i in range(6)]
+        await asyncio.gather(
+            *(engine.generate([3] * 3, request_id=name, max_tokens=25) for name in names)
+        )
+        assert engine.stats().num_preemptions > 0
+        for name in names:
+            assert [what for what, whose in seen.order if whose == name] == [
+                "first token",
+                "finish",
+            ]
+
+
+async def test_a_first_token_before_the_submission_is_announced_is_observed_before_the_end():
+    order = []
+
+    class Slow:
+        def on_submit(self, request, submission):
+            observation.first_token()
+            order.append("submit")
+
+        def on_first_token(self, request):
+            order.append("first token")
+
+        def on_finish(self, request, usage, error):
+            order.append("finish")
+
+    observation = Observation(object(), (Slow(),))
+    observation.submitted(None)
+    assert order == ["submit"]
+    observation.finished(Usage(1, 1, 0, 0.0, 0.0, 0.0), None)
+    assert order == ["submit", "first token", "finish"]
+
+
 async def test_the_end_is_observed_before_it_can_be_read():
     readable = []
 

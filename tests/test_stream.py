@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import gc
+import pickle
 import random
 import threading
 import time
@@ -22,6 +24,7 @@ from asyncllm import (
     RequestError,
 )
 from asyncllm.core.executor import StepMemoryError
+from asyncllm.outputs import Delta, Logprob, TokenLogprobs, delta_of_one_token
 from tests.fakes import fake
 
 pytestmark = pytest.mark.asyncio
@@ -594,3 +597,55 @@ async def test_abort_takes_ids_and_nothing_else():
     async with engine_of(rig) as engine:
         with pytest.raises((InvalidRequestError, TypeError)):
             engine.abort(5)
+
+
+# --- what a reader is handed --------------------------------------------------------------
+
+
+async def test_a_delta_that_arrives_with_a_cancellation_is_not_lost():
+    rig = fake()
+    rig.executor.gate = threading.Semaphore(0)
+    async with engine_of(rig) as engine:
+        stream = engine.stream([1], max_tokens=20)
+        read = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0)
+        mailbox = engine._mailboxes.of_running_loop()
+        rig.executor.gate.release()
+        deadline = time.monotonic() + 5
+        while not mailbox._ready:  # this loop is blocked: the wake comes when the test says so
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        mailbox._drain()
+        assert stream._channel.waiter.done()
+        read.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await read
+        rig.executor.gate.release(100)
+        result = await stream.result()
+        assert result.finish_reason == "abort"
+        assert result.token_ids
+        assert list(result.token_ids) == rig.executor.reference([1], len(result.token_ids))
+
+
+async def test_completion_is_what_was_read_so_far():
+    rig = fake()
+    async with engine_of(rig) as engine:
+        stream = engine.stream([1], max_tokens=50, max_unread=4, on_slow="pause")
+        deltas = []
+        while len(deltas) < 3:
+            deltas.append(await anext(stream))
+            read = stream.completion()
+            assert read.token_ids == tuple(t for d in deltas for t in d.token_ids)
+            assert read.text == "".join(map(str, deltas))
+        assert list((await stream.result()).token_ids) == rig.executor.reference([1], 50)
+
+
+@pytest.mark.parametrize("logprobs", [None, TokenLogprobs(Logprob(7, -0.5, 1), ())])
+async def test_a_delta_of_one_token_is_a_delta_like_any_other(logprobs):
+    delta = delta_of_one_token(7, "seven", logprobs)
+    same = Delta("seven", (7,), logprobs=None if logprobs is None else (logprobs,))
+    assert type(delta) is Delta
+    assert (delta, hash(delta), repr(delta)) == (same, hash(same), repr(same))
+    assert pickle.loads(pickle.dumps(delta)) == delta
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        delta.text = "eight"

@@ -1,7 +1,7 @@
 """Channel: the way of one request's output from the engine thread to whoever reads it.
 
 The engine thread is the only writer and the reading loop the only reader. A deque carries
-the pieces; two flags, each written by one side and read by the other after its own write,
+the deltas; two flags, each written by one side and read by the other after its own write,
 make sure that neither a wake-up nor a resumption is lost (Dekker's scheme: under the GIL
 writes and reads of attributes are sequentially consistent).
 """
@@ -10,19 +10,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
-from asyncllm.outputs import FinishReason, TokenLogprobs, Usage
+from asyncllm.outputs import Delta, FinishReason, Usage
 
 OnSlow = Literal["coalesce", "pause", "abort"]
-
-
-class Piece(NamedTuple):
-    """One generated token and the text that it completes, which may be empty."""
-
-    token_id: int
-    text: str
-    logprobs: TokenLogprobs | None
 
 
 class End(NamedTuple):
@@ -33,12 +25,6 @@ class End(NamedTuple):
     stop_reason: str | int | None
     usage: Usage
     text: str = ""
-
-
-class Wakeable(Protocol):
-    """A suspended reader; woken on its own loop's thread."""
-
-    def wake(self) -> None: ...
 
 
 class Mailbox(Protocol):
@@ -59,7 +45,7 @@ class Channel:
         max_unread: tokens that may be unread before ``on_slow`` applies.
         num_written, num_read: tokens; written by the engine thread and by the reader.
         waiting: the reader has found nothing and wants to be woken.
-        waiter: that reader; touched on its loop's thread only.
+        waiter: that reader, in the terms of its mailbox; touched on its loop's thread only.
         held: the engine has stopped giving the request tokens because of ``max_unread``.
         ended: an End or an exception was written; nothing follows it.
     """
@@ -78,13 +64,13 @@ class Channel:
     )
 
     def __init__(self, *, max_unread: int = 256, on_slow: OnSlow = "coalesce") -> None:
-        self.items: deque[Piece | End | BaseException] = deque()
+        self.items: deque[Delta | End | BaseException] = deque()
         self.max_unread = max_unread
         self.on_slow: OnSlow = on_slow
         self.num_written = 0
         self.num_read = 0
         self.mailbox: Mailbox | None = None
-        self.waiter: Wakeable | None = None
+        self.waiter: Any = None
         self.waiting = False
         self.held = False
         self.ended = False
@@ -93,13 +79,13 @@ class Channel:
     def num_unread(self) -> int:
         return self.num_written - self.num_read
 
-    def put(self, piece: Piece) -> None:
-        """Engine thread."""
+    def put(self, delta: Delta) -> None:
+        """Engine thread. A delta of one token, which is not the last."""
         if not self.ended:
-            self.items.append(piece)
+            self.items.append(delta)
             self.num_written += 1
 
-    def end(self, item: End | BaseException, last: Piece | None = None) -> bool:
+    def end(self, item: End | BaseException, last: Delta | None = None) -> bool:
         """Engine thread. The last token and the end arrive together: a reader that sees one
         sees both. False if the channel had ended already."""
         if self.ended:

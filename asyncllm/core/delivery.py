@@ -6,11 +6,18 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from asyncllm.core.admission import Admission
-from asyncllm.core.channel import Channel, End, Mailbox, Piece
+from asyncllm.core.channel import Channel, End, Mailbox
 from asyncllm.core.request import Request, Status
 from asyncllm.core.scheduler import Scheduler, TokenEvent
 from asyncllm.errors import AsyncLLMError, RequestError
-from asyncllm.outputs import Completion, CompletionOutput, FinishReason, Usage
+from asyncllm.outputs import (
+    Completion,
+    CompletionOutput,
+    Delta,
+    FinishReason,
+    Usage,
+    delta_of_one_token,
+)
 
 
 class Detokenizer(Protocol):
@@ -73,22 +80,24 @@ class Delivery:
             return
         if request.first_token_at is None:
             request.first_token_at = now
+            if request.observation is not None:
+                request.observation.first_token()
         channel: Channel = request.output.channel
         try:
             text = self._detokenize(request, request.output.detokenizer, event.token_id)
         except Exception as error:
             self.fail(request, _as_request_error(request, error))
             return
-        piece = Piece(event.token_id, text, event.logprobs)
+        delta = delta_of_one_token(event.token_id, text, event.logprobs)
         if request.status is Status.FINISHED:
-            self.close(request, None, piece)
+            self.close(request, None, delta)
         else:
-            channel.put(piece)
+            channel.put(delta)
             if channel.waiting:
                 self._to_wake.append(channel)
             elif channel.mailbox is not None:
                 self._unread_in.add(channel.mailbox)
-            if channel.num_unread >= channel.max_unread and channel.on_slow != "coalesce":
+            if channel.on_slow != "coalesce" and channel.num_unread >= channel.max_unread:
                 self._hold(request, channel)
 
     def _detokenize(self, request: Request, detokenizer: Detokenizer, token_id: int) -> str:
@@ -122,7 +131,7 @@ class Delivery:
             # Read in the moment between the test and the flag: the reader saw no flag.
             self.release(request)
 
-    def close(self, request: Request, error: Exception | None, last: Piece | None = None) -> None:
+    def close(self, request: Request, error: Exception | None, last: Delta | None = None) -> None:
         """Writes the last item of a request that the scheduler has finished."""
         channel: Channel = request.output.channel
         if channel.ended:

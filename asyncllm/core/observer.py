@@ -30,10 +30,14 @@ class Submission:
 
 
 class Observer(Protocol):
-    """Is told of every request that the engine accepted, twice: when it comes and when it
-    ends. Requests that were refused (overload, bad arguments) are not reported.
+    """Is told of every request that the engine accepted, when it comes and when it ends.
+    Requests that were refused (overload, bad arguments) are not reported.
 
-    Both methods must be quick, for the first runs in the application's call and the second
+    An observer that has a method ``on_first_token(request)`` as well is told of the first
+    token, at ``request.first_token_at``: once, between the other two, and not at all if no
+    token comes.
+
+    The methods must be quick, for the first runs in the application's call and the others
     in the step loop. What they raise is logged and reaches no request. They may read the
     request, and must not change it.
     """
@@ -56,17 +60,32 @@ class Observer(Protocol):
 class Observation:
     """One request and the observers that it was announced to. Submission and end may meet
     on two threads (the engine may die in the middle of ``stream()``); whoever comes second
-    reports the end."""
+    reports the end. A first token that comes before the submission was announced is reported
+    just before the end."""
 
-    __slots__ = ("_end", "_observers", "_request", "_submitted", "_undelivered")
+    __slots__ = (
+        "_end",
+        "_first_token_reports",
+        "_first_token_seen",
+        "_observers",
+        "_request",
+        "_submitted",
+        "_undelivered",
+    )
 
     def __init__(self, request: Request, observers: tuple[Observer, ...]) -> None:
         self._request = request
         self._observers = observers
         self._submitted = False
+        self._first_token_seen = False
         self._end: tuple[Usage, BaseException | None] | None = None
         # Popping from a list is atomic: it settles who delivers.
         self._undelivered = [True]
+        self._first_token_reports = [
+            report
+            for observer in observers
+            if (report := getattr(observer, "on_first_token", None)) is not None
+        ]
 
     def submitted(self, submission: Submission) -> None:
         for observer in self._observers:
@@ -74,6 +93,11 @@ class Observation:
         self._submitted = True
         if self._end is not None:
             self._deliver()
+
+    def first_token(self) -> None:
+        self._first_token_seen = True
+        if self._submitted:
+            self._deliver_first_token()
 
     def finished(self, usage: Usage, error: BaseException | None) -> None:
         self._end = (usage, error)
@@ -86,8 +110,18 @@ class Observation:
         except IndexError:
             return
         assert self._end is not None
+        if self._first_token_seen:
+            self._deliver_first_token()
         for observer in self._observers:
             _guarded(observer.on_finish, self._request, *self._end)
+
+    def _deliver_first_token(self) -> None:
+        while True:
+            try:
+                report = self._first_token_reports.pop(0)
+            except IndexError:
+                return
+            _guarded(report, self._request)
 
 
 class Observers:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import collections
 import threading
-import time
-from typing import Any
 
-from asyncllm import AsyncLLMEngine
 from benchmarks.chaos.workload import Task
 
 
@@ -39,23 +36,3 @@ class Ledger:
             self.tokens += len(got)
             if got != (expected if whole else expected[: len(got)]):
                 self.wrong.append(f"{reason}: {got} instead of {expected} for {task.options}")
-
-    def watch_aborts(self, engine: AsyncLLMEngine) -> None:
-        """Measures from ``abort`` to the moment the request's blocks are back."""
-        assert engine._thread is not None
-        core = engine._thread.core
-        abort, on_abort = core.abort, core.on_abort
-        began: dict[Any, float] = {}
-
-        def timed_abort(request: Any) -> None:
-            began.setdefault(request, time.perf_counter())
-            abort(request)
-
-        def timed_on_abort(request: Any) -> None:
-            on_abort(request)
-            at = began.pop(request, None)
-            if at is not None:
-                self.cancel_to_free.append(time.perf_counter() - at)
-
-        core.abort = timed_abort  # type: ignore[method-assign]
-        core.on_abort = timed_on_abort  # type: ignore[method-assign]

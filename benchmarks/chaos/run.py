@@ -18,6 +18,7 @@ import anyio
 
 from asyncllm import LLM, AsyncLLMEngine, EngineDeadError, EngineStats
 from asyncllm.cli.measure import LagMeter
+from benchmarks.abort_watch import AbortWatch
 from benchmarks.chaos.client import Client, faulty, run_thread
 from benchmarks.chaos.ledger import Ledger
 from benchmarks.chaos.workload import Task, draw_requests, run_alone
@@ -120,7 +121,7 @@ async def run(subject: Subject, seconds: float, seed: int, clients: int) -> Outc
     ledger = Ledger()
     engine = subject.make(False)
     await engine.start()
-    ledger.watch_aborts(engine)
+    ledger.cancel_to_free = AbortWatch(engine).times
     began = time.monotonic()
     async with LagMeter() as meter:
         await unleash(engine, tasks, ledger, subject, rng, clients, began + seconds)
