@@ -51,7 +51,14 @@ def prefill_loads() -> list[AttentionLoad]:
 
 def run(stage: Stage, clock: Clock) -> None:
     """Measures on the current CUDA device."""
-    bench = DecodeBench(stage, clock, torch.device("cuda"))
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    bench = DecodeBench(
+        stage,
+        clock,
+        TritonAttention(attention_shape(), torch.bfloat16, torch.device("cuda")),
+        cache=properties.L2_cache_size,
+        memory=int(properties.total_memory * MEMORY_SHARE),
+    )
     report = stage.report
     report.section("copy bandwidth")
     if not stage.attempt("copy bandwidth", 20, bench.measure_copy):
@@ -70,6 +77,11 @@ def run(stage: Stage, clock: Clock) -> None:
         stage.attempt(_name(load), POINT_SECONDS, lambda load=load: bench.measure_decode(load))
 
 
+def attention_shape() -> AttentionShape:
+    load = AttentionLoad(1, 1, 0)
+    return AttentionShape(load.heads, load.kv_heads, load.head_dim, load.head_dim**-0.5)
+
+
 def _name(load: AttentionLoad) -> str:
     if load.queries == 1:
         return f"decode {load.batch} × {load.kv_len}"
@@ -79,20 +91,29 @@ def _name(load: AttentionLoad) -> str:
 class DecodeBench:
     """The kernels for one shape of heads, and what was measured of them.
 
+    Args:
+        cache: bytes of the device's last cache, which inputs have to defeat.
+        memory: bytes that inputs may take.
+
     Attributes:
         shares: per load past LARGE, bytes/s as a share of the copy bandwidth.
     """
 
-    def __init__(self, stage: Stage, clock: Clock, device: torch.device) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        clock: Clock,
+        attention: TritonAttention,
+        *,
+        cache: int,
+        memory: int,
+    ) -> None:
         self.stage = stage
         self.clock = clock
         self.shares: dict[str, float] = {}
-        load = AttentionLoad(1, 1, 0)
-        shape = AttentionShape(load.heads, load.kv_heads, load.head_dim, load.head_dim**-0.5)
-        self._attention = TritonAttention(shape, torch.bfloat16, device)
-        properties = torch.cuda.get_device_properties(device)
-        self._cache_bytes = int(properties.L2_cache_size)
-        self._memory = int(properties.total_memory * MEMORY_SHARE)
+        self._attention = attention
+        self._cache = cache
+        self._memory = memory
 
     def measure_copy(self) -> None:
         self.stage.report.add("copy, read and written", self.clock.copy_bandwidth() / 1e12, "TB/s")
@@ -140,13 +161,13 @@ class DecodeBench:
     def _inputs(self, load: AttentionLoad) -> PagedInputs | None:
         """None, with a line that says so, where they do not fit."""
         torch.cuda.empty_cache()
-        count = rotations(load.kv_bytes, self._cache_bytes)
+        count = rotations(load.kv_bytes, self._cache)
         wanted = inputs_bytes(load, count)
         if wanted > self._memory:
             note = f"left out: {wanted / 2**30:.0f} GiB do not fit"
             self.stage.report.add(_name(load), None, "µs", note)
             return None
-        return make_inputs(load, count, "cuda")
+        return make_inputs(load, count, self._attention.device)
 
     def _measure_baselines(
         self, name: str, inputs: PagedInputs, ours: Callable[[], Tensor], seconds: float

@@ -9,9 +9,8 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from asyncllm import AsyncLLMEngine
@@ -78,7 +77,7 @@ class Plan:
     token_budget: int = 8192
     workload: Callable[[], Workload] = mixed_lengths
     graphs: bool = True
-    settings: Mapping[str, Any] = MappingProxyType({})
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     def graph_settings(self, sizes: tuple[int, ...] | None = None) -> dict[str, Any]:
         """Captures at start: all batch sizes, or ``sizes``."""
@@ -104,9 +103,11 @@ class EngineBench:
         self.report = stage.report
         self._directory = directory
         self._busy: float | None = None
+        self._before: DeviceMemory | None = None
 
     async def run(self) -> None:
         stage, plan = self.stage, self.plan
+        self._before = self._memory()
         self.report.section("copy bandwidth")
         self.report.add("copy, read and written", self.clock.copy_bandwidth() / 1e12, "TB/s")
         await stage.attempt_async(f"engine, {plan.small.name}", 60, self.measure_small)
@@ -366,19 +367,20 @@ class EngineBench:
         libraries', what is left again is a leak."""
         shape = self.plan.small
         graphs = self.plan.graph_settings((1, 8))
-        sizes = [self._memory()]
-        for _ in range(2):
+        sizes = {"before this": self._memory()}
+        if self._before is not None:
+            sizes = {"before any engine": self._before, **sizes}
+        for label in ("after one", "after two"):
             async with self.opened(shape, num_blocks=2048, **graphs) as engine:
                 await drain(submit(engine, equal_lengths(8, 32, 16, vocab=shape.vocab)))
-                opened = self._memory()
+                sizes["while open"] = self._memory()
             del engine
-            sizes.append(self._memory())
+            sizes[label] = self._memory()
         self.report.section("device memory")
-        for label, size in zip(("before", "after one", "after two"), sizes, strict=True):
+        for label, size in sizes.items():
             note = f"{size.reserved / 2**20:.1f} MiB reserved, {size.used / 2**20:.0f} in use"
             self.report.add(f"allocated {label}", size.allocated / 2**20, "MiB", note)
-        self.report.add("allocated while open", opened.allocated / 2**20, "MiB")
-        left = (sizes[2].reserved - sizes[1].reserved) / 2**20
+        left = (sizes["after two"].reserved - sizes["after one"].reserved) / 2**20
         name = "memory left by the second open and close"
         self.stage.scores.add(name, left, "MiB", NO_DIFFERENCE)
 

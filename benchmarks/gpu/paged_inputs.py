@@ -45,7 +45,9 @@ class PagedInputs:
         return self.tables[number * batch : (number + 1) * batch]
 
 
-def make_inputs(load: AttentionLoad, count: int, device: str, seed: int = 0) -> PagedInputs:
+def make_inputs(
+    load: AttentionLoad, count: int, device: torch.device, seed: int = 0
+) -> PagedInputs:
     """bfloat16 inputs, drawn on the device."""
     random = torch.Generator(device=device).manual_seed(seed)
     width = -(-load.kv_len // BLOCK_SIZE)
