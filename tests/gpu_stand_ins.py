@@ -23,6 +23,7 @@ class HostClock:
 
     def __init__(self, *, utilization: float | None = None, leak: int = 0) -> None:
         self.leak = leak
+        self.released = 0
         self._utilization = utilization
         self._asked = 0
 
@@ -38,6 +39,9 @@ class HostClock:
     def memory(self) -> DeviceMemory:
         self._asked += 1
         return DeviceMemory(0, self._asked * self.leak, 0)
+
+    def release(self) -> None:
+        self.released += 1
 
     def utilization(self) -> float | None:
         return self._utilization

@@ -16,12 +16,13 @@ pytest.importorskip("triton")
 
 from asyncllm.gpu.ops.triton.attention import TritonAttention, TritonPlan
 from benchmarks.gpu import baselines, decode, engine
-from benchmarks.gpu.clock import Clock
+from benchmarks.gpu.clock import Clock, CudaClock
 from benchmarks.gpu.goals import Goal
 from benchmarks.gpu.paged_inputs import decode_calls, inputs_bytes, make_inputs, prefill_calls
 from benchmarks.gpu.probe import GraphCost, StepRecord, graph_costs, steady_steps
 from benchmarks.gpu.shapes import AttentionLoad
 from benchmarks.gpu.stage import Stage
+from benchmarks.gpu.streams import UtilizationMeter
 from benchmarks.gpu.workload import mixed_lengths
 from tests.gpu_stand_ins import TINY, TINY_LLAMA, HostClock, figures, make_stage
 from tests.triton.paged import assert_close, attend
@@ -218,9 +219,10 @@ def tiny_plan(**changes) -> engine.Plan:
 
 def test_engine_stage_on_the_cpu(capsys):
     stage = make_stage()
-    clock: Clock = HostClock()
+    clock = HostClock()
     engine.run(stage, clock, tiny_plan())
     assert (stage.failed, stage.skipped) == ([], [])
+    assert clock.released == 8
     found = figures(stage)
     for name in (
         "start, random weights and capture",
@@ -319,9 +321,17 @@ def test_the_drivers_figure_has_the_goal_where_there_is_one(tmp_path):
 def test_utilization_is_asked_until_there_is_no_answer():
     answers = iter([0.5, 1.0, None])
     clock = SimpleNamespace(utilization=lambda: next(answers))
-    meter = engine.UtilizationMeter(clock)
+    meter = UtilizationMeter(clock)
     engine.asyncio.run(meter.run())
     assert meter.values == [0.5, 1.0]
+
+
+def test_the_stand_in_has_what_a_clock_has():
+    for name in vars(Clock):
+        if not name.startswith("_"):
+            assert callable(getattr(CudaClock, name))
+            wanted = inspect.signature(getattr(Clock, name)).parameters
+            assert list(inspect.signature(getattr(HostClock, name)).parameters) == list(wanted)
 
 
 def test_graph_costs_are_the_runners(monkeypatch):

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from benchmarks.common import Report
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import decode, engine
 from benchmarks.gpu.checkpoint import write_checkpoint
-from benchmarks.gpu.clock import covered_share, missing, parse_smi
+from benchmarks.gpu.clock import covered_share, device_spans, missing, parse_smi
 from benchmarks.gpu.goals import Goal, Scores
 from benchmarks.gpu.shapes import LLAMA_8B, QWEN3_06B, AttentionLoad, rotations
 from benchmarks.gpu.stage import Deadline, Stage
@@ -252,6 +253,16 @@ def test_covered_share(spans, share):
     assert covered_share(spans) == share
 
 
+def test_device_spans_leave_out_the_cpu_and_marked_ranges():
+    def event(kind, start, end, marked=False):
+        span = SimpleNamespace(start=start, end=end)
+        return SimpleNamespace(device_type=kind, time_range=span, is_user_annotation=marked)
+
+    gpu, cpu = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
+    events = [event(gpu, 1, 2), event(cpu, 0, 9), event(gpu, 0, 9, True), event(gpu, 5, 8)]
+    assert device_spans(events) == [(1, 2), (5, 8)]
+
+
 def test_parse_smi():
     assert parse_smi("580.1, 345 MHz, 3201 MHz, 700.00 W\nother") == {
         "driver": "580.1",
@@ -323,6 +334,43 @@ def test_the_command_refuses_without_a_gpu():
     assert done.stdout == ""
     assert len(done.stderr.splitlines()) == 1
     assert "needs an NVIDIA GPU" in done.stderr
+
+
+@pytest.fixture
+def a_gpu(monkeypatch):
+    """The command believes in a GPU; what its stages would do there is up to the test."""
+    monkeypatch.setattr(command, "why_not", lambda: None)
+    monkeypatch.setattr("benchmarks.gpu.clock.conditions", lambda: {"gpu": "a GPU"})
+
+
+def test_a_stage_is_run_with_the_time_that_is_left(a_gpu, monkeypatch, tmp_path, capsys):
+    from benchmarks.gpu import kernels
+
+    seen = []
+
+    def run(stage: Stage) -> None:
+        seen.append(stage.deadline.left())
+        stage.scores.add("wrong", 0.0, "", Goal("at most", 0.0))
+
+    monkeypatch.setattr(kernels, "run", run)
+    file = tmp_path / "figures.json"
+    arguments = ["--stage", "kernels", "--deadline", "90", "--json", str(file)]
+    assert command.main(arguments) == 0
+    assert 0 < seen[0] <= 80
+    assert json.loads(file.read_text())["title"] == "GPU, kernels"
+    assert capsys.readouterr().out.splitlines()[-1].split()[0] == "wrong"
+
+
+def test_a_stage_that_raises_leaves_its_figures(a_gpu, monkeypatch, tmp_path):
+    def run(stage: Stage, clock: object) -> None:
+        stage.report.add("figure", 1.0, "s")
+        raise LookupError("a mistake of ours")
+
+    monkeypatch.setattr(engine, "run", run)
+    file = tmp_path / "figures.json"
+    with pytest.raises(LookupError):
+        command.main(["--stage", "engine", "--json", str(file)])
+    assert [figure["name"] for figure in json.loads(file.read_text())["figures"]] == ["figure"]
 
 
 # --- the kernels stage ------------------------------------------------------------------

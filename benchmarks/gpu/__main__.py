@@ -70,7 +70,7 @@ def run(stage_name: str, seconds_left: float, file: str | None) -> int:
     from benchmarks.gpu.stage import Deadline, Stage
 
     # A kernel that never ends blocks Python in a call that no exception can leave.
-    faulthandler.dump_traceback_later(max(seconds_left, 1.0), exit=True)
+    faulthandler.dump_traceback_later(max(seconds_left, 1.0), exit=True, file=sys.__stderr__)
     deadline = Deadline(seconds_left - RESERVE)
     report = Report(f"GPU, {stage_name}", conditions())
     stage = Stage(report, deadline, file=file, usable=usable)
@@ -89,7 +89,7 @@ def run(stage_name: str, seconds_left: float, file: str | None) -> int:
             engine.run(stage, CudaClock())
     finally:
         code = stage.finish()
-    faulthandler.cancel_dump_traceback_later()
+        faulthandler.cancel_dump_traceback_later()
     return code
 
 

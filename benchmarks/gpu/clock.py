@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from torch.autograd import DeviceType
 
 from asyncllm.errors import EngineError
 from asyncllm.gpu.ops.triton.toolchain import check_triton
@@ -48,6 +50,11 @@ class Clock(Protocol):
         ...
 
     def memory(self) -> DeviceMemory: ...
+
+    def release(self) -> None:
+        """Gives back what torch's allocator holds for later, so that it cannot be missing to
+        an engine that takes a share of the free memory."""
+        ...
 
     def utilization(self) -> float | None:
         """Share of the last moments, a sixth of a second to a second, in which a kernel ran,
@@ -120,25 +127,35 @@ class CudaClock:
             torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), total - free
         )
 
+    def release(self) -> None:
+        gc.collect()
+        torch.cuda.empty_cache()
+
     def utilization(self) -> float | None:
         try:
             return torch.cuda.utilization() / 100
-        except (ImportError, RuntimeError):
+        except Exception:
+            # NVML's errors have no base that can be named without NVML; all of them mean that
+            # nobody can tell.
             return None
 
     def profiled_busy(self, seconds: float) -> float | None:
-        from torch.autograd import DeviceType
         from torch.profiler import ProfilerActivity, profile
 
         with profile(activities=[ProfilerActivity.CUDA]) as trace:
             time.sleep(seconds)
-        spans = [
-            (event.time_range.start, event.time_range.end)
-            for event in trace.events() or ()
-            # A range that a program marks spans the gaps between its kernels.
-            if event.device_type == DeviceType.CUDA and not event.is_user_annotation
-        ]
-        return covered_share(spans)
+        return covered_share(device_spans(trace.events() or ()))
+
+
+def device_spans(events: Iterable[Any]) -> list[tuple[float, float]]:
+    """Start and end of everything in a trace of torch's profiler that ran on the GPU."""
+    return [
+        (event.time_range.start, event.time_range.end)
+        for event in events
+        if event.device_type == DeviceType.CUDA
+        # A range that a program marks spans the gaps between its kernels.
+        and not getattr(event, "is_user_annotation", False)
+    ]
 
 
 def covered_share(spans: Sequence[tuple[float, float]]) -> float | None:

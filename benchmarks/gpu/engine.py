@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from asyncllm import AsyncLLMEngine
-from asyncllm.stream import TokenStream
 from benchmarks.common import LagMeter, percentile
 from benchmarks.gpu.checkpoint import write_checkpoint
 from benchmarks.gpu.clock import Clock, DeviceMemory
@@ -28,6 +27,7 @@ from benchmarks.gpu.probe import (
 )
 from benchmarks.gpu.shapes import LLAMA_8B, QWEN3_06B, ModelShape
 from benchmarks.gpu.stage import Stage
+from benchmarks.gpu.streams import UtilizationMeter, drain, submit
 from benchmarks.gpu.workload import Workload, equal_lengths, mixed_lengths
 
 CAPTURE_SECONDS = Goal("at most", 10.0)
@@ -134,6 +134,7 @@ class EngineBench:
             **self.plan.settings,
             **settings,
         }
+        self.clock.release()
         async with probed_engine(**chosen) as engine:
             yield engine
 
@@ -389,49 +390,5 @@ class EngineBench:
         return self.clock.memory()
 
 
-def submit(engine: AsyncLLMEngine, work: Workload, temperature: float = 1.0) -> list[TokenStream]:
-    """A stream per request."""
-    return [
-        engine.stream(prompt, max_tokens=length, ignore_eos=True, temperature=temperature)
-        for prompt, length in zip(work.prompts, work.max_tokens, strict=True)
-    ]
-
-
-async def drain(streams: Sequence[TokenStream]) -> list[float]:
-    """Reads every stream to its end, each in a task of its own; returns when each had its
-    first token, in seconds of ``time.perf_counter``."""
-
-    async def read(stream: TokenStream) -> float:
-        first = 0.0
-        async for delta in stream:
-            if not first and delta.token_ids:
-                first = time.perf_counter()
-        return first
-
-    return await asyncio.gather(*(read(stream) for stream in streams))
-
-
 def differing_rows(ours: Sequence[Any], theirs: Sequence[Any]) -> int:
     return sum(a != b for a, b in zip(ours, theirs, strict=True))
-
-
-class UtilizationMeter:
-    """Asks the driver every now and then how busy the GPU is, on a thread beside the loop.
-
-    Attributes:
-        values: shares of time, 0 to 1.
-    """
-
-    def __init__(self, clock: Clock) -> None:
-        self.values: list[float] = []
-        self._clock = clock
-
-    async def run(self) -> None:
-        """Until it is cancelled, or the driver has no answer."""
-        while True:
-            # The figure covers up to a second before it.
-            await asyncio.sleep(1.0 if not self.values else 0.25)
-            value = await asyncio.to_thread(self._clock.utilization)
-            if value is None:
-                return
-            self.values.append(value)
