@@ -347,6 +347,8 @@ def test_graph_costs_are_the_runners(monkeypatch):
         (1, 8),
         [GraphCost(8, True, 0.5, 100), GraphCost(8, False, 0.25, 50)],
     )
+    graphs.buckets = ()
+    assert graph_costs(None) is None
     runner.graphs = None
     assert graph_costs(None) is None
 

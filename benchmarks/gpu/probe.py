@@ -103,7 +103,7 @@ def graph_costs(engine: AsyncLLMEngine) -> tuple[tuple[int, ...], list[GraphCost
     """Batch sizes that a started engine captures, and what it has captured so far; None if it
     captures nothing. All that the benchmarks know of the runner's graphs is here."""
     graphs = getattr(probe_of(engine).inner, "graphs", None)
-    if graphs is None:
+    if graphs is None or not graphs.buckets:
         return None
     costs = [
         GraphCost(record.key.bucket, record.key.samples, record.seconds, record.num_bytes)
