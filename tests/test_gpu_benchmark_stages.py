@@ -14,8 +14,10 @@ import torch
 
 pytest.importorskip("triton")
 
+from asyncllm.gpu.cuda_graphs import EagerRecorder
 from asyncllm.gpu.ops.triton.attention import TritonAttention, TritonPlan
-from benchmarks.gpu import baselines, decode, engine
+from asyncllm.loading import load_model
+from benchmarks.gpu import baselines, decode, engine, probe
 from benchmarks.gpu.clock import Clock, CudaClock
 from benchmarks.gpu.goals import Goal
 from benchmarks.gpu.paged_inputs import decode_calls, inputs_bytes, make_inputs, prefill_calls
@@ -25,6 +27,7 @@ from benchmarks.gpu.stage import Stage
 from benchmarks.gpu.streams import UtilizationMeter
 from benchmarks.gpu.workload import mixed_lengths
 from tests.gpu_stand_ins import TINY, TINY_LLAMA, HostClock, figures, make_stage
+from tests.static_runner import LateStream, TraceRecorder, make_decoder, make_runner
 from tests.triton.paged import assert_close, attend
 
 # --- the decode stage -------------------------------------------------------------------
@@ -263,6 +266,49 @@ def test_captured_and_eager_tokens_are_compared(tmp_path, monkeypatch):
     stage = make_stage()
     run_part("compare_graphs", stage, HostClock(), tmp_path)
     assert figures(stage) == {"batch sizes of 3 with other tokens": 0.0}
+
+
+@pytest.fixture
+def graphs_on_the_cpu(monkeypatch):
+    """Engines of the stage run ahead and repeat traces of their steps, as on a GPU; "off" is
+    the same device, step by step."""
+
+    def load(config, progress):
+        loaded = load_model(config, progress)
+        model = loaded.model_config
+        recorder = EagerRecorder() if config.cuda_graphs == "off" else TraceRecorder()
+        runner = make_runner(make_decoder(model), recorder=recorder, stream=LateStream())
+        loaded.executor.close()
+        return dataclasses.replace(loaded, executor=runner)
+
+    monkeypatch.setattr(probe, "load_model", load)
+
+
+def test_a_runner_with_graphs_is_compared_in_each_of_its_sizes(graphs_on_the_cpu, tmp_path):
+    stage = make_stage()
+    run_part("compare_graphs", stage, HostClock(), tmp_path)
+    assert stage.failed == []
+    assert figures(stage) == {"batch sizes of 4 with other tokens": 0.0}
+
+
+def test_what_a_runner_captured_is_reported(graphs_on_the_cpu, tmp_path):
+    async def main(stage):
+        bench = engine.EngineBench(stage, HostClock(), tiny_plan(), tmp_path)
+        async with bench.opened(TINY) as opened:
+            await bench.tokens_of(opened, TINY, 3)
+            await bench.measure_steps(opened, TINY, 1, None)
+            buckets, costs = graph_costs(opened)
+            bench.report_capture(opened)
+        return buckets, costs
+
+    stage = make_stage()
+    buckets, costs = engine.asyncio.run(main(stage))
+    assert buckets == (1, 2, 4, 8)
+    assert [(cost.bucket, cost.samples) for cost in costs] == [(4, True), (1, True)]
+    found = figures(stage)
+    assert found["graph of 4 rows, sampler inside"] == costs[0].seconds
+    assert found["capture of all buckets"] == costs[0].seconds + costs[1].seconds > 0
+    assert found["tiny Qwen, batch 1, step"] > 0
 
 
 def test_other_tokens_are_counted(tmp_path, monkeypatch):
