@@ -135,22 +135,25 @@ class StepGraphs:
         else:
             graph()
 
-    def capture_all(self, samples: bool = True) -> None:
+    def capture_all(self, progress: Callable[[int, int], None]) -> None:
         """Captures every bucket, the largest first, so that the others fit into its memory.
 
-        The rows of the moment run once per bucket: all of them have to be padding.
+        The rows of the moment run once per bucket: all of them have to be padding. The graphs
+        that end at the logits are captured when a batch needs them.
+
+        Args:
+            progress: called with (graphs captured, graphs in all).
         """
-        missing = [b for b in reversed(self.buckets) if GraphKey(b, samples) not in self._graphs]
-        for count, bucket in enumerate(missing, 1):
-            self._capture(GraphKey(bucket, samples))
-            logger.info(
-                "captured CUDA graph %d of %d: batch size %d, %.2f s, %.1f MiB",
-                count,
-                len(missing),
-                bucket,
-                self.records[-1].seconds,
-                self.records[-1].num_bytes / 2**20,
-            )
+        progress(0, len(self.buckets))
+        for done, bucket in enumerate(reversed(self.buckets), 1):
+            self._capture(GraphKey(bucket, samples=True))
+            progress(done, len(self.buckets))
+        logger.info(
+            "captured %d CUDA graphs in %.2f s, %.1f MiB",
+            len(self.records),
+            sum(record.seconds for record in self.records),
+            sum(record.num_bytes for record in self.records) / 2**20,
+        )
 
     def _capture(self, key: GraphKey) -> None:
         """Runs the step, and keeps its graph if there is memory for it."""

@@ -157,12 +157,16 @@ class ModelRunner:
             return None
         return self._state.decode.graphs
 
-    def capture_graphs(self) -> None:
-        """Captures the graph of every bucket. No step may be in flight."""
+    def capture_graphs(self, progress: Callable[[int, int], None] = lambda *_: None) -> None:
+        """Captures the graph of every bucket, before the first step.
+
+        Args:
+            progress: called with (graphs captured, graphs in all).
+        """
         graphs = self.graphs
         if graphs is not None:
             with torch.inference_mode(), self._stream.context():
-                graphs.capture_all()
+                graphs.capture_all(progress)
             self._stream.synchronize()
 
     # --- the executor ------------------------------------------------------------------
