@@ -7,7 +7,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -36,13 +36,19 @@ class Figure:
 
 
 class Report:
-    """Prints figures as they come, under a line that names the machine, and keeps them."""
+    """Prints figures as they come, under a line that names the machine, and keeps them.
 
-    def __init__(self, title: str) -> None:
+    Args:
+        conditions: what else the figures have to be quoted with, by name.
+    """
+
+    def __init__(self, title: str, conditions: Mapping[str, str] | None = None) -> None:
         self.title = title
-        self.machine = machine()
+        self.machine = machine() | dict(conditions or {})
         self.figures: list[Figure] = []
         print(f"{title}\n{describe(self.machine)}", flush=True)
+        if conditions:
+            print(", ".join(f"{name} {value}" for name, value in conditions.items()), flush=True)
 
     def section(self, name: str) -> None:
         print(f"\n{name}", flush=True)
@@ -67,13 +73,23 @@ class Report:
         result = {
             "title": self.title,
             "machine": self.machine,
-            "command": " ".join([f"python -m benchmarks.{_module()}", *sys.argv[1:]]),
+            "command": " ".join([f"python -m benchmarks.{_module()}", *_arguments(file)]),
             "figures": [asdict(figure) for figure in self.figures],
         }
         Path(file).parent.mkdir(parents=True, exist_ok=True)
         Path(file).write_text(
             json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
         )
+
+
+def _arguments(file: str) -> list[str]:
+    """The command line; of the file that is written, its name: a directory says something of
+    the machine, and nothing of the figures."""
+    name = Path(file).name
+    return [
+        name if argument == file else f"--json={name}" if argument == f"--json={file}" else argument
+        for argument in sys.argv[1:]
+    ]
 
 
 def _module() -> str:

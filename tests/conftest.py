@@ -21,6 +21,7 @@ settings.register_profile(
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_asyncio_loop_factories(config, item):
     """Every asyncio test runs on both loops."""
     return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}

@@ -1,4 +1,5 @@
-"""Attention cases that are small enough for the interpreter, and cover every branch."""
+"""Attention cases: DECODE and PREFILL are small enough for the interpreter and cover every
+branch, the long ones need a GPU."""
 
 from __future__ import annotations
 
@@ -47,4 +48,16 @@ PREFILL = [
     AttentionCase("blocks-first", 4, 64, (90,), (30,), layout="blocks"),
     AttentionCase("heads-first-48", 4, 64, (90,), (30,), layout="heads", block_size=48),
     AttentionCase("dims-before-slots", 4, 80, (50,), (10,), layout="dims", dtype=HALF),
+]
+
+LONG_DECODE = [
+    AttentionCase("32k", 4, 128, (32768, 20000, 1), splits=66, kv_heads=1),
+    AttentionCase("batch256", 2, 128, tuple(range(0, 1024, 4)), kv_heads=8),
+]
+
+LONG_PREFILL = [
+    AttentionCase("2048-queries", 4, 128, (2048,), (2048,), kv_heads=1),
+    AttentionCase("long-prefix", 4, 128, (16384,), (128,), kv_heads=1),
+    AttentionCase("32k-prefix", 4, 128, (32768, 1), (16, 1), kv_heads=1),
+    AttentionCase("long-window", 4, 128, (8192, 100), (512, 1), kv_heads=1, window=1024),
 ]

@@ -73,6 +73,40 @@ def check_prefill(module: ModuleType, case: AttentionCase, device: str, capabili
     assert out[starts[-1] :].isnan().all()
 
 
+def check_decode_replays(module: ModuleType, capability: int) -> None:
+    """A CUDA graph's replay reads the lengths of the moment, with the splits that were
+    captured."""
+    case = AttentionCase("graph", 4, 128, (700, 0, 65), splits=3)
+    batch = make_batch(case, "cuda")
+    tiles = tuning.decode_tiles(capability, 128)
+    out = torch.empty_like(batch.q, memory_format=torch.contiguous_format)
+
+    def run(target: Tensor) -> None:
+        module.decode_attention(
+            batch.q,
+            batch.cache[0],
+            batch.cache[1],
+            batch.block_table,
+            batch.seq_lens,
+            scale=0.1,
+            tiles=tiles,
+            splits=3,
+            out=target,
+        )
+
+    run(out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(out)
+    for lengths in ((700, 0, 65), (1, 0, 64), (0, 0, 0)):
+        batch.seq_lens.copy_(torch.tensor(lengths, dtype=torch.int32))
+        expected = torch.empty_like(out)
+        run(expected)
+        out.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out, expected)
+
+
 def check_norm(module: ModuleType, width: int, dtype: torch.dtype, device: str) -> None:
     random = torch.Generator().manual_seed(width)
     x, residual = torch.randn(2, 3, width, generator=random).to(dtype).to(device)

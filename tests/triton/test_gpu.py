@@ -28,7 +28,7 @@ from asyncllm.gpu.ops.triton import (
     step_state,
 )
 from tests.triton import checks
-from tests.triton.cases import DECODE, PREFILL
+from tests.triton.cases import DECODE, LONG_DECODE, LONG_PREFILL, PREFILL
 from tests.triton.decoder_steps import run_steps
 from tests.triton.paged import AttentionCase
 
@@ -62,25 +62,13 @@ def grid(kind: str) -> list[AttentionCase]:
     return cases
 
 
-LONG = [
-    AttentionCase("32k", 4, 128, (32768, 20000, 1), splits=66, kv_heads=1),
-    AttentionCase("batch256", 2, 128, tuple(range(0, 1024, 4)), kv_heads=8),
-]
-
-LONG_PREFILL = [
-    AttentionCase("2048-queries", 4, 128, (2048,), (2048,), kv_heads=1),
-    AttentionCase("long-prefix", 4, 128, (16384,), (128,), kv_heads=1),
-    AttentionCase("long-window", 4, 128, (8192, 100), (512, 1), kv_heads=1, window=1024),
-]
-
-
 @pytest.fixture(scope="module")
 def capability() -> int:
     major, minor = torch.cuda.get_device_capability()
     return 10 * major + minor
 
 
-@pytest.mark.parametrize("case", DECODE + grid("decode") + LONG, ids=str)
+@pytest.mark.parametrize("case", DECODE + grid("decode") + LONG_DECODE, ids=str)
 def test_decode(case: AttentionCase, capability: int) -> None:
     checks.check_decode(decode_attention, case, "cuda", capability)
 
@@ -144,33 +132,4 @@ def test_the_decoder_on_both_backends() -> None:
 
 
 def test_decode_runs_in_a_cuda_graph(capability: int) -> None:
-    """A replay reads the lengths of the moment, with the splits that were captured."""
-    case = AttentionCase("graph", 4, 128, (700, 0, 65), splits=3)
-    batch = checks.make_batch(case, "cuda")
-    tiles = checks.tuning.decode_tiles(capability, 128)
-    out = torch.empty_like(batch.q, memory_format=torch.contiguous_format)
-
-    def run(target: torch.Tensor) -> None:
-        decode_attention.decode_attention(
-            batch.q,
-            batch.cache[0],
-            batch.cache[1],
-            batch.block_table,
-            batch.seq_lens,
-            scale=0.1,
-            tiles=tiles,
-            splits=3,
-            out=target,
-        )
-
-    run(out)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run(out)
-    for lengths in ((700, 0, 65), (1, 0, 64), (0, 0, 0)):
-        batch.seq_lens.copy_(torch.tensor(lengths, dtype=torch.int32))
-        expected = torch.empty_like(out)
-        run(expected)
-        out.fill_(torch.nan)
-        graph.replay()
-        assert torch.equal(out, expected)
+    checks.check_decode_replays(decode_attention, capability)

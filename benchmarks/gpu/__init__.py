@@ -1,0 +1,1 @@
+"""What the engine and its kernels do on a GPU: correctness, kernel times, the whole engine."""

@@ -1,0 +1,62 @@
+"""A checkpoint without weights: ``config.json`` and a tokenizer, for ``load_format="dummy"``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from benchmarks.gpu.shapes import ModelShape
+
+
+def write_checkpoint(path: Path, shape: ModelShape) -> Path:
+    """Writes it to ``path``, which is made if it is not there, and returns that."""
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(shape.config()), encoding="utf-8")
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer(shape.vocab)), encoding="utf-8")
+    return path
+
+
+def tokenizer(vocab: int) -> dict[str, object]:
+    """A byte-level BPE tokenizer without merges whose every token is a word, so that each
+    token that is sampled has text to be decoded."""
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {
+            "type": "ByteLevel",
+            "add_prefix_space": False,
+            "trim_offsets": True,
+            "use_regex": True,
+        },
+        "post_processor": None,
+        "decoder": {
+            "type": "ByteLevel",
+            "add_prefix_space": False,
+            "trim_offsets": True,
+            "use_regex": True,
+        },
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "vocab": {f"Ġ{_word(i)}": i for i in range(vocab)},
+            "merges": [],
+        },
+    }
+
+
+def _word(number: int) -> str:
+    """Letters, another word for every number."""
+    letters = ""
+    while True:
+        letters = chr(ord("a") + number % 26) + letters
+        number = number // 26 - 1
+        if number < 0:
+            return letters

@@ -1,0 +1,129 @@
+"""PagedInputs: distinct inputs of one attention load, over one paged KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from asyncllm.gpu.decode_rows import DecodeRows
+from asyncllm.gpu.ops.triton.attention import TritonAttention, TritonPlan
+from benchmarks.gpu.shapes import AttentionLoad
+
+BLOCK_SIZE = 16
+
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor, TritonPlan], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class PagedInputs:
+    """Input i of ``count`` has its own queries and its own blocks, in random order.
+
+    Attributes:
+        cache: ``[2, num_blocks, BLOCK_SIZE, Hk, D]``, random.
+        queries: ``[count, batch * load.queries, Hq, D]``.
+        tables: ``[count * batch + 1, W]`` int32; input i has the lines from ``i * batch``.
+    """
+
+    load: AttentionLoad
+    count: int
+    cache: Tensor
+    queries: Tensor
+    tables: Tensor
+
+    @property
+    def seq_lens(self) -> Tensor:
+        """``[batch]`` int32, on the device."""
+        size = (self.load.batch,)
+        return torch.full(size, self.load.kv_len, dtype=torch.int32, device=self.cache.device)
+
+    def table(self, number: int) -> Tensor:
+        """``[batch, W]`` of one input."""
+        batch = self.load.batch
+        return self.tables[number * batch : (number + 1) * batch]
+
+
+def make_inputs(
+    load: AttentionLoad, count: int, device: torch.device, seed: int = 0
+) -> PagedInputs:
+    """bfloat16 inputs, drawn on the device."""
+    random = torch.Generator(device=device).manual_seed(seed)
+    width = -(-load.kv_len // BLOCK_SIZE)
+    blocks = count * load.batch * width
+    shape = (2, blocks + 1, BLOCK_SIZE, load.kv_heads, load.head_dim)
+    rows = load.batch * load.queries
+    cache = torch.empty(shape, dtype=torch.bfloat16, device=device)
+    queries = torch.empty(
+        count, rows, load.heads, load.head_dim, dtype=torch.bfloat16, device=device
+    )
+    for tensor in (cache, queries):
+        tensor.normal_(generator=random)
+    order = torch.randperm(blocks, generator=random, device=device) + 1
+    tables = order.to(torch.int32).view(-1, width)
+    return PagedInputs(load, count, cache, queries, torch.cat((tables, tables[:1] * 0)))
+
+
+def inputs_bytes(load: AttentionLoad, count: int) -> int:
+    """Device memory of ``make_inputs``, and of a second copy of one input's K and V, which a
+    baseline gathers."""
+    return count * load.bytes + load.kv_bytes
+
+
+def decode_rows(inputs: PagedInputs, number: int, max_len: int) -> DecodeRows:
+    """One input as the buffers of a decode step whose sequences may grow to ``max_len``."""
+    load, device = inputs.load, inputs.cache.device
+    slots = torch.arange(load.batch, device=device) + number * load.batch
+    nothing = torch.zeros(load.batch, dtype=torch.int64, device=device)
+    return DecodeRows(
+        slots=slots,
+        known_tokens=nothing,
+        positions=nothing + load.kv_len - 1,
+        block_table=inputs.tables,
+        token_ids=nothing,
+        seq_lens=inputs.seq_lens,
+        slot_mapping=nothing,
+        last_tokens=torch.zeros(len(inputs.tables), dtype=torch.int64, device=device),
+        block_size=BLOCK_SIZE,
+        max_len=max_len,
+    )
+
+
+def decode_calls(
+    attention: TritonAttention, inputs: PagedInputs, max_len: int
+) -> list[Callable[[], Tensor]]:
+    """One launch per input, as a captured decode step has them; all share a workspace, as the
+    layers of a model do."""
+    plans = [
+        attention.plan_decode(decode_rows(inputs, number, max_len), None)
+        for number in range(inputs.count)
+    ]
+    for plan in plans:
+        plan.workspace = plans[0].workspace
+    return [_call(attention, inputs, number, plan) for number, plan in enumerate(plans)]
+
+
+def prefill_calls(attention: TritonAttention, inputs: PagedInputs) -> list[Callable[[], Tensor]]:
+    """One launch of the prefill kernel per input."""
+    load, device = inputs.load, inputs.cache.device
+    starts = torch.arange(load.batch + 1, dtype=torch.int32, device=device) * load.queries
+    plans = [
+        TritonPlan(
+            num_decodes=0,
+            seq_lens=inputs.seq_lens,
+            block_table=inputs.table(number),
+            query_start_loc=starts,
+        )
+        for number in range(inputs.count)
+    ]
+    return [_call(attention, inputs, number, plan) for number, plan in enumerate(plans)]
+
+
+def _call(
+    attention: Attend, inputs: PagedInputs, number: int, plan: TritonPlan
+) -> Callable[[], Tensor]:
+    queries = inputs.queries[number]
+    # The kernels read keys and values from the cache alone.
+    unread = queries[:, : inputs.load.kv_heads]
+    return lambda: attention(queries, unread, unread, inputs.cache, plan)

@@ -1,0 +1,139 @@
+"""Probe: an executor that notes what each step of another one took, on the engine's thread."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from asyncllm import AsyncLLMEngine, EngineConfig
+from asyncllm.core.batch import StepBatch, StepResult
+from asyncllm.core.executor import Executor, ExecutorInfo
+from asyncllm.loading import LoadedModel, load_model
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """A step whose result came back.
+
+    Attributes:
+        rows: of its batch; ``tokens`` of them all.
+        context: tokens that its rows see, summed over them.
+        returned_at: when its result was there, in seconds of ``time.perf_counter``.
+        cpu_time: seconds of CPU that the engine's thread had used by then.
+    """
+
+    rows: int
+    tokens: int
+    context: int
+    returned_at: float
+    cpu_time: float
+
+
+class Probe:
+    """Passes everything on.
+
+    Attributes:
+        inner: the executor.
+        records: one per step, in order.
+    """
+
+    def __init__(self, inner: Executor) -> None:
+        self.inner = inner
+        self.records: list[StepRecord] = []
+        self._launched: deque[StepBatch] = deque()
+
+    @property
+    def info(self) -> ExecutorInfo:
+        return self.inner.info
+
+    def launch(self, batch: StepBatch) -> None:
+        self.inner.launch(batch)
+        self._launched.append(batch)
+
+    def collect(self) -> StepResult:
+        result = self.inner.collect()
+        batch = self._launched.popleft()
+        context = sum(batch.starts) + batch.num_tokens
+        now, cpu_time = time.perf_counter(), time.thread_time()
+        self.records.append(StepRecord(len(batch), batch.num_tokens, context, now, cpu_time))
+        return result
+
+    def discard(self) -> None:
+        self._launched.clear()
+        self.inner.discard()
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+def probed_engine(**settings: Any) -> AsyncLLMEngine:
+    """An engine that is loaded as any other, with a probe in front of its runner."""
+
+    def load(config: EngineConfig, progress: Any) -> LoadedModel:
+        loaded = load_model(config, progress)
+        return dataclasses.replace(loaded, executor=Probe(loaded.executor))
+
+    return AsyncLLMEngine._with_loader(load, **settings)
+
+
+def probe_of(engine: AsyncLLMEngine) -> Probe:
+    """The probe of a started engine."""
+    assert engine._thread is not None
+    probe = engine._thread.loaded.executor
+    assert isinstance(probe, Probe)
+    return probe
+
+
+@dataclass(frozen=True, slots=True)
+class GraphCost:
+    """One captured graph: its batch size, whether it samples, seconds and bytes it took."""
+
+    bucket: int
+    samples: bool
+    seconds: float
+    num_bytes: int
+
+
+def graph_costs(engine: AsyncLLMEngine) -> tuple[tuple[int, ...], list[GraphCost]] | None:
+    """Batch sizes that a started engine captures, and what it has captured so far; None if it
+    captures nothing. All that the benchmarks know of the runner's graphs is here."""
+    graphs = getattr(probe_of(engine).inner, "graphs", None)
+    if graphs is None or not graphs.buckets:
+        return None
+    costs = [
+        GraphCost(record.key.bucket, record.key.samples, record.seconds, record.num_bytes)
+        for record in graphs.records
+    ]
+    return tuple(graphs.buckets), costs
+
+
+@dataclass(frozen=True, slots=True)
+class SteadyStep:
+    """A decode step that followed another of the same rows.
+
+    Attributes:
+        seconds: from the result before to its own.
+        cpu_time: seconds of CPU of the engine's thread in that time: all of its Python.
+    """
+
+    seconds: float
+    cpu_time: float
+    context: int
+
+
+def steady_steps(records: Sequence[StepRecord], rows: int) -> list[SteadyStep]:
+    """The steps in which ``rows`` sequences decode and nothing else happens."""
+    return [
+        SteadyStep(
+            after.returned_at - before.returned_at,
+            after.cpu_time - before.cpu_time,
+            after.context,
+        )
+        for before, after in itertools.pairwise(records)
+        if before.rows == before.tokens == rows == after.rows == after.tokens
+    ]

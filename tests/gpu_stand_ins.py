@@ -1,0 +1,58 @@
+"""What the tests of the GPU benchmarks run on: a clock of the CPU, and small models."""
+
+from __future__ import annotations
+
+import time
+
+from benchmarks.common import Report
+from benchmarks.gpu.clock import DeviceMemory
+from benchmarks.gpu.shapes import ModelShape
+from benchmarks.gpu.stage import Deadline, Stage
+
+SIZES = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "ffn": 96}
+TINY = ModelShape(
+    "tiny Qwen", "Qwen3ForCausalLM", **SIZES, vocab=512, tied=True, itemsize=4, context=256
+)
+TINY_LLAMA = ModelShape(
+    "tiny Llama", "LlamaForCausalLM", **SIZES, vocab=300, tied=False, itemsize=4, context=256
+)
+
+
+class HostClock:
+    """What a CUDA clock says, measured on the CPU, or made up where a CPU has nothing."""
+
+    def __init__(self, *, utilization: float | None = None, leak: int = 0) -> None:
+        self.leak = leak
+        self.released = 0
+        self._utilization = utilization
+        self._asked = 0
+
+    def median(self, calls, *, graph=True) -> float:
+        began = time.perf_counter()
+        for call in calls:
+            call()
+        return (time.perf_counter() - began) / len(calls)
+
+    def copy_bandwidth(self) -> float:
+        return 1e10
+
+    def memory(self) -> DeviceMemory:
+        self._asked += 1
+        return DeviceMemory(0, self._asked * self.leak, 0)
+
+    def release(self) -> None:
+        self.released += 1
+
+    def utilization(self) -> float | None:
+        return self._utilization
+
+    def profiled_busy(self, seconds: float) -> float | None:
+        return 0.5
+
+
+def make_stage(seconds: float = 300.0, **options) -> Stage:
+    return Stage(Report("test"), Deadline(seconds), **options)
+
+
+def figures(stage: Stage) -> dict[str, float | None]:
+    return {figure.name: figure.value for figure in stage.report.figures}
