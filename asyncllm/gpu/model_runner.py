@@ -13,9 +13,11 @@ from asyncllm.core.batch import StepBatch, StepResult
 from asyncllm.core.executor import ExecutorInfo, StepMemoryError
 from asyncllm.gpu.input_batch import InputBatch
 from asyncllm.gpu.kv_cache import KVCache
+from asyncllm.gpu.memory import is_out_of_memory, release
 from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.sampler import Sampler
 from asyncllm.gpu.threads import set_thread_count
+from asyncllm.tracebacks import clear_frames
 
 
 @dataclass(slots=True)
@@ -75,7 +77,9 @@ class ModelRunner:
             with torch.inference_mode():
                 return self._run(self._state, batch)
         except (RuntimeError, MemoryError) as error:
-            if not _is_out_of_memory(error):
+            # Whoever keeps the exception would keep the model, which its frames refer to.
+            clear_frames(error)
+            if not is_out_of_memory(error):
                 raise
             raise StepMemoryError(
                 f"step {batch.step}, {batch.num_tokens} tokens: {error}"
@@ -85,8 +89,11 @@ class ModelRunner:
         self._queue.clear()
 
     def close(self) -> None:
+        if self._state is None:
+            return
         self._queue.clear()
         self._state = None
+        release(self.device)
 
     def _enter_thread(self) -> None:
         """The thread count belongs to a thread, and the engine may start its own late."""
@@ -131,10 +138,3 @@ class ModelRunner:
             result.token_ids[row] = token
         result.logprobs = {row_of[i]: value for i, value in output.logprobs.items()}
         result.errors = {row_of[i]: error for i, error in output.errors.items()}
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    message = str(error)
-    return "DefaultCPUAllocator" in message or "not enough memory" in message
