@@ -55,7 +55,10 @@ class TorchCudaDriver:
         return torch.backends.cuda.is_built()
 
     def start(self) -> None:
-        torch.cuda.init()
+        try:
+            torch.cuda.init()
+        except torch.cuda.DeferredCudaCallError as error:
+            raise RuntimeError(str(error)) from error
 
     def count(self) -> int:
         return torch.cuda.device_count()

@@ -256,7 +256,9 @@ def check_weights(
 ) -> int:
     """Whether the weights will fit, before gigabytes of them are read.
 
-    ``gpu_memory_utilization`` limits them only where it decides the size of the KV cache.
+    torch's cache is emptied first: what it keeps of the host application's earlier tensors is
+    free. ``gpu_memory_utilization`` limits the weights only where it decides the size of the
+    KV cache.
 
     Returns:
         Bytes that are free now.
@@ -264,7 +266,9 @@ def check_weights(
     Raises:
         EngineError: they will not.
     """
-    free, total = (probe or CudaProbe()).info(device)
+    probe = probe or CudaProbe()
+    probe.trim(device)
+    free, total = probe.info(device)
     measured = config.num_blocks is None and config.kv_cache_memory is None
     share = int(config.gpu_memory_utilization * total) if measured else total
     if weights_bytes <= min(share, free):
