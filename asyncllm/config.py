@@ -40,14 +40,16 @@ class EngineConfig:
         max_num_seqs: requests in a batch; None is 256 on a GPU, 64 on a CPU.
         max_num_batched_tokens: token budget of a step; "auto" is 8192 on a GPU, and on a CPU
             measured at start so that a full step takes about 250 ms at most.
-        block_size: tokens per KV block; None is 16 on a GPU, 32 on a CPU.
+        block_size: tokens per KV block; None is what the attention backend prefers: 16 on a
+            GPU, 32 on a CPU, 256 for "flash_attn".
         kv_cache_memory: bytes for the KV cache, as a number or as "4GiB"; None is a quarter
             of the available memory, at most 4 GiB, on a CPU, and what
             ``gpu_memory_utilization`` leaves on a GPU.
         gpu_memory_utilization: share of the GPU's memory that the engine may use.
         num_blocks: usable KV blocks; overrides ``kv_cache_memory``.
         enable_prefix_caching: keep and find the KV of shared prefixes.
-        attention_backend: "auto", or the name of one.
+        attention_backend: "auto" ("triton" on CUDA, "torch" on a CPU), "torch", "triton",
+            "flash_attn", "flash_attn_3", or one that another distribution registers.
         cuda_graphs: "auto" (lazy), "startup", "lazy" or "off".
         cuda_graph_sizes: batch sizes to capture; None is the default set.
         async_scheduling: run one step ahead of the results; None is True on a GPU and False

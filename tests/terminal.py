@@ -84,6 +84,29 @@ class Terminal:
             pass
         return self._process.wait(max(deadline - time.monotonic(), 1.0))
 
+    def interrupt_until(self, wanted: str, timeout: float = 60.0) -> None:
+        """Presses Ctrl-C until the text holds ``wanted``. Once is not always enough: a prompt
+        hears it while it waits for a key, and Python's readline may lose it just before."""
+        deadline = time.monotonic() + timeout
+        while wanted not in self.text:
+            self.type("\x03")
+            pressed = time.monotonic()
+            while wanted not in self.text and time.monotonic() < pressed + 5.0:
+                self._read(pressed + 5.0 - time.monotonic())
+            assert time.monotonic() < deadline, f"no {wanted!r} in {self.text!r}"
+
+    def interrupt_until_exit(self, timeout: float = 60.0) -> int:
+        """Presses Ctrl-C until the program ends, and returns its exit code."""
+        deadline = time.monotonic() + timeout
+        while self._process.poll() is None:
+            assert time.monotonic() < deadline, f"it goes on: {self.text!r}"
+            self.type("\x03")
+            pressed = time.monotonic()
+            while self._process.poll() is None and time.monotonic() < pressed + 5.0:
+                if not self._read(0.1):
+                    time.sleep(0.05)
+        return self._process.returncode
+
     def echoes(self) -> bool:
         """Whether the terminal shows what is typed."""
         return bool(termios.tcgetattr(self._master)[3] & termios.ECHO)

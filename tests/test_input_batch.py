@@ -51,7 +51,7 @@ def make_batch(rows: list[tuple[int, int, int, bool]], **changes) -> StepBatch:
 def test_prepare_matches_a_plain_loop(data):
     block_size = data.draw(st.sampled_from([1, 3, 16]))
     lengths = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=6))
-    inputs = InputBatch(8, 64, block_size, CPU)
+    inputs = InputBatch(8, 64, block_size)
     draw = np.random.default_rng(data.draw(st.integers(0, 1000)))
     slots = draw.permutation(8)[: len(lengths)].tolist()
     free = draw.permutation(np.arange(1, 400)).tolist()
@@ -65,7 +65,7 @@ def test_prepare_matches_a_plain_loop(data):
         entering.append(assignment(slot, tokens[slot], held[slot], length))
     batch = make_batch(rows, assignments=entering)
     inputs.apply(batch)
-    step = inputs.prepare(batch)
+    step = StepInputs.from_arrays(inputs.prepare(batch), CPU)
     ids, positions, mapping, last = [], [], [], []
     for slot, start, count, samples in zip(
         batch.slots, batch.starts, batch.counts, batch.samples, strict=True
@@ -93,7 +93,7 @@ def test_prepare_matches_a_plain_loop(data):
 
 
 def test_released_slots_start_anew_and_blocks_are_appended():
-    inputs = InputBatch(2, 64, 4, CPU)
+    inputs = InputBatch(2, 64, 4)
     first = make_batch([(1, 0, 6, True)], assignments=[assignment(1, [5] * 6, [9, 8], 6)])
     # The second block is filled to half: what an earlier owner left there has to go.
     assert inputs.apply(first).tolist() == [8]
@@ -153,7 +153,7 @@ def test_paged_attention_matches_the_plain_one(data):
     kv_heads, group = data.draw(st.sampled_from([(1, 4), (2, 1), (2, 3)]))
     window = data.draw(st.sampled_from([None, 1, 5, 1000]))
     head_dim, num_blocks = 8, 120
-    inputs = InputBatch(8, 96, block_size, CPU)
+    inputs = InputBatch(8, 96, block_size)
     free = torch.randperm(num_blocks - 1, generator=generator).add(1).tolist()
     rows, entering = [], []
     for slot in range(data.draw(st.integers(1, 5))):
@@ -164,7 +164,7 @@ def test_paged_attention_matches_the_plain_one(data):
         entering.append(assignment(slot, [0] * length, blocks, length))
     batch = make_batch(rows, assignments=entering)
     inputs.apply(batch)
-    step = inputs.prepare(batch)
+    step = StepInputs.from_arrays(inputs.prepare(batch), CPU)
     shape = (2, num_blocks, block_size, kv_heads, head_dim)
     cache = torch.randn(shape, generator=generator)
     kv = torch.randn(2, step.num_tokens, kv_heads, head_dim, generator=generator)

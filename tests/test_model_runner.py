@@ -110,9 +110,20 @@ def test_an_unused_cache_takes_no_memory():
     assert resident() - before < 2**28
 
 
-@pytest.mark.parametrize("name", ["triton", "native", "flash_attn", "nonsense"])
+@pytest.mark.parametrize("name", ["triton", "flash_attn", "flash_attn_3"])
 def test_attention_backends_that_a_cpu_lacks(name):
-    with pytest.raises(InvalidRequestError, match="auto, torch") as error:
+    reason = f"attention_backend='{name}' takes device cuda, and this is cpu"
+    with pytest.raises(InvalidRequestError, match=reason) as error:
+        make(attention_backend=name)
+    assert error.value.param == "attention_backend"
+
+
+@pytest.mark.parametrize("name", ["native", "nonsense"])
+def test_attention_backends_that_nobody_has(name):
+    expected = "expected one of auto, torch, triton, flash_attn, flash_attn_3"
+    with pytest.raises(
+        InvalidRequestError, match=f"attention_backend='{name}': {expected}"
+    ) as error:
         make(attention_backend=name)
     assert error.value.param == "attention_backend"
 

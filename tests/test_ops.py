@@ -11,7 +11,8 @@ import torch
 from asyncllm.gpu.models.decoder import Decoder, attention_shape
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.onednn_ops import PLAIN_PRODUCT, OneDNNOps, SmallLinear, onednn_works
-from asyncllm.gpu.ops.registry import make_attention, make_ops
+from asyncllm.gpu.ops.registry import make_ops
+from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.gpu.ops.torch_ops import TorchOps, TorchRopeAndCache
 from asyncllm.gpu.threads import set_thread_count
 from asyncllm.gpu.weights import dummy_weights
@@ -49,7 +50,8 @@ def test_linear(ops, dtype, shape, biased):
 @pytest.mark.skipif(not onednn_works(), reason="this torch has no packed linear layers")
 def test_only_tiny_weights_are_kept_in_two_layouts():
     ops = OneDNNOps()
-    assert isinstance(make_ops(CPU), OneDNNOps)
+    attention = TorchAttention(AttentionShape(2, 1, 8, 1.0), torch.float32)
+    assert isinstance(make_ops(CPU, attention), OneDNNOps)
     small, large = torch.zeros(10, PLAIN_PRODUCT // 10), torch.zeros(11, PLAIN_PRODUCT // 10)
     assert isinstance(ops.linear(small, None), SmallLinear)
     assert not isinstance(ops.linear(large, None), SmallLinear)
@@ -82,7 +84,7 @@ def test_a_decoder_holds_no_second_copy_while_it_is_built():
             yield name, tensor
             del tensor
 
-    attention = make_attention("auto", attention_shape(model), torch.bfloat16, CPU)
+    attention = TorchAttention(attention_shape(model), torch.bfloat16)
     decoder = Decoder(model, OneDNNOps(), attention, watched())
     assert len(plain) == 4 * 3
     assert all(ref() is None for ref in plain)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -294,7 +294,7 @@ def _wrong_slot(monkeypatch):
     def wrong(self, batch):
         inputs = prepare(self, batch)
         if batch.starts[0] == 20:
-            inputs.slot_mapping += 1
+            return replace(inputs, slot_mapping=inputs.slot_mapping + 1)
         return inputs
 
     monkeypatch.setattr(InputBatch, "prepare", wrong)
@@ -306,7 +306,7 @@ def _late_position(monkeypatch):
     def late(self, batch):
         inputs = prepare(self, batch)
         if batch.counts == [1]:
-            inputs.positions += 1
+            return replace(inputs, positions=inputs.positions + 1)
         return inputs
 
     monkeypatch.setattr(InputBatch, "prepare", late)

@@ -31,7 +31,7 @@ class Bench:
     """A sampler with requests in its slots, without a model."""
 
     def __init__(self, vocab_size: int, slots: int = 32) -> None:
-        self.inputs = InputBatch(slots, 256, 16, CPU)
+        self.inputs = InputBatch(slots, 256, 16)
         self.sampler = Sampler(slots, vocab_size, self.inputs, CPU)
         self.length = dict.fromkeys(range(slots), 0)
 

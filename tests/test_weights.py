@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.models.architectures import find_architecture, parameters
 from asyncllm.gpu.models.decoder import Decoder, attention_shape
-from asyncllm.gpu.ops.registry import make_attention
+from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.staging import Staging
 from asyncllm.gpu.weights import dummy_weights, load_weights
@@ -169,7 +169,7 @@ def test_no_file_at_all(copy):
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no /proc")
 def test_the_files_are_closed_again(source):
-    attention = make_attention("auto", attention_shape(source), torch.float32, CPU)
+    attention = TorchAttention(attention_shape(source), torch.float32)
     decoder = Decoder(source, TorchOps(), attention, load_weights(source, torch.float32, CPU))
     assert str(source.path) not in Path("/proc/self/maps").read_text()
     assert decoder.embedding.shape == (256, 64)

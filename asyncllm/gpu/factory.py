@@ -17,7 +17,8 @@ from asyncllm.gpu.largest_step import run_largest_step
 from asyncllm.gpu.memory import check_cache, check_weights, cuda_cache_bytes, release
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.models.architectures import count_parameters, find_architecture, is_small
-from asyncllm.gpu.models.decoder import Decoder, attention_shape
+from asyncllm.gpu.models.decoder import Decoder, attention_shape, attention_windows
+from asyncllm.gpu.ops.backend import AttentionRequest
 from asyncllm.gpu.ops.registry import make_attention, make_ops
 from asyncllm.gpu.threads import set_thread_count
 from asyncllm.gpu.token_budget import measure_token_budget
@@ -64,12 +65,14 @@ def _create(
     check_graphs(config, device)
     dtype = resolve_dtype(config.dtype, model, device)
     num_threads = resolve_threads(config.num_threads, model, device)
-    attention = make_attention(config.attention_backend, attention_shape(model), dtype, device)
+    windows = frozenset(attention_windows(model))
+    needed = AttentionRequest(attention_shape(model), dtype, device, config.block_size, windows)
+    attention, block_size = make_attention(config.attention_backend, needed)
     load = dummy_weights if config.load_format == "dummy" else load_weights
+    ops = make_ops(device, attention)
     weights_bytes = count_parameters(model) * dtype.itemsize
     free_at_start = check_weights(config, device, weights_bytes) if device.type == "cuda" else 0
-    decoder = Decoder(model, make_ops(device), attention, load(model, dtype, device, progress))
-    block_size = config.block_size or (32 if device.type == "cpu" else 16)
+    decoder = Decoder(model, ops, attention, load(model, dtype, device, progress))
     max_num_seqs = config.max_num_seqs or (64 if device.type == "cpu" else 256)
     budget = config.max_num_batched_tokens
     token_budget = CUDA_TOKEN_BUDGET if budget == "auto" else budget

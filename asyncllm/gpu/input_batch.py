@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 
 from asyncllm.core.batch import SlotAssignment, StepBatch
-from asyncllm.gpu.step_inputs import StepInputs
+from asyncllm.gpu.step_inputs import StepArrays
+
+UNKNOWN = -1
 
 _NO_BLOCKS = np.zeros(0, dtype=np.int64)
 
@@ -18,25 +19,33 @@ class InputBatch:
     operating system backs with memory only where they are touched, so slots and positions
     that are never used cost nothing.
 
+    Args:
+        tracks_table: changes of the block table are kept until they are taken.
+
     Attributes:
         token_ids: ``[max_num_seqs, max_model_len + 1]`` int32, prompt and output. A sampled
             token is written here by the runner, so that the next step finds it whether the
-            core has seen it or not.
+            core has seen it or not; until it has come from a device that runs ahead, it is
+            UNKNOWN.
+        epochs: ``[max_num_seqs]``, how many requests each slot has had: a token that was
+            sampled for an earlier one is void.
         block_table: ``[max_num_seqs, blocks per sequence]`` int32.
         num_blocks: ``[max_num_seqs]``, entries of each block table in use.
         num_prompt_tokens: ``[max_num_seqs]``.
     """
 
     def __init__(
-        self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device
+        self, max_num_seqs: int, max_model_len: int, block_size: int, *, tracks_table: bool = False
     ) -> None:
         self.block_size = block_size
-        self.device = device
+        self.tracks_table = tracks_table
         width = -(-max_model_len // block_size)
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)
         self.block_table = np.zeros((max_num_seqs, width), dtype=np.int32)
         self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self.epochs = np.zeros(max_num_seqs, dtype=np.int64)
+        self._cells: list[np.ndarray] = []
 
     def apply(self, batch: StepBatch) -> np.ndarray:
         """Takes over what changed: releases, then assignments, then new blocks.
@@ -47,6 +56,7 @@ class InputBatch:
         """
         for slot in batch.released:
             self.num_blocks[slot] = 0
+            self.epochs[slot] += 1
         if not batch.assignments and not batch.new_blocks:
             return _NO_BLOCKS
         rows = dict(zip(batch.slots, zip(batch.starts, batch.counts, strict=True), strict=True))
@@ -72,6 +82,7 @@ class InputBatch:
         tokens = np.asarray(assignment.token_ids, dtype=np.int32)
         self.token_ids[slot, : len(tokens)] = tokens
         self.num_prompt_tokens[slot] = assignment.num_prompt_tokens
+        self.epochs[slot] += 1
         self.num_blocks[slot] = 0
         self._append_blocks(slot, assignment.block_ids)
 
@@ -80,20 +91,37 @@ class InputBatch:
         end = start + len(block_ids)
         self.block_table[slot, start:end] = block_ids
         self.num_blocks[slot] = end
+        if self.tracks_table and block_ids:
+            first = slot * self.block_table.shape[1]
+            self._cells.append(np.arange(first + start, first + end))
 
     def _blocks_from(self, slot: int, first: int) -> np.ndarray:
         return self.block_table[slot, first : int(self.num_blocks[slot])]
 
-    def write_sampled(self, slots: np.ndarray, positions: np.ndarray, tokens: np.ndarray) -> None:
+    def write_sampled(
+        self, slots: np.ndarray, positions: np.ndarray, tokens: np.ndarray | int
+    ) -> None:
         """Appends sampled tokens: each belongs at its position in its slot."""
         self.token_ids[slots, positions] = tokens
+
+    def take_table_changes(self) -> tuple[np.ndarray, np.ndarray]:
+        """What changed in the block table since the last call.
+
+        Returns:
+            Entries of the flat table, int64, none twice, and what they are now, int32.
+        """
+        if not self._cells:
+            return _NO_BLOCKS, _NO_BLOCKS.astype(np.int32)
+        cells = self._cells[0] if len(self._cells) == 1 else np.unique(np.concatenate(self._cells))
+        self._cells.clear()
+        return cells, self.block_table.reshape(-1)[cells]
 
     def output_token_ids(self, slot: int, end: int) -> np.ndarray:
         """Output tokens before position ``end``: a view ``[n]`` int32."""
         return self.token_ids[slot, self.num_prompt_tokens[slot] : end]
 
-    def prepare(self, batch: StepBatch) -> StepInputs:
-        """The step's tensors. For token t of row r at position p the slot in the cache is
+    def prepare(self, batch: StepBatch) -> StepArrays:
+        """The step's rows. For token t of row r at position p the slot in the cache is
         ``block_table[r][p // block_size] * block_size + p % block_size``."""
         slots = np.array(batch.slots, dtype=np.int64)
         starts = np.array(batch.starts, dtype=np.int64)
@@ -111,13 +139,12 @@ class InputBatch:
         slot_mapping = self.block_table[token_slots, blocks] * np.int64(self.block_size) + offsets
         logits_indices = None
         if batch.num_decodes != len(slots):
-            sampled = np.array(batch.samples, dtype=bool)
-            logits_indices = self._to_device(query_start_loc[1:][sampled] - 1)
-        return StepInputs(
+            logits_indices = query_start_loc[1:][np.array(batch.samples, dtype=bool)] - 1
+        return StepArrays(
             num_decodes=batch.num_decodes,
-            token_ids=self._to_device(self.token_ids[token_slots, positions].astype(np.int64)),
-            positions=self._to_device(positions),
-            slot_mapping=self._to_device(slot_mapping),
+            token_ids=self.token_ids[token_slots, positions].astype(np.int64),
+            positions=positions,
+            slot_mapping=slot_mapping,
             logits_indices=logits_indices,
             query_start_loc=query_start_loc,
             seq_lens=starts + counts,
@@ -125,6 +152,3 @@ class InputBatch:
             block_table=self.block_table[slots],
             block_size=self.block_size,
         )
-
-    def _to_device(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device)

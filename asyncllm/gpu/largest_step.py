@@ -117,4 +117,5 @@ def _sample(decoder: Decoder, logits: torch.Tensor) -> None:
         top_p=lines(0.9, torch.float32),
         min_p=lines(0.05, torch.float32),
     )
-    decoder.ops.sample(logits, sampling, slots, slots, lines(0, torch.int64))
+    out = torch.empty_like(slots)
+    decoder.ops.sample(logits, sampling, slots, slots, lines(0, torch.int64), out)

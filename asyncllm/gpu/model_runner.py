@@ -1,22 +1,31 @@
-"""ModelRunner: the executor of a model on a device that runs in step with the engine."""
+"""ModelRunner: the executor of a model, on a device in step with the engine or ahead of it."""
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from threading import get_ident
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from asyncllm.core.batch import StepBatch, StepResult
 from asyncllm.core.executor import ExecutorInfo, StepMemoryError
-from asyncllm.gpu.input_batch import InputBatch
+from asyncllm.gpu.cuda_graphs import Recorder, StepGraphs
+from asyncllm.gpu.decode_step import DecodeStep
+from asyncllm.gpu.input_batch import UNKNOWN, InputBatch
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.memory import is_out_of_memory, release
 from asyncllm.gpu.models.decoder import Decoder
-from asyncllm.gpu.sampler import Sampler
+from asyncllm.gpu.sampler import NOT_FINITE, SampleOutput, Sampler
+from asyncllm.gpu.step_block import HostBlock
+from asyncllm.gpu.step_inputs import StepInputs
+from asyncllm.gpu.streams import InlineStream, Stream, Ticket
 from asyncllm.gpu.threads import set_thread_count
+from asyncllm.gpu.upload import upload
 from asyncllm.tracebacks import clear_frames
 
 
@@ -28,14 +37,61 @@ class _Device:
     cache: KVCache
     inputs: InputBatch
     sampler: Sampler
+    decode: DecodeStep | None
+
+
+class _Step:
+    """A step between launch and collect.
+
+    Attributes:
+        rows: ``[S]``, rows of the batch that are sampled.
+        slots, positions: ``[S]``, their slots, and where in the sequence their tokens will be.
+        epochs: ``[S]``, of the slots, once the step is started.
+        unfilled: blocks to be cleared before it runs.
+        ticket, host: of a step that runs ahead of the host.
+        error: what went wrong when it was to be started.
+    """
+
+    __slots__ = (
+        "batch", "epochs", "error", "host", "positions", "rows", "slots", "started", "ticket",
+        "unfilled",
+    )  # fmt: skip
+
+    def __init__(self, batch: StepBatch) -> None:
+        self.batch = batch
+        self.rows = np.flatnonzero(batch.samples)
+        self.slots = np.array(batch.slots, dtype=np.int64)[self.rows]
+        ends = np.array(batch.starts, dtype=np.int64) + np.array(batch.counts, dtype=np.int64)
+        self.positions = ends[self.rows]
+        self.epochs = self.unfilled = self.rows[:0]
+        self.started = False
+        self.ticket: Ticket | None = None
+        self.host: HostBlock | None = None
+        self.error: Exception | None = None
+
+    @property
+    def is_decode(self) -> bool:
+        return self.batch.num_decodes == len(self.batch)
 
 
 class ModelRunner:
-    """Runs steps eagerly, in the order in which they were launched.
+    """Runs steps in the order in which they were launched.
 
-    ``launch`` only queues; ``collect`` runs the oldest step, changes of slots and blocks
-    included. So a step sees every token that the steps before it sampled, and two steps in
-    flight behave as they do on a device that runs ahead.
+    On a CPU, ``launch`` only queues; ``collect`` runs the oldest step, changes of slots and
+    blocks included.
+
+    On a device that runs ahead, ``launch`` queues the step's work on the device's stream,
+    behind the step before it, whose tokens it finds there. A step with a row that needs the
+    host (penalties, log-probabilities, rules) is run by ``collect``, and a step behind it is
+    started only then. What the host learns late it files by the epoch of the slot, so that a
+    token of a request that is gone does not become its successor's.
+
+    Args:
+        stream: where work is queued; None is in step with the caller.
+        recorder: makes graphs of decode steps; None keeps them, and the state between steps,
+            on the host.
+        graph_sizes: batch sizes that get a graph.
+        races: tokens are drawn by the op set's sampler even where the host draws them.
 
     Attributes:
         info: what the scheduler has to know.
@@ -50,50 +106,110 @@ class ModelRunner:
         info: ExecutorInfo,
         *,
         num_threads: int | None = None,
+        stream: Stream | None = None,
+        recorder: Recorder | None = None,
+        graph_sizes: tuple[int, ...] = (),
+        races: bool = False,
     ) -> None:
         self.info = info
         self.dtype = decoder.embedding.dtype
         self.device = decoder.embedding.device
-        inputs = InputBatch(info.max_num_seqs, info.max_model_len, info.block_size, self.device)
-        sampler = Sampler(info.max_num_seqs, info.vocab_size, inputs, self.device)
-        self._state: _Device | None = _Device(decoder, cache, inputs, sampler)
-        self._queue: deque[StepBatch] = deque()
+        self._stream = InlineStream() if stream is None else stream
+        with self._stream.context():
+            self._state: _Device | None = self._make_state(
+                decoder, cache, recorder, graph_sizes, races or recorder is not None
+            )
+        self._steps: deque[_Step] = deque()
         self._num_threads = num_threads
         self._thread: int | None = None
 
+    def _make_state(
+        self,
+        decoder: Decoder,
+        cache: KVCache,
+        recorder: Recorder | None,
+        graph_sizes: tuple[int, ...],
+        races: bool,
+    ) -> _Device:
+        info = self.info
+        static = recorder is not None
+        inputs = InputBatch(
+            info.max_num_seqs, info.max_model_len, info.block_size, tracks_table=static
+        )
+        ops = decoder.ops if races else None
+        sampler = Sampler(info.max_num_seqs, info.vocab_size, inputs, self.device, ops)
+        if recorder is None:
+            return _Device(decoder, cache, inputs, sampler, None)
+        decode = DecodeStep(
+            decoder,
+            cache,
+            max_num_seqs=info.max_num_seqs,
+            max_len=info.max_model_len,
+            block_size=info.block_size,
+            steps_in_flight=info.pipeline_depth,
+            recorder=recorder,
+            sizes=graph_sizes,
+        )
+        return _Device(decoder, cache, inputs, sampler, decode)
+
+    @property
+    def graphs(self) -> StepGraphs | None:
+        """The graphs of decode steps; None where there are none, and once it is closed."""
+        if self._state is None or self._state.decode is None:
+            return None
+        return self._state.decode.graphs
+
+    def capture_graphs(self) -> None:
+        """Captures the graph of every bucket. No step may be in flight."""
+        graphs = self.graphs
+        if graphs is not None:
+            with torch.inference_mode(), self._stream.context():
+                graphs.capture_all()
+            self._stream.synchronize()
+
+    # --- the executor ------------------------------------------------------------------
+
     def launch(self, batch: StepBatch) -> None:
-        if self._state is None:
-            raise RuntimeError("the model runner is closed")
-        self._queue.append(batch)
+        self._open()
+        self._steps.append(_Step(batch))
+        if self._stream.runs_ahead:
+            self._start_next()
 
     def collect(self) -> StepResult:
-        if self._state is None:
-            raise RuntimeError("the model runner is closed")
-        if not self._queue:
+        self._open()
+        if not self._steps:
             raise RuntimeError("no step is in flight")
         self._enter_thread()
-        batch = self._queue.popleft()
-        try:
-            with torch.inference_mode():
-                return self._run(self._state, batch)
-        except (RuntimeError, MemoryError) as error:
-            # Whoever keeps the exception would keep the model, which its frames refer to.
-            clear_frames(error)
-            if not is_out_of_memory(error):
-                raise
-            raise StepMemoryError(
-                f"step {batch.step}, {batch.num_tokens} tokens: {error}"
-            ) from error
+        step = self._steps.popleft()
+        if not step.started:
+            self._start(step)
+        if step.error is not None:
+            clear_frames(step.error)
+            raise step.error
+        with self._reporting_memory(step):
+            result = self._finish(step)
+        if self._stream.runs_ahead:
+            self._start_next()
+        return result
 
     def discard(self) -> None:
-        self._queue.clear()
+        if self._steps and self._state is not None:
+            self._stream.synchronize()
+        self._steps.clear()
 
     def close(self) -> None:
         if self._state is None:
             return
-        self._queue.clear()
+        # Not waited for here: a device that hangs would never be done.
+        self._steps.clear()
         self._state = None
-        release(self.device)
+        with contextlib.suppress(RuntimeError), self._stream.context():
+            release(self.device)
+
+    def _open(self) -> _Device:
+        if self._state is None:
+            raise RuntimeError("the model runner is closed")
+        return self._state
 
     def _enter_thread(self) -> None:
         """The thread count belongs to a thread, and the engine may start its own late."""
@@ -102,39 +218,157 @@ class ModelRunner:
             set_thread_count(self._num_threads)
         self._thread = thread
 
-    def _run(self, state: _Device, batch: StepBatch) -> StepResult:
-        unfilled = state.inputs.apply(batch)
+    @contextlib.contextmanager
+    def _reporting_memory(self, step: _Step) -> Iterator[None]:
+        try:
+            with torch.inference_mode(), self._stream.context():
+                yield
+        except (RuntimeError, MemoryError) as error:
+            # Whoever keeps the exception would keep the model, which its frames refer to.
+            clear_frames(error)
+            if not is_out_of_memory(error):
+                raise
+            batch = step.batch
+            raise StepMemoryError(
+                f"step {batch.step}, {batch.num_tokens} tokens: {error}"
+            ) from error
+
+    # --- starting a step ---------------------------------------------------------------
+
+    def _start_next(self) -> None:
+        """Starts what can run now. A step that needs the host, or that failed, holds up those
+        behind it until it is collected."""
+        for step in self._steps:
+            if not step.started:
+                self._start(step)
+            if step.ticket is None and len(step.batch):
+                return
+
+    def _start(self, step: _Step) -> None:
+        """Takes over what changed, and queues the step if it can run ahead. An error is
+        raised when the step is collected: the one before it may have gone well."""
+        state = self._open()
+        step.started = True
+        try:
+            with self._reporting_memory(step):
+                self._apply(state, step)
+                if self._stream.runs_ahead and not state.sampler.needs_host(step.slots):
+                    self._queue(state, step)
+        except Exception as error:
+            step.error = error
+
+    def _apply(self, state: _Device, step: _Step) -> None:
+        batch = step.batch
+        step.unfilled = state.inputs.apply(batch)
         for slot in batch.released:
             state.sampler.release(slot)
         for assignment in batch.assignments:
             state.sampler.assign(assignment)
-        if len(unfilled) and state.decoder.attention.reads_whole_blocks:
-            state.cache.clear(torch.from_numpy(unfilled).to(self.device))
-        if not len(batch):
-            return StepResult([])
-        inputs = state.inputs.prepare(batch)
-        logits = state.decoder.forward(inputs, state.cache)
-        rows = np.flatnonzero(batch.samples)
-        result = StepResult([-1] * len(batch))
-        if len(rows):
-            self._sample(state, batch, rows, logits, result)
-        return result
+        step.epochs = state.inputs.epochs[step.slots]
 
-    def _sample(
-        self,
-        state: _Device,
-        batch: StepBatch,
-        rows: np.ndarray,
-        logits: torch.Tensor,
-        result: StepResult,
-    ) -> None:
-        slots = np.array(batch.slots)[rows]
-        positions = (np.array(batch.starts) + np.array(batch.counts))[rows]
-        output = state.sampler.sample(logits, slots, positions)
+    def _queue(self, state: _Device, step: _Step) -> None:
+        """A step that needs nothing of the host until its tokens are read."""
+        batch, decode = step.batch, state.decode
+        assert decode is not None
+        if not len(batch):
+            return
+        host, prepare = self._stage(state, decode, step)
+        slots = np.array(batch.slots[: batch.num_decodes], dtype=np.int64)
+        arrays = None if step.is_decode else state.inputs.prepare(batch)
+        # From here on only the device knows these tokens.
+        state.inputs.write_sampled(step.slots, step.positions, UNKNOWN)
+
+        def work() -> None:
+            prepare()
+            if arrays is None:
+                decode.decode(host, len(batch))
+            else:
+                decode.mixed(host, arrays, slots)
+
+        step.host = host
+        step.ticket = self._stream.submit(work)
+
+    def _stage(
+        self, state: _Device, decode: DecodeStep, step: _Step
+    ) -> tuple[HostBlock, Callable[[], None]]:
+        """Writes what the device has to know. Returns that, and what comes before the step."""
+        inputs, host = state.inputs, decode.staging.next()
+        before = step.positions - 1
+        host.set_rows(step.slots, inputs.token_ids[step.slots, before], before)
+        host.set_sampling(state.sampler.state)
+        cells, blocks = inputs.take_table_changes()
+        fits = len(cells) <= self.info.max_num_seqs
+        host.set_changes(cells if fits else cells[:0], blocks if fits else blocks[:0])
+
+        def prepare() -> None:
+            self._clear(state, step)
+            if not fits:
+                decode.change_table(cells, blocks)
+
+        return host, prepare
+
+    def _clear(self, state: _Device, step: _Step) -> None:
+        if len(step.unfilled) and state.decoder.attention.reads_whole_blocks:
+            state.cache.clear(upload(step.unfilled, self.device))
+
+    # --- finishing a step --------------------------------------------------------------
+
+    def _finish(self, step: _Step) -> StepResult:
+        state = self._open()
+        result = StepResult([-1] * len(step.batch))
+        if not len(step.batch):
+            return result
+        if step.ticket is not None:
+            output = self._take(step)
+        else:
+            output = self._run(state, step)
         # A row that failed gets a token that the embedding has; its next step is void.
-        state.inputs.write_sampled(slots, positions, np.maximum(output.token_ids, 0))
-        row_of = rows.tolist()
+        same = state.inputs.epochs[step.slots] == step.epochs
+        tokens = np.maximum(output.token_ids, 0)
+        state.inputs.write_sampled(step.slots[same], step.positions[same], tokens[same])
+        row_of = step.rows.tolist()
         for row, token in zip(row_of, output.token_ids.tolist(), strict=True):
             result.token_ids[row] = token
         result.logprobs = {row_of[i]: value for i, value in output.logprobs.items()}
         result.errors = {row_of[i]: error for i, error in output.errors.items()}
+        return result
+
+    def _take(self, step: _Step) -> SampleOutput:
+        """The tokens of a step that ran ahead."""
+        assert step.ticket is not None
+        assert step.host is not None
+        step.ticket.synchronize()
+        tokens = step.host.tokens[: len(step.rows)].numpy().copy()
+        broken = np.flatnonzero(tokens < 0).tolist()
+        return SampleOutput(tokens, errors={row: ValueError(NOT_FINITE) for row in broken})
+
+    def _run(self, state: _Device, step: _Step) -> SampleOutput:
+        """A step in step with the host."""
+        if state.decode is None:
+            self._clear(state, step)
+            arrays = state.inputs.prepare(step.batch)
+            inputs = StepInputs.from_arrays(arrays, self.device)
+            return self._sample(state, step, state.decoder.forward(inputs, state.cache))
+        return self._run_on_device(state, state.decode, step)
+
+    def _run_on_device(self, state: _Device, decode: DecodeStep, step: _Step) -> SampleOutput:
+        batch = step.batch
+        host, prepare = self._stage(state, decode, step)
+        outputs: list[SampleOutput] = []
+
+        def work() -> None:
+            prepare()
+            if step.is_decode:
+                logits = decode.decode_logits(host, len(batch))
+            else:
+                slots = np.array(batch.slots[: batch.num_decodes], dtype=np.int64)
+                logits = decode.mixed_logits(host, state.inputs.prepare(batch), slots)
+            outputs.append(self._sample(state, step, logits))
+
+        self._stream.submit(work).synchronize()
+        return outputs[0]
+
+    def _sample(self, state: _Device, step: _Step, logits: Tensor) -> SampleOutput:
+        if not len(step.rows):
+            return SampleOutput(step.rows)
+        return state.sampler.sample(logits, step.slots, step.positions)

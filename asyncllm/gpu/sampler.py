@@ -12,13 +12,16 @@ from asyncllm.core.batch import SlotAssignment
 from asyncllm.gpu.draw import draw
 from asyncllm.gpu.input_batch import InputBatch
 from asyncllm.gpu.logprobs import gather_logprobs
+from asyncllm.gpu.ops.base import OpSet
+from asyncllm.gpu.ops.exponential_race import MIN_TEMPERATURE
 from asyncllm.gpu.penalties import Penalties
+from asyncllm.gpu.race import RaceSampler
 from asyncllm.gpu.sampling_state import SamplingState, SlotRules
 from asyncllm.gpu.uniform import uniform
+from asyncllm.gpu.upload import upload
 from asyncllm.outputs import TokenLogprobs
 
-MIN_TEMPERATURE = 1e-5
-"""Below it a row is greedy: dividing by less would overflow. As in vLLM."""
+NOT_FINITE = "the model's logits are not finite numbers"
 
 
 @dataclass(slots=True)
@@ -41,15 +44,25 @@ class Sampler:
     min_tokens, logit_bias, penalties, the request's processors; greedy rows end here with
     the likeliest token; temperature, min_p, top_k, top_p, and a draw keyed by (seed,
     position). Log-probabilities are those of the logits as the model gave them.
+
+    Args:
+        ops: draws tokens by the op set's sampler, as steps do that sample on a device without
+            the host; None inverts the distribution, which is faster on a CPU.
     """
 
     def __init__(
-        self, max_num_seqs: int, vocab_size: int, inputs: InputBatch, device: torch.device
+        self,
+        max_num_seqs: int,
+        vocab_size: int,
+        inputs: InputBatch,
+        device: torch.device,
+        ops: OpSet | None = None,
     ) -> None:
         self.inputs = inputs
         self.device = device
         self.state = SamplingState(max_num_seqs)
         self.penalties = Penalties(vocab_size, device)
+        self.race = None if ops is None else RaceSampler(ops, self.state, device)
 
     def assign(self, assignment: SlotAssignment) -> None:
         """Takes a request's parameters. Its tokens are in the input batch already."""
@@ -60,6 +73,14 @@ class Sampler:
             tokens = np.asarray(assignment.token_ids, dtype=np.int64)
             prompt = assignment.num_prompt_tokens
             self.penalties.assign(slot, tokens[:prompt], tokens[prompt:])
+
+    def needs_host(self, slots: np.ndarray) -> bool:
+        """Whether any of ``slots`` asks for more than the draw: log-probabilities, penalties,
+        or rules, which read the tokens so far or the logits on the host."""
+        state = self.state
+        if state.rules and not state.rules.keys().isdisjoint(slots.tolist()):
+            return True
+        return bool((state.logprobs[slots] >= 0).any() or state.penalised(slots).any())
 
     def release(self, slot: int) -> None:
         self.state.release(slot)
@@ -78,20 +99,31 @@ class Sampler:
         """
         output = SampleOutput(np.empty(0, dtype=np.int64))
         processed = self._process(logits, slots, positions, output.errors)
-        best, tokens = processed.max(-1)
-        output.token_ids = tokens.cpu().numpy()
-        finite = np.isfinite(best.float().cpu().numpy())
-        if not finite.all():
-            self._explain(logits, processed, np.flatnonzero(~finite), output.errors)
+        if self.race is not None:
+            output.token_ids = self.race(processed, slots, positions)
+            broken = output.token_ids < 0
+        else:
+            best, tokens = processed.max(-1)
+            output.token_ids = tokens.cpu().numpy()
+            broken = ~np.isfinite(best.float().cpu().numpy())
+        if broken.any():
+            self._explain(logits, processed, np.flatnonzero(broken), output.errors)
+        if self.race is None:
+            self._draw_random(processed, slots, positions, output)
+        if output.errors:
+            output.token_ids[list(output.errors)] = -1
+        self._finish(logits, slots, output)
+        return output
+
+    def _draw_random(
+        self, processed: Tensor, slots: np.ndarray, positions: np.ndarray, output: SampleOutput
+    ) -> None:
+        """Replaces the likeliest tokens of the rows that are not greedy."""
         random = np.flatnonzero(self.state.temperature[slots] >= MIN_TEMPERATURE)
         if output.errors:
             random = np.setdiff1d(random, list(output.errors))
         if len(random):
             output.token_ids[random] = self._draw(processed, random, slots, positions)
-        if output.errors:
-            output.token_ids[list(output.errors)] = -1
-        self._finish(logits, slots, output)
-        return output
 
     def _process(
         self,
@@ -161,7 +193,7 @@ class Sampler:
             if row in errors:
                 continue
             if not bool(torch.isfinite(logits[row].max())):
-                errors[row] = ValueError("the model's logits are not finite numbers")
+                errors[row] = ValueError(NOT_FINITE)
             elif bool(torch.isneginf(processed[row].max())):
                 errors[row] = ValueError(
                     "no token is left to sample: allowed_token_ids, min_tokens and logits "
@@ -193,7 +225,7 @@ class Sampler:
             self.penalties.count(slots[counted], output.token_ids[counted])
 
     def _tensor(self, values: np.ndarray) -> Tensor:
-        return torch.from_numpy(values).to(self.device)
+        return upload(values, self.device)
 
 
 def _describe(value: object) -> str:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
+from asyncllm.gpu.decode_rows import DecodeRows
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.models.rope import RopeTable
 from asyncllm.gpu.ops.base import (
@@ -42,6 +44,12 @@ class DecoderLayer:
 
 def attention_shape(model: ModelConfig) -> AttentionShape:
     return AttentionShape(model.num_heads, model.num_kv_heads, model.head_dim, model.head_dim**-0.5)
+
+
+def attention_windows(model: ModelConfig) -> tuple[int | None, ...]:
+    """Per layer the number of positions that a token sees, or None."""
+    sliding = model.sliding_layers or (False,) * model.num_layers
+    return tuple(model.sliding_window if slides else None for slides in sliding)
 
 
 class Decoder:
@@ -88,23 +96,50 @@ class Decoder:
         Returns:
             Logits ``[S, vocab_size]`` in the model's dtype, at ``inputs.logits_indices``.
         """
+        plans = {window: self.attention.plan(inputs, window) for window in self.windows}
+        return self._run(
+            inputs.token_ids,
+            inputs.positions,
+            inputs.slot_mapping,
+            plans,
+            cache,
+            inputs.logits_indices,
+        )
+
+    def decode(self, rows: DecodeRows, cache: KVCache) -> Tensor:
+        """Runs a decode step on buffers that stay where they are; reads nothing on the host.
+
+        Returns:
+            Logits ``[B, vocab_size]`` in the model's dtype; undefined for padded rows.
+        """
+        plans = {window: self.attention.plan_decode(rows, window) for window in self.windows}
+        return self._run(rows.token_ids, rows.positions, rows.slot_mapping, plans, cache, None)
+
+    def _run(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        slot_mapping: Tensor,
+        plans: dict[int | None, Any],
+        cache: KVCache,
+        logits_indices: Tensor | None,
+    ) -> Tensor:
         if self.rope is None:
             raise RuntimeError("set_max_positions has to come first")
-        plans = {window: self.attention.plan(inputs, window) for window in self.windows}
-        cos, sin = self.rope.rows(inputs.positions)
-        residual = F.embedding(inputs.token_ids, self.embedding)
+        cos, sin = self.rope.rows(positions)
+        residual = F.embedding(token_ids, self.embedding)
         normed = self.layers[0].input_norm(residual)
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
             store = cache.layers[index]
-            q, k, v = layer.rope_and_cache(layer.qkv(normed), cos, sin, store, inputs.slot_mapping)
+            q, k, v = layer.rope_and_cache(layer.qkv(normed), cos, sin, store, slot_mapping)
             mixed = self.attention(q, k, v, store, plans[layer.window])
-            if index == last and inputs.logits_indices is not None:
+            if index == last and logits_indices is not None:
                 # Past the last KV write only the rows that are sampled matter.
-                if not len(inputs.logits_indices):
+                if not len(logits_indices):
                     return residual.new_empty((0, self.model.vocab_size))
-                mixed = mixed[inputs.logits_indices]
-                residual = residual[inputs.logits_indices]
+                mixed = mixed[logits_indices]
+                residual = residual[logits_indices]
             normed, residual = layer.post_norm.add(layer.o(mixed), residual)
             mlp = layer.down(self.ops.silu_mul(layer.gate_up(normed)))
             norm = self.norm if index == last else self.layers[index + 1].input_norm
@@ -140,7 +175,6 @@ class _Builder:
     def layer(self, index: int) -> DecoderLayer:
         model, ops, name = self.model, self.ops, f"layers.{index}."
         eps = model.rms_norm_eps
-        sliding = bool(model.sliding_layers) and model.sliding_layers[index]
         input_norm = ops.rms_norm(self.take(f"{name}input_norm.weight"), eps)
         qkv = self.linear(f"{name}qkv", model.attention_bias)
         q_norm = self.take(f"{name}q_norm.weight") if model.qk_norm else None
@@ -153,7 +187,7 @@ class _Builder:
             post_norm=ops.rms_norm(self.take(f"{name}post_norm.weight"), eps),
             gate_up=self.linear(f"{name}gate_up", model.mlp_bias),
             down=self.linear(f"{name}down", model.mlp_bias),
-            window=model.sliding_window if sliding else None,
+            window=attention_windows(model)[index],
         )
 
     def lm_head(self, embedding: Tensor) -> Linear:

@@ -8,7 +8,7 @@ head.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -18,12 +18,18 @@ from asyncllm.gpu.step_inputs import StepInputs
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Heads of a model, and the factor on ``q @ k`` (``head_dim ** -0.5``)."""
+    """Heads of a model, and what becomes of a score.
+
+    Attributes:
+        scale: factor on ``q @ k`` (``head_dim ** -0.5``).
+        softcap: scores become ``softcap * tanh(score / softcap)``; None leaves them.
+    """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     scale: float
+    softcap: float | None = None
 
     @property
     def group_size(self) -> int:
@@ -64,6 +70,7 @@ class RopeAndCache(Protocol):
         ...
 
 
+@runtime_checkable
 class Attention(Protocol):
     """Paged attention of one step's rows over the KV cache.
 
@@ -128,7 +135,8 @@ class OpSet(Protocol):
         slots: Tensor,
         positions: Tensor,
         last_tokens: Tensor,
-    ) -> Tensor:
+        out: Tensor,
+    ) -> None:
         """Samples one token per row: the function of ``exponential_race.sample_race``.
 
         Args:
@@ -137,9 +145,7 @@ class OpSet(Protocol):
             positions: ``[S]`` int64, of the token before the one that is sampled.
             last_tokens: ``[N + 1]`` int64; the token is written to the row's line, as 0
                 where it is -1.
-
-        Returns:
-            ``[S]`` int64; -1 for a padded row, and for one that has NaN or infinity, or no
-            finite logit.
+            out: ``[S]`` int64, written: -1 for a padded row, and for one that has NaN or
+                infinity, or no finite logit.
         """
         ...

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 MIN_TEMPERATURE = 1e-5
-"""Below it a row is greedy."""
+"""Below it a row is greedy: dividing by less would overflow. As in vLLM."""
 
 CHUNK = 256
 """Tokens in a row that take the same word of Philox's output."""

@@ -1,44 +1,158 @@
-"""Which backends a device has, by name."""
+"""The registry: which backend computes attention, and which op set the rest."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+from importlib.metadata import EntryPoint, entry_points
 
 import torch
 
-from asyncllm.errors import InvalidRequestError
-from asyncllm.gpu.ops.base import Attention, AttentionShape, OpSet
+from asyncllm.errors import EngineError, InvalidRequestError
+from asyncllm.gpu.ops.backend import AttentionBackend, AttentionRequest, Unmet
+from asyncllm.gpu.ops.base import Attention, OpSet
+from asyncllm.gpu.ops.builtin_backends import (
+    FlashAttention2Backend,
+    FlashAttention3Backend,
+    TorchBackend,
+    TritonBackend,
+)
 from asyncllm.gpu.ops.onednn_ops import OneDNNOps, onednn_works
-from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.gpu.ops.torch_ops import TorchOps
 
 logger = logging.getLogger(__name__)
 
+GROUP = "asyncllm.attention_backends"
+"""The entry point group of backends from other distributions."""
 
-def attention_backends(device: torch.device) -> tuple[str, ...]:
-    """Names that ``attention_backend`` accepts on this device, beside "auto"."""
-    return ("torch",)
+BUILTIN: dict[str, type[AttentionBackend]] = {
+    "torch": TorchBackend,
+    "triton": TritonBackend,
+    "flash_attn": FlashAttention2Backend,
+    "flash_attn_3": FlashAttention3Backend,
+}
 
 
-def make_attention(
-    name: str, shape: AttentionShape, dtype: torch.dtype, device: torch.device
-) -> Attention:
-    """Raises InvalidRequestError for a backend that the device does not have."""
-    accepted = attention_backends(device)
-    if name not in ("auto", *accepted):
-        raise InvalidRequestError(
-            f"attention_backend={name!r}: expected one of auto, {', '.join(accepted)} "
-            f"on device {device}",
-            param="attention_backend",
+def make_attention(name: str, request: AttentionRequest) -> tuple[Attention, int]:
+    """The backend for a device and a model, and the tokens per KV block.
+
+    "auto" is "triton" on CUDA and "torch" elsewhere; the others are chosen by name only. What
+    cannot be had is an error, never another backend.
+
+    Raises:
+        InvalidRequestError: no such backend, or one that does not cover the request.
+        EngineError: the backend's library is missing, too old or does not work here, or the
+            distribution that registered it is at fault.
+    """
+    chosen = resolve(name, request.device)
+    backend = find_backend(chosen)
+    block_size = request.block_size or backend.default_block_size(request.device)
+    request = dataclasses.replace(request, block_size=block_size)
+    capability = None
+    if request.device.type == "cuda":
+        capability = torch.cuda.get_device_capability(request.device)
+    for unmet in backend.constraints.unmet(request, capability):
+        raise _refusal(name, chosen, unmet, request)
+    attention = backend.make(request)
+    if not isinstance(attention, Attention):
+        raise EngineError(
+            f"attention_backend={name!r}: it made a {type(attention).__name__}, which is no "
+            "Attention (asyncllm.gpu.ops.base)"
         )
-    return TorchAttention(shape, dtype)
+    return attention, block_size
 
 
-def make_ops(device: torch.device) -> OpSet:
-    """The op set for everything but attention."""
+def resolve(name: str, device: torch.device) -> str:
+    """The name of a backend, "auto" being the device's own."""
+    if name != "auto":
+        return name
+    return "triton" if device.type == "cuda" else "torch"
+
+
+def find_backend(name: str) -> AttentionBackend:
+    """The backend of that name, ours or another distribution's.
+
+    Raises:
+        InvalidRequestError: there is none.
+        EngineError: there are several, or it cannot be loaded.
+    """
+    found = list(entry_points(group=GROUP, name=name))
+    owners = [_distribution(entry) for entry in found]
+    if name in BUILTIN:
+        owners.append("asyncllm")
+    if len(owners) > 1:
+        raise EngineError(
+            f"attention_backend={name!r}: registered by {', '.join(sorted(owners))}; expected "
+            "one of them to be installed, or another name"
+        )
+    if name in BUILTIN:
+        return BUILTIN[name]()
+    if found:
+        return _load(found[0])
+    others = sorted({entry.name for entry in entry_points(group=GROUP)} - set(BUILTIN))
+    raise InvalidRequestError(
+        f"attention_backend={name!r}: expected one of {', '.join(('auto', *BUILTIN, *others))}",
+        param="attention_backend",
+    )
+
+
+def make_ops(device: torch.device, attention: Attention) -> OpSet:
+    """The op set for everything but attention.
+
+    On CUDA these are Triton kernels, unless attention is plain torch: then nothing needs a
+    compiler.
+
+    Raises:
+        EngineError: Triton cannot compile kernels here.
+    """
+    if device.type == "cuda" and attention.name != "torch":
+        from asyncllm.gpu.ops.triton.toolchain import check_triton
+
+        # First, because importing the kernels is an ImportError where Triton is missing.
+        check_triton()
+        from asyncllm.gpu.ops.triton.op_set import TritonOps
+
+        return TritonOps()
     if device.type != "cpu":
         return TorchOps()
     if onednn_works():
         return OneDNNOps()
     logger.warning("this build of torch has no packed linear layers: decoding will be slower")
     return TorchOps()
+
+
+def _load(entry: EntryPoint) -> AttentionBackend:
+    """Whatever goes wrong in the distribution is its error, named with its cause."""
+    what = f"attention_backend={entry.name!r}: {entry.value!r} of {_distribution(entry)}"
+    try:
+        found = entry.load()
+        backend = found() if isinstance(found, type) else found
+    except Exception as error:
+        raise EngineError(f"{what} cannot be loaded: {error!r}") from error
+    if not isinstance(backend, AttentionBackend):
+        raise EngineError(
+            f"{what} is no AttentionBackend; expected constraints, default_block_size and make "
+            "(asyncllm.gpu.ops.backend)"
+        )
+    return backend
+
+
+def _distribution(entry: EntryPoint) -> str:
+    return entry.dist.name if entry.dist is not None else "an unknown distribution"
+
+
+def _refusal(
+    name: str, chosen: str, unmet: Unmet, request: AttentionRequest
+) -> InvalidRequestError:
+    """The setting at fault, why, and what would do instead."""
+    which = f"attention_backend={name!r}"
+    if name == "auto":
+        which += f" is {chosen!r} on device {request.device}, which"
+    message = f"{which} takes {unmet.expected}, and this is {unmet.found}"
+    param = "attention_backend"
+    if unmet.field == "block_size":
+        message = f"block_size={unmet.found}: {which} takes {unmet.expected}"
+        param = "block_size"
+    if not any(TorchBackend.constraints.unmet(request)):
+        message += '; or attention_backend="torch", which covers it on any device'
+    return InvalidRequestError(message, param=param)

@@ -67,12 +67,18 @@ class FixedPlan:
 
 
 class TorchAttention:
-    """Attention over the cache for any device that torch has."""
+    """Attention over the cache for any device that torch has.
+
+    Raises:
+        ValueError: scores with a soft cap.
+    """
 
     name = "torch"
     reads_whole_blocks = True
 
     def __init__(self, shape: AttentionShape, dtype: torch.dtype) -> None:
+        if shape.softcap is not None:
+            raise ValueError(f"softcap={shape.softcap}: expected None")
         self.shape = shape
         self.dtype = dtype
         self.token_bytes = 2 * shape.num_kv_heads * shape.head_dim * dtype.itemsize

@@ -125,7 +125,8 @@ class TorchOps:
         slots: Tensor,
         positions: Tensor,
         last_tokens: Tensor,
-    ) -> Tensor:
+        out: Tensor,
+    ) -> None:
         padded = slots < 0
         lines = torch.where(padded, len(last_tokens) - 1, slots)
         tokens = sample_race(
@@ -138,4 +139,4 @@ class TorchOps:
             sampling.min_p[lines],
         )
         last_tokens.index_copy_(0, lines, tokens.masked_fill(padded, 0).clamp_(min=0))
-        return tokens.masked_fill(padded, -1)
+        out.copy_(tokens.masked_fill(padded, -1))

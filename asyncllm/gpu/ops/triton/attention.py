@@ -47,7 +47,6 @@ class TritonAttention:
     """Paged attention by the Triton kernels, for one CUDA device.
 
     Args:
-        softcap: cap on the scores, or None.
         capability: compute capability as ``10 * major + minor``; the device's if None.
         num_sms: multiprocessors; the device's if None.
 
@@ -65,14 +64,13 @@ class TritonAttention:
         dtype: torch.dtype,
         device: torch.device,
         *,
-        softcap: float | None = None,
         capability: int | None = None,
         num_sms: int | None = None,
     ) -> None:
         check_triton()
         self.shape = shape
         self.device = device
-        self.softcap = softcap
+        self.softcap = shape.softcap
         if capability is None:
             major, minor = torch.cuda.get_device_capability(device)
             capability = 10 * major + minor

@@ -54,8 +54,9 @@ class TritonOps:
         slots: Tensor,
         positions: Tensor,
         last_tokens: Tensor,
-    ) -> Tensor:
-        return sample(
+        out: Tensor,
+    ) -> None:
+        sample(
             logits,
             sampling.states,
             positions,
@@ -66,4 +67,5 @@ class TritonOps:
             slots=slots,
             last_tokens=last_tokens,
             position_shift=1,
+            out=out,
         )

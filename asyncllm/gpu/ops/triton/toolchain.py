@@ -29,7 +29,10 @@ def check_triton() -> None:
         ) from error
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
     if version < MIN_VERSION:
-        raise EngineError(f"Triton {triton.__version__} is too old: expected 3.6 or later")
+        raise EngineError(
+            f"Triton {triton.__version__} is too old: expected 3.6 or later, or "
+            'attention_backend="torch"'
+        )
     if triton.knobs.runtime.interpret or triton.knobs.build.impl is not None:
         return
     compiler = os.environ.get("CC")

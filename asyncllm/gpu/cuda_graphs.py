@@ -1,0 +1,168 @@
+"""CUDA graphs of decode steps: batch-size buckets, capture and replay."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+logger = logging.getLogger("asyncllm")
+
+
+@dataclass(frozen=True, slots=True)
+class GraphKey:
+    """All that a graph has baked in and that differs between the graphs of one engine.
+
+    Addresses, the block size, the longest sequence and the number of splits that attention
+    chooses for (bucket, longest sequence) are fixed while the engine lives.
+
+    Attributes:
+        bucket: rows, padding included.
+        samples: it ends with the sampled tokens; else with the logits.
+    """
+
+    bucket: int
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class GraphRecord:
+    """What a graph cost: seconds to capture, and bytes that the process took for it."""
+
+    key: GraphKey
+    seconds: float
+    num_bytes: int
+
+
+class Recorder(Protocol):
+    """Makes something that can be repeated of a function that works on fixed tensors."""
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Runs ``run`` once, and returns what repeats it from then on."""
+        ...
+
+    def memory(self) -> int:
+        """Bytes that the process holds on the device."""
+        ...
+
+
+class EagerRecorder:
+    """No graphs: every step is launched kernel by kernel."""
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        run()
+        return run
+
+    def memory(self) -> int:
+        return 0
+
+
+class CudaRecorder:
+    """Captures on the current stream, all graphs into one memory pool.
+
+    ``torch.cuda.graph`` would synchronise the device, collect garbage and empty the caching
+    allocator of the whole process, so the graph's own methods are called. The capture is
+    "thread_local": what other threads of the application do with CUDA meanwhile is allowed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        # Kernels are compiled and libraries make their workspaces at the first run, which a
+        # capture does not allow.
+        run()
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            run()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):
+                graph.capture_end()
+            raise
+        graph.capture_end()
+        return graph.replay
+
+    def memory(self) -> int:
+        return torch.cuda.memory_reserved(self.device)
+
+
+class StepGraphs:
+    """One graph per key, captured when it is first needed or all at start.
+
+    Not thread-safe: captured and replayed on the engine thread.
+
+    Args:
+        run: ``(bucket, samples)``: the decode step, on tensors that stay where they are.
+        sizes: batch sizes to capture.
+
+    Attributes:
+        buckets: ``sizes`` in ascending order.
+        records: of what was captured, in that order.
+    """
+
+    def __init__(
+        self, run: Callable[[int, bool], None], recorder: Recorder, sizes: Sequence[int]
+    ) -> None:
+        self.buckets = tuple(sorted(set(sizes)))
+        self.records: list[GraphRecord] = []
+        self._run = run
+        self._recorder = recorder
+        self._graphs: dict[GraphKey, Callable[[], None]] = {}
+
+    def bucket(self, num_rows: int) -> int | None:
+        """The smallest bucket that holds so many rows, or None."""
+        index = bisect_left(self.buckets, num_rows)
+        return self.buckets[index] if index < len(self.buckets) else None
+
+    def run(self, num_rows: int, samples: bool) -> None:
+        """Runs a step of ``num_rows``: by graph, or kernel by kernel above all buckets."""
+        bucket = self.bucket(num_rows)
+        if bucket is None:
+            self._run(num_rows, samples)
+            return
+        key = GraphKey(bucket, samples)
+        graph = self._graphs.get(key)
+        if graph is None:
+            self._capture(key)
+        else:
+            graph()
+
+    def capture_all(self, samples: bool = True) -> None:
+        """Captures every bucket, the largest first, so that the others fit into its memory.
+
+        The rows of the moment run once per bucket: all of them have to be padding.
+        """
+        missing = [b for b in reversed(self.buckets) if GraphKey(b, samples) not in self._graphs]
+        for count, bucket in enumerate(missing, 1):
+            self._capture(GraphKey(bucket, samples))
+            logger.info(
+                "captured CUDA graph %d of %d: batch size %d, %.2f s, %.1f MiB",
+                count,
+                len(missing),
+                bucket,
+                self.records[-1].seconds,
+                self.records[-1].num_bytes / 2**20,
+            )
+
+    def _capture(self, key: GraphKey) -> None:
+        """Runs the step, and keeps its graph if there is memory for it."""
+        began, before = time.perf_counter(), self._recorder.memory()
+        run = lambda: self._run(key.bucket, key.samples)  # noqa: E731
+        self._graphs[key] = self._recorder.record(run)
+        self.records.append(
+            GraphRecord(key, time.perf_counter() - began, self._recorder.memory() - before)
+        )
+
+
+def default_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """1, 2, 4, steps of 8 to 256, of 16 to 512, and ``max_num_seqs``."""
+    sizes = {1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), max_num_seqs}
+    return tuple(sorted(size for size in sizes if size <= max_num_seqs))

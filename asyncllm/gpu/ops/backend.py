@@ -1,0 +1,149 @@
+"""AttentionBackend: how a way of computing attention is described, checked and made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from asyncllm.gpu.ops.base import Attention, AttentionShape
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRequest:
+    """What attention is needed for.
+
+    Attributes:
+        dtype: of queries and KV.
+        block_size: tokens per KV block; None until it is chosen.
+        windows: the sliding windows of the model's layers, in keys that a query sees; None
+            among them for a layer that sees all.
+    """
+
+    shape: AttentionShape
+    dtype: torch.dtype
+    device: torch.device
+    block_size: int | None
+    windows: frozenset[int | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Unmet:
+    """A constraint that a request breaks.
+
+    Attributes:
+        field: what it is about, "block_size" for the only one that is a setting of its own.
+        found: the request's value.
+        expected: what the backend takes, the field included: "head size at most 256".
+    """
+
+    field: str
+    found: str
+    expected: str
+
+
+@dataclass(frozen=True, slots=True)
+class Constraints:
+    """What a backend covers. None is no limit.
+
+    Attributes:
+        device_types: of ``torch.device.type``.
+        min_capability, max_capability: CUDA compute capability as (major, minor), both
+            included; other devices have none to check.
+        dtypes: of queries and KV.
+        max_head_dim: elements of a head.
+        head_dim_multiple: what a head's elements have to divide by.
+        block_multiple: what the tokens of a KV block have to divide by.
+        window: it has sliding windows.
+        softcap: it has a cap on the scores.
+    """
+
+    device_types: frozenset[str] | None = None
+    min_capability: tuple[int, int] | None = None
+    max_capability: tuple[int, int] | None = None
+    dtypes: frozenset[torch.dtype] | None = None
+    max_head_dim: int | None = None
+    head_dim_multiple: int = 1
+    block_multiple: int = 1
+    window: bool = True
+    softcap: bool = True
+
+    def unmet(
+        self, request: AttentionRequest, capability: tuple[int, int] | None = None
+    ) -> Iterator[Unmet]:
+        """The constraints that ``request`` breaks.
+
+        Args:
+            capability: of the request's device, for a CUDA device.
+        """
+        yield from self._unmet_by_device(request.device, capability)
+        shape = request.shape
+        if self.dtypes is not None and request.dtype not in self.dtypes:
+            names = " or ".join(sorted(_name(dtype) for dtype in self.dtypes))
+            yield Unmet("dtype", _name(request.dtype), f"dtype {names}")
+        if self.max_head_dim is not None and shape.head_dim > self.max_head_dim:
+            expected = f"head size at most {self.max_head_dim}"
+            yield Unmet("head size", str(shape.head_dim), expected)
+        if shape.head_dim % self.head_dim_multiple:
+            expected = f"head size a multiple of {self.head_dim_multiple}"
+            yield Unmet("head size", str(shape.head_dim), expected)
+        windows = sorted(window for window in request.windows if window is not None)
+        if windows and not self.window:
+            yield Unmet("sliding window", str(windows[0]), "no sliding window")
+        if shape.softcap is not None and not self.softcap:
+            yield Unmet("soft cap", str(shape.softcap), "no soft cap on the scores")
+        if request.block_size is not None and request.block_size % self.block_multiple:
+            expected = f"block_size a multiple of {self.block_multiple}"
+            yield Unmet("block_size", str(request.block_size), expected)
+
+    def _unmet_by_device(
+        self, device: torch.device, capability: tuple[int, int] | None
+    ) -> Iterator[Unmet]:
+        if self.device_types is not None and device.type not in self.device_types:
+            expected = f"device {' or '.join(sorted(self.device_types))}"
+            yield Unmet("device", str(device), expected)
+            return
+        if capability is None or device.type != "cuda":
+            return
+        low, high = self.min_capability, self.max_capability
+        if (low and capability < low) or (high and capability > high):
+            limits = [f" {word} {_dotted(at)}" for word, at in (("from", low), ("to", high)) if at]
+            expected = f"compute capability{''.join(limits)}"
+            yield Unmet("compute capability", _dotted(capability), expected)
+
+
+@runtime_checkable
+class AttentionBackend(Protocol):
+    """What ``attention_backend`` names, one of ours or of another distribution.
+
+    A distribution registers its own, an object or a class without arguments, under the entry
+    point group ``asyncllm.attention_backends``; the entry point's name is the backend's.
+
+    Attributes:
+        constraints: checked before ``make``, so that it sees only what it covers.
+    """
+
+    @property
+    def constraints(self) -> Constraints: ...
+
+    def default_block_size(self, device: torch.device) -> int:
+        """Tokens per KV block where none are configured."""
+        ...
+
+    def make(self, request: AttentionRequest) -> Attention:
+        """The attention of one model, once per engine; ``request.block_size`` is set.
+
+        Raises:
+            EngineError: what the backend needs is not installed, or does not work here.
+        """
+        ...
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}.{capability[1]}"

@@ -1,0 +1,146 @@
+"""FlashAttention: what the backends on Dao's FlashAttention libraries share.
+
+The step's keys and values are in the paged cache already, so both libraries only read: decode
+rows through ``flash_attn_with_kvcache`` with one query each, the other rows as sequences of
+different lengths that see causally what the cache has of them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncllm.gpu.decode_rows import DecodeRows
+from asyncllm.gpu.ops.base import AttentionShape
+from asyncllm.gpu.step_inputs import StepInputs
+
+AttentionFunction = Callable[..., Tensor]
+"""A function of one of the libraries, which declare no types."""
+
+
+@dataclass(slots=True)
+class PrefillRows:
+    """P rows of several query tokens each, on the device.
+
+    Attributes:
+        seq_lens: ``[P]`` int32, tokens of each sequence up to its last query.
+        block_table: ``[P, W]`` int32.
+        query_starts: ``[P + 1]`` int32, the first query of each row, from 0 on.
+        key_starts: ``[P + 1]`` int32, ``seq_lens`` added up, from 0 on.
+        max_queries: of a row.
+        max_keys: of a row.
+    """
+
+    seq_lens: Tensor
+    block_table: Tensor
+    query_starts: Tensor
+    key_starts: Tensor
+    max_queries: int
+    max_keys: int
+
+
+@dataclass(slots=True)
+class FlashPlan:
+    """A step as the libraries take it; decode rows come first.
+
+    Attributes:
+        num_decodes: leading rows of one token each, padded ones included.
+        seq_lens: ``[num_decodes]`` int32, 0 for a padded row.
+        block_table: ``[num_decodes, W]`` int32.
+        prefill: the other rows, or None.
+        window: keys before and after a query that it sees; -1 is all of them.
+    """
+
+    num_decodes: int
+    seq_lens: Tensor
+    block_table: Tensor
+    prefill: PrefillRows | None
+    window: tuple[int, int]
+
+
+class FlashAttention(ABC):
+    """Plans a step, and puts decode rows and the others through the library in turn.
+
+    The libraries choose how many programs share a row (``num_splits=0``) from the number of
+    rows and the width of the block table, so a captured decode step has that fixed.
+    """
+
+    name: str
+    reads_whole_blocks: bool
+
+    def __init__(self, shape: AttentionShape) -> None:
+        self.shape = shape
+        self.softcap = shape.softcap or 0.0
+
+    def plan(self, inputs: StepInputs, window: int | None) -> FlashPlan:
+        """One copy to the device for the step's lengths, starts and block tables.
+
+        The tables are cut to the step's longest row, because the libraries take their width
+        for the longest sequence.
+        """
+        rows, decodes, device = inputs.num_rows, inputs.num_decodes, inputs.token_ids.device
+        lengths = inputs.seq_lens
+        width = -(-int(lengths.max()) // inputs.block_size)
+        query_starts = inputs.query_start_loc[decodes:] - decodes
+        key_starts = np.concatenate(([0], np.cumsum(lengths[decodes:])))
+        table = inputs.block_table[:, :width].reshape(-1)
+        sizes = [rows, len(query_starts), len(key_starts), len(table)]
+        flat = np.concatenate((lengths, query_starts, key_starts, table)).astype(np.int32)
+        seq_lens, starts, keys, blocks = torch.from_numpy(flat).to(device).split(sizes)
+        blocks = blocks.view(rows, width)
+        prefill = None
+        if decodes < rows:
+            prefill = PrefillRows(
+                seq_lens=seq_lens[decodes:],
+                block_table=blocks[decodes:],
+                query_starts=starts,
+                key_starts=keys,
+                max_queries=int(np.diff(query_starts).max()),
+                max_keys=int(lengths[decodes:].max()),
+            )
+        return FlashPlan(decodes, seq_lens[:decodes], blocks[:decodes], prefill, _span(window))
+
+    def plan_decode(self, rows: DecodeRows, window: int | None) -> FlashPlan:
+        return FlashPlan(rows.num_rows, rows.seq_lens, rows.tables(), None, _span(window))
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, plan: FlashPlan) -> Tensor:
+        """Attention of ``q [T, Hq, D]``; ``k`` and ``v`` are read from the cache."""
+        decodes = plan.num_decodes
+        if plan.prefill is None:
+            return self.decode(q, cache, plan).reshape(q.shape[0], -1)
+        if not decodes:
+            return self.prefill(q, cache, plan.prefill, plan.window).reshape(q.shape[0], -1)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out[:decodes] = self.decode(q[:decodes], cache, plan)
+        out[decodes:] = self.prefill(q[decodes:], cache, plan.prefill, plan.window)
+        return out.view(q.shape[0], -1)
+
+    @abstractmethod
+    def decode(self, q: Tensor, cache: Tensor, plan: FlashPlan) -> Tensor:
+        """``[num_decodes, Hq, D]`` to the same; finite for a padded row."""
+
+    @abstractmethod
+    def prefill(
+        self, q: Tensor, cache: Tensor, rows: PrefillRows, window: tuple[int, int]
+    ) -> Tensor:
+        """``[tokens of the rows, Hq, D]`` to the same."""
+
+    def options(self, window: tuple[int, int]) -> dict[str, Any]:
+        """What every call of either library is given."""
+        return {
+            "softmax_scale": self.shape.scale,
+            "causal": True,
+            "window_size": window,
+            "softcap": self.softcap,
+        }
+
+
+def _span(window: int | None) -> tuple[int, int]:
+    """Our window counts the query's own key, theirs the keys before it."""
+    return (-1, -1) if window is None else (window - 1, 0)

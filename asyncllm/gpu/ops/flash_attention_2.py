@@ -1,0 +1,90 @@
+"""FlashAttention2: the attention backend on the package flash_attn."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from types import ModuleType
+
+from torch import Tensor
+
+from asyncllm.errors import EngineError
+from asyncllm.gpu.ops.base import AttentionShape
+from asyncllm.gpu.ops.flash_attention import (
+    AttentionFunction,
+    FlashAttention,
+    FlashPlan,
+    PrefillRows,
+)
+
+MIN_VERSION = (2, 7)
+
+
+class FlashAttention2(FlashAttention):
+    """Blocks of a multiple of 256 tokens; float16 and bfloat16.
+
+    By its source it masks keys past a sequence, and replaces values past it by zeros as they
+    are loaded, so blocks need no clearing.
+
+    Raises:
+        EngineError: flash_attn is not there, or too old.
+    """
+
+    name = "flash_attn"
+    reads_whole_blocks = False
+
+    def __init__(self, shape: AttentionShape) -> None:
+        super().__init__(shape)
+        library = _import()
+        self._with_cache: AttentionFunction = library.flash_attn_with_kvcache
+        self._varlen: AttentionFunction = library.flash_attn_varlen_func
+        # Some versions let this function split keys by themselves, and lose paged rows then.
+        splits = "num_splits" in inspect.signature(self._varlen).parameters
+        self._varlen_options = {"num_splits": 1} if splits else {}
+
+    def decode(self, q: Tensor, cache: Tensor, plan: FlashPlan) -> Tensor:
+        out = self._with_cache(
+            q.unsqueeze(1),
+            cache[0],
+            cache[1],
+            cache_seqlens=plan.seq_lens,
+            block_table=plan.block_table,
+            num_splits=0,
+            **self.options(plan.window),
+        )
+        return out.squeeze(1)
+
+    def prefill(
+        self, q: Tensor, cache: Tensor, rows: PrefillRows, window: tuple[int, int]
+    ) -> Tensor:
+        return self._varlen(
+            q,
+            cache[0],
+            cache[1],
+            cu_seqlens_q=rows.query_starts,
+            cu_seqlens_k=rows.key_starts,
+            max_seqlen_q=rows.max_queries,
+            max_seqlen_k=rows.max_keys,
+            block_table=rows.block_table,
+            **self._varlen_options,
+            **self.options(window),
+        )
+
+
+def _import() -> ModuleType:
+    try:
+        library = importlib.import_module("flash_attn")
+    except (ImportError, OSError) as error:
+        raise EngineError(
+            f'attention_backend="flash_attn": flash_attn cannot be imported ({error}): pip install '
+            '"asyncllm[flash-attn]", or choose attention_backend="auto"'
+        ) from error
+    version = str(getattr(library, "__version__", "without a version"))
+    found = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    if found < MIN_VERSION:
+        raise EngineError(
+            f'attention_backend="flash_attn": flash_attn {version} is too old: expected 2.7 or '
+            'later; or choose attention_backend="auto"'
+        )
+    return library

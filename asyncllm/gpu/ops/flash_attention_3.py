@@ -1,0 +1,99 @@
+"""FlashAttention3: the attention backend on the module flash_attn_interface."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+
+from torch import Tensor
+
+from asyncllm.errors import EngineError
+from asyncllm.gpu.ops.base import AttentionShape
+from asyncllm.gpu.ops.flash_attention import (
+    AttentionFunction,
+    FlashAttention,
+    FlashPlan,
+    PrefillRows,
+)
+
+ARGUMENTS = frozenset(
+    {
+        "cache_seqlens",
+        "page_table",
+        "cu_seqlens_q",
+        "max_seqlen_q",
+        "softmax_scale",
+        "causal",
+        "window_size",
+        "softcap",
+        "num_splits",
+    }
+)
+"""Of ``flash_attn_with_kvcache``. The module has no version; its early betas lack some."""
+
+
+class FlashAttention3(FlashAttention):
+    """Blocks of any size; float16 and bfloat16.
+
+    By reports on its repository the library may load a last block whole: what is past the
+    sequence has weight zero, but is multiplied, so it must not be NaN.
+
+    Raises:
+        EngineError: flash_attn_interface is not there, or too old.
+    """
+
+    name = "flash_attn_3"
+    reads_whole_blocks = True
+
+    def __init__(self, shape: AttentionShape) -> None:
+        super().__init__(shape)
+        self._with_cache = _import()
+
+    def decode(self, q: Tensor, cache: Tensor, plan: FlashPlan) -> Tensor:
+        out = self._with_cache(
+            q.unsqueeze(1),
+            cache[0],
+            cache[1],
+            cache_seqlens=plan.seq_lens,
+            page_table=plan.block_table,
+            num_splits=0,
+            **self.options(plan.window),
+        )
+        return out.squeeze(1)
+
+    def prefill(
+        self, q: Tensor, cache: Tensor, rows: PrefillRows, window: tuple[int, int]
+    ) -> Tensor:
+        return self._with_cache(
+            q,
+            cache[0],
+            cache[1],
+            cache_seqlens=rows.seq_lens,
+            page_table=rows.block_table,
+            cu_seqlens_q=rows.query_starts,
+            max_seqlen_q=rows.max_queries,
+            num_splits=0,
+            **self.options(window),
+        )
+
+
+def _import() -> AttentionFunction:
+    try:
+        library = importlib.import_module("flash_attn_interface")
+    except (ImportError, OSError) as error:
+        raise EngineError(
+            'attention_backend="flash_attn_3": flash_attn_interface cannot be imported '
+            f"({error}): build FlashAttention 3 (the folder hopper of "
+            'Dao-AILab/flash-attention), or choose attention_backend="auto"'
+        ) from error
+    function = getattr(library, "flash_attn_with_kvcache", None)
+    lacking = set(ARGUMENTS)
+    if function is not None:
+        lacking -= set(inspect.signature(function).parameters)
+    if function is None or lacking:
+        raise EngineError(
+            'attention_backend="flash_attn_3": this flash_attn_interface is too old, its '
+            f"flash_attn_with_kvcache lacks {', '.join(sorted(lacking))}: expected 3.0.0b1 or "
+            'later; or choose attention_backend="auto"'
+        )
+    return function

@@ -1,0 +1,367 @@
+"""Which attention backend a name means, what it refuses, and backends of other distributions."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from asyncllm.config import EngineConfig
+from asyncllm.errors import EngineError, InvalidRequestError
+from asyncllm.gpu.factory import create_executor
+from asyncllm.gpu.models.decoder import attention_windows
+from asyncllm.gpu.ops.backend import AttentionBackend, AttentionRequest, Constraints
+from asyncllm.gpu.ops.base import AttentionShape
+from asyncllm.gpu.ops.builtin_backends import TritonBackend
+from asyncllm.gpu.ops.registry import BUILTIN, GROUP, make_attention, make_ops
+from asyncllm.gpu.ops.torch_attention import TorchAttention
+from asyncllm.gpu.ops.torch_ops import TorchOps
+from asyncllm.gpu.ops.triton import toolchain
+from tests import flash_attn_standin
+from tests.driver import Driver
+from tests.test_model_runner import MODEL
+
+SHAPE = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=64, scale=0.125)
+CPU = AttentionRequest(SHAPE, torch.float32, torch.device("cpu"), None, frozenset({None, 24}))
+GPU = replace(CPU, dtype=torch.bfloat16, device=torch.device("cuda:0"))
+DOCS = Path(__file__).parent.parent / "docs" / "attention_backends.md"
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """What torch says of a GPU; nothing runs on it."""
+    capability = [9, 0]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: tuple(capability))
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    for module in (flash_attn_standin.flash_attn_2(), flash_attn_standin.flash_attn_3()):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    return capability
+
+
+# --- choosing ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["auto", "torch"])
+def test_a_cpu_has_plain_torch(name):
+    attention, block_size = make_attention(name, CPU)
+    assert type(attention) is TorchAttention
+    assert attention.dtype == torch.float32
+    assert block_size == 32
+    assert make_attention(name, replace(CPU, block_size=7))[1] == 7
+
+
+@pytest.mark.parametrize(
+    ("name", "backend", "block_size"),
+    [
+        ("auto", "triton", 16),
+        ("triton", "triton", 16),
+        ("torch", "torch", 16),
+        ("flash_attn", "flash_attn", 256),
+        ("flash_attn_3", "flash_attn_3", 16),
+    ],
+)
+def test_a_gpu_has_them_all(hopper, name, backend, block_size):
+    if backend == "triton":
+        pytest.importorskip("triton")
+    attention, found = make_attention(name, GPU)
+    assert (attention.name, found) == (backend, block_size)
+    assert attention.shape == SHAPE
+    assert make_attention(name, replace(GPU, block_size=512))[1] == 512
+
+
+def test_the_builtin_backends_satisfy_the_protocol():
+    for backend in BUILTIN.values():
+        assert isinstance(backend(), AttentionBackend)
+
+
+def test_a_model_tells_its_windows():
+    assert attention_windows(MODEL) == (None, None)
+    sliding = replace(MODEL, sliding_window=24, sliding_layers=(False, True))
+    assert attention_windows(sliding) == (None, 24)
+
+
+def test_the_factory_takes_the_backends_own_block_size(monkeypatch):
+    monkeypatch.setattr(BUILTIN["torch"], "default_block_size", lambda self, device: 48)
+    settings = EngineConfig(load_format="dummy", device="cpu", max_num_batched_tokens=64)
+    assert create_executor(settings, MODEL).info.block_size == 48
+
+
+def test_nothing_of_another_backend_is_imported():
+    code = f"""
+import sys, torch
+from asyncllm.gpu.ops.registry import make_attention, make_ops
+from asyncllm.gpu.ops.backend import AttentionRequest
+from asyncllm.gpu.ops.base import AttentionShape
+request = AttentionRequest(
+    AttentionShape(2, 1, 8, 1.0), torch.float32, torch.device("cpu"), None, frozenset()
+)
+make_ops(request.device, make_attention("auto", request)[0])
+loaded = {{"triton", "flash_attn", "flash_attn_interface", {__name__!r}}} & set(sys.modules)
+assert not loaded, loaded
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# --- refusals ------------------------------------------------------------------------------
+
+WIDE = replace(SHAPE, head_dim=288)
+ODD = replace(SHAPE, head_dim=68)
+CAPPED = replace(SHAPE, softcap=30.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "capability", "words"),
+    [
+        ("triton", {"device": torch.device("cpu")}, (9, 0), "takes device cuda, and this is cpu"),
+        ("triton", {}, (7, 5), "takes compute capability from 8.0, and this is 7.5"),
+        ("triton", {"dtype": torch.float64}, (9, 0), "float16 or float32, and this is float64"),
+        ("triton", {"shape": WIDE}, (9, 0), "takes head size at most 256, and this is 288"),
+        ("flash_attn", {"device": torch.device("xpu")}, None, "device cuda, and this is xpu"),
+        ("flash_attn", {}, (7, 5), "takes compute capability from 8.0, and this is 7.5"),
+        (
+            "flash_attn",
+            {"dtype": torch.float32},
+            (8, 0),
+            "bfloat16 or float16, and this is float32",
+        ),
+        ("flash_attn", {"shape": WIDE}, (8, 0), "head size at most 256"),
+        ("flash_attn", {"shape": ODD}, (8, 0), "head size a multiple of 8, and this is 68"),
+        ("flash_attn_3", {}, (8, 9), "takes compute capability from 9.0 to 9.0, and this is 8.9"),
+        ("flash_attn_3", {}, (10, 0), "and this is 10.0"),
+        ("flash_attn_3", {"dtype": torch.float32}, (9, 0), "bfloat16 or float16"),
+        ("auto", {}, (7, 0), "'auto' is 'triton' on device cuda:0, which takes compute capability"),
+    ],
+)
+def test_what_a_backend_does_not_cover(hopper, name, changes, capability, words):
+    hopper[:] = capability or ()
+    with pytest.raises(InvalidRequestError) as error:
+        make_attention(name, replace(GPU, **changes))
+    message = str(error.value)
+    assert message.startswith(f"attention_backend={name!r}")
+    assert words in message
+    assert 'or attention_backend="torch", which covers it on any device' in message
+    assert error.value.param == "attention_backend"
+
+
+@pytest.mark.parametrize(
+    ("name", "block_size", "words"),
+    [
+        ("triton", 24, "attention_backend='triton' takes block_size a multiple of 16"),
+        (
+            "auto",
+            24,
+            "'auto' is 'triton' on device cuda:0, which takes block_size a multiple of 16",
+        ),
+        ("flash_attn", 128, "attention_backend='flash_attn' takes block_size a multiple of 256"),
+    ],
+)
+def test_a_block_size_that_does_not_fit(hopper, name, block_size, words):
+    with pytest.raises(InvalidRequestError) as error:
+        make_attention(name, replace(GPU, block_size=block_size))
+    assert str(error.value).startswith(f"block_size={block_size}: ")
+    assert words in str(error.value)
+    assert error.value.param == "block_size"
+    assert make_attention("torch", replace(GPU, block_size=block_size))[1] == block_size
+    assert make_attention("flash_attn_3", replace(GPU, block_size=block_size))[1] == block_size
+
+
+def test_a_soft_cap_is_handed_on_or_refused(hopper):
+    pytest.importorskip("triton")
+    capped = replace(GPU, shape=CAPPED)
+    for name in ("triton", "flash_attn", "flash_attn_3"):
+        assert make_attention(name, capped)[0].softcap == 30.0
+    with pytest.raises(InvalidRequestError) as error:
+        make_attention("torch", capped)
+    assert str(error.value) == (
+        "attention_backend='torch' takes no soft cap on the scores, and this is 30.0"
+    )
+    with pytest.raises(ValueError, match=r"softcap=30\.0"):
+        TorchAttention(CAPPED, torch.float32)
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 32), (torch.bfloat16, 128)])
+def test_a_group_that_does_not_fit_into_a_tile_of_triton(hopper, dtype, most):
+    pytest.importorskip("triton")
+    fits = replace(GPU, dtype=dtype, shape=replace(SHAPE, num_heads=2 * most))
+    assert make_attention("triton", fits)[0].name == "triton"
+    larger = replace(fits, shape=replace(SHAPE, num_heads=2 * (most + 1)))
+    with pytest.raises(InvalidRequestError, match=f"at most {most} query heads.*is {most + 1}"):
+        make_attention("triton", larger)
+
+
+def test_windows_are_refused_by_a_backend_without_them():
+    constraints = Constraints(window=False)
+    (unmet,) = constraints.unmet(CPU)
+    assert (unmet.field, unmet.found, unmet.expected) == (
+        "sliding window",
+        "24",
+        "no sliding window",
+    )
+    assert not list(constraints.unmet(replace(CPU, windows=frozenset({None}))))
+
+
+def test_a_capability_can_be_checked_without_the_gpu():
+    (unmet,) = TritonBackend.constraints.unmet(GPU, (7, 5))
+    assert (unmet.found, unmet.expected) == ("7.5", "compute capability from 8.0")
+    assert not list(TritonBackend.constraints.unmet(GPU, (12, 1)))
+
+
+# --- Triton that does not work -------------------------------------------------------------
+
+
+@pytest.fixture
+def no_compiler(monkeypatch):
+    triton = pytest.importorskip("triton")
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(toolchain.shutil, "which", lambda name: None)
+
+
+@pytest.mark.parametrize("name", ["auto", "triton"])
+def test_without_a_compiler_the_way_out_is_named(hopper, no_compiler, name):
+    with pytest.raises(EngineError, match=r'C compiler.*or choose attention_backend="torch"'):
+        make_attention(name, GPU)
+
+
+def test_the_way_out_needs_no_compiler(hopper, no_compiler):
+    attention, _ = make_attention("torch", GPU)
+    assert isinstance(make_ops(GPU.device, attention), TorchOps)
+    flash, _ = make_attention("flash_attn", GPU)
+    with pytest.raises(EngineError, match='attention_backend="torch"'):
+        make_ops(GPU.device, flash)
+
+
+@pytest.mark.parametrize("version", [None, "3.5.1"])
+def test_a_triton_that_is_missing_or_old_names_the_way_out(hopper, monkeypatch, version):
+    module = None if version is None else SimpleNamespace(__version__=version)
+    monkeypatch.setitem(sys.modules, "triton", module)
+    flash, _ = make_attention("flash_attn", GPU)
+    for make in (lambda: make_attention("auto", GPU), lambda: make_ops(GPU.device, flash)):
+        with pytest.raises(EngineError, match='attention_backend="torch"'):
+            make()
+
+
+@pytest.mark.parametrize("name", ["triton", "flash_attn", "flash_attn_3"])
+def test_the_ops_on_a_gpu_are_tritons(hopper, name):
+    pytest.importorskip("triton")
+    attention, _ = make_attention(name, GPU)
+    assert make_ops(GPU.device, attention).name == "triton"
+
+
+# --- other distributions -------------------------------------------------------------------
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Makes a distribution with one module and its entry points, and removes it again."""
+    before = set(sys.modules)
+
+    def install(name: str, source: str, **entries: str) -> None:
+        place = tmp_path / name
+        info = place / f"{name}-1.0.dist-info"
+        info.mkdir(parents=True)
+        (place / f"{name}.py").write_text(source)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        lines = [f"[{GROUP}]", *(f"{entry} = {value}" for entry, value in entries.items())]
+        (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
+        monkeypatch.syspath_prepend(str(place))
+
+    yield install
+    for module in set(sys.modules) - before:
+        if str(tmp_path) in str(getattr(sys.modules[module], "__file__", "")):
+            del sys.modules[module]
+
+
+def example() -> str:
+    """The example of the documentation, and the entry point that it names."""
+    text = DOCS.read_text()
+    assert f'[project.entry-points."{GROUP}"]\nexact = "exact_attention:ExactBackend"' in text
+    match = re.search(r"```python\n(.*?)```", text, re.DOTALL)
+    assert match is not None
+    return match[1]
+
+
+def test_the_documented_backend_runs_a_model(install):
+    install("exact_attention", example(), exact="exact_attention:ExactBackend")
+    model = replace(MODEL, sliding_window=9, sliding_layers=(False, True))
+
+    def outputs(name: str) -> tuple[list[list[int]], list[float]]:
+        settings = EngineConfig(
+            load_format="dummy",
+            device="cpu",
+            dtype="float32",
+            max_num_batched_tokens=64,
+            block_size=16 if name == "torch" else None,
+            attention_backend=name,
+        )
+        runner = create_executor(settings, model)
+        driver = Driver(runner)
+        seqs = [driver.add([3, 5, 7] * count, 12) for count in (1, 4, 9)]
+        driver.run(seqs, chunk=7)
+        return [seq.outputs for seq in seqs], [seq.logprobs[-1].logprob for seq in seqs]
+
+    tokens, logprobs = outputs("exact")
+    expected_tokens, expected_logprobs = outputs("torch")
+    assert tokens == expected_tokens
+    assert logprobs == pytest.approx(expected_logprobs, abs=1e-4)
+
+
+def test_its_constraints_and_its_name_are_known(install):
+    install("exact_attention", example(), exact="exact_attention:ExactBackend")
+    attention, block_size = make_attention("exact", CPU)
+    assert (attention.name, block_size) == ("exact", 32)
+    with pytest.raises(InvalidRequestError, match="takes device cpu, and this is xpu"):
+        make_attention("exact", replace(CPU, device=torch.device("xpu")))
+    with pytest.raises(InvalidRequestError, match=r"flash_attn, flash_attn_3, exact$"):
+        make_attention("exakt", CPU)
+
+
+def test_an_entry_point_may_be_an_object(install):
+    source = example() + "\nbackend = ExactBackend()\n"
+    install("exact_attention", source, exact="exact_attention:backend")
+    assert make_attention("exact", CPU)[0].name == "exact"
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("import nowhere_at_all", "ModuleNotFoundError.*nowhere_at_all"),
+        ("", "AttributeError.*Backend"),
+        ("class Backend:\n    def __init__(self): raise OSError('no driver')", "no driver"),
+        ("class Backend:\n    constraints = None", "is no AttentionBackend"),
+    ],
+)
+def test_a_broken_distribution_is_named(install, source, words):
+    install("broken_attention", source, broken="broken_attention:Backend")
+    where = "attention_backend='broken': 'broken_attention:Backend' of broken_attention"
+    with pytest.raises(EngineError, match=f"{where} .*{words}"):
+        make_attention("broken", CPU)
+    assert make_attention("auto", CPU)[0].name == "torch"
+
+
+def test_what_is_no_attention_is_refused(install):
+    source = example() + "\nExactBackend.make = lambda self, request: None\n"
+    install("exact_attention", source, exact="exact_attention:ExactBackend")
+    with pytest.raises(EngineError, match="attention_backend='exact': it made a NoneType"):
+        make_attention("exact", CPU)
+
+
+def test_a_name_belongs_to_one_distribution(install):
+    install("exact_attention", example(), exact="exact_attention:ExactBackend")
+    install("other_attention", example(), exact="other_attention:ExactBackend")
+    with pytest.raises(EngineError, match="registered by exact_attention, other_attention"):
+        make_attention("exact", CPU)
+
+
+def test_our_names_are_ours(install):
+    install("exact_attention", example(), torch="exact_attention:ExactBackend")
+    for name in ("torch", "auto"):
+        with pytest.raises(EngineError, match="registered by asyncllm, exact_attention"):
+            make_attention(name, CPU)

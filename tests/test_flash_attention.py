@@ -1,0 +1,356 @@
+"""The FlashAttention backends on stand-ins of their libraries, against plain torch.
+
+The stand-ins compute exactly what their arguments say, so what is shown here is that the
+arguments are right: layout, lengths, tables, scale, causality, windows. What the libraries do
+with them, no test here sees.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from asyncllm.errors import EngineError
+from asyncllm.gpu.decode_rows import DecodeRows
+from asyncllm.gpu.ops import flash_attention
+from asyncllm.gpu.ops.base import Attention, AttentionShape
+from asyncllm.gpu.ops.flash_attention import FlashAttention, FlashPlan
+from asyncllm.gpu.ops.flash_attention_2 import FlashAttention2
+from asyncllm.gpu.ops.flash_attention_3 import FlashAttention3
+from asyncllm.gpu.ops.torch_attention import TorchAttention
+from asyncllm.gpu.step_inputs import StepInputs
+from tests import flash_attn_standin
+from tests.triton.paged import attend
+
+SHAPE = AttentionShape(num_heads=6, num_kv_heads=2, head_dim=16, scale=0.3)
+DTYPE = torch.float16
+VERSIONS: list[tuple[type[FlashAttention], int]] = [
+    (FlashAttention2, 256),
+    (FlashAttention3, 16),
+    (FlashAttention3, 48),
+]
+WINDOWS = [None, 1, 40, 300]
+
+STEPS = {
+    "mixed": ((300, 1), (5, 1), (255, 1), (0, 1), (0, 70), (40, 33), (256, 1), (511, 2)),
+    "decodes": ((511, 1), (512, 1), (0, 1), (17, 1)),
+    "prefills": ((0, 90), (90, 3), (0, 2), (600, 1), (0, 1)),
+    "one row": ((130, 40),),
+}
+"""Per row: tokens in the cache before the step, and tokens of the step."""
+
+
+@pytest.fixture(autouse=True)
+def _libraries(monkeypatch):
+    for module in (flash_attn_standin.flash_attn_2(), flash_attn_standin.flash_attn_3()):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+@dataclass
+class Step:
+    """A step on a cache of which every token that no row owns is NaN."""
+
+    q: Tensor
+    cache: Tensor
+    inputs: StepInputs
+
+    @property
+    def clean(self) -> Tensor:
+        """The cache as a backend gets it that reads blocks to their end."""
+        return self.cache.nan_to_num(0.0)
+
+    def rows(self, padded: int) -> DecodeRows:
+        """The decode rows by slot, in another order of slots, and padded ones."""
+        inputs, count = self.inputs, self.inputs.num_rows
+        slots = torch.arange(count).flip(0) + 2
+        table = torch.zeros((count + 4, inputs.block_table.shape[1]), dtype=torch.int32)
+        table[slots] = torch.from_numpy(inputs.block_table)
+        zeros = torch.zeros(padded, dtype=torch.int32)
+        return DecodeRows(
+            slots=torch.cat((slots, torch.full((padded,), -1))),
+            known_tokens=torch.zeros(count + padded, dtype=torch.int64),
+            positions=torch.cat((torch.from_numpy(inputs.starts), zeros)),
+            block_table=table,
+            token_ids=torch.zeros(count + padded, dtype=torch.int64),
+            seq_lens=torch.cat((torch.from_numpy(inputs.seq_lens), zeros)).int(),
+            slot_mapping=torch.zeros(count + padded, dtype=torch.int64),
+            last_tokens=torch.zeros(count + 4, dtype=torch.int64),
+            block_size=inputs.block_size,
+            max_len=table.shape[1] * inputs.block_size,
+        )
+
+
+def make_step(name: str, block_size: int) -> Step:
+    """Queries and cache are parts of wider tensors, as they are in the model."""
+    rows, random = STEPS[name], torch.Generator().manual_seed(len(name) + block_size)
+    starts, counts = np.array(rows, dtype=np.int64).T
+    lengths = starts + counts
+    owned = -(-lengths // block_size)
+    cache = torch.full((2, int(owned.sum()) + 3, block_size, 3, 2, 16), torch.nan, dtype=DTYPE)
+    cache = cache[:, :, :, 1]
+    order = (torch.randperm(cache.shape[1] - 1, generator=random) + 1).tolist()
+    # What lies beyond a row's blocks names one that nobody owns.
+    table = np.full((len(rows), int(owned.max()) + 2), order.pop(), dtype=np.int32)
+    for row, length in enumerate(lengths.tolist()):
+        table[row, : owned[row]] = [order.pop() for _ in range(owned[row])]
+        for block in range(owned[row]):
+            part = cache[:, table[row, block], : length - block * block_size]
+            part.copy_(torch.randn(part.shape, generator=random))
+    merged = torch.randn(int(counts.sum()), 10, 16, generator=random).to(DTYPE)
+    ends = np.concatenate(([0], np.cumsum(counts)))
+    decodes = next((row for row, count in enumerate(counts) if count > 1), len(rows))
+    tokens = torch.zeros(int(counts.sum()), dtype=torch.int64)
+    inputs = StepInputs(
+        num_decodes=decodes,
+        token_ids=tokens,
+        positions=tokens,
+        slot_mapping=tokens,
+        logits_indices=None,
+        query_start_loc=ends,
+        seq_lens=lengths,
+        starts=starts,
+        block_table=table,
+        block_size=block_size,
+    )
+    return Step(merged[:, :6], cache, inputs)
+
+
+def run(attention: Attention, step: Step, cache: Tensor, window: int | None) -> Tensor:
+    q = step.q.to(cache.dtype)
+    k, v = own_tokens(step, cache)
+    return attention(q, k, v, cache, attention.plan(step.inputs, window))
+
+
+def own_tokens(step: Step, cache: Tensor) -> tuple[Tensor, Tensor]:
+    """The step's own k and v, ``[T, Hk, D]``, as they are in the cache."""
+    inputs, found = step.inputs, []
+    for row, start in enumerate(inputs.starts.tolist()):
+        positions = np.arange(start, int(inputs.seq_lens[row]))
+        blocks = inputs.block_table[row, positions // inputs.block_size]
+        found.append(cache[:, blocks, positions % inputs.block_size])
+    k, v = torch.cat(found, 1)
+    return k, v
+
+
+def expected(step: Step, window: int | None) -> Tensor:
+    """From the plain backend in float64."""
+    exact = TorchAttention(SHAPE, torch.float64)
+    return run(exact, step, step.clean.double(), window)
+
+
+def assert_close(found: Tensor, wanted: Tensor) -> None:
+    """Within the rounding of the result; NaN never passes."""
+    assert found.shape == wanted.shape
+    assert found.dtype == DTYPE
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-3, atol=1e-5)
+
+
+def check(attention: FlashAttention, name: str, block_size: int, window: int | None) -> None:
+    step = make_step(name, block_size)
+    assert_close(run(attention, step, step.cache, window), expected(step, window))
+
+
+def check_decode(attention: FlashAttention, block_size: int, window: int | None) -> None:
+    step = make_step("decodes", block_size)
+    rows = step.rows(padded=3)
+    q = torch.cat((step.q, torch.randn(3, 6, 16).to(DTYPE)))
+    found = attention(q, q[:, :2], q[:, :2], step.cache, attention.plan_decode(rows, window))
+    assert_close(found[:4], expected(step, window))
+    assert torch.isfinite(found).all()
+    exact = TorchAttention(SHAPE, torch.float64)
+    cache = step.clean.double()
+    plan = exact.plan_decode(rows, window)
+    assert_close(found[:4], exact(q.double(), q, q, cache, plan)[:4])
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(("version", "block_size"), VERSIONS)
+def test_a_step_is_what_plain_torch_computes(version, block_size, name, window):
+    check(version(SHAPE), name, block_size, window)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize(("version", "block_size"), VERSIONS)
+def test_decode_rows_with_padding_are_what_plain_torch_computes(version, block_size, window):
+    check_decode(version(SHAPE), block_size, window)
+
+
+@pytest.mark.parametrize(("version", "block_size"), VERSIONS)
+def test_the_soft_cap(version, block_size):
+    step = make_step("mixed", block_size)
+    found = run(version(replace(SHAPE, softcap=0.7)), step, step.cache, 40)
+    inputs, ends = step.inputs, step.inputs.query_start_loc
+    for row, length in enumerate(inputs.seq_lens.tolist()):
+        used = inputs.block_table[row, : -(-length // block_size)]
+        k, v = step.cache[:, used].flatten(1, 2)[:, :length]
+        queries = slice(int(ends[row]), int(ends[row + 1]))
+        assert_close(found[queries], attend(step.q[queries], k, v, 0.3, 0.7, 40).flatten(1))
+
+
+def test_bfloat16_stays_bfloat16():
+    step = make_step("mixed", 256)
+    half = step.cache.bfloat16()
+    found = run(FlashAttention2(SHAPE), step, half, None)
+    assert found.dtype == torch.bfloat16
+    exact = run(TorchAttention(SHAPE, torch.float64), step, half.nan_to_num(0.0).double(), None)
+    torch.testing.assert_close(found.double(), exact, rtol=4e-2, atol=4e-2)
+
+
+@pytest.mark.parametrize(("version", "block_size"), VERSIONS)
+def test_a_decode_step_reads_nothing_on_the_host(version, block_size, monkeypatch):
+    """Shapes are all that a captured graph may depend on."""
+    calls = []
+
+    def called(q, k_cache, v_cache, **options):
+        calls.append(options)
+        return torch.empty_like(q)
+
+    attention = version(SHAPE)
+    attention._with_cache = called
+    step = make_step("decodes", block_size)
+    with FakeTensorMode() as mode:
+        rows = step.rows(padded=4)
+        fields = {
+            name: mode.from_tensor(value)
+            for name in DecodeRows.__slots__
+            if isinstance(value := getattr(rows, name), Tensor)
+        }
+        rows = replace(rows, **fields)
+        q, cache = mode.from_tensor(torch.zeros(8, 6, 16)), mode.from_tensor(step.cache)
+        out = attention(q, q, q, cache, attention.plan_decode(rows, 40))
+    assert out.shape == (8, 96)
+    (options,) = calls
+    table = options["page_table" if version is FlashAttention3 else "block_table"]
+    assert table.shape == (8, rows.block_table.shape[1])
+    assert options["cache_seqlens"] is rows.seq_lens
+    assert options["num_splits"] == 0
+
+
+def test_paged_rows_are_never_split_where_flash_attn_would_choose_to(monkeypatch):
+    splits = []
+
+    def varlen(*args, num_splits=0, **options):
+        splits.append(num_splits)
+        return flash_attn_standin.varlen_2(*args, **options)
+
+    monkeypatch.setattr(sys.modules["flash_attn"], "flash_attn_varlen_func", varlen)
+    check(FlashAttention2(SHAPE), "mixed", 256, None)
+    assert splits == [1]
+
+
+# --- what the checks above notice -----------------------------------------------------------
+
+
+def shift_queries(plan: FlashPlan) -> None:
+    if plan.prefill is not None:
+        plan.prefill.query_starts += 1
+
+
+def shift_keys(plan: FlashPlan) -> None:
+    if plan.prefill is not None:
+        plan.prefill.key_starts[-1] += 1
+        plan.prefill.seq_lens[-1] += 1
+
+
+def shorten(plan: FlashPlan) -> None:
+    plan.seq_lens -= 1
+
+
+def swap_tables(plan: FlashPlan) -> None:
+    plan.block_table = plan.block_table.flip(0).contiguous()
+
+
+def swap_prefill_tables(plan: FlashPlan) -> None:
+    if plan.prefill is not None:
+        plan.prefill.block_table = plan.prefill.block_table.flip(0).contiguous()
+
+
+@pytest.mark.parametrize(
+    "mutate", [shift_queries, shift_keys, shorten, swap_tables, swap_prefill_tables]
+)
+@pytest.mark.parametrize(("version", "block_size"), VERSIONS[:2])
+def test_a_wrong_plan_is_noticed(version, block_size, mutate: Callable[[FlashPlan], None]):
+    class Broken(version):
+        def plan(self, inputs, window):
+            plan = super().plan(inputs, window)
+            mutate(plan)
+            return plan
+
+    with pytest.raises((AssertionError, RuntimeError)):
+        check(Broken(SHAPE), "mixed", block_size, None)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("softmax_scale", 0.25), ("causal", False), ("window_size", (40, 0)), ("softcap", 5.0)],
+)
+@pytest.mark.parametrize(("version", "block_size"), VERSIONS[:2])
+def test_a_wrong_option_is_noticed(version, block_size, option, value):
+    class Broken(version):
+        def options(self, window):
+            wrong = super().options(window) | {option: value}
+            # Either alone hides the keys after a query.
+            return wrong | ({"window_size": (39, -1)} if option == "causal" else {})
+
+    with pytest.raises(AssertionError):
+        check(Broken(SHAPE), "mixed", block_size, 40)
+
+
+def test_a_window_that_leaves_out_the_own_key_is_noticed(monkeypatch):
+    monkeypatch.setattr(flash_attention, "_span", lambda window: (window, 0))
+    with pytest.raises(AssertionError):
+        check_decode(FlashAttention3(SHAPE), 16, 40)
+
+
+def test_tables_in_the_order_of_slots_are_noticed(monkeypatch):
+    monkeypatch.setattr(DecodeRows, "tables", lambda rows: rows.block_table[: rows.num_rows])
+    with pytest.raises(AssertionError):
+        check_decode(FlashAttention2(SHAPE), 256, None)
+
+
+# --- the libraries ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("version", "module", "advice"),
+    [
+        (FlashAttention2, "flash_attn", r"asyncllm\[flash-attn\]"),
+        (FlashAttention3, "flash_attn_interface", "hopper"),
+    ],
+)
+def test_a_missing_library_is_named(monkeypatch, version, module, advice):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(EngineError, match=f"{module} cannot be imported.*{advice}") as error:
+        version(SHAPE)
+    assert 'attention_backend="auto"' in str(error.value)
+
+
+@pytest.mark.parametrize(("version", "works"), [("2.6.3", False), ("2.7.0", True), ("3.0", True)])
+def test_an_old_flash_attn_is_named(monkeypatch, version, works):
+    monkeypatch.setattr(sys.modules["flash_attn"], "__version__", version)
+    if works:
+        assert FlashAttention2(SHAPE).name == "flash_attn"
+        return
+    with pytest.raises(EngineError, match=r"2\.6\.3 is too old: expected 2\.7 or later"):
+        FlashAttention2(SHAPE)
+
+
+def test_an_old_flash_attn_interface_is_named(monkeypatch):
+    def first_beta(q, k_cache, v_cache, cache_seqlens=None, softmax_scale=None, causal=False):
+        raise NotImplementedError
+
+    module = sys.modules["flash_attn_interface"]
+    monkeypatch.setattr(module, "flash_attn_with_kvcache", first_beta)
+    with pytest.raises(EngineError, match=r"lacks cu_seqlens_q, .*page_table.*3\.0\.0b1"):
+        FlashAttention3(SHAPE)
+    monkeypatch.delattr(module, "flash_attn_with_kvcache")
+    with pytest.raises(EngineError, match="too old"):
+        FlashAttention3(SHAPE)
