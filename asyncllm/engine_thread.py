@@ -79,7 +79,7 @@ class EngineThread:
         )
         self.core = EngineCore(executor, scheduler, admission)
         if self._given_up:
-            executor.close()
+            self.core.close_executor()
         else:
             atexit.register(self._at_exit)
             self._log_start(time.monotonic() - began)

@@ -16,7 +16,7 @@ from asyncllm.config import EngineConfig
 from asyncllm.core.batch import StepBatch
 from asyncllm.core.executor import Executor, StepMemoryError
 from asyncllm.errors import EngineError, InvalidRequestError, KVCacheTooSmallError
-from asyncllm.gpu import factory, kv_cache
+from asyncllm.gpu import devices, kv_cache
 from asyncllm.gpu.factory import create_executor
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.token_budget import measure_token_budget
@@ -160,9 +160,9 @@ def test_dtype_follows_the_checkpoint_the_processor_and_the_size(monkeypatch):
         (False, half, torch.float32),
         (True, replace(MODEL, dtype="bfloat16"), torch.float32),
     ):
-        monkeypatch.setattr(factory, "computes_in_bfloat16", lambda able=able: able)
-        assert factory.resolve_dtype("auto", model, cpu) == expected
-    assert factory.resolve_dtype("bfloat16", MODEL, cpu) == torch.bfloat16
+        monkeypatch.setattr(devices, "computes_in_bfloat16", lambda able=able: able)
+        assert devices.resolve_dtype("auto", model, cpu) == expected
+    assert devices.resolve_dtype("bfloat16", MODEL, cpu) == torch.bfloat16
 
 
 def test_bfloat16_runs_close_to_float32():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 from dataclasses import replace
@@ -16,9 +17,11 @@ from asyncllm.gpu.models.architectures import find_architecture, parameters
 from asyncllm.gpu.models.decoder import Decoder, attention_shape
 from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.gpu.ops.torch_ops import TorchOps
+from asyncllm.gpu.staging import Staging
 from asyncllm.gpu.weights import dummy_weights, load_weights
 from asyncllm.model_config import ModelConfig
 from tests.checkpoints import make_checkpoint
+from tests.live_bytes import LiveBytes
 
 CPU = torch.device("cpu")
 
@@ -182,6 +185,106 @@ def test_dummy_weights_are_the_same_every_time_and_leave_the_global_seed(source)
     }
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert first["layers.0.qkv.weight"].std().item() == pytest.approx(1 / 8, rel=0.05)
+
+
+class LateTransfers:
+    """A device that does nothing before it is waited for: a buffer that is filled again too
+    early arrives with the wrong contents."""
+
+    def __init__(self) -> None:
+        self.started: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.done = 0
+        self.most = 0
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        self.started.append((source, target))
+        self.most = max(self.most, len(self.started) - self.done)
+
+    def mark(self) -> int:
+        return len(self.started)
+
+    def wait(self, mark: int) -> None:
+        for source, target in self.started[self.done : mark]:
+            target.copy_(source)
+        self.done = max(self.done, mark)
+
+
+def staged(config: ModelConfig, dtype: torch.dtype, chunk_bytes: int) -> tuple[dict, LateTransfers]:
+    transfers = LateTransfers()
+    staging = Staging(CPU, chunk_bytes=chunk_bytes, pin=False, transfers=transfers)
+    return dict(load_weights(config, dtype, CPU, staging=staging)), transfers
+
+
+@pytest.mark.parametrize("chunk_bytes", [64, 1000, 4096, 2**20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_staged_weights_are_those_that_are_copied_directly(source, dtype, chunk_bytes):
+    """Chunks that end within a row, and ones larger than any tensor."""
+    expected = read(source, dtype)
+    found, transfers = staged(source, dtype, chunk_bytes)
+    assert list(found) == list(expected)
+    for name, tensor in found.items():
+        assert tensor.dtype == dtype
+        assert torch.equal(tensor, expected[name]), name
+    assert transfers.done == len(transfers.started) > 2
+    # Two buffers on their way, each with its conversion, is what "double-buffered" says.
+    assert transfers.most == (2 if dtype == torch.float32 else 4)
+
+
+@pytest.mark.parametrize("stored", [torch.float64, torch.bfloat16])
+def test_staged_conversion_is_exact(copy, stored):
+    """From wider and from narrower numbers, and of tensors that are no multiple of a chunk."""
+    edit(copy, lambda tensors: tensors.update({k: t.to(stored) for k, t in tensors.items()}))
+    expected = read(copy, torch.float32)
+    found, _ = staged(copy, torch.float32, 1000)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "buffers"), [(torch.float32, 2), (torch.bfloat16, 4)], ids=["same", "converted"]
+)
+def test_staging_takes_its_buffers_and_no_more(source, dtype, buffers):
+    """Beside the parameters: two chunks on the host, and two on the device to convert in."""
+    chunk = 2048
+    transfers = LateTransfers()
+    with LiveBytes() as live:
+        staging = Staging(CPU, chunk_bytes=chunk, pin=False, transfers=transfers)
+        loaded = []
+        for _, tensor in load_weights(source, dtype, CPU, staging=staging):
+            loaded.append(tensor)
+        transfers.started.clear()
+        parameters = sum(tensor.nbytes for tensor in loaded)
+        assert live.peak == parameters + buffers * chunk
+        assert max(tensor.nbytes for tensor in loaded) > 10 * chunk
+        del staging, tensor
+        loaded.clear()
+        gc.collect()
+        assert live.now == 0
+
+
+def test_staged_progress_is_the_same(source):
+    calls: list[list[tuple[int, int]]] = [[], []]
+    for index, staging in enumerate((None, Staging(CPU, pin=False, transfers=LateTransfers()))):
+        report = calls[index].append
+        for _ in load_weights(
+            source, torch.float32, CPU, lambda *now, report=report: report(now), staging
+        ):
+            pass
+    assert calls[0] == calls[1]
+    assert calls[0][-1][0] == calls[0][-1][1] > 0
+
+
+def test_loading_that_is_given_up_waits_for_nothing(source):
+    """Whoever counts the progress may raise, and the checkpoint is closed."""
+    transfers = LateTransfers()
+    staging = Staging(CPU, chunk_bytes=4096, pin=False, transfers=transfers)
+
+    def give_up(done: int, total: int) -> None:
+        if done > total / 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        list(load_weights(source, torch.float32, CPU, give_up, staging))
+    assert 0 < transfers.done <= len(transfers.started)
 
 
 def test_unknown_architecture(source):

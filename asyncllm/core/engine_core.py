@@ -28,6 +28,7 @@ from asyncllm.errors import (
     RequestError,
 )
 from asyncllm.outputs import EngineStats
+from asyncllm.tracebacks import clear_frames
 
 _PAUSED_GRACE = 1.0
 
@@ -147,10 +148,19 @@ class EngineCore:
         except BaseException as error:
             if self.death is None:
                 self._die(error)
+            # The error is kept as long as the engine is, what it was raised among is not.
+            clear_frames(error)
         finally:
             self._fail_calls()
             self._in_flight.clear()
+            self.close_executor()
+
+    def close_executor(self) -> None:
+        """A device that has failed may fail again here, when nobody is left to be told."""
+        try:
             self.executor.close()
+        except Exception:
+            logger.warning("the executor could not be closed", exc_info=True)
 
     def turn(self) -> None:
         """One turn. With a pipeline of depth 2, step N+1 is on the device while N's results

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import time
 
 import torch
@@ -11,10 +10,13 @@ import torch
 from asyncllm.config import EngineConfig
 from asyncllm.core.batch import SlotAssignment, StepBatch
 from asyncllm.core.executor import ExecutorInfo
-from asyncllm.errors import EngineError, InvalidRequestError
-from asyncllm.gpu.kv_cache import KVCache, cpu_cache_bytes, size_cache
+from asyncllm.errors import InvalidRequestError
+from asyncllm.gpu.devices import enter_device, resolve_device, resolve_dtype
+from asyncllm.gpu.kv_cache import KVCache, cpu_cache_bytes, least_cache_bytes, size_cache
+from asyncllm.gpu.largest_step import run_largest_step
+from asyncllm.gpu.memory import check_cache, check_weights, cuda_cache_bytes, release
 from asyncllm.gpu.model_runner import ModelRunner
-from asyncllm.gpu.models.architectures import count_parameters, find_architecture
+from asyncllm.gpu.models.architectures import count_parameters, find_architecture, is_small
 from asyncllm.gpu.models.decoder import Decoder, attention_shape, attention_windows
 from asyncllm.gpu.ops.backend import AttentionRequest
 from asyncllm.gpu.ops.registry import make_attention, make_ops
@@ -23,11 +25,10 @@ from asyncllm.gpu.token_budget import measure_token_budget
 from asyncllm.gpu.weights import Progress, dummy_weights, load_weights
 from asyncllm.model_config import ModelConfig
 from asyncllm.sampling_params import SamplingParams
+from asyncllm.tracebacks import clear_frames
 
-logger = logging.getLogger(__name__)
-
-SMALL_MODEL = 32_000_000
-"""Parameters below which a model is bound by the number of ops."""
+CUDA_TOKEN_BUDGET = 8192
+"""``max_num_batched_tokens="auto"`` on a GPU."""
 
 
 def create_executor(
@@ -42,12 +43,25 @@ def create_executor(
 
     Raises:
         InvalidRequestError: a setting that this device or model cannot honour.
-        EngineError: no such device.
+        EngineError: no such device, or too little memory on it for the weights.
         ModelLoadError: the checkpoint cannot be used.
         KVCacheTooSmallError: the KV cache cannot hold what is asked for.
     """
     find_architecture(model)
     device = resolve_device(config.device)
+    enter_device(device)
+    try:
+        return _create(config, model, device, progress)
+    except BaseException as error:
+        # Whoever keeps the exception would keep the weights, which its frames refer to.
+        clear_frames(error)
+        release(device)
+        raise
+
+
+def _create(
+    config: EngineConfig, model: ModelConfig, device: torch.device, progress: Progress | None
+) -> ModelRunner:
     check_graphs(config, device)
     dtype = resolve_dtype(config.dtype, model, device)
     num_threads = resolve_threads(config.num_threads, model, device)
@@ -56,25 +70,39 @@ def create_executor(
     attention, block_size = make_attention(config.attention_backend, needed)
     load = dummy_weights if config.load_format == "dummy" else load_weights
     ops = make_ops(device, attention)
+    weights_bytes = count_parameters(model) * dtype.itemsize
+    free_at_start = check_weights(config, device, weights_bytes) if device.type == "cuda" else 0
     decoder = Decoder(model, ops, attention, load(model, dtype, device, progress))
     max_num_seqs = config.max_num_seqs or (64 if device.type == "cpu" else 256)
+    budget = config.max_num_batched_tokens
+    token_budget = CUDA_TOKEN_BUDGET if budget == "auto" else budget
+    available = available_cache_bytes(
+        config,
+        decoder,
+        free_at_start=free_at_start,
+        weights_bytes=weights_bytes,
+        token_budget=token_budget,
+        max_num_seqs=max_num_seqs,
+        block_size=block_size,
+    )
     size = size_cache(
         config,
         model,
         block_size=block_size,
         max_num_seqs=max_num_seqs,
         dtype=dtype,
-        available=available_cache_bytes(config, device),
+        available=available,
     )
+    if device.type == "cuda":
+        check_cache(config, device, size.num_blocks * size.block_bytes)
     decoder.set_max_positions(size.max_model_len)
-    budget = config.max_num_batched_tokens
     info = ExecutorInfo(
         vocab_size=model.vocab_size,
         num_blocks=size.num_blocks,
         block_size=block_size,
         max_model_len=size.max_model_len,
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=8192 if budget == "auto" else budget,
+        max_num_batched_tokens=token_budget,
         pipeline_depth=2 if config.async_scheduling else 1,
     )
     cache = KVCache(model, size, dtype, device)
@@ -83,28 +111,6 @@ def create_executor(
         measured = measure_token_budget(lambda count: time_prefill(runner, count))
         runner.info = dataclasses.replace(info, max_num_batched_tokens=measured)
     return runner
-
-
-def resolve_device(name: str) -> torch.device:
-    """ "auto" is CUDA where torch has it.
-
-    Raises:
-        EngineError: CUDA is asked for, but not there.
-    """
-    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    device = torch.device("cuda" if name == "auto" else name)
-    if not torch.cuda.is_available():
-        raise EngineError(
-            f'device={name!r}: torch {torch.__version__} finds no CUDA here; device="cpu" runs '
-            "everywhere"
-        )
-    if device.index is not None and device.index >= torch.cuda.device_count():
-        raise EngineError(
-            f"device={name!r}: there are {torch.cuda.device_count()} CUDA devices; "
-            'device="cpu" runs everywhere'
-        )
-    return device
 
 
 def check_graphs(config: EngineConfig, device: torch.device) -> None:
@@ -119,43 +125,6 @@ def check_graphs(config: EngineConfig, device: torch.device) -> None:
         f"{name}={value!r}: expected {accepted}: steps run eagerly on device {device}",
         param=name,
     )
-
-
-def resolve_dtype(name: str, model: ModelConfig, device: torch.device) -> torch.dtype:
-    """Of weights and KV. "auto" is the checkpoint's on a GPU. On a CPU it is bfloat16 for a
-    16-bit checkpoint where the processor computes in it and the model is not small, because
-    a small one spends its time on conversions then; else float32.
-
-    Raises:
-        InvalidRequestError: the device cannot compute in it.
-    """
-    if name != "auto":
-        if name == "float16" and device.type == "cpu":
-            raise InvalidRequestError(
-                'dtype="float16": a CPU computes in "float32" or "bfloat16"', param="dtype"
-            )
-        if (
-            name == "bfloat16"
-            and device.type == "cuda"
-            and not torch.cuda.is_bf16_supported(including_emulation=False)
-        ):
-            raise InvalidRequestError(
-                f'dtype="bfloat16": {torch.cuda.get_device_name(device)} computes in "float16" '
-                'or "float32"',
-                param="dtype",
-            )
-        return getattr(torch, name)
-    if device.type != "cpu":
-        return getattr(torch, model.dtype)
-    half = model.dtype in ("bfloat16", "float16")
-    if half and computes_in_bfloat16() and not is_small(model):
-        return torch.bfloat16
-    return torch.float32
-
-
-def is_small(model: ModelConfig) -> bool:
-    """Whether the number of ops decides the speed, and not their arithmetic."""
-    return count_parameters(model) < SMALL_MODEL
 
 
 def resolve_threads(count: int | None, model: ModelConfig, device: torch.device) -> int | None:
@@ -181,27 +150,46 @@ def resolve_threads(count: int | None, model: ModelConfig, device: torch.device)
     )
 
 
-def computes_in_bfloat16() -> bool:
-    """Whether the processor has dot products in bfloat16 (AVX512_BF16 or AMX)."""
-    return any(
-        probe is not None and probe()
-        for probe in (
-            getattr(torch.cpu, "_is_avx512_bf16_supported", None),
-            getattr(torch.cpu, "_is_amx_tile_supported", None),
-        )
-    )
-
-
-def available_cache_bytes(config: EngineConfig, device: torch.device) -> int:
-    """Bytes for the KV cache where neither its size nor its blocks are configured.
-
-    On a GPU that is all that ``gpu_memory_utilization`` leaves; what a step needs beside has
-    to fit in the rest.
-    """
-    if device.type == "cpu":
+def available_cache_bytes(
+    config: EngineConfig,
+    decoder: Decoder,
+    *,
+    free_at_start: int,
+    weights_bytes: int,
+    token_budget: int,
+    max_num_seqs: int,
+    block_size: int,
+) -> int:
+    """Bytes for the KV cache; 0, with nothing measured, where the configuration says."""
+    if config.num_blocks is not None or config.kv_cache_memory is not None:
+        return 0
+    model, weight = decoder.model, decoder.embedding
+    if weight.device.type == "cpu":
         return cpu_cache_bytes()
-    free, total = torch.cuda.mem_get_info(device)
-    return max(0, int(total * config.gpu_memory_utilization) - (total - free))
+    context = model.max_position_embeddings
+    longest = min(config.max_model_len or context, context)
+    decoder.set_max_positions(longest)
+
+    def run(tokens: int, rows: int) -> None:
+        run_largest_step(
+            decoder,
+            max_num_batched_tokens=tokens,
+            max_num_seqs=rows,
+            max_model_len=longest,
+            block_size=block_size,
+        )
+
+    # What libraries allocate at their first call and keep is not a step's.
+    run(1, 1)
+    return cuda_cache_bytes(
+        config,
+        weight.device,
+        free_at_start=free_at_start,
+        weights_bytes=weights_bytes,
+        run_largest_step=lambda: run(token_budget, max_num_seqs),
+        graph_reserve=0,
+        least=least_cache_bytes(config, model, block_size, weight.dtype),
+    )
 
 
 def time_prefill(runner: ModelRunner, num_tokens: int) -> float:

@@ -92,6 +92,15 @@ def block_bytes(model: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
     return per_token * block_size * dtype.itemsize
 
 
+def least_cache_bytes(
+    config: EngineConfig, model: ModelConfig, block_size: int, dtype: torch.dtype
+) -> int:
+    """Bytes of the smallest cache that will do: the null block, and the blocks of one sequence
+    of a ``max_model_len`` that was asked for, else a single one."""
+    blocks = 1 if config.max_model_len is None else -(-config.max_model_len // block_size)
+    return (blocks + 1) * block_bytes(model, block_size, dtype)
+
+
 def size_cache(
     config: EngineConfig,
     model: ModelConfig,

@@ -18,6 +18,7 @@ from asyncllm.gpu.cuda_graphs import Recorder, StepGraphs
 from asyncllm.gpu.decode_step import DecodeStep
 from asyncllm.gpu.input_batch import UNKNOWN, InputBatch
 from asyncllm.gpu.kv_cache import KVCache
+from asyncllm.gpu.memory import is_out_of_memory, release
 from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.sampler import NOT_FINITE, SampleOutput, Sampler
 from asyncllm.gpu.step_block import HostBlock
@@ -25,6 +26,7 @@ from asyncllm.gpu.step_inputs import StepInputs
 from asyncllm.gpu.streams import InlineStream, Stream, Ticket
 from asyncllm.gpu.threads import set_thread_count
 from asyncllm.gpu.upload import upload
+from asyncllm.tracebacks import clear_frames
 
 
 @dataclass(slots=True)
@@ -184,6 +186,7 @@ class ModelRunner:
         self._enter_thread()
         step = self._steps.popleft()
         if step.error is not None:
+            clear_frames(step.error)
             raise step.error
         try:
             with torch.inference_mode(), self._stream.context():
@@ -191,7 +194,9 @@ class ModelRunner:
                     self._apply(self._open(), step)
                 result = self._finish(self._open(), step)
         except (RuntimeError, MemoryError) as error:
-            if _is_out_of_memory(error):
+            # Whoever keeps the exception would keep the model, which its frames refer to.
+            clear_frames(error)
+            if is_out_of_memory(error):
                 raise _memory_error(error, step) from error
             raise
         if self._stream.runs_ahead:
@@ -204,13 +209,15 @@ class ModelRunner:
         self._steps.clear()
 
     def close(self) -> None:
-        with contextlib.suppress(RuntimeError):
-            # A device that failed says so again, to nobody's use.
-            self.discard()
+        if self._state is None:
+            return
+        # Not waited for here: a device that hangs would never be done.
         self._steps.clear()
         graphs, self._state = self.graphs, None
         if graphs is not None:
             graphs.close()
+        with contextlib.suppress(RuntimeError), self._stream.context():
+            release(self.device)
 
     def _open(self) -> _Device:
         if self._state is None:
@@ -246,7 +253,7 @@ class ModelRunner:
                 if not state.sampler.needs_host(step.slots):
                     self._queue(state, step)
         except Exception as error:
-            step.error = _memory_error(error, step) if _is_out_of_memory(error) else error
+            step.error = _memory_error(error, step) if is_out_of_memory(error) else error
 
     def _apply(self, state: _Device, step: _Step) -> None:
         batch = step.batch
@@ -372,10 +379,3 @@ def _memory_error(error: Exception, step: _Step) -> StepMemoryError:
     told = StepMemoryError(f"step {step.batch.step}, {step.batch.num_tokens} tokens: {error}")
     told.__cause__ = error
     return told
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    message = str(error)
-    return "DefaultCPUAllocator" in message or "not enough memory" in message

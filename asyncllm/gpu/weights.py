@@ -15,6 +15,7 @@ from torch import Tensor
 
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.models.architectures import Parameter, parameters
+from asyncllm.gpu.staging import Staging
 from asyncllm.model_config import ModelConfig
 
 Progress = Callable[[int, int], None]
@@ -33,12 +34,19 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device,
     progress: Progress | None = None,
+    staging: Staging | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields every parameter of the decoder, in the order of ``parameters``.
 
     The files are mapped, not read: each parameter is allocated once, and its checkpoint
     tensors are copied and converted into their slices of it. Everything is checked before
-    the first parameter is made.
+    the first parameter is made. To a GPU the copies go through ``Staging``, so that neither
+    side holds a tensor twice; a parameter that was yielded is complete for work on the
+    thread's current stream.
+
+    Args:
+        staging: how copies get to the device; None is directly on a CPU, and through pinned
+            buffers to a GPU.
 
     Raises:
         ModelLoadError: naming the file, the tensor, and the expected and the found shape.
@@ -47,18 +55,27 @@ def load_weights(
     with ExitStack() as stack:
         checkpoint = _Checkpoint(stack, find_files(model.path))
         checkpoint.check(wanted, tied=model.tie_word_embeddings)
+        if staging is None and device.type == "cuda":
+            staging = Staging(device)
+        copy = staging.copy if staging is not None else _copy
         total = sum(checkpoint.size_of(part) for p in wanted for part, _ in p.parts)
         done = 0
         for parameter in wanted:
             target = torch.empty(parameter.shape, dtype=dtype, device=device)
             row = 0
             for name, rows in parameter.parts:
-                checkpoint.copy_into(name, target[row : row + rows])
+                copy(checkpoint.tensor(name), target[row : row + rows])
                 row += rows
                 done += checkpoint.size_of(name)
                 if progress is not None:
                     progress(done, total)
             yield parameter.name, target
+        if staging is not None:
+            staging.finish()
+
+
+def _copy(source: Tensor, target: Tensor) -> None:
+    target.copy_(source)
 
 
 def dummy_weights(
@@ -159,9 +176,10 @@ class _Checkpoint:
     def size_of(self, name: str) -> int:
         return self.sizes[name]
 
-    def copy_into(self, name: str, target: Tensor) -> None:
+    def tensor(self, name: str) -> Tensor:
+        """A view of the mapped file."""
         path, file = self.files[name]
         try:
-            target.copy_(file.get_tensor(name))
+            return file.get_tensor(name)
         except SafetensorError as error:
             raise ModelLoadError(f"{path}: tensor {name!r} cannot be read: {error}") from error

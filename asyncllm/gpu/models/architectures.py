@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from asyncllm.errors import ModelLoadError
 from asyncllm.model_config import ModelConfig
 
+SMALL_MODEL = 32_000_000
+"""Parameters below which a model is bound by the number of ops."""
+
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
@@ -79,6 +82,11 @@ def parameters(model: ModelConfig) -> Iterator[Parameter]:
 def count_parameters(model: ModelConfig) -> int:
     """Numbers in all parameters of the decoder."""
     return sum(math.prod(parameter.shape) for parameter in parameters(model))
+
+
+def is_small(model: ModelConfig) -> bool:
+    """Whether the number of ops decides the speed, and not their arithmetic."""
+    return count_parameters(model) < SMALL_MODEL
 
 
 def _layer_parameters(model: ModelConfig, layer: int) -> Iterator[Parameter]:

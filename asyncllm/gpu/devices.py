@@ -1,0 +1,185 @@
+"""Devices: which one an engine runs on, and in which data type."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from asyncllm.errors import EngineError, InvalidRequestError
+from asyncllm.gpu.models.architectures import is_small
+from asyncllm.model_config import ModelConfig
+
+logger = logging.getLogger(__name__)
+
+LEAST_CAPABILITY = (8, 0)
+"""Compute capability from which a GPU computes in bfloat16 and the kernels are compiled."""
+
+_WAY_OUT = 'device="cpu" runs everywhere'
+_NO_GPU = ("Found no NVIDIA driver", "No CUDA GPUs are available")
+"""How torch's reasons begin where there is no GPU at all (c10/cuda/CUDAFunctions.cpp)."""
+
+
+class CudaDriver(Protocol):
+    """What is asked of CUDA to choose a device."""
+
+    def built(self) -> bool:
+        """Whether this torch was compiled with CUDA."""
+        ...
+
+    def start(self) -> None:
+        """Initialises CUDA. Raises RuntimeError with torch's reason where it cannot."""
+        ...
+
+    def count(self) -> int: ...
+
+    def current(self) -> int:
+        """Index of the calling thread's current device."""
+        ...
+
+    def capability(self, index: int) -> tuple[int, int]: ...
+
+    def name(self, index: int) -> str: ...
+
+
+class TorchCudaDriver:
+    """torch's CUDA.
+
+    ``torch.cuda.is_available()`` is not asked: it turns every reason into False, and a driver
+    that is too old into a Python warning beside it, while ``torch.cuda.init()`` raises them.
+    """
+
+    def built(self) -> bool:
+        return torch.backends.cuda.is_built()
+
+    def start(self) -> None:
+        try:
+            torch.cuda.init()
+        except torch.cuda.DeferredCudaCallError as error:
+            raise RuntimeError(str(error)) from error
+
+    def count(self) -> int:
+        return torch.cuda.device_count()
+
+    def current(self) -> int:
+        return torch.cuda.current_device()
+
+    def capability(self, index: int) -> tuple[int, int]:
+        return torch.cuda.get_device_capability(index)
+
+    def name(self, index: int) -> str:
+        return torch.cuda.get_device_name(index)
+
+
+@dataclass(frozen=True, slots=True)
+class _Obstacle:
+    """Why CUDA cannot be used, and whether there is a GPU all the same."""
+
+    reason: str
+    gpu_is_there: bool
+    cause: Exception | None = None
+
+
+def resolve_device(name: str, driver: CudaDriver | None = None) -> torch.device:
+    """The device of ``EngineConfig.device``, a CUDA device always with its index.
+
+    "auto" is the thread's current CUDA device if that can be used, else the CPU, with one
+    warning where a GPU is there and cannot be used.
+
+    Args:
+        driver: torch's CUDA unless given.
+
+    Raises:
+        EngineError: "cuda" or "cuda:N", and torch was built without CUDA, there is no driver
+            or GPU, the driver is too old for this torch or fails, there is no device N, or
+            its compute capability is below 8.0. torch's own reason is in the message, and
+            its exception is the cause.
+    """
+    if name == "cpu":
+        return torch.device("cpu")
+    driver = driver or TorchCudaDriver()
+    obstacle = _start(driver)
+    if obstacle is None:
+        wanted = None if name == "auto" else torch.device(name).index
+        index = driver.current() if wanted is None else wanted
+        obstacle = _check_device(driver, index)
+        if obstacle is None:
+            return torch.device("cuda", index)
+    if name != "auto":
+        raise EngineError(f"device={name!r}: {obstacle.reason}; {_WAY_OUT}") from obstacle.cause
+    if obstacle.gpu_is_there:
+        logger.warning('device="auto" is the CPU: %s', obstacle.reason)
+    return torch.device("cpu")
+
+
+def _start(driver: CudaDriver) -> _Obstacle | None:
+    if not driver.built():
+        return _Obstacle(f"torch {torch.__version__} was built without CUDA", False)
+    try:
+        driver.start()
+    except RuntimeError as error:
+        torch_reason = str(error)
+        there = not torch_reason.startswith(_NO_GPU)
+        return _Obstacle(f"CUDA cannot be used: {torch_reason}", there, error)
+    return None
+
+
+def _check_device(driver: CudaDriver, index: int) -> _Obstacle | None:
+    count = driver.count()
+    if index >= count:
+        return _Obstacle(f"there are {count} CUDA devices, numbered from 0", True)
+    found = driver.capability(index)
+    if found < LEAST_CAPABILITY:
+        return _Obstacle(
+            f"{driver.name(index)} has compute capability {_dotted(found)}, expected "
+            f"{_dotted(LEAST_CAPABILITY)} or higher",
+            True,
+        )
+    return None
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}.{capability[1]}"
+
+
+def enter_device(device: torch.device) -> None:
+    """Makes a CUDA device the calling thread's current one. Triton launches its kernels on
+    that, wherever their arguments are."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def resolve_dtype(name: str, model: ModelConfig, device: torch.device) -> torch.dtype:
+    """Of weights and KV. "auto" is the checkpoint's on a GPU. On a CPU it is bfloat16 for a
+    16-bit checkpoint where the processor computes in it and the model is not small, because
+    a small one spends its time on conversions then; else float32.
+
+    Raises:
+        InvalidRequestError: the device cannot compute in it.
+    """
+    if name != "auto":
+        # A GPU that ``resolve_device`` accepts computes in all that EngineConfig accepts.
+        if name == "float16" and device.type == "cpu":
+            raise InvalidRequestError(
+                'dtype="float16": a CPU computes in "float32" or "bfloat16"', param="dtype"
+            )
+        return getattr(torch, name)
+    if device.type != "cpu":
+        return getattr(torch, model.dtype)
+    half = model.dtype in ("bfloat16", "float16")
+    if half and computes_in_bfloat16() and not is_small(model):
+        return torch.bfloat16
+    return torch.float32
+
+
+def computes_in_bfloat16() -> bool:
+    """Whether the processor has dot products in bfloat16 (AVX512_BF16 or AMX)."""
+    return any(
+        probe is not None and probe()
+        for probe in (
+            getattr(torch.cpu, "_is_avx512_bf16_supported", None),
+            getattr(torch.cpu, "_is_amx_tile_supported", None),
+        )
+    )

@@ -1,0 +1,121 @@
+"""The largest step: what a device has to have room for, beside weights and KV cache."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from asyncllm.gpu.decode_rows import SlotSampling
+from asyncllm.gpu.models.decoder import Decoder, attention_shape
+from asyncllm.gpu.step_inputs import StepInputs
+
+
+def run_largest_step(
+    decoder: Decoder,
+    *,
+    max_num_batched_tokens: int,
+    max_num_seqs: int,
+    max_model_len: int,
+    block_size: int,
+) -> None:
+    """Runs a prefill, a mixed and a decode step, each as large as the scheduler makes them,
+    at the end of the longest sequences, and samples from their logits.
+
+    All rows write and read one KV block, so no cache is needed. Layers have the same shapes
+    and run one after the other: the first of each window, the second and the last take what
+    all of them take, in a fraction of the time. Rotary tables have to be there.
+    """
+    few = _with_few_layers(decoder)
+    weight = decoder.embedding
+    shape = attention_shape(decoder.model)
+    tile = (2, 1, block_size, shape.num_kv_heads, shape.head_dim)
+    block = torch.zeros(tile, dtype=weight.dtype, device=weight.device)
+    cache: Any = SimpleNamespace(layers=[block] * len(few.layers))
+    with torch.inference_mode():
+        for num_decodes, counts in largest_rows(
+            max_num_batched_tokens, max_num_seqs, max_model_len
+        ):
+            inputs = _inputs(decoder, num_decodes, counts, max_num_seqs, max_model_len, block_size)
+            _sample(decoder, few.forward(inputs, cache))
+
+
+def largest_rows(
+    max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int
+) -> list[tuple[int, np.ndarray]]:
+    """Decode rows and tokens per row ``[R]`` of the largest steps, decodes first: the budget
+    in prefill rows of at most ``max_model_len``, as many decodes as there may be with prefill
+    in what they leave, and as many decodes as there may be."""
+    most_rows = min(max_num_seqs, max_num_batched_tokens)
+    prefill_rows = min(-(-max_num_batched_tokens // max_model_len), most_rows)
+    steps = []
+    for num_decodes in sorted({0, most_rows - prefill_rows, most_rows}):
+        rows = 0 if num_decodes == most_rows else prefill_rows
+        left = min(max_num_batched_tokens - num_decodes, rows * max_model_len)
+        full, rest = divmod(left, max_model_len)
+        counts = [1] * num_decodes + [max_model_len] * full + [rest] * (rest > 0)
+        steps.append((num_decodes, np.array(counts, dtype=np.int64)))
+    return steps
+
+
+def _with_few_layers(decoder: Decoder) -> Decoder:
+    layers = decoder.layers
+    windows = [layer.window for layer in layers]
+    kept = {windows.index(window) for window in windows} | {min(1, len(layers) - 1)}
+    few = copy.copy(decoder)
+    few.layers = [layers[index] for index in sorted(kept | {len(layers) - 1})]
+    return few
+
+
+def _inputs(
+    decoder: Decoder,
+    num_decodes: int,
+    counts: np.ndarray,
+    max_num_seqs: int,
+    max_model_len: int,
+    block_size: int,
+) -> StepInputs:
+    """The step's inputs. As many logits are wanted as sequences can be sampled, whether or
+    not this step has as many rows."""
+    device = decoder.embedding.device
+    ends = np.cumsum(counts)
+    starts = max_model_len - counts
+    num_tokens = int(ends[-1])
+    positions = np.arange(num_tokens) + np.repeat(starts - (ends - counts), counts)
+    wanted = None
+    if num_decodes != len(counts):
+        wanted = torch.arange(min(max_num_seqs, num_tokens), device=device)
+    return StepInputs(
+        num_decodes=num_decodes,
+        token_ids=torch.zeros(num_tokens, dtype=torch.int64, device=device),
+        positions=torch.from_numpy(positions).to(device),
+        slot_mapping=torch.from_numpy(positions % block_size).to(device),
+        logits_indices=wanted,
+        query_start_loc=np.concatenate((np.zeros(1, dtype=np.int64), ends)),
+        seq_lens=np.full(len(counts), max_model_len, dtype=np.int64),
+        starts=starts,
+        block_table=np.zeros((len(counts), -(-max_model_len // block_size)), dtype=np.int32),
+        block_size=block_size,
+    )
+
+
+def _sample(decoder: Decoder, logits: torch.Tensor) -> None:
+    """Samples every row, with top_k and top_p at work."""
+    count, device = logits.shape[0], logits.device
+    slots = torch.arange(count, device=device)
+
+    def lines(value: float, dtype: torch.dtype) -> torch.Tensor:
+        return torch.full((count + 1,), value, dtype=dtype, device=device)
+
+    sampling = SlotSampling(
+        states=lines(1, torch.int64),
+        temperature=lines(1.0, torch.float32),
+        top_k=lines(64, torch.int32),
+        top_p=lines(0.9, torch.float32),
+        min_p=lines(0.05, torch.float32),
+    )
+    out = torch.empty_like(slots)
+    decoder.ops.sample(logits, sampling, slots, slots, lines(0, torch.int64), out)

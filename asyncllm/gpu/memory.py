@@ -1,0 +1,341 @@
+"""Device memory: what is left for the KV cache, and how all of it is given back.
+
+On a GPU the weights are loaded first, then one largest step is run to see what a step takes
+beside them, and the KV cache gets the rest of the engine's share. Steps, weights and cache
+live in torch's own caching allocator, with the host application's tensors.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from asyncllm.config import EngineConfig
+from asyncllm.errors import EngineError, KVCacheTooSmallError
+
+logger = logging.getLogger(__name__)
+
+SEGMENT_BYTES = 2 * 2**20
+"""torch takes large allocations from the device in multiples of this."""
+
+RELEASE_SECONDS = 5.0
+"""How long ``release`` waits for work that is still on the device."""
+
+_OUT_OF_MEMORY = (
+    "out of memory",
+    "not enough memory",
+    "DefaultCPUAllocator",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
+"""In messages of torch ("CUDA out of memory", "CUDA error: out of memory"), of Triton
+("Triton Error [CUDA]: out of memory"), of the CPU's allocators, and of NVIDIA's libraries."""
+
+
+class MemoryProbe(Protocol):
+    """What is asked of a GPU's memory; tests put a simulated device in its place."""
+
+    def info(self, device: torch.device) -> tuple[int, int]:
+        """Bytes free on the device for anybody, and bytes in all."""
+        ...
+
+    def has_pools(self) -> bool:
+        """Whether ``pool`` works with the allocator that the process has chosen."""
+        ...
+
+    def pool(self, device: torch.device) -> AbstractContextManager[Callable[[], int]]:
+        """Sends the calling thread's allocations to a pool of their own. The value says how
+        many bytes that has taken from the device, which never shrinks within the context."""
+        ...
+
+    def finish(self, device: torch.device, seconds: float) -> bool:
+        """Waits for what the thread's current stream was given; False if it takes longer.
+        Raises RuntimeError if the device has failed."""
+        ...
+
+    def trim(self, device: torch.device) -> None:
+        """Returns what torch has cached and nobody uses to the device."""
+        ...
+
+
+class CudaProbe:
+    """The memory of NVIDIA GPUs, through torch."""
+
+    def info(self, device: torch.device) -> tuple[int, int]:
+        return torch.cuda.mem_get_info(device)
+
+    def has_pools(self) -> bool:
+        return torch.cuda.get_allocator_backend() == "native"
+
+    @contextmanager
+    def pool(self, device: torch.device) -> Iterator[Callable[[], int]]:
+        """A pool that nobody owns once the context ends, so that ``trim`` may empty it.
+
+        It is not a ``torch.cuda.MemPool``: that empties itself in its C++ destructor, where a
+        failure ends the process, and up to torch 2.12 it is one that any thread is inside
+        ``use_mem_pool`` at that moment, later that one captures a CUDA graph.
+        """
+        handle: Any = _PoolHandle(torch.cuda.graph_pool_handle())
+
+        def reserved() -> int:
+            return sum(
+                segment["total_size"]
+                for segment in torch.cuda.memory_snapshot()
+                if segment["segment_pool_id"] == handle.id and segment["device"] == device.index
+            )
+
+        with torch.cuda.use_mem_pool(handle, device):
+            yield reserved
+
+    def finish(self, device: torch.device, seconds: float) -> bool:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(device))
+        deadline = time.monotonic() + seconds
+        while not event.query():
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.001)
+        return True
+
+    def trim(self, device: torch.device) -> None:
+        torch.cuda.empty_cache()
+
+
+@dataclass(frozen=True, slots=True)
+class _PoolHandle:
+    """The one attribute of a MemPool that ``torch.cuda.use_mem_pool`` reads."""
+
+    id: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheBudget:
+    """How the memory of a GPU is divided, in bytes.
+
+    Attributes:
+        total: of the device.
+        free_at_start: before the engine took anything.
+        utilization: share of ``total`` that the engine may use.
+        weights: of the model.
+        peak: what the largest step takes beside weights and cache.
+        graph_reserve: kept for CUDA graphs.
+        free: now, with the weights on the device and no step running.
+    """
+
+    total: int
+    free_at_start: int
+    utilization: float
+    weights: int
+    peak: int
+    graph_reserve: int
+    free: int
+
+    @property
+    def allowed(self) -> int:
+        """Bytes that the engine may use, if they are free."""
+        return int(self.utilization * self.total)
+
+    @property
+    def available(self) -> int:
+        """Bytes for the KV cache; negative if there is not even room for the rest.
+
+        The engine's share is counted from what was free when it began: what the host
+        application or another process holds is taken from the device, not from the share.
+        What they, or the driver for its kernels, have taken since is not there to be given.
+        """
+        share = min(self.allowed, self.free_at_start) - self.graph_reserve
+        left = min(share - self.weights, self.free - self.graph_reserve) - self.peak
+        return left // SEGMENT_BYTES * SEGMENT_BYTES
+
+    def __str__(self) -> str:
+        return (
+            f"of {self.total} bytes on the GPU, {self.free_at_start} were free at start and "
+            f"gpu_memory_utilization={self.utilization:g} allows {self.allowed}; weights take "
+            f"{self.weights}, the largest step {self.peak}, CUDA graphs "
+            f"{self.graph_reserve}, and {self.free} are free now"
+        )
+
+    def remedy(self) -> str:
+        """What would leave more."""
+        smaller = "lower max_num_batched_tokens, max_num_seqs or max_model_len"
+        if self.allowed < self.free_at_start:
+            return f"raise gpu_memory_utilization, or {smaller}"
+        return f"free memory on the GPU, or {smaller}"
+
+
+def cuda_cache_bytes(
+    config: EngineConfig,
+    device: torch.device,
+    *,
+    free_at_start: int,
+    weights_bytes: int,
+    run_largest_step: Callable[[], None],
+    graph_reserve: int,
+    least: int,
+    probe: MemoryProbe | None = None,
+) -> int:
+    """Bytes for the KV cache where neither its size nor its blocks are configured.
+
+    Runs the largest step once, in a memory pool of its own, whose size is the measure:
+    torch's peak statistics are the host application's, and are neither read nor reset.
+    torch's cache, the host's with it, is emptied before, because a pool cannot do that when
+    the device is full, and after, so that the pool's memory can go to the KV cache.
+
+    Args:
+        free_at_start: bytes that were free before the engine took any.
+        weights_bytes: on the device by now.
+        run_largest_step: runs it, the weights and rotary tables being there already.
+        graph_reserve: bytes to keep for CUDA graphs.
+        least: bytes of the smallest cache that will do.
+        probe: the GPU itself unless given.
+
+    Raises:
+        KVCacheTooSmallError: less than ``least`` is left.
+        EngineError: the step does not fit beside the weights, or the process has an
+            allocator without pools, in which it cannot be measured.
+    """
+    probe = probe or CudaProbe()
+    if not probe.has_pools():
+        raise EngineError(
+            "what a step takes can be measured only in torch's native allocator, and the process "
+            "has another: set kv_cache_memory or num_blocks"
+        )
+    probe.trim(device)
+    peak, failure = _measure(run_largest_step, device, probe)
+    probe.trim(device)
+    free, total = probe.info(device)
+    budget = CacheBudget(
+        total=total,
+        free_at_start=free_at_start,
+        utilization=config.gpu_memory_utilization,
+        weights=weights_bytes,
+        peak=peak,
+        graph_reserve=graph_reserve,
+        free=free,
+    )
+    if failure is not None:
+        raise EngineError(
+            f"the largest step does not fit beside the weights ({budget}): lower "
+            "max_num_batched_tokens, max_num_seqs or max_model_len"
+        ) from failure
+    if budget.available < least:
+        raise KVCacheTooSmallError(
+            f"{max(budget.available, 0)} bytes are left for the KV cache, the smallest needs "
+            f"{least} ({budget}): {budget.remedy()}"
+        )
+    logger.info("%d bytes for the KV cache: %s", budget.available, budget)
+    return budget.available
+
+
+def _measure(
+    run: Callable[[], None], device: torch.device, probe: MemoryProbe
+) -> tuple[int, Exception | None]:
+    """Bytes that ``run`` takes, and what it raised if that was for want of memory."""
+    with probe.pool(device) as reserved:
+        try:
+            run()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            # Its frames hold the step's tensors, which would be counted as in use.
+            return reserved(), error.with_traceback(None)
+        return reserved(), None
+
+
+def check_weights(
+    config: EngineConfig,
+    device: torch.device,
+    weights_bytes: int,
+    probe: MemoryProbe | None = None,
+) -> int:
+    """Whether the weights will fit, before gigabytes of them are read.
+
+    torch's cache is emptied first: what it keeps of the host application's earlier tensors is
+    free. ``gpu_memory_utilization`` limits the weights only where it decides the size of the
+    KV cache.
+
+    Returns:
+        Bytes that are free now.
+
+    Raises:
+        EngineError: they will not.
+    """
+    probe = probe or CudaProbe()
+    probe.trim(device)
+    free, total = probe.info(device)
+    measured = config.num_blocks is None and config.kv_cache_memory is None
+    share = int(config.gpu_memory_utilization * total) if measured else total
+    if weights_bytes <= min(share, free):
+        return free
+    if share < min(free, total):
+        limit = f"gpu_memory_utilization={config.gpu_memory_utilization:g} allows {share}"
+        remedy = "raise it, or take a smaller model or dtype"
+    else:
+        limit = f"{free} are free"
+        remedy = "free memory on it, or take another device, or a smaller model or dtype"
+    raise EngineError(
+        f"the weights take {weights_bytes} bytes; of {total} on {device}, {limit}: {remedy}"
+    )
+
+
+def check_cache(
+    config: EngineConfig, device: torch.device, num_bytes: int, probe: MemoryProbe | None = None
+) -> None:
+    """Raises KVCacheTooSmallError if a KV cache of ``num_bytes``, whose size or blocks are
+    configured, does not fit."""
+    if config.num_blocks is None and config.kv_cache_memory is None:
+        return
+    free, total = (probe or CudaProbe()).info(device)
+    if num_bytes > free:
+        knob = "kv_cache_memory" if config.num_blocks is None else "num_blocks"
+        value = getattr(config, knob)
+        raise KVCacheTooSmallError(
+            f"{knob}={value} is a KV cache of {num_bytes} bytes; of {total} on {device}, {free} "
+            f"are free beside the weights: lower {knob}"
+        )
+
+
+def release(device: torch.device, probe: MemoryProbe | None = None) -> None:
+    """Gives the memory of tensors that nobody refers to any more back to the device.
+
+    Call it last, on the thread and stream that ran the steps. It neither raises nor waits for
+    more than ``RELEASE_SECONDS``: a device that has failed, or hangs, is left as it is, with
+    a warning.
+
+    It empties torch's cache as a whole. That takes the host application's cached blocks too,
+    which torch asks the device for again when the application needs them; in return steps
+    allocate as everything in torch does, with torch's own answer to a full device (empty the
+    cache, try again), and not in a private pool, within which torch has none. What cuBLAS
+    keeps for a thread's handle and a stream, and the CUDA context, stay with the process: the
+    next engine uses them again. A host's CUDA graph may hold addresses in such a workspace,
+    so they are not ours to clear.
+    """
+    if device.type != "cuda":
+        return
+    probe = probe or CudaProbe()
+    try:
+        if probe.finish(device, RELEASE_SECONDS):
+            probe.trim(device)
+        else:
+            logger.warning(
+                "%s was still busy after %g s: the engine's memory stays in torch's cache until "
+                "torch.cuda.empty_cache()",
+                device,
+                RELEASE_SECONDS,
+            )
+    except Exception as error:
+        logger.warning("the memory of %s could not be given back: %s", device, error)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a step failed for want of memory, so that a smaller one may succeed."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    message = str(error)
+    return isinstance(error, RuntimeError) and any(text in message for text in _OUT_OF_MEMORY)

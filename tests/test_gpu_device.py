@@ -1,0 +1,92 @@
+"""What only a GPU can show: that its memory comes back, and that weights arrive on it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from asyncllm.config import EngineConfig
+from asyncllm.gpu.factory import create_executor
+from asyncllm.gpu.memory import CudaProbe, cuda_cache_bytes, release
+from asyncllm.gpu.weights import load_weights
+from asyncllm.model_config import ModelConfig
+from tests.checkpoints import make_checkpoint
+from tests.driver import Driver
+from tests.test_model_runner import MODEL
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA"),
+]
+
+GPU = torch.device("cuda", 0)
+MIB = 2**20
+
+
+def test_a_pool_counts_what_it_took_and_gives_it_back():
+    probe = CudaProbe()
+    probe.trim(GPU)
+    torch.ones(1, device=GPU)
+    before = probe.info(GPU)[0]
+    with probe.pool(GPU) as reserved:
+        assert reserved() == 0
+        tensor = torch.ones(64 * MIB, dtype=torch.uint8, device=GPU)
+        assert reserved() == 64 * MIB
+        del tensor
+        assert reserved() == 64 * MIB
+    assert probe.info(GPU)[0] == before - 64 * MIB
+    assert probe.finish(GPU, 5.0)
+    probe.trim(GPU)
+    assert probe.info(GPU)[0] == before
+
+
+def test_measuring_leaves_the_hosts_peak_statistics():
+    peak = torch.ones(256 * MIB, dtype=torch.uint8, device=GPU)
+    del peak
+    held = torch.cuda.max_memory_allocated(GPU)
+    assert held >= 256 * MIB
+    probe = CudaProbe()
+    probe.trim(GPU)
+    free, total = probe.info(GPU)
+    found = cuda_cache_bytes(
+        EngineConfig(),
+        GPU,
+        free_at_start=free,
+        weights_bytes=0,
+        run_largest_step=lambda: torch.ones(32 * MIB, dtype=torch.uint8, device=GPU).sum().item(),
+        graph_reserve=0,
+        least=1,
+    )
+    assert torch.cuda.max_memory_allocated(GPU) == held
+    assert found <= min(int(0.9 * total), free) - 32 * MIB
+
+
+@pytest.mark.parametrize("fields", [{}, {"kv_cache_memory": "256MiB"}])
+def test_a_second_open_and_close_leaves_what_the_first_left(fields):
+    model = replace(MODEL, hidden_size=256, head_dim=64, dtype="bfloat16")
+    left = []
+    for _ in range(2):
+        runner = create_executor(
+            EngineConfig(device="cuda", load_format="dummy", max_num_seqs=8, **fields), model
+        )
+        driver = Driver(runner)
+        driver.run([driver.add([1, 2, 3], 8)])
+        del driver
+        runner.close()
+        left.append((torch.cuda.mem_get_info(GPU)[0], torch.cuda.memory_reserved(GPU)))
+    assert left[0] == left[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_arrive_as_they_do_on_a_cpu(tmp_path, dtype):
+    make_checkpoint(tmp_path, "Qwen3ForCausalLM", head_dim=32)
+    model = ModelConfig.from_directory(tmp_path)
+    expected = dict(load_weights(model, dtype, torch.device("cpu")))
+    found = dict(load_weights(model, dtype, GPU))
+    for name, tensor in expected.items():
+        assert found[name].device == GPU
+        assert torch.equal(found[name].cpu(), tensor), name
+    del found
+    release(GPU)

@@ -1,0 +1,777 @@
+"""How the memory of a GPU is divided and given back, on simulated GPUs; and the largest step,
+which runs on the CPU as well."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import re
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+import torch
+
+from asyncllm.config import EngineConfig
+from asyncllm.errors import EngineDeadError, EngineError, KVCacheTooSmallError
+from asyncllm.gpu import factory, model_runner
+from asyncllm.gpu.factory import create_executor
+from asyncllm.gpu.kv_cache import block_bytes, least_cache_bytes, size_cache
+from asyncllm.gpu.largest_step import largest_rows, run_largest_step
+from asyncllm.gpu.memory import (
+    SEGMENT_BYTES,
+    CudaProbe,
+    check_cache,
+    check_weights,
+    cuda_cache_bytes,
+    is_out_of_memory,
+    release,
+)
+from asyncllm.gpu.models.decoder import Decoder, attention_shape
+from asyncllm.gpu.ops.torch_attention import TorchAttention
+from asyncllm.gpu.ops.torch_ops import TorchOps
+from asyncllm.gpu.weights import dummy_weights
+from tests.driver import Driver
+from tests.fakes import Fake, fake
+from tests.live_bytes import LiveBytes
+from tests.test_model_runner import MODEL, make
+
+CPU = torch.device("cpu")
+GPU = torch.device("cuda", 0)
+MIB, GIB = 2**20, 2**30
+
+
+@dataclass
+class SimulatedGPU:
+    """A GPU and torch's allocator on it.
+
+    Attributes:
+        others: bytes that the host application, other engines and other processes hold.
+        engine: bytes of the engine's own, outside the pool.
+        cached: bytes that torch has cached for whoever asks.
+        pooled: bytes that the open pool has taken, or a closed one has left.
+        log: what was asked of it.
+        error: what the device answers to anything.
+        busy: it does not come to an end of its work.
+    """
+
+    total: int = 80 * GIB
+    others: int = 0
+    engine: int = 0
+    cached: int = 0
+    pooled: int = 0
+    native: bool = True
+    error: Exception | None = None
+    busy: bool = False
+    log: list[str] = field(default_factory=list)
+
+    @property
+    def free(self) -> int:
+        return self.total - self.others - self.engine - self.cached - self.pooled
+
+    def info(self, device: torch.device) -> tuple[int, int]:
+        assert device == GPU
+        self._answer("info")
+        return self.free, self.total
+
+    def has_pools(self) -> bool:
+        return self.native
+
+    @contextmanager
+    def pool(self, device: torch.device) -> Iterator[Callable[[], int]]:
+        assert device == GPU
+        self._answer("pool")
+        before = self.pooled
+        yield lambda: self.pooled - before
+        self._answer("closed")
+
+    def take(self, size: int) -> None:
+        """A step allocates so much at once, in whole segments."""
+        assert self.log[-1] == "pool"
+        size = -(-size // SEGMENT_BYTES) * SEGMENT_BYTES
+        if size > self.free:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+        self.pooled += size
+
+    def finish(self, device: torch.device, seconds: float) -> bool:
+        self._answer("finish")
+        return not self.busy
+
+    def trim(self, device: torch.device) -> None:
+        self._answer("trim")
+        self.cached = self.pooled = 0
+
+    def _answer(self, word: str) -> None:
+        self.log.append(word)
+        if self.error is not None:
+            raise self.error
+
+
+def size(gpu: SimulatedGPU, *, weights: int, step: int, config: EngineConfig | None = None, **kw):
+    """What the factory does: look, load, measure."""
+    config = config or EngineConfig()
+    free_at_start = check_weights(config, GPU, weights, gpu)
+    gpu.engine += weights
+    settings = {"graph_reserve": 0, "least": 1} | kw
+    return cuda_cache_bytes(
+        config,
+        GPU,
+        free_at_start=free_at_start,
+        weights_bytes=weights,
+        run_largest_step=lambda: gpu.take(step),
+        probe=gpu,
+        **settings,
+    )
+
+
+# --- the arithmetic --------------------------------------------------------------------
+
+
+def test_an_empty_gpu_gives_its_share_less_weights_step_and_graphs():
+    gpu = SimulatedGPU()
+    found = size(gpu, weights=16 * GIB, step=3 * GIB, graph_reserve=1 * GIB)
+    # 0.9 of 80 GiB is 72, and 72 - 16 - 3 - 1 = 52.
+    assert found == 52 * GIB
+    assert gpu.pooled == 0
+    assert gpu.log == ["trim", "info", "trim", "pool", "closed", "trim", "info"]
+
+
+def test_what_others_hold_is_not_ours_to_count():
+    """With 6 GiB held elsewhere, the engine still has its 72: 74 are free."""
+    assert size(SimulatedGPU(others=6 * GIB), weights=16 * GIB, step=3 * GIB) == 53 * GIB
+
+
+def test_a_shared_gpu_gives_what_is_free():
+    """40 GiB are free, and that is less than the share: 40 - 16 - 3 = 21."""
+    assert size(SimulatedGPU(others=40 * GIB), weights=16 * GIB, step=3 * GIB) == 21 * GIB
+
+
+def test_two_engines_share_a_gpu():
+    gpu = SimulatedGPU()
+    config = EngineConfig(gpu_memory_utilization=0.5)
+    first = size(gpu, weights=2 * GIB, step=1 * GIB, config=config)
+    assert first == 37 * GIB
+    gpu.engine += first + 1 * GIB
+    second = size(gpu, weights=2 * GIB, step=1 * GIB, config=config)
+    assert second == 37 * GIB
+    gpu.engine += second + 1 * GIB
+    assert gpu.free == 0
+    with pytest.raises(EngineError, match="0 are free"):
+        size(gpu, weights=2 * GIB, step=1 * GIB, config=config)
+
+
+def test_what_was_taken_since_the_start_is_not_there():
+    """While the weights were loaded somebody took 50 GiB: 80 - 16 - 50 are free, and the step
+    takes 3 of them."""
+    gpu = SimulatedGPU()
+    free_at_start = check_weights(EngineConfig(), GPU, 16 * GIB, gpu)
+    gpu.engine, gpu.others = 16 * GIB, 50 * GIB
+    found = cuda_cache_bytes(
+        EngineConfig(),
+        GPU,
+        free_at_start=free_at_start,
+        weights_bytes=16 * GIB,
+        run_largest_step=lambda: gpu.take(3 * GIB),
+        graph_reserve=0,
+        least=1,
+        probe=gpu,
+    )
+    assert found == 11 * GIB
+
+
+def test_what_torch_has_cached_and_nobody_uses_is_free():
+    """The host used 60 GiB once. Weights and step need them, and they count as free."""
+    gpu = SimulatedGPU(cached=60 * GIB)
+    assert size(gpu, weights=16 * GIB, step=30 * GIB) == 26 * GIB
+
+
+def test_the_result_is_whole_segments():
+    gpu = SimulatedGPU(total=10 * GIB + 12345)
+    found = size(gpu, weights=GIB + 1, step=1)
+    exact = int(0.9 * gpu.total) - GIB - 1 - SEGMENT_BYTES
+    assert found == exact // SEGMENT_BYTES * SEGMENT_BYTES
+    assert exact - SEGMENT_BYTES < found <= exact
+
+
+def test_blocks_follow_from_the_bytes():
+    """The formula of the whole: (budget - weights - peak) // bytes per block."""
+    config = EngineConfig(max_model_len=256)
+    available = size(SimulatedGPU(total=GIB), weights=500 * MIB, step=100 * MIB)
+    per_block = block_bytes(MODEL, 16, torch.bfloat16)
+    sized = size_cache(
+        config,
+        MODEL,
+        block_size=16,
+        max_num_seqs=10**6,
+        dtype=torch.bfloat16,
+        available=available,
+    )
+    assert sized.num_blocks == available // per_block
+    assert (int(0.9 * GIB) - 600 * MIB - available) < SEGMENT_BYTES
+
+
+# --- too little ------------------------------------------------------------------------
+
+
+def test_too_little_for_a_sequence_names_the_numbers_and_the_share():
+    gpu = SimulatedGPU()
+    config = EngineConfig(gpu_memory_utilization=0.25)
+    with pytest.raises(KVCacheTooSmallError) as caught:
+        size(gpu, weights=16 * GIB, step=3 * GIB, config=config, least=2 * GIB, graph_reserve=MIB)
+    message = str(caught.value)
+    numbers = (80 * GIB, 20 * GIB, 16 * GIB, 3 * GIB, MIB, 2 * GIB, GIB - 2 * MIB, 64 * GIB)
+    for number in numbers:
+        assert re.search(rf"\b{number}\b", message), (number, message)
+    assert "raise gpu_memory_utilization" in message
+    assert "max_num_batched_tokens" in message
+    assert gpu.pooled == 0
+
+
+def test_too_little_on_a_full_gpu_does_not_ask_for_a_larger_share():
+    gpu = SimulatedGPU(others=60 * GIB)
+    with pytest.raises(KVCacheTooSmallError) as caught:
+        size(gpu, weights=16 * GIB, step=3 * GIB, least=2 * GIB)
+    assert "free memory on the GPU" in str(caught.value)
+    assert "raise gpu_memory_utilization" not in str(caught.value)
+    assert f"{20 * GIB} were free at start" in str(caught.value)
+
+
+def test_exactly_enough_is_enough():
+    settings = {"weights": 16 * GIB, "step": 3 * GIB}
+    assert size(SimulatedGPU(), **settings, least=53 * GIB) == 53 * GIB
+    with pytest.raises(KVCacheTooSmallError):
+        size(SimulatedGPU(), **settings, least=53 * GIB + 1)
+
+
+def test_a_step_that_does_not_fit_says_what_to_lower():
+    gpu = SimulatedGPU(total=20 * GIB)
+    with pytest.raises(EngineError, match="the largest step does not fit") as caught:
+        size(gpu, weights=16 * GIB, step=5 * GIB)
+    assert not isinstance(caught.value, KVCacheTooSmallError)
+    assert "lower max_num_batched_tokens, max_num_seqs or max_model_len" in str(caught.value)
+    assert str(16 * GIB) in str(caught.value)
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+    # Its traceback would keep the step's tensors.
+    assert caught.value.__cause__.__traceback__ is None
+
+
+def test_another_failure_of_the_step_is_itself():
+    gpu = SimulatedGPU()
+
+    def broken() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with pytest.raises(RuntimeError, match="illegal memory access") as caught:
+        cuda_cache_bytes(
+            EngineConfig(),
+            GPU,
+            free_at_start=gpu.free,
+            weights_bytes=0,
+            run_largest_step=broken,
+            graph_reserve=0,
+            least=1,
+            probe=gpu,
+        )
+    assert not isinstance(caught.value, EngineError)
+
+
+def test_an_allocator_without_pools_wants_the_size_said():
+    with pytest.raises(EngineError, match="kv_cache_memory or num_blocks"):
+        size(SimulatedGPU(native=False), weights=0, step=0)
+
+
+def test_weights_that_do_not_fit_are_refused_before_they_are_read():
+    gpu = SimulatedGPU(total=20 * GIB, others=10 * GIB)
+    with pytest.raises(EngineError) as caught:
+        check_weights(EngineConfig(), GPU, 11 * GIB, gpu)
+    message = str(caught.value)
+    for word in (str(11 * GIB), str(20 * GIB), f"{10 * GIB} are free", "free memory"):
+        assert word in message
+    low = EngineConfig(gpu_memory_utilization=0.25)
+    with pytest.raises(EngineError, match=r"gpu_memory_utilization=0\.25 allows.*raise it"):
+        check_weights(low, GPU, 6 * GIB, gpu)
+    assert check_weights(low, GPU, 5 * GIB, gpu) == 10 * GIB
+
+
+@pytest.mark.parametrize("fields", [{"num_blocks": 100}, {"kv_cache_memory": "1GiB"}])
+def test_the_share_does_not_limit_weights_beside_a_cache_of_a_size_that_was_set(fields):
+    config = EngineConfig(gpu_memory_utilization=0.1, **fields)
+    gpu = SimulatedGPU(total=20 * GIB)
+    assert check_weights(config, GPU, 19 * GIB, gpu) == 20 * GIB
+    with pytest.raises(EngineError, match="are free"):
+        check_weights(config, GPU, 21 * GIB, gpu)
+
+
+def test_a_configured_cache_that_does_not_fit_names_its_knob():
+    gpu = SimulatedGPU(total=20 * GIB, engine=16 * GIB)
+    for fields, knob in (
+        ({"num_blocks": 777}, "num_blocks=777"),
+        ({"kv_cache_memory": "5GiB"}, f"kv_cache_memory={5 * GIB}"),
+    ):
+        config = EngineConfig(**fields)
+        check_cache(config, GPU, 4 * GIB, gpu)
+        with pytest.raises(KVCacheTooSmallError) as caught:
+            check_cache(config, GPU, 4 * GIB + 1, gpu)
+        for word in (knob, f"lower {knob.split('=')[0]}", str(20 * GIB), f"{4 * GIB} are free"):
+            assert word in str(caught.value)
+    check_cache(EngineConfig(), GPU, 100 * GIB, gpu)
+
+
+@pytest.mark.parametrize(("asked", "blocks"), [(None, 2), (16, 2), (17, 3), (256, 17)])
+def test_the_least_cache_has_the_null_block_and_one_sequence(asked, blocks):
+    config = EngineConfig(max_model_len=asked)
+    least = least_cache_bytes(config, MODEL, 16, torch.bfloat16)
+    assert least == blocks * block_bytes(MODEL, 16, torch.bfloat16)
+    settings = {"block_size": 16, "max_num_seqs": 4, "dtype": torch.bfloat16}
+    size_cache(config, MODEL, **settings, available=least)
+    with pytest.raises(KVCacheTooSmallError):
+        size_cache(config, MODEL, **settings, available=least - 1)
+
+
+def test_nothing_is_measured_where_the_configuration_says(monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("a step was run")
+
+    monkeypatch.setattr(factory, "run_largest_step", refuse)
+    monkeypatch.setattr(factory, "cuda_cache_bytes", refuse)
+    decoder = make_decoder()
+    for fields in ({"num_blocks": 3}, {"kv_cache_memory": 10**6}):
+        assert available(decoder, **fields) == 0
+
+
+def available(decoder: Decoder, **fields) -> int:
+    return factory.available_cache_bytes(
+        EngineConfig(**fields),
+        decoder,
+        free_at_start=0,
+        weights_bytes=0,
+        token_budget=64,
+        max_num_seqs=4,
+        block_size=16,
+    )
+
+
+# --- the largest step ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        # Budget, sequences, length; then decodes and prefill rows of each step.
+        ((8192, 256, 40960), [(0, [8192]), (255, [7937]), (256, [])]),
+        ((100, 4, 30), [(0, [30, 30, 30, 10]), (4, [])]),
+        ((100, 8, 30), [(0, [30, 30, 30, 10]), (4, [30, 30, 30, 6]), (8, [])]),
+        # Never more rows than sequences, nor more tokens than the budget.
+        ((1000, 4, 30), [(0, [30] * 4), (4, [])]),
+        ((8, 64, 30), [(0, [8]), (7, [1]), (8, [])]),
+        ((60, 3, 30), [(0, [30, 30]), (1, [30, 29]), (3, [])]),
+        ((1, 1, 1), [(0, [1]), (1, [])]),
+    ],
+)
+def test_the_largest_steps(limits, expected):
+    found = [(decodes, counts.tolist()) for decodes, counts in largest_rows(*limits)]
+    assert found == [(decodes, [1] * decodes + rest) for decodes, rest in expected]
+    for _, counts in found:
+        assert sum(counts) <= limits[0]
+        assert len(counts) <= limits[1]
+        assert max(counts) <= limits[2]
+
+
+class RecordingAttention(TorchAttention):
+    """Attention that notes what it is asked to plan, and how often it runs."""
+
+    def __init__(self, *args) -> None:
+        super().__init__(*args)
+        self.steps: list[tuple] = []
+        self.calls = 0
+
+    def plan(self, inputs, window):
+        self.steps.append(
+            (
+                inputs.num_decodes,
+                np.diff(inputs.query_start_loc).tolist(),
+                inputs.seq_lens.tolist(),
+                inputs.block_table.shape,
+                None if inputs.logits_indices is None else len(inputs.logits_indices),
+            )
+        )
+        assert inputs.num_tokens == inputs.query_start_loc[-1] == len(inputs.positions)
+        assert int(inputs.positions.max()) == inputs.seq_lens[0] - 1
+        assert (inputs.starts + np.diff(inputs.query_start_loc) == inputs.seq_lens).all()
+        assert not inputs.block_table.any()
+        assert int(inputs.slot_mapping.max()) < inputs.block_size
+        return super().plan(inputs, window)
+
+    def __call__(self, q, k, v, cache, plan):
+        self.calls += 1
+        assert cache.shape[1] == 1
+        return super().__call__(q, k, v, cache, plan)
+
+
+class RecordingOps(TorchOps):
+    def __init__(self) -> None:
+        self.sampled: list[int] = []
+
+    def sample(self, logits, *args):
+        self.sampled.append(logits.shape[0])
+        super().sample(logits, *args)
+        assert (args[-1] >= 0).all()
+
+
+def make_decoder(model=MODEL, dtype: torch.dtype = torch.float32) -> Decoder:
+    attention = RecordingAttention(attention_shape(model), dtype)
+    decoder = Decoder(model, RecordingOps(), attention, dummy_weights(model, dtype, CPU))
+    decoder.set_max_positions(model.max_position_embeddings)
+    return decoder
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_largest_step_runs_prefill_mixed_and_decode_at_the_end_of_long_sequences(dtype):
+    decoder = make_decoder(dtype=dtype)
+    layers = list(decoder.layers)
+    run_largest_step(
+        decoder, max_num_batched_tokens=100, max_num_seqs=6, max_model_len=60, block_size=16
+    )
+    assert decoder.attention.steps == [
+        (0, [60, 40], [60, 60], (2, 4), 6),
+        (4, [1, 1, 1, 1, 60, 36], [60] * 6, (6, 4), 6),
+        (6, [1] * 6, [60] * 6, (6, 4), None),
+    ]
+    assert decoder.ops.sampled == [6, 6, 6]
+    assert decoder.layers == layers
+
+
+def test_one_layer_of_each_window_stands_for_all():
+    sliding = tuple(index >= 4 for index in range(8))
+    model = replace(MODEL, num_layers=8, sliding_window=20, sliding_layers=sliding)
+    decoder = make_decoder(model)
+    run_largest_step(
+        decoder, max_num_batched_tokens=40, max_num_seqs=1, max_model_len=40, block_size=8
+    )
+    # Layers 0, 1, 4 and 7, in two steps of which both windows were planned.
+    assert decoder.attention.calls == 4 * 2
+    assert len(decoder.attention.steps) == 2 * 2
+    single = make_decoder(replace(MODEL, num_layers=1))
+    run_largest_step(
+        single, max_num_batched_tokens=40, max_num_seqs=1, max_model_len=40, block_size=8
+    )
+    assert single.attention.calls == 2
+
+
+def test_few_layers_take_as_much_as_all_of_them():
+    """What the shortcut is worth: the peak of live bytes of 12 layers is that of 3."""
+    peaks = []
+    for count in (3, 12):
+        decoder = make_decoder(replace(MODEL, num_layers=count))
+        run = {"max_num_batched_tokens": 96, "max_num_seqs": 4, "max_model_len": 64}
+        run_largest_step(decoder, **run, block_size=16)
+        with LiveBytes() as live:
+            run_largest_step(decoder, **run, block_size=16)
+        peaks.append(live.peak)
+        assert live.now == 0
+    assert peaks[0] == peaks[1] > 0
+
+
+def test_the_factory_measures_the_step_that_the_scheduler_will_make(monkeypatch):
+    """On a simulated GPU: the budget, the sequences and the length of the configuration, and
+    a first run outside the pool."""
+    asked = []
+    passed = {}
+
+    def measure(config, device, *, run_largest_step, **rest):
+        passed.update(rest)
+        run_largest_step()
+        return 123
+
+    monkeypatch.setattr(factory, "cpu_cache_bytes", lambda: 1 / 0)
+    monkeypatch.setattr(factory, "cuda_cache_bytes", measure)
+    monkeypatch.setattr(factory, "run_largest_step", lambda decoder, **kw: asked.append(kw))
+    decoder = make_decoder()
+    decoder.embedding = OnGPU(torch.bfloat16)  # type: ignore[assignment]
+    monkeypatch.setattr(decoder, "set_max_positions", lambda count: asked.append(count))
+    found = factory.available_cache_bytes(
+        EngineConfig(max_model_len=100),
+        decoder,
+        free_at_start=10,
+        weights_bytes=5,
+        token_budget=64,
+        max_num_seqs=4,
+        block_size=16,
+    )
+    assert found == 123
+    common = {"max_model_len": 100, "block_size": 16}
+    assert asked == [
+        100,
+        {"max_num_batched_tokens": 1, "max_num_seqs": 1} | common,
+        {"max_num_batched_tokens": 64, "max_num_seqs": 4} | common,
+    ]
+    assert passed == {
+        "free_at_start": 10,
+        "weights_bytes": 5,
+        "graph_reserve": 0,
+        "least": 8 * block_bytes(MODEL, 16, torch.bfloat16),
+    }
+
+
+@dataclass
+class OnGPU:
+    dtype: torch.dtype
+    device: torch.device = GPU
+
+
+# --- giving it back --------------------------------------------------------------------
+
+
+def test_release_waits_and_then_empties():
+    gpu = SimulatedGPU(cached=GIB)
+    release(GPU, gpu)
+    assert gpu.log == ["finish", "trim"]
+    assert gpu.free == gpu.total
+
+
+def test_release_leaves_a_cpu_alone():
+    gpu = SimulatedGPU()
+    release(CPU, gpu)
+    assert gpu.log == []
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("CUDA error: unspecified launch failure"),
+    ],
+)
+def test_release_of_a_failed_device_warns_and_touches_it_no_more(error, caplog):
+    gpu = SimulatedGPU(error=error, cached=GIB)
+    release(GPU, gpu)
+    assert gpu.log == ["finish"]
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert str(error) in record.getMessage()
+
+
+def test_release_does_not_wait_for_a_device_that_hangs(caplog):
+    """Freeing device memory waits for all of its work, so it must not be tried."""
+    gpu = SimulatedGPU(busy=True, cached=GIB)
+    release(GPU, gpu)
+    assert gpu.log == ["finish"]
+    assert "still busy" in caplog.text
+
+
+def test_a_second_open_and_close_leaves_what_the_first_left():
+    gpu = SimulatedGPU(others=3 * GIB)
+    left = []
+    for _ in range(2):
+        found = size(gpu, weights=16 * GIB, step=3 * GIB)
+        gpu.engine += found
+        # Closing drops the tensors, which torch keeps for itself until it is told not to.
+        gpu.cached, gpu.engine = gpu.engine + 3 * GIB, 0
+        release(GPU, gpu)
+        left.append((found, gpu.free))
+    assert left == [(53 * GIB, 77 * GIB)] * 2
+
+
+def test_the_runner_drops_everything_before_it_gives_memory_back(monkeypatch):
+    """With the collector off: a cycle would keep tensors alive past the moment that counts."""
+    runner = make()
+    driver = Driver(runner)
+    driver.run([driver.add([1, 2, 3], 3)])
+    state = runner._state
+    assert state is not None
+    tensors = [weakref.ref(state.cache.tensor), weakref.ref(state.decoder.embedding)]
+    alive = []
+    monkeypatch.setattr(
+        model_runner, "release", lambda device: alive.append((device, [t() for t in tensors]))
+    )
+    del state
+    gc.collect()
+    gc.disable()
+    try:
+        runner.close()
+        runner.close()
+    finally:
+        gc.enable()
+    assert alive == [(CPU, [None, None])]
+
+
+@pytest.mark.parametrize("failure", ["step", "memory"])
+def test_an_exception_of_a_step_does_not_keep_the_model(monkeypatch, failure):
+    runner = make()
+    driver = Driver(runner)
+    driver.launch([(driver.add([1], 1), 0)])
+    state = runner._state
+    assert state is not None
+    embedding = weakref.ref(state.decoder.embedding)
+
+    def fail(self, inputs, cache):
+        activation = inputs.token_ids + 1
+        raise RuntimeError("CUDA out of memory" if failure == "memory" else f"{activation.shape}")
+
+    monkeypatch.setattr(type(state.decoder), "forward", fail)
+    del state
+    try:
+        runner.collect()
+    except Exception as error:
+        kept = error
+    runner.close()
+    gc.collect()
+    assert embedding() is None
+    assert kept.__traceback__ is not None
+
+
+@pytest.mark.parametrize("stage", ["KVCache", "size_cache", "available_cache_bytes"])
+def test_a_failed_start_gives_everything_back(monkeypatch, stage):
+    """While its exception is kept, as the engine keeps it."""
+    decoders: list[weakref.ref] = []
+    released = []
+
+    def make_decoder(*args):
+        decoder = Decoder(*args)
+        decoders.append(weakref.ref(decoder.embedding))
+        return decoder
+
+    def fail(*_, **__):
+        raise KVCacheTooSmallError("on purpose")
+
+    monkeypatch.setattr(factory, "Decoder", make_decoder)
+    monkeypatch.setattr(factory, stage, fail)
+    monkeypatch.setattr(factory, "release", lambda device: released.append((device, decoders[0]())))
+    with pytest.raises(KVCacheTooSmallError) as caught:
+        create_executor(EngineConfig(load_format="dummy", device="cpu"), MODEL)
+    assert released == [(CPU, None)]
+    assert [entry.name for entry in caught.traceback][-1] == "fail"
+
+
+# --- the probe -------------------------------------------------------------------------
+
+
+def test_the_pool_is_torchs_own_and_counts_its_segments_alone(monkeypatch):
+    """``use_mem_pool`` is the installed torch's; what it calls is recorded."""
+    calls = []
+    for name in (
+        "_cuda_beginAllocateCurrentThreadToPool",
+        "_cuda_endAllocateToPool",
+        "_cuda_releasePool",
+    ):
+        monkeypatch.setattr(
+            torch.cuda.memory, name, lambda *args, name=name: calls.append((name, *args))
+        )
+    segments = [
+        {"segment_pool_id": (0, 7), "device": 1, "total_size": 20},
+        {"segment_pool_id": (0, 7), "device": 1, "total_size": 2},
+        {"segment_pool_id": (0, 7), "device": 0, "total_size": 100},
+        {"segment_pool_id": (0, 0), "device": 1, "total_size": 1000},
+    ]
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 7))
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    with CudaProbe().pool(torch.device("cuda", 1)) as reserved:
+        assert reserved() == 22
+        assert calls == [("_cuda_beginAllocateCurrentThreadToPool", 1, (0, 7))]
+    assert calls[1:] == [
+        ("_cuda_endAllocateToPool", 1, (0, 7)),
+        ("_cuda_releasePool", 1, (0, 7)),
+    ]
+
+
+def test_waiting_for_the_device_is_bounded(monkeypatch):
+    class Event:
+        left = 2
+
+        def record(self, stream):
+            assert stream == "the current one"
+
+        def query(self):
+            Event.left -= 1
+            return Event.left < 0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the current one")
+    assert CudaProbe().finish(GPU, 10.0)
+    Event.left = 10**9
+    assert not CudaProbe().finish(GPU, 0.02)
+
+
+# --- errors of the device --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        RuntimeError("CUDA out of memory."),
+        torch.AcceleratorError("CUDA error: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"),
+    ],
+)
+def test_errors_that_a_smaller_step_may_avoid(error):
+    assert is_out_of_memory(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`"),
+        RuntimeError("out of resource: shared memory, Required: 200000, Hardware limit: 101376"),
+        ValueError("the prompt is out of memory lane"),
+    ],
+)
+def test_errors_that_it_would_meet_again(error):
+    assert not is_out_of_memory(error)
+
+
+def failing(error: Exception) -> Fake:
+    """An engine whose device fails in its second step, and again when it is closed."""
+    broken = fake()
+    broken.executor.faults[1] = error
+
+    def close() -> None:
+        broken.executor.closed = True
+        raise error
+
+    broken.executor.close = close  # type: ignore[method-assign]
+    return broken
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("CUDA error: unspecified launch failure"),
+    ],
+)
+@pytest.mark.asyncio
+async def test_a_device_that_fails_ends_the_engine_and_nothing_hangs(error, caplog):
+    broken = failing(error)
+    broken.executor.gate = threading.Semaphore(0)
+    engine = broken.engine()
+    await engine.start()
+    streams = [engine.stream("3 5 8", max_tokens=20) for _ in range(3)]
+    broken.executor.gate.release(5)
+    for stream in streams:
+        with pytest.raises(EngineDeadError, match="CUDA error") as caught:
+            await asyncio.wait_for(stream.result(), 10)
+        assert caught.value.__cause__ is error
+    with pytest.raises(EngineDeadError):
+        engine.stream("1 2")
+    await asyncio.wait_for(engine.aclose(), 10)
+    assert broken.executor.closed
+    assert "could not be closed" in caplog.text
+
+
+@pytest.mark.asyncio
+async def test_a_device_that_fails_only_at_the_end_does_not_disturb_closing(caplog):
+    broken = failing(RuntimeError("CUDA error: unspecified launch failure"))
+    broken.executor.faults.clear()
+    async with broken.engine() as engine:
+        assert len((await engine.generate("3 5 8", max_tokens=4)).outputs[0].token_ids) == 4
+    assert "could not be closed" in caplog.text
