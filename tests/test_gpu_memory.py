@@ -349,7 +349,7 @@ def available(decoder: Decoder, **fields) -> int:
         EngineConfig(**fields),
         decoder,
         free_at_start=0,
-        weights_bytes=0,
+        graph_reserve=0,
         token_budget=64,
         max_num_seqs=4,
         block_size=16,
@@ -498,7 +498,7 @@ def test_the_factory_measures_the_step_that_the_scheduler_will_make(monkeypatch)
         EngineConfig(max_model_len=100),
         decoder,
         free_at_start=10,
-        weights_bytes=5,
+        graph_reserve=7,
         token_budget=64,
         max_num_seqs=4,
         block_size=16,
@@ -512,8 +512,8 @@ def test_the_factory_measures_the_step_that_the_scheduler_will_make(monkeypatch)
     ]
     assert passed == {
         "free_at_start": 10,
-        "weights_bytes": 5,
-        "graph_reserve": 0,
+        "weights_bytes": factory.weights_bytes(MODEL, torch.bfloat16),
+        "graph_reserve": 7,
         "least": 8 * block_bytes(MODEL, 16, torch.bfloat16),
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from functools import partial
 
 import torch
 
@@ -20,26 +21,30 @@ from asyncllm.gpu.models.architectures import count_parameters, find_architectur
 from asyncllm.gpu.models.decoder import Decoder, attention_shape, attention_windows
 from asyncllm.gpu.ops.backend import AttentionRequest
 from asyncllm.gpu.ops.registry import make_attention, make_ops
+from asyncllm.gpu.placement import Placement, graph_reserve, graph_sizes, place
 from asyncllm.gpu.threads import set_thread_count
 from asyncllm.gpu.token_budget import measure_token_budget
-from asyncllm.gpu.weights import Progress, dummy_weights, load_weights
+from asyncllm.gpu.weights import dummy_weights, load_weights
+from asyncllm.loading import Progress
 from asyncllm.model_config import ModelConfig
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.tracebacks import clear_frames
 
-CUDA_TOKEN_BUDGET = 8192
-"""``max_num_batched_tokens="auto"`` on a GPU."""
-
 
 def create_executor(
-    config: EngineConfig, model: ModelConfig, progress: Progress | None = None
+    config: EngineConfig,
+    model: ModelConfig,
+    progress: Progress | None = None,
+    placement: Placement | None = None,
 ) -> ModelRunner:
     """Loads the model and makes everything that is fixed while the engine runs.
 
-    Call it on the thread that will run the steps: thread counts are that thread's.
+    Call it on the thread that will run the steps: thread counts and CUDA graphs are that
+    thread's.
 
     Args:
-        progress: called with (bytes done, bytes in all) while the weights are read.
+        progress: told of the bytes of weights that are read, and of graphs captured.
+        placement: how steps run; the device's own unless given.
 
     Raises:
         InvalidRequestError: a setting that this device or model cannot honour.
@@ -48,39 +53,36 @@ def create_executor(
         KVCacheTooSmallError: the KV cache cannot hold what is asked for.
     """
     find_architecture(model)
-    device = resolve_device(config.device)
-    enter_device(device)
-    try:
-        return _create(config, model, device, progress)
-    except BaseException as error:
-        # Whoever keeps the exception would keep the weights, which its frames refer to.
-        clear_frames(error)
-        release(device)
-        raise
+    if placement is None:
+        device = resolve_device(config.device)
+        enter_device(device)
+        placement = place(config, device)
+    with placement.stream.context():
+        try:
+            return _create(config, model, placement, progress)
+        except BaseException as error:
+            # Whoever keeps the exception would keep the weights, which its frames refer to.
+            clear_frames(error)
+            release(placement.device)
+            raise
 
 
 def _create(
-    config: EngineConfig, model: ModelConfig, device: torch.device, progress: Progress | None
+    config: EngineConfig, model: ModelConfig, placement: Placement, progress: Progress | None
 ) -> ModelRunner:
-    check_graphs(config, device)
-    dtype = resolve_dtype(config.dtype, model, device)
+    device = placement.device
+    max_num_seqs = config.max_num_seqs or placement.max_num_seqs
+    sizes = graph_sizes(config, placement, max_num_seqs)
     num_threads = resolve_threads(config.num_threads, model, device)
-    windows = frozenset(attention_windows(model))
-    needed = AttentionRequest(attention_shape(model), dtype, device, config.block_size, windows)
-    attention, block_size = make_attention(config.attention_backend, needed)
-    load = dummy_weights if config.load_format == "dummy" else load_weights
-    ops = make_ops(device, attention)
-    weights_bytes = count_parameters(model) * dtype.itemsize
-    free_at_start = check_weights(config, device, weights_bytes) if device.type == "cuda" else 0
-    decoder = Decoder(model, ops, attention, load(model, dtype, device, progress))
-    max_num_seqs = config.max_num_seqs or (64 if device.type == "cpu" else 256)
+    decoder, block_size, free_at_start = _load(config, model, device, progress)
+    dtype = decoder.embedding.dtype
     budget = config.max_num_batched_tokens
-    token_budget = CUDA_TOKEN_BUDGET if budget == "auto" else budget
+    token_budget = placement.token_budget if budget == "auto" else budget
     available = available_cache_bytes(
         config,
         decoder,
         free_at_start=free_at_start,
-        weights_bytes=weights_bytes,
+        graph_reserve=graph_reserve(sizes, max_num_seqs, model.vocab_size, dtype.itemsize),
         token_budget=token_budget,
         max_num_seqs=max_num_seqs,
         block_size=block_size,
@@ -93,9 +95,10 @@ def _create(
         dtype=dtype,
         available=available,
     )
-    if device.type == "cuda":
+    if placement.on_cuda:
         check_cache(config, device, size.num_blocks * size.block_bytes)
     decoder.set_max_positions(size.max_model_len)
+    ahead = config.async_scheduling
     info = ExecutorInfo(
         vocab_size=model.vocab_size,
         num_blocks=size.num_blocks,
@@ -103,28 +106,52 @@ def _create(
         max_model_len=size.max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=token_budget,
-        pipeline_depth=2 if config.async_scheduling else 1,
+        pipeline_depth=placement.pipeline_depth if ahead is None else 1 + ahead,
     )
-    cache = KVCache(model, size, dtype, device)
-    runner = ModelRunner(decoder, cache, info, num_threads=num_threads)
-    if budget == "auto" and device.type == "cpu":
+    runner = ModelRunner(
+        decoder,
+        KVCache(model, size, dtype, device),
+        info,
+        num_threads=num_threads,
+        stream=placement.stream,
+        recorder=placement.make_recorder() if placement.make_recorder else None,
+        graph_sizes=sizes,
+    )
+    if budget == "auto" and not placement.stream.runs_ahead:
         measured = measure_token_budget(lambda count: time_prefill(runner, count))
         runner.info = dataclasses.replace(info, max_num_batched_tokens=measured)
+    if config.cuda_graphs == "startup":
+        runner.capture_graphs(partial(progress, stage="graphs") if progress else _say_nothing)
     return runner
 
 
-def check_graphs(config: EngineConfig, device: torch.device) -> None:
-    """Raises InvalidRequestError for CUDA graphs that this runner does not capture."""
-    if config.cuda_graphs in ("startup", "lazy"):
-        name, value, accepted = "cuda_graphs", config.cuda_graphs, '"auto" or "off"'
-    elif config.cuda_graph_sizes is not None:
-        name, value, accepted = "cuda_graph_sizes", config.cuda_graph_sizes, "None"
-    else:
-        return
-    raise InvalidRequestError(
-        f"{name}={value!r}: expected {accepted}: steps run eagerly on device {device}",
-        param=name,
+def _load(
+    config: EngineConfig, model: ModelConfig, device: torch.device, progress: Progress | None
+) -> tuple[Decoder, int, int]:
+    """The model with its weights, the tokens per KV block, and on a GPU the bytes that were
+    free before."""
+    dtype = resolve_dtype(config.dtype, model, device)
+    windows = frozenset(attention_windows(model))
+    needed = AttentionRequest(attention_shape(model), dtype, device, config.block_size, windows)
+    attention, block_size = make_attention(config.attention_backend, needed)
+    ops = make_ops(device, attention)
+    free_at_start = 0
+    if device.type == "cuda":
+        free_at_start = check_weights(config, device, weights_bytes(model, dtype))
+    load = dummy_weights if config.load_format == "dummy" else load_weights
+    return (
+        Decoder(model, ops, attention, load(model, dtype, device, progress)),
+        block_size,
+        free_at_start,
     )
+
+
+def weights_bytes(model: ModelConfig, dtype: torch.dtype) -> int:
+    return count_parameters(model) * dtype.itemsize
+
+
+def _say_nothing(done: int, total: int) -> None:
+    pass
 
 
 def resolve_threads(count: int | None, model: ModelConfig, device: torch.device) -> int | None:
@@ -137,6 +164,10 @@ def resolve_threads(count: int | None, model: ModelConfig, device: torch.device)
     Raises:
         InvalidRequestError: a number was asked for that cannot be honoured here.
     """
+    if device.type != "cpu" and count is not None:
+        raise InvalidRequestError(
+            f"num_threads={count}: expected None on device {device}", param="num_threads"
+        )
     if device.type != "cpu" or (count is None and not is_small(model)):
         return None
     if set_thread_count(count or 1):
@@ -155,7 +186,7 @@ def available_cache_bytes(
     decoder: Decoder,
     *,
     free_at_start: int,
-    weights_bytes: int,
+    graph_reserve: int,
     token_budget: int,
     max_num_seqs: int,
     block_size: int,
@@ -185,9 +216,9 @@ def available_cache_bytes(
         config,
         weight.device,
         free_at_start=free_at_start,
-        weights_bytes=weights_bytes,
+        weights_bytes=weights_bytes(model, weight.dtype),
         run_largest_step=lambda: run(token_budget, max_num_seqs),
-        graph_reserve=0,
+        graph_reserve=graph_reserve,
         least=least_cache_bytes(config, model, block_size, weight.dtype),
     )
 

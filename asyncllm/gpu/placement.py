@@ -1,0 +1,91 @@
+"""Placement: how steps run on a device, and what that needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from asyncllm.config import EngineConfig
+from asyncllm.errors import InvalidRequestError
+from asyncllm.gpu.cuda_graphs import CudaRecorder, EagerRecorder, Recorder, default_sizes
+from asyncllm.gpu.streams import CudaStream, InlineStream, Stream
+
+GRAPH_BYTES = 8 * 2**20
+"""Set aside for a captured graph: an estimate, to be corrected by what GraphRecord says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where steps run.
+
+    Attributes:
+        stream: their work is queued there.
+        make_recorder: how decode steps become graphs; None keeps the state between steps on
+            the host.
+        max_num_seqs, token_budget, pipeline_depth: where the configuration leaves them open.
+    """
+
+    device: torch.device
+    stream: Stream
+    make_recorder: Callable[[], Recorder] | None
+    max_num_seqs: int
+    token_budget: int
+    pipeline_depth: int
+
+    @property
+    def on_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+
+def place(config: EngineConfig, device: torch.device) -> Placement:
+    """In step with the engine on a CPU, one step ahead of it on a GPU."""
+    if device.type != "cuda":
+        return Placement(device, InlineStream(), None, 64, 8192, 1)
+    make = EagerRecorder if config.cuda_graphs == "off" else lambda: CudaRecorder(device)
+    return Placement(device, CudaStream(device), make, 256, 8192, 2)
+
+
+def graph_sizes(config: EngineConfig, placement: Placement, max_num_seqs: int) -> tuple[int, ...]:
+    """Batch sizes that get a graph.
+
+    Raises:
+        InvalidRequestError: a setting that has no effect here.
+    """
+    sizes = config.cuda_graph_sizes
+    if placement.make_recorder is None:
+        if config.cuda_graphs in ("startup", "lazy"):
+            raise _refused("cuda_graphs", config.cuda_graphs, '"auto" or "off"', placement.device)
+        if sizes is not None:
+            raise _refused("cuda_graph_sizes", sizes, "None", placement.device)
+        return ()
+    if config.cuda_graphs == "off":
+        if sizes is not None:
+            raise InvalidRequestError(
+                f'cuda_graph_sizes={sizes!r}: expected None with cuda_graphs="off"',
+                param="cuda_graph_sizes",
+            )
+        return ()
+    if sizes is not None and sizes[-1] > max_num_seqs:
+        raise InvalidRequestError(
+            f"cuda_graph_sizes={sizes!r}: expected sizes up to max_num_seqs={max_num_seqs}",
+            param="cuda_graph_sizes",
+        )
+    return default_sizes(max_num_seqs) if sizes is None else sizes
+
+
+def graph_reserve(sizes: tuple[int, ...], max_num_seqs: int, vocab_size: int, width: int) -> int:
+    """Bytes to keep beside the largest step: graphs, and the logits of a step that is sampled
+    with the host, as they came and in float32.
+
+    Args:
+        width: bytes of an element of the logits.
+    """
+    return len(sizes) * GRAPH_BYTES + max_num_seqs * vocab_size * (width + 4)
+
+
+def _refused(name: str, value: object, accepted: str, device: torch.device) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"{name}={value!r}: expected {accepted}: steps run eagerly on device {device}", param=name
+    )

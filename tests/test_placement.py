@@ -1,0 +1,167 @@
+"""The whole engine as it runs on a GPU, with the CPU in its place."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+
+from asyncllm import LLM, AsyncLLMEngine
+from asyncllm.config import EngineConfig
+from asyncllm.errors import InvalidRequestError
+from asyncllm.gpu.cuda_graphs import EagerRecorder, GraphKey
+from asyncllm.gpu.factory import create_executor
+from asyncllm.gpu.model_runner import ModelRunner
+from asyncllm.gpu.ops import registry
+from asyncllm.gpu.ops.torch_ops import TorchOps
+from asyncllm.gpu.placement import GRAPH_BYTES, Placement, graph_reserve, graph_sizes, place
+from asyncllm.loading import LoadedModel, load_model
+from tests.static_runner import CPU, LateStream, TraceRecorder
+from tests.test_model_runner import MODEL
+
+PROMPTS = [
+    "Tell me a story about Mia and a boat.",
+    "What is 27 + 45?",
+    "Ben lives in Rome. Clara lives in Oslo. Where does Clara live?",
+    "Repeat after me: seven green lanterns",
+]
+
+
+@dataclass
+class AheadOnCPU:
+    """A loader whose engine runs one step ahead, with traces for graphs."""
+
+    stream: LateStream = field(default_factory=LateStream)
+    recorder: TraceRecorder = field(default_factory=TraceRecorder)
+    said: list[tuple[int, int, str]] = field(default_factory=list)
+    runner: ModelRunner | None = None
+
+    def placement(self, config: EngineConfig) -> Placement:
+        make = EagerRecorder if config.cuda_graphs == "off" else lambda: self.recorder
+        return Placement(CPU, self.stream, make, 8, 256, 2)
+
+    def load(self, config: EngineConfig, progress: Any) -> LoadedModel:
+        def tell(done: int, total: int, stage: str = "weights") -> None:
+            self.said.append((done, total, stage))
+            progress(done, total, stage)
+
+        plain = load_model(replace(config, cuda_graphs="auto", cuda_graph_sizes=None), progress)
+        self.runner = create_executor(config, plain.model_config, tell, self.placement(config))
+        return LoadedModel(self.runner, plain.tokenizer, plain.model_config)
+
+    def engine(self, **fields: Any) -> AsyncLLMEngine:
+        return AsyncLLMEngine._with_loader(self.load, num_threads=1, **fields)
+
+
+@pytest.fixture(autouse=True)
+def _plain_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN's packed weights cannot be traced."""
+    monkeypatch.setattr(registry, "OneDNNOps", TorchOps)
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[str]:
+    llm = LLM(num_threads=1, dtype="float32")
+    try:
+        found = llm.chat(
+            [[{"role": "user", "content": prompt}] for prompt in PROMPTS],
+            temperature=0.0,
+            max_tokens=24,
+            use_tqdm=False,
+        )
+        return [completion.text for completion in found]
+    finally:
+        llm.close()
+
+
+async def answers(engine: AsyncLLMEngine) -> list[str]:
+    async def ask(prompt: str) -> str:
+        message = [{"role": "user", "content": prompt}]
+        return (await engine.chat(message, temperature=0.0, max_tokens=24).result()).text
+
+    async with engine:
+        return list(await asyncio.gather(*(ask(prompt) for prompt in PROMPTS)))
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"cuda_graphs": "auto"},
+        {"cuda_graphs": "startup", "cuda_graph_sizes": (2, 4)},
+        {"cuda_graphs": "off"},
+        {"cuda_graphs": "lazy", "async_scheduling": False},
+        {"cuda_graph_sizes": (2,), "enable_prefix_caching": False, "max_num_batched_tokens": 16},
+    ],
+    ids=str,
+)
+async def test_the_packaged_model_answers_the_same(
+    expected: list[str], fields: dict[str, Any]
+) -> None:
+    ahead = AheadOnCPU()
+    assert await answers(ahead.engine(**fields)) == expected
+    depth = 1 if fields.get("async_scheduling") is False else 2
+    assert ahead.stream.most == depth
+    graphs = [said for said in ahead.said if said[2] == "graphs"]
+    if fields.get("cuda_graphs") == "startup":
+        assert graphs == [(done, 2, "graphs") for done in range(3)]
+    else:
+        assert not graphs
+    assert bool(ahead.recorder.traces) == (fields.get("cuda_graphs") != "off")
+
+
+def test_what_a_placement_leaves_open() -> None:
+    def info(**fields: Any) -> Any:
+        ahead = AheadOnCPU()
+        config = EngineConfig(load_format="dummy", device="cpu", **fields)
+        runner = create_executor(config, MODEL, None, ahead.placement(config))
+        assert runner.graphs is not None
+        return runner.info, runner.graphs.buckets
+
+    found, buckets = info()
+    assert (found.max_num_seqs, found.max_num_batched_tokens, found.pipeline_depth) == (8, 256, 2)
+    assert buckets == (1, 2, 4, 8)
+    found, buckets = info(max_num_seqs=3, max_num_batched_tokens=99, async_scheduling=False)
+    assert (found.max_num_seqs, found.max_num_batched_tokens, found.pipeline_depth) == (3, 99, 1)
+    assert buckets == (1, 2, 3)
+    assert info(cuda_graphs="off")[1] == ()
+
+
+def test_startup_captures_before_the_first_step() -> None:
+    ahead = AheadOnCPU()
+    config = EngineConfig(load_format="dummy", device="cpu", cuda_graphs="startup")
+    runner = create_executor(config, MODEL, None, ahead.placement(config))
+    assert runner.graphs is not None
+    assert [record.key for record in runner.graphs.records] == [
+        GraphKey(bucket, True) for bucket in (8, 4, 2, 1)
+    ]
+
+
+def test_a_cpu_is_in_step() -> None:
+    placement = place(EngineConfig(), CPU)
+    assert not placement.stream.runs_ahead
+    assert placement.make_recorder is None
+    assert (placement.max_num_seqs, placement.pipeline_depth) == (64, 1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"cuda_graphs": "off", "cuda_graph_sizes": (1,)}, 'expected None with cuda_graphs="off"'),
+        ({"cuda_graph_sizes": (1, 9)}, "expected sizes up to max_num_seqs=8"),
+    ],
+)
+def test_sizes_that_cannot_be(fields: dict[str, Any], says: str) -> None:
+    config = EngineConfig(**fields)
+    with pytest.raises(InvalidRequestError, match=says) as caught:
+        graph_sizes(config, AheadOnCPU().placement(config), 8)
+    assert caught.value.param == "cuda_graph_sizes"
+
+
+def test_what_is_kept_for_graphs() -> None:
+    assert graph_reserve((), 256, 1000, 2) == 256 * 1000 * 6
+    assert graph_reserve((1, 2, 4), 4, 10, 4) == 3 * GRAPH_BYTES + 320
+    assert torch.bfloat16.itemsize == 2
