@@ -15,7 +15,7 @@ from asyncllm.engine_thread import EngineThread
 from asyncllm.errors import EngineClosedError, EngineError, InvalidRequestError
 from asyncllm.hosts import MailboxRegistry, ThreadMailbox, wait_for
 from asyncllm.intake import Intake, RequestOptions, bad
-from asyncllm.loading import Loader, load_model
+from asyncllm.loading import Loader, LoadStage, load_model
 from asyncllm.outputs import Completion, EngineStats
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.stream import TokenStream
@@ -189,8 +189,14 @@ class AsyncLLMEngine:
 
     @property
     def load_progress(self) -> tuple[int, int]:
-        """``(bytes read, bytes in all)`` of the weights while ``start`` runs."""
+        """``(done, total)`` while ``start`` runs: bytes of weights, then, with
+        ``cuda_graphs="startup"``, CUDA graphs; see ``load_stage``."""
         return self._thread.progress if self._thread is not None else (0, 0)
+
+    @property
+    def load_stage(self) -> LoadStage:
+        """What ``load_progress`` counts."""
+        return self._thread.stage if self._thread is not None else "weights"
 
     # --- requests ----------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from asyncllm.core.engine_core import EngineCore
 from asyncllm.core.scheduler import Scheduler
 from asyncllm.errors import AsyncLLMError, EngineClosedError, EngineError
 from asyncllm.hosts import running_trio, waiter_for
-from asyncllm.loading import LoadedModel, Loader
+from asyncllm.loading import LoadedModel, Loader, LoadStage
 
 _JOIN_AT_EXIT = 2.0
 
@@ -34,7 +34,8 @@ class EngineThread:
     Attributes:
         ready: done when the model is loaded, or with what went wrong.
         exited: done when the thread has given everything back.
-        progress: bytes of weights read, and bytes in all.
+        progress: bytes of weights read, and bytes in all; or graphs captured, of all.
+        stage: which of them.
         closing: ``close`` was called.
         loaded, core: valid once ``ready`` is.
     """
@@ -43,6 +44,7 @@ class EngineThread:
         self.ready: Future[None] = Future()
         self.exited: Future[None] = Future()
         self.progress = (0, 0)
+        self.stage: LoadStage = "weights"
         self.loaded: LoadedModel
         self.core: EngineCore
         self._config = config
@@ -120,8 +122,8 @@ class EngineThread:
         with contextlib.suppress(InvalidStateError):
             self.exited.set_result(None)
 
-    def _on_progress(self, done: int, total: int) -> None:
-        self.progress = (done, total)
+    def _on_progress(self, done: int, total: int, stage: LoadStage = "weights") -> None:
+        self.progress, self.stage = (done, total), stage
         if self._given_up:
             raise _GivenUp
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from asyncllm.config import EngineConfig
 from asyncllm.core.delivery import Detokenizer
@@ -13,8 +13,15 @@ from asyncllm.core.executor import Executor
 from asyncllm.errors import InvalidRequestError, ModelLoadError
 from asyncllm.sampling_params import SamplingParams
 
-Progress = Callable[[int, int], None]
-"""``(done, total)`` in bytes; may raise, to give the loading up."""
+LoadStage = Literal["weights", "graphs"]
+
+
+class Progress(Protocol):
+    """How far loading is; may raise, to give it up."""
+
+    def __call__(self, done: int, total: int, stage: LoadStage = "weights") -> None:
+        """Bytes of weights, or CUDA graphs that are captured at start."""
+        ...
 
 
 class EngineTokenizer(Protocol):

@@ -8,6 +8,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -79,11 +80,23 @@ class CudaRecorder:
         # Kernels are compiled and libraries make their workspaces at the first run, which a
         # capture does not allow.
         run()
+        try:
+            return self._capture(run)
+        except torch.OutOfMemoryError as error:
+            logger.warning(
+                "there is no memory for another CUDA graph, its steps are launched kernel by "
+                "kernel: lower gpu_memory_utilization or kv_cache_memory (%s)",
+                error,
+            )
+            return run
+
+    def _capture(self, run: Callable[[], None]) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
             run()
         except BaseException:
+            # The stream must not stay in capture; that the capture failed is known already.
             with contextlib.suppress(RuntimeError):
                 graph.capture_end()
             raise
@@ -135,31 +148,43 @@ class StepGraphs:
         else:
             graph()
 
-    def capture_all(self, samples: bool = True) -> None:
+    def capture_all(self, progress: Callable[[int, int], None]) -> None:
         """Captures every bucket, the largest first, so that the others fit into its memory.
 
-        The rows of the moment run once per bucket: all of them have to be padding.
+        The rows of the moment run once per bucket: all of them have to be padding. The graphs
+        that end at the logits are captured when a batch needs them.
+
+        Args:
+            progress: called with (graphs captured, graphs in all).
         """
-        missing = [b for b in reversed(self.buckets) if GraphKey(b, samples) not in self._graphs]
-        for count, bucket in enumerate(missing, 1):
-            self._capture(GraphKey(bucket, samples))
-            logger.info(
-                "captured CUDA graph %d of %d: batch size %d, %.2f s, %.1f MiB",
-                count,
-                len(missing),
-                bucket,
-                self.records[-1].seconds,
-                self.records[-1].num_bytes / 2**20,
-            )
+        progress(0, len(self.buckets))
+        for done, bucket in enumerate(reversed(self.buckets), 1):
+            self._capture(GraphKey(bucket, samples=True))
+            progress(done, len(self.buckets))
+        logger.info(
+            "captured %d CUDA graphs in %.2f s, %.1f MiB",
+            len(self.records),
+            sum(record.seconds for record in self.records),
+            sum(record.num_bytes for record in self.records) / 2**20,
+        )
+
+    def close(self) -> None:
+        """Drops the graphs, and with them the function that they run: it refers to the tensors
+        of the step, whose owner refers to the graphs."""
+        self._graphs.clear()
+        self._run = _closed
 
     def _capture(self, key: GraphKey) -> None:
-        """Runs the step, and keeps its graph if there is memory for it."""
+        """Runs the step, and keeps its graph."""
         began, before = time.perf_counter(), self._recorder.memory()
-        run = lambda: self._run(key.bucket, key.samples)  # noqa: E731
-        self._graphs[key] = self._recorder.record(run)
+        self._graphs[key] = self._recorder.record(partial(self._run, key.bucket, key.samples))
         self.records.append(
             GraphRecord(key, time.perf_counter() - began, self._recorder.memory() - before)
         )
+
+
+def _closed(num_rows: int, samples: bool) -> None:
+    raise RuntimeError("the graphs are closed")
 
 
 def default_sizes(max_num_seqs: int) -> tuple[int, ...]:

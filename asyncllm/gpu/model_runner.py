@@ -159,12 +159,16 @@ class ModelRunner:
             return None
         return self._state.decode.graphs
 
-    def capture_graphs(self) -> None:
-        """Captures the graph of every bucket. No step may be in flight."""
+    def capture_graphs(self, progress: Callable[[int, int], None] = lambda *_: None) -> None:
+        """Captures the graph of every bucket, before the first step.
+
+        Args:
+            progress: called with (graphs captured, graphs in all).
+        """
         graphs = self.graphs
         if graphs is not None:
             with torch.inference_mode(), self._stream.context():
-                graphs.capture_all()
+                graphs.capture_all(progress)
             self._stream.synchronize()
 
     # --- the executor ------------------------------------------------------------------
@@ -202,7 +206,9 @@ class ModelRunner:
             return
         # Not waited for here: a device that hangs would never be done.
         self._steps.clear()
-        self._state = None
+        graphs, self._state = self.graphs, None
+        if graphs is not None:
+            graphs.close()
         with contextlib.suppress(RuntimeError), self._stream.context():
             release(self.device)
 

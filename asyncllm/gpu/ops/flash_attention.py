@@ -19,6 +19,7 @@ from torch import Tensor
 from asyncllm.gpu.decode_rows import DecodeRows
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.step_inputs import StepInputs
+from asyncllm.gpu.upload import upload
 
 AttentionFunction = Callable[..., Tensor]
 """A function of one of the libraries, which declare no types."""
@@ -92,7 +93,7 @@ class FlashAttention(ABC):
         table = inputs.block_table[:, :width].reshape(-1)
         sizes = [rows, len(query_starts), len(key_starts), len(table)]
         flat = np.concatenate((lengths, query_starts, key_starts, table)).astype(np.int32)
-        seq_lens, starts, keys, blocks = torch.from_numpy(flat).to(device).split(sizes)
+        seq_lens, starts, keys, blocks = upload(flat, device).split(sizes)
         blocks = blocks.view(rows, width)
         prefill = None
         if decodes < rows:

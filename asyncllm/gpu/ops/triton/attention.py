@@ -15,6 +15,7 @@ from asyncllm.gpu.ops.triton.prefill_attention import prefill_attention
 from asyncllm.gpu.ops.triton.toolchain import check_triton
 from asyncllm.gpu.ops.triton.tuning import decode_tiles, num_splits, prefill_tiles
 from asyncllm.gpu.step_inputs import StepInputs
+from asyncllm.gpu.upload import upload
 
 
 @dataclass(slots=True)
@@ -99,7 +100,7 @@ class TritonAttention:
         # Padded to 16 bytes, so that every step's table is aligned and compiles the same.
         head = np.pad(head, (0, -len(head) % 4))
         flat = np.concatenate((head, inputs.block_table.reshape(-1).astype(np.int32)))
-        packed = torch.from_numpy(flat).to(self.device)
+        packed = upload(flat, self.device)
         splits = 1
         if decodes:
             splits = self.splits(decodes, int(inputs.seq_lens[:decodes].max()), window)
