@@ -70,7 +70,7 @@ def expected() -> list[str]:
             [[{"role": "user", "content": prompt}] for prompt in PROMPTS],
             temperature=0.0,
             max_tokens=24,
-            use_tqdm=False,
+            progress=False,
         )
         return [completion.text for completion in found]
     finally:

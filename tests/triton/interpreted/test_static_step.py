@@ -1,0 +1,57 @@
+"""Steps that run ahead on the Triton backend, in the interpreter, against the plain path."""
+
+from __future__ import annotations
+
+import torch
+
+from asyncllm.gpu.cuda_graphs import EagerRecorder
+from asyncllm.gpu.models.decoder import Decoder, attention_shape
+from asyncllm.gpu.ops.triton.attention import TritonAttention
+from asyncllm.gpu.ops.triton.op_set import TritonOps
+from asyncllm.gpu.weights import dummy_weights
+from asyncllm.sampling_params import SamplingParams
+from tests.driver import Driver
+from tests.static_runner import CPU, LateStream, decode_step, make_decoder, make_runner
+from tests.triton.decoder_steps import small_model
+
+KINDS = [
+    SamplingParams(temperature=0.0, seed=0),
+    SamplingParams(temperature=0.9, top_k=30, seed=4),
+    SamplingParams(temperature=1.2, top_p=0.8, seed=5),
+    SamplingParams(temperature=0.8, min_p=0.05, seed=6, logprobs=1),
+]
+SETTINGS = {"block_size": 16, "num_blocks": 30, "max_len": 96, "max_num_seqs": 8}
+
+
+def triton_decoder() -> Decoder:
+    model = small_model()
+    attention = TritonAttention(
+        attention_shape(model), torch.float32, CPU, capability=80, num_sms=16
+    )
+    decoder = Decoder(model, TritonOps(), attention, dummy_weights(model, torch.float32, CPU))
+    decoder.set_max_positions(128)
+    return decoder
+
+
+def test_tokens_are_those_of_the_plain_path() -> None:
+    """Decode steps padded to a bucket, of which the last ones need the host; blocks that
+    nobody wrote are full of NaN."""
+    plain = make_runner(make_decoder(small_model()), recorder=None, **SETTINGS)
+    stream = LateStream()
+    ahead = make_runner(
+        triton_decoder(), recorder=EagerRecorder(), stream=stream, sizes=(8,), **SETTINGS
+    )
+    decode_step(ahead).cache.tensor.fill_(torch.nan)
+    found = []
+    for runner, depth in ((plain, 1), (ahead, 2)):
+        driver = Driver(runner)
+        prompts = ([5, 6, 7], list(range(40)), [9], [250, 3])
+        seqs = [
+            driver.add(prompt, count, kind)
+            for prompt, count, kind in zip(prompts, (8, 7, 9, 3), KINDS, strict=True)
+        ]
+        driver.run(seqs, depth=depth)
+        found.append([seq.outputs for seq in seqs])
+    assert found[0] == found[1]
+    assert len({token for tokens in found[0] for token in tokens}) > 10
+    assert stream.most == 2
