@@ -130,7 +130,7 @@ def test_rope_and_cache():
     cache = torch.full((2, 6, 4, 2, 8), 9.0)
     slots = torch.tensor([23, 4, 11, 12, 9])
     op = TorchRopeAndCache(shape, q_norm, k_norm, 1e-6)
-    q, k, v = op(qkv, cos, sin, cache, slots)
+    q, k, v = op(qkv, (cos, sin), cache, slots)
     for found, wanted in ((q, expected[:, :4]), (k, expected[:, 4:6]), (v, expected[:, 6:])):
         torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-6)
     flat = cache.view(2, 24, 2, 8)

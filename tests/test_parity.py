@@ -15,9 +15,9 @@ from asyncllm.config import EngineConfig
 from asyncllm.gpu.factory import create_executor
 from asyncllm.gpu.input_batch import InputBatch
 from asyncllm.gpu.model_runner import ModelRunner
-from asyncllm.gpu.models.rope import RopeTable
 from asyncllm.gpu.ops import torch_ops
 from asyncllm.gpu.ops.torch_attention import TorchAttention
+from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.model_config import ModelConfig
 from tests.checkpoints import make_checkpoint
 from tests.driver import Driver
@@ -257,11 +257,12 @@ def test_stale_nan_in_reused_blocks_does_not_spread(load_case, tally):
 
 
 def _no_rope(monkeypatch):
-    def rows(self, positions):
-        cos = torch.ones(len(positions), 1, self.table.shape[1])
-        return cos, torch.zeros_like(cos)
+    rotary = TorchOps.rotary
 
-    monkeypatch.setattr(RopeTable, "rows", rows)
+    def unturned(self, table, positions):
+        return rotary(self, table, torch.zeros_like(positions))
+
+    monkeypatch.setattr(TorchOps, "rotary", unturned)
 
 
 def _shifted_mask(monkeypatch):

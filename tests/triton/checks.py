@@ -140,7 +140,7 @@ def check_rope_cache(
     layout: str = "layers",
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:
-    """Both ways to call it: every element of q, k, v and of the cache is looked at."""
+    """Every element of q, k, v and of the cache is looked at."""
     random = torch.Generator().manual_seed(0)
     tokens, blocks, padded = 7, 6, 2
     num_q, num_k, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
@@ -154,24 +154,18 @@ def check_rope_cache(
     slots = torch.where(torch.arange(tokens) < tokens - padded, free, 0)
     heads = merged.view(tokens, -1, dim)
     expected = _turned(heads, num_q, num_k, q_weight, k_weight, table[positions], norm=norm)
-    cos, sin = table[positions].unsqueeze(1).chunk(2, -1)
-    rows = torch.cat((cos, cos), -1).to(device), torch.cat((-sin, sin), -1).to(device)
     weights = (q_weight.to(device), k_weight.to(device)) if norm else (None, None)
     op = module.TritonRopeAndCache(shape, *weights, 1e-6)
-    for from_table in (False, True):
-        cache = make_cache(layout, blocks, block_size, num_k, dim, dtype)
-        strides = cache.stride()
-        cache = torch.empty_strided(cache.shape, strides, dtype=dtype, device=device)
-        cache.fill_(torch.nan)
-        qkv, where = merged.to(device).clone(), slots.to(device)
-        if from_table:
-            found = op.from_table(qkv, table.to(device), positions.to(device), cache, where)
-        else:
-            found = op(qkv, *rows, cache, where)
-        for part, wanted in zip(found, expected, strict=True):
-            assert_close(part, wanted, dtype)
-        assert torch.equal(found[2].cpu(), heads[:, num_q + num_k :])
-        _check_cache(cache.cpu(), slots, torch.stack([part.cpu() for part in found[1:]]), padded)
+    cache = make_cache(layout, blocks, block_size, num_k, dim, dtype)
+    strides = cache.stride()
+    cache = torch.empty_strided(cache.shape, strides, dtype=dtype, device=device)
+    cache.fill_(torch.nan)
+    rotary = table.to(device), positions.to(device)
+    found = op(merged.to(device).clone(), rotary, cache, slots.to(device))
+    for part, wanted in zip(found, expected, strict=True):
+        assert_close(part, wanted, dtype)
+    assert torch.equal(found[2].cpu(), heads[:, num_q + num_k :])
+    _check_cache(cache.cpu(), slots, torch.stack([part.cpu() for part in found[1:]]), padded)
 
 
 def _turned(

@@ -127,12 +127,9 @@ def rope(heads: int, head_dim: int, *, norms: bool) -> Callable[[int], list[Laun
     def launches(capability: int) -> list[Launch]:
         weights = (empty(head_dim), empty(head_dim)) if norms else (None, None)
         with recording(rope_cache) as found:
-            rope_cache.TritonRopeAndCache(
-                AttentionShape(heads, 8, head_dim, 0.1), *weights, 1e-6
-            ).from_table(
+            rope_cache.TritonRopeAndCache(AttentionShape(heads, 8, head_dim, 0.1), *weights, 1e-6)(
                 empty(64, (heads + 16) * head_dim),
-                empty(4096, head_dim),
-                longs(64),
+                (empty(4096, head_dim), longs(64)),
                 empty(2, 1000, 16, 8, head_dim),
                 longs(64),
             )

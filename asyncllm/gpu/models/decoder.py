@@ -126,13 +126,13 @@ class Decoder:
     ) -> Tensor:
         if self.rope is None:
             raise RuntimeError("set_max_positions has to come first")
-        cos, sin = self.rope.rows(positions)
+        rotary = self.ops.rotary(self.rope.table, positions)
         residual = F.embedding(token_ids, self.embedding)
         normed = self.layers[0].input_norm(residual)
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
             store = cache.layers[index]
-            q, k, v = layer.rope_and_cache(layer.qkv(normed), cos, sin, store, slot_mapping)
+            q, k, v = layer.rope_and_cache(layer.qkv(normed), rotary, store, slot_mapping)
             mixed = self.attention(q, k, v, store, plans[layer.window])
             if index == last and logits_indices is not None:
                 # Past the last KV write only the rows that are sampled matter.

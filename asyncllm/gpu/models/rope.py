@@ -47,8 +47,3 @@ class RopeTable:
         positions = torch.arange(max_positions, dtype=torch.float32, device="cpu")
         angles = torch.outer(positions, inverse_frequencies(rope, head_dim))
         self.table = torch.cat((angles.cos(), angles.sin()), -1).to(device, dtype)
-
-    def rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and signed sine at ``positions [T]``, each ``[T, 1, head_dim]``."""
-        cos, sin = self.table[positions].unsqueeze(1).chunk(2, -1)
-        return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)

@@ -57,13 +57,13 @@ class RopeAndCache(Protocol):
     """Norms q and k by head where the model does, rotates both, and writes k and v."""
 
     def __call__(
-        self, qkv: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, slot_mapping: Tensor
+        self, qkv: Tensor, rotary: Any, cache: Tensor, slot_mapping: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns q ``[T, Hq, D]``, k and v ``[T, Hk, D]``.
 
         Args:
             qkv: ``[T, (Hq + 2 * Hk) * D]``; may be overwritten.
-            cos, sin: ``[T, 1, D]``, the sine negated in its first half.
+            rotary: from the op set, for the step's positions.
             cache: ``[2, num_blocks, block_size, Hk, D]``, strided.
             slot_mapping: ``[T]`` int64, ``block * block_size + offset``.
         """
@@ -119,6 +119,15 @@ class OpSet(Protocol):
     def rope_and_cache(
         self, shape: AttentionShape, q_norm: Tensor | None, k_norm: Tensor | None, eps: float
     ) -> RopeAndCache: ...
+
+    def rotary(self, table: Tensor, positions: Tensor) -> Any:
+        """What the rotation in all layers needs of a step; made once per step.
+
+        Args:
+            table: ``[max_positions, D]``: cosines, then sines, of half a head each.
+            positions: ``[T]`` int64.
+        """
+        ...
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """``[T, 2 * I] -> [T, I]``: SiLU of the first half times the second."""

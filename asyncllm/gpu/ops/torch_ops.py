@@ -64,9 +64,15 @@ class TorchRopeAndCache:
             self.norm = TorchRMSNorm(weight, eps)
 
     def __call__(
-        self, qkv: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, slot_mapping: Tensor
+        self,
+        qkv: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        cache: Tensor,
+        slot_mapping: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        shape = self.shape
+        """See ``RopeAndCache``; ``rotary`` is the cosine and the sine of each token's angles,
+        ``[T, 1, D]``, the sine negated in its first half."""
+        shape, (cos, sin) = self.shape, rotary
         num_q, num_k = shape.num_heads, shape.num_kv_heads
         heads = qkv.view(qkv.shape[0], num_q + 2 * num_k, shape.head_dim)
         qk = heads[:, : num_q + num_k]
@@ -103,6 +109,10 @@ class TorchOps:
         self, shape: AttentionShape, q_norm: Tensor | None, k_norm: Tensor | None, eps: float
     ) -> RopeAndCache:
         return TorchRopeAndCache(shape, q_norm, k_norm, eps)
+
+    def rotary(self, table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = table[positions].unsqueeze(1).chunk(2, -1)
+        return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, -1)

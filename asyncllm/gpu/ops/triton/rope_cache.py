@@ -25,16 +25,14 @@ def rope_cache_kernel(
     qkv,
     q_weight,
     k_weight,
-    cos_table,
-    sin_table,
+    table,
     positions,
     k_cache,
     v_cache,
     slot_mapping,
     eps,
     stride_qkv,
-    stride_cos,
-    stride_sin,
+    stride_table,
     stride_k_block,
     stride_k_slot,
     stride_k_head,
@@ -50,7 +48,6 @@ def rope_cache_kernel(
     BLOCK_HALF: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    INDEXED: tl.constexpr,
     NORM: tl.constexpr,
 ):
     """Grid ``(tokens, blocks of HEADS)`` over the query, key and value heads in a row."""
@@ -76,9 +73,9 @@ def rope_cache_kernel(
         first = ((first * scale).to(kind).to(tl.float32) * weight).to(kind).to(tl.float32)
         weight = tl.load(weight_at + HALF, mask=in_half, other=0.0).to(tl.float32)
         second = ((second * scale).to(kind).to(tl.float32) * weight).to(kind).to(tl.float32)
-    line = tl.load(positions + token).to(tl.int64) if INDEXED else token
-    cos = tl.load(cos_table + line * stride_cos + dims, mask=dims < HALF, other=0.0)
-    sin = tl.load(sin_table + line * stride_sin + dims, mask=dims < HALF, other=0.0)
+    line = table + tl.load(positions + token).to(tl.int64) * stride_table
+    cos = tl.load(line + dims, mask=dims < HALF, other=0.0)
+    sin = tl.load(line + HALF + dims, mask=dims < HALF, other=0.0)
     cos = cos.to(tl.float32)[None, :]
     sin = sin.to(tl.float32)[None, :]
     turned_first, turned_second = rotate(first, second, cos, sin)
@@ -118,41 +115,24 @@ class TritonRopeAndCache:
         self.eps = eps
 
     def __call__(
-        self, qkv: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, slot_mapping: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See ``RopeAndCache``: rows of ``cos`` and ``sin`` are those of the tokens."""
-        half = self.shape.head_dim // 2
-        return self._launch(qkv, cos[:, 0, :half], sin[:, 0, half:], None, cache, slot_mapping)
-
-    def from_table(
-        self, qkv: Tensor, table: Tensor, positions: Tensor, cache: Tensor, slot_mapping: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The same, with the rows of the table looked up by the kernel.
-
-        Args:
-            qkv: ``[T, (Hq + 2 * Hk) * D]``, rows contiguous; q and k are overwritten.
-            table: ``[max_positions, D]``: cosines, then sines, of half a head each.
-            positions: ``[T]`` int32 or int64.
-            cache: ``[2, num_blocks, block_size, Hk, D]``, any strides.
-            slot_mapping: ``[T]``, ``block * block_size + offset``; 0, in the null block, for
-                padding.
-
-        Returns:
-            q ``[T, Hq, D]``, k and v ``[T, Hk, D]``: views of ``qkv``.
-        """
-        half = self.shape.head_dim // 2
-        return self._launch(qkv, table[:, :half], table[:, half:], positions, cache, slot_mapping)
-
-    def _launch(
         self,
         qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        positions: Tensor | None,
+        rotary: tuple[Tensor, Tensor],
         cache: Tensor,
         slot_mapping: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns q ``[T, Hq, D]``, k and v ``[T, Hk, D]``: views of ``qkv``.
+
+        Args:
+            qkv: ``[T, (Hq + 2 * Hk) * D]``, rows contiguous; q and k are overwritten.
+            rotary: the table ``[max_positions, D]``, cosines, then sines, of half a head each;
+                and the positions ``[T]`` int32 or int64.
+            cache: ``[2, num_blocks, block_size, Hk, D]``, any strides.
+            slot_mapping: ``[T]``, ``block * block_size + offset``; 0, in the null block, for
+                padding.
+        """
         shape = self.shape
+        table, positions = rotary
         num_q, num_k, half = shape.num_heads, shape.num_kv_heads, shape.head_dim // 2
         block_half = next_power_of_2(half)
         heads = max(1, TILE_ELEMENTS // block_half)
@@ -161,16 +141,14 @@ class TritonRopeAndCache:
                 qkv,
                 self.q_norm if self.q_norm is not None else qkv,
                 self.k_norm if self.k_norm is not None else qkv,
-                cos,
-                sin,
-                slot_mapping if positions is None else positions,
+                table,
+                positions,
                 cache[0],
                 cache[1],
                 slot_mapping,
                 self.eps,
                 qkv.stride(0),
-                cos.stride(0),
-                sin.stride(0),
+                table.stride(0),
                 *cache.stride()[1:],
                 *cache.stride()[1:],
                 NUM_HEADS=num_q,
@@ -180,7 +158,6 @@ class TritonRopeAndCache:
                 BLOCK_HALF=block_half,
                 HEADS=heads,
                 BLOCK_SIZE=cache.shape[2],
-                INDEXED=positions is not None,
                 NORM=self.q_norm is not None,
                 num_warps=4,
             )
