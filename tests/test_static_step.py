@@ -421,6 +421,11 @@ def test_a_step_that_needs_the_host_waits_for_the_one_before(llama: Decoder) -> 
     assert stream.most == 1
 
 
+def test_running_ahead_takes_state_on_the_device(llama: Decoder) -> None:
+    with pytest.raises(ValueError, match="needs a recorder"):
+        make_runner(llama, recorder=None, stream=LateStream())
+
+
 def test_what_fails_at_its_start_is_raised_when_it_is_collected(llama: Decoder) -> None:
     runner = make_runner(llama, recorder=EagerRecorder(), stream=LateStream())
     driver = Driver(runner)

@@ -88,8 +88,8 @@ class ModelRunner:
 
     Args:
         stream: where work is queued; None is in step with the caller.
-        recorder: makes graphs of decode steps; None keeps them, and the state between steps,
-            on the host.
+        recorder: makes graphs of decode steps; None keeps the state between steps on the
+            host, which a stream that runs ahead cannot do with.
         graph_sizes: batch sizes that get a graph.
         races: tokens are drawn by the op set's sampler even where the host draws them.
 
@@ -115,6 +115,8 @@ class ModelRunner:
         self.dtype = decoder.embedding.dtype
         self.device = decoder.embedding.device
         self._stream = InlineStream() if stream is None else stream
+        if self._stream.runs_ahead and recorder is None:
+            raise ValueError("a stream that runs ahead needs a recorder")
         with self._stream.context():
             self._state: _Device | None = self._make_state(
                 decoder, cache, recorder, graph_sizes, races or recorder is not None
