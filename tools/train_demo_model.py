@@ -22,7 +22,7 @@ _TOKENIZER_CHARACTERS = 12_000_000
 
 def build_tokenizer(seed: int, vocab: int) -> tokens.Tokenizer:
     """Train the tokenizer on text of its own."""
-    documents = corpus.documents(f"{seed}/tokenizer", _TOKENIZER_CHARACTERS, 0.5)
+    documents = corpus.documents(f"{seed}/tokenizer", _TOKENIZER_CHARACTERS)
     hidden = (*chat.SPECIAL, *chat.MARKS)
 
     def texts():
