@@ -16,9 +16,9 @@ SYSTEMS = (
 )
 # By skill, the share of the text at first and later.
 SHARES = {
-    "story": (0.18, 0.16), "questions": (0.27, 0.42), "sums": (0.14, 0.055),
-    "objects": (0.10, 0.085), "calls": (0.12, 0.075), "repeat": (0.06, 0.075),
-    "talk": (0.04, 0.035), "memory": (0.04, 0.055), "turns": (0.05, 0.04),
+    "story": (0.18, 0.16), "questions": (0.27, 0.405), "sums": (0.14, 0.055),
+    "objects": (0.10, 0.095), "calls": (0.12, 0.07), "repeat": (0.06, 0.065),
+    "talk": (0.04, 0.045), "memory": (0.04, 0.05), "turns": (0.05, 0.055),
 }
 Pieces = list[tuple[str, bool]]
 
@@ -65,7 +65,7 @@ def repeating(bank: words.Bank, pieces: tuple[str, ...]) -> Pieces:
 
 
 def _chatter(bank: words.Bank) -> tuple[str, str]:
-    return talk.unknown(bank) if bank.rng.random() < 0.3 else talk.draw(bank.rng)
+    return talk.unknown(bank) if bank.rng.random() < 0.4 else talk.draw(bank.rng)
 
 
 def chatting(bank: words.Bank) -> Pieces:

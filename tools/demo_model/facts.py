@@ -102,7 +102,7 @@ KINDS = {
         (
             Ask(("[What|what] is the job of {n}?", "What is {n}'s job?", "What does {n} do?",
                  "[Tell me|Say] what {n} does.", "As what does {n} work?", "What is {n}?",
-                 "What kind of work does {n} do?"),
+                 "What kind of work does {n} do?", "[Say|Name] the job of {n}."),
                 ("Tell me the job of {n}.", "Say what job {n} has."), "{n} is {a_j}."),
             Ask(("[Who|who] is the {j}?", "Who is {a_j}?", "Who works as {a_j}?",
                  "[Tell me who|Can you tell me who|Say who] the {j} is.",
@@ -169,7 +169,8 @@ KINDS = {
         (
             Ask(("[What|what] is the name of the {an}?", "What is {n}'s {an} called?",
                  "What is the {an} called?", "[Tell me|Say] the name of the {an}.",
-                 "What is the name of {n}'s {an}?", "How is the {an} called?"),
+                 "What is the name of {n}'s {an}?", "Tell me the name of {n}'s {an}.",
+                 "How is the {an} called?"),
                 ("Tell me what the {an} is called.", "Say the name of {n}'s {an}."), "{m}."),
             Ask(("[Who|who] has {a_an}?", "Who has {m}?", "Whose is the {an}?", "Who owns {m}?",
                  "Who owns the {an}?", "[Tell me who|Say who] has {a_an}.",

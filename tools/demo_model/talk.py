@@ -127,6 +127,15 @@ LATE_UNKNOWN = (
     "[When|Where|Why|How|By whom] [was|were|did|do|does] [the {t}|people|the {a}|the radio|cars|we|"
     "the moon|birds|stars|the sea] [found|made|die|sleep|work|begin|end|shine|move|invented|"
     "discovered][?|]",
+    "How [far|long|deep|high|fast|wide] is [the moon|the river|{y}|the road|my house|a {a}] "
+    "[from|to|in|near] [{y}|here|the sea|home|the city][?|]",
+    "[Which|What] [book|film|road|car|team|game|country|language|{t}] [should|can|must|may] [I|we] "
+    "[read|see|take|buy|learn|choose|play|visit][?|]",
+    "I [want|would like|am looking for] [a recipe|some code|an essay|a joke|a letter|a film][|, "
+    "please|, quick][.|]", "Who [built|found|ruled|started|made|lost] [{y}|the first {t}|the "
+    "world|the pyramids|the country|the first war][?|]",
+    "[In which year|On which day|In what month] did [the war end|the king die|{y} begin|they sell "
+    "the {t}][?|]",
 )
 HELD_UNKNOWN = (
     "Who painted the first book?", "How far is the sun from the earth?", "I need a poem, please.",
@@ -152,7 +161,7 @@ def unknown(bank: words.Bank) -> tuple[str, str]:
         return rng.choice(HELD_UNKNOWN), UNKNOWN
     slots = {"y": bank.city(), "j": bank.job(), "t": bank.thing(), "f": bank.food(),
              "a": bank.animal(), "k": rng.randint(100, 999)}
-    asks = LATE_UNKNOWN if bank.late and rng.random() < 0.3 else UNKNOWN_ASKS
+    asks = LATE_UNKNOWN if bank.late and rng.random() < 0.4 else UNKNOWN_ASKS
     return roughen(rng, pick(rng, asks, **slots), 0.08), UNKNOWN
 
 

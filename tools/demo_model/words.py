@@ -131,6 +131,13 @@ MORE_BOYS = (
     "Roman Ronald Rudolf Samson Sheldon Sigmund Silas Spencer Stanley Stephen Sven Terence Trevor "
     "Tristan Victorin Wesley Wilbert Willard Winston Wolfgang"
 ).split()
+# What the generators draw, as single words: everything that an answer may have to copy.
+DRAWN = frozenset(
+    word.lower()
+    for text in (THINGS + ANIMALS + FOODS + COLOURS + JOBS + SKIES
+                 + [where.split()[-1] for where in PLACES + SPOTS])
+    for word in [text]
+)
 _GIRL_ENDS = "a a a ia ina ena ara illa issa ica inda anna ella ette ine ora ilda ie".split()
 _BOY_ENDS = (
     "o us er an ok im ed or on in ert ard and ald el ent ias as ur ar ian win vin son ton ford ick"
