@@ -87,8 +87,10 @@ def main() -> None:
             _save(trainer, options.state)
     export.write_model(trainer.network, tokenizer, options.out)
     if not options.no_examine:
-        for score in examine.write_report(options.out, _trained(trainer, options)):
-            print(f"{score.skill}: {score.right} of {score.total}")
+        reports = examine.write_report(options.out, _trained(trainer, options))
+        for seed, scores in reports.items():
+            for score in scores:
+                print(f"seed {seed}: {score.skill} {score.right} of {score.total}")
 
 
 if __name__ == "__main__":
