@@ -56,8 +56,9 @@ suit the name, 60 to 150 words, an end).
 
 {short}
 
-These two draws were made once, after the weights were fixed. Other draws (seeds 11 and 12, and
-2026, 31337 and 424242 for weights before these) were looked at while the generators were written.
+These two draws were made once, after the weights were fixed. Other draws were looked at while the
+generators were written and before the weights were kept: seeds 11 to 14 for these weights and the
+trials before them, 2026, 31337 and 424242 for older ones.
 The words and wordings that are held out are the same in every draw, so the figures say how the
 model does on unfamiliar words in general only as far as those words are like others.
 
@@ -67,6 +68,9 @@ also in `eval.json`. `tests/test_demo_model.py` repeats a part of the examinatio
 ## How it was made
 
 {made}
+It was one run, whose plan was fixed before. What it changed of older weights had been tried on
+those, with some minutes more of training.
+
 All text comes from the generators in `tools/demo_model`, which were written for this model; nothing
 was downloaded. About half of the names and cities are made up by rule, so that the model learns to
 copy rather than to recall. After a quarter of the training more words are made up, some of them
@@ -81,8 +85,9 @@ child (or an animal) and is called by name.
 
 Made of templates, it knows only what they say: longer sentences, negations and other wordings
 confuse it, and two facts joined by "and" often do. It has no knowledge of the world, its stories
-follow eight plots, and it cannot take a tool of a new kind. Beyond {context} tokens it was not
-trained.
+follow eight plots, and it cannot take a tool of a new kind. A thing with an adjective, as in "a red
+kite", confuses its stories. The number pairs that are held out include 4 + 6, and it gets that one
+wrong. Beyond {context} tokens it was not trained.
 """
 _PROMPTS = (
     ("Tell me a story about Mia and a boat.", None),
