@@ -22,8 +22,8 @@ sys.path.insert(0, str(ROOT / "tools"))
 from demo_model import chat, corpus, heldout, stories, tokens, wordings, words  # noqa: E402
 
 COUNT = 100
-# More of these, since they are the ones closest to their bound.
-QUESTIONS = 200
+# More of those that are closest to their bound.
+LARGER = 200
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def generate() -> Iterator[heldout.Generate]:
 
 @pytest.mark.parametrize("skill", sorted(heldout.MAKERS))
 def test_skill(skill: str, generate: heldout.Generate) -> None:
-    count = QUESTIONS if skill.startswith("questions") else COUNT
+    count = LARGER if skill.startswith(("questions", "adding")) else COUNT
     score = heldout.score(skill, generate, count)
     print(f"seed {heldout.SEEDS[0]}: {skill} {score.right} of {score.total}")
     for prompt, wanted, said in score.misses:
