@@ -68,8 +68,8 @@ also in `eval.json`. `tests/test_demo_model.py` repeats a part of the examinatio
 ## How it was made
 
 {made}
-It was one run, whose plan was fixed before. What it changed of older weights had been tried on
-those, with some minutes more of training.
+It was one run, whose plan was fixed before. Most of what was new in its text had been tried on older
+weights with a few minutes of training; the tokenizer had not been tried.
 
 All text comes from the generators in `tools/demo_model`, which were written for this model; nothing
 was downloaded. About half of the names and cities are made up by rule, so that the model learns to
