@@ -13,26 +13,24 @@ import platform
 from pathlib import Path
 
 import torch
-from demo_model import chat, corpus, examine, export, tokens
+from demo_model import chat, corpus, examine, export, tokens, words
 from demo_model.network import Shape
 from demo_model.trainer import Plan, Trainer
 
 _TOKENIZER_CHARACTERS = 12_000_000
+_SPACED_WORDS = 450
 
 
 def build_tokenizer(seed: int, vocab: int) -> tokens.Tokenizer:
     """Train the tokenizer on text of its own."""
-    documents = corpus.documents(f"{seed}/tokenizer", _TOKENIZER_CHARACTERS, 0.5)
-    hidden = (*chat.SPECIAL, *chat.MARKS)
-
-    def texts():
-        for document in documents:
-            text = "".join(piece for piece, _ in document)
-            for mark in hidden:
-                text = text.replace(mark, "\n")
-            yield text
-
-    return tokens.train(texts(), vocab)
+    texts = []
+    for document in corpus.documents(f"{seed}/tokenizer", _TOKENIZER_CHARACTERS):
+        text = "".join(piece for piece, _ in document)
+        for mark in (*chat.SPECIAL, *chat.MARKS):
+            text = text.replace(mark, "\n")
+        texts.append(text)
+    spaced = tokens.frequent(texts, _SPACED_WORDS, words.DRAWN)
+    return tokens.train(texts, vocab, spaced)
 
 
 def _options() -> argparse.Namespace:
@@ -89,8 +87,10 @@ def main() -> None:
             _save(trainer, options.state)
     export.write_model(trainer.network, tokenizer, options.out)
     if not options.no_examine:
-        for score in examine.write_report(options.out, _trained(trainer, options)):
-            print(f"{score.skill}: {score.right} of {score.total}")
+        reports = examine.write_report(options.out, _trained(trainer, options))
+        for seed, scores in reports.items():
+            for score in scores:
+                print(f"seed {seed}: {score.skill} {score.right} of {score.total}")
 
 
 if __name__ == "__main__":

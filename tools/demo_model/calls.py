@@ -73,7 +73,7 @@ SHAPES = {
          "Timer[:|,] {k} minutes", "I need a timer for {k} minutes[.|]"),
         ("Can you set a timer for {k} minutes?", "Please start a timer of {k} minutes.")),
 }
-POLISH_ADDS = (
+LATE_ADDS = (
     "[Add|Please add|Can you add|Sum up] {a} and {b} [for me|please|now|with the tool][.|?|]",
     "[What is|How much is] {a} [+|plus] {b} [please|now|in all|together][?|.|]",
 )
@@ -196,8 +196,8 @@ def draw(bank: words.Bank, kind: str | None = None, plain: bool = False) -> Task
     slots = {"v": values[0], "a": values[0], "b": values[-1], "k": values[0],
              "sky": rng.choice(words.SKIES)}
     asks = SHAPES[kind].held if bank.held else SHAPES[kind].asks
-    if bank.polish and kind == "add" and rng.random() < 0.4:
-        asks = POLISH_ADDS
+    if bank.late and kind == "add" and rng.random() < 0.25:
+        asks = LATE_ADDS
     function = tools[offered.index(kind)]["function"]
     if not plain and rng.random() < 0.2:
         tools.insert(rng.randint(0, len(tools)), declare_other(rng))

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from . import chat
-from .heldout import Generate, Score
+from .heldout import GOAL, LOWER_GOALS, Generate, Score
+
+Reports = dict[int, list[Score]]
 
 _CARD = """\
 ---
@@ -46,12 +48,19 @@ Greedy answers, as the model gave them:
 ## What was measured
 
 Names, things, cities, number pairs and wordings of these prompts do not occur in training; greedy
-decoding, exact match (JSON and tool calls are compared as values; stories are checked for the name
-used throughout, the things asked for, one pronoun that suits the name, 60 to 150 words, an end).
+decoding through the engine in float32, exact match (JSON and tool calls are compared as values;
+stories are checked for the name used throughout, the things asked for, no pronoun that does not
+suit the name, 60 to 150 words, an end).
 
 {table}
 
 {short}
+
+These two draws were made once, after the weights were fixed. Other draws were looked at while the
+generators were written and before the weights were kept: seeds 11 to 14 for these weights and the
+trials before them, 2026, 31337 and 424242 for older ones.
+The words and wordings that are held out are the same in every draw, so the figures say how the
+model does on unfamiliar words in general only as far as those words are like others.
 
 The figures come from `python tools/train_demo_model.py`, which examines what it wrote; they are
 also in `eval.json`. `tests/test_demo_model.py` repeats a part of the examination.
@@ -59,18 +68,26 @@ also in `eval.json`. `tests/test_demo_model.py` repeats a part of the examinatio
 ## How it was made
 
 {made}
+It was one run, whose plan was fixed before. Most of what was new in its text had been tried on older
+weights with a few minutes of training; the tokenizer had not been tried.
+
 All text comes from the generators in `tools/demo_model`, which were written for this model; nothing
 was downloaded. About half of the names and cities are made up by rule, so that the model learns to
-copy rather than to recall. The text changes four times as the training goes on: stranger made-up
-words, then more questions, then twice what was still weak. The weights are the mean of those before
-and after the last of these texts (`tools/demo_model/trainer.py` has the plan).
+copy rather than to recall. After a quarter of the training more words are made up, some of them
+from the vocabulary's own pieces, and the text turns to what is hard, above all questions; the rate
+falls to nothing at the end (`tools/demo_model/trainer.py` has the plan).
+
+Nobody can tell from a name that is new to them whether its owner is a she or a he. A story says she
+or he of a hero whom the prompt calls a girl or a boy, and of thirty common names; anybody else is a
+child (or an animal) and is called by name.
 
 ## Limits
 
 Made of templates, it knows only what they say: longer sentences, negations and other wordings
 confuse it, and two facts joined by "and" often do. It has no knowledge of the world, its stories
-resemble each other, it guesses he or she from the letters of a name it does not know, and it cannot
-take a tool of a new kind. Beyond {context} tokens it was not trained.
+follow eight plots, and it cannot take a tool of a new kind. A thing with an adjective, as in "a red
+kite", confuses its stories. The number pairs that are held out include 4 + 6, and it gets that one
+wrong. Beyond {context} tokens it was not trained.
 """
 _PROMPTS = (
     ("Tell me a story about Mia and a boat.", None),
@@ -100,28 +117,38 @@ def examples(generate: Generate) -> str:
     return "\n\n".join(parts)
 
 
-def table(scores: list[Score]) -> str:
+def table(reports: Reports) -> str:
     """The scores as a Markdown table."""
-    lines = ["| skill | right |", "| --- | --- |"]
-    lines += [f"| {score.skill} | {score.right} of {score.total} |" for score in scores]
+    lines = [
+        "| skill | " + " | ".join(f"seed {seed}" for seed in reports) + " |",
+        "| --- |" + " --- |" * len(reports),
+    ]
+    for scores in zip(*reports.values(), strict=True):
+        figures = " | ".join(f"{score.right} of {score.total}" for score in scores)
+        lines.append(f"| {scores[0].skill} | {figures} |")
     return "\n".join(lines)
 
 
-def short_of(scores: list[Score]) -> str:
-    """Which skills fell short of nine in ten."""
-    weak = [f"{score.skill} ({score.rate:.0%})" for score in scores if score.rate < 0.9]
+def short_of(reports: Reports) -> str:
+    """Which skills fell short of their goal, in which draw."""
+    weak = [
+        f"{score.skill} ({score.rate:.1%}, seed {seed})"
+        for seed, scores in reports.items() for score in scores
+        if score.rate < LOWER_GOALS.get(score.skill, GOAL)
+    ]
+    goal = "nine in ten (questions over three facts: eight in ten)"
     if not weak:
-        return "Every skill reached nine in ten."
-    return "Short of nine in ten fell: " + ", ".join(weak) + "."
+        return f"Every skill reached {goal} in both draws."
+    return f"Short of {goal} fell: " + ", ".join(weak) + "."
 
 
-def write(folder: Path, config: dict, made: str, scores: list[Score], generate: Generate) -> None:
+def write(folder: Path, config: dict, made: str, reports: Reports, shown: str) -> None:
     """Write the card beside the weights."""
     size = (folder / "model.safetensors").stat().st_size
     text = _CARD.format(
         parameters=size / 2e6, size=size / 1e6, layers=config["num_hidden_layers"],
         hidden=config["hidden_size"], vocab=config["vocab_size"],
-        context=config["max_position_embeddings"], examples=examples(generate),
-        table=table(scores), short=short_of(scores), made=made,
+        context=config["max_position_embeddings"], examples=shown,
+        table=table(reports), short=short_of(reports), made=made,
     )
     (folder / "README.md").write_text(text, encoding="utf-8")

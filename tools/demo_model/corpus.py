@@ -14,27 +14,11 @@ SYSTEMS = (
     "You are a helpful, honest assistant.", "Be brief.", "You answer questions.",
     "You are a careful assistant that gives short answers.",
 )
+# By skill, the share of the text at first and later.
 SHARES = {
-    # skill: (share at the start, share at the end) of the text
-    "story": (0.19, 0.14), "questions": (0.26, 0.30), "sums": (0.15, 0.08), "objects": (0.10, 0.08),
-    "calls": (0.12, 0.14), "repeat": (0.06, 0.07), "talk": (0.04, 0.06), "memory": (0.04, 0.05),
-    "turns": (0.05, 0.09),
-}
-LATE_SHARES = {
-    "story": 0.18, "questions": 0.36, "sums": 0.10, "objects": 0.09, "calls": 0.10, "repeat": 0.06,
-    "talk": 0.04, "memory": 0.05, "turns": 0.05,
-}
-LAST_SHARES = {
-    "story": 0.16, "questions": 0.46, "sums": 0.06, "objects": 0.08, "calls": 0.08, "repeat": 0.05,
-    "talk": 0.05, "memory": 0.04, "turns": 0.04,
-}
-POLISH_SHARES = {
-    "story": 0.25, "questions": 0.33, "sums": 0.05, "objects": 0.08, "calls": 0.09, "repeat": 0.13,
-    "talk": 0.02, "memory": 0.02, "turns": 0.06,
-}
-FINISH_SHARES = {
-    "story": 0.23, "questions": 0.28, "sums": 0.04, "objects": 0.07, "calls": 0.07, "repeat": 0.21,
-    "talk": 0.02, "memory": 0.02, "turns": 0.06,
+    "story": (0.18, 0.16), "questions": (0.27, 0.405), "sums": (0.14, 0.055),
+    "objects": (0.10, 0.095), "calls": (0.12, 0.07), "repeat": (0.06, 0.065),
+    "talk": (0.04, 0.045), "memory": (0.04, 0.05), "turns": (0.05, 0.055),
 }
 Pieces = list[tuple[str, bool]]
 
@@ -61,23 +45,14 @@ def _dialogue(bank: words.Bank, turns: list[tuple[str, str]]) -> Pieces:
     return chat.segments(_messages(bank, turns))
 
 
-def _story(bank: words.Bank) -> tuple[str, str]:
-    cast = stories.draw_cast(bank)
-    return stories.request(bank.rng, cast), stories.tell(bank.rng, cast)
-
-
-def _beginning(bank: words.Bank) -> tuple[str, str]:
-    if bank.finish:
-        cast = stories.draw_cast(bank)
-        return stories.request_beginning(bank.rng, cast), stories.begin_fully(bank.rng, cast)
-    cast = stories.draw_cast(bank, ("hero",))
-    return stories.request_beginning(bank.rng, cast), stories.begin(bank.rng, cast)
+def _story(bank: words.Bank, beginning: bool = False) -> tuple[str, str]:
+    return stories.turn(bank.rng, stories.draw_cast(bank), beginning)
 
 
 def story(bank: words.Bank) -> Pieces:
     """A story on request, a bare one, or the beginnings of some."""
     if bank.late and bank.rng.random() < 0.4:
-        return _dialogue(bank, [_beginning(bank) for _ in range(bank.rng.randint(2, 4))])
+        return _dialogue(bank, [_story(bank, True) for _ in range(bank.rng.randint(2, 4))])
     if bank.rng.random() < 0.1:
         return [(_story(bank)[1] + chat.STOP, True)]
     return _dialogue(bank, [_story(bank)])
@@ -85,14 +60,12 @@ def story(bank: words.Bank) -> Pieces:
 
 def repeating(bank: words.Bank, pieces: tuple[str, ...]) -> Pieces:
     """One to three requests to repeat words."""
-    count = bank.rng.choice((1, 2, 3, 4) if bank.late else (1, 1, 2, 3))
-    if bank.finish:
-        count = bank.rng.choice((1, 1, 3, 4, 6, 8))
+    count = bank.rng.choice((1, 1, 2, 3, 4, 6) if bank.late else (1, 1, 2, 3))
     return _dialogue(bank, [talk.repeat(bank, pieces) for _ in range(count)])
 
 
 def _chatter(bank: words.Bank) -> tuple[str, str]:
-    return talk.unknown(bank) if bank.rng.random() < 0.3 else talk.draw(bank.rng)
+    return talk.unknown(bank) if bank.rng.random() < 0.4 else talk.draw(bank.rng)
 
 
 def chatting(bank: words.Bank) -> Pieces:
@@ -221,22 +194,11 @@ def document(bank: words.Bank, skill: str, pieces: tuple[str, ...]) -> Pieces:
 
 
 def documents(
-    seed: str,
-    characters: int,
-    progress: float,
-    pieces: tuple[str, ...] = (),
-    late: bool = False,
-    last: bool = False,
-    polish: bool = False,
-    finish: bool = False,
+    seed: str, characters: int, pieces: tuple[str, ...] = (), late: bool = False
 ) -> Iterator[Pieces]:
-    """Documents of about ``characters`` in all, in the shares of this point of the training."""
-    bank = words.Bank(random.Random(seed), late=late, polish=polish, finish=finish)
-    shares = {skill: a + (b - a) * progress for skill, (a, b) in SHARES.items()}
-    if late:
-        shares = LAST_SHARES if last else LATE_SHARES
-    if polish:
-        shares = FINISH_SHARES if finish else POLISH_SHARES
+    """Documents of about ``characters`` in all, in the shares of this part of the training."""
+    bank = words.Bank(random.Random(seed), late=late, pieces=pieces)
+    shares = {skill: share[late] for skill, share in SHARES.items()}
     spent = dict.fromkeys(shares, 0.0)
     total = 0
     while total < characters:

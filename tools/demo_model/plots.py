@@ -1,4 +1,8 @@
-"""Sentences of the stories, plot by plot; every line is one sentence in a few wordings."""
+"""Sentences of the stories, plot by plot; every line is one sentence in a few wordings.
+
+Nobody can tell from a name that is new to them whether its owner is a she or a he. So {he} and
+{He} stand only where the name reads as well, and {his} and {him} stand nowhere.
+"""
 
 from __future__ import annotations
 
@@ -28,23 +32,23 @@ _LOST = (
 _FOUND = (
     "One [sunny|windy|cold|bright|quiet] [morning|day|afternoon], {H} found {a_t} {at_p}.",
     "\"[Whose {t} is this|Who lost this {t}|Where does this {t} come from]?\" {he} [asked|said].",
-    "{H} [liked it very much|wanted to keep it|thought it was lovely], but {he} knew that "
-    "[someone must miss it|it was not {his}|it belonged to someone].",
+    "{H} [liked it very much|wanted to keep it|thought it was lovely], but [somebody had lost it|"
+    "it belonged to somebody else|somebody had to be sad without it].",
     "So {he} [picked it up|took it|held it tight] and went to [find the owner|ask everyone].",
-    "[Soon|After a while|At noon] {he} met {a_pal}, who looked very [sad|worried|tired].",
+    "[Soon|After a while|At noon] {a_pal} came along, looking very [sad|worried|tired].",
     "\"I lost my {t},\" said {pal}. \"I have looked [for it all day|for it everywhere].\"",
-    "\"[Is this it|Is this your {t}|Look what I found]!\" said {H} and held it up.",
+    "\"[Is this it?|Is this your {t}?|Look what I found!]\" said {H} and held it up.",
     "{Pal} [was so happy|could not believe it|smiled from ear to ear] and said, \"[Thank you|You "
     "are very kind|You are a true friend], {H}!\"",
     "From that day on, {H} and {pal} [were best friends|met {at_p} every day|played together "
     "every day].",
 )
 _BROKEN = (
-    "{H} liked to play {at_p} with {his} [new|old|favourite] {t}.",
-    "One day the {t} [fell down|hit a stone|slipped from {his} hand] and broke in two.",
-    "\"Oh no!\" [cried|said] {H}. \"[My {t} is broken|Now it is broken|What can I do now]!\"",
-    "{H} [tried to fix it|tried again and again|worked for an hour], but {he} could not do it "
-    "alone.",
+    "{H} [had {a_t} and liked to play with it {at_p}|liked to play with {a_t} {at_p}].",
+    "One day the {t} [fell down|hit a stone|slipped and fell] and broke in two.",
+    "\"Oh no!\" [cried|said] {H}. \"[My {t} is broken!|Now it is broken!|What can I do now?]\"",
+    "{H} [tried to fix it|tried again and again|worked for an hour], but [it was too hard|the "
+    "parts did not hold|nothing helped].",
     "{Pal} [heard the noise|saw it|was near] and came to [look|help|see].",
     "\"[I can help you|Let me help|I know what to do],\" said {pal}. \"We need [some glue|some "
     "string|a little time].\"",
@@ -56,10 +60,10 @@ _BROKEN = (
     "{pal_call}!\"",
 )
 _SHARE = (
-    "{H} got {a_t} [for {his} birthday|from {his} grandmother|from {his} aunt] and was very "
+    "{H} got {a_t} [as a birthday present|from a kind uncle|from an old aunt] and was very "
     "[proud|happy].",
     "{He} took the {t} to {p} and [played with it|showed it to everyone|would not put it down].",
-    "There {he} met {a_pal}, who had [nothing to play with|never seen such a thing|been alone "
+    "{a_pal} was there, too, and had [nothing to play with|never seen such a thing|been alone "
     "all day].",
     "\"[May I try it|Can I play too|May I hold the {t}]?\" asked {pal}.",
     "\"No, it is mine,\" said {H} and [turned away|walked off|held it tight].",
@@ -73,13 +77,12 @@ _SHARE = (
     "than {a_t}].",
 )
 _BRAVE = (
-    "{H} wanted to [go to|visit|see] {p}, but {he} was afraid [of the dark|of the noise|to go "
-    "alone].",
-    "\"Take this {t},\" said {his} [mother|father|grandfather]. \"It will [help you|make you "
+    "{H} wanted to [go to|visit|see] {p}, but was afraid [of the dark|of the noise|to go alone].",
+    "\"Take this {t},\" said [an old man|an old woman|a neighbour]. \"It will [help you|make you "
     "brave|bring you luck].\"",
-    "So {H} took the {t} and [went out of the door|went on {his} way|started to walk].",
-    "[On the way|Half way there|Near a big tree] {he} heard a [strange|small|loud] sound.",
-    "{His} heart beat fast, but {he} held the {t} and [did not run away|went on|looked around].",
+    "So {he} took the {t} and [went out of the door|set off|started to walk].",
+    "[On the way|After a mile|Near a big tree] there was a [strange|small|loud] sound.",
+    "{H} held the {t} tight and [did not run away|went on|looked around].",
     "It was only {a_pal} who was [lost|stuck in the mud|afraid, too].",
     "\"[Do not be afraid|I will help you|You are safe now],\" said {H}. \"[Come with me|We can go "
     "together].\"",
@@ -91,7 +94,7 @@ _STORM = (
     "rain|a big storm came].",
     "\"[Look at the sky|We must go home|Hurry],\" said {H}. \"It is going to [rain hard|get "
     "cold].\"",
-    "But the wind was so strong that it [took|blew away] the {t} that {H} had with {him}.",
+    "But the wind was so strong that it [took|blew away] the {t} that {H} [had|carried|held].",
     "\"My {t}!\" cried {H} and ran after it.",
     "{Pal} [ran faster|was very quick|did not wait] and caught the {t} just in time.",
     "They hid [under a big tree|in a little house|under a bridge] and waited [for the sun|until "
@@ -102,21 +105,20 @@ _STORM = (
 )
 _MAKE = (
     "{H} wanted to make {a_t} for {a_pal}, because it was [a special day|{pal_poss} birthday].",
-    "{He} went to {p} to look for [wood and paper|everything {he} needed|the right parts].",
+    "{He} went to {p} to look for [wood and paper|glue and string|the right parts].",
     "{H} worked [all day|all morning|for many hours] and did not stop to [rest|play|eat].",
     "The first {t} was too [small|big|soft], and the second one fell apart.",
-    "\"I will try once more,\" said {H}, and {he} [took a deep breath|started again|counted to "
-    "three].",
+    "\"I will try once more,\" said {H} and [took a deep breath|started again|counted to three].",
     "The third {t} was [perfect|just right|the best of all].",
     "[In the evening|At last|Then] {H} gave it to {pal} and said, \"[This is for you|I made this "
     "for you|Look what I made].\"",
     "\"[What a wonderful {t}|I love it|It is beautiful]!\" said {pal}. \"[Thank you|You are so "
     "kind], {H}.\"",
-    "{H} was [tired but happy|glad that {he} did not give up|very proud].",
+    "{H} was [tired but happy|glad and proud|very proud].",
 )
 _TRADE = (
     "{H} was [very hungry|on a long walk|looking for something new] {at_p} and had only {a_t}.",
-    "There {he} saw {a_pal} with [a basket of apples|a big cake|warm bread].",
+    "Then {a_pal} came along with [a basket of apples|a big cake|warm bread].",
     "\"[Hello|Good day|Good morning],\" said {H}. \"[That smells good|That looks nice]. I have "
     "nothing but this {t}.\"",
     "{Pal} looked at the {t} for a long time and [smiled|nodded|thought].",
@@ -134,5 +136,6 @@ ENDINGS = (
     "[That night|In the evening], {H} [slept well|fell asleep with a smile|dreamed of {p}].",
     "And {H} [never forgot that day|was happy ever after|always remembered it].",
     "It was the best day [of the year|{H} ever had].",
-    "{H} [went home|walked home] and told {his} [mother|father|family] [about it|everything].",
+    "{H} [went home|walked home] and told [everyone at home|the whole family] [about it|"
+    "everything].",
 )

@@ -68,7 +68,7 @@ def draw_passage(bank: words.Bank, count: int) -> Passage:
         used |= values
         told = rng.choice(facts.KINDS[kind].tells)
         sentence = say(rng, told, **slots)
-        if bank.finish and sentences and rng.random() < 0.4 and " and " not in sentences[-1]:
+        if bank.late and sentences and rng.random() < 0.2 and " and " not in sentences[-1]:
             if not told.startswith(("{n}", "{m}", "I ")):
                 sentence = sentence[0].lower() + sentence[1:]
             sentences[-1] += rng.choice((" and ", " and ", " and ", ", and ", ", but "))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import re
-from dataclasses import dataclass
+import string
+from dataclasses import dataclass, replace
 
 from . import plots, words
 from .phrase import pick, say, upper_first
@@ -12,7 +13,10 @@ from .phrase import pick, say, upper_first
 
 @dataclass(frozen=True)
 class Cast:
-    """Who and what a story is about; ``told`` are the parts its request names."""
+    """Who and what a story is about; ``told`` are the parts its request names.
+
+    The story says she or he of a hero whose ``kind`` is girl or boy, and the name of any other.
+    """
 
     hero: words.Name
     kind: str
@@ -25,17 +29,10 @@ class Cast:
 
 _TOLD = (
     (), ("hero",), ("hero",), ("hero", "thing"), ("hero", "thing"), ("hero", "thing"),
-    ("hero", "pal"), ("hero", "place"), ("thing",), ("kind",), ("kind", "hero"),
-    ("hero", "thing", "place"), ("hero", "pal", "thing"), ("kind", "thing"), ("kind", "pal"),
-)
-_HARD = (
-    ("hero", "pal"), ("hero", "pal"), ("hero", "pal", "thing"), ("hero", "place"),
-    ("hero", "thing", "place"), ("kind", "hero"), ("hero",),
-)
-_FINISH = (
-    ("hero",), ("hero",), ("kind", "hero"), ("kind", "hero"), ("hero", "thing"), ("hero", "thing"),
-    ("hero", "thing", "place"), ("hero", "place"), ("hero", "pal"), ("hero", "pal"), ("thing",),
-    (), ("hero", "pal", "thing"), ("kind", "thing"),
+    ("hero", "pal"), ("hero", "pal"), ("hero", "pal"), ("hero", "place"), ("hero", "place"),
+    ("thing",), ("thing",), ("kind",), ("kind", "hero"), ("kind", "hero"), ("kind", "hero"),
+    ("hero", "thing", "place"), ("hero", "thing", "place"), ("hero", "pal", "thing"),
+    ("kind", "thing"), ("kind", "pal"),
 )
 TRAIN_ASKS = (
     "[Tell me|Write|Make up|Give me|Write me|Tell|Please tell me|Please write|Can you tell me|"
@@ -47,6 +44,8 @@ TRAIN_ASKS = (
     "[|short |little |nice ]story{about}[.|?|]",
     "[Tell me another|Another|One more|Now tell me a] [story|short story]{about}[.|, please.|]",
     "[Please tell|Tell] [me |us |]something{about}[.|]",
+    "[Tell|Write|Make up|tell|write|make up] a [|short |little |nice |new ][story|tale]{about} "
+    "[for us|for my son|for the children|tonight|now|if you can|before I sleep][.|, please.|]",
 )
 HELD_ASKS = (
     "Please give us a nice tale{about}.",
@@ -75,41 +74,48 @@ _ABOUT = {
 def draw_cast(bank: words.Bank, told: tuple[str, ...] | None = None) -> Cast:
     """Choose hero, thing, place and friend; ``told`` says which of them the request names."""
     rng = bank.rng
-    if told is None:
-        if bank.finish:
-            told = rng.choice(_FINISH)
-        else:
-            told = rng.choice(_HARD if bank.polish and rng.random() < 0.5 else _TOLD)
+    told = rng.choice(_TOLD) if told is None else told
     hero, friend = bank.names(2)
     kind = "girl" if hero.girl else "boy"
     if "kind" in told or (not told and rng.random() < 0.2):
-        kind = bank.animal() if told or not bank.late else rng.choice(words.ANIMALS)
+        kind = bank.animal()
     pal_named = rng.random() < 0.35
-    if bank.late:
-        hero = hero if "hero" in told else bank.name(0)
-        friend = friend if "pal" in told else bank.name(0)
-        while friend.text == hero.text:
-            friend = bank.name(0)
-        if kind in ("girl", "boy"):
-            kind = "girl" if hero.girl else "boy"
-    known = bank.late and "pal" not in told
-    pal = friend.text if pal_named else rng.choice(words.ANIMALS) if known else bank.animal()
+    pal = friend.text if pal_named else bank.animal()
     while pal == kind:
         pal = bank.animal()
-    # Only what the request names can be unknown: the rest is the model's own choice.
     thing = bank.thing(0.3) if "thing" in told else rng.choice(words.THINGS)
     place = rng.choice(words.PLACES) if "place" not in told else bank.place()
-    return Cast(hero, kind, thing, place, pal, pal_named, told)
+    cast = Cast(hero, kind, thing, place, pal, pal_named, told)
+    return cast if bank.held else _familiar(bank, cast)
+
+
+def _familiar(bank: words.Bank, cast: Cast) -> Cast:
+    # Only what the request names can be unknown: the rest is the model's own choice, and it
+    # chooses what it can spell.
+    rng = bank.rng
+    if "hero" not in cast.told or rng.random() < 0.3:
+        hero = bank.common_name()
+        person = "girl" if hero.girl else "boy"
+        kind = person if cast.kind in ("girl", "boy") else cast.kind
+        cast = replace(cast, hero=hero, kind=kind)
+    if "kind" not in cast.told and cast.kind not in ("girl", "boy"):
+        cast = replace(cast, kind=rng.choice(words.ANIMALS))
+    if "pal" not in cast.told:
+        cast = replace(cast, pal=bank.common_name().text if cast.pal_named else
+                       rng.choice(words.ANIMALS))
+    while cast.pal in (cast.kind, cast.hero.text):
+        cast = replace(cast, pal=rng.choice(words.ANIMALS), pal_named=False)
+    return cast
 
 
 def _slots(cast: Cast) -> dict[str, str]:
     girl = cast.hero.girl
     named = cast.pal_named
+    called = cast.kind not in ("girl", "boy")
+    he = cast.hero.text if called else "she" if girl else "he"
     return {
         "H": cast.hero.text, "kind": cast.kind, "a_kind": words.article(cast.kind),
-        "he": "she" if girl else "he", "He": "She" if girl else "He",
-        "his": "her" if girl else "his", "His": "Her" if girl else "His",
-        "him": "her" if girl else "him",
+        "he": he, "He": upper_first(he), "his": "the" if called else "her" if girl else "his",
         "t": cast.thing, "a_t": words.article(cast.thing),
         "at_p": cast.place, "p": cast.place.split(" ", 1)[1],
         "pal": cast.pal if named else f"the {cast.pal}",
@@ -127,34 +133,41 @@ def request(rng: random.Random, cast: Cast, held: bool = False) -> str:
     return text if held or rng.random() > 0.25 else text[0].lower() + text[1:]
 
 
-def request_beginning(rng: random.Random, cast: Cast) -> str:
-    """A wording that asks for no more than the first sentences."""
-    about = say(rng, _ABOUT[cast.told], **_slots(cast))
-    asked = "[Start|Begin|Write the beginning of|Give me the start of] a story{about}[.|]"
-    return say(rng, asked, about=about)
+def turn(rng: random.Random, cast: Cast, beginning: bool = False) -> tuple[str, str]:
+    """A request and the story of this cast, or no more than its first sentences."""
+    about = say(rng, _ABOUT[cast.told])
+    if "hero" in cast.told and cast.kind in ("girl", "boy"):
+        common = cast.hero.text in words.COMMON_GIRLS + words.COMMON_BOYS
+        told = "{kind}" in about or "{his}" in about
+        if rng.random() < 0.15 or not (common or told):
+            cast = replace(cast, kind="child")
+    about = about.format(**_slots(cast))
+    if beginning:
+        asked = "[Start|Begin|Write the beginning of|Give me the start of] a story{about}[.|]"
+        return say(rng, asked, about=about), begin(rng, cast)
+    asked = pick(rng, TRAIN_ASKS, about=about)
+    return asked if rng.random() > 0.25 else asked[0].lower() + asked[1:], tell(rng, cast)
+
+
+def _plot(rng: random.Random, cast: Cast) -> tuple[str, ...]:
+    # Left to chance alone, the likeliest plot would be everybody's; so the name has a say in it.
+    if rng.random() < 0.4:
+        return rng.choice(plots.PLOTS)
+    letter = string.ascii_lowercase.index(cast.hero.text[0].lower())
+    return plots.PLOTS[letter % len(plots.PLOTS)]
 
 
 def begin(rng: random.Random, cast: Cast) -> str:
-    """The first two sentences of a story about this cast."""
+    """The first sentences, as far as what the request names has come up."""
     slots = _slots(cast)
-    lines = [pick(rng, plots.OPENINGS, **slots), say(rng, rng.choice(plots.PLOTS)[0], **slots)]
-    return " ".join(upper_first(line) for line in lines)
-
-
-def begin_fully(rng: random.Random, cast: Cast) -> str:
-    """The first sentences, as far as he or she and what the request names have come up."""
-    slots = _slots(cast)
-    wanted = [r"\{(he|He|his|His|him)\}"]
-    wanted += [r"\{(a_t|t)\}"] if "thing" in cast.told else []
+    wanted = [r"\{(a_t|t)\}"] if "thing" in cast.told else []
     wanted += [r"\{(pal|Pal|a_pal)\}"] if "pal" in cast.told else []
-
-    def needed(plot: tuple[str, ...]) -> int:
-        return max(next(at for at, line in enumerate(plot) if re.search(one, line))
-                   for one in wanted) + 1
-
-    plot = min((rng.choice(plots.PLOTS) for _ in range(2)), key=needed)
+    wanted += [r"\{(at_p|p)\}"] if "place" in cast.told else []
+    plot = _plot(rng, cast)
+    needed = max((next(at for at, line in enumerate(plot) if re.search(one, line))
+                  for one in wanted), default=1) + 1
     lines = [pick(rng, plots.OPENINGS, **slots)]
-    lines += [say(rng, line, **slots) for line in plot[: needed(plot)]]
+    lines += [say(rng, line, **slots) for line in plot[:needed]]
     return " ".join(upper_first(line) for line in lines)
 
 
@@ -163,7 +176,7 @@ def tell(rng: random.Random, cast: Cast) -> str:
     slots = _slots(cast)
     while True:
         lines = [pick(rng, plots.OPENINGS, **slots)]
-        lines += [say(rng, line, **slots) for line in rng.choice(plots.PLOTS)]
+        lines += [say(rng, line, **slots) for line in _plot(rng, cast)]
         lines.append(pick(rng, plots.ENDINGS, **slots))
         text = " ".join(upper_first(line) for line in lines)
         if 64 <= len(text.split()) <= 146:

@@ -85,7 +85,7 @@ def conversation(bank: words.Bank) -> list[tuple[str, str]]:
             a, b = draw_big(rng, False)
         else:
             a, b = draw_pair(rng, 20 if kind < 0.42 else LIMIT, False)
-        if bank.polish and rng.random() < 0.1:
+        if bank.late and rng.random() < 0.1:
             a, b = a % 21, 0
             if held_pair(a, b):
                 continue

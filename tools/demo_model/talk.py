@@ -127,6 +127,15 @@ LATE_UNKNOWN = (
     "[When|Where|Why|How|By whom] [was|were|did|do|does] [the {t}|people|the {a}|the radio|cars|we|"
     "the moon|birds|stars|the sea] [found|made|die|sleep|work|begin|end|shine|move|invented|"
     "discovered][?|]",
+    "How [far|long|deep|high|fast|wide] is [the moon|the river|{y}|the road|my house|a {a}] "
+    "[from|to|in|near] [{y}|here|the sea|home|the city][?|]",
+    "[Which|What] [book|film|road|car|team|game|country|language|{t}] [should|can|must|may] [I|we] "
+    "[read|see|take|buy|learn|choose|play|visit][?|]",
+    "I [want|would like|am looking for] [a recipe|some code|an essay|a joke|a letter|a film][|, "
+    "please|, quick][.|]", "Who [built|found|ruled|started|made|lost] [{y}|the first {t}|the "
+    "world|the pyramids|the country|the first war][?|]",
+    "[In which year|On which day|In what month] did [the war end|the king die|{y} begin|they sell "
+    "the {t}][?|]",
 )
 HELD_UNKNOWN = (
     "Who painted the first book?", "How far is the sun from the earth?", "I need a poem, please.",
@@ -152,7 +161,7 @@ def unknown(bank: words.Bank) -> tuple[str, str]:
         return rng.choice(HELD_UNKNOWN), UNKNOWN
     slots = {"y": bank.city(), "j": bank.job(), "t": bank.thing(), "f": bank.food(),
              "a": bank.animal(), "k": rng.randint(100, 999)}
-    asks = LATE_UNKNOWN if bank.late and rng.random() < 0.3 else UNKNOWN_ASKS
+    asks = LATE_UNKNOWN if bank.late and rng.random() < 0.4 else UNKNOWN_ASKS
     return roughen(rng, pick(rng, asks, **slots), 0.08), UNKNOWN
 
 
@@ -166,7 +175,7 @@ REPEAT_ASKS = (
     "[I say|I will say] {w}. [Repeat it|Say it again|Now you].", "{w}\n[Repeat that|Say that again|"
     "Repeat it|Repeat].",
 )
-FINISH_REPEAT = (
+LATE_REPEAT = (
     "[Repeat|Echo|Copy|Write|Speak] [these words|the words|this word|this text|the next words|the "
     "line|what follows|all of this] after me: {w}",
     "Say [the words|this word|the word|this text|what follows|all this|it] after me: {w}",
@@ -195,7 +204,7 @@ HELD_REPEAT = (
 def _repeat_word(bank: words.Bank, pieces: tuple[str, ...]) -> str:
     rng = bank.rng
     kind = rng.random()
-    if bank.finish and kind < 0.66:
+    if bank.late and kind < 0.6:
         # Half of these are whole words, half are spelt from pieces.
         kind = rng.choice((0.1, 0.3, 0.3, 0.6, 0.6, 0.9, 0.9))
     if bank.held:
@@ -225,17 +234,15 @@ def repeat(bank: words.Bank, pieces: tuple[str, ...] = ()) -> tuple[str, str]:
     rng = bank.rng
     # The first word is the hard one, as it loses its space: short requests have more of those.
     if bank.late:
-        count = rng.choice((1, 1, 2, 2, 3, 3, 4, 6))
+        count = rng.choice((1, 1, 1, 2, 2, 2, 3, 3, 4, 6))
     else:
         count = rng.randint(1, 4) if bank.held else rng.randint(1, 8)
-    if bank.finish:
-        count = rng.choice((1, 1, 1, 1, 2, 2, 2, 3, 4))
     text = " ".join(_repeat_word(bank, pieces) for _ in range(count))
     if not bank.held and rng.random() < 0.12:
         text = text[0].upper() + text[1:] + rng.choice(".!?")
         return f"{rng.choice(('Repeat', 'Say', 'Echo'))}: {text}", text
-    if bank.finish and rng.random() < 0.8:
-        return say(rng, rng.choice(FINISH_REPEAT)).format(w=text), text
+    if bank.late and rng.random() < 0.6:
+        return say(rng, rng.choice(LATE_REPEAT)).format(w=text), text
     return say(rng, rng.choice(HELD_REPEAT if bank.held else REPEAT_ASKS)).format(w=text), text
 
 
@@ -272,27 +279,38 @@ MEMORIES = {
     "city": Memory(
         ("I [live in|am from|come from|moved to|have a home in] {v}[.|]",
          "My [city|town|home] is {v}[.|]",
-         "My home is in {v}[.|]"),
+         "My home is in {v}[.|]", "[My house is in|I was born in|I stay in|The city I live in is|"
+         "The town I come from is] {v}[.|]"),
         "{v} sounds nice.",
         ("[Where do I live|where do I live|Where am I from|In which city do I live|What is my city]"
-         "[?|]", "[Do you know|Do you remember|Tell me] where I live[?|]"),
+         "[?|]", "[Do you know|Do you remember|Tell me] where I live[?|]",
+         "[Do you still know|Can you say|Please say|Please tell me|Say] [where I live|what my city "
+         "is|where I am from][?|.|]"),
         ("My home city is {v}.",), ("Can you tell me where I live?",),
         "You live in {v}.", "You have not told me where you live."),
     "food": Memory(
         ("I [like|love|eat|enjoy] {v}[.|]", "My favourite food is {v}[.|]",
-         "I like to eat {v}[.|]"),
+         "I like to eat {v}[.|]", "I [really like|really love|often eat] {v}[.|]",
+         "[The dish I like|The meal I love|My favourite dish] is {v}[.|]"),
         "I hear that {v} is good.",
         ("[What do I like|What is my favourite food|What do I like to eat|What food do I like][?|]",
-         "[Do you know|Do you remember|Tell me] what I like[?|]"),
+         "[Do you know|Do you remember|Tell me] what I like[?|]",
+         "[Can you tell me|Please tell me|Please say|Do you still know] what I [like|eat|love]"
+         "[?|.|]", "[Can you tell me|Do you know|Can you say] my favourite [food|dish][?|]",
+         "[Please say|Do you remember|Can you tell me] what I like to eat[?|.|]"),
         ("The food I like is {v}.",), ("Can you say what I like to eat?",),
         "You like {v}.", "You have not told me what you like."),
     "colour": Memory(
         ("My favourite [colour|color] is {v}[.|]", "The [colour|color] I like is {v}[.|]",
-         "My [colour|color] is {v}[.|]"),
+         "My [colour|color] is {v}[.|]", "I [like|prefer|really like] the [colour|color] {v}[.|]",
+         "{v} is [my favourite|the best] [colour|color][.|]"),
         "That is a nice colour.",
         ("[What is|What's|Tell me] my favourite [colour|color][?|]",
          "Which [colour|color] do I like"
-         "[?|]", "[Do you know|Do you remember] my favourite [colour|color][?|]"),
+         "[?|]", "[Do you know|Do you remember] my favourite [colour|color][?|]",
+         "[Can you say|Please say|Please tell me|Do you still know|Say] my favourite "
+         "[colour|color][?|.|]", "[Do you know|Can you tell me|Can you say|Please say] "
+         "[which|what] [colour|color] I like[| best][?|.|]"),
         ("I love the colour {v}.",), ("Can you tell me my favourite colour?",),
         "Your favourite colour is {v}.", "You have not told me your favourite colour."),
 }
@@ -300,7 +318,7 @@ MEMORIES = {
 
 def remember(bank: words.Bank, about: str | None = None) -> tuple[Memory, str]:
     """What a person tells about themselves: the kind of memory and the value."""
-    about = bank.rng.choice(("name",) * 4 + ("city", "food", "colour")) if about is None else about
+    about = bank.rng.choice(("name",) * 3 + ("city", "food", "colour")) if about is None else about
     draw_one = {"name": lambda: bank.name().text, "city": bank.city, "food": bank.food,
                 "colour": bank.colour}
     value = draw_one[about]()

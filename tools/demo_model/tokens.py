@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import tokenizers
@@ -12,16 +13,27 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from . import chat
 
 VERSION = tokenizers.__version__
-# A name has the same pieces in prose and in JSON because its space stands alone; digits stand
-# alone so that sums can be learnt digit by digit.
-PATTERN = r" ?[a-z]+|[A-Z][a-z]*|\d|\n+| ?[^\sA-Za-z\d]+|[^\S\n]+"
+# A name or a noun has the same pieces in prose, in JSON and at the start of an answer because its
+# space stands alone, so that copying it never takes knowing how it is spelt; only the words that
+# are never copied keep theirs. Digits stand alone so that sums can be learnt digit by digit.
+PATTERN = r" (?:{words})(?![a-z])|[a-z]+|[A-Z][a-z]*|\d|\n+| ?[^\sA-Za-z\d]+|[^\S\n]+"
 
 
-def train(texts: Iterable[str], size: int) -> Tokenizer:
-    """A byte-level BPE tokenizer of ``size`` tokens."""
+def frequent(texts: Iterable[str], count: int, besides: Collection[str]) -> list[str]:
+    """The words that most often follow a space, but none of ``besides``."""
+    counts: Counter[str] = Counter()
+    for text in texts:
+        counts.update(re.findall(r" ([a-z]+)", text))
+    found = sorted(counts, key=lambda word: (-counts[word], word))
+    return sorted([word for word in found if word not in besides][:count])
+
+
+def train(texts: Iterable[str], size: int, spaced: Iterable[str]) -> Tokenizer:
+    """A byte-level BPE tokenizer of ``size`` tokens; ``spaced`` are words that keep their space."""
     tokenizer = Tokenizer(models.BPE())
+    pattern = PATTERN.format(words="|".join(spaced))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(PATTERN), "isolated"),
+        pre_tokenizers.Split(Regex(pattern), "isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
     ])
     tokenizer.decoder = decoders.ByteLevel()

@@ -21,35 +21,21 @@ class Plan:
     """How long and how fast to train."""
 
     seed: int = 7
-    chunks: int = 47
-    fall_chunks: int = 38
-    late_chunk: int = 12
-    last_chunk: int = 22
-    polish_chunk: int = 36
-    polish_rate: float = 0.3
-    finish_chunk: int = 43
-    finish_rate: float = 0.3
-    finish_characters: int = 2_200_000
-    drift_chunks: int = 36
+    chunks: int = 40
+    late_chunk: int = 10
     characters: int = 2_700_000
     batch_tokens: int = 4096
     matrix_rate: float = 0.02
     vector_rate: float = 0.004
     warm_steps: int = 60
-    decay_from: float = 0.55
+    decay_from: float = 0.45
     compile: bool = True
     device: str = "cpu"
 
 
 def _rate(step: int, chunk: float, plan: Plan) -> float:
-    """The share of the full rate: it falls to a tenth, and twice more from a third to nothing."""
-    if chunk >= plan.finish_chunk:
-        return plan.finish_rate * (plan.chunks - chunk) / (plan.chunks - plan.finish_chunk)
-    if chunk >= plan.polish_chunk:
-        return plan.polish_rate * (plan.finish_chunk - chunk) / (
-            plan.finish_chunk - plan.polish_chunk
-        )
-    late = (1 - chunk / plan.fall_chunks) / (1 - plan.decay_from)
+    """The share of the full rate: it rises within a few steps and falls to nothing at the end."""
+    late = (1 - chunk / plan.chunks) / (1 - plan.decay_from)
     return min(1.0, (step + 1) / plan.warm_steps, late)
 
 
@@ -70,7 +56,6 @@ class Trainer:
         )
         self.chunk = self.step = self.tokens = 0
         self.seconds = 0.0
-        self.before: dict[str, Tensor] | None = None
         if plan.compile:
             torch._dynamo.config.recompile_limit = 64
             self.network.compile_layers()
@@ -80,7 +65,7 @@ class Trainer:
         return {
             "network": self.network.state_dict(), "adam": self.adam.state_dict(),
             "muon": self.muon.states, "chunk": self.chunk, "step": self.step,
-            "tokens": self.tokens, "seconds": self.seconds, "before": self.before,
+            "tokens": self.tokens, "seconds": self.seconds,
         }
 
     def resume(self, path: Path) -> None:
@@ -92,14 +77,6 @@ class Trainer:
             mine.copy_(saved)
         self.chunk, self.step = state["chunk"], state["step"]
         self.tokens, self.seconds = state["tokens"], state["seconds"]
-        self.before = state["before"]
-
-    def _average(self, before: dict[str, Tensor]) -> None:
-        # The last text teaches what was weak and makes the network forget some of the rest; half
-        # way between the weights before and after it, it does both.
-        with torch.no_grad():
-            for name, weight in self.network.state_dict().items():
-                weight.add_(before[name]).div_(2)
 
     def _learn(self, batch: batches.Batch, chunk: float) -> Tensor:
         device = self.plan.device
@@ -125,18 +102,10 @@ class Trainer:
         plan = self.plan
         began = time.perf_counter()
         seed = f"{plan.seed}/{self.chunk}"
-        finish = self.chunk >= plan.finish_chunk
-        if self.chunk == plan.finish_chunk:
-            weights = self.network.state_dict().items()
-            self.before = {name: weight.detach().clone() for name, weight in weights}
-        documents = corpus.documents(
-            seed, plan.finish_characters if finish else plan.characters,
-            self.chunk / plan.drift_chunks, self.pieces,
-            late=self.chunk >= plan.late_chunk, last=self.chunk >= plan.last_chunk,
-            polish=self.chunk >= plan.polish_chunk, finish=finish,
-        )
-        # In the end the short answers are what is left to learn.
-        power = 0.7 if self.chunk >= plan.last_chunk else 0.5
+        late = self.chunk >= plan.late_chunk
+        documents = corpus.documents(seed, plan.characters, self.pieces, late)
+        # Later the short answers are what is left to learn.
+        power = 0.7 if late else 0.5
         made = batches.make(self.tokenizer, documents, plan.batch_tokens, seed, power)
         prepared = time.perf_counter() - began
         losses = []
@@ -145,8 +114,6 @@ class Trainer:
             self.step += 1
             self.tokens += batch.ids.size
         self.chunk += 1
-        if self.chunk == plan.chunks and self.before is not None:
-            self._average(self.before)
         spent = time.perf_counter() - began
         self.seconds += spent
         loss = torch.stack(losses).mean().item()

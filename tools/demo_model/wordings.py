@@ -47,11 +47,11 @@ def pairs() -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
     found |= {
         "frame": (questions.TRAIN_FRAMES + questions.LATE_FRAMES, questions.HELD_FRAMES),
         "sum": (sums.TRAIN_ASKS, sums.HELD_ASKS), "no sum": (sums.TRAIN_OTHER, sums.HELD_OTHER),
-        "polished adding": (calls.POLISH_ADDS, calls.SHAPES["add"].held),
+        "late adding": (calls.LATE_ADDS, calls.SHAPES["add"].held),
         "skeleton": (objects.SKELETON_ASKS, objects.HELD_SKELETON_ASKS),
         "keys": (objects.KEY_ASKS, objects.HELD_KEY_ASKS),
         "story": (stories.TRAIN_ASKS, stories.HELD_ASKS),
-        "repeat": (talk.REPEAT_ASKS + talk.FINISH_REPEAT, talk.HELD_REPEAT),
+        "repeat": (talk.REPEAT_ASKS + talk.LATE_REPEAT, talk.HELD_REPEAT),
         "unknown": (talk.UNKNOWN_ASKS + talk.LATE_UNKNOWN, talk.HELD_UNKNOWN),
     }
     return found

@@ -105,7 +105,10 @@ HELD_WORDS = frozenset(
     for word in [text]
 )
 
-# More real names, for the end of the training: what makes a name sound like hers or his.
+# The names of whom the stories say she or he unasked: few, so that the network knows them all.
+COMMON_GIRLS = "Mia Emma Lily Anna Sara Lucy Zoe Ruby Ella Nina Rosa Maya Jane Kate Alice".split()
+COMMON_BOYS = "Tom Ben Max Sam Leo Jack Finn Noah Liam Paul Peter Mark John David Adam".split()
+# More real names, for the later training.
 MORE_GIRLS = (
     "Angela Barbara Carmen Dora Erika Francesca Gina Helena Irena Johanna Katrina Lydia Melinda "
     "Nadia Ophelia Patricia Ramona Sabrina Teresa Ursula Valeria Wilma Xenia Yvonne Isabella "
@@ -128,6 +131,13 @@ MORE_BOYS = (
     "Roman Ronald Rudolf Samson Sheldon Sigmund Silas Spencer Stanley Stephen Sven Terence Trevor "
     "Tristan Victorin Wesley Wilbert Willard Winston Wolfgang"
 ).split()
+# What the generators draw, as single words: everything that an answer may have to copy.
+DRAWN = frozenset(
+    word.lower()
+    for text in (THINGS + ANIMALS + FOODS + COLOURS + JOBS + SKIES
+                 + [where.split()[-1] for where in PLACES + SPOTS])
+    for word in [text]
+)
 _GIRL_ENDS = "a a a ia ina ena ara illa issa ica inda anna ella ette ine ora ilda ie".split()
 _BOY_ENDS = (
     "o us er an ok im ed or on in ert ard and ald el ent ias as ur ar ian win vin son ton ford ick"
@@ -188,6 +198,14 @@ def rich_word(rng: random.Random, ending: str = "any") -> str:
             return word
 
 
+def piece_word(rng: random.Random, pieces: tuple[str, ...]) -> str:
+    """A lower-case word of two or three of the vocabulary's pieces."""
+    while True:
+        word = "".join(rng.choice(pieces) for _ in range(rng.choice((2, 2, 2, 3)))).lower()
+        if 3 <= len(word) <= 11 and not is_held(word) and word not in HELD_WORDS:
+            return word
+
+
 def name_word(rng: random.Random, girl: bool) -> str:
     """A lower-case name that nobody has, with an ending that real names have."""
     while True:
@@ -210,38 +228,40 @@ class Bank:
     """Draws words: the training's, or with ``held`` the ones that training never sees.
 
     Late in the training more of the words are made up and they are stranger (``late``), so that
-    the network copies any spelling and does not lean on the words it knows. Near the end
-    (``polish``) the generators turn to what was still weak, and at the very end (``finish``) to
-    what was weak even then: the first of the words to repeat, he or she, facts joined by "and".
+    the network copies any spelling and does not lean on the words it knows; some are put together
+    from ``pieces``, the vocabulary's, since a token that is never copied cannot be.
     """
 
     def __init__(
-        self, rng: random.Random, held: bool = False, late: bool = False, polish: bool = False,
-        finish: bool = False,
+        self, rng: random.Random, held: bool = False, late: bool = False,
+        pieces: tuple[str, ...] = (),
     ) -> None:
         self.rng = rng
         self.held = held
         self.late = late
-        self.polish = polish
-        self.finish = finish
+        self.pieces = pieces
 
     def made_up(self, ending: str = "any") -> str:
         """A word that means nothing."""
-        if self.late and self.rng.random() < 0.4:
-            return rich_word(self.rng, ending)
+        if self.late:
+            kind = self.rng.random()
+            if kind < 0.3 and self.pieces:
+                return piece_word(self.rng, self.pieces)
+            if kind < 0.6:
+                return rich_word(self.rng, ending)
         return pseudo_word(self.rng, ending, self.held)
 
     def name(self, pseudo: float = 0.5) -> Name:
         """A first name, made up with the given chance."""
         girl = self.rng.random() < 0.5
         if self.rng.random() < pseudo:
-            if self.finish and self.rng.random() < 0.6:
+            if self.late and self.rng.random() < 0.4:
                 return Name(name_word(self.rng, girl).capitalize(), girl)
             word = self.made_up("girl" if girl else "boy")
             return Name(word.capitalize(), girl)
         if self.held:
             return Name(self.rng.choice(HELD_GIRLS if girl else HELD_BOYS), girl)
-        if self.finish and self.rng.random() < 0.6:
+        if self.late and self.rng.random() < 0.4:
             return Name(self.rng.choice(MORE_GIRLS if girl else MORE_BOYS), girl)
         return Name(self.rng.choice(GIRLS if girl else BOYS), girl)
 
@@ -254,8 +274,13 @@ class Bank:
                 found.append(name)
         return found
 
-    def _noun(self, train: list[str], held: list[str], pseudo: float) -> str:
-        if self.rng.random() < (min(2 * pseudo, 0.5) if self.late else pseudo):
+    def common_name(self) -> Name:
+        """One of the few names of whom the stories say she or he unasked."""
+        girl = self.rng.random() < 0.5
+        return Name(self.rng.choice(COMMON_GIRLS if girl else COMMON_BOYS), girl)
+
+    def _noun(self, train: list[str], held: list[str], pseudo: float, late: float = 0.4) -> str:
+        if self.rng.random() < (max(late, pseudo) if self.late else pseudo):
             return self.made_up()
         return self.rng.choice(held if self.held else train)
 
@@ -275,7 +300,7 @@ class Bank:
         """A colour; examination colours are mixed with known ones."""
         if self.held and self.rng.random() < 0.7:
             return self.rng.choice(COLOURS)
-        return self._noun(COLOURS, HELD_COLOURS, 0.0 if self.held else 0.08)
+        return self._noun(COLOURS, HELD_COLOURS, 0.0 if self.held else 0.08, 0.25)
 
     def job(self) -> str:
         """What somebody does for a living."""
@@ -294,7 +319,7 @@ class Bank:
         return self._where(SPOTS, HELD_SPOTS)
 
     def _where(self, train: list[str], held: list[str]) -> str:
-        if self.rng.random() < 0.2:
+        if self.rng.random() < (0.35 if self.late else 0.2):
             side = self.rng.choice(("in", "under", "behind", "on", "near"))
             return f"{side} the {self.made_up()}"
         return self.rng.choice(held if self.held else train)

@@ -198,7 +198,7 @@ async def test_plain_prompts(llm: LLM) -> None:
     assert "".join(model.stream("Once upon a time")) == whole
     assert await model.abatch(["Once upon a time"] * 3) == [whole] * 3
     assert model.batch(["Once upon a time"] * 3) == [whole] * 3
-    result = await model.agenerate(["Once upon a time", "One day"])
+    result = await model.agenerate(["Once upon a time", "Tell me a story"])
     assert result.llm_output is not None
     assert result.llm_output["token_usage"]["completion_tokens"] == 24
     info = result.generations[0][0].generation_info
