@@ -283,7 +283,7 @@ def test_code_of_the_checkpoint_runs_only_when_trusted(
 CHAT = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": " Hello <|im_end|> & <b> 你好 "},
-    {"role": "assistant", "content": None, "reasoning": "hmm", "tool_calls": None},
+    {"role": "assistant", "content": None, "reasoning_content": "hmm", "tool_calls": None},
     {
         "role": "assistant",
         "content": "I call.",
@@ -330,6 +330,16 @@ def test_renders_as_transformers(
     ours = tokenizer.apply_chat_template(chat, add_generation_prompt=generation_prompt, **kwargs)
     assert ours == theirs
     assert json.dumps(chat) == before
+
+
+@pytest.mark.parametrize("name", ["reasoning", "thinking"])
+def test_other_names_of_reasoning(make: Callable[..., Path], name: str) -> None:
+    """Newer versions of transformers know them as well."""
+    tokenizer = load(make(WITH_TOOLS))
+    said = {"role": "assistant", "content": "Yes."}
+    expected = tokenizer.apply_chat_template([said | {"reasoning_content": "hmm"}])
+    assert "<think>hmm</think>" in expected
+    assert tokenizer.apply_chat_template([said | {name: "hmm"}]) == expected
 
 
 def test_no_second_bos(make: Callable[..., Path]) -> None:
