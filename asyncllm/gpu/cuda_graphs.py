@@ -13,6 +13,8 @@ from typing import Protocol
 
 import torch
 
+from asyncllm.gpu.memory import is_out_of_memory
+
 logger = logging.getLogger("asyncllm")
 
 
@@ -82,7 +84,10 @@ class CudaRecorder:
         run()
         try:
             return self._capture(run)
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            # The driver, which instantiates the graph, has its own words for it.
+            if not is_out_of_memory(error):
+                raise
             logger.warning(
                 "there is no memory for another CUDA graph, its steps are launched kernel by "
                 "kernel: lower gpu_memory_utilization or kv_cache_memory (%s)",
