@@ -71,7 +71,8 @@ class CudaRecorder:
 
     ``torch.cuda.graph`` would synchronise the device, collect garbage and empty the caching
     allocator of the whole process, so the graph's own methods are called. The capture is
-    "thread_local": what other threads of the application do with CUDA meanwhile is allowed.
+    "thread_local": CUDA allows what other threads of the application do meanwhile. torch 2.11
+    does not allow all of it: see docs/gpu.md.
     """
 
     def __init__(self, device: torch.device) -> None:
