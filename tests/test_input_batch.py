@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 
 from asyncllm.core.batch import SlotAssignment, StepBatch
 from asyncllm.gpu.input_batch import InputBatch
+from asyncllm.gpu.ops import torch_attention
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.torch_attention import GROUP_COST, TorchAttention, split_by_length
 from asyncllm.gpu.step_inputs import StepInputs
 from asyncllm.gpu.threads import set_thread_count
+from asyncllm.gpu.upload import upload
 from asyncllm.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
@@ -177,3 +179,33 @@ def test_paged_attention_matches_the_plain_one(data):
     found = attention(q, kv[0], kv[1], cache, attention.plan(step, window))
     expected = plain_attention(q, cache, step, scale, window)
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_plan_is_uploaded_without_waiting_for_the_device(monkeypatch):
+    """A copy from memory that is not pinned would wait for the step before."""
+    uploaded = []
+
+    def noting(array, device):
+        tensor = upload(array, device)
+        uploaded.append(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    monkeypatch.setattr(torch_attention, "upload", noting)
+    inputs = InputBatch(8, 96, 4)
+    # Decodes, a chunk behind others, and prompts of unequal and of equal length.
+    rows = [(0, 9, 1, True), (1, 30, 1, True), (2, 20, 7, True), (3, 0, 5, True), (4, 8, 3, True)]
+    rows += [(5, 8, 3, True)]
+    entering = [
+        assignment(slot, [0] * (start + count), list(range(1 + 10 * slot, 11 + 10 * slot)), 1)
+        for slot, start, count, _ in rows
+    ]
+    batch = make_batch(rows, assignments=entering)
+    inputs.apply(batch)
+    step = StepInputs.from_arrays(inputs.prepare(batch), CPU)
+    attention = TorchAttention(AttentionShape(2, 1, 8, 1.0), torch.float32)
+    groups = attention.plan(step, None)
+    found = [part for g in groups for part in (g.tokens, g.blocks, g.mask, *(g.outputs or ()))]
+    tensors = [part for part in found if isinstance(part, torch.Tensor)]
+    assert any(group.outputs is not None for group in groups)
+    assert any(group.mask is not None for group in groups)
+    assert {tensor.untyped_storage().data_ptr() for tensor in tensors} == set(uploaded)

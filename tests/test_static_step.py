@@ -334,11 +334,18 @@ def test_a_graph_is_recorded_once_per_key() -> None:
     ]
 
 
+NO_MEMORY = [
+    torch.OutOfMemoryError("CUDA out of memory"),
+    RuntimeError("CUDA error: out of memory"),
+]
+"""torch's, and the driver's, for what it takes of its own."""
+
+
 class FakeGraph:
     """In place of ``torch.cuda.CUDAGraph``: notes what is called, and may lack memory."""
 
-    def __init__(self, calls: list[str], lacks: str) -> None:
-        self.calls, self.lacks = calls, lacks
+    def __init__(self, calls: list[str], lacks: str, error: RuntimeError) -> None:
+        self.calls, self.lacks, self.error = calls, lacks, error
 
     def __getattr__(self, name: str) -> Any:
         def call(**settings: Any) -> None:
@@ -346,24 +353,28 @@ class FakeGraph:
             if name == "capture_begin":
                 assert settings == {"pool": (0, 1), "capture_error_mode": "thread_local"}
             if name == self.lacks:
-                raise torch.OutOfMemoryError("CUDA out of memory")
+                raise self.error
 
         return call
 
 
+@pytest.mark.parametrize("error", NO_MEMORY, ids=["torch", "driver"])
 @pytest.mark.parametrize("lacks", ["", "capture_begin", "capture_end", "run"])
 def test_a_capture(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lacks: str
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    lacks: str,
+    error: RuntimeError,
 ) -> None:
     """Warm first, then captured; without memory for the graph the step stays as it is."""
     calls: list[str] = []
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: FakeGraph(calls, lacks))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: FakeGraph(calls, lacks, error))
 
     def run() -> None:
         if lacks == "run" and "capture_begin" in calls:
             calls.append("no memory")
-            raise torch.OutOfMemoryError("CUDA out of memory")
+            raise error
         calls.append("run")
 
     replay = CudaRecorder(torch.device("cuda", 0)).record(run)
@@ -380,6 +391,14 @@ def test_a_capture(
     else:
         replay()
         assert calls[-1] == "replay"
+
+
+def test_a_capture_that_fails_for_another_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = RuntimeError("CUDA error: operation not permitted when stream is capturing")
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: FakeGraph([], "capture_end", error))
+    with pytest.raises(RuntimeError, match="not permitted"):
+        CudaRecorder(torch.device("cuda", 0)).record(lambda: None)
 
 
 def test_closing_drops_every_tensor_at_once(llama: Decoder) -> None:

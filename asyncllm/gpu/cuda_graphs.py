@@ -13,6 +13,8 @@ from typing import Protocol
 
 import torch
 
+from asyncllm.gpu.memory import is_out_of_memory
+
 logger = logging.getLogger("asyncllm")
 
 
@@ -69,7 +71,8 @@ class CudaRecorder:
 
     ``torch.cuda.graph`` would synchronise the device, collect garbage and empty the caching
     allocator of the whole process, so the graph's own methods are called. The capture is
-    "thread_local": what other threads of the application do with CUDA meanwhile is allowed.
+    "thread_local": CUDA allows what other threads of the application do meanwhile. torch 2.11
+    does not allow all of it: see docs/gpu.md.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -82,7 +85,10 @@ class CudaRecorder:
         run()
         try:
             return self._capture(run)
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            # The driver, which instantiates the graph, has its own words for it.
+            if not is_out_of_memory(error):
+                raise
             logger.warning(
                 "there is no memory for another CUDA graph, its steps are launched kernel by "
                 "kernel: lower gpu_memory_utilization or kv_cache_memory (%s)",

@@ -114,7 +114,7 @@ def _specialise(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict[An
             continue
         if isinstance(value, torch.Tensor):
             signature[parameter.name] = POINTERS[value.dtype]
-            marked = True
+            marked = not parameter.do_not_specialize_on_alignment
         elif isinstance(value, float):
             signature[parameter.name] = "fp32"
             marked = False

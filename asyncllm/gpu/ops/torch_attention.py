@@ -19,6 +19,7 @@ from torch import Tensor
 from asyncllm.gpu.decode_rows import DecodeRows
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.step_inputs import StepInputs
+from asyncllm.gpu.upload import upload
 
 GROUP_COST = 256
 """What a further group costs in every layer, as a number of gathered tokens."""
@@ -199,7 +200,7 @@ class TorchAttention:
         if window is not None:
             hidden |= keys <= queries - window
         mask = np.where(hidden, np.float32(-math.inf), np.float32(0.0))
-        return torch.from_numpy(mask).unsqueeze(1).to(inputs.token_ids.device, self.dtype)
+        return upload(mask, inputs.token_ids.device).unsqueeze(1).to(self.dtype)
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, group: AttentionGroup
@@ -286,12 +287,11 @@ def _token_index(
         return slice(int(first_tokens[0]), int(first_tokens[-1]) + longest), None
     offsets = np.arange(longest)
     index = (first_tokens[:, None] + np.minimum(offsets, counts[:, None] - 1)).reshape(-1)
-    tokens = torch.from_numpy(index).to(device)
+    tokens = upload(index, device)
     if even:
         return tokens, None
     valid = np.flatnonzero((offsets < counts[:, None]).reshape(-1))
-    target = torch.from_numpy(index[valid]).to(device)
-    return tokens, (torch.from_numpy(valid).to(device), target)
+    return tokens, (upload(valid, device), upload(index[valid], device))
 
 
 def _block_index(
@@ -304,5 +304,4 @@ def _block_index(
     used = columns < -(-lengths[:, None] // block)
     columns = np.minimum(columns + (first_keys // block)[:, None], inputs.block_table.shape[1] - 1)
     blocks = np.where(used, inputs.block_table[rows[:, None], columns], 0)
-    flat = torch.from_numpy(blocks.reshape(-1).astype(np.int64))
-    return flat.to(inputs.token_ids.device)
+    return upload(blocks.reshape(-1).astype(np.int64), inputs.token_ids.device)

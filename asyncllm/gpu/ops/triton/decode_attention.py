@@ -29,7 +29,9 @@ def split_keys(kv_len, splits, window, KEYS: tl.constexpr, WINDOW: tl.constexpr)
     return first, per_split
 
 
-@triton.jit(do_not_specialize=["window"])
+# Where the sums begin in the workspace depends on the number of rows and splits: specialised on
+# it, the kernels would be compiled again in the middle of serving.
+@triton.jit(do_not_specialize=["window"], do_not_specialize_on_alignment=["partial_sum"])
 def decode_kernel(
     out,
     partial_acc,
@@ -149,7 +151,7 @@ def decode_kernel(
         tl.store(acc_at, acc, mask=in_group[:, None])
 
 
-@triton.jit(do_not_specialize=["splits", "window"])
+@triton.jit(do_not_specialize=["splits", "window"], do_not_specialize_on_alignment=["partial_sum"])
 def merge_kernel(
     out,
     partial_acc,

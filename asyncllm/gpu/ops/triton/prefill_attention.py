@@ -37,7 +37,12 @@ def find_sequence(query_start_loc, num_seqs, tile, TOKENS: tl.constexpr):
     return low
 
 
-@triton.jit(do_not_specialize=["num_seqs", "window"])
+# The rows of a step come behind its decode rows, so where they begin depends on how many those
+# are: specialised on it, the kernel would be compiled again in the middle of serving.
+@triton.jit(
+    do_not_specialize=["num_seqs", "window"],
+    do_not_specialize_on_alignment=["block_table", "seq_lens", "query_start_loc"],
+)
 def prefill_kernel(
     out,
     q,

@@ -36,6 +36,10 @@ COUNTERS = 4
 SCANNED = 4
 """Chunks that the second kernel reads at once."""
 
+PER_CHUNK = ["listed", "chunk_max", "chunk_sum", "chunk_score", "chunk_token"]
+"""Arguments that lie one behind the other. Where each begins depends on the number of rows:
+specialised on it, the kernels would be compiled again in the middle of serving."""
+
 
 @triton.jit
 def race_key(states, positions, row, line, shift):
@@ -63,7 +67,7 @@ def temperature_factor(temperature):
     return greedy, tl.where(greedy, 1.0, tl.div_rn(1.0, tl.where(greedy, 1.0, temperature)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=PER_CHUNK)
 def chunk_kernel(
     chunk_max,
     chunk_sum,
@@ -302,7 +306,7 @@ def top_k_cut(logits, listed, count, factor, floor_value, k, vocab_size, SCANNED
     return pivot_value, pivot
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=PER_CHUNK)
 def choose_kernel(
     out,
     last_tokens,

@@ -1,0 +1,107 @@
+"""Kernels are not compiled again for where in a step's memory their arguments begin."""
+
+from __future__ import annotations
+
+import inspect
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.runtime.jit import create_function_from_signature
+
+from asyncllm.gpu.ops.base import AttentionShape
+from asyncllm.gpu.ops.triton import decode_attention, prefill_attention, sampling
+from asyncllm.gpu.ops.triton.attention import TritonAttention
+from asyncllm.gpu.ops.triton.tuning import decode_tiles
+from asyncllm.gpu.step_inputs import StepInputs
+from tests.triton.launches import Launch, recording
+
+CPU = torch.device("cpu")
+SHAPE = AttentionShape(14, 2, 64, 0.125)
+TILES = decode_tiles(90, 64)
+BLOCK_SIZE = 16
+
+
+def compiled_for(launch: Launch) -> str:
+    """What Triton looks a compiled kernel up by."""
+    kernel = launch.kernel
+    backend = CUDABackend(GPUTarget("cuda", 90, 32))
+    bind = create_function_from_signature(inspect.signature(kernel.fn), kernel.params, backend)
+    _, specialised, _ = bind(**launch.arguments)
+    return f"{kernel.fn.__name__} {specialised}"
+
+
+def mixed_step(decodes: int, counts: list[int], width: int) -> StepInputs:
+    """Decode rows, then rows of so many tokens, with nothing before them."""
+    tokens = np.array([1] * decodes + counts, dtype=np.int64)
+    ends = np.cumsum(tokens)
+    positions = torch.zeros(int(ends[-1]), dtype=torch.int64)
+    return StepInputs(
+        num_decodes=decodes,
+        token_ids=positions,
+        positions=positions,
+        slot_mapping=positions,
+        logits_indices=None,
+        query_start_loc=np.concatenate((np.zeros(1, dtype=np.int64), ends)),
+        seq_lens=tokens,
+        starts=np.zeros_like(tokens),
+        block_table=np.zeros((len(tokens), width), dtype=np.int32),
+        block_size=BLOCK_SIZE,
+    )
+
+
+def check_one_of_each(launches: list[Launch], names: set[str]) -> None:
+    keys = {compiled_for(launch) for launch in launches}
+    assert len(keys) == len(names), "\n".join(sorted(keys))
+    assert {key.split()[0] for key in keys} == names
+
+
+@pytest.mark.parametrize("width", [16, 17])
+def test_attention_of_mixed_steps(width: int) -> None:
+    attention = TritonAttention(SHAPE, torch.bfloat16, CPU, capability=90, num_sms=132)
+    cache = torch.zeros((2, 4, BLOCK_SIZE, 2, 64), dtype=torch.bfloat16)
+    with recording(decode_attention) as decoding, recording(prefill_attention) as prefilling:
+        for decodes in range(6):
+            for rows in (1, 2, 3, 5):
+                inputs = mixed_step(decodes, [20] * rows, width)
+                q = torch.zeros((inputs.num_tokens, 14, 64), dtype=torch.bfloat16)
+                attention(q, q, q, cache, attention.plan(inputs, None))
+    check_one_of_each(decoding, {"decode_kernel"})
+    check_one_of_each(prefilling, {"prefill_kernel"})
+
+
+def test_split_attention() -> None:
+    """With a number of heads, as of Qwen2.5 0.5B, that is no multiple of four."""
+    cache = torch.zeros((4, BLOCK_SIZE, 2, 64), dtype=torch.bfloat16)
+    table = torch.zeros((8, 16), dtype=torch.int32)
+    with recording(decode_attention) as launches:
+        for rows in range(1, 6):
+            q = torch.zeros((rows, 14, 64), dtype=torch.bfloat16)
+            lengths = torch.ones(rows, dtype=torch.int32)
+            for splits in (2, 3, 5):
+                decode_attention.decode_attention(
+                    q, cache, cache, table, lengths, scale=0.125, tiles=TILES, splits=splits
+                )
+    check_one_of_each(launches, {"decode_kernel", "merge_kernel"})
+
+
+@pytest.mark.parametrize("vocab_size", [128256, 151936])
+def test_sampling(vocab_size: int) -> None:
+    """The chunks of these vocabularies are no multiple of four."""
+    lines = [torch.zeros(10, dtype=torch.float32) for _ in range(3)]
+    top_k = torch.zeros(10, dtype=torch.int32)
+    states, last_tokens = torch.zeros((2, 16), dtype=torch.int64)
+    with recording(sampling) as launches:
+        for rows in range(1, 9):
+            logits = torch.zeros((rows, vocab_size), dtype=torch.bfloat16)
+            slots = torch.arange(rows)
+            sampling.sample(
+                logits, states, slots, lines[0], top_k, *lines[1:],
+                slots=slots, last_tokens=last_tokens, position_shift=1,
+            )  # fmt: skip
+    check_one_of_each(launches, {"chunk_kernel", "choose_kernel"})
