@@ -34,7 +34,8 @@ class EngineConfig:
         dtype: of weights and KV; "auto" is the checkpoint's on a GPU, and on a CPU bfloat16
             only where the processor computes in it and the model has 32 million parameters
             or more, else float32.
-        device: "auto", "cpu", "cuda" or "cuda:N".
+        device: "auto", "cpu", "cuda" or "cuda:N"; without a number it is the first GPU, whatever
+            the caller's thread has chosen, because the engine has a thread of its own.
         max_model_len: longest sequence in tokens; None is the model's context or what the
             KV cache holds, whichever is less.
         max_num_seqs: requests in a batch; None is 256 on a GPU, 64 on a CPU.

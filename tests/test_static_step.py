@@ -326,11 +326,12 @@ def test_a_graph_is_recorded_once_per_key() -> None:
     graphs = StepGraphs(lambda rows, samples: runs.append((rows, samples)), EagerRecorder(), (2, 4))
     for rows, samples in ((1, True), (2, True), (2, False), (3, True), (5, True), (1, True)):
         graphs.run(rows, samples)
-    assert runs == [(2, True), (2, True), (2, False), (4, True), (5, True), (2, True)]
+    # The first step of all is padded to the largest bucket.
+    assert runs == [(4, True), (2, True), (2, False), (4, True), (5, True), (2, True)]
     assert [record.key for record in graphs.records] == [
+        GraphKey(4, True),
         GraphKey(2, True),
         GraphKey(2, False),
-        GraphKey(4, True),
     ]
 
 

@@ -114,7 +114,8 @@ class CudaRecorder:
 
 
 class StepGraphs:
-    """One graph per key, captured when it is first needed or all at start.
+    """One graph per key, captured when it is first needed or all at start; the largest comes
+    first in either case, so that the others fit into its memory.
 
     Not thread-safe: captured and replayed on the engine thread.
 
@@ -149,13 +150,16 @@ class StepGraphs:
             return
         key = GraphKey(bucket, samples)
         graph = self._graphs.get(key)
-        if graph is None:
+        if graph is not None:
+            graph()
+        elif self._graphs:
             self._capture(key)
         else:
-            graph()
+            # Load grows, and a pool that began with small blocks cannot hold the large ones.
+            self._capture(GraphKey(self.buckets[-1], samples))
 
     def capture_all(self, progress: Callable[[int, int], None]) -> None:
-        """Captures every bucket, the largest first, so that the others fit into its memory.
+        """Captures every bucket, the largest first.
 
         The rows of the moment run once per bucket: all of them have to be padding. The graphs
         that end at the logits are captured when a batch needs them.

@@ -85,8 +85,9 @@ class _Obstacle:
 def resolve_device(name: str, driver: CudaDriver | None = None) -> torch.device:
     """The device of ``EngineConfig.device``, a CUDA device always with its index.
 
-    "auto" is the thread's current CUDA device if that can be used, else the CPU, with one
-    warning where a GPU is there and cannot be used.
+    Without a number it is the thread's current CUDA device, on an engine's own thread the
+    first. "auto" is that if it can be used, else the CPU, with one warning where a GPU is there
+    and cannot be used.
 
     Args:
         driver: torch's CUDA unless given.

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from asyncllm.gpu.sampling_state import SamplingState
+from asyncllm.gpu.upload import upload
 
 _FIRST_ROWS = 4
 
@@ -37,9 +38,9 @@ class Penalties:
             self._grow()
         row = self.row_of[slot] = self._free.pop()
         counts = np.bincount(output, minlength=self.vocab_size).astype(np.int32)
-        self.counts[row] = torch.from_numpy(counts).to(self.device)
+        self.counts[row] = upload(counts, self.device)
         self.in_prompt[row] = False
-        self.in_prompt[row, torch.from_numpy(prompt.astype(np.int64)).to(self.device)] = True
+        self.in_prompt[row, upload(prompt.astype(np.int64), self.device)] = True
 
     def release(self, slot: int) -> None:
         row = self.row_of.pop(slot, None)
@@ -85,7 +86,7 @@ class Penalties:
         self._free = list(range(rows - 1, old - 1, -1))
 
     def _index(self, values: np.ndarray) -> Tensor:
-        return torch.from_numpy(values.astype(np.int64)).to(self.device)
+        return upload(values.astype(np.int64), self.device)
 
     def _column(self, values: np.ndarray) -> Tensor:
-        return torch.from_numpy(values.astype(np.float32)).to(self.device).unsqueeze(1)
+        return upload(values.astype(np.float32), self.device).unsqueeze(1)
