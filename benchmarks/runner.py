@@ -84,7 +84,7 @@ def make_runner() -> ModelRunner:
     runner = ModelRunner(decoder, cache, info, stream=NullStream(), recorder=EagerRecorder())
     assert runner._state is not None
     assert runner._state.decode is not None
-    for block in runner._state.decode.staging.blocks:
+    for block in runner._state.decode.host_blocks.blocks:
         block.tokens.fill_(TOKEN)
     return runner
 

@@ -19,7 +19,7 @@ MODEL = ROOT / "asyncllm" / "demo_model"
 # The generators are no part of the package, so their folder has to be on the path first.
 sys.path.insert(0, str(ROOT / "tools"))
 
-from demo_model import chat, corpus, heldout, stories, tokens, wordings, words  # noqa: E402
+from demo_model import chat, corpus, heldout, stories, tokens, wordings, words  # noqa: E402 (see above)
 
 COUNT = 100
 # More of those that are closest to their bound.

@@ -223,12 +223,15 @@ def test_prompt_ends_inside_a_character(name: str) -> None:
     token = tokenizer.backend.token_to_id
     if name == "byte-level":
         alphabet = {b: c for c, b in byte_level_alphabet().items()}
-        # A short name beside the other spelling of it below.
-        one = lambda byte: token(alphabet[byte])  # noqa: E731
+        spelt = [alphabet[byte] for byte in range(256)]
         tail = token("<think>")
     else:
-        one = lambda byte: token(f"<0x{byte:02X}>")  # noqa: E731
+        spelt = [f"<0x{byte:02X}>" for byte in range(256)]
         tail = token("好")
+
+    def one(byte: int) -> int:
+        return token(spelt[byte])
+
     tail_text = tokenizer.decode([tail])
     you = [one(byte) for byte in "你".encode()]
     assert pushes(tokenizer, you[2:], you[:2]) == ["你", ""]

@@ -30,7 +30,7 @@ from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.ops.torch_attention import FixedPlan, TorchAttention
 from asyncllm.gpu.ops.torch_ops import TorchOps
-from asyncllm.gpu.step_block import HostBlock, Staging
+from asyncllm.gpu.step_block import HostBlock, HostBlocks
 from asyncllm.gpu.threads import set_thread_count
 from asyncllm.loading import LoadedModel
 from asyncllm.sampling_params import SamplingParams
@@ -533,11 +533,11 @@ async def test_aborts_and_preemptions_under_the_scheduler(
 
 
 def _one_host_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Single(Staging):
+    class Single(HostBlocks):
         def __init__(self, num_slots: int, spare_cell: int, count: int, *, pinned: bool) -> None:
             super().__init__(num_slots, spare_cell, 1, pinned=pinned)
 
-    monkeypatch.setattr(decode_step_module, "Staging", Single)
+    monkeypatch.setattr(decode_step_module, "HostBlocks", Single)
 
 
 def _token_zero_for_unknown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -580,6 +580,19 @@ async def test_hung_step_is_noticed_and_named():
     rig.executor.gate.release(100)
 
 
+async def test_device_that_hangs_after_running_out_of_memory_is_noticed(monkeypatch):
+    rig = fake()
+    gate = threading.Event()
+    monkeypatch.setattr(rig.executor, "discard", lambda: gate.wait(30))
+    rig.executor.faults[1] = StepMemoryError("out of memory")
+    engine = rig.engine(step_timeout=0.1)
+    await engine.start()
+    with pytest.raises(EngineDeadError, match=r"step_timeout=0.1"):
+        await asyncio.wait_for(engine.generate([1], max_tokens=50), 10)
+    await engine.aclose()
+    gate.set()
+
+
 async def test_thousand_aborts_of_finished_and_unknown_ids_change_nothing():
     rig = fake()
     async with engine_of(rig) as engine:

@@ -245,8 +245,9 @@ class EngineCore:
         row cannot be made smaller: its request ends."""
         steps = [step for step, _ in self._in_flight]
         self._in_flight.clear()
-        self.step_started_at = None
+        # Discarding waits for the device, and a device that hangs has to be noticed.
         self.executor.discard()
+        self.step_started_at = None
         self.scheduler.rollback(steps)
         too_big = self.scheduler.shrink_budget(steps)
         logger.warning(

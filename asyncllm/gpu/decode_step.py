@@ -10,7 +10,7 @@ from asyncllm.gpu.cuda_graphs import Recorder, StepGraphs
 from asyncllm.gpu.decode_rows import DecodeRows
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.models.decoder import Decoder
-from asyncllm.gpu.step_block import HostBlock, Staging, StepBlock
+from asyncllm.gpu.step_block import HostBlock, HostBlocks, StepBlock
 from asyncllm.gpu.step_inputs import StepArrays, StepInputs
 from asyncllm.gpu.upload import upload
 
@@ -32,7 +32,7 @@ class DecodeStep:
         sizes: batch sizes that get one.
 
     Attributes:
-        staging: where the host writes a step.
+        host_blocks: where the host writes a step.
         block: what the host last said.
         block_table: ``[N + 1, W]`` int32, by slot.
         last_tokens: ``[N + 1]`` int64, by slot.
@@ -65,7 +65,7 @@ class DecodeStep:
         self.seq_lens = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
         self.sampled = torch.full((max_num_seqs,), -1, dtype=torch.int64, device=device)
         spare_cell = max_num_seqs * width
-        self.staging = Staging(
+        self.host_blocks = HostBlocks(
             max_num_seqs, spare_cell, steps_in_flight + 1, pinned=device.type == "cuda"
         )
         self._logits: Tensor | None = None

@@ -291,7 +291,7 @@ class ModelRunner:
         self, state: _Device, decode: DecodeStep, step: _Step
     ) -> tuple[HostBlock, Callable[[], None]]:
         """Writes what the device has to know. Returns that, and what comes before the step."""
-        inputs, host = state.inputs, decode.staging.next()
+        inputs, host = state.inputs, decode.host_blocks.next()
         before = step.positions - 1
         host.set_rows(step.slots, inputs.token_ids[step.slots, before], before)
         host.set_sampling(state.sampler.state)

@@ -106,7 +106,7 @@ class HostBlock:
         self._min_p[:-1] = state.min_p
 
 
-class Staging:
+class HostBlocks:
     """Host blocks that take turns.
 
     Args:

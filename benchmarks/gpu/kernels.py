@@ -140,9 +140,10 @@ def rope_family(device: str) -> Family:
     for (q, kv, dim), layout, with_norm, dtype in itertools.product(
         heads, layouts, (False, True), DTYPES
     ):
+        shape = AttentionShape(q, kv, dim, 1.0)
 
         def check(
-            shape: AttentionShape = AttentionShape(q, kv, dim, 1.0),  # noqa: B008
+            shape: AttentionShape = shape,
             layout: str = layout,
             with_norm: bool = with_norm,
             dtype: torch.dtype = dtype,

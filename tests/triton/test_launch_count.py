@@ -74,7 +74,7 @@ def nodes(num_layers: int, rows: int, *, samples: bool = True) -> Counter[str]:
         sizes=(),
     )
     if not samples:
-        step.decode_logits(step.staging.next(), rows)
+        step.decode_logits(step.host_blocks.next(), rows)
     modules = (activation, decode_attention, norm, rope_cache, sampling, step_state)
     with ExitStack() as stack, torch.inference_mode():
         launches = [stack.enter_context(recording(module)) for module in modules]
