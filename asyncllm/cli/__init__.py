@@ -6,7 +6,6 @@ neither torch nor rich.
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -19,7 +18,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     from asyncllm.errors import AsyncLLMError, InvalidRequestError
 
     arguments = parse(argv)
-    _keep_log_off_the_screen()
     try:
         return arguments.run(arguments)
     except InvalidRequestError as error:
@@ -32,14 +30,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Whoever read the output has left; what is still buffered must not raise at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-
-
-def _keep_log_off_the_screen() -> None:
-    """An engine that dies logs its traceback, which Python prints where nobody handles the
-    log; here the error itself is printed."""
-    logger = logging.getLogger("asyncllm")
-    if not logger.handlers:
-        logger.addHandler(logging.NullHandler())
 
 
 def _complain(error: Exception, code: int) -> int:
