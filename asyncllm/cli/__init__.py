@@ -6,6 +6,7 @@ neither torch nor rich.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -17,6 +18,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     from asyncllm.cli.arguments import parse
     from asyncllm.errors import AsyncLLMError, InvalidRequestError
 
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, io.TextIOWrapper):
+            # A character that the terminal or a file's encoding lacks ends no command.
+            stream.reconfigure(errors="replace")
     arguments = parse(argv)
     try:
         return arguments.run(arguments)
