@@ -57,8 +57,8 @@ def machine(device: str = "cpu") -> dict[str, str]:
     """What a figure has to be quoted with: processor or GPU, system, versions."""
     facts = {
         "processor": _processor(),
-        "cores": str(len(os.sched_getaffinity(0))),
-        "load": f"{os.getloadavg()[0]:.1f}",
+        "cores": str(_cores()),
+        "load": f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "unknown",
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "torch": _version("torch"),
@@ -80,6 +80,11 @@ def describe(facts: dict[str, str]) -> str:
         f"{facts['system']}, Python {facts['python']}, torch {facts['torch']}, "
         f"asyncllm {facts['asyncllm']}"
     )
+
+
+def _cores() -> int | None:
+    """Those that this process may use, where the system tells."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def _processor() -> str:
