@@ -389,6 +389,13 @@ def test_demo_on_a_terminal() -> None:
         assert "Traceback" not in terminal.text
 
 
+def test_interrupted_bench_takes_its_progress_back() -> None:
+    with Terminal("bench", "--concurrency", "32") as terminal:
+        terminal.wait_for("32 streams …")
+        assert terminal.interrupt_until_exit() == 130
+        assert terminal.raw.endswith("\r\x1b[2K")
+
+
 def test_ctrl_c_stops_the_answer_and_not_the_program(tmp_path: Path) -> None:
     with Terminal("chat", *ENDLESS) as terminal:
         terminal.wait_for("/help lists commands")

@@ -222,7 +222,7 @@ class Chat:
         try:
             self._conversation.save(Path(name).expanduser())
         except OSError as error:
-            self._fail(f"/save: {error}")
+            self._fail(f"/save {name}: {error.strerror}")
         else:
             self._note(f"Saved {len(self._conversation.messages)} messages to {name}.")
 
