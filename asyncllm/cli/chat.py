@@ -11,9 +11,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from asyncllm.cli.arguments import sampling_options
 from asyncllm.cli.conversation import Conversation, count_tokens, room_for_messages
@@ -28,7 +26,7 @@ from asyncllm.cli.session import (
 )
 from asyncllm.cli.text import printable, rate, seconds
 from asyncllm.engine import AsyncLLMEngine
-from asyncllm.errors import AsyncLLMError, ContextLengthExceededError, EngineError
+from asyncllm.errors import ContextLengthExceededError, EngineOverloadedError, RequestError
 from asyncllm.outputs import Completion, Usage
 from asyncllm.stream import TokenStream
 
@@ -137,9 +135,7 @@ class Chat:
         self._conversation.say("user", message)
         try:
             start, answer = self._stream_answer()
-        except EngineError:
-            raise
-        except AsyncLLMError as error:
+        except (RequestError, EngineOverloadedError) as error:
             self._conversation.take_back()
             self._fail(f"asyncllm: {' '.join(str(error).split())}")
             return
@@ -238,8 +234,8 @@ class Chat:
     def _note(self, text: str) -> None:
         """A line that is not part of the conversation; a pipe gets it on standard error."""
         if self._terminal:
-            with _dim():
-                print(textwrap.fill(text, _width(), initial_indent="  ", subsequent_indent="  "))
+            text = textwrap.fill(text, _width(), initial_indent="  ", subsequent_indent="  ")
+            print(f"\033[2m{text}\033[0m", flush=True)
         else:
             print(text, file=sys.stderr, flush=True)
 
@@ -260,16 +256,6 @@ async def _print(stream: TokenStream, flow: Flow | None) -> None:
 def _width() -> int:
     """Characters in a line that is good to read on this terminal."""
     return min(shutil.get_terminal_size().columns, _WIDEST)
-
-
-@contextmanager
-def _dim() -> Any:
-    sys.stdout.write("\033[2m")
-    try:
-        yield
-    finally:
-        sys.stdout.write("\033[0m")
-        sys.stdout.flush()
 
 
 def _figures(usage: Usage, reason: str | None) -> str:

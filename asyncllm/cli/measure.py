@@ -12,6 +12,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Self
 
+from asyncllm import __version__
+
 _TICK_SECONDS = 0.001
 
 
@@ -61,8 +63,8 @@ def machine(device: str = "cpu") -> dict[str, str]:
         "load": f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "unknown",
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
-        "torch": _version("torch"),
-        "asyncllm": _version("asyncllm"),
+        "torch": _torch_version(),
+        "asyncllm": __version__,
     }
     if device != "cpu":
         import torch
@@ -95,13 +97,8 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def _version(name: str) -> str:
-    """Of an installed distribution, or of the source tree that runs."""
-    if name == "asyncllm":
-        from asyncllm import __version__
-
-        return __version__
+def _torch_version() -> str:
     try:
-        return metadata.version(name)
+        return metadata.version("torch")
     except metadata.PackageNotFoundError:
         return "not installed"
