@@ -92,6 +92,55 @@ const scenarios = {
     say({ text, elements, ran: await page.evaluate(() => window.ran ?? null), failures: page.failures });
   },
 
+  async data(browser) {
+    const page = await open(browser);
+    await ask(page, "1");
+    await ended(page);
+    const result = await page.evaluate(() => {
+      const parts = [...document.querySelectorAll(".assistant .text > *")];
+      const font = (node) => getComputedStyle(node).fontFamily;
+      return {
+        parts: parts.map((part) => [part.localName, part.textContent]),
+        alike: parts.every((part) => part.localName === "pre" || font(part) === font(document.body)),
+        mono: parts.every((part) => part.localName !== "pre" || font(part).includes("monospace")),
+      };
+    });
+    say({ ...result, failures: page.failures });
+  },
+
+  async phone(browser) {
+    // So narrow that "Regenerate" has a line of its own.
+    const page = await open(browser, { viewport: { width: 320, height: 640 }, isMobile: true, hasTouch: true });
+    await ask(page, "1");
+    await started(page);
+    await ask(page, "2");
+    const hint = await page.textContent("#hint");
+    const kept = await page.inputValue("#prompt");
+    const asked = await page.locator(".message.user").count();
+    await page.tap("#stop");
+    await ended(page);
+    const after = await page.textContent("#hint");
+    // Where the text of a node begins.
+    const left = (node) => node.getBoundingClientRect().left + parseFloat(getComputedStyle(node).paddingLeft);
+    const note = await answer(page).locator(".note").evaluate(left);
+    const regenerate = await page.getByRole("button", { name: "Regenerate" }).evaluate(left);
+    await page.focus("#prompt");
+    await page.keyboard.press("Enter");
+    await started(page);
+    const sent = await page.locator(".message.user .text").last().textContent();
+    await page.tap("#stop");
+    await ended(page);
+    const drawers = [];
+    for (const name of ["rail", "activity"]) {
+      await page.tap(`#show-${name}`);
+      const focused = await page.evaluate(() => document.activeElement.ariaLabel);
+      await page.tap(`#${name} .close`);
+      await page.waitForSelector(`#${name}`, { state: "hidden" });
+      drawers.push({ focused, ...(await page.evaluate(() => ({ left: document.activeElement.id, open: document.body.dataset.drawer ?? null }))) });
+    }
+    say({ hint, kept, asked, after, note, regenerate, sent, drawers, failures: page.failures });
+  },
+
   async lost(browser) {
     const page = await open(browser);
     await ask(page, "1");
@@ -149,9 +198,14 @@ const scenarios = {
         const page = await open(browser, { colorScheme, viewport, isMobile: phone, hasTouch: phone, deviceScaleFactor: phone ? 2 : 1 });
         await ask(page, "Hello!");
         await ended(page);
+        await page.waitForFunction(() => document.querySelector("#step").textContent === "–" && Number(document.querySelector("#finished").textContent));
+        const low = await page.evaluate(() => document.querySelector("#lanes").clientHeight);
         if (phone) await page.tap("#show-rail");
         await page.click("#many");
         await started(page);
+        await page.waitForFunction(() => document.querySelector("#running").textContent === "6");
+        const high = await page.evaluate(() => document.querySelector("#lanes").clientHeight);
+        if (low > 70 || high < 6 * 17) problems.push(`lanes ${low} px high for one, ${high} px for seven`);
         await page.screenshot({ path: `${out}/${name}-${colorScheme}.png` });
         if (phone) {
           await page.tap("#show-activity");
@@ -191,6 +245,8 @@ function inspect() {
     const name = control.textContent.trim() || control.ariaLabel || control.labels?.[0]?.textContent.trim();
     if (!name) problems.push(`without a name: ${control.outerHTML.slice(0, 80)}`);
   }
+  const tops = [...document.querySelectorAll(".numbers dd")].map((node) => node.getBoundingClientRect().top);
+  if (tops[0] !== tops[1] || tops[2] !== tops[3]) problems.push(`numbers off their rows: ${tops}`);
   const paint = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
   const style = getComputedStyle(document.documentElement);
   const luminance = (name) => {

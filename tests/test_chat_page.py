@@ -152,25 +152,79 @@ def test_a_reload_in_mid_answer_frees_the_blocks():
     asyncio.run(main())
 
 
-class MarkupDecoder(WordDecoder):
+class ScriptedDecoder(WordDecoder):
+    def __init__(self, pieces):
+        self.pieces = iter(pieces)
+
     def push(self, token_id):
-        return f"<b>{token_id}</b><script>window.ran = 1</script><img src=x onerror='window.ran=2'>"
+        return next(self.pieces)
 
 
-class MarkupTokenizer(FakeTokenizer):
+class ScriptedTokenizer(FakeTokenizer):
+    def __init__(self, pieces):
+        super().__init__()
+        self.pieces = pieces
+
     def detokenizer(self, params, prompt_token_ids=()):
         detokenizer = super().detokenizer(params, prompt_token_ids)
-        detokenizer._decoder = MarkupDecoder()
+        detokenizer._decoder = ScriptedDecoder(self.pieces)
         return detokenizer
 
 
-def test_markup_in_an_answer_stays_text():
+async def shown(scenario, pieces):
+    """What the browser reports of an answer that comes in these pieces."""
+    rig = fake(max_model_len=len(pieces) + 1)
+    rig.tokenizer = ScriptedTokenizer(pieces)
+    async with rig.engine() as engine, serve(engine, port=0, page=page) as server:
+        async with driven(scenario, url_of(server)) as browser:
+            return await browser.hear()
+
+
+PARTS = [
+    ["p", "Let me [look] {there}.\n"],
+    ["pre", '<tool_call>\n{"name": "f",\n\n "arguments": {}}\n</tool_call>\n'],
+    ["pre", '<tool_call>{"name": "g"}</tool_call>\n'],
+    ["p", "And:\n\n"],
+    ["pre", '{"a": ["}", 1,\n  {"b": "\\"{"}]}\n'],
+    ["pre", "[\n  1\n]\n"],
+    ["p", "[1] says so.\n"],
+    ["pre", "```json\n{\n\n}\n```\n"],
+    ["pre", '{"never": [closed\n\n'],
+    ["p", "That is it.\n"],
+    ["pre", '{"cut": "o'],
+]
+
+
+def test_data_in_an_answer_is_monospaced():
+    whole = "".join(text for _, text in PARTS)
+    result = asyncio.run(shown("data", [whole[i : i + 3] for i in range(0, len(whole), 3)]))
+    assert result == {"parts": PARTS, "alike": True, "mono": True, "failures": []}
+
+
+def test_enter_drawers_and_edges_on_a_phone():
     async def main():
-        rig = fake(max_model_len=6)
-        rig.tokenizer = MarkupTokenizer()
+        rig = slow_rig()
         async with rig.engine() as engine, serve(engine, port=0, page=page) as server:
-            async with driven("script", url_of(server)) as browser:
-                result = await browser.hear()
+            async with driven("phone", url_of(server)) as browser:
+                return await browser.hear()
+
+    result = asyncio.run(main())
+    assert result["hint"].startswith("Wait for the answer")
+    assert (result["kept"], result["asked"]) == ("2", 1)
+    assert (result["after"], result["sent"]) == ("", "2")
+    assert result["note"] == result["regenerate"]
+    assert result["drawers"] == [
+        {"focused": "Close the conversations", "left": "show-rail", "open": None},
+        {"focused": "Close the engine's activity", "left": "show-activity", "open": None},
+    ]
+    assert result["failures"] == []
+
+
+def test_markup_in_an_answer_stays_text():
+    markup = "<b>1</b><script>window.ran = 1</script><img src=x onerror='window.ran=2'>"
+
+    async def main():
+        result = await shown("script", [markup] * 5)
         assert result["text"].count("<script>window.ran = 1</script>") == 5
         assert (result["elements"], result["ran"], result["failures"]) == (0, None, [])
 

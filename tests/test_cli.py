@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import graphlib
 import io
 import json
 import random
@@ -115,6 +117,20 @@ def test_an_engine_that_dies_is_one_line() -> None:
     assert done.stderr == "asyncllm: the engine died: ValueError: the device is on fire\n"
 
 
+def test_no_module_imports_one_that_imports_it() -> None:
+    folder = Path(__file__).parent.parent / "asyncllm" / "cli"
+    imports = {
+        f"asyncllm.cli.{file.stem}": {
+            node.module
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+            if isinstance(node, ast.ImportFrom) and node.module and "cli" in node.module
+        }
+        for file in folder.glob("*.py")
+    }
+    assert "asyncllm.cli.text" in imports["asyncllm.cli.demo_view"]
+    graphlib.TopologicalSorter(imports).prepare()
+
+
 def test_text_from_a_model_cannot_control_the_terminal() -> None:
     assert printable("a\x1b[2Jb\x07\tc\r\nd\x9be") == "a[2Jb c\nde"
     assert printable("häß 日本 🙂\n") == "häß 日本 🙂\n"
@@ -190,11 +206,11 @@ def test_conversation_forgets_whole_turns(tmp_path: Path) -> None:
     for role, text in (("user", "1"), ("assistant", "2"), ("user", "3"), ("assistant", "4")):
         conversation.say(role, text)
     conversation.say("user", "5")
-    assert conversation.drop_oldest_turn()
-    assert [m["content"] for m in conversation.to_send()] == ["Be brief.", "3", "4", "5"]
-    assert conversation.drop_oldest_turn()
-    assert not conversation.drop_oldest_turn()
-    assert [m["content"] for m in conversation.to_send()] == ["Be brief.", "5"]
+    assert conversation.turn_starts() == [0, 2, 4]
+    assert [m["content"] for m in conversation.to_send(2)] == ["Be brief.", "3", "4", "5"]
+    conversation.take_back()
+    conversation.forget(2)
+    assert [m["content"] for m in conversation.to_send()] == ["Be brief.", "3", "4"]
     conversation.save(tmp_path / "saved.json")
     saved = json.loads((tmp_path / "saved.json").read_text(encoding="utf-8"))
     assert saved == conversation.to_send()
@@ -287,7 +303,78 @@ def test_chat_through_a_pipe_forgets_what_does_not_fit() -> None:
     assert done.returncode == 0
     assert is_plain(done.stdout)
     assert done.stdout.count("\n") >= 4
-    assert set(done.stderr.splitlines()) == {"The context is full: the oldest turn was forgotten."}
+    forgotten = "The context is full: the oldest messages were forgotten."
+    assert set(done.stderr.splitlines()) == {forgotten}
+
+
+def pipe(monkeypatch: pytest.MonkeyPatch, stdin: bytes, encoding: str = "utf-8") -> io.BytesIO:
+    """Bytes for a command to read, and those that it writes."""
+    out = io.BytesIO()
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding))
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, encoding, write_through=True))
+    return out
+
+
+@pytest.mark.parametrize("room", [("--max-model-len", "80"), ("--kv-cache-memory", "800KiB")])
+def test_a_message_that_is_too_long_forgets_nothing(
+    room: tuple[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Not one that is refused when it is sent, nor one that a worker thread has to tokenise."""
+    long = ["Mia has a boat. " * 40, "Mia has a boat. " * 400]
+    turns = ["My name is Lena.", *long, "I am 5.", f"/save {tmp_path}/saved.json"]
+    out = pipe(monkeypatch, "\n".join(turns).encode())
+    assert main(["chat", *room, "--max-tokens", "8", *QUICK]) == 1
+    assert out.getvalue().count(b"\n") == 2
+    *refused, saved = capsys.readouterr().err.splitlines()
+    assert len(refused) == 2
+    assert all(re.fullmatch(r"asyncllm: prompt: has .* tokens, .*", line) for line in refused)
+    assert saved == f"Saved 4 messages to {tmp_path}/saved.json."
+    said = json.loads((tmp_path / "saved.json").read_text(encoding="utf-8"))
+    assert [m["content"] for m in said if m["role"] == "user"] == ["My name is Lena.", "I am 5."]
+
+
+def test_commands_through_a_pipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "saved.json"
+    lines = (
+        *("/help", "My name is Lena.", "/reset", "/system Be brief.", "What is \\", "my name?"),
+        *(f"/save {file}", "/usr/bin is a path.", "/exit", "Never sent."),
+    )
+    out = pipe(monkeypatch, "\n".join(lines).encode())
+    assert main(["chat", "--max-tokens", "8", *QUICK]) == 0
+    assert out.getvalue().count(b"\n") == 3
+    assert "/help    what there is" in capsys.readouterr().err
+    saved = json.loads(file.read_text(encoding="utf-8"))
+    assert [m["content"] for m in saved[:2]] == ["Be brief.", "What is \nmy name?"]
+
+
+@pytest.mark.parametrize("bad", [b"/dance", b"/save", b"/save /no/such/folder/file"])
+def test_a_command_that_fails_in_a_pipe_is_told_at_the_end(
+    bad: bytes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = pipe(monkeypatch, bad + b"\n/exit\n")
+    assert main(["chat", *QUICK]) == 1
+    assert out.getvalue() == b""
+    assert capsys.readouterr().err.startswith(bad.decode().split()[0])
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_characters_that_an_encoding_lacks(
+    encoding: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Read, and written."""
+    out = pipe(monkeypatch, b"h\xe4\xff \\", encoding)
+    assert main(["chat", "--max-tokens", "4", *QUICK]) == 0
+    assert out.getvalue().endswith(b"\n")
+    out = pipe(monkeypatch, b"", encoding)
+    assert main(["bench", "--concurrency", "1", "--output-len", "2", *QUICK]) == 0
+    rule = "─" if encoding == "utf-8" else "?"
+    assert rule * 7 in out.getvalue().decode(encoding)
+    assert capsys.readouterr().err == ""
 
 
 # --- on a terminal ---------------------------------------------------------------------------
@@ -300,6 +387,13 @@ def test_demo_on_a_terminal() -> None:
         assert re.search(r"12 streams, \d+ tokens in ", terminal.text)
         assert terminal.raw.rfind("\x1b[?25h") > terminal.raw.rfind("\x1b[?25l")
         assert "Traceback" not in terminal.text
+
+
+def test_interrupted_bench_takes_its_progress_back() -> None:
+    with Terminal("bench", "--concurrency", "32") as terminal:
+        terminal.wait_for("32 streams …")
+        assert terminal.interrupt_until_exit() == 130
+        assert terminal.raw.endswith("\r\x1b[2K")
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_program(tmp_path: Path) -> None:

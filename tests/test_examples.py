@@ -1,7 +1,10 @@
-"""Every example runs as it stands."""
+"""Every example runs as it stands, and every snippet of the README."""
 
 from __future__ import annotations
 
+import ast
+import asyncio
+import inspect
 import os
 import re
 import subprocess
@@ -10,7 +13,13 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = ROOT / "examples"
+SNIPPETS = re.findall(
+    r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S
+)
+TEXT = r"(?!.*\w\(\w+=).{40,}"  # and no repr
+PRINTED = (TEXT, r"Usage\(prompt_tokens=\d+, completion_tokens=\d+, .*\)\n", TEXT)
 EXPECTED = {
     "minimal_stream.py": r"(?s)\w.{40,}\n",
     "many_streams.py": r"(?s).+\n100 streams, \d+ tokens, \d+ tokens a second\n",
@@ -35,3 +44,16 @@ def test_example(name: str) -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert re.fullmatch(EXPECTED[name], done.stdout), done.stdout
+
+
+@pytest.mark.parametrize(
+    ("snippet", "printed"), list(zip(SNIPPETS, PRINTED, strict=True)), ids=["first", "use", "llm"]
+)
+def test_readme(snippet: str, printed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the packaged model, and on a loop of its own where it awaits at the top level."""
+    source = snippet.replace('"path/to/Qwen3-0.6B", ', "")
+    code = compile(source, "README.md", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    running = eval(code, {"__name__": "__main__"})
+    if inspect.iscoroutine(running):
+        asyncio.run(running)
+    assert re.fullmatch(printed, capsys.readouterr().out, re.S)

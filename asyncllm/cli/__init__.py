@@ -6,7 +6,7 @@ neither torch nor rich.
 
 from __future__ import annotations
 
-import logging
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -18,8 +18,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     from asyncllm.cli.arguments import parse
     from asyncllm.errors import AsyncLLMError, InvalidRequestError
 
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, io.TextIOWrapper):
+            # A character that the terminal or a file's encoding lacks ends no command.
+            stream.reconfigure(errors="replace")
     arguments = parse(argv)
-    _keep_log_off_the_screen()
     try:
         return arguments.run(arguments)
     except InvalidRequestError as error:
@@ -32,14 +35,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Whoever read the output has left; what is still buffered must not raise at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-
-
-def _keep_log_off_the_screen() -> None:
-    """An engine that dies logs its traceback, which Python prints where nobody handles the
-    log; here the error itself is printed."""
-    logger = logging.getLogger("asyncllm")
-    if not logger.handlers:
-        logger.addHandler(logging.NullHandler())
 
 
 def _complain(error: Exception, code: int) -> int:

@@ -80,7 +80,7 @@ def _add_chat(commands: Any) -> None:
         "asyncllm.cli.chat",
         "talk to a model in the terminal",
         "Ctrl-C stops an answer; twice at the prompt, or Ctrl-D, leaves. /help lists commands. "
-        "From a pipe, every line is a turn.",
+        "From a pipe, every line is a turn or a command; standard output has the answers alone.",
     )
     parser.add_argument("--system", metavar="TEXT", help="system prompt")
     _add_sampling(parser)

@@ -76,11 +76,13 @@ async def _main(arguments: argparse.Namespace) -> dict[str, Any]:
             f"{arguments.output_len}, {arguments.rounds} requests a stream"
         )
         rows = []
-        for concurrency in arguments.concurrency:
-            _progress(f"{concurrency} streams …")
-            row = await load.measure(concurrency, arguments.rounds)
-            rows.append(row.summary())
-        _progress("")
+        try:
+            for concurrency in arguments.concurrency:
+                _progress(f"{concurrency} streams …")
+                row = await load.measure(concurrency, arguments.rounds)
+                rows.append(row.summary())
+        finally:
+            _progress("")
     return {
         "machine": facts,
         "command": ["asyncllm", *sys.argv[1:]],

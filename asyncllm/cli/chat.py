@@ -11,9 +11,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from asyncllm.cli.arguments import sampling_options
 from asyncllm.cli.conversation import Conversation, count_tokens, room_for_messages
@@ -28,8 +26,8 @@ from asyncllm.cli.session import (
 )
 from asyncllm.cli.text import printable, rate, seconds
 from asyncllm.engine import AsyncLLMEngine
-from asyncllm.errors import AsyncLLMError, ContextLengthExceededError, EngineError
-from asyncllm.outputs import Usage
+from asyncllm.errors import ContextLengthExceededError, EngineOverloadedError, RequestError
+from asyncllm.outputs import Completion, Usage
 from asyncllm.stream import TokenStream
 
 _WIDEST = 92
@@ -77,17 +75,19 @@ class Chat:
 
     def converse(self) -> int:
         """Takes turns until the person leaves. Returns the exit code."""
-        if not self._terminal:
-            return self._answer_lines()
-        self._greet()
+        if self._terminal:
+            self._greet()
         leaving = False
         while True:
             try:
-                message = read_message(_PROMPT)
+                message = read_message(_PROMPT if self._terminal else None)
             except EOFError:
-                print()
-                return 0
+                if self._terminal:
+                    print()
+                return self._exit_code()
             except KeyboardInterrupt:
+                if not self._terminal:
+                    raise
                 print()
                 if leaving:
                     return 0
@@ -95,8 +95,8 @@ class Chat:
                 leaving = True
                 continue
             leaving = False
-            if message == "/exit":
-                return 0
+            if message.split(" ")[0] == "/exit":
+                return self._exit_code()
             if message:
                 self._take_turn(message)
 
@@ -110,56 +110,74 @@ class Chat:
             Text.assemble((" asyncllm ", "bold reverse"), (f"  {name}", "bold"), (hint, "dim"))
         )
 
-    def _answer_lines(self) -> int:
-        for line in sys.stdin:
-            if line.strip():
-                self._answer(line.strip())
-        return 1 if self._failed else 0
+    def _exit_code(self) -> int:
+        """A person has seen what failed; a script is told."""
+        return 1 if self._failed and not self._terminal else 0
 
     def _take_turn(self, message: str) -> None:
         word, _, rest = message.partition(" ")
         if word in self._commands:
             self._commands[word][1](rest.strip())
         elif word.startswith("/") and "/" not in word[1:]:
-            self._note(f"{word}: no such command; /help lists them.")
-        else:
+            self._fail(f"{word}: no such command; /help lists them.")
+        elif self._terminal:
             with without_echo():
                 print()
                 self._answer(message)
                 print()
+        else:
+            self._answer(message)
 
     # --- an answer ---------------------------------------------------------------------
 
     def _answer(self, message: str) -> None:
+        """Sends the conversation with ``message``. A turn that is refused leaves it as it was."""
         self._conversation.say("user", message)
         try:
-            usage, text, reason = self._stream_answer()
-        except EngineError:
-            raise
-        except AsyncLLMError as error:
+            start, answer = self._stream_answer()
+        except (RequestError, EngineOverloadedError) as error:
             self._conversation.take_back()
-            self._failed = True
-            self._note(f"asyncllm: {' '.join(str(error).split())}", error=True)
+            self._fail(f"asyncllm: {' '.join(str(error).split())}")
             return
-        self._conversation.say("assistant", text)
-        if self._terminal and usage is not None:
-            self._note(_figures(usage, reason))
+        if start:
+            self._note("The context is full: the oldest messages were forgotten.")
+            self._conversation.forget(start)
+        self._conversation.say("assistant", answer.text)
+        if self._terminal and answer.usage is not None:
+            self._note(_figures(answer.usage, answer.finish_reason))
 
-    def _stream_answer(self) -> tuple[Usage | None, str, str | None]:
-        self._make_room()
+    def _stream_answer(self) -> tuple[int, Completion]:
+        """Sends as many turns as fit; returns where they began, and the answer."""
         sampling = dict(self._sampling)
         if self._seed is not None:
             sampling["seed"] = self._seed + len(self._conversation.messages)
+        starts = self._starts_that_fit()
         while True:
             try:
-                stream = self._engine.chat(self._conversation.to_send(), **sampling)
+                stream = self._engine.chat(self._conversation.to_send(starts[0]), **sampling)
                 self._read(stream)
             except ContextLengthExceededError:
-                if not self._drop_oldest():
+                # The engine's own limit may be lower: that of its KV cache.
+                if len(starts) == 1:
                     raise
-                continue
-            completion = self._loop.submit(stream.result()).result()
-            return completion.usage, completion.text, completion.finish_reason
+                del starts[0]
+            else:
+                return starts[0], self._loop.submit(stream.result()).result()
+
+    def _starts_that_fit(self) -> list[int]:
+        """Turns that the messages to send may begin with, the oldest first, so that an answer
+        fits behind them. A message that is too long by itself is sent alone: no other turn
+        makes it shorter."""
+        starts = self._conversation.turn_starts()
+        room = room_for_messages(self._engine, self._sampling.get("max_tokens"))
+        if not self._fits(starts[-1], room):
+            return starts[-1:]
+        while not self._fits(starts[0], room):
+            del starts[0]
+        return starts
+
+    def _fits(self, start: int, room: int) -> bool:
+        return count_tokens(self._engine, self._conversation.to_send(start)) <= room
 
     def _read(self, stream: TokenStream) -> None:
         """Prints a stream as it comes. Ctrl-C aborts it, and what was said stays; should the
@@ -178,19 +196,6 @@ class Chat:
         else:
             print(flush=True)
 
-    def _make_room(self) -> None:
-        """Forgets the oldest turns until an answer fits behind the rest."""
-        limit = room_for_messages(self._engine, self._sampling.get("max_tokens"))
-        while count_tokens(self._engine, self._conversation.to_send()) > limit:
-            if not self._drop_oldest():
-                return
-
-    def _drop_oldest(self) -> bool:
-        if not self._conversation.drop_oldest_turn():
-            return False
-        self._note("The context is full: the oldest turn was forgotten.", error=True)
-        return True
-
     # --- commands ----------------------------------------------------------------------
 
     def _help(self, _: str) -> None:
@@ -208,12 +213,12 @@ class Chat:
 
     def _save(self, name: str) -> None:
         if not name:
-            self._note("/save FILE: the name of the file is missing.")
+            self._fail("/save FILE: the name of the file is missing.")
             return
         try:
             self._conversation.save(Path(name).expanduser())
         except OSError as error:
-            self._note(f"/save: {error}")
+            self._fail(f"/save {name}: {error.strerror}")
         else:
             self._note(f"Saved {len(self._conversation.messages)} messages to {name}.")
 
@@ -226,13 +231,17 @@ class Chat:
             f"{stats.num_free_blocks} of {stats.num_blocks} KV blocks free"
         )
 
-    def _note(self, text: str, *, error: bool = False) -> None:
-        """A line that is not part of the conversation."""
+    def _note(self, text: str) -> None:
+        """A line that is not part of the conversation; a pipe gets it on standard error."""
         if self._terminal:
-            with _dim():
-                print(textwrap.fill(text, _width(), initial_indent="  ", subsequent_indent="  "))
+            text = textwrap.fill(text, _width(), initial_indent="  ", subsequent_indent="  ")
+            print(f"\033[2m{text}\033[0m", flush=True)
         else:
-            print(text, file=sys.stderr if error else sys.stdout, flush=True)
+            print(text, file=sys.stderr, flush=True)
+
+    def _fail(self, text: str) -> None:
+        self._failed = True
+        self._note(text)
 
 
 async def _print(stream: TokenStream, flow: Flow | None) -> None:
@@ -247,16 +256,6 @@ async def _print(stream: TokenStream, flow: Flow | None) -> None:
 def _width() -> int:
     """Characters in a line that is good to read on this terminal."""
     return min(shutil.get_terminal_size().columns, _WIDEST)
-
-
-@contextmanager
-def _dim() -> Any:
-    sys.stdout.write("\033[2m")
-    try:
-        yield
-    finally:
-        sys.stdout.write("\033[0m")
-        sys.stdout.flush()
 
 
 def _figures(usage: Usage, reason: str | None) -> str:

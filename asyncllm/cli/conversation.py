@@ -23,9 +23,10 @@ class Conversation:
         self.system = system
         self.messages: list[Message] = []
 
-    def to_send(self) -> list[Message]:
+    def to_send(self, start: int = 0) -> list[Message]:
+        """The system prompt, and the messages from ``start`` on."""
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
-        return [*system, *self.messages]
+        return [*system, *self.messages[start:]]
 
     def say(self, role: str, text: str) -> None:
         self.messages.append({"role": role, "content": text})
@@ -34,14 +35,13 @@ class Conversation:
         """Forgets the last message, which could not be sent."""
         self.messages.pop()
 
-    def drop_oldest_turn(self) -> bool:
-        """Forgets the oldest question and its answer; False if only the newest is left."""
-        if len(self.messages) < 2:
-            return False
-        del self.messages[0]
-        while len(self.messages) > 1 and self.messages[0]["role"] != "user":
-            del self.messages[0]
-        return True
+    def turn_starts(self) -> list[int]:
+        """Where the turns begin: the indices of the user's messages."""
+        return [i for i, message in enumerate(self.messages) if message["role"] == "user"]
+
+    def forget(self, start: int) -> None:
+        """Forgets the messages before ``start``."""
+        del self.messages[:start]
 
     def reset(self) -> None:
         self.messages.clear()

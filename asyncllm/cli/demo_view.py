@@ -12,8 +12,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from asyncllm.cli.demo import Show, Track, follow_all
 from asyncllm.cli.text import one_line, rate, seconds
+from asyncllm.cli.tracks import Show, Track, follow_all
 
 _SHORT_HEIGHT = 4
 _SHORT_WIDTH = 38

@@ -12,6 +12,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Self
 
+from asyncllm import __version__
+
 _TICK_SECONDS = 0.001
 
 
@@ -57,12 +59,12 @@ def machine(device: str = "cpu") -> dict[str, str]:
     """What a figure has to be quoted with: processor or GPU, system, versions."""
     facts = {
         "processor": _processor(),
-        "cores": str(len(os.sched_getaffinity(0))),
-        "load": f"{os.getloadavg()[0]:.1f}",
+        "cores": str(_cores()),
+        "load": f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "unknown",
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
-        "torch": _version("torch"),
-        "asyncllm": _version("asyncllm"),
+        "torch": _torch_version(),
+        "asyncllm": __version__,
     }
     if device != "cpu":
         import torch
@@ -82,6 +84,11 @@ def describe(facts: dict[str, str]) -> str:
     )
 
 
+def _cores() -> int | None:
+    """Those that this process may use, where the system tells."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
 def _processor() -> str:
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
@@ -90,13 +97,8 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def _version(name: str) -> str:
-    """Of an installed distribution, or of the source tree that runs."""
-    if name == "asyncllm":
-        from asyncllm import __version__
-
-        return __version__
+def _torch_version() -> str:
     try:
-        return metadata.version(name)
+        return metadata.version("torch")
     except metadata.PackageNotFoundError:
         return "not installed"

@@ -1,31 +1,41 @@
-"""The terminal while a person types, and while nobody should."""
+"""The terminal while a person types, and while nothing should be typed."""
 
 from __future__ import annotations
 
 import sys
-import termios
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+
+try:
+    import termios
+except ImportError:  # Windows
+    termios = None
 
 
-def read_message(prompt: str) -> str:
-    """One message from the terminal. A trailing backslash goes on in the next line; with GNU
-    readline, which knows a paste from typing, pasted lines are one message.
+def read_message(prompt: str | None) -> str:
+    """One message from standard input, after ``prompt``; None, for a pipe, shows nothing. A
+    trailing backslash goes on in the next line; with GNU readline, which knows a paste from
+    typing, pasted lines are one message.
 
     Raises:
         EOFError, KeyboardInterrupt: for Ctrl-D and Ctrl-C.
     """
-    _enable_line_editing()
-    lines = [input(_in_bold(prompt))]
-    while lines[-1].endswith("\\"):
-        lines[-1] = lines[-1][:-1]
-        lines.append(input("… "))
+    first, next_ = ("", "") if prompt is None else (_shown(prompt), "… ")
+    lines = [input(first)]
+    with suppress(EOFError):  # the end of the input ends the message
+        while lines[-1].endswith("\\"):
+            lines[-1] = lines[-1][:-1]
+            lines.append(input(next_))
     return "\n".join(lines).strip()
 
 
 @contextmanager
 def without_echo() -> Iterator[None]:
-    """What is typed in here is not shown, and waits for the next prompt."""
+    """What is typed in here is not shown, where the system has a switch for that, and waits
+    for the next prompt."""
+    if termios is None:
+        yield
+        return
     terminal = sys.stdin.fileno()
     before = termios.tcgetattr(terminal)
     quiet = list(before)
@@ -37,18 +47,15 @@ def without_echo() -> Iterator[None]:
         termios.tcsetattr(terminal, termios.TCSADRAIN, before)
 
 
-def _in_bold(prompt: str) -> str:
-    """With the escape codes marked as taking no space, as readline wants it."""
-    return f"\001\033[1;36m\002{prompt}\001\033[0m\002"
-
-
-def _enable_line_editing() -> None:
-    """``input`` edits lines and has a history once the module is imported; some builds of
-    Python lack it, some have libedit under its name."""
+def _shown(prompt: str) -> str:
+    """In bold where ``input`` edits lines, which it does once readline is imported; some
+    builds of Python lack it, some have libedit under its name. The escape codes are marked as
+    taking no space, as readline wants it."""
     try:
         import readline
     except ImportError:
-        return
+        return prompt
     if "GNU" in (readline.__doc__ or ""):
         # Python turns this off, for the sake of its own prompt.
         readline.parse_and_bind("set enable-bracketed-paste on")
+    return f"\001\033[1;36m\002{prompt}\001\033[0m\002"

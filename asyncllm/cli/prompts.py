@@ -7,21 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _FACTS = "Nora put the key under the mat. Ben likes soup. Ida lives in Porto. Tom has a red kite."
-_NAMES = (
-    "Mia",
-    "Tom",
-    "Lena",
-    "Otto",
-    "Ruby",
-    "Max",
-    "Ida",
-    "Finn",
-    "Alice",
-    "Hugo",
-    "Nina",
-    "Theo",
-)
-_THINGS = ("boat", "kite", "lamp", "drum", "map", "clock", "train", "violin", "bell", "robot")
+_NAMES = "Mia Tom Lena Otto Ruby Max Ida Finn Alice Hugo Nina Theo".split()
+_THINGS = "boat kite lamp drum map clock train violin bell robot".split()
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
 import os
@@ -189,7 +190,7 @@ def available_memory() -> int:
     try:
         available = _meminfo_available()
     except (OSError, KeyError, ValueError):
-        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+        available = _available_without_proc()
     return min(available, _cgroup_available(available))
 
 
@@ -197,6 +198,16 @@ def _meminfo_available() -> int:
     lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     fields = dict(line.split(":", 1) for line in lines)
     return int(fields["MemAvailable"].split()[0]) * 1024
+
+
+def _available_without_proc() -> int:
+    """Half of what a Unix has; what Windows says is available, in the fourth field of its
+    MEMORYSTATUSEX: two of 32 bits, the first of which is the length, and seven of 64."""
+    if hasattr(os, "sysconf"):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    status = (ctypes.c_uint64 * 8)(64)
+    ctypes.windll.kernel32.GlobalMemoryStatusEx(status)  # pyright: ignore[reportAttributeAccessIssue]
+    return status[2]
 
 
 def _cgroup_available(otherwise: int) -> int:

@@ -5,6 +5,7 @@ import { Socket } from "./socket.js";
 const WINDOW = 10_000;
 const ROW = 12;
 const GAP = 5;
+const MIN_ROWS = 3;
 const MAX_ROWS = 12;
 const $ = (id) => document.getElementById(id);
 
@@ -46,7 +47,7 @@ export class Activity {
     $("running").textContent = stats.num_running;
     $("waiting").textContent = stats.num_waiting;
     $("rate").textContent = busy && seconds > 0.15 ? Math.round((to[1] - from[1]) / seconds) : busy ? "…" : "0";
-    $("step").textContent = stats.num_steps ? `${(stats.last_step_time * 1000).toFixed(1)} ms` : "–";
+    $("step").textContent = busy ? `${(stats.last_step_time * 1000).toFixed(1)} ms` : "–";
     fill($("kv"), stats.kv_cache_usage);
     $("kv-value").textContent = `${stats.num_blocks - stats.num_free_blocks} of ${stats.num_blocks} blocks`;
     fill($("hits"), hits);
@@ -71,6 +72,8 @@ export class Activity {
       if (!seen.has(id)) lane.to ??= now;
       if (lane.to && now - lane.to > WINDOW) this.lanes.delete(id);
     }
+    const rows = Math.max(MIN_ROWS, ...[...this.lanes.values()].map((lane) => lane.row + 1));
+    this.canvas.style.height = `${2 * GAP + rows * (ROW + GAP)}px`;
     const running = responses.length;
     this.canvas.setAttribute(
       "aria-label",
@@ -133,7 +136,7 @@ export class Activity {
   }
 
   drawLane(paint, lane, hue, light, x, now) {
-    const y = 6 + lane.row * (ROW + GAP);
+    const y = 1.5 * GAP + lane.row * (ROW + GAP);
     const color = (alpha) => (hue === null ? `rgb(128 128 128 / ${alpha})` : `oklch(${light} 0.13 ${hue} / ${alpha})`);
     const end = lane.to ?? now;
     const bar = (from, to, alpha) => {

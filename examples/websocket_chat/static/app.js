@@ -39,6 +39,7 @@ function open(conversation) {
   $("temperature").value = conversation.temperature;
   $("temperature-value").value = conversation.temperature.toFixed(1);
   $("prompt").value = conversation.draft;
+  $("hint").textContent = "";
   grow();
   drawer(null);
   showAll();
@@ -150,6 +151,7 @@ function showCurrent() {
   $("welcome").hidden = current.messages.length > 0;
   $("send").hidden = running;
   $("stop").hidden = !running;
+  if (!running) $("hint").textContent = "";
   const lost = current.connection === "lost";
   $("banner").hidden = !lost;
   if (lost) {
@@ -184,7 +186,11 @@ function grow() {
 }
 
 function submit(text) {
-  if (!text || current.turn) return;
+  if (!text) return;
+  if (current.turn) {
+    $("hint").textContent = "Wait for the answer, or stop it, to send this.";
+    return;
+  }
   prompt.value = "";
   grow();
   pinned = true;
@@ -251,17 +257,20 @@ $("show-settings").onclick = () => {
 };
 
 function drawer(name) {
-  const shown = document.body.dataset.drawer === name ? null : name;
+  const before = document.body.dataset.drawer;
+  const shown = before === name ? null : name;
   if (shown) document.body.dataset.drawer = shown;
   else delete document.body.dataset.drawer;
   $("veil").hidden = !shown;
   $("show-rail").setAttribute("aria-expanded", String(shown === "rail"));
   $("show-activity").setAttribute("aria-expanded", String(shown === "activity"));
+  if (shown) $(shown).querySelector(".close").focus();
+  else if (before) $(`show-${before}`).focus();
 }
 
 $("show-rail").onclick = () => drawer("rail");
 $("show-activity").onclick = () => drawer("activity");
-$("veil").onclick = () => drawer(null);
+for (const way of [$("veil"), ...document.querySelectorAll(".close")]) way.onclick = () => drawer(null);
 
 // --- start ---
 

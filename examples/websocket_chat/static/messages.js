@@ -1,5 +1,7 @@
 // The messages of one conversation. Text is only ever set as text.
 
+import { split } from "./blocks.js";
+
 export class MessageList {
   // actions: {regenerate(), edit(index, text)}
   constructor(list, actions) {
@@ -23,8 +25,7 @@ export class MessageList {
   update(conversation) {
     const shown = this.shown;
     if (shown?.message !== conversation.turn?.message) return this.show(conversation);
-    const text = shown.item.querySelector(".text").firstChild;
-    text.appendData(shown.message.text.slice(text.length));
+    write(shown.item.querySelector(".text"), shown.message.text);
     shown.item.querySelector(".metrics").textContent = metricsText(shown.message.metrics);
   }
 
@@ -71,8 +72,8 @@ export class MessageList {
     const running = last && turn;
     const item = element("li", "message assistant");
     if (running) item.dataset.state = "running";
-    const text = element("p", "text");
-    text.append(document.createTextNode(message.text));
+    const text = element("div", "text");
+    write(text, message.text);
     item.append(element("span", "hidden", "Answer: "), text);
     if (message.note) {
       const note = element("p", message.failed ? "note failed" : "note", message.note);
@@ -84,6 +85,26 @@ export class MessageList {
     item.append(foot);
     return item;
   }
+}
+
+// Puts a text into paragraphs and monospaced blocks, and touches only what has grown.
+function write(node, text) {
+  const parts = split(text);
+  parts.forEach(({ tag, text }, i) => {
+    let part = node.children[i];
+    if (part?.localName !== tag) {
+      const made = element(tag);
+      made.append("");
+      if (part) part.replaceWith(made);
+      else node.append(made);
+      part = made;
+    }
+    const shown = part.firstChild;
+    if (shown.data === text) return;
+    if (text.startsWith(shown.data)) shown.appendData(text.slice(shown.length));
+    else shown.data = text;
+  });
+  while (node.children.length > parts.length) node.lastChild.remove();
 }
 
 function metricsText(metrics) {

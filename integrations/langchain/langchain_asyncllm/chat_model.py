@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+import json
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
@@ -16,8 +17,9 @@ from langchain_core.messages import (
 )
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
+from langchain_core.utils.function_calling import convert_to_openai_tool
 
-from asyncllm import Completion, Delta, Usage
+from asyncllm import Completion, Delta, InvalidRequestError, Usage
 from langchain_asyncllm.engine_model import CONFIG, EngineModel, finish_metadata, token_usage
 
 
@@ -48,6 +50,46 @@ class ChatAsyncLLM(EngineModel, BaseChatModel):
     @property
     def _identifying_params(self) -> dict[str, Any]:
         return {"model_name": self.model_name, **self.request_options(None, {})}
+
+    def get_num_tokens_from_messages(
+        self, messages: list[BaseMessage], tools: Sequence[Any] | None = None
+    ) -> int:
+        """Tokens of the prompt that the model's chat template makes of a conversation: what
+        the engine counts as ``input_tokens``.
+
+        ``trim_messages`` also asks for pieces of one, newest message first. A template that
+        refuses them (many want the user's turn first) gets each message as the user's only
+        one, which makes a few tokens more for each.
+        """
+        if self.custom_get_token_ids is not None:
+            return super().get_num_tokens_from_messages(messages, tools)
+        if not messages:
+            return 0
+        chat = convert_to_openai_messages(messages)
+        schemas = None if tools is None else [convert_to_openai_tool(tool) for tool in tools]
+        try:
+            return self._prompt_length(chat, schemas)
+        except InvalidRequestError:
+            alone = [[{"role": "user", "content": _said(message)}] for message in chat]
+            rest = sum(self._prompt_length(one, None) for one in alone[1:])
+            return self._prompt_length(alone[0], schemas) + rest
+
+    def _prompt_length(self, chat: list[dict[str, Any]], tools: list[Any] | None) -> int:
+        tokenizer = self.engine.tokenizer
+        text = tokenizer.apply_chat_template(chat, tools=tools)
+        return len(tokenizer.encode(text, add_special_tokens=False))
+
+    def bind_tools(self, tools: Sequence[Any], **kwargs: Any) -> Any:
+        """Not there yet.
+
+        Raises:
+            NotImplementedError: with what to do instead.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} has no tool calling yet, and so serves no agent: a chat "
+            'template that knows tools gets them from .bind(chat_template_kwargs={"tools": '
+            "[schemas]}), and the text of the answer has the calls"
+        )
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         params = super()._get_ls_params(stop=stop, **kwargs)
@@ -133,6 +175,12 @@ class ChatAsyncLLM(EngineModel, BaseChatModel):
                 "token_usage": token_usage(completion.usage),
             },
         )
+
+
+def _said(message: dict[str, Any]) -> Any:
+    """The content of a message, and the tool calls that it may have beside it."""
+    calls = message.get("tool_calls")
+    return message["content"] if not calls else f"{message['content']}{json.dumps(calls)}"
 
 
 def _usage_metadata(usage: Usage | None) -> UsageMetadata | None:

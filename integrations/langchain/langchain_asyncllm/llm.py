@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models.base import LangSmithParams
 from langchain_core.language_models.llms import BaseLLM
+from langchain_core.messages import BaseMessage, get_buffer_string
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 
 from asyncllm import Completion
@@ -29,6 +30,15 @@ class AsyncLLM(EngineModel, BaseLLM):
     @property
     def _identifying_params(self) -> dict[str, Any]:
         return {"model_name": self.model_name, **self.request_options(None, {})}
+
+    def get_num_tokens_from_messages(
+        self, messages: list[BaseMessage], tools: Sequence[Any] | None = None
+    ) -> int:
+        """Tokens of the prompt that LangChain makes of messages for a model without a chat
+        template; ``tools`` have no place in it, and are refused."""
+        if tools:
+            raise NotImplementedError("AsyncLLM has no tools: its prompts are plain text")
+        return self.get_num_tokens(get_buffer_string(messages)) if messages else 0
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         params = super()._get_ls_params(stop=stop, **kwargs)
