@@ -327,6 +327,10 @@ class Scheduler:
         return events
 
     def _check_result(self, step: ScheduledStep, result: StepResult) -> None:
+        if result.step != step.batch.step:
+            raise ValueError(
+                f"expected the result of step {step.batch.step}, got that of step {result.step}"
+            )
         rows = len(step.requests)
         if len(result.token_ids) != rows:
             raise ValueError(
