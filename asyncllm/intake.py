@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import threading
 import uuid
 from array import array
 from collections.abc import Callable, Sequence
@@ -138,9 +139,9 @@ class Intake:
             messages, named = deepcopy((messages, named))
         return self._tokenise(request, Submission("chat", messages), length, encode)
 
-    def close(self) -> None:
-        """Waits for the text that is being tokenised, for two seconds at most."""
-        self._worker.close(timeout=2.0)
+    def close(self) -> threading.Thread | None:
+        """Forgets texts that wait to be tokenised; returns the thread of one that is."""
+        return self._worker.close()
 
     def _request(
         self, params: SamplingParams | None, sampling: dict[str, Any], options: RequestOptions
