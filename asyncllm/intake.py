@@ -233,9 +233,11 @@ class Intake:
         """Takes a place in the queue for the request, and announces it."""
         self._observers.watch(request)
         self._core.admission.reserve(request, num_tokens)
+        # Made first: an observer that is interrupted drops it, which aborts the request.
+        stream = TokenStream(request, self._core, self._mailboxes.of_running_loop)
         if request.observation is not None:
             request.observation.submitted(asked)
-        return TokenStream(request, self._core, self._mailboxes.of_running_loop)
+        return stream
 
 
 def _token_ids(prompt: Any, vocab_size: int) -> list[int]:
