@@ -56,7 +56,7 @@ class EngineConfig:
         async_scheduling: run one step ahead of the results; None is True on a GPU and False
             on a CPU. On a CPU it changes the accounting, not the speed.
         scheduling_policy: "fcfs", "priority" (smaller first) or "deadline" (earliest first
-            within a priority).
+            within a priority). It orders admission and victims, not what runs already.
         max_queued_requests: requests waiting at most; more are EngineOverloadedError.
         max_queued_tokens: prompt tokens waiting at most.
         seed: of the seeds that are drawn for requests without one; None draws them from the

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, Self
@@ -13,12 +14,15 @@ from asyncllm.core.channel import OnSlow
 from asyncllm.core.observer import Observer, Observers
 from asyncllm.engine_thread import EngineThread
 from asyncllm.errors import EngineClosedError, EngineError, InvalidRequestError
-from asyncllm.hosts import MailboxRegistry, ThreadMailbox, wait_for
+from asyncllm.hosts import MailboxRegistry, ThreadMailbox, join, wait_for
 from asyncllm.intake import Intake, RequestOptions, bad
 from asyncllm.loading import Loader, LoadStage, load_model
 from asyncllm.outputs import Completion, EngineStats
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.stream import TokenStream
+
+EngineState = Literal["new", "starting", "running", "dead", "closed"]
+_JOIN_TIMEOUT = 2.0
 
 
 class AsyncLLMEngine:
@@ -52,7 +56,7 @@ class AsyncLLMEngine:
         self.config = _configure(model, config, overrides)
         self._loader: Loader = load_model
         self._thread: EngineThread | None = None
-        self._state: Literal["new", "starting", "running", "closed"] = "new"
+        self._closed = False
         self._mailboxes = MailboxRegistry()
         self._observers = Observers()
         self._intake: Intake | None = None
@@ -78,20 +82,20 @@ class AsyncLLMEngine:
         thread = self._begin()
         try:
             await wait_for(thread.ready)
+            self._take_in(thread)
+            thread.supervise()
         except BaseException:
             self._forget(thread)
             raise
-        self._take_in(thread)
-        thread.supervise()
 
     def _begin(self) -> EngineThread:
-        if self._state == "closed":
+        if self.state == "closed":
             raise EngineClosedError("start(): the engine is closed; expected a new engine")
-        if self._state != "new":
-            raise EngineError(f"start(): the engine is {self._state}; expected a new engine")
-        self._thread = thread = EngineThread(self.config, self._loader)
-        self._state = "starting"
+        if self.state != "new":
+            raise EngineError(f"start(): the engine is {self.state}; expected a new engine")
+        thread = EngineThread(self.config, self._loader)
         thread.start()
+        self._thread = thread
         return thread
 
     def _take_in(self, thread: EngineThread) -> None:
@@ -103,13 +107,11 @@ class AsyncLLMEngine:
             policy=self.config.scheduling_policy,
             seed=self.config.seed,
         )
-        self._state = "running"
 
     def _forget(self, thread: EngineThread) -> None:
         """The start failed or was cancelled: as if it had never been called."""
         thread.give_up()
-        self._thread = None
-        self._state = "new"
+        self._thread = self._intake = None
 
     def _start_blocking(self) -> ThreadMailbox:
         """``start`` for a thread without an event loop; returns what its streams are read
@@ -117,11 +119,11 @@ class AsyncLLMEngine:
         thread = self._begin()
         try:
             thread.ready.result()
+            self._take_in(thread)
+            return self._thread_mailbox()
         except BaseException:
             self._forget(thread)
             raise
-        self._take_in(thread)
-        return self._thread_mailbox()
 
     def _thread_mailbox(self) -> ThreadMailbox:
         self._running()
@@ -141,7 +143,8 @@ class AsyncLLMEngine:
         thread = self._end(drain)
         if thread is not None:
             await wait_for(thread.exited)
-            self._clean_up(thread)
+            for leftover in self._clean_up(thread):
+                await join(leftover, _JOIN_TIMEOUT)
             await thread.unwatch()
 
     def _close_blocking(self, drain: float | None = 0.0) -> None:
@@ -152,25 +155,64 @@ class AsyncLLMEngine:
                 with contextlib.suppress(TimeoutError):
                     thread.exited.result(thread.watch_interval)
                 thread.check_step()
-            self._clean_up(thread)
+            for leftover in self._clean_up(thread):
+                leftover.join(_JOIN_TIMEOUT)
 
     def _end(self, drain: float | None) -> EngineThread | None:
         if drain is not None and (not isinstance(drain, (int, float)) or not drain >= 0):
             raise bad("drain", drain, "seconds from 0, or None")
-        if self._state == "starting":
+        if self.state == "starting":
             raise EngineError("aclose(): the engine is starting; cancel start() instead")
-        self._state = "closed"
+        self._closed = True
         thread = self._thread
         if thread is not None:
             thread.check_process()
             thread.close(drain)
         return thread
 
-    def _clean_up(self, thread: EngineThread) -> None:
-        thread.join()
-        if self._intake is not None:
-            self._intake.close()
+    def _clean_up(self, thread: EngineThread) -> list[threading.Thread]:
+        """Lets go of what the engine thread has left behind. Returns the threads that have
+        still to end."""
+        assert self._intake is not None
         self._mailboxes.clear()
+        leftovers = (thread.leftover, self._intake.close())
+        return [leftover for leftover in leftovers if leftover is not None]
+
+    async def wait_closed(self) -> None:
+        """Waits until the engine has ended, in whatever way; any number of tasks, any loop.
+
+        Raises:
+            EngineDeadError, EngineClosedError: ``error``, if it ended by anything but
+                ``aclose``.
+            EngineClosedError: if it was not started.
+        """
+        if self._thread is not None or not self._closed:
+            thread = self._started()
+            thread.check_process()
+            await wait_for(thread.exited)
+        if self.error is not None:
+            raise self.error
+
+    @property
+    def state(self) -> EngineState:
+        """Where the engine is in its life; any thread. It takes requests while it is "running".
+        It is "dead" if the model or the device failed, and "closed" once ``aclose`` was called
+        or the loop that it was started on has ended."""
+        thread = self._thread
+        if self._closed:
+            return "closed"
+        if thread is None or self._intake is None:
+            return "new" if thread is None else "starting"
+        if thread.core.death is not None:
+            return "dead"
+        return "closed" if thread.closing or not thread.in_own_process() else "running"
+
+    @property
+    def error(self) -> EngineError | None:
+        """Why the engine ended, if that was not the application's own ``aclose``: an
+        EngineDeadError, whose ``__cause__`` is what killed it, or an EngineClosedError, for
+        example because the event loop that it was started on has ended. Any thread."""
+        return None if self._intake is None else self._started().error
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -180,12 +222,12 @@ class AsyncLLMEngine:
         await self.aclose()
 
     def __del__(self) -> None:
-        thread = getattr(self, "_thread", None)
-        if thread is None or self._state != "running" or not thread.in_own_process():
+        # May run on any thread, in the middle of anything, and so takes no lock.
+        if getattr(self, "_intake", None) is None or self.state != "running":
             return
-        if not thread.closing:
-            thread.close(0.0)
-            warnings.warn(f"unclosed {self!r}", ResourceWarning, source=self, stacklevel=2)
+        assert self._thread is not None
+        self._thread.close(0.0)
+        warnings.warn(f"unclosed {self!r}", ResourceWarning, source=self, stacklevel=2)
 
     @property
     def load_progress(self) -> tuple[int, int]:
@@ -318,7 +360,7 @@ class AsyncLLMEngine:
     async def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes. False, with nothing done, while requests hold KV."""
         core = self._running().core
-        return await wait_for(core.call(core.reset_prefix_cache))
+        return await wait_for(core.call(core.scheduler.kv.pool.reset_prefix_cache))
 
     def stats(self) -> EngineStats:
         """A snapshot; never blocks, any thread."""
@@ -346,24 +388,24 @@ class AsyncLLMEngine:
 
     def _started(self) -> EngineThread:
         """The engine thread, which may have ended since."""
-        if self._thread is None or self._state == "starting":
+        if self._thread is None or self._intake is None:
             raise EngineClosedError(
-                f"the engine is {self._state}; expected a started one: "
+                f"the engine is {self.state}; expected a started one: "
                 "`async with engine` or `await engine.start()`"
             )
         return self._thread
 
     def _running(self) -> EngineThread:
-        """The engine thread, which takes requests."""
+        """The engine thread, which takes requests or is dead."""
         thread = self._started()
         thread.check_process()
-        if self._state != "running":
-            raise EngineClosedError("the engine is closed; expected a started one")
+        if self.state == "closed":
+            raise EngineClosedError(thread.core.close_reason)
         return thread
 
     def __repr__(self) -> str:
         model = "the packaged model" if self.config.model is None else str(self.config.model)
-        return f"<AsyncLLMEngine {model!r} {self._state}>"
+        return f"<AsyncLLMEngine {model!r} {self.state}>"
 
 
 def _configure(

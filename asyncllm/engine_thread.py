@@ -13,7 +13,8 @@ from concurrent.futures import Future, InvalidStateError
 
 from asyncllm.config import EngineConfig
 from asyncllm.core.admission import Admission
-from asyncllm.core.engine_core import EngineCore
+from asyncllm.core.engine_core import CLOSED, EngineCore, close_executor
+from asyncllm.core.executor import Executor
 from asyncllm.core.scheduler import Scheduler
 from asyncllm.errors import AsyncLLMError, EngineClosedError, EngineError
 from asyncllm.hosts import ForeignFuture, running_trio
@@ -58,35 +59,42 @@ class EngineThread:
     # --- on the engine thread ----------------------------------------------------------
 
     def _main(self) -> None:
-        began = time.monotonic()
         try:
-            self.loaded = self._loader(self._config, self._on_progress)
-        except _GivenUp:
-            self._exit()
-            return
+            self._load()
         except BaseException as error:
             self._exit()
             self.ready.set_exception(_as_start_error(error))
             return
-        executor = self.loaded.executor
-        scheduler = Scheduler(
-            executor.info,
-            policy=self._config.scheduling_policy,
-            enable_prefix_caching=self._config.enable_prefix_caching,
-        )
-        admission = Admission(
-            self._config.max_queued_requests, self._config.max_queued_tokens, time.monotonic
-        )
-        self.core = EngineCore(executor, scheduler, admission)
+        self.ready.set_result(None)
         if self._given_up:
-            self.core.close_executor()
-        else:
-            atexit.register(self._at_exit)
-            self._log_start(time.monotonic() - began)
-            self.ready.set_result(None)
+            self.close(0.0)
+        try:
             self.core.run()
             self._log_end()
-        self._exit()
+        finally:
+            self._exit()
+
+    def _load(self) -> None:
+        began = time.monotonic()
+        self.loaded = self._loader(self._config, self._on_progress)
+        executor = self.loaded.executor
+        try:
+            self.core = self._make_core(executor)
+            atexit.register(self._at_exit)
+            self._log_start(time.monotonic() - began)
+        except BaseException:
+            close_executor(executor)
+            raise
+
+    def _make_core(self, executor: Executor) -> EngineCore:
+        config = self._config
+        scheduler = Scheduler(
+            executor.info,
+            policy=config.scheduling_policy,
+            enable_prefix_caching=config.enable_prefix_caching,
+        )
+        admission = Admission(config.max_queued_requests, config.max_queued_tokens, time.monotonic)
+        return EngineCore(executor, scheduler, admission)
 
     def _log_start(self, seconds: float) -> None:
         info = self.loaded.executor.info
@@ -138,18 +146,26 @@ class EngineThread:
         if self.ready.done() and self.ready.exception() is None:
             self.close(0.0)
 
-    def close(self, drain: float | None) -> None:
-        """Takes no more requests, and ends the loop after ``drain`` seconds."""
-        self.closing = True
-        self.core.admission.close(
-            lambda: EngineClosedError("the engine is closed; expected a started one")
-        )
+    def close(self, drain: float | None, reason: str = CLOSED) -> None:
+        """Takes no more requests, and ends the loop after ``drain`` seconds. A destructor
+        calls it from within anything: it sets what it has to and puts a command, and takes
+        no lock. ``reason`` is for ``error``; the first to close has it."""
+        if not self.closing:
+            self.closing, self.core.close_reason = True, reason
         self.core.send(self.core.on_close, drain)
 
-    def join(self) -> None:
-        """Waits for the thread's last instructions; ``exited`` is done already."""
-        if threading.current_thread() is not self._thread and not self.core.hung:
-            self._thread.join()
+    @property
+    def error(self) -> EngineError | None:
+        """What ended the engine, if that was not the application's own ``aclose``."""
+        if not self.in_own_process():
+            return self._forked()
+        closed_by_application = self.core.death is None and self.core.close_reason == CLOSED
+        return None if closed_by_application else self.core.ending()
+
+    @property
+    def leftover(self) -> threading.Thread | None:
+        """The thread, for its last instructions once ``exited`` is done; None if it is stuck."""
+        return None if self.core.hung else self._thread
 
     def in_own_process(self) -> bool:
         return os.getpid() == self._pid
@@ -157,14 +173,17 @@ class EngineThread:
     def check_process(self) -> None:
         """Raises EngineClosedError in a forked child, where the thread does not exist."""
         if not self.in_own_process():
-            raise EngineClosedError(
-                f"the engine belongs to process {self._pid}, this is process {os.getpid()}: "
-                "after a fork, expected an engine that the child makes for itself"
-            )
+            raise self._forked()
+
+    def _forked(self) -> EngineClosedError:
+        return EngineClosedError(
+            f"the engine belongs to process {self._pid}, this is process {os.getpid()}: "
+            "after a fork, expected an engine that the child makes for itself"
+        )
 
     def _at_exit(self) -> None:
         if self.in_own_process():
-            self.close(0.0)
+            self.close(0.0, "the interpreter is exiting")
             self._thread.join(_JOIN_AT_EXIT)
 
     # --- on the loop that started it ---------------------------------------------------
@@ -196,18 +215,15 @@ class EngineThread:
                 await asyncio.wait({task})
 
     def check_step(self) -> None:
-        """Declares the engine dead if the step under way began ``step_timeout`` ago."""
+        """Declares the engine dead if the device has not answered for ``step_timeout``."""
         timeout = self._config.step_timeout
-        began = self.core.step_started_at
-        if began is None or self.core.clock() - began < timeout or self.core.death is not None:
-            return
         error = EngineError(
             f"a step has taken longer than step_timeout={timeout:g} s; the stuck thread is "
             f"{self._thread.name!r} (ident {self._thread.ident})"
         )
-        self.core.declare_hung(error)
-        logger.error("the engine died: %s", error)
-        self._exit()
+        if self.core.declare_hung(timeout, error):
+            self._exit()
+            logger.error("the engine died: %s", error)
 
 
 async def _watch(thread: EngineThread) -> None:
@@ -219,13 +235,16 @@ async def _watch(thread: EngineThread) -> None:
             await exited.wait_at_most(thread.watch_interval)
             thread.check_step()
     finally:
-        # Cancelled: the loop that the engine was started on comes to its end.
         if not thread.exited.done():
-            thread.close(0.0)
+            thread.close(
+                0.0,
+                "the event loop that the engine was started on has ended, or cancelled the "
+                "engine's task; expected `await engine.aclose()` before that",
+            )
 
 
-def _as_start_error(error: BaseException) -> BaseException:
-    if isinstance(error, AsyncLLMError) or not isinstance(error, Exception):
+def _as_start_error(error: BaseException) -> AsyncLLMError:
+    if isinstance(error, AsyncLLMError):
         return error
     wrapped = EngineError(f"the engine could not start: {type(error).__name__}: {error}")
     wrapped.__cause__ = error

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future
@@ -228,7 +229,8 @@ class MailboxRegistry:
         key = trio.lowlevel.current_trio_token() if trio else asyncio.get_running_loop()
         mailbox = self._by_loop.get(key)
         if mailbox is None:
-            for old in [k for k, m in self._by_loop.items() if m.is_closed()]:
+            # A copy, which is made in one piece: other loops come and go meanwhile.
+            for old in [k for k, m in self._by_loop.copy().items() if m.is_closed()]:
                 self._by_loop.pop(old, None)
             mailbox = self._by_loop.setdefault(key, LoopMailbox(current_host()))
         return mailbox
@@ -268,3 +270,11 @@ class ForeignFuture:
 async def wait_for(future: Future[Any]) -> Any:
     """``ForeignFuture(future).wait()``"""
     return await ForeignFuture(future).wait()
+
+
+async def join(thread: threading.Thread, timeout: float) -> None:
+    """``thread.join(timeout)`` on the running loop. Polls, for no thread can announce that it
+    has ended."""
+    host, deadline = current_host(), time.monotonic() + timeout
+    while thread.is_alive() and time.monotonic() < deadline:
+        await host.wait_at_most(host.make_waiter(), 0.002)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import threading
 import uuid
 from array import array
 from collections.abc import Callable, Sequence
@@ -138,9 +139,9 @@ class Intake:
             messages, named = deepcopy((messages, named))
         return self._tokenise(request, Submission("chat", messages), length, encode)
 
-    def close(self) -> None:
-        """Waits for the text that is being tokenised, for two seconds at most."""
-        self._worker.close(timeout=2.0)
+    def close(self) -> threading.Thread | None:
+        """Forgets texts that wait to be tokenised; returns the thread of one that is."""
+        return self._worker.close()
 
     def _request(
         self, params: SamplingParams | None, sampling: dict[str, Any], options: RequestOptions
@@ -232,9 +233,11 @@ class Intake:
         """Takes a place in the queue for the request, and announces it."""
         self._observers.watch(request)
         self._core.admission.reserve(request, num_tokens)
+        # Made first: an observer that is interrupted drops it, which aborts the request.
+        stream = TokenStream(request, self._core, self._mailboxes.of_running_loop)
         if request.observation is not None:
             request.observation.submitted(asked)
-        return TokenStream(request, self._core, self._mailboxes.of_running_loop)
+        return stream
 
 
 def _token_ids(prompt: Any, vocab_size: int) -> list[int]:

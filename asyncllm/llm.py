@@ -13,8 +13,8 @@ from types import TracebackType
 from typing import Any, Self, overload
 
 from asyncllm.config import EngineConfig
-from asyncllm.engine import AsyncLLMEngine
-from asyncllm.errors import EngineOverloadedError, InvalidRequestError
+from asyncllm.engine import AsyncLLMEngine, EngineState
+from asyncllm.errors import EngineError, EngineOverloadedError, InvalidRequestError
 from asyncllm.hosts import ThreadMailbox
 from asyncllm.outputs import Completion, Delta, EngineStats, FinishReason, Usage
 from asyncllm.sampling_params import SamplingParams
@@ -230,6 +230,16 @@ class LLM:
 
     def stats(self) -> EngineStats:
         return self.engine.stats()
+
+    @property
+    def state(self) -> EngineState:
+        """As ``AsyncLLMEngine.state``."""
+        return self.engine.state
+
+    @property
+    def error(self) -> EngineError | None:
+        """As ``AsyncLLMEngine.error``."""
+        return self.engine.error
 
     def close(self, *, drain: float | None = 0.0) -> None:
         """Closes the engine if it is this object's own. Idempotent."""

@@ -27,13 +27,11 @@ class TextWorker:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
 
-    def close(self, timeout: float) -> None:
-        """Forgets jobs that have not begun, and waits for the one that has."""
+    def close(self) -> threading.Thread | None:
+        """Forgets jobs that have not begun; returns the thread of one that has."""
         with self._lock:
             self._jobs.clear()
-            thread = self._thread
-        if thread is not None:
-            thread.join(timeout)
+            return self._thread
 
     def _run(self) -> None:
         while True:

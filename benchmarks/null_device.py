@@ -37,7 +37,8 @@ class NullDevice:
         batch = self._queue.popleft()
         self.cpu_times.append(time.thread_time())
         time.sleep(self._step_time)
-        return StepResult([300 + (batch.step + row) % 1000 for row in range(len(batch))])
+        token_ids = [300 + (batch.step + row) % 1000 for row in range(len(batch))]
+        return StepResult(batch.step, token_ids)
 
     def discard(self) -> None:
         self._queue.clear()

@@ -55,7 +55,7 @@ def make_request(rank: int, length: int, rng: random.Random) -> Request:
 
 
 def result_of(step: ScheduledStep) -> StepResult:
-    return StepResult([7] * len(step.requests))
+    return StepResult(step.batch.step, [7] * len(step.requests))
 
 
 @dataclass

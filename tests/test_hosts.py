@@ -382,6 +382,8 @@ def test_fork_after_start_is_a_clear_error_in_the_child():
                             call()
                         except Exception as error:
                             seen.append(f"{type(error).__name__}: {error}")
+                    assert engine.state == "closed"
+                    assert "belongs to process" in str(engine.error)
                     del stream
                     gc.collect()
                     print("\\n".join(seen), flush=True)

@@ -391,6 +391,18 @@ def test_a_step_that_hangs_is_noticed_by_the_waiting_thread(make, caplog):
     rig.executor.gate.release(10)
 
 
+def test_health_is_that_of_the_engine(make):
+    rig = fake()
+    lost = rig.executor.faults[1] = RuntimeError("device lost")
+    llm = make(rig)
+    assert (llm.state, llm.error) == ("running", None)
+    with pytest.raises(EngineDeadError):
+        llm.generate([1], max_tokens=9)
+    assert (llm.state, llm.error.__cause__) == ("dead", lost)
+    llm.close()
+    assert (llm.state, llm.error.__cause__) == ("closed", lost)
+
+
 def test_a_start_that_fails_raises_and_leaves_nothing(make):
     rig = fake()
     rig.load_error = InvalidRequestError("dtype: no", param="dtype")

@@ -156,6 +156,49 @@ async def test_a_failing_observer_is_logged_and_hurts_nobody(caplog):
     assert caplog.text.count("an observer failed in") == 2
 
 
+@pytest.mark.parametrize("kind", [ValueError, SystemExit, KeyboardInterrupt])
+async def test_what_an_observer_raises_on_the_engine_thread_kills_nothing(kind):
+    class Failing:
+        def on_submit(self, request, submission):
+            pass
+
+        def on_first_token(self, request):
+            raise kind
+
+        def on_finish(self, request, usage, error):
+            raise kind
+
+    rig = fake()
+    rig.executor.row_errors["bad"] = ZeroDivisionError()
+    async with rig.engine() as engine:
+        engine.add_observer(Failing())
+        with pytest.raises(RequestError):
+            await engine.generate([1], request_id="bad")
+        result = await engine.generate([1], max_tokens=4)
+        assert engine.state == "running"
+        rig.executor.faults |= {i: OSError("lost") for i in range(100)}
+        with pytest.raises(EngineDeadError, match="lost"):
+            await asyncio.gather(*(engine.generate([i]) for i in range(3)))
+    assert list(result.token_ids) == rig.executor.reference([1], 4)
+
+
+async def test_an_interrupt_during_on_submit_is_the_callers_and_leaves_no_request():
+    class Interrupted:
+        def on_submit(self, request, submission):
+            raise KeyboardInterrupt
+
+        def on_finish(self, request, usage, error):
+            pass
+
+    async with fake().engine() as engine:
+        interrupted = Interrupted()
+        engine.add_observer(interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.stream([1])
+        engine.remove_observer(interrupted)
+        await asyncio.wait_for(engine.aclose(drain=None), 10)
+
+
 async def test_a_removed_observer_hears_the_end_of_what_it_knows():
     seen = Recorder()
     async with fake().engine() as engine:

@@ -216,6 +216,65 @@ def test_preemption_takes_the_latest_and_it_finishes_all_the_same():
     rig.expect(second)
 
 
+def test_admission_leaves_running_requests_a_block_to_grow_into():
+    rig = Rig(num_blocks=7, max_model_len=24)
+    first = rig.add(range(8), max_tokens=9)
+    rig.step()
+    # Two blocks are held and four are free: with the last of them the second would be the
+    # first one's victim in the step after its prefill.
+    second = rig.add(range(20, 35), max_tokens=2)
+    shapes = [rig.step() for _ in range(9)]
+    assert shapes == [{"r0": 1}] * 8 + [{"r1": 15}]
+    rig.finish_all()
+    assert rig.scheduler.num_preemptions == 0
+    rig.expect(first)
+    rig.expect(second)
+
+
+def test_the_spare_block_keeps_nobody_out_who_would_run_alone():
+    rig = Rig(num_blocks=7, max_model_len=24)
+    whole = rig.add(range(23), max_tokens=1)
+    assert rig.step() == {"r0": 23}
+    rig.expect(whole)
+    rig.add(range(4), max_tokens=9)
+    rig.step()
+    large = rig.add(range(40, 63), max_tokens=1)
+    rig.finish_all()
+    assert rig.scheduler.failed == []
+    rig.expect(large)
+
+
+def test_blocks_of_a_paused_request_are_spare_enough():
+    rig = Rig(num_blocks=8, max_model_len=28)
+    paused, running = rig.add(range(4), max_tokens=8), rig.add(range(40, 44), max_tokens=8)
+    rig.step()
+    rig.scheduler.pause(paused)
+    rig.step()
+    assert (len(paused.blocks), len(running.blocks)) == (1, 2)
+    # The last four blocks: what the running request needs next is the paused one's.
+    rig.add(range(60, 76), max_tokens=1)
+    assert rig.step() == {"r1": 1, "r2": 16}
+    assert paused.num_preemptions == 0
+    rig.finish_all()
+
+
+def test_a_resumed_request_grows_by_what_another_can_spare():
+    """It holds one block, and needs one more to go on."""
+    rig = Rig(num_blocks=5, max_model_len=16)
+    request, other = rig.add(range(4), max_tokens=6), rig.add(range(20, 27), max_tokens=4)
+    rig.launch()
+    rig.scheduler.pause(request)
+    rig.collect()
+    rig.scheduler.resume(request)
+    assert (len(request.token_ids), len(request.blocks)) == (5, 1)
+    assert rig.scheduler.kv.pool.num_free == 1
+    assert [rig.step() for _ in range(4)] == [{"r1": 1}, {"r1": 1}, {"r1": 1}, {"r0": 1}]
+    rig.finish_all()
+    assert rig.scheduler.num_preemptions == 0
+    for one in (request, other):
+        rig.expect(one)
+
+
 def test_priority_decides_who_is_preempted_and_who_is_next():
     rig = Rig(policy="priority", num_blocks=7, max_model_len=24)
     low = rig.add(range(8), max_tokens=12, priority=5)
@@ -477,7 +536,8 @@ class PlainScheduler:
         while not preempted and budget and self.waiting:
             request = self.waiting[0]
             needed = self.blocks(request["tokens"])
-            if len(self.running) == self.limits.max_num_seqs or needed > self.free():
+            spare = max(1, (self.limits.num_blocks - 1) // 100) if self.running else 0
+            if len(self.running) == self.limits.max_num_seqs or needed + spare > self.free():
                 break
             self.running.append(self.waiting.pop(0))
             request["blocks"] = needed

@@ -16,7 +16,7 @@ import httpx
 import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from asyncllm import EngineClosedError, InvalidRequestError
+from asyncllm import EngineClosedError, EngineDeadError, InvalidRequestError
 from asyncllm.serving.frame_pacer import FramePacer
 from asyncllm.serving.response_request import _NEUTRAL, _OPTIONS, SAMPLING
 from asyncllm.serving.websocket import serve
@@ -772,6 +772,58 @@ async def test_serve_forever_ends_with_the_server():
         await asyncio.sleep(0)
         await server.aclose()
         await forever
+
+
+async def test_serve_forever_raises_what_the_engine_died_of():
+    rig = fake()
+    lost = rig.executor.faults[2] = RuntimeError("device lost")
+    async with rig.engine() as engine, serve(engine, port=0) as server:
+        tasks = asyncio.all_tasks()
+        forever = asyncio.ensure_future(server.serve_forever())
+        with pytest.raises(EngineDeadError):
+            await engine.generate([1], max_tokens=9)
+        with pytest.raises(EngineDeadError) as caught:
+            await asyncio.wait_for(forever, 10)
+        assert caught.value.__cause__ is lost
+        await asyncio.sleep(0)
+        assert asyncio.all_tasks() <= tasks
+
+
+async def test_serve_forever_ends_with_the_engine():
+    rig = fake()
+    async with rig.engine() as engine, serve(engine, port=0) as server:
+        forever = asyncio.ensure_future(server.serve_forever())
+        cancelled = asyncio.ensure_future(server.serve_forever())
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        await engine.aclose()
+        await asyncio.wait_for(forever, 10)
+
+
+async def test_serve_forever_tells_of_an_engine_whose_own_loop_has_ended():
+    rig = fake()
+    engine = rig.engine()
+    stop = asyncio.Event()
+
+    async def live(started, here):
+        await engine.start()
+        here.call_soon_threadsafe(started.set)
+        await asyncio.sleep(0)
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(stop.wait(), here))
+
+    started = asyncio.Event()
+    other = asyncio.to_thread(asyncio.run, live(started, asyncio.get_running_loop()))
+    other = asyncio.ensure_future(other)
+    await started.wait()
+    async with serve(engine, port=0) as server:
+        forever = asyncio.ensure_future(server.serve_forever())
+        stop.set()
+        with pytest.raises(EngineClosedError, match="event loop"):
+            await asyncio.wait_for(forever, 10)
+    await other
+    await engine.aclose()
 
 
 async def test_a_missing_extra_is_named():

@@ -78,12 +78,15 @@ class StepResult:
     """What a step yielded, row by row in the order of its StepBatch.
 
     Attributes:
+        step: number of that StepBatch. Results come in the order of the launches, and one
+            that is out of order would give every request another's tokens.
         token_ids: the sampled token; -1 for a row that samples none or is in ``errors``.
         logprobs: row to log-probabilities, for rows whose request asked for them.
         errors: row to the exception that ends this row's request and no other (a logits
             processor that raised, logits that are not numbers).
     """
 
+    step: int
     token_ids: list[int]
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     errors: dict[int, Exception] = field(default_factory=dict)

@@ -1,8 +1,9 @@
-"""EngineCore: the step loop. Everything in here runs on the engine thread, but for
-``submit``-side helpers that only put commands into the queue."""
+"""EngineCore: the step loop. Everything in here runs on the engine thread, but for the
+methods that say otherwise."""
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import logging
 import math
@@ -21,15 +22,16 @@ from asyncllm.core.executor import Executor, StepMemoryError
 from asyncllm.core.request import Request, Status
 from asyncllm.core.scheduler import ScheduledStep, Scheduler
 from asyncllm.errors import (
-    AsyncLLMError,
     DeadlineExceededError,
     EngineClosedError,
     EngineDeadError,
+    EngineError,
     RequestError,
 )
 from asyncllm.outputs import EngineStats
 from asyncllm.tracebacks import clear_frames
 
+CLOSED = "the engine is closed; expected a started one"
 _PAUSED_GRACE = 1.0
 
 logger = logging.getLogger("asyncllm")
@@ -42,6 +44,10 @@ class Command(NamedTuple):
     args: tuple[Any, ...]
 
 
+class _DeclaredHung(BaseException):
+    """The engine thread came back from a call that it was given up in."""
+
+
 class EngineCore:
     """Drains commands, schedules, launches, collects, and passes results on.
 
@@ -50,6 +56,11 @@ class EngineCore:
         scheduler: made for that executor.
         admission: shared with the submitting side.
         clock: seconds, monotonic.
+
+    Attributes:
+        death: what killed the engine.
+        hung: it died because the engine thread did not come back from the executor.
+        close_reason: what closed it; CLOSED is the application's own ``aclose``.
     """
 
     def __init__(
@@ -69,9 +80,11 @@ class EngineCore:
         self.inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self.death: BaseException | None = None
         self.hung = False
-        self.step_started_at: float | None = None
+        self.close_reason = CLOSED
+        self._lock = threading.Lock()
+        self._on_device_since: float | None = None
         self._calls: set[Future[Any]] | None = set()
-        self._calls_lock = threading.Lock()
+        self._due: deque[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]] = deque()
         self._in_flight: deque[tuple[ScheduledStep, float]] = deque()
         self._deadlines: list[tuple[float, int, Request]] = []
         self._suspended = False
@@ -89,12 +102,12 @@ class EngineCore:
         self.inbox.put(Command(run, args))
 
     def call(self, run: Callable[..., Any], *args: Any) -> Future[Any]:
-        """``send``, with a future for what ``run`` returns. It is completed in every case:
-        if the loop ends first, with the exception that says why."""
+        """Asks for ``run(*args)`` with no step in flight; any thread. The future gets what it
+        returns. It is completed in every case: if the loop ends first, with ``ending``."""
         future: Future[Any] = Future()
-        with self._calls_lock:
+        with self._lock:
             if self._calls is None:
-                future.set_exception(self._ending())
+                future.set_exception(self.ending())
                 return future
             self._calls.add(future)
         self.send(self.on_call, future, run, args)
@@ -117,6 +130,9 @@ class EngineCore:
         scheduler, pool = self.scheduler, self.scheduler.kv.pool
         num_running, num_paused = len(scheduler.running), len(scheduler.paused)
         num_blocks, num_free = pool.num_usable, pool.num_free
+        if self.death is not None:
+            # What the scheduler still holds is what the last step left it with.
+            num_running, num_paused, num_free = 0, 0, num_blocks
         return EngineStats(
             num_running=num_running,
             num_waiting=max(0, self.admission.num_live - num_running - num_paused),
@@ -138,6 +154,31 @@ class EngineCore:
             last_step_time=self._last_step_time,
         )
 
+    def ending(self) -> EngineError:
+        """Why this engine takes nothing more; any thread, once it does not."""
+        if self.death is None:
+            return EngineClosedError(self.close_reason)
+        error = EngineDeadError(f"the engine died: {type(self.death).__name__}: {self.death}")
+        error.__cause__ = self.death
+        return error
+
+    def declare_hung(self, timeout: float, cause: Exception) -> bool:
+        """Fails everything if the engine thread has been in one call of the executor for
+        ``timeout`` seconds; any thread. True for the one caller that found out.
+
+        The verdict falls in such a call only and under a lock, so the thread is not in the
+        middle of anything else; should it ever come back, it touches nothing.
+        """
+        with self._lock:
+            since = self._on_device_since
+            if self.hung or since is None or self.clock() - since < timeout:
+                return False
+            self.hung = True
+            if self.death is None:
+                self.death = cause
+        self._fail_all()
+        return True
+
     # --- the loop ----------------------------------------------------------------------
 
     def run(self) -> None:
@@ -145,22 +186,30 @@ class EngineCore:
         try:
             while not self._closed:
                 self.turn()
+        except _DeclaredHung:
+            pass
         except BaseException as error:
-            if self.death is None:
-                self._die(error)
+            self.death = error
+            self._fail_all()
             # The error is kept as long as the engine is, what it was raised among is not.
             clear_frames(error)
         finally:
             self._fail_calls()
             self._in_flight.clear()
-            self.close_executor()
+            self._due.clear()
+            with contextlib.suppress(_DeclaredHung):
+                self._on_device(close_executor, self.executor)
 
-    def close_executor(self) -> None:
-        """A device that has failed may fail again here, when nobody is left to be told."""
+    def _on_device(self, run: Callable[..., Any], *args: Any) -> Any:
+        """A call into the executor, which may never return; see ``declare_hung``."""
+        self._on_device_since = self.clock()
         try:
-            self.executor.close()
-        except Exception:
-            logger.warning("the executor could not be closed", exc_info=True)
+            return run(*args)
+        finally:
+            with self._lock:
+                self._on_device_since = None
+                if self.hung:
+                    raise _DeclaredHung
 
     def turn(self) -> None:
         """One turn. With a pipeline of depth 2, step N+1 is on the device while N's results
@@ -169,6 +218,8 @@ class EngineCore:
         self._drain()
         self._expire_deadlines()
         self._check_closing()
+        if self._due and not self._in_flight:
+            self._run_calls()
         launched = not self._closed and self._launch()
         self.delivery.announce()
         if self._closed:
@@ -201,7 +252,7 @@ class EngineCore:
         command.run(*command.args)
 
     def _launch(self) -> bool:
-        if self._suspended or self._pipeline_full() or not self.scheduler.has_work():
+        if self._suspended or self._due or self._pipeline_full() or not self.scheduler.has_work():
             return False
         step = self.scheduler.schedule()
         for request, error in self.scheduler.failed:
@@ -216,10 +267,8 @@ class EngineCore:
                 request.first_scheduled_at = now
                 self.admission.leave_queue(request)
         self._in_flight.append((step, now))
-        if self.step_started_at is None:
-            self.step_started_at = now
         try:
-            self.executor.launch(step.batch)
+            self._on_device(self.executor.launch, step.batch)
         except StepMemoryError as error:
             self._retry_smaller(error)
         return True
@@ -227,7 +276,7 @@ class EngineCore:
     def _collect(self) -> None:
         step, launched_at = self._in_flight[0]
         try:
-            result = self.executor.collect()
+            result = self._on_device(self.executor.collect)
         except StepMemoryError as error:
             self._retry_smaller(error)
             return
@@ -235,7 +284,6 @@ class EngineCore:
         now = self.clock()
         self._num_steps += 1
         self._last_step_time = now - launched_at
-        self.step_started_at = now if self._in_flight else None
         for event in self.scheduler.update(step, result):
             self.delivery.deliver(event, now)
         self.scheduler.recover_budget()
@@ -245,9 +293,7 @@ class EngineCore:
         row cannot be made smaller: its request ends."""
         steps = [step for step, _ in self._in_flight]
         self._in_flight.clear()
-        # Discarding waits for the device, and a device that hangs has to be noticed.
-        self.executor.discard()
-        self.step_started_at = None
+        self._on_device(self.executor.discard)
         self.scheduler.rollback(steps)
         too_big = self.scheduler.shrink_budget(steps)
         logger.warning(
@@ -292,30 +338,28 @@ class EngineCore:
         self.delivery.release(request)
 
     def on_call(self, future: Future[Any], run: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        with self._calls_lock:
-            if self._calls is None or future not in self._calls:
-                return
-            self._calls.discard(future)
-        try:
-            future.set_result(run(*args))
-        except Exception as error:
-            future.set_exception(error)
+        self._due.append((future, run, args))
+
+    def _run_calls(self) -> None:
+        """No step is in flight: the loop has collected them, so that a device that fails in
+        one of them kills the engine, as in any other. What a call raises does so too."""
+        while self._due:
+            future, run, args = self._due.popleft()
+            result = run(*args)
+            with self._lock:
+                assert self._calls is not None
+                self._calls.discard(future)
+            future.set_result(result)
 
     def suspend(self, suspended: bool) -> None:
-        """Stops or resumes scheduling; through ``call``. No step is in flight afterwards."""
-        while suspended and self._in_flight:
-            self._collect()
-        self._suspended = suspended
-
-    def reset_prefix_cache(self) -> bool:
-        """Through ``call``."""
-        while self._in_flight:
-            self._collect()
-        return self.scheduler.kv.pool.reset_prefix_cache()
+        """Stops or resumes scheduling; through ``call``. A closing engine goes on: nobody
+        could resume it."""
+        self._suspended = suspended and self._closing_at is None
 
     def on_close(self, drain: float | None) -> None:
-        """Ends the loop: at once, after ``drain`` seconds, or when all has finished. The
-        admission was closed before, so nothing new comes."""
+        """Ends the loop: at once, after ``drain`` seconds, or when all have finished, for which
+        a suspended engine goes on. The application is refused new requests already."""
+        self._suspended = False
         closing_at = math.inf if drain is None else self.clock() + drain
         if self._closing_at is None or closing_at < self._closing_at:
             self._closing_at = closing_at
@@ -364,7 +408,7 @@ class EngineCore:
             self._only_paused_since is not None and now - self._only_paused_since >= _PAUSED_GRACE
         )
         if live == 0 or now >= self._closing_at or unread:
-            for request in self.admission.close(_closed_error):
+            for request in self.admission.close(self.ending):
                 request.cancelled = True
                 self.on_abort(request)
             self._closed = True
@@ -381,35 +425,24 @@ class EngineCore:
         soonest = min(times, default=math.inf)
         return None if soonest == math.inf else min(soonest - now, 3600.0)
 
-    def declare_hung(self, cause: BaseException) -> None:
-        """Fails everything while the engine thread is stuck in a step. Called by whoever
-        watches it; the thread, should it ever come back, finds itself closed."""
-        self._closed = self.hung = True
-        self._die(cause)
+    def _fail_all(self) -> None:
+        """The engine is dead: fails every live request, in whatever state it is, and all
+        later calls. On the engine thread, or on the one that declared it hung."""
         self._fail_calls()
-
-    def _die(self, cause: BaseException) -> None:
-        """Fails every live request, in whatever state it is, and all later calls."""
-        self.death = cause
-        for request in self.admission.close(lambda: dead_error(cause)):
-            self.delivery.close(request, dead_error(cause))
+        for request in self.admission.close(self.ending):
+            self.delivery.close(request, self.ending())
         self.delivery.announce_all()
 
     def _fail_calls(self) -> None:
-        with self._calls_lock:
+        with self._lock:
             calls, self._calls = self._calls or set(), None
         for future in calls:
-            future.set_exception(self._ending())
-
-    def _ending(self) -> AsyncLLMError:
-        return _closed_error() if self.death is None else dead_error(self.death)
+            future.set_exception(self.ending())
 
 
-def dead_error(cause: BaseException) -> EngineDeadError:
-    error = EngineDeadError(f"the engine died: {type(cause).__name__}: {cause}")
-    error.__cause__ = cause
-    return error
-
-
-def _closed_error() -> AsyncLLMError:
-    return EngineClosedError("the engine is closed; expected a started engine")
+def close_executor(executor: Executor) -> None:
+    """A device that has failed may fail again here, when nobody is left to be told."""
+    try:
+        executor.close()
+    except BaseException:
+        logger.warning("the executor could not be closed", exc_info=True)

@@ -52,7 +52,7 @@ class Executor(Protocol):
     Raises:
         StepMemoryError: from ``launch`` or ``collect``; the step left nothing behind that
             counts. Every step in flight is void then: ``discard`` follows.
-        Exception: anything else kills the engine.
+        BaseException: anything else kills the engine.
     """
 
     info: ExecutorInfo
@@ -105,7 +105,7 @@ class FakeExecutor:
         self.step_time = step_time
         self.record = record
         self.batches: list[StepBatch] = []
-        self.faults: dict[int, Exception | Callable[[StepResult], StepResult]] = {}
+        self.faults: dict[int, BaseException | Callable[[StepResult], StepResult]] = {}
         self.row_errors: dict[str, Exception] = {}
         self.gate: threading.Semaphore | None = None
         self.closed = False
@@ -139,7 +139,7 @@ class FakeExecutor:
         if self.step_time:
             time.sleep(self.step_time)
         fault = self.faults.pop(batch.step, None)
-        if isinstance(fault, Exception):
+        if isinstance(fault, BaseException):
             raise fault
         result = self._execute(batch)
         return fault(result) if fault is not None else result
@@ -166,7 +166,7 @@ class FakeExecutor:
             self._ids[assignment.slot] = assignment.request_id
         for slot, block_ids in batch.new_blocks:
             self._blocks[slot].extend(block_ids)
-        result = StepResult([-1] * len(batch))
+        result = StepResult(batch.step, [-1] * len(batch))
         for row, state in enumerate(self._forward(batch)):
             if batch.samples[row]:
                 self._sample(batch, row, state, result)

@@ -13,12 +13,17 @@ class KVCacheManager:
         num_blocks: blocks in all, the null block included.
         block_size: tokens per block.
         enable_prefix_caching: publish full blocks and look prefixes up.
+
+    Attributes:
+        watermark: blocks that an admission beside running requests leaves free for them to
+            grow into (vLLM's share of a hundredth), or it would be their first victim.
     """
 
     def __init__(
         self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True
     ) -> None:
         self.pool = BlockPool(num_blocks)
+        self.watermark = max(1, self.pool.num_usable // 100)
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.num_queried_tokens = 0
@@ -43,15 +48,15 @@ class KVCacheManager:
             found.append(block)
         return found
 
-    def admit(self, request: Request, prefix: list[Block]) -> bool:
+    def admit(self, request: Request, prefix: list[Block], reserve: int = 0) -> bool:
         """Gives a request without blocks the cached ``prefix`` and new blocks for the rest
         of its tokens. The whole sequence gets its blocks at once, so that a prompt admitted
         in chunks never has to preempt another to go on. False, with nothing taken, if they
-        do not fit."""
+        do not fit with ``reserve`` blocks to spare."""
         pool = self.pool
         num_new = self.blocks_for(len(request.token_ids)) - len(prefix)
         num_revived = sum(1 for block in prefix if block.ref_count == 0)
-        if num_new + num_revived > pool.num_free:
+        if num_new + num_revived + reserve > pool.num_free:
             return False
         for block in prefix:
             pool.touch(block)
@@ -65,13 +70,13 @@ class KVCacheManager:
                 self.num_hit_tokens += request.num_computed
         return True
 
-    def grow(self, request: Request, num_tokens: int) -> list[int] | None:
+    def grow(self, request: Request, num_tokens: int, reserve: int = 0) -> list[int] | None:
         """Block ids appended so that the table holds ``num_tokens``; None if the pool has
-        too few."""
+        too few, with ``reserve`` blocks to spare."""
         missing = self.blocks_for(num_tokens) - len(request.blocks)
         if missing <= 0:
             return []
-        if missing > self.pool.num_free:
+        if missing + reserve > self.pool.num_free:
             return None
         blocks = self.pool.allocate(missing)
         request.blocks.extend(blocks)

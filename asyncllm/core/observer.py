@@ -89,7 +89,8 @@ class Observation:
 
     def submitted(self, submission: Submission) -> None:
         for observer in self._observers:
-            _guarded(observer.on_submit, self._request, submission)
+            # In the caller's thread, where an interrupt is the host's own.
+            _guarded(Exception, observer.on_submit, self._request, submission)
         self._submitted = True
         if self._end is not None:
             self._deliver()
@@ -113,7 +114,7 @@ class Observation:
         if self._first_token_seen:
             self._deliver_first_token()
         for observer in self._observers:
-            _guarded(observer.on_finish, self._request, *self._end)
+            _guarded(BaseException, observer.on_finish, self._request, *self._end)
 
     def _deliver_first_token(self) -> None:
         while True:
@@ -121,7 +122,7 @@ class Observation:
                 report = self._first_token_reports.pop(0)
             except IndexError:
                 return
-            _guarded(report, self._request)
+            _guarded(BaseException, report, self._request)
 
 
 class Observers:
@@ -148,8 +149,8 @@ class Observers:
             request.observation = Observation(request, self._all)
 
 
-def _guarded(report: Callable[..., None], *args: Any) -> None:
+def _guarded(caught: type[BaseException], report: Callable[..., None], *args: Any) -> None:
     try:
         report(*args)
-    except Exception:
+    except caught:
         logger.exception("an observer failed in %s", getattr(report, "__qualname__", report))

@@ -220,7 +220,10 @@ class Scheduler:
             self.waiting.push(request)
 
     def _admit(self, request: Request) -> bool:
-        while not self._take_blocks(request):
+        # Idle holders are a reserve already: they lose their blocks before those that run.
+        others_idle = len(self._idle_holders) > (request in self._idle_holders)
+        reserve = self.kv.watermark if self.running and not others_idle else 0
+        while not self._take_blocks(request, reserve):
             victim = self._idle_victim(besides=request)
             if victim is None:
                 if not self.running:
@@ -236,10 +239,10 @@ class Scheduler:
             self.num_prompt_tokens += request.num_prompt_tokens
         return True
 
-    def _take_blocks(self, request: Request) -> bool:
+    def _take_blocks(self, request: Request, reserve: int) -> bool:
         if request.blocks:
-            return self.kv.grow(request, len(request.token_ids)) is not None
-        return self.kv.admit(request, self.kv.find_prefix(request))
+            return self.kv.grow(request, len(request.token_ids), reserve) is not None
+        return self.kv.admit(request, self.kv.find_prefix(request), reserve)
 
     def _commit(self, request: Request, count: int, step: ScheduledStep) -> None:
         """Adds a row. From here on the accounts assume that the step will have run."""
@@ -327,6 +330,10 @@ class Scheduler:
         return events
 
     def _check_result(self, step: ScheduledStep, result: StepResult) -> None:
+        if result.step != step.batch.step:
+            raise ValueError(
+                f"expected the result of step {step.batch.step}, got that of step {result.step}"
+            )
         rows = len(step.requests)
         if len(result.token_ids) != rows:
             raise ValueError(

@@ -313,7 +313,7 @@ class ModelRunner:
     # --- finishing a step --------------------------------------------------------------
 
     def _finish(self, state: _Device, step: _Step) -> StepResult:
-        result = StepResult([-1] * len(step.batch))
+        result = StepResult(step.batch.step, [-1] * len(step.batch))
         if not len(step.batch):
             return result
         output = self._run(state, step) if step.ticket is None else self._take(step)

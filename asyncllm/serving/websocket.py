@@ -10,6 +10,7 @@ it. Needs the extra ``[server]``.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
 import os
@@ -205,9 +206,22 @@ class WebSocketServer:
         return len(self._sessions)
 
     async def serve_forever(self) -> None:
-        """Until it is cancelled or the server is closed."""
+        """Until it is cancelled, or the server or its engine is closed.
+
+        Raises:
+            EngineDeadError, EngineClosedError: if the engine ended by anything but its
+                ``aclose``.
+        """
         assert self._server is not None
-        await self._server.wait_closed()
+        server = asyncio.ensure_future(self._server.wait_closed())
+        engine = asyncio.ensure_future(self.engine.wait_closed())
+        try:
+            await asyncio.wait({server, engine}, return_when=asyncio.FIRST_COMPLETED)
+            if engine.done():
+                engine.result()
+        finally:
+            server.cancel()
+            engine.cancel()
 
     async def aclose(self) -> None:
         """Stops listening and closes every connection with 1001, which aborts what it

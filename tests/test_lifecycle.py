@@ -1,0 +1,535 @@
+"""How an engine begins and how it ends: starts that fail at every stage, endings that are told,
+and threads, locks and loops that are in the way."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import gc
+import logging
+import pkgutil
+import sys
+import threading
+import time
+
+import anyio
+import pytest
+
+from asyncllm import EngineClosedError, EngineDeadError, EngineError
+from asyncllm.hosts import MailboxRegistry
+from tests.fakes import fake
+from tests.test_hosts import BACKENDS, run  # noqa: F401  # a fixture
+
+ENGINE_THREAD = "asyncllm.engine_thread"
+
+
+def until(condition):
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, "never came about"
+        time.sleep(0.0005)
+
+
+def engine_threads():
+    return [t for t in threading.enumerate() if t.name == "asyncllm-engine"]
+
+
+# --- a start that fails -----------------------------------------------------------------
+
+
+def the_loader(rig, patch, stop):
+    rig.load_gate = type("Gate", (), {"wait": lambda self, timeout: stop()})()
+
+
+def the_numbers(rig, patch, stop):
+    """The pool refuses what the executor reports."""
+
+    class Executor(type(rig.executor)):
+        @property
+        def info(self):
+            stop()
+            return rig.info
+
+        @info.setter
+        def info(self, value):
+            pass
+
+    rig.executor = Executor(rig.info)
+
+
+def named(target):
+    """Stops right before ``target`` is called."""
+
+    def patch_it(rig, patch, stop):
+        original = pkgutil.resolve_name(target)
+        patch.setattr(target, lambda *args, **options: (stop(), original(*args, **options))[1])
+
+    return patch_it
+
+
+def the_log(rig, patch, stop):
+    """The application's own handler, which is told that the engine has started."""
+
+    def info(message, *args):
+        if message.startswith("engine started"):
+            stop()
+
+    patch.setattr(logging.getLogger("asyncllm"), "info", info)
+
+
+# Where a start can be met on the engine thread.
+STAGES = {
+    "loader": the_loader,
+    "executor": the_numbers,
+    "scheduler": named(f"{ENGINE_THREAD}.Scheduler"),
+    "admission": named(f"{ENGINE_THREAD}.Admission"),
+    "core": named(f"{ENGINE_THREAD}.EngineCore"),
+    "exit hook": named("atexit.register"),
+    "log": the_log,
+}
+# And on the caller's.
+CALLERS = {
+    "thread": named(f"{ENGINE_THREAD}.EngineThread.start"),
+    "intake": named("asyncllm.engine.Intake"),
+    "task": named(f"{ENGINE_THREAD}.EngineThread.supervise"),
+}
+
+
+@pytest.mark.parametrize(
+    ("stage", "kind"),
+    [(stage, kind) for kind in (MemoryError, SystemExit) for stage in STAGES]
+    + [(stage, MemoryError) for stage in CALLERS],
+)
+def test_a_start_that_fails_says_so_and_can_be_tried_again(stage, kind, monkeypatch):
+    rig = fake()
+    failure = kind("on purpose")
+
+    def fail():
+        raise failure
+
+    with monkeypatch.context() as patch:
+        (STAGES | CALLERS)[stage](rig, patch, fail)
+        engine = rig.engine()
+
+        async def start():
+            await asyncio.wait_for(engine.start(), 10)
+
+        with pytest.raises(EngineError if stage in STAGES else kind) as caught:
+            asyncio.run(start())
+    assert (caught.value.__cause__ if stage in STAGES else caught.value) is failure
+    assert (engine.state, engine.error) == ("new", None)
+    until(lambda: not engine_threads())
+    assert rig.executor.closed is (stage not in ("loader", "thread"))
+
+    async def again():
+        rig.load_gate, rig.executor = None, fake().executor
+        async with engine:
+            completion = await engine.generate([1], max_tokens=3)
+        return list(completion.token_ids)
+
+    assert asyncio.run(again()) == rig.executor.reference([1], 3)
+
+
+@pytest.mark.parametrize("stage", ["scheduler", "log", "intake"])
+def test_a_start_that_fails_without_a_loop(stage, monkeypatch):
+    rig = fake()
+    with monkeypatch.context() as patch:
+        (STAGES | CALLERS)[stage](rig, patch, lambda: 1 / 0)
+        engine = rig.engine()
+        with pytest.raises((EngineError, ZeroDivisionError)):
+            engine._start_blocking()
+    assert engine.state == "new"
+    until(lambda: not engine_threads())
+    assert rig.executor.closed
+
+
+def test_an_executor_whose_numbers_make_no_sense():
+    """And that cannot be closed either: the first error counts."""
+    rig = fake()
+    rig.executor.info = dataclasses.replace(rig.info, num_blocks=1)
+    rig.executor.close = sys.exit
+    engine = rig.engine()
+    with pytest.raises(EngineError, match=r"could not start: ValueError: num_blocks=1"):
+        asyncio.run(engine.start())
+    until(lambda: not engine_threads())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("stage", [*STAGES, "ready"])
+def test_a_start_that_is_cancelled_leaves_nothing(stage, backend, monkeypatch):
+    """In each stage, and between the end of the last and the caller's return."""
+    rig = fake()
+    reached, go = threading.Event(), threading.Event()
+    STAGES["log" if stage == "ready" else stage](
+        rig, monkeypatch, lambda: (reached.set(), go.wait(10))
+    )
+    engine = rig.engine()
+
+    async def main():
+        async with anyio.create_task_group() as group:
+            group.start_soon(engine.start)
+            while not reached.is_set():
+                await anyio.sleep(0.001)
+            assert engine.state == "starting"
+            with pytest.raises(EngineClosedError, match="is starting"):
+                await engine.wait_closed()
+            if stage == "ready":
+                ready = engine._thread.ready
+                go.set()
+                until(ready.done)  # the loop stands still meanwhile
+            group.cancel_scope.cancel()
+        assert engine.state == "new"
+
+    name, options = BACKENDS[backend]
+    anyio.run(main, backend=name, backend_options=options)
+    go.set()
+    until(lambda: not engine_threads())
+    assert rig.executor.closed is (stage != "loader")
+
+
+# --- an ending that is told -------------------------------------------------------------
+
+
+def test_the_life_of_an_engine(run):  # noqa: F811
+    rig = fake()
+
+    async def main():
+        engine = rig.engine()
+        assert (engine.state, engine.error) == ("new", None)
+        with pytest.raises(EngineClosedError, match="is new"):
+            await engine.wait_closed()
+        rig.load_gate = threading.Event()
+        async with anyio.create_task_group() as group:
+            group.start_soon(engine.start)
+            while engine.state == "new":
+                await anyio.sleep(0.001)
+            assert engine.state == "starting"
+            rig.load_gate.set()
+        assert (engine.state, engine.error) == ("running", None)
+        told = []
+
+        async def wait():
+            await engine.wait_closed()
+            told.append(rig.executor.closed)
+
+        async with anyio.create_task_group() as group:
+            for _ in range(5):
+                group.start_soon(wait)
+            with anyio.move_on_after(0.01):
+                await engine.wait_closed()
+            assert told == []
+            await engine.aclose()
+        assert told == [True] * 5
+        await engine.wait_closed()
+        assert (engine.state, engine.error) == ("closed", None)
+        assert repr(engine) == "<AsyncLLMEngine 'the packaged model' closed>"
+
+    run(main)
+
+
+def test_closing_an_engine_that_was_never_started():
+    async def main():
+        engine = fake().engine()
+        await engine.aclose()
+        await engine.wait_closed()
+        assert (engine.state, engine.error) == ("closed", None)
+
+    asyncio.run(main())
+
+
+def test_the_death_of_an_engine(run):  # noqa: F811
+    rig = fake()
+    lost = RuntimeError("device lost")
+    rig.executor.faults[2] = lost
+
+    async def main():
+        engine = rig.engine()
+        await engine.start()
+        told = []
+
+        async def wait():
+            try:
+                await engine.wait_closed()
+            except EngineDeadError as error:
+                told.append(error.__cause__)
+
+        async with anyio.create_task_group() as group:
+            for _ in range(3):
+                group.start_soon(wait)
+            with pytest.raises(EngineDeadError):
+                await engine.generate([1], max_tokens=9)
+            # Who reads of the death finds it.
+            assert engine.state == "dead"
+        await wait()
+        assert told == [lost] * 4
+        assert isinstance(engine.error, EngineDeadError)
+        assert engine.error.__cause__ is lost
+        assert "dead" in repr(engine)
+        stats = engine.stats()
+        assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0.0)
+        await engine.aclose()
+        assert engine.state == "closed"
+        assert engine.error.__cause__ is lost
+        with pytest.raises(EngineClosedError):
+            engine.stats()
+        await wait()
+        assert len(told) == 5
+
+    run(main)
+
+
+def test_an_engine_whose_loop_has_ended_says_so(run):  # noqa: F811
+    rig = fake()
+    engine = rig.engine()
+    run(engine.start)
+    until(lambda: rig.executor.closed)
+    assert engine.state == "closed"
+    assert isinstance(engine.error, EngineClosedError)
+    for call in (lambda: engine.stream([1]), engine.stats, lambda: run(engine.wait_closed)):
+        with pytest.raises(EngineClosedError, match="event loop that the engine was started on"):
+            call()
+    run(engine.aclose)
+    assert "event loop" in str(engine.error)
+
+
+@pytest.mark.parametrize("paused", ["before", "at the same time"])
+def test_closing_lets_a_paused_engine_finish(run, paused):  # noqa: F811
+    """Nobody can resume it any more."""
+    rig = fake()
+    rig.executor.gate = threading.Semaphore(0)
+
+    async def main():
+        engine = rig.engine()
+        await engine.start()
+        if paused == "before":
+            await engine.pause()
+        stream = engine.stream([1], max_tokens=9)
+        async with anyio.create_task_group() as group:
+            if paused == "at the same time":
+                await anyio.to_thread.run_sync(until, lambda: engine.stats().num_running)
+                group.start_soon(engine.pause)
+                while not engine._thread.core._calls:
+                    await anyio.sleep(0.001)
+            rig.executor.gate.release(100)
+            with anyio.fail_after(10):
+                await engine.aclose(drain=None)
+        assert list((await stream.result()).token_ids) == rig.executor.reference([1], 9)
+
+    run(main)
+
+
+# --- a device that does not come back ---------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [OSError, SystemExit])
+def test_a_device_that_fails_to_close_is_reported(kind, caplog):
+    rig = fake()
+
+    def close():
+        raise kind("on purpose")
+
+    rig.executor.close = close
+
+    async def main():
+        async with rig.engine() as engine:
+            await engine.generate([1], max_tokens=3)
+        assert (engine.state, engine.error) == ("closed", None)
+
+    asyncio.run(main())
+    (record,) = caplog.records
+    assert record.message == "the executor could not be closed"
+    assert isinstance(record.exc_info[1], kind)
+
+
+def test_a_device_that_dies_and_then_hangs_died_of_the_first(caplog):
+    rig = fake()
+    lost, gate = RuntimeError("device lost"), threading.Event()
+    rig.executor.faults[2] = lost
+    rig.executor.close = lambda: gate.wait(10)
+
+    async def main():
+        async with rig.engine(step_timeout=0.05) as engine:
+            with pytest.raises(EngineDeadError):
+                await engine.generate([1], max_tokens=9)
+        assert engine.error.__cause__ is lost
+
+    asyncio.run(main())
+    assert "longer than step_timeout=0.05 s" in caplog.text
+    gate.set()
+
+
+def test_a_device_that_hangs_in_closing_does_not_hold_up_aclose(run):  # noqa: F811
+    rig = fake()
+    gate = threading.Event()
+    rig.executor.close = lambda: gate.wait(10)
+
+    async def main():
+        engine = rig.engine(step_timeout=0.05)
+        await engine.start()
+        stream = engine.stream([1], max_tokens=3)
+        with anyio.fail_after(5):
+            await engine.aclose(drain=None)
+        assert (await stream.result()).finish_reason == "length"
+        assert (engine.state, isinstance(engine.error, EngineDeadError)) == ("closed", True)
+
+    run(main)
+    gate.set()
+
+
+def hung_engine():
+    """A core whose thread waits in a step, and what lets that go on."""
+    rig = fake()
+    rig.executor.gate = threading.Semaphore(2)
+    engine = rig.engine()
+    engine._start_blocking()
+    stream = engine.stream([1], max_tokens=9)
+    core = engine._thread.core
+    until(lambda: core._num_steps == 2 and core._on_device_since is not None)
+    return rig, engine, stream, core
+
+
+def test_one_of_several_watchers_declares_the_thread_hung():
+    rig, engine, _stream, core = hung_engine()
+    cause, verdicts, clock = EngineError("stuck"), [], core.clock
+    others = [
+        threading.Thread(target=lambda: verdicts.append(core.declare_hung(0, cause)))
+        for _ in range(4)
+    ]
+
+    def slow_clock():
+        """While the first decides, the others come."""
+        if not verdicts and others[0].ident is None:
+            for thread in others:
+                thread.start()
+            time.sleep(0.05)
+        return clock()
+
+    core.clock = slow_clock
+    verdicts.append(core.declare_hung(0, cause))
+    for thread in others:
+        thread.join(10)
+    assert sorted(verdicts) == [False] * 4 + [True]
+    assert core.stats().num_failed == 1
+    rig.executor.gate.release(100)
+    until(lambda: not engine_threads())
+    assert engine.error.__cause__ is cause
+
+
+def test_a_thread_that_comes_back_while_it_is_declared_hung_touches_nothing():
+    rig, _engine, stream, core = hung_engine()
+    clock = core.clock
+
+    def slow_clock():
+        """The device answers while the watcher is deciding."""
+        rig.executor.gate.release(100)
+        time.sleep(0.05)
+        return clock()
+
+    deliver, delivered = core.delivery.deliver, []
+    core.delivery.deliver = lambda event, now: (delivered.append(event), deliver(event, now))
+    watcher = threading.get_ident()
+    core.clock = lambda: slow_clock() if threading.get_ident() == watcher else clock()
+    assert core.declare_hung(0, EngineError("stuck"))
+    until(lambda: not engine_threads())
+    assert delivered == []
+    assert core.stats().num_steps == 2
+    tokens = []
+
+    async def read():
+        async for delta in stream:
+            tokens.extend(delta.token_ids)
+
+    with pytest.raises(EngineDeadError, match="stuck"):
+        asyncio.run(read())
+    assert tokens == rig.executor.reference([1], 2)
+
+
+# --- destructors, loops and registries --------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_destructor_takes_no_lock():
+    """A garbage collection may run it on the engine thread in the middle of anything."""
+    rig = fake()
+    engine = rig.engine()
+    engine._start_blocking()
+    core = engine._thread.core
+    last, locks = [engine], [core._lock, core.admission._lock, engine._intake._worker._lock]
+    del engine
+
+    def collect_among_locks():
+        for lock in locks:
+            lock.acquire()
+        last.clear()
+        gc.collect()
+        for lock in locks:
+            lock.release()
+
+    core.send(collect_among_locks)
+    until(lambda: rig.executor.closed)
+    with pytest.raises(EngineClosedError):
+        core.admission.reserve(None, 1)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_closing_does_not_block_the_loop_while_a_text_is_tokenised(backend):
+    """The text ends only if the loop goes on."""
+    rig = fake(num_blocks=3001)
+    opened, seen = threading.Event(), []
+
+    class Gate:
+        def wait(self, timeout):
+            seen.append("begun")
+            seen.append(opened.wait(1.5))
+
+    rig.tokenizer.gate = Gate()
+
+    async def main():
+        engine = rig.engine()
+        await engine.start()
+        stream = engine.stream("5 " * 3000)
+        while not seen:
+            await anyio.sleep(0.001)
+
+        async def open_it():
+            await engine.wait_closed()
+            await anyio.sleep(0.05)
+            opened.set()
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(open_it)
+            await engine.aclose()
+            assert not [t for t in threading.enumerate() if t.name.startswith("asyncllm")]
+        assert (await stream.result()).finish_reason == "abort"
+
+    name, options = BACKENDS[backend]
+    anyio.run(main, backend=name, backend_options=options)
+    assert seen == ["begun", True]
+
+
+def test_a_loop_may_come_while_another_looks_for_those_that_are_gone():
+    registry = MailboxRegistry()
+
+    async def come():
+        return registry.of_running_loop()
+
+    class Gone:
+        """Asked whether it is closed, it lets another loop come before it answers."""
+
+        coming = False
+
+        def is_closed(self):
+            if not self.coming:
+                Gone.coming = True
+                thread = threading.Thread(target=lambda: asyncio.run(come()))
+                thread.start()
+                thread.join()
+            return True
+
+    registry._by_loop |= {"one": Gone(), "two": Gone()}
+    mailbox = asyncio.run(come())
+    assert Gone.coming
+    # The other loop has removed them already.
+    assert mailbox in registry._by_loop.values()
+    assert not {"one", "two"} & set(registry._by_loop)
