@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
-from asyncllm.core.channel import Channel, End
+from asyncllm.core.channel import Channel, End, merged
 from asyncllm.core.engine_core import EngineCore
 from asyncllm.core.request import Request
 from asyncllm.hosts import Host, LoopMailbox, ThreadMailbox
@@ -17,6 +17,8 @@ from asyncllm.outputs import (
     TokenLogprobs,
     Usage,
 )
+
+_NO_TOKENS = Delta("", ())
 
 
 class TokenStream:
@@ -99,7 +101,7 @@ class TokenStream:
             raise StopAsyncIteration
         channel = self._channel
         items = channel.items
-        if not items:
+        if not items and channel.final is None:
             # All of it in this frame: each call here is paid for by every reader in every
             # step.
             host = self._host or self._bind()
@@ -108,14 +110,17 @@ class TokenStream:
                 raise self._belongs_elsewhere()
             self._reading = True
             try:
-                channel.waiter = waiter
-                channel.waiting = True
-                # Only now: what was written before the flag was set is found here, what is
-                # written after it wakes this reader.
-                while not items:
+                while True:
+                    channel.waiter = waiter
+                    channel.waiting = True
+                    # Only now: what was written before the flag was set is found here, what is
+                    # written after it wakes this reader.
+                    if items or channel.final is not None:
+                        break
                     await waiter
-                    if not items:
-                        channel.waiter = waiter = host.make_waiter()
+                    if items or channel.final is not None:
+                        break
+                    waiter = host.make_waiter()
             except BaseException:
                 self.abort()
                 raise
@@ -155,10 +160,10 @@ class TokenStream:
         items = channel.items
         self._reading = True
         try:
-            while not items:
+            while not items and channel.final is None:
                 channel.waiter = waiter = mailbox.make_waiter()
                 channel.waiting = True
-                if not items:
+                if not items and channel.final is None:
                     waiter.wait()
             delta = self._take()
         except BaseException:
@@ -171,88 +176,49 @@ class TokenStream:
         return delta
 
     def _take(self) -> Delta:
-        """What is there to read: as much as may be merged under ``coalesce``, else one
-        token. The end, when it is next, comes with the last token."""
+        """The next unread delta; the end, when it is next, comes with it. There is something
+        to read."""
         channel = self._channel
+        # Before the items: those that were written before the end are all there then.
+        final = channel.final
         items = channel.items
-        first = items[0]
-        if len(items) > 1 or type(first) is not Delta:
-            return self._merge()
-        # The usual case, in which a reader keeps up with the engine.
-        items.popleft()
-        self._texts.append(first.text)
-        if first.logprobs is not None:
-            self._logprobs += first.logprobs
-        channel.num_read += 1
-        if channel.held:
-            self._release()
-        return first
-
-    def _merge(self) -> Delta:
-        channel = self._channel
-        items = channel.items
-        limit = channel.max_unread if channel.on_slow == "coalesce" else 1
-        texts: list[str] = []
-        token_ids: list[int] = []
-        logprobs: list[TokenLogprobs] = []
-        end: End | None = None
-        while items:
-            item = items[0]
-            if type(item) is Delta:
-                if len(token_ids) == limit:
-                    break
-                items.popleft()
-                token_ids += item.token_ids
-                texts.append(item.text)
-                if item.logprobs is not None:
-                    logprobs += item.logprobs
-            elif type(item) is End:
-                items.popleft()
-                end = item
-                texts.append(item.text)
-            else:
-                if token_ids:
-                    break
-                self._fail(items.popleft())
-        return self._delta("".join(texts), token_ids, logprobs, end)
-
-    def _release(self) -> None:
-        """Lets a held request go on once it was read down far enough."""
-        channel = self._channel
-        if channel.num_unread <= channel.max_unread // 2:
+        delta = items.popleft() if items else _NO_TOKENS
+        if not isinstance(delta, Delta):
+            delta = merged(delta)
+        if final is not None and not items:
+            delta = self._finish(delta, final)
+        self._texts.append(delta.text)
+        if delta.logprobs is not None:
+            self._logprobs += delta.logprobs
+        channel.num_read += len(delta.token_ids)
+        if channel.held and channel.num_unread <= channel.max_unread // 2:
+            # Lets a held request go on once it was read down far enough.
             self._core.send(self._core.on_read, self._request)
+        return delta
 
-    def _fail(self, error: object) -> None:
-        assert isinstance(error, BaseException)
-        self._done = True
-        self._error = error
-        raise error
-
-    def _delta(
-        self,
-        text: str,
-        token_ids: list[int],
-        logprobs: list[TokenLogprobs],
-        end: End | None,
-    ) -> Delta:
-        channel = self._channel
-        channel.num_read += len(token_ids)
-        if channel.held:
-            self._release()
-        self._texts.append(text)
-        self._logprobs += logprobs
-        if end is not None:
+    def _finish(self, delta: Delta, final: End | BaseException) -> Delta:
+        """``delta`` as the last one. The end is left for the next read if it is an exception,
+        which comes after all that was generated, or if its own token would be one too many."""
+        if not isinstance(final, End):
+            if delta.text or delta.token_ids:
+                return delta
             self._done = True
-            self.finish_reason = end.finish_reason
-            self.usage = end.usage
-            self._stop_reason = end.stop_reason
+            self._error = final
+            raise final
+        last = final.last or _NO_TOKENS
+        if len(delta.token_ids) + len(last.token_ids) > self._channel.max_merged:
+            return delta
+        self._done = True
+        self.finish_reason = final.finish_reason
+        self.usage = final.usage
+        self._stop_reason = final.stop_reason
         return Delta(
-            text=text,
-            token_ids=tuple(token_ids),
-            logprobs=tuple(logprobs) if logprobs else None,
-            finish_reason=self.finish_reason,
-            stop_reason=self._stop_reason,
-            usage=self.usage,
+            text=delta.text + last.text + final.text,
+            token_ids=delta.token_ids + last.token_ids,
+            logprobs=((delta.logprobs or ()) + (last.logprobs or ())) or None,
+            finish_reason=final.finish_reason,
+            stop_reason=final.stop_reason,
+            usage=final.usage,
         )
 
     def abort(self) -> None:

@@ -359,6 +359,33 @@ async def test_coalesce_merges_what_was_not_read_and_bounds_a_delta():
     assert len(deltas) < 10
 
 
+async def test_output_merges_behind_a_stalled_loop():
+    """20,160 tokens of 32 streams, half of which are being waited for: what is kept grows by a
+    delta for each ``max_unread`` tokens and a wake for each reader, not with every token."""
+    rig = fake(num_blocks=32 * 40 + 1, block_size=16, max_model_len=640, max_num_seqs=32)
+    rig.executor.gate = threading.Semaphore(0)
+    async with engine_of(rig) as engine:
+        streams = [engine.stream([i], max_tokens=630, max_unread=50) for i in range(32)]
+        first = [asyncio.ensure_future(anext(stream)) for stream in streams[:16]]
+        await asyncio.sleep(0)
+        rig.executor.gate.release(1000)
+        deadline = time.monotonic() + 30
+        while not all(stream._channel.ended for stream in streams):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)  # this is the point
+        assert [len(stream._channel.items) for stream in streams] == [13] * 32
+        # A wake for the first token, and one for the end.
+        assert len(engine._mailboxes.of_running_loop()._ready) <= 2 * len(first)
+        deltas = [[await read] for read in first] + [[] for _ in streams[16:]]
+        for i, stream in enumerate(streams):
+            deltas[i] += [delta async for delta in stream]
+            tokens = [token for delta in deltas[i] for token in delta.token_ids]
+            assert tokens == rig.executor.reference([i], 630)
+            assert "".join(map(str, deltas[i])) == "".join(f"{token} " for token in tokens)
+            assert [len(delta.token_ids) for delta in deltas[i]] == [50] * 12 + [30]
+            assert deltas[i][-1].finish_reason == "length"
+
+
 async def test_pause_holds_a_request_back_and_it_goes_on_where_it_was():
     rig = fake(max_num_seqs=1)
     async with engine_of(rig) as engine:
