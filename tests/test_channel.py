@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from asyncllm.core.channel import Channel
+from asyncllm.core.delivery import Delivery
+from asyncllm.errors import EngineError
 from asyncllm.hosts import ThreadMailbox
 from tests.channels import ChannelRig, run_with_switch
 
@@ -344,3 +346,15 @@ def test_threads_that_end_a_channel_together(short_switch_interval):
         delivery = rig.delivery
         assert delivery.num_finished + delivery.num_failed == 1
         rig.check_read(sum(len(delta.token_ids) for delta in rig.deltas))
+
+
+# --- where the argument does not hold ---------------------------------------------------
+
+
+def test_python_without_the_gil_is_refused(monkeypatch):
+    monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
+    with pytest.raises(EngineError, match="PYTHON_GIL=1"):
+        ChannelRig()
+    monkeypatch.setattr(sys, "_is_gil_enabled", lambda: True, raising=False)
+    assert isinstance(ChannelRig().delivery, Delivery)
+    assert not Channel().ended

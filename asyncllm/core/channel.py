@@ -28,15 +28,19 @@ that follows ends that one, and a woken reader sets the flag anew before it look
 the reader counts and then looks at ``held``.
 
 All of this needs the GIL: single operations on a deque, a list or an attribute are atomic and
-every thread sees them in one order.
+every thread sees them in one order. A free-threaded build (3.13t, 3.14t) promises the former
+and not the latter, and a wake might be lost there. It is not supported: an engine refuses to
+start while the GIL is off (``check_gil``).
 """
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple, Protocol
 
+from asyncllm.errors import EngineError
 from asyncllm.outputs import Delta, FinishReason, TokenLogprobs, Usage, delta_of_one_token
 
 OnSlow = Literal["coalesce", "pause", "abort"]
@@ -177,3 +181,12 @@ class Channel:
     def end(self) -> None:
         """Any thread, after ``offer_end``. Nothing is written or read after the end."""
         (self.final,) = self._ends[0]
+
+
+def check_gil() -> None:
+    """Raises EngineError where the GIL is off, as it may be in a free-threaded build."""
+    if not getattr(sys, "_is_gil_enabled", lambda: True)():
+        raise EngineError(
+            "the GIL is off in this free-threaded Python, which is not supported: expected a "
+            "Python with the GIL (PYTHON_GIL=1 or -X gil=1 turns it on)"
+        )

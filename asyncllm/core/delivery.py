@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from asyncllm.core.admission import Admission
-from asyncllm.core.channel import Channel, End, Mailbox
+from asyncllm.core.channel import Channel, End, Mailbox, check_gil
 from asyncllm.core.request import Request, Status
 from asyncllm.core.scheduler import Scheduler, TokenEvent
 from asyncllm.errors import AsyncLLMError, RequestError
@@ -59,11 +59,15 @@ class Delivery:
 
     Attributes:
         num_finished, num_aborted, num_failed: requests that ended in that way.
+
+    Raises:
+        EngineError: where the GIL is off.
     """
 
     def __init__(
         self, scheduler: Scheduler, admission: Admission, clock: Callable[[], float]
     ) -> None:
+        check_gil()
         self.num_finished = 0
         self.num_aborted = 0
         self.num_failed = 0
