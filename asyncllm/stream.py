@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import TracebackType
+from typing import overload
 
 from asyncllm.core.channel import Channel, End, merged
 from asyncllm.core.engine_core import EngineCore
 from asyncllm.core.request import Request
+from asyncllm.errors import InvalidRequestError, RequestError
 from asyncllm.hosts import Host, LoopMailbox, ThreadMailbox
 from asyncllm.outputs import (
     Completion,
@@ -31,7 +35,8 @@ class TokenStream:
     The request is aborted by ``abort()``, ``aclose()``, the end of ``async with stream``,
     cancelling a pending read, and by losing the last reference to the stream. So a ``break``
     out of ``async for delta in engine.stream(...)`` aborts, and a stream held in a variable
-    runs on and can be read again.
+    runs on and can be read again. A stream whose read was cancelled ends with a RequestError
+    that says so.
 
     One task reads a stream at a time, always on the same event loop; anything else is a
     RuntimeError.
@@ -46,6 +51,7 @@ class TokenStream:
         "__weakref__",
         "_channel",
         "_core",
+        "_cut_off",
         "_done",
         "_error",
         "_host",
@@ -72,6 +78,7 @@ class TokenStream:
         self._mailbox_of_loop = mailbox_of_loop
         self._host: Host | None = None
         self._reading = False
+        self._cut_off = False
         self._done = False
         self._error: BaseException | None = None
         self._stop_reason: str | int | None = None
@@ -87,12 +94,21 @@ class TokenStream:
     def __aiter__(self) -> TokenStream:
         return self
 
-    async def __anext__(self) -> Delta:
+    @overload
+    async def __anext__(self) -> Delta: ...
+
+    @overload
+    async def __anext__(self, within: float) -> Delta | None: ...
+
+    async def __anext__(self, within: float | None = None) -> Delta | None:
         """The next delta.
+
+        Args:
+            within: seconds after which a silence is returned as None; for ``with_heartbeat``.
 
         Raises:
             StopAsyncIteration: after the last delta, an exception, or ``aclose()``.
-            AsyncLLMError: if the request failed.
+            AsyncLLMError: if the request failed, or an earlier read was cancelled.
             RuntimeError: if another task reads this stream, or it was read on another loop.
         """
         if self._reading:
@@ -117,18 +133,41 @@ class TokenStream:
                     # written after it wakes this reader.
                     if items or channel.final is not None:
                         break
-                    await waiter
+                    if within is None:
+                        await waiter
+                    else:
+                        await host.wait_at_most(waiter, within)
                     if items or channel.final is not None:
                         break
+                    if within is not None:
+                        return None
                     waiter = host.make_waiter()
             except BaseException:
-                self.abort()
+                if not self._request.cancelled:
+                    self._cut_off = True
+                    self.abort()
                 raise
             finally:
                 self._reading = False
                 channel.waiting = False
                 channel.waiter = None
         return self._take()
+
+    def with_heartbeat(self, seconds: float) -> StreamWithHeartbeat:
+        """This stream with a None for every ``seconds`` in which no delta came, so that a
+        connection can be kept alive. The reads go on meanwhile; nothing is cancelled.
+
+            async for delta in stream.with_heartbeat(15):
+                await send(": keep-alive\\n\\n" if delta is None else event(delta))
+
+        Raises:
+            InvalidRequestError: unless ``seconds`` is positive and finite.
+        """
+        if not 0 < seconds < math.inf:
+            raise InvalidRequestError(
+                f"seconds={seconds!r}: expected a positive number of seconds", param="seconds"
+            )
+        return StreamWithHeartbeat(self, seconds)
 
     def _bind(self) -> Host:
         """The running loop, which is this stream's from its first wait on."""
@@ -199,6 +238,11 @@ class TokenStream:
     def _finish(self, delta: Delta, final: End | BaseException) -> Delta:
         """``delta`` as the last one. The end is left for the next read if it is an exception,
         which comes after all that was generated, or if its own token would be one too many."""
+        if isinstance(final, End) and final.finish_reason == "abort" and self._cut_off:
+            if self._error is None:
+                delta = replace(delta, text=delta.text + final.text)
+                self._error = self._cut_off_error()
+            final = self._error
         if not isinstance(final, End):
             if delta.text or delta.token_ids:
                 return delta
@@ -219,6 +263,13 @@ class TokenStream:
             finish_reason=final.finish_reason,
             stop_reason=final.stop_reason,
             usage=final.usage,
+        )
+
+    def _cut_off_error(self) -> RequestError:
+        return RequestError(
+            f"request {self.request_id!r} was aborted because a read of its stream was cancelled, "
+            "as asyncio.wait_for does when its time is up; to go on after a silence, read "
+            "stream.with_heartbeat(seconds), or keep the read in a task and use asyncio.wait"
         )
 
     def abort(self) -> None:
@@ -292,3 +343,19 @@ class TokenStream:
     def __repr__(self) -> str:
         state = self.finish_reason or ("closed" if self._done else "open")
         return f"<TokenStream {self.request_id!r} {state}>"
+
+
+class StreamWithHeartbeat:
+    """``TokenStream.with_heartbeat``. Losing the last reference to it and the stream aborts."""
+
+    __slots__ = ("_seconds", "_stream")
+
+    def __init__(self, stream: TokenStream, seconds: float) -> None:
+        self._stream = stream
+        self._seconds = seconds
+
+    def __aiter__(self) -> StreamWithHeartbeat:
+        return self
+
+    async def __anext__(self) -> Delta | None:
+        return await self._stream.__anext__(self._seconds)

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import sys
 import threading
+from dataclasses import replace
 
 import pytest
 from hypothesis import settings
@@ -186,6 +187,23 @@ def test_put_after_the_end_is_dropped():
     rig.read_until_asleep()
     assert str(rig.end) == "hung"
     rig.check_read(1)
+
+
+def test_cancelled_read_loses_nothing_of_what_was_generated():
+    rig = ChannelRig(max_unread=3)
+    rig.request.output.detokenizer.finish = lambda: "held back"
+    rig.read()
+    rig.put()
+    rig.cancel()
+    assert rig.aborted
+    for _ in range(4):
+        rig.put()
+    rig.abort()
+    rig.read_until_asleep()
+    assert "a read of its stream was cancelled" in str(rig.end)
+    rig.deltas[-1] = replace(rig.deltas[-1], text=rig.deltas[-1].text.removesuffix("held back"))
+    rig.check_read(5)
+    assert rig.stream._texts[-1].endswith("held back")
 
 
 # --- any order of operations ------------------------------------------------------------
