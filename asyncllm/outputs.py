@@ -134,7 +134,8 @@ class CompletionOutput:
 class Completion:
     """The whole result of a request.
 
-    ``text``, ``token_ids``, ``finish_reason`` and ``logprobs`` are those of ``outputs[0]``.
+    ``text``, ``token_ids``, ``finish_reason``, ``stop_reason`` and ``logprobs`` are those of
+    ``outputs[0]``.
     """
 
     request_id: str
@@ -153,6 +154,10 @@ class Completion:
     @property
     def finish_reason(self) -> FinishReason | None:
         return self.outputs[0].finish_reason
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        return self.outputs[0].stop_reason
 
     @property
     def logprobs(self) -> tuple[TokenLogprobs, ...] | None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import TracebackType
+from typing import overload
 
-from asyncllm.core.channel import Channel, End
+from asyncllm.core.channel import Channel, End, merged
 from asyncllm.core.engine_core import EngineCore
 from asyncllm.core.request import Request
+from asyncllm.errors import InvalidRequestError, RequestError
 from asyncllm.hosts import Host, LoopMailbox, ThreadMailbox
 from asyncllm.outputs import (
     Completion,
@@ -17,6 +21,8 @@ from asyncllm.outputs import (
     TokenLogprobs,
     Usage,
 )
+
+_NO_TOKENS = Delta("", ())
 
 
 class TokenStream:
@@ -29,7 +35,8 @@ class TokenStream:
     The request is aborted by ``abort()``, ``aclose()``, the end of ``async with stream``,
     cancelling a pending read, and by losing the last reference to the stream. So a ``break``
     out of ``async for delta in engine.stream(...)`` aborts, and a stream held in a variable
-    runs on and can be read again.
+    runs on and can be read again. A stream whose read was cancelled ends with a RequestError
+    that says so.
 
     One task reads a stream at a time, always on the same event loop; anything else is a
     RuntimeError.
@@ -44,6 +51,7 @@ class TokenStream:
         "__weakref__",
         "_channel",
         "_core",
+        "_cut_off",
         "_done",
         "_error",
         "_host",
@@ -70,6 +78,7 @@ class TokenStream:
         self._mailbox_of_loop = mailbox_of_loop
         self._host: Host | None = None
         self._reading = False
+        self._cut_off = False
         self._done = False
         self._error: BaseException | None = None
         self._stop_reason: str | int | None = None
@@ -85,12 +94,21 @@ class TokenStream:
     def __aiter__(self) -> TokenStream:
         return self
 
-    async def __anext__(self) -> Delta:
+    @overload
+    async def __anext__(self) -> Delta: ...
+
+    @overload
+    async def __anext__(self, within: float) -> Delta | None: ...
+
+    async def __anext__(self, within: float | None = None) -> Delta | None:
         """The next delta.
+
+        Args:
+            within: seconds after which a silence is returned as None; for ``with_heartbeat``.
 
         Raises:
             StopAsyncIteration: after the last delta, an exception, or ``aclose()``.
-            AsyncLLMError: if the request failed.
+            AsyncLLMError: if the request failed, or an earlier read was cancelled.
             RuntimeError: if another task reads this stream, or it was read on another loop.
         """
         if self._reading:
@@ -99,7 +117,7 @@ class TokenStream:
             raise StopAsyncIteration
         channel = self._channel
         items = channel.items
-        if not items:
+        if not items and channel.final is None:
             # All of it in this frame: each call here is paid for by every reader in every
             # step.
             host = self._host or self._bind()
@@ -108,22 +126,48 @@ class TokenStream:
                 raise self._belongs_elsewhere()
             self._reading = True
             try:
-                channel.waiter = waiter
-                channel.waiting = True
-                # Only now: what was written before the flag was set is found here, what is
-                # written after it wakes this reader.
-                while not items:
-                    await waiter
-                    if not items:
-                        channel.waiter = waiter = host.make_waiter()
+                while True:
+                    channel.waiter = waiter
+                    channel.waiting = True
+                    # Only now: what was written before the flag was set is found here, what is
+                    # written after it wakes this reader.
+                    if items or channel.final is not None:
+                        break
+                    if within is None:
+                        await waiter
+                    else:
+                        await host.wait_at_most(waiter, within)
+                    if items or channel.final is not None:
+                        break
+                    if within is not None:
+                        return None
+                    waiter = host.make_waiter()
             except BaseException:
-                self.abort()
+                if not self._request.cancelled:
+                    self._cut_off = True
+                    self.abort()
                 raise
             finally:
                 self._reading = False
                 channel.waiting = False
                 channel.waiter = None
         return self._take()
+
+    def with_heartbeat(self, seconds: float) -> StreamWithHeartbeat:
+        """This stream with a None for every ``seconds`` in which no delta came, so that a
+        connection can be kept alive. The reads go on meanwhile; nothing is cancelled.
+
+            async for delta in stream.with_heartbeat(15):
+                await send(": keep-alive\\n\\n" if delta is None else event(delta))
+
+        Raises:
+            InvalidRequestError: unless ``seconds`` is positive and finite.
+        """
+        if not 0 < seconds < math.inf:
+            raise InvalidRequestError(
+                f"seconds={seconds!r}: expected a positive number of seconds", param="seconds"
+            )
+        return StreamWithHeartbeat(self, seconds)
 
     def _bind(self) -> Host:
         """The running loop, which is this stream's from its first wait on."""
@@ -155,10 +199,10 @@ class TokenStream:
         items = channel.items
         self._reading = True
         try:
-            while not items:
+            while not items and channel.final is None:
                 channel.waiter = waiter = mailbox.make_waiter()
                 channel.waiting = True
-                if not items:
+                if not items and channel.final is None:
                     waiter.wait()
             delta = self._take()
         except BaseException:
@@ -171,88 +215,61 @@ class TokenStream:
         return delta
 
     def _take(self) -> Delta:
-        """What is there to read: as much as may be merged under ``coalesce``, else one
-        token. The end, when it is next, comes with the last token."""
+        """The next unread delta; the end, when it is next, comes with it. There is something
+        to read."""
         channel = self._channel
+        # Before the items: those that were written before the end are all there then.
+        final = channel.final
         items = channel.items
-        first = items[0]
-        if len(items) > 1 or type(first) is not Delta:
-            return self._merge()
-        # The usual case, in which a reader keeps up with the engine.
-        items.popleft()
-        self._texts.append(first.text)
-        if first.logprobs is not None:
-            self._logprobs += first.logprobs
-        channel.num_read += 1
-        if channel.held:
-            self._release()
-        return first
-
-    def _merge(self) -> Delta:
-        channel = self._channel
-        items = channel.items
-        limit = channel.max_unread if channel.on_slow == "coalesce" else 1
-        texts: list[str] = []
-        token_ids: list[int] = []
-        logprobs: list[TokenLogprobs] = []
-        end: End | None = None
-        while items:
-            item = items[0]
-            if type(item) is Delta:
-                if len(token_ids) == limit:
-                    break
-                items.popleft()
-                token_ids += item.token_ids
-                texts.append(item.text)
-                if item.logprobs is not None:
-                    logprobs += item.logprobs
-            elif type(item) is End:
-                items.popleft()
-                end = item
-                texts.append(item.text)
-            else:
-                if token_ids:
-                    break
-                self._fail(items.popleft())
-        return self._delta("".join(texts), token_ids, logprobs, end)
-
-    def _release(self) -> None:
-        """Lets a held request go on once it was read down far enough."""
-        channel = self._channel
-        if channel.num_unread <= channel.max_unread // 2:
+        delta = items.popleft() if items else _NO_TOKENS
+        if not isinstance(delta, Delta):
+            delta = merged(delta)
+        if final is not None and not items:
+            delta = self._finish(delta, final)
+        self._texts.append(delta.text)
+        if delta.logprobs is not None:
+            self._logprobs += delta.logprobs
+        channel.num_read += len(delta.token_ids)
+        if channel.held and channel.num_unread <= channel.max_unread // 2:
+            # Lets a held request go on once it was read down far enough.
             self._core.send(self._core.on_read, self._request)
+        return delta
 
-    def _fail(self, error: object) -> None:
-        assert isinstance(error, BaseException)
-        self._done = True
-        self._error = error
-        raise error
-
-    def _delta(
-        self,
-        text: str,
-        token_ids: list[int],
-        logprobs: list[TokenLogprobs],
-        end: End | None,
-    ) -> Delta:
-        channel = self._channel
-        channel.num_read += len(token_ids)
-        if channel.held:
-            self._release()
-        self._texts.append(text)
-        self._logprobs += logprobs
-        if end is not None:
+    def _finish(self, delta: Delta, final: End | BaseException) -> Delta:
+        """``delta`` as the last one. The end is left for the next read if it is an exception,
+        which comes after all that was generated, or if its own token would be one too many."""
+        if isinstance(final, End) and final.finish_reason == "abort" and self._cut_off:
+            if self._error is None:
+                delta = replace(delta, text=delta.text + final.text)
+                self._error = self._cut_off_error()
+            final = self._error
+        if not isinstance(final, End):
+            if delta.text or delta.token_ids:
+                return delta
             self._done = True
-            self.finish_reason = end.finish_reason
-            self.usage = end.usage
-            self._stop_reason = end.stop_reason
+            self._error = final
+            raise final
+        last = final.last or _NO_TOKENS
+        if len(delta.token_ids) + len(last.token_ids) > self._channel.max_merged:
+            return delta
+        self._done = True
+        self.finish_reason = final.finish_reason
+        self.usage = final.usage
+        self._stop_reason = final.stop_reason
         return Delta(
-            text=text,
-            token_ids=tuple(token_ids),
-            logprobs=tuple(logprobs) if logprobs else None,
-            finish_reason=self.finish_reason,
-            stop_reason=self._stop_reason,
-            usage=self.usage,
+            text=delta.text + last.text + final.text,
+            token_ids=delta.token_ids + last.token_ids,
+            logprobs=((delta.logprobs or ()) + (last.logprobs or ())) or None,
+            finish_reason=final.finish_reason,
+            stop_reason=final.stop_reason,
+            usage=final.usage,
+        )
+
+    def _cut_off_error(self) -> RequestError:
+        return RequestError(
+            f"request {self.request_id!r} was aborted because a read of its stream was cancelled, "
+            "as asyncio.wait_for does when its time is up; to go on after a silence, read "
+            "stream.with_heartbeat(seconds), or keep the read in a task and use asyncio.wait"
         )
 
     def abort(self) -> None:
@@ -326,3 +343,19 @@ class TokenStream:
     def __repr__(self) -> str:
         state = self.finish_reason or ("closed" if self._done else "open")
         return f"<TokenStream {self.request_id!r} {state}>"
+
+
+class StreamWithHeartbeat:
+    """``TokenStream.with_heartbeat``. Losing the last reference to it and the stream aborts."""
+
+    __slots__ = ("_seconds", "_stream")
+
+    def __init__(self, stream: TokenStream, seconds: float) -> None:
+        self._stream = stream
+        self._seconds = seconds
+
+    def __aiter__(self) -> StreamWithHeartbeat:
+        return self
+
+    async def __anext__(self) -> Delta | None:
+        return await self._stream.__anext__(self._seconds)

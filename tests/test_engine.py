@@ -103,7 +103,7 @@ async def test_stop_token_ends_without_its_text():
         )
     assert list(result.token_ids) == tokens[:3]
     assert result.text == text_of(tokens[:2])
-    assert (result.finish_reason, result.outputs[0].stop_reason) == ("stop", tokens[2])
+    assert (result.finish_reason, result.stop_reason) == ("stop", tokens[2])
     assert kept.text == text_of(tokens[:3])
     assert list(late.token_ids) == tokens[:4]
 
@@ -115,7 +115,7 @@ async def test_eos_stops_unless_ignored_and_has_no_stop_reason():
         result = await engine.generate([4, 4])
         ignoring = await engine.generate([4, 4], ignore_eos=True, max_tokens=5)
     assert list(result.token_ids) == tokens[:3]
-    assert (result.finish_reason, result.outputs[0].stop_reason) == ("stop", None)
+    assert (result.finish_reason, result.stop_reason) == ("stop", None)
     assert list(ignoring.token_ids) == tokens
     assert ignoring.finish_reason == "length"
 

@@ -23,6 +23,7 @@ from asyncllm import (
     EngineClosedError,
     EngineDeadError,
     EngineOverloadedError,
+    RequestError,
 )
 from tests.fakes import fake
 from tests.processes import hear_ctrl_c
@@ -222,6 +223,52 @@ def test_abort_from_another_thread(run):
             await anext(stream)
             await anyio.to_thread.run_sync(engine.abort, "x")
             assert [d async for d in stream][-1].finish_reason == "abort"
+
+    run(main)
+
+
+def test_heartbeat_fills_silences_and_loses_nothing(run):
+    rig = fake()
+    rig.executor.gate = threading.Semaphore(3)
+
+    async def main():
+        async with rig.engine() as engine:
+            stream = engine.stream([1], max_tokens=20)
+            got, silences = [], 0
+            async for delta in stream.with_heartbeat(0.01):
+                if delta is None:
+                    silences += 1
+                    if silences % 2 == 0:
+                        rig.executor.gate.release()
+                else:
+                    got += delta.token_ids
+            rig.executor.gate.release(100)
+            assert stream.finish_reason == "length"
+            assert got == rig.executor.reference([1], 20)
+            assert silences >= 2 * 17
+            assert engine.stats().num_aborted == 0
+
+    run(main)
+
+
+def test_heartbeat_is_left_as_the_stream_itself_is(run):
+    rig = fake(step_time=0.001, num_blocks=3001)
+
+    async def main():
+        async with rig.engine() as engine:
+            async for _ in engine.stream([1]).with_heartbeat(5):
+                break
+            await until(lambda: engine.stats().num_aborted == 1)
+            rig.executor.gate = threading.Semaphore(0)
+            stream = engine.stream([2])
+            with anyio.move_on_after(0.02) as scope:
+                async for _ in stream.with_heartbeat(5):
+                    pass
+            assert scope.cancelled_caught
+            rig.executor.gate.release(1000)
+            with pytest.raises(RequestError, match="a read of its stream was cancelled"):
+                await stream.result()
+            await until(lambda: free(engine))
 
     run(main)
 

@@ -257,13 +257,16 @@ async def one_wake_is_outstanding():
 
 
 def every_delta_wakes(patch):
-    notify = LoopMailbox.notify
+    deliver = Delivery.deliver
 
-    def eager(self, channels):
-        self._posted = False
-        return notify(self, channels)
+    def eager(self, event, now):
+        deliver(self, event, now)
+        channel = event.request.output.channel
+        if channel.mailbox is not None:
+            channel.mailbox._posted = False
+            channel.mailbox.notify([channel])
 
-    patch.setattr(LoopMailbox, "notify", eager)
+    patch.setattr(Delivery, "deliver", eager)
 
 
 # --- 10 ---------------------------------------------------------------------------------

@@ -359,6 +359,33 @@ async def test_coalesce_merges_what_was_not_read_and_bounds_a_delta():
     assert len(deltas) < 10
 
 
+async def test_output_merges_behind_a_stalled_loop():
+    """20,160 tokens of 32 streams, half of which are being waited for: what is kept grows by a
+    delta for each ``max_unread`` tokens and a wake for each reader, not with every token."""
+    rig = fake(num_blocks=32 * 40 + 1, block_size=16, max_model_len=640, max_num_seqs=32)
+    rig.executor.gate = threading.Semaphore(0)
+    async with engine_of(rig) as engine:
+        streams = [engine.stream([i], max_tokens=630, max_unread=50) for i in range(32)]
+        first = [asyncio.ensure_future(anext(stream)) for stream in streams[:16]]
+        await asyncio.sleep(0)
+        rig.executor.gate.release(1000)
+        deadline = time.monotonic() + 30
+        while not all(stream._channel.ended for stream in streams):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)  # this is the point
+        assert [len(stream._channel.items) for stream in streams] == [13] * 32
+        # A wake for the first token, and one for the end.
+        assert len(engine._mailboxes.of_running_loop()._ready) <= 2 * len(first)
+        deltas = [[await read] for read in first] + [[] for _ in streams[16:]]
+        for i, stream in enumerate(streams):
+            deltas[i] += [delta async for delta in stream]
+            tokens = [token for delta in deltas[i] for token in delta.token_ids]
+            assert tokens == rig.executor.reference([i], 630)
+            assert "".join(map(str, deltas[i])) == "".join(f"{token} " for token in tokens)
+            assert [len(delta.token_ids) for delta in deltas[i]] == [50] * 12 + [30]
+            assert deltas[i][-1].finish_reason == "length"
+
+
 async def test_pause_holds_a_request_back_and_it_goes_on_where_it_was():
     rig = fake(max_num_seqs=1)
     async with engine_of(rig) as engine:
@@ -634,10 +661,81 @@ async def test_a_delta_that_arrives_with_a_cancellation_is_not_lost():
         with pytest.raises(asyncio.CancelledError):
             await read
         rig.executor.gate.release(100)
-        result = await stream.result()
-        assert result.finish_reason == "abort"
-        assert result.token_ids
-        assert list(result.token_ids) == rig.executor.reference([1], len(result.token_ids))
+        with pytest.raises(RequestError, match="a read of its stream was cancelled"):
+            await stream.result()
+        tokens = stream._token_ids_read()
+        assert tokens
+        assert list(tokens) == rig.executor.reference([1], len(tokens))
+
+
+async def test_read_after_a_cancelled_read_says_what_became_of_the_request():
+    """``wait_for(anext(stream), …)`` aborts, and would otherwise look like a short answer."""
+    rig = fake(num_blocks=3001)
+    rig.executor.gate = threading.Semaphore(3)
+    async with engine_of(rig) as engine:
+        stream = engine.stream([1], max_tokens=60)
+        got = []
+        with pytest.raises(TimeoutError):
+            while True:
+                got += (await asyncio.wait_for(anext(stream), 0.02)).token_ids
+        rig.executor.gate.release(100)
+        with pytest.raises(RequestError, match=r"with_heartbeat\(seconds\).*asyncio\.wait"):
+            while True:
+                got += (await anext(stream)).token_ids
+        assert len(got) >= 3
+        assert got == rig.executor.reference([1], len(got))
+        assert engine.stats().num_aborted == 1
+        # As after any other exception.
+        assert [delta async for delta in stream] == []
+        with pytest.raises(RequestError, match="a read of its stream was cancelled"):
+            await stream.result()
+
+
+async def test_read_in_a_task_of_its_own_outlives_every_timeout():
+    rig = fake()
+    rig.executor.gate = threading.Semaphore(0)
+    async with engine_of(rig) as engine:
+        stream = engine.stream([1], max_tokens=5)
+        for token in rig.executor.reference([1], 5):
+            read = asyncio.ensure_future(anext(stream))
+            assert not (await asyncio.wait({read}, timeout=0.01))[0]
+            rig.executor.gate.release()
+            while not (await asyncio.wait({read}, timeout=0.01))[0]:
+                pass
+            assert (await read).token_ids == (token,)
+        assert stream.finish_reason == "length"
+
+
+@pytest.mark.parametrize(("end", "max_tokens"), [("abort", 100), ("length", 1)])
+async def test_cancelled_read_of_a_request_that_was_aborted_or_ended_before(end, max_tokens):
+    rig = fake()
+    rig.executor.gate = threading.Semaphore(0)
+    async with engine_of(rig) as engine:
+        stream = engine.stream([1], max_tokens=max_tokens)
+        read = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0)
+        if end == "abort":
+            stream.abort()
+        rig.executor.gate.release(200)
+        deadline = time.monotonic() + 5
+        while not stream._channel.ended:  # blocks this loop
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        read.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await read
+        assert (await stream.result()).finish_reason == end
+
+
+async def test_heartbeat_refuses_what_is_no_time():
+    rig = fake()
+    async with engine_of(rig) as engine:
+        stream = engine.stream([1], max_tokens=1)
+        for seconds in (0, -1.0, float("nan"), float("inf")):
+            with pytest.raises(InvalidRequestError, match=f"seconds={seconds}: expected") as caught:
+                stream.with_heartbeat(seconds)
+            assert caught.value.param == "seconds"
+        assert (await stream.result()).finish_reason == "length"
 
 
 async def test_completion_is_what_was_read_so_far():

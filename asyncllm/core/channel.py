@@ -1,30 +1,78 @@
-"""Channel: the way of one request's output from the engine thread to whoever reads it.
+"""Channel: one request's output on its way from the engine thread to its reader.
 
-The engine thread is the only writer and the reading loop the only reader. A deque carries
-the deltas; two flags, each written by one side and read by the other after its own write,
-make sure that neither a wake-up nor a resumption is lost (Dekker's scheme: under the GIL
-writes and reads of attributes are sequentially consistent).
+No lock lies on this way, for it is taken with every token. Two threads share a channel, the
+engine thread and that of the reader, and a third may end it. What makes that exact:
+
+**One writer, one reader.** Only the engine thread adds to ``items``, only the reader removes from
+it, from the left. So its last item, if there is one, is what the engine thread put there last,
+and ``items[-1] = pending`` is a compare-and-swap: it replaces that item, or raises IndexError
+because the reader has taken it. An item that takes in another token never leaves the deque, so
+the reader cannot overtake what is being merged. A ``PendingDelta`` shares growing lists with the
+one that it replaces, and each says how many entries are its own: what was appended for a swap
+that failed is beyond the count of the item that the reader took. A token costs O(1) so.
+
+**One end.** Apart from the engine thread, those that declare it hung end channels. The first end
+that is offered is the end: an append to a list settles which. Each thread that offers one then
+makes that first one readable, so that a stream ends although the thread that was first is stuck
+in an observer. The end is in a slot beside the deque, where no late token can replace it. The
+reader looks at ``final`` before it looks at ``items``: what the ending thread had put is then
+among them. What a late engine thread puts after the end is dropped, or read before it if the
+reader has not come to the end yet.
+
+**Two flags, no lost wake** (Dekker). A reader that finds nothing sets ``waiting`` and looks again;
+the engine thread writes and then looks at ``waiting``. The second of them sees the other. The
+engine thread clears the flag when it queues the channel for a wake, so a channel is queued once
+for each wake, plus once for its end. It may clear the flag of a later wait than it saw: the wake
+that follows ends that one, and a woken reader sets the flag anew before it looks. ``held`` and
+``num_read`` are such a pair too: the engine thread sets ``held`` and looks at the count again,
+the reader counts and then looks at ``held``.
+
+All of this needs the GIL: single operations on a deque, a list or an attribute are atomic and
+every thread sees them in one order. A free-threaded build (3.13t, 3.14t) promises the former
+and not the latter, and a wake might be lost there. It is not supported: an engine refuses to
+start while the GIL is off (``check_gil``).
 """
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple, Protocol
 
-from asyncllm.outputs import Delta, FinishReason, Usage
+from asyncllm.errors import EngineError
+from asyncllm.outputs import Delta, FinishReason, TokenLogprobs, Usage, delta_of_one_token
 
 OnSlow = Literal["coalesce", "pause", "abort"]
 
 
 class End(NamedTuple):
-    """The last item of a request that ends with a finish reason. ``text`` is what was held
-    back until the end."""
+    """How a request ended that has a finish reason.
+
+    Attributes:
+        text: what was held back until the end.
+        last: the last token, if it is what ended the request: they are read together.
+    """
 
     finish_reason: FinishReason
     stop_reason: str | int | None
     usage: Usage
     text: str = ""
+    last: Delta | None = None
+
+
+PendingDelta = tuple[int, list[str], list[int], list[TokenLogprobs]]
+"""Unread tokens that become one Delta when they are read: how many, then their texts, ids and
+log-probabilities (of each token, or none at all) in lists that may go on behind that. A plain
+tuple, because one is made with every token, and a NamedTuple takes seven times as long."""
+
+
+def merged(pending: PendingDelta) -> Delta:
+    """The one Delta."""
+    size, texts, token_ids, logprobs = pending
+    return Delta(
+        "".join(texts[:size]), tuple(token_ids[:size]), logprobs=tuple(logprobs[:size]) or None
+    )
 
 
 class Mailbox(Protocol):
@@ -32,7 +80,7 @@ class Mailbox(Protocol):
 
     def notify(self, channels: Iterable[Channel]) -> bool:
         """Wakes the readers of ``channels`` with one call into the loop at most; False if
-        the loop is gone. Called on the engine thread; never waits for the loop."""
+        the loop is gone. Any thread; never waits for the loop."""
         ...
 
     def is_closed(self) -> bool: ...
@@ -43,18 +91,22 @@ class Channel:
 
     Attributes:
         max_unread: tokens that may be unread before ``on_slow`` applies.
+        max_merged: the most tokens that are merged into one delta.
+        items: unread output in order, without the end.
+        final: the end, once there is one: an End, or the exception that the reader gets.
         num_written, num_read: tokens; written by the engine thread and by the reader.
-        waiting: the reader has found nothing and wants to be woken.
+        waiting: the reader has found nothing and no wake is under way to it.
         waiter: that reader, in the terms of its mailbox; touched on its loop's thread only.
         held: the engine has stopped giving the request tokens because of ``max_unread``.
-        ended: an End or an exception was written; nothing follows it.
     """
 
     __slots__ = (
-        "ended",
+        "_ends",
+        "final",
         "held",
         "items",
         "mailbox",
+        "max_merged",
         "max_unread",
         "num_read",
         "num_written",
@@ -64,8 +116,10 @@ class Channel:
     )
 
     def __init__(self, *, max_unread: int = 256, on_slow: OnSlow = "coalesce") -> None:
-        self.items: deque[Delta | End | BaseException] = deque()
+        self.items: deque[Delta | PendingDelta] = deque()
+        self.final: End | BaseException | None = None
         self.max_unread = max_unread
+        self.max_merged = max_unread if on_slow == "coalesce" else 1
         self.on_slow: OnSlow = on_slow
         self.num_written = 0
         self.num_read = 0
@@ -73,27 +127,66 @@ class Channel:
         self.waiter: Any = None
         self.waiting = False
         self.held = False
-        self.ended = False
+        self._ends: list[tuple[End | BaseException]] = []
 
     @property
     def num_unread(self) -> int:
         return self.num_written - self.num_read
 
-    def put(self, delta: Delta) -> None:
-        """Engine thread. A delta of one token, which is not the last."""
-        if not self.ended:
-            self.items.append(delta)
-            self.num_written += 1
+    @property
+    def ended(self) -> bool:
+        return self.final is not None
 
-    def end(self, item: End | BaseException, last: Delta | None = None) -> bool:
-        """Engine thread. The last token and the end arrive together: a reader that sees one
-        sees both. False if the channel had ended already."""
-        if self.ended:
+    def put(self, token_id: int, text: str, logprobs: TokenLogprobs | None) -> None:
+        """Engine thread. A token that is not the last; after the end it is dropped."""
+        if self.final is not None:
+            return
+        items = self.items
+        if not items or self.max_merged == 1 or not self._merge(token_id, text, logprobs):
+            items.append(delta_of_one_token(token_id, text, logprobs))
+        self.num_written += 1
+
+    def _merge(self, token_id: int, text: str, logprobs: TokenLogprobs | None) -> bool:
+        """Has the last unread item take the token in; False if that is full, or read by now."""
+        items = self.items
+        try:
+            last = items[-1]
+            if isinstance(last, Delta):
+                if len(last.token_ids) == self.max_merged:
+                    return False
+                last = (1, [last.text], [*last.token_ids], [*(last.logprobs or ())])
+            size, texts, token_ids, all_logprobs = last
+            texts.append(text)
+            token_ids.append(token_id)
+            if logprobs is not None:
+                all_logprobs.append(logprobs)
+            size += 1
+            pending = (size, texts, token_ids, all_logprobs)
+            items[-1] = pending if size < self.max_merged else merged(pending)
+        except IndexError:
             return False
-        self.ended = True
-        if last is None:
-            self.items.append(item)
-        else:
-            self.num_written += 1
-            self.items.extend((last, item))
         return True
+
+    def offer_end(self, final: End | BaseException) -> bool:
+        """Any thread. Whether ``final`` is the first end, which is the one that ``end`` makes
+        readable."""
+        offer = (final,)
+        self._ends.append(offer)
+        if self._ends[0] is not offer:
+            return False
+        if isinstance(final, End) and final.last is not None:
+            self.num_written += 1
+        return True
+
+    def end(self) -> None:
+        """Any thread, after ``offer_end``. Nothing is written or read after the end."""
+        (self.final,) = self._ends[0]
+
+
+def check_gil() -> None:
+    """Raises EngineError where the GIL is off, as it may be in a free-threaded build."""
+    if not getattr(sys, "_is_gil_enabled", lambda: True)():
+        raise EngineError(
+            "the GIL is off in this free-threaded Python, which is not supported: expected a "
+            "Python with the GIL (PYTHON_GIL=1 or -X gil=1 turns it on)"
+        )

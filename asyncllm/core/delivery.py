@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from asyncllm.core.admission import Admission
-from asyncllm.core.channel import Channel, End, Mailbox
+from asyncllm.core.channel import Channel, End, Mailbox, check_gil
 from asyncllm.core.request import Request, Status
 from asyncllm.core.scheduler import Scheduler, TokenEvent
 from asyncllm.errors import AsyncLLMError, RequestError
@@ -54,16 +54,20 @@ class Output:
 
 
 class Delivery:
-    """What becomes of results. On the engine thread, but for ``close`` and ``announce_all``
-    when that is stuck.
+    """What becomes of results. On the engine thread; ``close`` and ``announce_all`` on those
+    that watch it as well, which it may come back to meet.
 
     Attributes:
         num_finished, num_aborted, num_failed: requests that ended in that way.
+
+    Raises:
+        EngineError: where the GIL is off.
     """
 
     def __init__(
         self, scheduler: Scheduler, admission: Admission, clock: Callable[[], float]
     ) -> None:
+        check_gil()
         self.num_finished = 0
         self.num_aborted = 0
         self.num_failed = 0
@@ -88,12 +92,13 @@ class Delivery:
         except Exception as error:
             self.fail(request, _as_request_error(request, error))
             return
-        delta = delta_of_one_token(event.token_id, text, event.logprobs)
         if request.status is Status.FINISHED:
-            self.close(request, None, delta)
+            last = delta_of_one_token(event.token_id, text, event.logprobs)
+            self.close(request, None, last)
         else:
-            channel.put(delta)
+            channel.put(event.token_id, text, event.logprobs)
             if channel.waiting:
+                channel.waiting = False
                 self._to_wake.append(channel)
             elif channel.mailbox is not None:
                 self._unread_in.add(channel.mailbox)
@@ -132,33 +137,36 @@ class Delivery:
             self.release(request)
 
     def close(self, request: Request, error: Exception | None, last: Delta | None = None) -> None:
-        """Writes the last item of a request that the scheduler has finished."""
+        """Ends the channel of a request that the scheduler has finished, or that ends with the
+        engine. Of several threads that do so, the first says how, counts it and reports it;
+        each has the reader woken, for the others may be stuck."""
         channel: Channel = request.output.channel
-        if channel.ended:
-            return
-        now = request.finished_at = self._clock()
+        if not channel.ended:
+            self._end(request, error, last)
+            channel.end()
+        # Before the request is forgotten, so that whoever looks for those that live wakes it.
+        self._to_wake.append(channel)
+        request.cancelled = True
+        self._admission.forget(request)
+
+    def _end(self, request: Request, error: Exception | None, last: Delta | None) -> None:
+        now = self._clock()
         usage = usage_of(request, now)
-        item: End | Exception
+        reason: FinishReason = request.finish_reason or "abort"
+        text = _remaining_text(request) if reason == "abort" and error is None else ""
+        final = error or End(reason, request.stop_reason, usage, text, last)
+        if not request.output.channel.offer_end(final):
+            return
+        request.finished_at = now
         if error is not None:
             self.num_failed += 1
-            item = error
+        elif reason == "abort":
+            self.num_aborted += 1
         else:
-            reason: FinishReason = request.finish_reason or "abort"
-            text = ""
-            if reason == "abort":
-                self.num_aborted += 1
-                text = _remaining_text(request)
-            else:
-                self.num_finished += 1
-            item = End(reason, request.stop_reason, usage, text)
+            self.num_finished += 1
         if request.observation is not None:
             # Before the reader can see the end: who has read a result finds it in the metrics.
             request.observation.finished(usage, error)
-        channel.end(item, last)
-        request.cancelled = True
-        self._admission.forget(request)
-        if channel.waiting:
-            self._to_wake.append(channel)
 
     def announce(self) -> None:
         """Wakes the readers of what was delivered, one call for each of their loops. A loop
@@ -170,7 +178,10 @@ class Delivery:
                     self._abort_readers_of(mailbox)
         if not self._to_wake:
             return
-        channels, self._to_wake = self._to_wake, []
+        # Emptied by this thread alone and never replaced: what another appends is either in the
+        # copy, or is left for ``announce_all``.
+        channels = self._to_wake.copy()
+        del self._to_wake[: len(channels)]
         by_mailbox: dict[Mailbox, list[Channel]] = {}
         for channel in channels:
             mailbox = channel.mailbox
@@ -189,10 +200,9 @@ class Delivery:
 
     def announce_all(self) -> None:
         """``announce`` for an engine that is dead: a loop that is gone matters no more."""
-        channels, self._to_wake = self._to_wake, []
-        for channel in channels:
+        for channel in self._to_wake.copy():
             if channel.mailbox is not None:
-                channel.mailbox.notify([channel])
+                channel.mailbox.notify((channel,))
 
     # --- ends --------------------------------------------------------------------------
 
