@@ -235,14 +235,16 @@ def test_heartbeat_fills_silences_and_loses_nothing(run):
         async with rig.engine() as engine:
             stream = engine.stream([1], max_tokens=20)
             got, silences = [], 0
-            async for delta in stream.with_heartbeat(0.01):
-                if delta is None:
-                    silences += 1
-                    if silences % 2 == 0:
-                        rig.executor.gate.release()
-                else:
-                    got += delta.token_ids
-            rig.executor.gate.release(100)
+            try:
+                async for delta in stream.with_heartbeat(0.01):
+                    if delta is None:
+                        silences += 1
+                        if silences % 2 == 0:
+                            rig.executor.gate.release()
+                    else:
+                        got += delta.token_ids
+            finally:
+                rig.executor.gate.release(100)
             assert stream.finish_reason == "length"
             assert got == rig.executor.reference([1], 20)
             assert silences >= 2 * 17
