@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 
+import numpy as np
 import pytest
 
 import asyncllm
@@ -254,14 +255,15 @@ async def test_pause_keeps_everything_and_resume_goes_on():
 @pytest.mark.parametrize(
     ("prompt", "options", "param", "says"),
     [
-        ("", {}, "prompt", "non-empty"),
+        ("", {}, "prompt", "not empty"),
         ([], {}, "prompt", "at least one"),
         ("   ", {}, "prompt", "at least one"),
-        ([1, VOCAB_SIZE], {}, "prompt", "token id 1000, expected ids from 0 to 999"),
-        ([-1], {}, "prompt", "token id -1"),
-        ([1.5], {}, "prompt", "expected text or integer token ids"),
-        (["a"], {}, "prompt", "expected text or integer token ids"),
-        (None, {}, "prompt", "NoneType"),
+        ([1, VOCAB_SIZE], {}, "prompt", "prompt=1000: expected token ids, integers from 0 to 999"),
+        ([-1], {}, "prompt", "prompt=-1: expected token ids"),
+        ([1.5], {}, "prompt", "prompt=1.5: expected token ids"),
+        (["a"], {}, "prompt", "prompt='a': expected token ids"),
+        ([True], {}, "prompt", "prompt=True"),
+        (None, {}, "prompt", "text or token ids"),
         (b"bytes", {}, "prompt", "bytes"),
         ([1], {"temperature": math.nan}, "temperature", "nan"),
         ([1], {"temperature": -0.5}, "temperature", "-0.5"),
@@ -289,8 +291,8 @@ async def test_pause_keeps_everything_and_resume_goes_on():
         ([1], {"bad_words": ["x"]}, "bad_words", "not supported"),
         ([1], {"structured_outputs": {}}, "structured_outputs", "not supported"),
         ([1], {"best_of": 2}, "best_of", "no such sampling parameter"),
-        ([1], {"timeout": 0}, "timeout", "positive"),
-        ([1], {"timeout": math.nan}, "timeout", "positive"),
+        ([1], {"timeout": 0}, "timeout", "seconds above 0"),
+        ([1], {"timeout": math.nan}, "timeout", "seconds above 0"),
         ([1], {"max_unread": 0}, "max_unread", "from 1"),
         ([1], {"on_slow": "wait"}, "on_slow", "coalesce"),
         ([1], {"priority": 1}, "priority", "fcfs"),
@@ -314,8 +316,9 @@ async def test_bad_requests_raise_at_once_and_leave_no_trace(prompt, options, pa
 @pytest.mark.parametrize(
     ("options", "param"),
     [
-        ({"tools": []}, "tools"),
-        ({"tool_choice": "none"}, "tool_choice"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": np.zeros(2)}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
     ],
