@@ -19,6 +19,7 @@ each delta, then ``on_llm_end(result)`` or ``on_llm_error(error, response=…)``
 from __future__ import annotations
 
 import contextlib
+import numbers
 import os
 import sys
 import uuid
@@ -85,7 +86,7 @@ def stream_with_callbacks(
         name=run_name or "AsyncLLMEngine",
     )
     is_text = isinstance(prompt, str)
-    chat = not is_text and len(prompt) > 0 and not isinstance(prompt[0], int)
+    chat = not is_text and len(prompt) > 0 and not isinstance(prompt[0], numbers.Integral)
     model = engine.config.model
     model_name = "demo_model" if model is None else os.fspath(model)
     stream: TokenStream | None = None

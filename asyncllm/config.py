@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
-from asyncllm.errors import InvalidRequestError
+from asyncllm import validation as check
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 SchedulingPolicy = Literal["fcfs", "priority", "deadline"]
@@ -18,6 +17,21 @@ LoadFormat = Literal["auto", "safetensors", "dummy"]
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+_MAX_SEQS = 2**16
+_MAX_TOKENS = 2**31 - 1
+"""Positions and block ids are int32 on a device."""
+
+# name, most, whether None will do
+_INTEGERS = (
+    ("max_model_len", _MAX_TOKENS, True),
+    ("max_num_seqs", _MAX_SEQS, True),
+    ("num_blocks", _MAX_TOKENS - 1, True),
+    ("block_size", 2**16, True),
+    ("num_threads", 1024, True),
+    ("max_queued_requests", check.MAX_INTEGER, False),
+    ("max_queued_tokens", check.MAX_INTEGER, False),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,12 +113,19 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         self._check_choices()
-        self._check_counts()
-        self._check_shares()
+        for name, high, optional in _INTEGERS:
+            check.field(self, check.integer, name, 1, high, optional=optional)
+        check.field(self, check.integer, "seed", 0, 2**64 - 1, optional=True)
+        if not check.same(self.max_num_batched_tokens, "auto"):
+            check.field(self, check.integer, "max_num_batched_tokens", 1, _MAX_TOKENS)
+        check.field(self, check.number, "gpu_memory_utilization", 0, 1, above=True)
+        check.field(self, check.seconds, "step_timeout", above=True)
         if self.kv_cache_memory is not None:
             object.__setattr__(self, "kv_cache_memory", parse_bytes(self.kv_cache_memory))
         if self.cuda_graph_sizes is not None:
-            self._check_graph_sizes()
+            sizes = check.items("cuda_graph_sizes", self.cuda_graph_sizes, "batch sizes")
+            checked = {check.integer("cuda_graph_sizes", size, 1, _MAX_SEQS) for size in sizes}
+            object.__setattr__(self, "cuda_graph_sizes", tuple(sorted(checked)))
 
     def _check_choices(self) -> None:
         for name, choices in (
@@ -113,51 +134,21 @@ class EngineConfig:
             ("cuda_graphs", get_args(CudaGraphs)),
             ("load_format", get_args(LoadFormat)),
         ):
-            if getattr(self, name) not in choices:
-                raise _bad(name, getattr(self, name), "one of " + ", ".join(choices))
-        for name in ("enable_prefix_caching", "trust_remote_code"):
-            if not isinstance(getattr(self, name), bool):
-                raise _bad(name, getattr(self, name), "True or False")
-        if self.async_scheduling not in (None, True, False):
-            raise _bad("async_scheduling", self.async_scheduling, "True, False or None")
-        if not isinstance(self.device, str) or not re.fullmatch(
-            r"auto|cpu|cuda(:\d+)?", self.device
-        ):
-            raise _bad("device", self.device, "auto, cpu, cuda or cuda:N")
-        if not isinstance(self.attention_backend, str) or not self.attention_backend:
-            raise _bad("attention_backend", self.attention_backend, "a name")
+            check.field(self, check.choice, name, choices)
+        check.field(self, check.boolean, "enable_prefix_caching")
+        check.field(self, check.boolean, "trust_remote_code")
+        check.field(self, check.boolean, "async_scheduling", optional=True)
+        check.field(self, check.string, "attention_backend")
+        check.field(self, check.string, "revision", optional=True)
+        device: Any = self.device
+        if not isinstance(device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", device):
+            raise check.invalid("device", device, "auto, cpu, cuda or cuda:N")
         for name in ("model", "tokenizer"):
             value = getattr(self, name)
             if value is not None and (
                 not isinstance(value, (str, os.PathLike)) or not os.fspath(value)
             ):
-                raise _bad(name, value, "a directory, a hub id or None")
-
-    def _check_counts(self) -> None:
-        for name in ("max_model_len", "max_num_seqs", "num_blocks", "num_threads"):
-            _integer(name, getattr(self, name), low=1, optional=True)
-        for name in ("max_queued_requests", "max_queued_tokens"):
-            _integer(name, getattr(self, name), low=1)
-        _integer("block_size", self.block_size, low=1, optional=True)
-        if self.max_num_batched_tokens != "auto":
-            _integer("max_num_batched_tokens", self.max_num_batched_tokens, low=1)
-        _integer("seed", self.seed, low=0, optional=True)
-
-    def _check_shares(self) -> None:
-        share = self.gpu_memory_utilization
-        if not isinstance(share, (int, float)) or not 0.0 < share <= 1.0:
-            raise _bad("gpu_memory_utilization", share, "a number in (0, 1]")
-        timeout = self.step_timeout
-        if not isinstance(timeout, (int, float)) or not (timeout > 0 and math.isfinite(timeout)):
-            raise _bad("step_timeout", timeout, "a positive number of seconds")
-
-    def _check_graph_sizes(self) -> None:
-        sizes: Any = self.cuda_graph_sizes
-        if isinstance(sizes, (str, bytes)) or not hasattr(sizes, "__iter__"):
-            raise _bad("cuda_graph_sizes", sizes, "batch sizes, integers from 1")
-        for size in sizes:
-            _integer("cuda_graph_sizes", size, low=1)
-        object.__setattr__(self, "cuda_graph_sizes", tuple(sorted(set(sizes))))
+                raise check.invalid(name, value, "a directory, a hub id or None")
 
     def with_overrides(self, overrides: Mapping[str, Any]) -> EngineConfig:
         """A copy with some fields replaced, checked anew."""
@@ -179,29 +170,12 @@ def parse_bytes(value: int | str) -> int:
     Raises:
         InvalidRequestError: if it is neither, or not positive.
     """
-    accepted = 'a positive number of bytes, or text such as "4GiB"'
-    if isinstance(value, int) and not isinstance(value, bool):
-        size = value
-    elif isinstance(value, str) and (
-        match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)
-    ):
-        unit = _UNITS.get(match.group(2).lower())
-        if unit is None:
-            raise _bad("kv_cache_memory", value, accepted)
-        size = int(float(match.group(1)) * unit)
-    else:
-        raise _bad("kv_cache_memory", value, accepted)
-    if size <= 0:
-        raise _bad("kv_cache_memory", value, accepted)
-    return size
-
-
-def _bad(name: str, value: object, accepted: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{name}={value!r}: expected {accepted}", param=name)
-
-
-def _integer(name: str, value: Any, *, low: int, optional: bool = False) -> None:
-    if value is None and optional:
-        return
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise _bad(name, value, f"an integer from {low}" + (" or None" if optional else ""))
+    accepted = 'a positive number of bytes below 2**63, or text such as "4GiB"'
+    size: Any = value
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*([a-zA-Z]*)\s*", value)
+        unit = _UNITS.get(match.group(2).lower()) if match else None
+        size = None if match is None or unit is None else int(float(match.group(1)) * unit)
+    return check.integer(
+        "kv_cache_memory", size, 1, refuse=lambda name, *_: check.invalid(name, value, accepted)
+    )

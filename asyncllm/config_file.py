@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from asyncllm import validation as check
 from asyncllm.errors import ModelLoadError
+
+MAX_SIZE = 2**24
+"""Of a dimension, far above any model's: what is larger would be allocated, or counted to."""
 
 
 class _Required:
@@ -41,7 +45,7 @@ class ConfigFile:
             values = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise ModelLoadError(f"{path}: cannot be read ({error.strerror or error})") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ModelLoadError(f"{path}: is not valid JSON in UTF-8 ({error})") from error
         if not isinstance(values, dict):
             kind = type(values).__name__
@@ -58,10 +62,7 @@ class ConfigFile:
 
     def bad(self, name: str, accepted: str) -> ModelLoadError:
         """The error for the value that field ``name`` has."""
-        value = self.values.get(name)
-        if value is None:
-            return ModelLoadError(f"{self.path}: {name} is missing, expected {accepted}")
-        return ModelLoadError(f"{self.path}: {name} is {value!r}, expected {accepted}")
+        return self._refuse(name, self.values.get(name), accepted)
 
     def section(self, name: str) -> ConfigFile:
         """The object in field ``name``; without fields if there is none."""
@@ -73,18 +74,10 @@ class ConfigFile:
         return ConfigFile(self.path, value)
 
     def integer(
-        self, name: str, default: Any = REQUIRED, *, low: int = 1, high: int | None = None
+        self, name: str, default: Any = REQUIRED, *, low: int = 1, high: int = MAX_SIZE
     ) -> Any:
         """An integer in ``[low, high]``."""
-        accepted = f"an integer from {low}" + ("" if high is None else f" to {high}")
-        value = self._get(name, default, accepted)
-        if value is default:
-            return value
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise self.bad(name, accepted)
-        if value < low or (high is not None and value > high):
-            raise self.bad(name, accepted)
-        return value
+        return self._get(name, default, check.integer, low, high)
 
     def number(
         self,
@@ -92,57 +85,31 @@ class ConfigFile:
         default: Any = REQUIRED,
         *,
         low: float = 0.0,
-        high: float = math.inf,
+        high: float = 1e12,
         open_low: bool = False,
     ) -> Any:
         """A finite number in ``[low, high]``, or above ``low`` with ``open_low``."""
-        accepted = f"a finite number {'above' if open_low else 'from'} {low:g}"
-        accepted += "" if high == math.inf else f" to {high:g}"
-        value = self._get(name, default, accepted)
-        if value is default:
-            return value
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise self.bad(name, accepted)
-        if not math.isfinite(value) or not low <= value <= high or (open_low and value == low):
-            raise self.bad(name, accepted)
-        return value
+        return self._get(name, default, partial(check.number, above=open_low), low, high)
 
     def boolean(self, name: str, default: bool) -> bool:
-        value = self._get(name, default, "true or false")
-        if not isinstance(value, bool):
-            raise self.bad(name, "true or false")
-        return value
-
-    def string(self, name: str, default: Any = REQUIRED) -> Any:
-        value = self._get(name, default, "a string")
-        if value is not default and not isinstance(value, str):
-            raise self.bad(name, "a string")
-        return value
+        return self._get(name, default, check.boolean)
 
     def choice(self, name: str, choices: Sequence[str], default: Any = REQUIRED) -> Any:
-        accepted = " or ".join(repr(c) for c in choices)
-        value = self._get(name, default, accepted)
-        if value is not default and value not in choices:
-            raise self.bad(name, accepted)
-        return value
+        return self._get(name, default, check.choice, choices)
 
     def token_ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
         """One token id or a list of them, each below ``vocab_size``; empty if absent."""
         value = self.values.get(name)
-        if value is None:
-            return ()
-        ids = value if isinstance(value, list) else [value]
-        for token_id in ids:
-            if isinstance(token_id, bool) or not isinstance(token_id, int):
-                raise self.bad(name, "a token id or a list of token ids")
-            if not 0 <= token_id < vocab_size:
-                raise self.bad(name, f"token ids from 0 to {vocab_size - 1} (vocab_size)")
-        return tuple(ids)
+        if value is not None and not isinstance(value, list):
+            value = [value]
+        return check.token_ids(name, value, vocab_size, refuse=self._refuse)
 
-    def _get(self, name: str, default: Any, accepted: str) -> Any:
+    def _get(self, name: str, default: Any, read: Callable[..., Any], *limits: Any) -> Any:
         value = self.values.get(name)
-        if value is not None:
-            return value
-        if default is REQUIRED:
-            raise self.bad(name, accepted)
-        return default
+        if value is None and default is not REQUIRED:
+            return default
+        return read(name, value, *limits, refuse=self._refuse)
+
+    def _refuse(self, name: str, value: object, accepted: str) -> ModelLoadError:
+        found = "missing" if value is None else check.describe(value)
+        return ModelLoadError(f"{self.path}: {name} is {found}, expected {accepted}")

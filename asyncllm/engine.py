@@ -9,13 +9,14 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, Self
 
+from asyncllm import validation as check
 from asyncllm.config import EngineConfig
 from asyncllm.core.channel import OnSlow
 from asyncllm.core.observer import Observer, Observers
 from asyncllm.engine_thread import EngineThread
 from asyncllm.errors import EngineClosedError, EngineError, InvalidRequestError
 from asyncllm.hosts import MailboxRegistry, ThreadMailbox, join, wait_for
-from asyncllm.intake import Intake, RequestOptions, bad
+from asyncllm.intake import Intake, RequestOptions
 from asyncllm.loading import Loader, LoadStage, load_model
 from asyncllm.outputs import Completion, EngineStats
 from asyncllm.sampling_params import SamplingParams
@@ -159,8 +160,7 @@ class AsyncLLMEngine:
                 leftover.join(_JOIN_TIMEOUT)
 
     def _end(self, drain: float | None) -> EngineThread | None:
-        if drain is not None and (not isinstance(drain, (int, float)) or not drain >= 0):
-            raise bad("drain", drain, "seconds from 0, or None")
+        drain = check.seconds("drain", drain, optional=True)
         if self.state == "starting":
             raise EngineError("aclose(): the engine is starting; cancel start() instead")
         self._closed = True
@@ -314,20 +314,17 @@ class AsyncLLMEngine:
 
         Args:
             messages: ``{"role": …, "content": …}`` each.
-            tools, tool_choice, response_format: not supported yet; anything but the default
-                is an InvalidRequestError. A model whose template knows tools gets them
-                through ``chat_template_kwargs={"tools": [...]}``.
+            tools, tool_choice, response_format: not supported yet; only values that ask for
+                nothing are accepted: ``[]``, "auto" or "none", and ``{"type": "text"}``. A
+                model whose template knows tools gets them through
+                ``chat_template_kwargs={"tools": [...]}``.
             chat_template_kwargs: further variables of the template.
 
         The rest is that of ``stream``, and so are the exceptions.
         """
-        for name, value, neutral in (
-            ("tools", tools, None),
-            ("tool_choice", tool_choice, "auto"),
-            ("response_format", response_format, None),
-        ):
-            if value != neutral:
-                raise InvalidRequestError(f"{name} is not supported yet", param=name)
+        check.refuse_unsupported("tools", tools, None, [], ())
+        check.refuse_unsupported("tool_choice", tool_choice, None, "auto", "none")
+        check.refuse_unsupported("response_format", response_format, None, {"type": "text"})
         self._running()
         assert self._intake is not None
         options = RequestOptions(request_id, priority, timeout, max_unread, on_slow, cache_salt)
@@ -422,5 +419,5 @@ def _configure(
     if config is None:
         return EngineConfig(**overrides)
     if not isinstance(config, EngineConfig):
-        raise bad("config", config, "an EngineConfig or None")
+        raise check.invalid("config", config, "an EngineConfig or None")
     return config.with_overrides(overrides)

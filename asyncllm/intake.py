@@ -6,12 +6,12 @@ import math
 import random
 import threading
 import uuid
-from array import array
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
+from asyncllm import validation as check
 from asyncllm.core.channel import Channel, OnSlow
 from asyncllm.core.delivery import Output
 from asyncllm.core.engine_core import EngineCore
@@ -44,23 +44,12 @@ class RequestOptions:
     cache_salt: str | None = None
 
     def __post_init__(self) -> None:
-        request_id, timeout = self.request_id, self.timeout
-        if request_id is not None and (not isinstance(request_id, str) or not request_id):
-            raise bad("request_id", request_id, "a non-empty string or None")
-        if not _is_integer(self.priority):
-            raise bad("priority", self.priority, "an integer; smaller is sooner")
-        if timeout is not None and (
-            isinstance(timeout, bool)
-            or not isinstance(timeout, (int, float))
-            or not 0 < timeout < math.inf
-        ):
-            raise bad("timeout", timeout, "a positive number of seconds or None")
-        if not _is_integer(self.max_unread) or self.max_unread < 1:
-            raise bad("max_unread", self.max_unread, "a number of tokens from 1")
-        if self.on_slow not in ("coalesce", "pause", "abort"):
-            raise bad("on_slow", self.on_slow, '"coalesce", "pause" or "abort"')
-        if self.cache_salt is not None and not isinstance(self.cache_salt, str):
-            raise bad("cache_salt", self.cache_salt, "a string or None")
+        check.field(self, check.string, "request_id", optional=True)
+        check.field(self, check.integer, "priority", -check.MAX_INTEGER)
+        check.field(self, check.seconds, "timeout", above=True, optional=True)
+        check.field(self, check.integer, "max_unread", 1)
+        check.field(self, check.choice, "on_slow", get_args(OnSlow))
+        check.field(self, check.string, "cache_salt", empty=True, optional=True)
 
 
 class Intake:
@@ -102,12 +91,12 @@ class Intake:
     ) -> TokenStream:
         """Submits text or token ids."""
         asked = Submission("text_completion", prompt)
+        if prompt is None or check.same(prompt, ""):
+            raise check.invalid("prompt", prompt, "text or token ids, not empty")
         if not isinstance(prompt, str):
-            token_ids = _token_ids(prompt, self._loaded.executor.info.vocab_size)
+            found = check.token_ids("prompt", prompt, self._loaded.executor.info.vocab_size)
             request = self._request(params, sampling, options)
-            return self._submit(request, asked, token_ids)
-        if not prompt:
-            raise InvalidRequestError("prompt='': expected a non-empty prompt", param="prompt")
+            return self._submit(request, asked, list(found))
         request = self._request(params, sampling, options)
         tokenizer = self._loaded.tokenizer
         return self._tokenise(request, asked, len(prompt), lambda: tokenizer.encode(prompt))
@@ -124,7 +113,9 @@ class Intake:
         if variables is not None and (
             not isinstance(variables, dict) or not all(isinstance(k, str) for k in variables)
         ):
-            raise bad("chat_template_kwargs", variables, "a dict of names to values, or None")
+            raise check.invalid(
+                "chat_template_kwargs", variables, "a dict of names to values, or None"
+            )
         named = dict(variables or {})
         request = self._request(params, sampling, options)
         tokenizer = self._loaded.tokenizer
@@ -149,9 +140,9 @@ class Intake:
         """A request that is valid but for its prompt."""
         if options.priority and self._policy == "fcfs":
             accepted = '0 with scheduling_policy="fcfs"; "priority" honours it'
-            raise bad("priority", options.priority, accepted)
+            raise check.invalid("priority", options.priority, accepted)
         if params is not None and not isinstance(params, SamplingParams):
-            raise bad("params", params, "SamplingParams or None")
+            raise check.invalid("params", params, "SamplingParams or None")
         model = self._loaded.model_config
         info = self._loaded.executor.info
         resolved = (params or self._neutral_params).resolve(
@@ -217,6 +208,11 @@ class Intake:
                 "prompt: has no tokens, expected at least one", param="prompt"
             )
         self._check_length(len(token_ids))
+        vocab_size = self._loaded.executor.info.vocab_size
+        if max(token_ids) >= vocab_size:
+            # A tokenizer may know more tokens than the model has embeddings.
+            accepted = f"tokens that the model has, 0 to {vocab_size - 1}"
+            raise check.invalid("prompt", max(token_ids), accepted)
         tokenizer = self._loaded.tokenizer
         request.output.detokenizer = tokenizer.detokenizer(request.sampling, token_ids)
         request.set_prompt(token_ids)
@@ -240,28 +236,6 @@ class Intake:
         return stream
 
 
-def _token_ids(prompt: Any, vocab_size: int) -> list[int]:
-    if isinstance(prompt, (bytes, bytearray, dict)) or not hasattr(prompt, "__iter__"):
-        raise InvalidRequestError(
-            f"prompt: is a {type(prompt).__name__}, expected text or token ids", param="prompt"
-        )
-    try:
-        token_ids = array("q", prompt).tolist()
-    except (TypeError, OverflowError) as error:
-        raise InvalidRequestError(
-            f"prompt: {error}; expected text or integer token ids", param="prompt"
-        ) from None
-    if not token_ids:
-        raise InvalidRequestError("prompt=[]: expected at least one token", param="prompt")
-    for worst in (min(token_ids), max(token_ids)):
-        if not 0 <= worst < vocab_size:
-            raise InvalidRequestError(
-                f"prompt: has token id {worst}, expected ids from 0 to {vocab_size - 1}",
-                param="prompt",
-            )
-    return token_ids
-
-
 def _text_length(value: Any, depth: int = 0) -> int:
     """Characters in all strings of nested dicts and sequences: roughly what a template will
     write. Whatever is malformed is left to the template to complain about."""
@@ -274,12 +248,3 @@ def _text_length(value: Any, depth: int = 0) -> int:
     if isinstance(value, (list, tuple)):
         return sum(_text_length(item, depth + 1) for item in value)
     return 4
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def bad(name: str, value: object, accepted: str) -> InvalidRequestError:
-    """The error for an argument that is not what it should be."""
-    return InvalidRequestError(f"{name}={value!r}: expected {accepted}", param=name)

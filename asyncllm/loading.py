@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from asyncllm.config import EngineConfig
 from asyncllm.core.delivery import Detokenizer
 from asyncllm.core.executor import Executor
-from asyncllm.errors import InvalidRequestError, ModelLoadError
 from asyncllm.sampling_params import SamplingParams
 
 LoadStage = Literal["weights", "graphs"]
@@ -77,16 +75,8 @@ def load_model(config: EngineConfig, progress: Progress) -> LoadedModel:
     if config.tokenizer is not None:
         tokenizer_path = resolve_tokenizer(config.tokenizer, progress=progress)
     model_config = ModelConfig.from_directory(path)
-    _check_generation_defaults(model_config.generation_defaults or {}, path)
     tokenizer = Tokenizer.from_directory(tokenizer_path, trust_remote_code=config.trust_remote_code)
     # Here and not at the first chat, whose caller's loop would wait for it.
     tokenizer.chat_template.compile()
     executor = create_executor(config, model_config, progress)
     return LoadedModel(executor, tokenizer, model_config)
-
-
-def _check_generation_defaults(defaults: Mapping[str, Any], path: Path) -> None:
-    try:
-        SamplingParams(**defaults)
-    except InvalidRequestError as error:
-        raise ModelLoadError(f"{path / 'generation_config.json'}: {error}") from error

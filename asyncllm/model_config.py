@@ -9,7 +9,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from asyncllm.config_file import REQUIRED, ConfigFile
-from asyncllm.errors import ModelLoadError
+from asyncllm.errors import InvalidRequestError, ModelLoadError
+from asyncllm.sampling_params import NEUTRAL, SamplingParams
+
+MAX_LAYERS = 1024
+MAX_POSITIONS = 2**31 - 1
+"""Positions are int32 on a device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +94,7 @@ class ModelConfig:
         architecture = _architecture(config)
         _refuse_unsupported(config)
         vocab_size = config.integer("vocab_size")
-        num_layers = config.integer("num_hidden_layers")
+        num_layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
         window, sliding_layers = _sliding_window(config, architecture, num_layers)
         return cls(
             path=directory,
@@ -97,8 +102,8 @@ class ModelConfig:
             vocab_size=vocab_size,
             intermediate_size=config.integer("intermediate_size"),
             num_layers=num_layers,
-            max_position_embeddings=config.integer("max_position_embeddings"),
-            rms_norm_eps=float(config.number("rms_norm_eps", 1e-6, open_low=True)),
+            max_position_embeddings=_positions(config),
+            rms_norm_eps=config.number("rms_norm_eps", 1e-6, high=1.0, open_low=True),
             rope=_rope(config),
             tie_word_embeddings=config.boolean("tie_word_embeddings", False),
             dtype=_dtype(config),
@@ -147,6 +152,10 @@ def _refuse_unsupported(config: ConfigFile) -> None:
             raise holder.bad("partial_rotary_factor", "1.0")
 
 
+def _positions(config: ConfigFile) -> int:
+    return config.integer("max_position_embeddings", high=MAX_POSITIONS)
+
+
 def _heads(config: ConfigFile, architecture: str) -> dict[str, int]:
     hidden_size = config.integer("hidden_size")
     num_heads = config.integer("num_attention_heads")
@@ -190,19 +199,18 @@ def _rope(config: ConfigFile) -> RopeConfig:
     section = config.section(name)
     if any(isinstance(value, dict) for value in section.values.values()):
         raise config.bad(name, "one set of RoPE parameters for all layers")
-    theta = float(
-        section.number("rope_theta", None, open_low=True)
-        or config.number("rope_theta", 10_000.0, open_low=True)
+    theta = section.number("rope_theta", None, open_low=True) or config.number(
+        "rope_theta", 10_000.0, open_low=True
     )
     key = "rope_type" if "rope_type" in section else "type"
     kind = section.choice(key, ("default", "linear", "llama3"), "default")
     if kind == "default":
         return RopeConfig(theta=theta)
-    factor = float(section.number("factor", low=1.0))
+    factor = section.number("factor", low=1.0)
     if kind == "linear":
         return RopeConfig(theta=theta, kind="linear", factor=factor)
-    low = float(section.number("low_freq_factor", open_low=True))
-    high = float(section.number("high_freq_factor", open_low=True))
+    low = section.number("low_freq_factor", open_low=True)
+    high = section.number("high_freq_factor", open_low=True)
     if high <= low:
         raise section.bad("high_freq_factor", f"a number above low_freq_factor={low:g}")
     return RopeConfig(
@@ -212,7 +220,7 @@ def _rope(config: ConfigFile) -> RopeConfig:
         low_freq_factor=low,
         high_freq_factor=high,
         original_max_position=section.integer(
-            "original_max_position_embeddings", config.integer("max_position_embeddings")
+            "original_max_position_embeddings", _positions(config), high=MAX_POSITIONS
         ),
     )
 
@@ -226,7 +234,7 @@ def _sliding_window(
     if architecture == "MistralForCausalLM":
         # Absent is 4096 in transformers; null switches it off, as from Mistral 7B v0.2 on.
         absent = "sliding_window" not in config.values
-        window = config.integer("sliding_window", 4096 if absent else None)
+        window = config.integer("sliding_window", 4096 if absent else None, high=MAX_POSITIONS)
         layers = nowhere if window is None else (True,) * num_layers
         if _layer_types(config, layers) != layers:
             kind = "full_attention" if window is None else "sliding_attention"
@@ -235,7 +243,7 @@ def _sliding_window(
     window = None
     if config.boolean("use_sliding_window", False):
         absent = "sliding_window" not in config.values
-        window = config.integer("sliding_window", 4096 if absent else None)
+        window = config.integer("sliding_window", 4096 if absent else None, high=MAX_POSITIONS)
     first = config.integer("max_window_layers", 28, low=0)
     layers = tuple(window is not None and i >= first for i in range(num_layers))
     layers = _layer_types(config, layers)
@@ -286,11 +294,9 @@ def _bos_token_id(config: ConfigFile, architecture: str) -> int | None:
 def _generation_defaults(generation: ConfigFile) -> dict[str, Any]:
     # Checked here, because a request that merely leaves the field unset must not be the
     # first to find a bad value in the file.
-    values = {
-        "temperature": generation.number("temperature", None),
-        "top_p": generation.number("top_p", None, high=1.0, open_low=True),
-        "top_k": generation.integer("top_k", None, low=-1),
-        "min_p": generation.number("min_p", None, high=1.0),
-        "repetition_penalty": generation.number("repetition_penalty", None, open_low=True),
-    }
-    return {name: value for name, value in values.items() if value is not None}
+    values = {name: generation.values[name] for name in NEUTRAL if name in generation}
+    try:
+        params = SamplingParams(**values)
+    except InvalidRequestError as error:
+        raise ModelLoadError(f"{generation.path}: {error}") from error
+    return {name: getattr(params, name) for name in values}

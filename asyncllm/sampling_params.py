@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
+from asyncllm import validation as check
 from asyncllm.errors import InvalidRequestError
 
 MAX_LOGPROBS = 64
+MAX_STOP_STRINGS = 64
+MAX_STOP_LENGTH = 1024
+"""Characters. Each token's text is searched for every stop string, while the batch waits."""
+
+# name, least, most, whether only more than the least will do, whether None will
+_NUMBERS: Sequence[tuple[str, float, float, bool, bool]] = (
+    ("temperature", 0, 100, False, True),
+    ("top_p", 0, 1, True, True),
+    ("min_p", 0, 1, False, True),
+    ("presence_penalty", -2, 2, False, False),
+    ("frequency_penalty", -2, 2, False, False),
+    ("repetition_penalty", 0.01, 100, False, True),
+)
+_INTEGERS: Sequence[tuple[str, int, int, bool]] = (
+    ("top_k", -1, check.MAX_INTEGER, True),
+    ("seed", -(2**63), 2**64 - 1, True),
+    ("max_tokens", 1, check.MAX_INTEGER, True),
+    ("min_tokens", 0, check.MAX_INTEGER, False),
+    ("logprobs", 0, MAX_LOGPROBS, True),
+)
 
 LogitsProcessor = Callable[[Sequence[int], Any], Any]
 """``(output_token_ids, logits) -> logits``: called for each token of the request, on the
@@ -23,21 +43,23 @@ class SamplingParams:
     """Sampling and stopping, with vLLM's names and meanings.
 
     A field that is None takes the model's ``generation_config`` where that has one, else the
-    neutral value given in brackets.
+    neutral value given in brackets. Numbers may be numpy's; they are kept as Python's, and
+    where nothing else is said an integer has at most 63 bits.
 
     Attributes:
         n: outputs per request. Only 1 is supported so far.
-        temperature: [1.0] at least 0; 0 is greedy.
+        temperature: [1.0] in [0, 100]; 0 is greedy.
         top_p: [1.0] in (0, 1]; keep the smallest set of tokens whose mass reaches it.
-        top_k: [0] keep the k most likely tokens; 0 or -1 keeps all.
+        top_k: [0] keep the k most likely tokens; 0 and -1 keep all, and so does a number that
+            is larger than the vocabulary.
         min_p: [0.0] in [0, 1]; drop tokens less likely than this share of the likeliest.
         presence_penalty: in [-2, 2]; subtracted once from the logit of each token that the
             output holds already.
         frequency_penalty: in [-2, 2]; subtracted as often as the output holds the token.
-        repetition_penalty: [1.0] above 0; divides positive and multiplies negative logits of
-            tokens that the prompt or the output holds (Keskar et al. 2019, CTRL).
+        repetition_penalty: [1.0] in [0.01, 100]; divides positive and multiplies negative
+            logits of tokens that the prompt or the output holds (Keskar et al. 2019, CTRL).
         seed: 64-bit seed; None draws one. A token depends on (seed, position) alone.
-        stop: strings that end the output; they may span tokens.
+        stop: strings that end the output, 64 of 1024 characters at most; they may span tokens.
         stop_token_ids: token ids that end the output.
         ignore_eos: go on past the model's end-of-sequence tokens.
         max_tokens: output tokens at most; None goes up to the context.
@@ -82,73 +104,62 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._refuse_unsupported()
-        self._normalise()
-        _number("temperature", self.temperature, low=0.0)
-        _number("top_p", self.top_p, low=0.0, high=1.0, open_low=True)
-        _number("min_p", self.min_p, low=0.0, high=1.0)
-        _number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0, optional=False)
-        _number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0, optional=False)
-        _number("repetition_penalty", self.repetition_penalty, low=0.0, open_low=True)
-        _integer("top_k", self.top_k, low=-1)
-        _integer("seed", self.seed, low=-(2**63), high=2**64 - 1)
-        _integer("max_tokens", self.max_tokens, low=1)
-        _integer("min_tokens", self.min_tokens, low=0, optional=False)
-        _integer("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS)
+        for name, low, high, above, optional in _NUMBERS:
+            check.field(self, check.number, name, low, high, above=above, optional=optional)
+        for name, low, high, optional in _INTEGERS:
+            check.field(self, check.integer, name, low, high, optional=optional)
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
-            if not isinstance(getattr(self, name), bool):
-                raise _bad(name, getattr(self, name), "True or False")
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise _bad("min_tokens", self.min_tokens, f"at most max_tokens={self.max_tokens}")
-
-    def _refuse_unsupported(self) -> None:
-        _integer("n", self.n, low=1, optional=False)
-        if self.n != 1:
-            raise InvalidRequestError(f"n={self.n}: only n=1 is supported", param="n")
-        for name, neutral in (
-            ("prompt_logprobs", None),
-            ("structured_outputs", None),
-            ("bad_words", ()),
-        ):
-            value = getattr(self, name)
-            if value is not neutral and value != neutral:
-                raise InvalidRequestError(f"{name} is not supported yet", param=name)
-
-    def _normalise(self) -> None:
-        """Turns every collection into an immutable one, so that a caller's later change of
-        its list cannot reach a running request."""
-        stop = (self.stop,) if isinstance(self.stop, str) else _sequence("stop", self.stop)
-        if not all(isinstance(s, str) and s for s in stop):
-            raise _bad("stop", self.stop, "non-empty strings")
-        self._set("stop", stop)
-        self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
-        if self.allowed_token_ids is not None:
-            allowed = _token_ids("allowed_token_ids", self.allowed_token_ids)
-            if not allowed:
-                raise _bad("allowed_token_ids", allowed, "at least one token id, or None")
-            self._set("allowed_token_ids", allowed)
-        if self.logit_bias is not None:
-            if not isinstance(self.logit_bias, Mapping):
-                raise _bad("logit_bias", self.logit_bias, "a mapping of token id to number")
-            _token_ids("logit_bias", tuple(self.logit_bias))
-            for value in self.logit_bias.values():
-                _number("logit_bias", value, low=-100.0, high=100.0, optional=False)
-            self._set("logit_bias", dict(self.logit_bias))
-        processors = _sequence("logits_processors", self.logits_processors)
-        if not all(callable(p) for p in processors):
-            raise _bad("logits_processors", self.logits_processors, "callables")
-        self._set("logits_processors", processors)
+            check.field(self, check.boolean, name)
         if self.top_k == -1:
             self._set("top_k", 0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            accepted = f"at most max_tokens={self.max_tokens}"
+            raise check.invalid("min_tokens", self.min_tokens, accepted)
+        self._freeze_collections()
+
+    def _refuse_unsupported(self) -> None:
+        check.field(self, check.integer, "n", 1)
+        if self.n != 1:
+            raise InvalidRequestError(f"n={self.n}: only n=1 is supported", param="n")
+        check.refuse_unsupported("prompt_logprobs", self.prompt_logprobs, None)
+        check.refuse_unsupported("structured_outputs", self.structured_outputs, None)
+        check.refuse_unsupported("bad_words", self.bad_words, (), [], None)
+        self._set("bad_words", ())
+
+    def _freeze_collections(self) -> None:
+        """Turns every collection into an immutable one, so that a caller's later change of
+        its list cannot reach a running request."""
+        if isinstance(self.stop, str):
+            self._set("stop", (self.stop,))
+        check.field(self, check.items, "stop", "strings")
+        lengths = [len(check.string("stop", one)) for one in self.stop]
+        if len(lengths) > MAX_STOP_STRINGS or max(lengths, default=0) > MAX_STOP_LENGTH:
+            accepted = f"at most {MAX_STOP_STRINGS} strings of {MAX_STOP_LENGTH} characters"
+            raise check.invalid("stop", self.stop, accepted)
+        check.field(self, check.token_ids, "stop_token_ids")
+        check.field(self, check.token_ids, "allowed_token_ids")
+        if self.allowed_token_ids == ():
+            raise check.invalid("allowed_token_ids", (), "at least one token id, or None")
+        if self.logit_bias is not None:
+            bias: Any = self.logit_bias
+            if not isinstance(bias, Mapping):
+                raise check.invalid("logit_bias", bias, "a mapping of token id to number")
+            ids = check.token_ids("logit_bias", tuple(bias))
+            values = [check.number("logit_bias", value, -100, 100) for value in bias.values()]
+            self._set("logit_bias", dict(zip(ids, values, strict=True)))
+        check.field(self, check.items, "logits_processors", "callables")
+        if not all(callable(processor) for processor in self.logits_processors):
+            raise check.invalid("logits_processors", self.logits_processors, "callables")
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raises InvalidRequestError if a token id lies outside ``[0, vocab_size)``."""
+        """Raises InvalidRequestError if a token id is ``vocab_size`` or more."""
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-            for token_id in getattr(self, name) or ():
-                if not 0 <= token_id < vocab_size:
-                    raise _bad(name, token_id, f"token ids from 0 to {vocab_size - 1}")
+            largest = max(getattr(self, name) or (), default=0)
+            if largest >= vocab_size:
+                raise check.invalid(name, largest, f"token ids from 0 to {vocab_size - 1}")
 
     def resolve(
         self,
@@ -192,54 +203,3 @@ NEUTRAL: Mapping[str, float | int] = {
     "min_p": 0.0,
     "repetition_penalty": 1.0,
 }
-
-
-def _bad(name: str, value: object, accepted: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{name}={value!r}: expected {accepted}", param=name)
-
-
-def _sequence(name: str, value: Any) -> tuple[Any, ...]:
-    if value is None:
-        return ()
-    if isinstance(value, (str, bytes)) or not hasattr(value, "__iter__"):
-        raise _bad(name, value, "a sequence")
-    return tuple(value)
-
-
-def _token_ids(name: str, value: Any) -> tuple[int, ...]:
-    ids = _sequence(name, value)
-    for token_id in ids:
-        if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
-            raise _bad(name, token_id, "token ids, integers from 0")
-    return ids
-
-
-def _number(
-    name: str,
-    value: Any,
-    *,
-    low: float,
-    high: float = math.inf,
-    open_low: bool = False,
-    optional: bool = True,
-) -> None:
-    if value is None and optional:
-        return
-    bracket = "(" if open_low else "["
-    accepted = f"a finite number in {bracket}{low:g}, {high:g}]"
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise _bad(name, value, accepted)
-    if not math.isfinite(value) or value > high or value < low or (open_low and value == low):
-        raise _bad(name, value, accepted)
-
-
-def _integer(
-    name: str, value: Any, *, low: int, high: int | None = None, optional: bool = True
-) -> None:
-    if value is None and optional:
-        return
-    accepted = f"an integer from {low}" + ("" if high is None else f" to {high}")
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise _bad(name, value, accepted)
-    if value < low or (high is not None and value > high):
-        raise _bad(name, value, accepted)

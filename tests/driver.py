@@ -13,6 +13,28 @@ from asyncllm.sampling_params import SamplingParams
 GREEDY = SamplingParams(temperature=0.0, seed=0, logprobs=5)
 
 
+def unchecked(**fields: object) -> SamplingParams:
+    """Parameters as validation would let them through if a bound were missing."""
+    params = SamplingParams(temperature=0.0, seed=0).resolve({}, {}, lambda: 0)
+    for name, value in fields.items():
+        object.__setattr__(params, name, value)
+    return params
+
+
+UNCHECKED = [
+    {"temperature": 1e300},
+    {"temperature": 10**400},
+    {"repetition_penalty": 1e300},
+    {"presence_penalty": 10**400},
+    {"top_k": -(2**63)},
+    {"logprobs": 10**400},
+    {"min_p": "most"},
+    {"allowed_token_ids": (2**64,)},
+    {"logit_bias": {3: 10**400}},
+    {"logits_processors": 5},
+]
+
+
 @dataclass(eq=False)
 class Sequence:
     prompt: list[int]
@@ -87,11 +109,11 @@ class Driver:
         result = self.executor.collect()
         for row, (seq, samples) in enumerate(self.in_flight.popleft()):
             assert (result.token_ids[row] >= 0) == (samples and row not in result.errors)
-            if not samples:
-                continue
-            seq.in_flight -= 1
+            seq.in_flight -= samples
             if row in result.errors:
                 seq.error = result.errors[row]
+                continue
+            if not samples:
                 continue
             seq.tokens.append(result.token_ids[row])
             if row in result.logprobs:

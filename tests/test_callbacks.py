@@ -12,6 +12,7 @@ import threading
 import uuid
 from contextlib import redirect_stdout
 
+import numpy as np
 import pytest
 
 from asyncllm import DeadlineExceededError, InvalidRequestError, RequestError
@@ -171,6 +172,8 @@ async def test_token_ids_and_objects_with_few_methods():
         stream = stream_with_callbacks(
             engine, [4, 5], handlers=[handler, object(), all_of_it], max_tokens=2
         )
+        assert (await stream.result()).text == handler.text
+        stream = stream_with_callbacks(engine, np.array([4, 5]), handlers=[handler], max_tokens=2)
         assert (await stream.result()).text == handler.text
     assert all_of_it.of("on_llm_start")[0][0][1] == ["4 5"]
 

@@ -11,12 +11,14 @@ import sys
 import threading
 import time
 
+import numpy as np
 import pytest
 
 import asyncllm
 from asyncllm import (
     AsyncLLMEngine,
     ContextLengthExceededError,
+    DeadlineExceededError,
     EngineClosedError,
     EngineConfig,
     EngineDeadError,
@@ -27,6 +29,7 @@ from asyncllm import (
     RequestError,
     SamplingParams,
 )
+from asyncllm import validation as check
 from tests.fakes import VOCAB_SIZE, fake
 
 pytestmark = pytest.mark.asyncio
@@ -254,14 +257,15 @@ async def test_pause_keeps_everything_and_resume_goes_on():
 @pytest.mark.parametrize(
     ("prompt", "options", "param", "says"),
     [
-        ("", {}, "prompt", "non-empty"),
+        ("", {}, "prompt", "not empty"),
         ([], {}, "prompt", "at least one"),
         ("   ", {}, "prompt", "at least one"),
-        ([1, VOCAB_SIZE], {}, "prompt", "token id 1000, expected ids from 0 to 999"),
-        ([-1], {}, "prompt", "token id -1"),
-        ([1.5], {}, "prompt", "expected text or integer token ids"),
-        (["a"], {}, "prompt", "expected text or integer token ids"),
-        (None, {}, "prompt", "NoneType"),
+        ([1, VOCAB_SIZE], {}, "prompt", "prompt=1000: expected token ids, integers from 0 to 999"),
+        ([-1], {}, "prompt", "prompt=-1: expected token ids"),
+        ([1.5], {}, "prompt", "prompt=1.5: expected token ids"),
+        (["a"], {}, "prompt", "prompt='a': expected token ids"),
+        ([True], {}, "prompt", "prompt=True"),
+        (None, {}, "prompt", "text or token ids"),
         (b"bytes", {}, "prompt", "bytes"),
         ([1], {"temperature": math.nan}, "temperature", "nan"),
         ([1], {"temperature": -0.5}, "temperature", "-0.5"),
@@ -289,16 +293,24 @@ async def test_pause_keeps_everything_and_resume_goes_on():
         ([1], {"bad_words": ["x"]}, "bad_words", "not supported"),
         ([1], {"structured_outputs": {}}, "structured_outputs", "not supported"),
         ([1], {"best_of": 2}, "best_of", "no such sampling parameter"),
-        ([1], {"timeout": 0}, "timeout", "positive"),
-        ([1], {"timeout": math.nan}, "timeout", "positive"),
+        ([1], {"timeout": 0}, "timeout", "seconds above 0"),
+        ([1], {"timeout": math.nan}, "timeout", "seconds above 0"),
         ([1], {"max_unread": 0}, "max_unread", "from 1"),
         ([1], {"on_slow": "wait"}, "on_slow", "coalesce"),
         ([1], {"priority": 1}, "priority", "fcfs"),
+        ("1 1000", {}, "prompt", "tokens that the model has, 0 to 999"),
+        ([1], {"priority": 10**400}, "priority", "integer"),
+        ([1], {"timeout": 10**400}, "timeout", "seconds above 0"),
+        ([1], {"timeout": 10**5000}, "timeout", "seconds above 0"),
+        ([1], {"max_unread": 2**63}, "max_unread", "integer"),
+        # The engine thread would be the first to find that this cannot be hashed.
+        ([1], {"cache_salt": "\ud800"}, "cache_salt", "string"),
         ([1], {"priority": 1.5}, "priority", "integer"),
         ([1], {"request_id": ""}, "request_id", "non-empty"),
         ([1], {"cache_salt": 5}, "cache_salt", "string"),
         ([1], {"params": {"n": 1}}, "params", "SamplingParams"),
     ],
+    ids=check.describe,
 )
 async def test_bad_requests_raise_at_once_and_leave_no_trace(prompt, options, param, says):
     rig = fake()
@@ -314,8 +326,9 @@ async def test_bad_requests_raise_at_once_and_leave_no_trace(prompt, options, pa
 @pytest.mark.parametrize(
     ("options", "param"),
     [
-        ({"tools": []}, "tools"),
-        ({"tool_choice": "none"}, "tool_choice"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": np.zeros(2)}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
     ],
@@ -326,6 +339,34 @@ async def test_what_chat_cannot_do_yet_is_refused(options, param):
         with pytest.raises(InvalidRequestError) as caught:
             engine.chat([{"role": "user", "content": "1"}], **options)
         assert caught.value.param == param
+
+
+async def test_arguments_that_ask_for_nothing_and_numpys_are_accepted():
+    rig = fake()
+    async with rig.engine() as engine:
+        message = {"role": "user", "content": "1 2 3"}
+        for tools in ([], (), None):
+            for choice in ("auto", "none", None):
+                stream = engine.chat(
+                    [message],
+                    tools=tools,
+                    tool_choice=choice,
+                    response_format={"type": "text"},
+                    max_tokens=np.int64(2),
+                    temperature=np.float32(0.5),
+                    n=np.int64(1),
+                    stop=None,
+                    stop_token_ids=None,
+                    bad_words=[],
+                    timeout=np.float64(60),
+                    max_unread=np.int32(3),
+                    priority=np.int8(0),
+                )
+                assert len((await stream.result()).token_ids) == 2
+        for prompt in (np.array([1, 2, 3]), np.array([1, 2, 3], np.uint8)):
+            result = await engine.generate(prompt, max_tokens=4)
+            assert list(result.token_ids) == rig.executor.reference([1, 2, 3], 4)
+            assert {type(token) for token in result.prompt_token_ids} == {int}
 
 
 async def test_prompt_that_fills_the_context_is_refused():
@@ -383,6 +424,24 @@ async def test_text_that_does_not_decode_fails_its_request_after_what_came_befor
 
 
 # --- long texts -------------------------------------------------------------------------
+
+
+async def test_a_deadline_passes_though_the_text_cannot_be_decoded():
+    """What it carries as partial is decoded on the engine thread."""
+    rig = fake(step_time=0.002)
+
+    def decode(token_ids, skip_special_tokens=True):
+        raise ValueError("on purpose")
+
+    rig.tokenizer.decode = decode
+    async with rig.engine() as engine:
+        with pytest.raises(DeadlineExceededError) as caught:
+            await engine.generate([1], max_tokens=250, timeout=0.05)
+        assert caught.value.partial is not None
+        assert caught.value.partial.text == ""
+        assert len(caught.value.partial.token_ids) > 0
+        result = await engine.generate([1], max_tokens=3)
+        assert list(result.token_ids) == rig.executor.reference([1], 3)
 
 
 async def test_long_text_is_tokenised_elsewhere_and_keeps_its_rank():
@@ -542,7 +601,7 @@ async def test_drain_ends_after_its_seconds():
     assert 0 < len(result.token_ids) < 250
 
 
-@pytest.mark.parametrize("drain", [-1, math.nan, "soon"])
+@pytest.mark.parametrize("drain", [-1, math.nan, "soon", math.inf, 10**400], ids=check.describe)
 async def test_bad_drain(drain):
     rig = fake()
     async with rig.engine() as engine:

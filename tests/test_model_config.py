@@ -232,6 +232,15 @@ def test_generation_config(tmp_path: Path) -> None:
         ({"hidden_size": None}, "hidden_size is missing", "an integer from 1"),
         ({"vocab_size": 0}, "vocab_size", "an integer from 1"),
         ({"num_hidden_layers": 2.5}, "num_hidden_layers", "an integer from 1"),
+        # Whatever is counted or allocated by a number of the file would take for ever.
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers", "an integer from 1 to 1024"),
+        ({"vocab_size": 10**12}, "vocab_size", "an integer from 1 to 16777216"),
+        ({"hidden_size": 10**70}, "hidden_size", "an integer from 1 to 16777216"),
+        ({"num_attention_heads": 2**40}, "num_attention_heads", "an integer from 1 to 16777216"),
+        ({"head_dim": 2**40}, "head_dim", "an integer from 1 to 16777216"),
+        ({"max_position_embeddings": 2**31}, "max_position_embeddings", "to 2147483647"),
+        ({"rms_norm_eps": 10**70}, "rms_norm_eps", "above 0 to 1"),
+        ({"rope_theta": 1e300}, "rope_theta", "to 1e+12"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps", "a finite number above 0"),
         ({"rope_theta": -1}, "rope_theta", "a finite number above 0"),
         ({"num_key_value_heads": 3}, "num_key_value_heads", "num_attention_heads=8"),
@@ -241,7 +250,7 @@ def test_generation_config(tmp_path: Path) -> None:
         ({"torch_dtype": "float64"}, "torch_dtype", "'bfloat16'"),
         ({"dtype": "int8"}, "dtype", "'bfloat16'"),
         ({"eos_token_id": 512}, "eos_token_id", "0 to 511"),
-        ({"eos_token_id": ["x"]}, "eos_token_id", "token ids"),
+        ({"eos_token_id": ["x"]}, "eos_token_id is 'x'", "token ids"),
         ({"bos_token_id": -2}, "bos_token_id", "0 to 511"),
         ({"layer_types": ["full_attention"]}, "layer_types", "num_hidden_layers=4"),
         ({"layer_types": ["linear_attention"] * 4}, "layer_types", "sliding_attention"),
@@ -291,11 +300,14 @@ def test_mistral_layer_types(tmp_path: Path) -> None:
         ({"top_k": 2.5}, "top_k"),
         ({"min_p": 2}, "min_p"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"top_k": 2**63}, "top_k"),
+        ({"temperature": 1e300}, "temperature"),
+        ({"repetition_penalty": 1e300}, "repetition_penalty"),
         ({"eos_token_id": 99999}, "eos_token_id"),
     ],
 )
 def test_generation_config_refused(tmp_path: Path, generation: dict[str, Any], field: str) -> None:
-    with pytest.raises(ModelLoadError, match=rf"generation_config\.json: {field} is "):
+    with pytest.raises(ModelLoadError, match=rf"generation_config\.json: {field}[ =]"):
         read(tmp_path, QWEN3, generation)
 
 
@@ -303,6 +315,12 @@ def test_broken_files(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"config\.json: cannot be read"):
         ModelConfig.from_directory(tmp_path)
     (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelLoadError, match="not valid JSON"):
+        ModelConfig.from_directory(tmp_path)
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ModelLoadError, match="not valid JSON"):
+        ModelConfig.from_directory(tmp_path)
+    (tmp_path / "config.json").write_text('{"a": ' + "9" * 5000 + "}")
     with pytest.raises(ModelLoadError, match="not valid JSON"):
         ModelConfig.from_directory(tmp_path)
     (tmp_path / "config.json").write_bytes(b'{"a": "\xff"}')

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import traceback
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -84,6 +85,13 @@ def test_too_small_a_cache_is_refused_with_the_numbers(fields, words):
         make(**fields)
     for word in words:
         assert word in str(error.value), str(error.value)
+
+
+@pytest.mark.parametrize("fields", [{"kv_cache_memory": "999TiB"}, {"num_blocks": 2**31 - 2}])
+def test_a_cache_that_no_machine_has_is_refused_with_its_size(fields):
+    with pytest.raises(KVCacheTooSmallError, match=r"a KV cache of \d{13,} bytes cannot") as caught:
+        make(block_size=2**16, **fields)
+    assert "kv_cache_memory or num_blocks" in str(caught.value)
 
 
 def test_available_memory_decides_where_nothing_is_set(monkeypatch):
@@ -333,6 +341,10 @@ def test_one_bad_row_leaves_the_others():
     driver.run([good, bad])
     assert isinstance(bad.error, ZeroDivisionError)
     assert good.outputs == alone.outputs
+    # An application that keeps the error keeps none of the step's tensors.
+    frames = [frame for frame, _ in traceback.walk_tb(bad.error.__traceback__)]
+    assert frames[-1].f_code is broken.__code__
+    assert not any(frame.f_locals for frame in frames)
 
 
 def test_random_outputs_do_not_depend_on_company_or_preemption():

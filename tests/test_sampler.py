@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from typing import Any
 
@@ -18,6 +19,7 @@ from asyncllm.gpu.sampler import SampleOutput, Sampler
 from asyncllm.gpu.threads import set_thread_count
 from asyncllm.gpu.uniform import seed_state, uniform
 from asyncllm.sampling_params import SamplingParams
+from tests.driver import UNCHECKED, unchecked
 
 CPU = torch.device("cpu")
 
@@ -376,6 +378,71 @@ def test_processors_see_the_output_and_fail_alone():
     assert set(output.logprobs) == {0, 5}
     # Log-probabilities are the model's, not the processor's.
     assert output.logprobs[0].logprob == pytest.approx(before[0].log_softmax(-1)[11].item())
+
+
+class Unprintable(Exception):
+    def __repr__(self) -> str:
+        raise ValueError("on purpose")
+
+    __str__ = __repr__
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        SystemExit(3),
+        KeyboardInterrupt(),
+        GeneratorExit(),
+        asyncio.CancelledError(),
+        StopIteration(),
+        MemoryError(),
+        torch.OutOfMemoryError("of its own"),
+        Unprintable(),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_whatever_a_processor_raises_ends_its_own_row(error):
+    def broken(output, logits):
+        logits[:] = torch.nan
+        raise error
+
+    bench = Bench(30)
+    for slot, chain in enumerate([(), (broken,), ()]):
+        bench.enter(slot, [1], [], temperature=0.8, seed=slot, logits_processors=chain)
+    logits = torch.randn(3, 30, generator=torch.Generator().manual_seed(9))
+    clean = [bench.sample(logits[row : row + 1], [row]).token_ids[0] for row in (0, 2)]
+    output = bench.sample(logits, [0, 1, 2])
+    assert output.token_ids.tolist() == [clean[0], -1, clean[1]]
+    assert set(output.errors) == {1}
+    found = output.errors[1]
+    assert isinstance(found, Exception)
+    assert error in (found, found.__cause__)
+
+
+def test_rules_that_cannot_be_applied_end_their_row_alone():
+    """Validation knows the vocabulary; the sampler does not rely on that."""
+    bench = Bench(30)
+    for slot, fields in enumerate([{"logit_bias": {30: 1.0}}, {"logit_bias": {5: 99.0}}]):
+        bench.enter(slot, [1], [], temperature=0.0, **fields)
+    output = bench.sample(torch.zeros(2, 30), [0, 1])
+    assert output.token_ids.tolist() == [-1, 5]
+    assert isinstance(output.errors[0], IndexError)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("fields", UNCHECKED, ids=lambda fields: next(iter(fields)))
+def test_what_cannot_be_assigned_leaves_its_slot_neutral(fields):
+    bench = Bench(30)
+    bench.enter(0, [1, 2], [], temperature=0.0, repetition_penalty=2.0, logit_bias={4: 5.0})
+    params = unchecked(**fields)
+    bench.sampler.assign(SlotAssignment(0, "odd", [1, 2], 2, [1], params))
+    assert set(bench.sampler.failures) == {0}
+    assert not bench.sampler.needs_host(np.array([0]))
+    assert not bench.sampler.penalties.row_of
+    assert bench.sample(torch.zeros(1, 30), [0]).token_ids[0] >= 0
+    bench.enter(0, [1, 2], [], temperature=0.0, logit_bias={4: 5.0})
+    assert not bench.sampler.failures
+    assert bench.sample(torch.zeros(1, 30), [0]).token_ids.tolist() == [4]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

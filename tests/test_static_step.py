@@ -16,6 +16,8 @@ from torch import Tensor
 
 from asyncllm import AsyncLLMEngine
 from asyncllm.core.batch import SlotAssignment, StepBatch
+from asyncllm.core.executor import StepMemoryError
+from asyncllm.errors import RequestError
 from asyncllm.gpu import decode_step as decode_step_module
 from asyncllm.gpu import model_runner as model_runner_module
 from asyncllm.gpu.cuda_graphs import (
@@ -30,11 +32,12 @@ from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.ops.torch_attention import FixedPlan, TorchAttention
 from asyncllm.gpu.ops.torch_ops import TorchOps
+from asyncllm.gpu.penalties import Penalties
 from asyncllm.gpu.step_block import HostBlock, HostBlocks
 from asyncllm.gpu.threads import set_thread_count
 from asyncllm.loading import LoadedModel
 from asyncllm.sampling_params import SamplingParams
-from tests.driver import Driver
+from tests.driver import UNCHECKED, Driver, unchecked
 from tests.fakes import FakeModelConfig, FakeTokenizer
 from tests.static_runner import (
     LateStream,
@@ -251,6 +254,55 @@ def test_a_row_whose_logits_are_not_numbers_ends_alone(llama: Decoder) -> None:
         driver.launch([(good, 0)])
         driver.collect()
     assert good.outputs == alone_greedy(llama, [1, 2, 3], 6)
+
+
+def untraced(decoder: Decoder, ahead: bool, **settings: Any) -> ModelRunner:
+    if ahead:
+        return make_runner(decoder, recorder=EagerRecorder(), stream=LateStream(), **settings)
+    return make_runner(decoder, recorder=None, **settings)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("fields", UNCHECKED[::3], ids=lambda fields: next(iter(fields)))
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_request_that_cannot_be_assigned_ends_alone(
+    llama: Decoder, fields: dict[str, Any], ahead: bool
+) -> None:
+    """With a step in flight, the next one computes its row before the core was told."""
+    asked = prompts(4, seed=8)
+    kinds = [KINDS[1], unchecked(**fields), HOST_KINDS[1], KINDS[2]]
+    expected = alone(llama, asked, [KINDS[1], GREEDY, *kinds[2:]])
+    runner = untraced(llama, ahead)
+    for chunk in (0, 3):
+        driver = Driver(runner)
+        seqs = [driver.add(p, 9 + i, kinds[i]) for i, p in enumerate(asked)]
+        driver.run(seqs, chunk=chunk, depth=2)
+        assert isinstance(seqs[1].error, (ArithmeticError, TypeError, ValueError))
+        assert [seq.outputs for seq in seqs] == [expected[0], [], *expected[2:]]
+    # Its slot is as good as any other afterwards.
+    assert outputs(runner, asked[:1], KINDS[1:2], depth=2) == expected[:1]
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), StepMemoryError),
+        (torch.AcceleratorError("CUDA error: unspecified launch failure"), torch.AcceleratorError),
+    ],
+)
+def test_what_the_device_raises_in_an_assignment_is_no_requests_own(
+    llama: Decoder, monkeypatch: pytest.MonkeyPatch, error: Exception, kind: type[Exception]
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(Penalties, "assign", fail)
+    for ahead in (False, True):
+        runner = untraced(llama, ahead)
+        driver = Driver(runner)
+        driver.launch([(driver.add([1, 2, 3], 6, HOST_KINDS[1]), 0)])
+        with pytest.raises(kind):
+            runner.collect()
 
 
 # --- what a trace refers to --------------------------------------------------------------
@@ -486,6 +538,37 @@ def serve(decoder: Decoder, depth: int, **settings: Any) -> tuple[AsyncLLMEngine
     poisoning(runner)
     loaded = LoadedModel(runner, FakeTokenizer(), FakeModelConfig())
     return AsyncLLMEngine._with_loader(lambda config, progress: loaded), stream
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("ahead", [False, True])
+async def test_slots_of_requests_that_cannot_be_assigned_are_taken_by_others(
+    llama: Decoder, ahead: bool
+) -> None:
+    asked = prompts(9, seed=9)
+    kinds = [replace(kind, max_tokens=9) for kind in (KINDS[1], HOST_KINDS[1], KINDS[3])]
+    runner = untraced(llama, ahead, max_num_seqs=3)
+    loaded = LoadedModel(runner, FakeTokenizer(), FakeModelConfig())
+    async with AsyncLLMEngine._with_loader(lambda config, progress: loaded) as engine:
+        streams = []
+        for i, prompt in enumerate(asked):
+            odd = unchecked(max_tokens=9, **UNCHECKED[i // 3])
+            streams.append(engine.stream(prompt, odd if i % 3 == 1 else kinds[i % 3]))
+        found = await asyncio.gather(*(s.result() for s in streams), return_exceptions=True)
+        stats = engine.stats()
+        assert (stats.num_failed, stats.num_finished) == (3, 6)
+        assert stats.num_free_blocks == stats.num_blocks
+    plain = make_runner(llama, recorder=None, max_num_seqs=1)
+    for i, result in enumerate(found):
+        if i % 3 == 1:
+            assert type(result) is RequestError
+            assert isinstance(result.__cause__, Exception)
+        else:
+            single = Driver(plain)
+            seq = single.add(asked[i], 9, kinds[i % 3])
+            single.run([seq])
+            assert not isinstance(result, BaseException)
+            assert list(result.token_ids) == seq.outputs
 
 
 @pytest.mark.asyncio

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from asyncllm import __version__
+from asyncllm.validation import describe
 
 _ENGINE_OPTIONS = (
     "device",
@@ -19,6 +20,7 @@ _ENGINE_OPTIONS = (
     "num_threads",
     "load_format",
 )
+_MAX_COUNT = 1_000_000
 _SAMPLING_OPTIONS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
 
 
@@ -161,9 +163,9 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1")
-    return int(text)
+    if text.isdecimal() and len(text) < 8 and 1 <= int(text) <= _MAX_COUNT:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{describe(text)} is no number from 1 to {_MAX_COUNT}")
 
 
 def _counts(text: str) -> tuple[int, ...]:

@@ -50,7 +50,7 @@ def _submit(engine: AsyncLLMEngine, arguments: argparse.Namespace) -> Show:
     for number, prompt in enumerate(chosen):
         sampling = dict(given) if prompt.long else {"temperature": 0.0, **given}
         if seed is not None:
-            sampling["seed"] = seed + number
+            sampling["seed"] = (seed + number) % 2**64
         began_at = time.perf_counter()
         show.tracks.append(Track(number + 1, prompt, _start(engine, prompt, sampling), began_at))
     return show

@@ -18,6 +18,7 @@ from asyncllm.outputs import (
     Usage,
     delta_of_one_token,
 )
+from asyncllm.validation import describe
 
 
 class Detokenizer(Protocol):
@@ -242,14 +243,18 @@ def partial_of(request: Request, now: float) -> Completion | None:
         return None
     prompt = request.token_ids[: request.num_prompt_tokens]
     token_ids = request.output_token_ids
-    output = CompletionOutput(0, request.output.decode(token_ids), tuple(token_ids), None)
+    try:
+        text = request.output.decode(token_ids)
+    except Exception:
+        text = ""  # it has ended, whether that can be decoded or not
+    output = CompletionOutput(0, text, tuple(token_ids), None)
     return Completion(request.request_id, tuple(prompt), (output,), usage_of(request, now))
 
 
 def _as_request_error(request: Request, error: Exception) -> Exception:
     if isinstance(error, AsyncLLMError):
         return error
-    wrapped = RequestError(f"request {request.request_id!r} failed: {error!r}")
+    wrapped = RequestError(f"request {request.request_id!r} failed: {describe(error)}")
     wrapped.__cause__ = error
     return wrapped
 

@@ -82,7 +82,12 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     size = math.prod(shape) * dtype.itemsize
-    raw = np.zeros(size + _ALIGNMENT, dtype=np.uint8)
+    try:
+        raw = np.zeros(size + _ALIGNMENT, dtype=np.uint8)
+    except (MemoryError, ValueError) as error:
+        raise KVCacheTooSmallError(
+            f"a KV cache of {size} bytes cannot be allocated: lower kv_cache_memory or num_blocks"
+        ) from error
     first = -raw.ctypes.data % _ALIGNMENT
     return torch.from_numpy(raw[first : first + size]).view(dtype).view(shape)
 

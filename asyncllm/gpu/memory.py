@@ -333,6 +333,11 @@ def release(device: torch.device, probe: MemoryProbe | None = None) -> None:
         logger.warning("the memory of %s could not be given back: %s", device, error)
 
 
+def is_device_failure(error: BaseException) -> bool:
+    """Whether an error concerns the device, and so every request on it."""
+    return is_out_of_memory(error) or isinstance(error, torch.AcceleratorError)
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether a step failed for want of memory, so that a smaller one may succeed."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):

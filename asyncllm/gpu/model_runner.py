@@ -50,11 +50,12 @@ class _Step:
         unfilled: blocks to be cleared before it runs.
         ticket, host: of a step that runs ahead of the host.
         error: what went wrong when it was to be started.
+        failures: by row, errors of requests that could not be assigned to their slots.
     """
 
     __slots__ = (
-        "batch", "epochs", "error", "host", "positions", "rows", "slots", "started", "ticket",
-        "unfilled",
+        "batch", "epochs", "error", "failures", "host", "positions", "rows", "slots", "started",
+        "ticket", "unfilled",
     )  # fmt: skip
 
     def __init__(self, batch: StepBatch) -> None:
@@ -68,6 +69,7 @@ class _Step:
         self.ticket: Ticket | None = None
         self.host: HostBlock | None = None
         self.error: Exception | None = None
+        self.failures: dict[int, Exception] = {}
 
     @property
     def is_decode(self) -> bool:
@@ -264,6 +266,11 @@ class ModelRunner:
             state.sampler.release(slot)
         for assignment in batch.assignments:
             state.sampler.assign(assignment)
+        if failures := state.sampler.failures:
+            # Kept with the step: its slots may have other requests when it is collected.
+            step.failures = {
+                row: failures[slot] for row, slot in enumerate(batch.slots) if slot in failures
+            }
 
     def _queue(self, state: _Device, step: _Step) -> None:
         """A step that needs nothing of the host until its tokens are read."""
@@ -323,8 +330,12 @@ class ModelRunner:
             result.token_ids[row] = token
         if output.logprobs:
             result.logprobs = {row_of[i]: value for i, value in output.logprobs.items()}
-        if output.errors:
+        if output.errors or step.failures:
             result.errors = {row_of[i]: error for i, error in output.errors.items()}
+            result.errors |= step.failures
+            for row, error in result.errors.items():
+                result.token_ids[row] = -1
+                clear_frames(error)
         return result
 
     def _file(self, state: _Device, step: _Step, tokens: np.ndarray) -> None:

@@ -89,4 +89,4 @@ class Penalties:
         return upload(values.astype(np.int64), self.device)
 
     def _column(self, values: np.ndarray) -> Tensor:
-        return upload(values.astype(np.float32), self.device).unsqueeze(1)
+        return upload(values, self.device).unsqueeze(1)

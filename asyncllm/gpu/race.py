@@ -32,11 +32,10 @@ class RaceSampler:
         state, rows = self._state, len(slots)
         # Lines are by row here; the last one is for padded rows, of which there are none.
         lines = np.append(slots, slots[:1])
-        top_k = np.minimum(state.top_k[lines], np.iinfo(np.int32).max)
         sampling = SlotSampling(
             states=self._upload(state.seeds[lines].view(np.int64)),
-            temperature=self._upload(state.temperature[lines].astype(np.float32)),
-            top_k=self._upload(top_k.astype(np.int32)),
+            temperature=self._upload(state.temperature[lines]),
+            top_k=self._upload(state.top_k[lines]),
             top_p=self._upload(state.top_p[lines].astype(np.float32)),
             min_p=self._upload(state.min_p[lines].astype(np.float32)),
         )

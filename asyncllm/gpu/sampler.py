@@ -12,6 +12,7 @@ from asyncllm.core.batch import SlotAssignment
 from asyncllm.gpu.draw import draw
 from asyncllm.gpu.input_batch import InputBatch
 from asyncllm.gpu.logprobs import gather_logprobs
+from asyncllm.gpu.memory import is_device_failure
 from asyncllm.gpu.ops.base import OpSet
 from asyncllm.gpu.ops.exponential_race import MIN_TEMPERATURE
 from asyncllm.gpu.penalties import Penalties
@@ -20,6 +21,7 @@ from asyncllm.gpu.sampling_state import SamplingState, SlotRules
 from asyncllm.gpu.uniform import uniform
 from asyncllm.gpu.upload import upload
 from asyncllm.outputs import TokenLogprobs
+from asyncllm.validation import describe
 
 NOT_FINITE = "the model's logits are not finite numbers"
 
@@ -48,6 +50,9 @@ class Sampler:
     Args:
         ops: draws tokens by the op set's sampler, as steps do that sample on a device without
             the host; None inverts the distribution, which is faster on a CPU.
+
+    Attributes:
+        failures: by slot, why its request cannot be sampled.
     """
 
     def __init__(
@@ -62,17 +67,28 @@ class Sampler:
         self.device = device
         self.state = SamplingState(max_num_seqs)
         self.penalties = Penalties(vocab_size, device)
+        self.failures: dict[int, Exception] = {}
         self.race = None if ops is None else RaceSampler(ops, self.state, device)
 
     def assign(self, assignment: SlotAssignment) -> None:
-        """Takes a request's parameters. Its tokens are in the input batch already."""
+        """Takes a request's parameters. Its tokens are in the input batch already.
+
+        What raises here is the request's own failure: the slot is left neutral, because steps
+        may compute it until the core has been told, and the error goes to ``failures``.
+        """
         slot = assignment.slot
-        self.state.assign(assignment)
-        self.penalties.release(slot)
-        if self.state.penalised(np.array([slot]))[0]:
-            tokens = np.asarray(assignment.token_ids, dtype=np.int64)
-            prompt = assignment.num_prompt_tokens
-            self.penalties.assign(slot, tokens[:prompt], tokens[prompt:])
+        self.release(slot)
+        try:
+            self.state.assign(assignment)
+            if self.state.penalised(np.array([slot]))[0]:
+                tokens = np.asarray(assignment.token_ids, dtype=np.int64)
+                prompt = assignment.num_prompt_tokens
+                self.penalties.assign(slot, tokens[:prompt], tokens[prompt:])
+        except Exception as error:
+            if is_device_failure(error):
+                raise
+            self.release(slot)
+            self.failures[slot] = error
 
     def needs_host(self, slots: np.ndarray) -> bool:
         """Whether any of ``slots`` asks for more than the draw: log-probabilities, penalties,
@@ -85,6 +101,7 @@ class Sampler:
     def release(self, slot: int) -> None:
         self.state.release(slot)
         self.penalties.release(slot)
+        self.failures.pop(slot, None)
 
     def sample(self, logits: Tensor, slots: np.ndarray, positions: np.ndarray) -> SampleOutput:
         """Samples a token for each row.
@@ -141,12 +158,17 @@ class Sampler:
         logits = logits.to(torch.float32, copy=True)
         for row, slot in ruled:
             generated = int(positions[row] - self.state.num_prompt_tokens[slot])
-            self._apply_rules(logits[row], self.state.rules[slot], generated)
+            try:
+                self._apply_rules(logits[row], self.state.rules[slot], generated)
+            except Exception as error:
+                if is_device_failure(error):
+                    raise
+                errors[row] = error
         if len(penalised):
             self.penalties.apply(logits, penalised, slots[penalised], self.state)
         for row, slot in ruled:
             rules = self.state.rules[slot]
-            if rules.processors:
+            if rules.processors and row not in errors:
                 self._apply_processors(logits, row, slot, int(positions[row]), rules, errors)
         return logits
 
@@ -177,12 +199,17 @@ class Sampler:
                 value = processor(output, value)
                 if not isinstance(value, Tensor) or value.shape != logits.shape[1:]:
                     raise TypeError(
-                        f"logits processor {processor!r} returned {_describe(value)}, expected "
+                        f"logits processor {describe(processor)} returned {_kind(value)}, expected "
                         f"a tensor of shape {tuple(logits.shape[1:])}"
                     )
             logits[row] = value  # pyright: ignore[reportArgumentType]
         except Exception as error:
             errors[row] = error
+        except BaseException as error:
+            # No signal is delivered on this thread: an exit or an interrupt is the
+            # processor's own, and ends neither the thread nor the process.
+            errors[row] = RuntimeError(f"a logits processor raised {describe(error)}")
+            errors[row].__cause__ = error
 
     def _explain(
         self, logits: Tensor, processed: Tensor, rows: np.ndarray, errors: dict[int, Exception]
@@ -206,7 +233,7 @@ class Sampler:
         self, logits: Tensor, rows: np.ndarray, slots: np.ndarray, positions: np.ndarray
     ) -> np.ndarray:
         state, slots = self.state, slots[rows]
-        temperature = self._tensor(state.temperature[slots].astype(np.float32)).unsqueeze(1)
+        temperature = self._tensor(state.temperature[slots]).unsqueeze(1)
         chosen = logits if len(rows) == logits.shape[0] else logits[self._tensor(rows)]
         scaled = chosen.float() / temperature
         numbers = uniform(state.seeds[slots], positions[rows])
@@ -228,7 +255,7 @@ class Sampler:
         return upload(values, self.device)
 
 
-def _describe(value: object) -> str:
+def _kind(value: object) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     return f"a {type(value).__name__}"

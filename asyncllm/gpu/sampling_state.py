@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from asyncllm.core.batch import SlotAssignment
 from asyncllm.gpu.uniform import seed_state
 from asyncllm.sampling_params import LogitsProcessor
+
+_MAX_TOP_K = 2**31 - 1
 
 
 @dataclass(slots=True)
@@ -31,11 +34,13 @@ class SlotRules:
 
 
 class SamplingState:
-    """Parameters by slot, filled when a request enters it.
+    """Parameters by slot, filled when a request enters it, in the dtypes that steps compute
+    with: what does not fit raises there, for that request, and not when the batch is converted.
 
     Attributes:
-        temperature, top_p, min_p, presence, frequency, repetition: ``[max_num_seqs]``.
-        top_k: ``[max_num_seqs]`` int64; 0 keeps all.
+        temperature, presence, frequency, repetition: ``[max_num_seqs]`` float32.
+        top_p, min_p: ``[max_num_seqs]`` float64.
+        top_k: ``[max_num_seqs]`` int32; 0 keeps all.
         seeds: ``[max_num_seqs]`` uint64, mixed.
         logprobs: ``[max_num_seqs]`` int64, -1 for none.
         num_prompt_tokens: ``[max_num_seqs]``.
@@ -43,28 +48,32 @@ class SamplingState:
     """
 
     def __init__(self, max_num_seqs: int) -> None:
-        self.temperature = np.ones(max_num_seqs)
+        self.temperature = np.ones(max_num_seqs, dtype=np.float32)
         self.top_p = np.ones(max_num_seqs)
         self.min_p = np.zeros(max_num_seqs)
-        self.presence = np.zeros(max_num_seqs)
-        self.frequency = np.zeros(max_num_seqs)
-        self.repetition = np.ones(max_num_seqs)
-        self.top_k = np.zeros(max_num_seqs, dtype=np.int64)
+        self.presence = np.zeros(max_num_seqs, dtype=np.float32)
+        self.frequency = np.zeros(max_num_seqs, dtype=np.float32)
+        self.repetition = np.ones(max_num_seqs, dtype=np.float32)
+        self.top_k = np.zeros(max_num_seqs, dtype=np.int32)
         self.seeds = np.zeros(max_num_seqs, dtype=np.uint64)
         self.logprobs = np.full(max_num_seqs, -1, dtype=np.int64)
         self.num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.rules: dict[int, SlotRules] = {}
 
     def assign(self, assignment: SlotAssignment) -> None:
-        slot, params = assignment.slot, assignment.sampling
-        self.temperature[slot] = _resolved(params.temperature, 1.0)
-        self.top_p[slot] = _resolved(params.top_p, 1.0)
-        self.min_p[slot] = _resolved(params.min_p, 0.0)
-        self.presence[slot] = params.presence_penalty
-        self.frequency[slot] = params.frequency_penalty
-        self.repetition[slot] = _resolved(params.repetition_penalty, 1.0)
-        self.top_k[slot] = _resolved(params.top_k, 0)
-        self.seeds[slot] = seed_state(int(_resolved(params.seed, 0)))
+        """Raises for what no array holds; the slot is to be released then."""
+        slot = assignment.slot
+        params: Any = assignment.sampling
+        with np.errstate(over="raise", invalid="raise"):
+            self.temperature[slot] = params.temperature
+            self.presence[slot] = params.presence_penalty
+            self.frequency[slot] = params.frequency_penalty
+            self.repetition[slot] = params.repetition_penalty
+        self.top_p[slot] = params.top_p
+        self.min_p[slot] = params.min_p
+        # No vocabulary is as large as the largest of these.
+        self.top_k[slot] = min(params.top_k, _MAX_TOP_K)
+        self.seeds[slot] = seed_state(params.seed)
         self.logprobs[slot] = -1 if params.logprobs is None else params.logprobs
         self.num_prompt_tokens[slot] = assignment.num_prompt_tokens
         self._assign_rules(assignment)
@@ -88,6 +97,10 @@ class SamplingState:
         )
 
     def release(self, slot: int) -> None:
+        """Leaves neutral values, so that a row of the slot asks for nothing."""
+        self.temperature[slot] = self.repetition[slot] = self.top_p[slot] = 1.0
+        self.presence[slot] = self.frequency[slot] = self.min_p[slot] = 0.0
+        self.top_k[slot], self.logprobs[slot] = 0, -1
         self.rules.pop(slot, None)
 
     def penalised(self, slots: np.ndarray) -> np.ndarray:
@@ -97,7 +110,3 @@ class SamplingState:
             | (self.frequency[slots] != 0.0)
             | (self.repetition[slots] != 1.0)
         )
-
-
-def _resolved(value: float | int | None, neutral: float | int) -> float | int:
-    return neutral if value is None else value

@@ -101,7 +101,7 @@ class HostBlock:
         """The parameters of all slots."""
         self._states[:-1] = state.seeds.view(np.int64)
         self._temperature[:-1] = state.temperature
-        self._top_k[:-1] = np.minimum(state.top_k, np.iinfo(np.int32).max)
+        self._top_k[:-1] = state.top_k
         self._top_p[:-1] = state.top_p
         self._min_p[:-1] = state.min_p
 

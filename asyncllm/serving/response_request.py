@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
+from asyncllm import validation as check
 from asyncllm.serving.protocol_error import ProtocolError
 
 SAMPLING: Mapping[str, str] = {
@@ -97,7 +98,7 @@ class ResponseRequest:
         model = taken.text("model", model_name)
         if model != model_name:
             raise ProtocolError(
-                f"model: {_short(model)} is not served here, expected {model_name!r}",
+                f"model: {check.describe(model)} is not served here, expected {model_name!r}",
                 code="model_not_found",
                 param="model",
                 status=404,
@@ -134,25 +135,22 @@ class _Fields:
 
     def text(self, name: str, default: Any = None) -> Any:
         value = self.take(name, default)
-        if value is not None and not isinstance(value, str):
-            raise _bad(name, value, "a string")
-        return value
+        return check.string(name, value, empty=True, optional=True, refuse=_bad)
 
     def flag(self, name: str, default: bool) -> bool:
-        value = self.take(name, default)
-        if not isinstance(value, bool):
-            raise _bad(name, value, "true or false")
-        return value
+        return check.boolean(name, self.take(name, default), refuse=_bad)
 
     def check_rest(self) -> None:
         for name, value in self._fields.items():
             if name not in _NEUTRAL:
                 raise ProtocolError(
-                    f"{_short(name)}: no such field", code="unknown_parameter", param=name[:64]
+                    f"{check.describe(name)}: no such field",
+                    code="unknown_parameter",
+                    param=name[:64],
                 )
-            if not any(_same(value, neutral) for neutral in _NEUTRAL[name]):
+            if not any(check.same(value, neutral) for neutral in _NEUTRAL[name]):
                 raise ProtocolError(
-                    f"{name}={_short(value)} is not supported here",
+                    f"{name}={check.describe(value)} is not supported here",
                     code="unsupported_parameter",
                     param=name,
                 )
@@ -165,15 +163,13 @@ def _logprobs(fields: _Fields) -> int | None:
     for item in include:
         if item != "message.output_text.logprobs":
             raise ProtocolError(
-                f"include: {_short(item)} is not supported here",
+                f"include: {check.describe(item)} is not supported here",
                 code="unsupported_parameter",
                 param="include",
             )
-    top = fields.take("top_logprobs")
-    if top is not None and (
-        isinstance(top, bool) or not isinstance(top, int) or not 0 <= top <= 20
-    ):
-        raise _bad("top_logprobs", top, "an integer from 0 to 20")
+    top = check.integer(
+        "top_logprobs", fields.take("top_logprobs"), 0, 20, optional=True, refuse=_bad
+    )
     return (top or 0) if include else top or None
 
 
@@ -202,7 +198,7 @@ def _message(item: Any, where: str) -> dict[str, Any]:
     kind = item.get("type", "message")
     if kind != "message":
         raise ProtocolError(
-            f"{where}.type={_short(kind)} is not supported here, expected 'message'",
+            f"{where}.type={check.describe(kind)} is not supported here, expected 'message'",
             code="unsupported_parameter",
             param=f"{where}.type",
         )
@@ -238,22 +234,7 @@ def _content(value: Any, where: str) -> Any:
     return [{"type": "text", "text": text} for text in texts]
 
 
-def _same(value: Any, other: Any) -> bool:
-    # 1 == True in Python, and not in JSON.
-    return type(value) is type(other) and value == other
-
-
-def _short(value: Any) -> str:
-    """A value for a message: what came from a client may be a megabyte, or deeply nested."""
-    if isinstance(value, (dict, list)):
-        return "an object" if isinstance(value, dict) else "a list"
-    if isinstance(value, str):
-        return repr(value if len(value) <= 64 else value[:64] + "…")
-    text = repr(value)
-    return text if len(text) <= 64 else text[:64] + "…"
-
-
 def _bad(name: str, value: Any, accepted: str) -> ProtocolError:
     return ProtocolError(
-        f"{name}={_short(value)}: expected {accepted}", code="invalid_value", param=name
+        f"{name}={check.describe(value)}: expected {accepted}", code="invalid_value", param=name
     )

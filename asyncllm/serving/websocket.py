@@ -28,8 +28,8 @@ except ImportError as missing:
         "asyncllm.serving.websocket needs the extra 'server': pip install 'asyncllm[server]'"
     ) from missing
 
+from asyncllm import validation as check
 from asyncllm.engine import AsyncLLMEngine
-from asyncllm.errors import InvalidRequestError
 from asyncllm.serving.access import PROTOCOL, AccessRules, is_loopback
 from asyncllm.serving.frame_pacer import FramePacer
 from asyncllm.serving.protocol_error import ProtocolError
@@ -95,37 +95,31 @@ def serve(
     Raises:
         InvalidRequestError: for an argument that makes no sense.
     """
-    if not isinstance(max_connections, int) or max_connections < 1:
-        raise _bad("max_connections", max_connections, "an integer from 1")
-    if not isinstance(max_message_size, int) or max_message_size < 1:
-        raise _bad("max_message_size", max_message_size, "a number of bytes from 1")
-    if token is not None and (not isinstance(token, str) or not token):
-        raise _bad("token", token, "a non-empty string or None")
-    if isinstance(origins, str):
-        raise _bad("origins", origins, "a sequence of origins, or None")
-    if not stats_interval > 0:
-        raise _bad("stats_interval", stats_interval, "a positive number of seconds")
-    if not max_frame_rate > 0:
-        raise _bad("max_frame_rate", max_frame_rate, "a positive number of frames a second")
+    check.string("host", host, empty=True)
+    check.string("token", token, optional=True)
+    if origins is not None:
+        found = check.items("origins", origins, "a sequence of origins, or None")
+        origins = [check.string("origins", origin) for origin in found]
+    options = {
+        "max_size": check.integer("max_message_size", max_message_size, 1, 2**30),
+        "ping_interval": check.seconds("ping_interval", ping_interval, above=True, optional=True),
+        "ping_timeout": check.seconds("ping_timeout", ping_timeout, above=True, optional=True),
+        "close_timeout": check.seconds("close_timeout", close_timeout),
+        "ssl": ssl,
+    }
     return WebSocketServer(
         engine,
         host,
-        port,
+        check.integer("port", port, 0, 65535),
         rules=AccessRules(token=token, origins=origins, local=is_loopback(host)),
         model_name=model_name or _model_name(engine),
         page=page,
-        max_connections=max_connections,
-        timeout=timeout,
-        stats_interval=stats_interval,
-        max_frame_rate=max_frame_rate,
+        max_connections=check.integer("max_connections", max_connections, 1),
+        timeout=check.seconds("timeout", timeout, above=True, optional=True),
+        stats_interval=check.seconds("stats_interval", stats_interval, above=True),
+        max_frame_rate=check.number("max_frame_rate", max_frame_rate, 0, 1e9, above=True),
         unprotected=token is None and not is_loopback(host),
-        options={
-            "max_size": max_message_size,
-            "ping_interval": ping_interval,
-            "ping_timeout": ping_timeout,
-            "close_timeout": close_timeout,
-            "ssl": ssl,
-        },
+        options=options,
     )
 
 
@@ -356,7 +350,3 @@ def _response(
         }
     )
     return Response(status, HTTPStatus(status).phrase, headers, body)
-
-
-def _bad(name: str, value: object, accepted: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{name}={value!r}: expected {accepted}", param=name)

@@ -1,0 +1,174 @@
+"""Validation: arguments as plain Python values, or an error that names field, value and range.
+
+Numbers may be numpy's, and each has a bound: a number that is let through unbounded raises where
+it is converted, on the thread that serves every request.
+
+Each function takes ``optional=True``, which accepts None, and ``refuse``, which makes the
+exception where that is not an InvalidRequestError.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import operator
+import reprlib
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from asyncllm.errors import InvalidRequestError
+
+MAX_INTEGER = 2**63 - 1
+
+MAX_SECONDS = 1e7
+"""115 days: less than the longest wait for a lock on every platform."""
+
+Refuse = Callable[[str, object, str], Exception]
+"""``(name, value, accepted)`` to the exception that says so."""
+
+
+class _Short(reprlib.Repr):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = self.maxlong = 80
+        self.maxdict = self.maxlist = self.maxtuple = 8
+
+
+def describe(value: object) -> str:
+    """A ``repr`` for messages: short, and without exceptions. Python raises ValueError for an
+    integer of more than 4300 digits, and another object's ``__repr__`` may raise anything."""
+    try:
+        return _Short().repr(value)
+    except Exception:
+        return f"<{type(value).__name__}>"
+
+
+def invalid(name: str, value: object, accepted: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{name}={describe(value)}: expected {accepted}", param=name)
+
+
+def _refuse(
+    name: str, value: Any, accepted: str, *, optional: bool = False, refuse: Refuse = invalid
+) -> None:
+    """Raises, unless None is accepted and given."""
+    if value is not None or not optional:
+        raise refuse(name, value, accepted + " or None" * optional)
+
+
+def integer(name: str, value: Any, low: int, high: int = MAX_INTEGER, **how: Any) -> Any:
+    """An int in ``[low, high]``."""
+    found = _integer_in(value, low, high)
+    if found is None:
+        _refuse(name, value, f"an integer from {low} to {high}", **how)
+    return found
+
+
+def _integer_in(value: Any, low: int, high: int) -> int | None:
+    if value is None or isinstance(value, bool):
+        return None
+    try:
+        found = int(operator.index(value))
+    except Exception:  # of a tensor with several elements, say
+        return None
+    return found if low <= found <= high else None
+
+
+def number(
+    name: str,
+    value: Any,
+    low: float,
+    high: float,
+    *,
+    above: bool = False,
+    what: str = "a finite number",
+    **how: Any,
+) -> Any:
+    """A float in ``[low, high]``, or ``(low, high]`` with ``above``. Negative zero is zero."""
+    found = math.nan
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        try:
+            found = float(value) + 0.0
+        except OverflowError:
+            found = math.inf
+    if low <= found <= high and not (above and found == low):
+        return found
+    word = "above" if above else "from"
+    return _refuse(name, value, f"{what} {word} {low:g} to {high:g}", **how)
+
+
+def seconds(name: str, value: Any, **how: Any) -> Any:
+    """A duration, not 0 with ``above``."""
+    return number(name, value, 0, MAX_SECONDS, what="a number of seconds", **how)
+
+
+def boolean(name: str, value: Any, **how: Any) -> Any:
+    kind = type(value)
+    if kind is bool:
+        return value
+    if kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_"):
+        return bool(value)
+    return _refuse(name, value, "true or false", **how)
+
+
+def string(name: str, value: Any, *, empty: bool = False, **how: Any) -> Any:
+    """Text that UTF-8 can express, which half of a surrogate pair is not."""
+    if isinstance(value, str) and (value or empty):
+        with suppress(UnicodeEncodeError):
+            value.encode()
+            return value
+    return _refuse(name, value, "a string" if empty else "a non-empty string", **how)
+
+
+def choice(name: str, value: Any, choices: Sequence[str], **how: Any) -> Any:
+    if isinstance(value, str) and value in choices:
+        return value
+    return _refuse(name, value, " or ".join(map(repr, choices)), **how)
+
+
+def items(name: str, value: Any, accepted: str, **how: Any) -> Any:
+    """The items of a sequence or a set, as a tuple; None has none."""
+    if value is None or type(value) is tuple:
+        return value or ()
+    if not isinstance(value, (str, bytes, bytearray, Mapping)) and isinstance(value, Iterable):
+        with suppress(Exception):  # an array without dimensions raises TypeError
+            return tuple(value)
+    return _refuse(name, value, accepted, **how)
+
+
+def token_ids(name: str, value: Any, below: int = MAX_INTEGER, **how: Any) -> Any:
+    """Ints in ``[0, below)`` from a sequence of integers, as a tuple; None has none."""
+    accepted = f"token ids, integers from 0 to {below - 1}"
+    found = items(name, value, accepted, **how)
+    with suppress(Exception):
+        ids = tuple(array("q", found))
+        if not ids or (min(ids) >= 0 and max(ids) < below and bool not in map(type, found)):
+            return ids
+    wrong = (one for one in found if _integer_in(one, 0, below - 1) is None)
+    return _refuse(name, next(wrong, value), accepted, **how)
+
+
+def field(owner: Any, validator: Callable[..., Any], name: str, *limits: Any, **how: Any) -> None:
+    """Validates a field of a frozen dataclass, unless it has its default, and keeps the plain
+    value."""
+    value = getattr(owner, name)
+    if value is not owner.__dataclass_fields__[name].default:
+        object.__setattr__(owner, name, validator(name, value, *limits, **how))
+
+
+def same(value: Any, other: Any) -> bool:
+    """Equality of JSON values: 1 is not True, and an array equals nothing."""
+    if type(value) is not type(other):
+        return False
+    if isinstance(value, dict):
+        return value.keys() == other.keys() and all(same(value[key], other[key]) for key in value)
+    return bool(value == other)
+
+
+def refuse_unsupported(name: str, value: Any, *neutral: Any) -> None:
+    """Raises InvalidRequestError unless ``value`` asks for nothing."""
+    for one in neutral:
+        if value is one or same(value, one):
+            return
+    raise InvalidRequestError(f"{name} is not supported yet", param=name)

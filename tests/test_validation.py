@@ -1,0 +1,305 @@
+"""Validators: plain Python values for whatever is a number, and errors that can be printed."""
+
+from __future__ import annotations
+
+import math
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncllm import EngineConfig, InvalidRequestError, SamplingParams
+from asyncllm import validation as check
+
+NO_INTEGERS = [True, np.bool_(True), 1.0, np.float32(1), "1", None, [1], math.nan, Decimal(1), 1j]
+NO_NUMBERS = [True, np.bool_(True), "1", None, [1.0], Decimal(1), 1j, math.nan, np.float32("nan")]
+
+
+class Unprintable:
+    def __repr__(self) -> str:
+        raise RuntimeError("on purpose")
+
+
+def refused(validator: Any, value: Any, *limits: Any, **how: Any) -> str:
+    with pytest.raises(InvalidRequestError) as caught:
+        validator("field", value, *limits, **how)
+    assert caught.value.param == "field"
+    message = str(caught.value)
+    assert message.startswith("field=")
+    assert len(message) < 300
+    return message
+
+
+@pytest.mark.parametrize("kind", [int, np.int8, np.uint64, np.int64, torch.tensor, np.array])
+def test_integers_of_every_kind_become_plain(kind: Any) -> None:
+    found = check.integer("field", kind(7), 0, 7)
+    assert (found, type(found)) == (7, int)
+
+
+@pytest.mark.parametrize("value", NO_INTEGERS)
+def test_what_is_no_integer(value: Any) -> None:
+    assert "expected an integer from 0 to 9" in refused(check.integer, value, 0, 9)
+
+
+TOO_LARGE = [2**63, -(2**63) - 1, 10**400, -(10**400), 10**5000]
+
+
+@pytest.mark.parametrize("value", [-1, 10, *TOO_LARGE], ids=check.describe)
+def test_integers_out_of_range(value: int) -> None:
+    refused(check.integer, value, 0, 9)
+
+
+@pytest.mark.parametrize("kind", [float, np.float16, np.float32, np.float64, np.longdouble])
+def test_numbers_of_every_kind_become_plain(kind: Any) -> None:
+    found = check.number("field", kind(0.5), 0, 1)
+    assert (found, type(found)) == (0.5, float)
+
+
+@pytest.mark.parametrize("value", [1, np.int64(1), Fraction(1)])
+def test_whole_numbers_are_numbers(value: Any) -> None:
+    assert type(check.number("field", value, 0, 1)) is float
+
+
+@pytest.mark.parametrize("value", NO_NUMBERS)
+def test_what_is_no_number(value: Any) -> None:
+    assert "expected a finite number from 0 to 1" in refused(check.number, value, 0, 1)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [math.inf, *TOO_LARGE, 1e300, Fraction(10**400), 1 + 1e-15, np.longdouble("1e400")],
+    ids=check.describe,
+)
+def test_numbers_out_of_range(value: Any) -> None:
+    refused(check.number, value, 0, 1)
+
+
+def test_ends_of_a_range() -> None:
+    assert check.number("field", 5e-324, 0, 1, above=True) == 5e-324
+    assert "above 0 to 1" in refused(check.number, 0, 0, 1, above=True)
+    assert "above 0" in refused(check.number, -0.0, 0, 1, above=True)
+    assert math.copysign(1, check.number("field", -0.0, 0, 1)) == 1
+    assert "seconds above 0" in refused(check.seconds, 10**400, above=True)
+    assert check.seconds("field", 0) == 0
+
+
+@given(st.integers() | st.floats() | st.fractions())
+def test_a_number_is_in_its_range_or_refused(value: Any) -> None:
+    try:
+        found = check.number("field", value, -2, 2)
+    except InvalidRequestError:
+        assert not -2 <= value <= 2
+    else:
+        assert type(found) is float
+        assert -2 <= found <= 2
+
+
+def test_none_is_accepted_where_it_is_optional() -> None:
+    for validator, limits in (
+        (check.integer, (0,)),
+        (check.number, (0, 1)),
+        (check.boolean, ()),
+        (check.string, ()),
+    ):
+        assert validator("field", None, *limits, optional=True) is None
+        assert "or None" not in refused(validator, None, *limits)
+        assert refused(validator, [], *limits, optional=True).endswith(" or None")
+
+
+def test_booleans_are_no_numbers_and_may_be_numpys() -> None:
+    assert check.boolean("field", np.bool_(False)) is False
+    for value in (0, 1, "yes", None, np.int64(1), torch.tensor(True)):
+        refused(check.boolean, value)
+
+
+def test_strings_are_what_utf8_can_express() -> None:
+    assert check.string("field", "Zoë \U0001f600") == "Zoë \U0001f600"
+    assert check.string("field", "", empty=True) == ""
+    for value in ("", "\ud800", b"x", 5, None):
+        refused(check.string, value)
+
+
+@pytest.mark.parametrize(
+    "value", [[1, 2], (1, 2), np.array([1, 2]), torch.tensor([1, 2]), {1, 2}, iter([1, 2])]
+)
+def test_token_ids_of_every_kind_become_plain(value: Any) -> None:
+    found = check.token_ids("field", value, 3)
+    assert found == (1, 2)
+    assert {type(one) for one in found} == {int}
+
+
+@pytest.mark.parametrize(
+    ("value", "at_fault"),
+    [
+        ([1, 3], "3"),
+        ([-1, 1], "-1"),
+        ([1, True], "True"),
+        ([1, 2.0], "2.0"),
+        ([1, 10**400], "1000"),
+        ([None], "None"),
+        ([[1]], "[1]"),
+        (np.array(1), "array(1)"),
+        (np.array([[1]]), "array([1])"),
+        (np.array([1.0]), "1.0"),
+        ("12", "'12'"),
+        (b"12", "b'12'"),
+        ({1: 2}, "{1: 2}"),
+        (5, "5"),
+    ],
+    ids=check.describe,
+)
+def test_token_ids_name_the_one_at_fault(value: Any, at_fault: str) -> None:
+    message = refused(check.token_ids, value, 3)
+    assert at_fault in message
+    assert message.endswith("expected token ids, integers from 0 to 2")
+
+
+def test_descriptions_are_short_and_never_raise() -> None:
+    cyclic: list[Any] = []
+    cyclic.append(cyclic)
+    deep: Any = []
+    for _ in range(100_000):
+        deep = [deep]
+    for value in (10**5000, "x" * 10**6, [1] * 10**6, {i: i for i in range(10**5)}, cyclic, deep):
+        assert 0 < len(check.describe(value)) < 200
+    assert check.describe(Unprintable()).startswith("<Unprintable")
+    assert check.describe(10**5000) == "<int>"
+    assert check.describe([1, "two", {"three": 3}]) == "[1, 'two', {'three': 3}]"
+
+
+def test_equal_as_json_is() -> None:
+    assert check.same({"type": "text"}, {"type": "text"})
+    for value in ({"type": "json"}, {}, {"type": "text", "x": 1}, [], np.array(["text"]), None):
+        assert not check.same(value, {"type": "text"})
+    assert not check.same({"type": np.zeros(2)}, {"type": "text"})
+    assert not check.same(np.zeros(2), [])
+    assert not check.same(1, True)
+
+
+# --- where they are used -----------------------------------------------------------------
+
+
+def test_sampling_params_are_plain_and_bounded() -> None:
+    params = SamplingParams(
+        n=np.int64(1),
+        temperature=np.float32(0.5),
+        top_p=Fraction(1, 2),  # pyright: ignore[reportArgumentType]
+        top_k=np.int64(2**40),
+        seed=np.uint64(2**64 - 1),
+        max_tokens=np.int32(5),
+        ignore_eos=np.bool_(True),
+        stop=None,  # pyright: ignore[reportArgumentType]
+        stop_token_ids=np.array([3, 4]),
+        logit_bias={np.int64(5): np.float32(0.5)},
+        bad_words=[],
+    )
+    assert params == SamplingParams(
+        temperature=0.5,
+        top_p=0.5,
+        top_k=2**40,
+        seed=2**64 - 1,
+        max_tokens=5,
+        ignore_eos=True,
+        stop_token_ids=(3, 4),
+        logit_bias={5: 0.5},
+    )
+    for name in ("n", "temperature", "top_p", "top_k", "seed", "max_tokens", "ignore_eos"):
+        assert type(getattr(params, name)) in (int, float, bool), name
+    assert {type(one) for one in (*params.stop_token_ids, *(params.logit_bias or ()))} == {int}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", 1e300),
+        ("temperature", np.float64(101)),
+        ("repetition_penalty", 1e300),
+        ("repetition_penalty", 5e-324),
+        ("top_k", 2**63),
+        ("seed", 10**400),
+        ("max_tokens", 10**5000),
+        ("min_tokens", 2**63),
+        ("logprobs", 10**400),
+        ("n", 10**400),
+        ("presence_penalty", 10**400),
+        ("logit_bias", {1: 10**400}),
+        ("logit_bias", {10**400: 1}),
+        ("logit_bias", {True: 1}),
+        ("stop", "x" * 1025),
+        ("stop", ["x"] * 65),
+        ("stop", ["\ud800"]),
+        ("stop_token_ids", [2**63]),
+        ("prompt_logprobs", np.zeros(2)),
+        ("structured_outputs", np.zeros(2)),
+        ("bad_words", np.zeros(2)),
+    ],
+    ids=check.describe,
+)
+def test_sampling_params_out_of_range(field: str, value: Any) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        SamplingParams(**{field: value})
+    assert caught.value.param == field
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_blocks", 2**31),
+        ("max_num_seqs", 2**17),
+        ("max_model_len", 2**31),
+        ("max_num_batched_tokens", 2**31),
+        ("max_num_batched_tokens", np.zeros(2)),
+        ("block_size", 10**9),
+        ("num_threads", 2**32),
+        ("max_queued_requests", 2**63),
+        ("max_queued_tokens", 10**400),
+        ("seed", 2**64),
+        ("step_timeout", 10**400),
+        ("step_timeout", 1e12),
+        ("step_timeout", True),
+        ("gpu_memory_utilization", True),
+        ("gpu_memory_utilization", 10**400),
+        ("kv_cache_memory", 2**63),
+        ("kv_cache_memory", 10**5000),
+        ("kv_cache_memory", "9" * 400),
+        ("kv_cache_memory", "9999999999TiB"),
+        ("cuda_graph_sizes", (2**63,)),
+        ("cuda_graph_sizes", 5),
+        ("device", "cuda:99999999999999999999"),
+        ("dtype", np.zeros(2)),
+        ("async_scheduling", 1),
+        ("revision", 5),
+    ],
+    ids=check.describe,
+)
+def test_configuration_out_of_range(field: str, value: Any) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        EngineConfig(**{field: value})
+    assert caught.value.param == field
+    assert len(str(caught.value)) < 300
+
+
+def test_configuration_is_plain() -> None:
+    config = EngineConfig(
+        num_blocks=np.int64(5),
+        step_timeout=np.float32(2),
+        gpu_memory_utilization=1,
+        async_scheduling=np.bool_(True),  # pyright: ignore[reportArgumentType]
+        kv_cache_memory=np.int64(2**20),
+        cuda_graph_sizes=np.array([4, 2, 2]),  # pyright: ignore[reportArgumentType]
+    )
+    assert config == EngineConfig(
+        num_blocks=5,
+        step_timeout=2.0,
+        gpu_memory_utilization=1.0,
+        async_scheduling=True,
+        kv_cache_memory="1MiB",
+        cuda_graph_sizes=(2, 4),
+    )
+    assert type(config.num_blocks) is int
+    assert config.async_scheduling is True
