@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import overload
 
+from asyncllm import validation as check
 from asyncllm.core.channel import Channel, End, merged
 from asyncllm.core.engine_core import EngineCore
 from asyncllm.core.request import Request
-from asyncllm.errors import InvalidRequestError, RequestError
+from asyncllm.errors import RequestError
 from asyncllm.hosts import Host, LoopMailbox, ThreadMailbox
 from asyncllm.outputs import (
     Completion,
@@ -163,11 +163,7 @@ class TokenStream:
         Raises:
             InvalidRequestError: unless ``seconds`` is positive and finite.
         """
-        if not 0 < seconds < math.inf:
-            raise InvalidRequestError(
-                f"seconds={seconds!r}: expected a positive number of seconds", param="seconds"
-            )
-        return StreamWithHeartbeat(self, seconds)
+        return StreamWithHeartbeat(self, check.seconds("seconds", seconds, above=True))
 
     def _bind(self) -> Host:
         """The running loop, which is this stream's from its first wait on."""
