@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +46,8 @@ class Tokenizer:
         chat_template: the model's templates; see ``apply_chat_template``.
         special_tokens: "bos_token", "eos_token" and so on, as far as the model has them.
         special_token_ids: ids that decoding skips.
+        vocab_size: number of token ids, added tokens included: the highest id and one. A
+            model's ``vocab_size`` may be larger, where its embedding is padded.
     """
 
     def __init__(
@@ -61,6 +62,9 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
         self._make_decoder = self._decoder_factory()
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        self._token_characters = _token_characters(backend, vocabulary)
 
     @classmethod
     def from_directory(cls, path: Path, *, trust_remote_code: bool = False) -> Tokenizer:
@@ -116,20 +120,9 @@ class Tokenizer:
 
     def min_tokens(self, num_characters: int) -> int:
         """A number of tokens that no text of so many characters can fall below, so that a
-        text far too long for the context is refused before it is tokenised; 0 where the
-        tokenizer's normalizer may drop characters."""
-        normalizer = self.backend.normalizer
-        if normalizer is None:
-            shrinks = 1
-        elif type(normalizer).__name__ == "NFC":
-            shrinks = 3  # a canonical composition joins three code points at most
-        else:
-            return 0
-        return -(-num_characters // (shrinks * self._longest_token))
-
-    @cached_property
-    def _longest_token(self) -> int:
-        return max(map(len, self.backend.get_vocab(with_added_tokens=True)), default=1)
+        text far too long for the context is refused before it is tokenised; 0 where there is
+        no telling."""
+        return -(-num_characters // self._token_characters) if self._token_characters else 0
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ``token_ids``; ids that the vocabulary does not have are no text."""
@@ -167,12 +160,6 @@ class Tokenizer:
             min_tokens=params.min_tokens,
         )
 
-    @cached_property
-    def vocab_size(self) -> int:
-        """Number of token ids, added tokens included: the highest id and one. A model's
-        ``vocab_size`` may be larger, where its embedding is padded."""
-        return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-
     @property
     def bos_token_id(self) -> int | None:
         return self._id_of("bos_token")
@@ -191,10 +178,7 @@ class Tokenizer:
         return None if token is None else self.backend.token_to_id(token)
 
     def _decoder_factory(self) -> Callable[[Sequence[int], bool], TextDecoder]:
-        decoder: Any = self.backend.decoder
-        # The decoder's pickled state is its part of tokenizer.json, without the 0.7 s that
-        # writing and reading a whole file of 150,000 tokens takes.
-        steps = [] if decoder is None else _steps(json.loads(decoder.__getstate__()))
+        steps = _steps(self.backend.decoder)
         kinds = [step["type"] for step in steps]
         skips = (frozenset(), self.special_token_ids)
         id_to_token = self.backend.id_to_token
@@ -211,10 +195,42 @@ class Tokenizer:
         )
 
 
-def _steps(decoder: dict[str, Any]) -> list[dict[str, Any]]:
-    if decoder["type"] == "Sequence":
-        return [step for inner in decoder["decoders"] for step in _steps(inner)]
-    return [decoder]
+def _token_characters(backend: tokenizers.Tokenizer, vocabulary: Mapping[str, int]) -> int:
+    """Characters that a single token can stand for at most; 0 where there is no telling,
+    because characters may be dropped, or any number of them be one unknown token."""
+    model: Any = backend.model
+    normalizer = type(backend.normalizer).__name__
+    # A canonical composition joins four code points at most.
+    joined = {"NoneType": 1, "NFC": 4}.get(normalizer, 0)
+    splits = _steps(backend.pre_tokenizer)
+    kinds = {split["type"] for split in splits}
+    lossless = kinds <= {"ByteLevel", "Metaspace", "Digits", "Punctuation", "Split"}
+    removes = any(split.get("behavior") == "Removed" for split in splits)
+    strips = any(t.lstrip or t.rstrip for t in backend.get_added_tokens_decoder().values())
+    if not isinstance(model, tokenizers.models.BPE) or not lossless or removes or strips:
+        return 0
+    if "ByteLevel" in kinds:
+        complete = vocabulary.keys() >= set(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    elif model.byte_fallback:
+        complete = vocabulary.keys() >= {f"<0x{byte:02X}>" for byte in range(256)}
+    else:
+        complete = model.unk_token is not None and not model.fuse_unk
+    return joined * max(map(len, vocabulary), default=0) if complete else 0
+
+
+def _steps(part: Any) -> list[dict[str, Any]]:
+    """The steps of a tokenizer's normalizer, pre-tokenizer or decoder, as tokenizer.json has
+    them."""
+    if part is None:
+        return []
+    if not isinstance(part, dict):
+        # The pickled state of a part is its part of tokenizer.json, without the 0.7 s that
+        # writing and reading a whole file of 150,000 tokens takes.
+        part = json.loads(part.__getstate__())
+    if part["type"] != "Sequence":
+        return [part]
+    inner = next(value for value in part.values() if isinstance(value, list))
+    return [step for one in inner for step in _steps(one)]
 
 
 def _word_mark(steps: list[dict[str, Any]]) -> str | None:
