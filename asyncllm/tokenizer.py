@@ -284,4 +284,11 @@ def _convert(path: Path, trust_remote_code: bool) -> tokenizers.Tokenizer:
             f"{path}: no tokenizer.json, and {type(loaded).__name__} is a slow tokenizer, "
             "expected a fast one"
         )
+    # Without its files, transformers makes a tokenizer of a few special tokens by model type.
+    if len(backend.get_vocab(with_added_tokens=True).keys() - set(loaded.all_special_tokens)) < 2:
+        others = ", ".join(sorted(set(loaded.vocab_files_names.values()) - {"tokenizer.json"}))
+        made_of = f", or what makes a {type(loaded).__name__}: {others}" if others else ""
+        raise ModelLoadError(
+            f"{path}: the tokenizer's files are missing, expected tokenizer.json{made_of}"
+        )
     return tokenizers.Tokenizer.from_str(backend.to_str())

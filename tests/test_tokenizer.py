@@ -292,6 +292,29 @@ def test_without_tokenizer_json(tmp_path: Path) -> None:
     assert tokenizer.eos_token_id == 1
 
 
+@pytest.mark.parametrize(
+    ("model_type", "files"),
+    [
+        ("qwen3", "merges.txt, vocab.json"),
+        ("gpt2", "merges.txt, vocab.json"),
+        ("bert", "vocab.txt"),
+        ("t5", "spiece.model"),
+        ("gemma", ""),
+        ("llama", ""),
+    ],
+)
+@pytest.mark.parametrize("config", [None, {"eos_token": "<|im_end|>"}])
+def test_a_model_without_the_files_of_its_tokenizer(
+    tmp_path: Path, model_type: str, files: str, config: dict[str, str] | None
+) -> None:
+    """transformers makes an empty one by the type of the model."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    if config is not None:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelLoadError, match=rf"tokenizer\.json.*{files}"):
+        load(tmp_path)
+
+
 def test_code_of_the_checkpoint_runs_only_when_trusted(
     tmp_path: Path, backend_json: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
