@@ -20,11 +20,14 @@ from asyncllm.core.text_decoder import (
     TextDecoder,
     WindowDecoder,
 )
-from asyncllm.errors import InvalidRequestError, ModelLoadError
+from asyncllm.errors import ContextLengthExceededError, InvalidRequestError, ModelLoadError
 from asyncllm.sampling_params import SamplingParams
+from asyncllm.template_input import TemplateInput
+from asyncllm.template_sandbox import RenderLimits, TemplateLimitError, TemplateOutputError
+from asyncllm.text_worker import LONG_TEXT
 
-LONG_TEXT = 4096
-"""Characters from which ``encode`` lets other threads run while it works."""
+_MAX_CHARACTERS = 1 << 24
+_AT_ONCE = RenderLimits(max_output=LONG_TEXT, max_value=16 * LONG_TEXT, seconds=0.005)
 
 _NAMED_TOKENS = (
     "bos_token",
@@ -95,28 +98,13 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``.
 
-        Texts from LONG_TEXT characters on are encoded without the interpreter lock, so that
-        a worker thread does not stop the others: ``tokenizers`` holds it in ``encode`` (483
-        ms for 1.2 MB) and gives it up in its batched calls (14 ms at most), of which the
-        "fast" one also leaves out offsets that nobody reads.
-
         Raises:
             InvalidRequestError: for text that is no ``str``, or has lone surrogates.
         """
         if not isinstance(text, str):
             kind = type(text).__name__
             raise InvalidRequestError(f"prompt: is a {kind}, expected a string", param="prompt")
-        try:
-            if len(text) < LONG_TEXT:
-                return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
-            batch = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-            return batch[0].ids
-        # A lone surrogate reaches the library as a TypeError or UnicodeEncodeError; anything
-        # else that it raises is bare Exception, and is about this text as well.
-        except Exception as error:
-            raise InvalidRequestError(
-                f"prompt: cannot be tokenised ({error})", param="prompt"
-            ) from error
+        return _encode(self.backend, text, add_special_tokens, param="prompt")
 
     def min_tokens(self, num_characters: int) -> int:
         """A number of tokens that no text of so many characters can fall below, so that a
@@ -131,14 +119,59 @@ class Tokenizer:
     def apply_chat_template(
         self, messages: Any, *, add_generation_prompt: bool = True, **kwargs: Any
     ) -> str:
-        """The prompt for a conversation; see ``ChatTemplate.render``.
+        """The prompt for a conversation as text; arguments and errors as for
+        ``TemplateInput``.
 
         It holds the special tokens that the template writes, so it is encoded with
         ``add_special_tokens=False``: else the model would see two BOS tokens.
         """
-        return self.chat_template.render(
-            messages, add_generation_prompt=add_generation_prompt, **kwargs
+        conversation = TemplateInput(
+            messages, kwargs | {"add_generation_prompt": add_generation_prompt}
         )
+        limits = self._render_limits(None)
+        try:
+            return self.chat_template.render(conversation, limits)
+        except TemplateLimitError as error:
+            raise _refused(error) from None
+
+    def encode_chat(
+        self,
+        conversation: TemplateInput,
+        max_tokens: int | None = None,
+        *,
+        at_once: bool = False,
+    ) -> list[int] | None:
+        """Token ids of the prompt for a conversation.
+
+        Args:
+            max_tokens: of the prompt; one that has more for certain is not tokenised.
+            at_once: return None for a prompt that is to be made on another thread, because
+                it is long or its template takes its time.
+
+        Raises:
+            InvalidRequestError: for a template that refuses the conversation or needs too
+                much, and for text that cannot be tokenised.
+            ContextLengthExceededError: for what is longer than ``max_tokens`` for certain.
+        """
+        if at_once and not self.chat_template.is_compiled(conversation):
+            return None
+        limits = _AT_ONCE if at_once else self._render_limits(max_tokens)
+        try:
+            return _encode(self.backend, self.chat_template.render(conversation, limits))
+        except TemplateLimitError as error:
+            if at_once:
+                return None
+            if isinstance(error, TemplateOutputError) and limits.max_output < _MAX_CHARACTERS:
+                least = self.min_tokens(limits.max_output + 1)
+                raise ContextLengthExceededError(
+                    f"messages: the chat template {error}, which are at least {least} tokens, "
+                    f"expected at most {max_tokens}"
+                ) from None
+            raise _refused(error) from None
+
+    def _render_limits(self, max_tokens: int | None) -> RenderLimits:
+        fitting = (max_tokens or 0) * self._token_characters or _MAX_CHARACTERS
+        return RenderLimits(min(fitting, _MAX_CHARACTERS), _MAX_CHARACTERS, seconds=2.0)
 
     def text_decoder(
         self, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
@@ -193,6 +226,38 @@ class Tokenizer:
         return lambda prompt, skip: WindowDecoder(
             lambda ids: self.decode(ids, skip_special_tokens=False), prompt, skip=skips[skip]
         )
+
+
+def _encode(
+    backend: tokenizers.Tokenizer,
+    text: str,
+    add_special_tokens: bool = False,
+    param: str = "messages",
+) -> list[int]:
+    """Token ids of ``text``.
+
+    Texts from LONG_TEXT characters on are encoded without the interpreter lock, so that a
+    worker thread does not stop the others: ``tokenizers`` holds it in ``encode`` (483 ms for
+    1.2 MB) and gives it up in its batched calls (14 ms at most), of which the "fast" one also
+    leaves out offsets that nobody reads.
+    """
+    try:
+        if len(text) < LONG_TEXT:
+            return backend.encode(text, add_special_tokens=add_special_tokens).ids
+        batch = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return batch[0].ids
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    # A lone surrogate reaches the library as a TypeError or UnicodeEncodeError. Anything else
+    # that it raises is bare Exception, or a panic, which is none, and is about this text too.
+    except BaseException as error:
+        raise InvalidRequestError(f"{param}: cannot be tokenised ({error})", param=param) from error
+
+
+def _refused(error: TemplateLimitError) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"messages: the chat template {error}, expected one that needs less", param="messages"
+    )
 
 
 def _token_characters(backend: tokenizers.Tokenizer, vocabulary: Mapping[str, int]) -> int:
