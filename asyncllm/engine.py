@@ -320,7 +320,9 @@ class AsyncLLMEngine:
                 ``chat_template_kwargs={"tools": [...]}``.
             chat_template_kwargs: further variables of the template.
 
-        The rest is that of ``stream``, and so are the exceptions.
+        The rest is that of ``stream``, and so are the exceptions. Messages are copied. A
+        conversation of more than a few thousand characters, or one of which the template
+        makes so many, is rendered and tokenised on a worker thread.
         """
         check.refuse_unsupported("tools", tools, None, [], ())
         check.refuse_unsupported("tool_choice", tool_choice, None, "auto", "none")

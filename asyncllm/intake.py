@@ -7,8 +7,8 @@ import random
 import threading
 import uuid
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, get_args
 
 from asyncllm import validation as check
@@ -22,10 +22,8 @@ from asyncllm.hosts import MailboxRegistry
 from asyncllm.loading import LoadedModel
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.stream import TokenStream
-from asyncllm.text_worker import TextWorker
-
-LONG_TEXT = 4096
-"""Characters from which a text is handled on a worker thread."""
+from asyncllm.template_input import TemplateInput
+from asyncllm.text_worker import LONG_TEXT, TextWorker
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +97,12 @@ class Intake:
             return self._submit(request, asked, list(found))
         request = self._request(params, sampling, options)
         tokenizer = self._loaded.tokenizer
-        return self._tokenise(request, asked, len(prompt), lambda: tokenizer.encode(prompt))
+        if len(prompt) < LONG_TEXT:
+            return self._submit(request, asked, tokenizer.encode(prompt))
+        least = tokenizer.min_tokens(len(prompt))
+        self._check_length(least, "at least ")
+        estimate = max(least, len(prompt) // 4)
+        return self._submit_later(request, asked, estimate, lambda: tokenizer.encode(prompt))
 
     def conversation(
         self,
@@ -116,19 +119,17 @@ class Intake:
             raise check.invalid(
                 "chat_template_kwargs", variables, "a dict of names to values, or None"
             )
-        named = dict(variables or {})
+        chat = TemplateInput(messages, variables or {})
         request = self._request(params, sampling, options)
-        tokenizer = self._loaded.tokenizer
-
-        def encode() -> list[int]:
-            text = tokenizer.apply_chat_template(messages, **named)
-            return tokenizer.encode(text, add_special_tokens=False)
-
-        length = _text_length(messages) + _text_length(named)
-        if length >= LONG_TEXT:
-            # They are rendered later, and are the caller's to change meanwhile.
-            messages, named = deepcopy((messages, named))
-        return self._tokenise(request, Submission("chat", messages), length, encode)
+        asked = Submission("chat", messages)
+        encode = partial(
+            self._loaded.tokenizer.encode_chat,
+            chat,
+            self._loaded.executor.info.max_model_len - 1,
+        )
+        if chat.num_characters < LONG_TEXT and (token_ids := encode(at_once=True)) is not None:
+            return self._submit(request, asked, token_ids)
+        return self._submit_later(request, asked, chat.num_characters // 4, encode)
 
     def close(self) -> threading.Thread | None:
         """Forgets texts that wait to be tokenised; returns the thread of one that is."""
@@ -168,16 +169,16 @@ class Intake:
             ),
         )
 
-    def _tokenise(
-        self, request: Request, asked: Submission, length: int, encode: Callable[[], list[int]]
+    def _submit_later(
+        self,
+        request: Request,
+        asked: Submission,
+        estimate: int,
+        encode: Callable[[], list[int] | None],
     ) -> TokenStream:
-        """Submits a request whose tokens ``encode`` makes of ``length`` characters."""
-        if length < LONG_TEXT:
-            return self._submit(request, asked, encode())
+        """Submits a request whose tokens, about ``estimate``, ``encode`` makes on a thread."""
         core = self._core
-        least = self._loaded.tokenizer.min_tokens(length)
-        self._check_length(least, "at least ")
-        stream = self._accept(request, asked, max(least, length // 4))
+        stream = self._accept(request, asked, min(estimate, request.max_model_len))
         if request.deadline < math.inf:
             core.send(core.on_watch_deadline, request)
 
@@ -185,8 +186,10 @@ class Intake:
             if request.cancelled:
                 return
             try:
-                self._prepare(request, encode())
-            except Exception as error:
+                self._prepare(request, encode() or [])
+            except BaseException as error:
+                if not isinstance(error, Exception):  # as a panic inside the tokenizer
+                    error = InvalidRequestError(f"prompt: {error!r}", param="prompt")
                 core.send(core.on_fail, request, error)
                 return
             core.admission.correct(request, request.num_prompt_tokens)
@@ -234,17 +237,3 @@ class Intake:
         if request.observation is not None:
             request.observation.submitted(asked)
         return stream
-
-
-def _text_length(value: Any, depth: int = 0) -> int:
-    """Characters in all strings of nested dicts and sequences: roughly what a template will
-    write. Whatever is malformed is left to the template to complain about."""
-    if isinstance(value, str):
-        return len(value)
-    if depth > 8:
-        return 0
-    if isinstance(value, dict):
-        return sum(_text_length(item, depth + 1) + 8 for item in value.values())
-    if isinstance(value, (list, tuple)):
-        return sum(_text_length(item, depth + 1) for item in value)
-    return 4

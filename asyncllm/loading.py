@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from asyncllm.config import EngineConfig
-from asyncllm.core.delivery import Detokenizer
 from asyncllm.core.executor import Executor
-from asyncllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from asyncllm.tokenizer import Tokenizer
 
 LoadStage = Literal["weights", "graphs"]
 
@@ -22,31 +23,13 @@ class Progress(Protocol):
         ...
 
 
-class EngineTokenizer(Protocol):
-    """What the engine needs of a tokenizer; ``asyncllm.tokenizer.Tokenizer`` is one."""
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
-
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
-
-    def apply_chat_template(
-        self, messages: Any, *, add_generation_prompt: bool = True, **kwargs: Any
-    ) -> str: ...
-
-    def detokenizer(
-        self, params: SamplingParams, prompt_token_ids: Sequence[int] = ()
-    ) -> Detokenizer: ...
-
-    def min_tokens(self, num_characters: int) -> int: ...
-
-
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """What an engine runs on. ``model_config`` has ``eos_token_ids`` and
     ``generation_defaults``."""
 
     executor: Executor
-    tokenizer: EngineTokenizer
+    tokenizer: Tokenizer
     model_config: Any
 
 

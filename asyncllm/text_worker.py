@@ -6,6 +6,9 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+LONG_TEXT = 4096
+"""Characters from which a text is handled on a worker thread."""
+
 
 class TextWorker:
     """Runs jobs one after the other on a daemon thread that lives only while there are any.

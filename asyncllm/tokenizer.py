@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,14 @@ from asyncllm.core.text_decoder import (
     TextDecoder,
     WindowDecoder,
 )
-from asyncllm.errors import InvalidRequestError, ModelLoadError
+from asyncllm.errors import ContextLengthExceededError, InvalidRequestError, ModelLoadError
 from asyncllm.sampling_params import SamplingParams
+from asyncllm.template_input import TemplateInput
+from asyncllm.template_sandbox import RenderLimits, TemplateLimitError, TemplateOutputError
+from asyncllm.text_worker import LONG_TEXT
 
-LONG_TEXT = 4096
-"""Characters from which ``encode`` lets other threads run while it works."""
+_MAX_CHARACTERS = 1 << 24
+_AT_ONCE = RenderLimits(max_output=LONG_TEXT, max_value=16 * LONG_TEXT, seconds=0.005)
 
 _NAMED_TOKENS = (
     "bos_token",
@@ -47,6 +49,8 @@ class Tokenizer:
         chat_template: the model's templates; see ``apply_chat_template``.
         special_tokens: "bos_token", "eos_token" and so on, as far as the model has them.
         special_token_ids: ids that decoding skips.
+        vocab_size: number of token ids, added tokens included: the highest id and one. A
+            model's ``vocab_size`` may be larger, where its embedding is padded.
     """
 
     def __init__(
@@ -61,6 +65,9 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
         self._make_decoder = self._decoder_factory()
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        self._token_characters = _token_characters(backend, vocabulary)
 
     @classmethod
     def from_directory(cls, path: Path, *, trust_remote_code: bool = False) -> Tokenizer:
@@ -91,45 +98,19 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``.
 
-        Texts from LONG_TEXT characters on are encoded without the interpreter lock, so that
-        a worker thread does not stop the others: ``tokenizers`` holds it in ``encode`` (483
-        ms for 1.2 MB) and gives it up in its batched calls (14 ms at most), of which the
-        "fast" one also leaves out offsets that nobody reads.
-
         Raises:
             InvalidRequestError: for text that is no ``str``, or has lone surrogates.
         """
         if not isinstance(text, str):
             kind = type(text).__name__
             raise InvalidRequestError(f"prompt: is a {kind}, expected a string", param="prompt")
-        try:
-            if len(text) < LONG_TEXT:
-                return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
-            batch = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-            return batch[0].ids
-        # A lone surrogate reaches the library as a TypeError or UnicodeEncodeError; anything
-        # else that it raises is bare Exception, and is about this text as well.
-        except Exception as error:
-            raise InvalidRequestError(
-                f"prompt: cannot be tokenised ({error})", param="prompt"
-            ) from error
+        return _encode(self.backend, text, add_special_tokens, param="prompt")
 
     def min_tokens(self, num_characters: int) -> int:
         """A number of tokens that no text of so many characters can fall below, so that a
-        text far too long for the context is refused before it is tokenised; 0 where the
-        tokenizer's normalizer may drop characters."""
-        normalizer = self.backend.normalizer
-        if normalizer is None:
-            shrinks = 1
-        elif type(normalizer).__name__ == "NFC":
-            shrinks = 3  # a canonical composition joins three code points at most
-        else:
-            return 0
-        return -(-num_characters // (shrinks * self._longest_token))
-
-    @cached_property
-    def _longest_token(self) -> int:
-        return max(map(len, self.backend.get_vocab(with_added_tokens=True)), default=1)
+        text far too long for the context is refused before it is tokenised; 0 where there is
+        no telling."""
+        return -(-num_characters // self._token_characters) if self._token_characters else 0
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ``token_ids``; ids that the vocabulary does not have are no text."""
@@ -138,14 +119,59 @@ class Tokenizer:
     def apply_chat_template(
         self, messages: Any, *, add_generation_prompt: bool = True, **kwargs: Any
     ) -> str:
-        """The prompt for a conversation; see ``ChatTemplate.render``.
+        """The prompt for a conversation as text; arguments and errors as for
+        ``TemplateInput``.
 
         It holds the special tokens that the template writes, so it is encoded with
         ``add_special_tokens=False``: else the model would see two BOS tokens.
         """
-        return self.chat_template.render(
-            messages, add_generation_prompt=add_generation_prompt, **kwargs
+        conversation = TemplateInput(
+            messages, kwargs | {"add_generation_prompt": add_generation_prompt}
         )
+        limits = self._render_limits(None)
+        try:
+            return self.chat_template.render(conversation, limits)
+        except TemplateLimitError as error:
+            raise _refused(error) from None
+
+    def encode_chat(
+        self,
+        conversation: TemplateInput,
+        max_tokens: int | None = None,
+        *,
+        at_once: bool = False,
+    ) -> list[int] | None:
+        """Token ids of the prompt for a conversation.
+
+        Args:
+            max_tokens: of the prompt; one that has more for certain is not tokenised.
+            at_once: return None for a prompt that is to be made on another thread, because
+                it is long or its template takes its time.
+
+        Raises:
+            InvalidRequestError: for a template that refuses the conversation or needs too
+                much, and for text that cannot be tokenised.
+            ContextLengthExceededError: for what is longer than ``max_tokens`` for certain.
+        """
+        if at_once and not self.chat_template.is_compiled(conversation):
+            return None
+        limits = _AT_ONCE if at_once else self._render_limits(max_tokens)
+        try:
+            return _encode(self.backend, self.chat_template.render(conversation, limits))
+        except TemplateLimitError as error:
+            if at_once:
+                return None
+            if isinstance(error, TemplateOutputError) and limits.max_output < _MAX_CHARACTERS:
+                least = self.min_tokens(limits.max_output + 1)
+                raise ContextLengthExceededError(
+                    f"messages: the chat template {error}, which are at least {least} tokens, "
+                    f"expected at most {max_tokens}"
+                ) from None
+            raise _refused(error) from None
+
+    def _render_limits(self, max_tokens: int | None) -> RenderLimits:
+        fitting = (max_tokens or 0) * self._token_characters or _MAX_CHARACTERS
+        return RenderLimits(min(fitting, _MAX_CHARACTERS), _MAX_CHARACTERS, seconds=2.0)
 
     def text_decoder(
         self, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
@@ -167,12 +193,6 @@ class Tokenizer:
             min_tokens=params.min_tokens,
         )
 
-    @cached_property
-    def vocab_size(self) -> int:
-        """Number of token ids, added tokens included: the highest id and one. A model's
-        ``vocab_size`` may be larger, where its embedding is padded."""
-        return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-
     @property
     def bos_token_id(self) -> int | None:
         return self._id_of("bos_token")
@@ -191,10 +211,7 @@ class Tokenizer:
         return None if token is None else self.backend.token_to_id(token)
 
     def _decoder_factory(self) -> Callable[[Sequence[int], bool], TextDecoder]:
-        decoder: Any = self.backend.decoder
-        # The decoder's pickled state is its part of tokenizer.json, without the 0.7 s that
-        # writing and reading a whole file of 150,000 tokens takes.
-        steps = [] if decoder is None else _steps(json.loads(decoder.__getstate__()))
+        steps = _steps(self.backend.decoder)
         kinds = [step["type"] for step in steps]
         skips = (frozenset(), self.special_token_ids)
         id_to_token = self.backend.id_to_token
@@ -211,10 +228,74 @@ class Tokenizer:
         )
 
 
-def _steps(decoder: dict[str, Any]) -> list[dict[str, Any]]:
-    if decoder["type"] == "Sequence":
-        return [step for inner in decoder["decoders"] for step in _steps(inner)]
-    return [decoder]
+def _encode(
+    backend: tokenizers.Tokenizer,
+    text: str,
+    add_special_tokens: bool = False,
+    param: str = "messages",
+) -> list[int]:
+    """Token ids of ``text``.
+
+    Texts from LONG_TEXT characters on are encoded without the interpreter lock, so that a
+    worker thread does not stop the others: ``tokenizers`` holds it in ``encode`` (483 ms for
+    1.2 MB) and gives it up in its batched calls (14 ms at most), of which the "fast" one also
+    leaves out offsets that nobody reads.
+    """
+    try:
+        if len(text) < LONG_TEXT:
+            return backend.encode(text, add_special_tokens=add_special_tokens).ids
+        batch = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return batch[0].ids
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    # A lone surrogate reaches the library as a TypeError or UnicodeEncodeError. Anything else
+    # that it raises is bare Exception, or a panic, which is none, and is about this text too.
+    except BaseException as error:
+        raise InvalidRequestError(f"{param}: cannot be tokenised ({error})", param=param) from error
+
+
+def _refused(error: TemplateLimitError) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"messages: the chat template {error}, expected one that needs less", param="messages"
+    )
+
+
+def _token_characters(backend: tokenizers.Tokenizer, vocabulary: Mapping[str, int]) -> int:
+    """Characters that a single token can stand for at most; 0 where there is no telling,
+    because characters may be dropped, or any number of them be one unknown token."""
+    model: Any = backend.model
+    normalizer = type(backend.normalizer).__name__
+    # A canonical composition joins four code points at most.
+    joined = {"NoneType": 1, "NFC": 4}.get(normalizer, 0)
+    splits = _steps(backend.pre_tokenizer)
+    kinds = {split["type"] for split in splits}
+    lossless = kinds <= {"ByteLevel", "Metaspace", "Digits", "Punctuation", "Split"}
+    removes = any(split.get("behavior") == "Removed" for split in splits)
+    strips = any(t.lstrip or t.rstrip for t in backend.get_added_tokens_decoder().values())
+    if not isinstance(model, tokenizers.models.BPE) or not lossless or removes or strips:
+        return 0
+    if "ByteLevel" in kinds:
+        complete = vocabulary.keys() >= set(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    elif model.byte_fallback:
+        complete = vocabulary.keys() >= {f"<0x{byte:02X}>" for byte in range(256)}
+    else:
+        complete = model.unk_token is not None and not model.fuse_unk
+    return joined * max(map(len, vocabulary), default=0) if complete else 0
+
+
+def _steps(part: Any) -> list[dict[str, Any]]:
+    """The steps of a tokenizer's normalizer, pre-tokenizer or decoder, as tokenizer.json has
+    them."""
+    if part is None:
+        return []
+    if not isinstance(part, dict):
+        # The pickled state of a part is its part of tokenizer.json, without the 0.7 s that
+        # writing and reading a whole file of 150,000 tokens takes.
+        part = json.loads(part.__getstate__())
+    if part["type"] != "Sequence":
+        return [part]
+    inner = next(value for value in part.values() if isinstance(value, list))
+    return [step for one in inner for step in _steps(one)]
 
 
 def _word_mark(steps: list[dict[str, Any]]) -> str | None:
@@ -267,5 +348,12 @@ def _convert(path: Path, trust_remote_code: bool) -> tokenizers.Tokenizer:
         raise ModelLoadError(
             f"{path}: no tokenizer.json, and {type(loaded).__name__} is a slow tokenizer, "
             "expected a fast one"
+        )
+    # Without its files, transformers makes a tokenizer of a few special tokens by model type.
+    if len(backend.get_vocab(with_added_tokens=True).keys() - set(loaded.all_special_tokens)) < 2:
+        others = ", ".join(sorted(set(loaded.vocab_files_names.values()) - {"tokenizer.json"}))
+        made_of = f", or what makes a {type(loaded).__name__}: {others}" if others else ""
+        raise ModelLoadError(
+            f"{path}: the tokenizer's files are missing, expected tokenizer.json{made_of}"
         )
     return tokenizers.Tokenizer.from_str(backend.to_str())

@@ -11,6 +11,7 @@ from asyncllm.core.detokenizer import Detokenizer
 from asyncllm.core.executor import ExecutorInfo, FakeExecutor
 from asyncllm.errors import InvalidRequestError
 from asyncllm.loading import LoadedModel
+from asyncllm.template_input import TemplateInput
 
 VOCAB_SIZE = 1000
 
@@ -43,10 +44,14 @@ class FakeTokenizer:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return "".join(f"{token_id} " for token_id in token_ids)
 
-    def apply_chat_template(
-        self, messages: Any, *, add_generation_prompt: bool = True, **kwargs: Any
-    ) -> str:
-        return " ".join(message["content"] for message in messages)
+    def encode_chat(
+        self,
+        conversation: TemplateInput,
+        max_tokens: int | None = None,
+        *,
+        at_once: bool = False,
+    ) -> list[int]:
+        return self.encode(" ".join(m["content"] for m in conversation.values["messages"]))
 
     def detokenizer(self, params: Any, prompt_token_ids: Sequence[int] = ()) -> Detokenizer:
         return Detokenizer(

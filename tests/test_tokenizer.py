@@ -14,10 +14,13 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from asyncllm.errors import InvalidRequestError, ModelLoadError
-from asyncllm.tokenizer import LONG_TEXT, Tokenizer
+from asyncllm.text_worker import LONG_TEXT
+from asyncllm.tokenizer import Tokenizer
+from tests.tokenizer_kinds import KINDS
+from tests.tokenizer_kinds import make as make_kind
 
 SPECIAL = ["<|begin|>", "<|end|>", "<|im_start|>", "<|im_end|>"]
 SENTENCES = ["The quick brown fox.", "你好，世界！ 🙂", "user assistant system tool\n\n", "été"]
@@ -213,6 +216,47 @@ def test_concurrent_encoding(make: Callable[..., Path]) -> None:
             assert list(pool.map(tokenizer.encode, texts)) == expected
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_a_length_is_proven_only_where_it_is(name: str) -> None:
+    """Some drop spaces, make one token of any number of unknown characters, or compose."""
+    tokenizer = make_kind(KINDS[name]())
+    rng = random.Random(4)
+    print("seed 4")
+    longest = max(tokenizer.backend.get_vocab(), key=len)
+    parts = ["a", " ", "\n", "🙂", "é", "\u03b1\u0313\u0300\u0345", "</s>", "the ", "|", longest]
+    for part in [*parts, *("".join(rng.choices(parts, k=9)) for _ in range(50))]:
+        text = part * 50
+        assert tokenizer.min_tokens(len(text)) <= len(tokenizer.encode(text, False))
+    proven = name in ("byte level", "metaspace first", "metaspace always")
+    assert tokenizer.min_tokens(10**6) == (-(-(10**6) // len(longest)) if proven else 0)
+
+
+def test_a_length_with_a_normalizer_that_composes() -> None:
+    backend = KINDS["byte level"]()
+    backend.normalizer = normalizers.NFC()
+    composed = "\u1f82"
+    backend.add_tokens([composed * 9])
+    tokenizer = make_kind(backend)
+    text = "\u03b1\u0313\u0300\u0345" * 90
+    assert tokenizer.encode(text, False) == [backend.token_to_id(composed * 9)] * 10
+    assert 0 < tokenizer.min_tokens(len(text)) <= 10
+
+
+def test_the_vocabulary_is_read_while_loading(
+    make: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = load(make())
+    vocabulary = tokenizer.backend.get_vocab()
+
+    class Unread:
+        def __getattr__(self, name: str) -> Any:
+            raise AssertionError(f"{name} is read")
+
+    monkeypatch.setattr(tokenizer, "backend", Unread())
+    assert tokenizer.min_tokens(100 * max(map(len, vocabulary))) == 100
+    assert tokenizer.vocab_size == max(vocabulary.values()) + 1
+
+
 # Loading
 
 
@@ -247,6 +291,29 @@ def test_without_tokenizer_json(tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.encode(text) == backend.encode(text, add_special_tokens=False).ids
     assert tokenizer.eos_token_id == 1
+
+
+@pytest.mark.parametrize(
+    ("model_type", "files"),
+    [
+        ("qwen3", "merges.txt, vocab.json"),
+        ("gpt2", "merges.txt, vocab.json"),
+        ("bert", "vocab.txt"),
+        ("t5", "spiece.model"),
+        ("gemma", ""),
+        ("llama", ""),
+    ],
+)
+@pytest.mark.parametrize("config", [None, {"eos_token": "<|im_end|>"}])
+def test_a_model_without_the_files_of_its_tokenizer(
+    tmp_path: Path, model_type: str, files: str, config: dict[str, str] | None
+) -> None:
+    """transformers makes an empty one by the type of the model."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    if config is not None:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelLoadError, match=rf"tokenizer\.json.*{files}"):
+        load(tmp_path)
 
 
 def test_code_of_the_checkpoint_runs_only_when_trusted(

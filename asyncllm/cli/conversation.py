@@ -7,6 +7,7 @@ from pathlib import Path
 
 from asyncllm.cli.session import context_length
 from asyncllm.engine import AsyncLLMEngine
+from asyncllm.template_input import TemplateInput
 
 Message = dict[str, str]
 
@@ -62,6 +63,4 @@ def room_for_messages(engine: AsyncLLMEngine, max_tokens: int | None) -> int:
 
 def count_tokens(engine: AsyncLLMEngine, messages: list[Message]) -> int:
     """Tokens of the prompt that ``chat`` would make of ``messages``."""
-    tokenizer = engine.tokenizer
-    text = tokenizer.apply_chat_template(messages)
-    return len(tokenizer.encode(text, add_special_tokens=False))
+    return len(engine.tokenizer.encode_chat(TemplateInput(messages, {})))

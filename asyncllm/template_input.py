@@ -1,0 +1,205 @@
+"""TemplateInput: what one call gives to a chat template, checked and copied."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from asyncllm.errors import InvalidRequestError
+
+_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+_RESERVED = ("messages", "continue_final_message", "tokenize", "return_dict", "documents")
+_MAX_DEPTH = 100
+_MAX_VALUES = 100_000
+
+
+class TemplateInput:
+    """Messages, tools and further variables of a chat template, of JSON's types alone:
+    nothing with methods of its own reaches a template, and what the caller changes later
+    does not either.
+
+    Args:
+        messages: dicts with a ``role``; ``content`` is a string, a list of text parts (joined
+            by newlines), or absent. Dataclasses and pydantic models will do.
+        variables: ``tools``, JSON schemas of functions; ``add_generation_prompt``, True
+            unless told otherwise; ``chat_template``, the name of one of the model's templates
+            or the source of another; anything else that the template reads.
+
+    Raises:
+        InvalidRequestError: ``param`` is "messages", "tools", "chat_template" or
+            "chat_template_kwargs"; the message names what is wrong, and where.
+
+    Attributes:
+        chat_template: as given, or None.
+        values: what the template sees.
+        texts: every string in ``values``.
+    """
+
+    __slots__ = ("chat_template", "texts", "values")
+
+    def __init__(self, messages: Any, variables: Mapping[str, Any]) -> None:
+        for name in _RESERVED:
+            if name in variables:
+                raise InvalidRequestError(
+                    f"chat_template_kwargs: {name!r} cannot be set", param="chat_template_kwargs"
+                )
+        others = dict(variables)
+        tools = others.pop("tools", None)
+        template = others.pop("chat_template", None)
+        if template is not None and not isinstance(template, str):
+            raise InvalidRequestError(
+                f"chat_template: is a {type(template).__name__}, expected the name or the source "
+                "of one",
+                param="chat_template",
+            )
+        self.chat_template: str | None = template
+        copier = _Copier()
+        chat = _check_messages(messages, copier)
+        self.values = {
+            "add_generation_prompt": True,
+            **copier.copy_of(others, "chat_template_kwargs", "chat_template_kwargs"),
+            "messages": chat,
+            "tools": _check_tools(tools, copier),
+            "documents": None,
+        }
+        self.texts = copier.texts
+
+    @property
+    def num_characters(self) -> int:
+        """Characters of all strings. A template may write more of them, or fewer."""
+        return sum(map(len, self.texts)) + len(self.chat_template or "")
+
+    def with_texts(
+        self, change: Callable[[str], str], keep: Collection[str] = ()
+    ) -> dict[str, Any]:
+        """``values`` with ``change`` made to every string, but for variables in ``keep``."""
+        return {
+            name: value if name in keep else _changed(value, change)
+            for name, value in self.values.items()
+        }
+
+
+def _changed(value: Any, change: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {_changed(key, change): _changed(item, change) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_changed(item, change) for item in value)
+    return value
+
+
+class _Copier:
+    """Copies values to JSON's types, and notes their strings."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self._left = _MAX_VALUES
+
+    def copy_of(self, value: Any, where: str, param: str) -> Any:
+        try:
+            return self._copy(value, where, 0)
+        except _NotJson as error:
+            raise InvalidRequestError(f"{error}, expected JSON types", param=param) from None
+        # The methods of the application's own types may raise anything.
+        except Exception as error:
+            raise InvalidRequestError(
+                f"{where}: cannot be read ({type(error).__name__}: {error!s:.200})", param=param
+            ) from error
+
+    def _copy(self, value: Any, where: str, depth: int) -> Any:
+        kind = type(value)
+        self._left -= 1
+        if depth > _MAX_DEPTH:
+            raise _NotJson(f"{where:.80}: nested more than {_MAX_DEPTH} levels deep")
+        if self._left < 0:
+            raise _NotJson(f"{where:.80}: beyond {_MAX_VALUES} values")
+        if kind is str:
+            self.texts.append(value)
+            return value
+        if value is None or kind is bool or kind is int or kind is float:
+            return value
+        if isinstance(value, Mapping):
+            return {
+                self._copy(key, where, depth): self._copy(item, f"{where}.{key!s:.40}", depth + 1)
+                for key, item in value.items()
+            }
+        if isinstance(value, (list, tuple)):
+            items = [self._copy(v, f"{where}[{i}]", depth + 1) for i, v in enumerate(value)]
+            return tuple(items) if isinstance(value, tuple) else items
+        return self._copy_object(value, where, depth)
+
+    def _copy_object(self, value: Any, where: str, depth: int) -> Any:
+        if isinstance(value, str):
+            return self._copy(str.__str__(value), where, depth)
+        if isinstance(value, (int, float)):
+            return int(value) if isinstance(value, int) else float(value)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+            return self._copy(fields, where, depth)
+        dump = getattr(value, "model_dump", None)
+        if callable(dump) and not isinstance(value, type):
+            return self._copy(dump(), where, depth + 1)
+        raise _NotJson(f"{where}: a {type(value).__name__}")
+
+
+class _NotJson(Exception):
+    """A value of another type, or of too many."""
+
+
+def _check_messages(messages: Any, copier: _Copier) -> list[dict[str, Any]]:
+    if not isinstance(messages, (list, tuple)) or not messages:
+        kind = "empty" if isinstance(messages, (list, tuple)) else f"a {type(messages).__name__}"
+        raise _bad_messages("messages", kind, "a list of at least one message")
+    chat = []
+    for i, message in enumerate(messages):
+        where = f"messages[{i}]"
+        plain = copier.copy_of(message, where, "messages")
+        if not isinstance(plain, dict):
+            raise _bad_messages(where, f"a {type(message).__name__}", "a dict with a role")
+        # Clients send null for what is not there, and templates only test for presence.
+        plain = {key: value for key, value in plain.items() if value is not None}
+        role = plain.get("role")
+        if not isinstance(role, str):
+            raise _bad_messages(f"{where}.role", repr(role), "a string, as 'user'")
+        if "content" in plain:
+            plain["content"] = _content(plain["content"], f"{where}.content")
+        chat.append(_with_reasoning(plain))
+    return chat
+
+
+def _content(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, (list, tuple)):
+        raise _bad_messages(where, repr(content), "a string or a list of text parts")
+    texts = []
+    for i, part in enumerate(content):
+        text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part
+        if not isinstance(text, str):
+            raise _bad_messages(f"{where}[{i}]", repr(part), "{'type': 'text', 'text': …}")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """Reasoning goes by several names; templates read ``reasoning_content``, or
+    ``thinking``."""
+    for name in _REASONING_FIELDS:
+        if message.get(name) is not None:
+            return {"thinking": message[name], **message, "reasoning_content": message[name]}
+    return message
+
+
+def _check_tools(tools: Any, copier: _Copier) -> list[Any] | None:
+    if tools is None:
+        return None
+    plain = copier.copy_of(tools, "tools", "tools")
+    if not isinstance(plain, (list, tuple)) or not all(isinstance(t, dict) for t in plain):
+        raise InvalidRequestError("tools: expected a list of JSON schemas (dicts)", param="tools")
+    return list(plain)
+
+
+def _bad_messages(where: str, value: str, accepted: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{where}: is {value:.200}, expected {accepted}", param="messages")

@@ -1,0 +1,352 @@
+"""TemplateSandbox: the Jinja environment of chat templates, with a meter on what they use."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, cast
+
+import jinja2
+import jinja2.exceptions
+import jinja2.ext
+import jinja2.nodes
+import jinja2.sandbox
+import jinja2.utils
+import jinja2.visitor
+
+# A list's item counts as so many characters, and an integer's bit.
+_ITEM = 16
+
+# Filters that read a list or a dict without writing it as text.
+_READERS = frozenset(
+    "attr batch count d default dictsort first float groupby int items last length list map max "
+    "min random reject rejectattr reverse select selectattr slice sort unique".split()
+)
+# Filters and methods whose result grows with a number or a text that they are given.
+_WIDENING = frozenset(
+    "batch center expandtabs indent join ljust rjust round slice to_bytes tojson translate urlize "
+    "wordwrap zfill".split()
+)
+_COMPUTED_WIDTH = re.compile(r"%[-+ #0]*(?:\*|\d*\.\*)|\{[^{}]*\{")
+
+
+class TemplateLimitError(Exception):
+    """A template needs more than it may have."""
+
+
+class TemplateOutputError(TemplateLimitError):
+    """A template writes more than it may."""
+
+
+@dataclass(frozen=True, slots=True)
+class RenderLimits:
+    """What one rendering may use.
+
+    Attributes:
+        max_output: characters of the text.
+        max_value: characters of any string that the template makes on the way, with 16 for
+            each item of a list; all of them together may have 16 times as many.
+        seconds: processor time of the rendering thread.
+    """
+
+    max_output: int
+    max_value: int
+    seconds: float
+
+
+class Meter:
+    """Counts what one rendering uses, and raises TemplateLimitError before memory is taken for
+    what is too much."""
+
+    __slots__ = ("_deadline", "_left", "_limits", "_ticks")
+
+    def __init__(self, limits: RenderLimits) -> None:
+        self._limits = limits
+        self._left = 16 * limits.max_value
+        self._ticks = 0
+        self._deadline = time.thread_time() + limits.seconds
+
+    def tick(self) -> None:
+        """One step of a loop, one call, one operator. The clock is dearer than most."""
+        self._ticks += 1
+        if self._ticks % 32 == 0 and time.thread_time() > self._deadline:
+            raise TemplateLimitError(f"takes more than {self._limits.seconds} s")
+
+    def charge(self, size: int) -> None:
+        self._left -= max(size, 0)
+        if size > self._limits.max_value or self._left < 0:
+            raise TemplateLimitError(f"makes more than {self._limits.max_value} characters")
+
+    def charge_text(self, *values: Any) -> int:
+        """Charges what ``values`` are as text: a list may hold another many times over."""
+        stack, size = list(values), 0
+        while stack and size <= self._limits.max_value:
+            value = stack.pop()
+            if isinstance(value, str):
+                size += len(value)
+                continue
+            size += 8 + value.bit_length() // 3 if isinstance(value, int) else 24
+            if isinstance(value, Collection):
+                stack.extend(value)
+            if isinstance(value, Mapping):
+                stack.extend(value.values())
+        self.charge(size)
+        return size
+
+    def charge_growth(self, name: str, text: Any, size: int, given: tuple[Any, ...]) -> None:
+        """Charges what a filter, a method or "%" may make of ``text``, of ``size``."""
+        if name in _WIDENING:
+            self.charge((size + 1) * (max(map(self._width, given), default=0) + 1))
+        elif name == "replace":
+            texts = [str(value) for value in given]
+            times = max(map(str(text).count, texts), default=0)
+            self.charge(size + times * max(map(len, texts), default=0))
+        elif name in ("%", "format", "format_map"):
+            text = str(text)
+            if _COMPUTED_WIDTH.search(text):
+                raise TemplateLimitError("formats with a width that it computes")
+            widths = sum(map(int, re.findall(r"\d+", text)))
+            fields = text.count("%") + text.count("{")
+            self.charge(size + widths + fields * self.charge_text(given))
+
+    def _width(self, value: Any) -> int:
+        if isinstance(value, int):
+            return abs(value)
+        return sum(map(self._width, value)) if isinstance(value, tuple) else self.charge_text(value)
+
+
+class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """The environment that Hugging Face's chat templates are written for.
+
+    Loops, calls, filters and operators report to a Meter, which bounds the processor time of
+    a rendering and the memory for what it makes. Time is looked at between operations: one
+    that is under way goes on, with strings of bounded length.
+    """
+
+    intercepted_binops = frozenset(("+", "*", "**", "%"))
+
+    def __init__(self) -> None:
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_GenerationBlock, jinja2.ext.loopcontrols],
+            finalize=self._finalize,
+        )
+        self._rendering = threading.local()
+        self.filters["tojson"] = _to_json
+        for name, function in self.filters.items():
+            self.filters[name] = self._metered(name, function)
+        # The blanks keep templates from calling these by name.
+        self.filters |= {" each": self._each, " text": self._text, " slice": self._slice}
+        self.globals["raise_exception"] = _raise_exception
+        self.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+        self.globals["namespace"] = _Namespace
+        self.globals["dict"] = _DictFactory()
+        del self.globals["lipsum"]
+
+    def render(
+        self, template: jinja2.Template, values: dict[str, Any], limits: RenderLimits
+    ) -> str:
+        """The text of ``template``.
+
+        Raises:
+            TemplateLimitError: for a template that needs more than ``limits``.
+            Exception: whatever else the template raises.
+        """
+        self._rendering.meter = Meter(limits)
+        pieces, length = [], 0
+        try:
+            for piece in template.root_render_func(template.new_context(values)):
+                pieces.append(piece)
+                length += len(piece)
+                if length > limits.max_output:
+                    raise TemplateOutputError(f"writes more than {limits.max_output} characters")
+        finally:
+            del self._rendering.meter
+        return "".join(pieces)
+
+    @property
+    def _meter(self) -> Meter:
+        # Jinja folds constants while it compiles, except where that raises: as this does
+        # then, because there is a meter only while a template renders.
+        return self._rendering.meter
+
+    # What Jinja's compiled code calls.
+
+    def _generate(self, source: Any, *args: Any, **kwargs: Any) -> str:
+        return super()._generate(_MeterNodes().visit(source), *args, **kwargs)
+
+    def concat(self, pieces: Iterable[str]) -> str:
+        return self._text(list(pieces))
+
+    def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        meter = self._meter
+        meter.tick()
+        # Jinja wraps str.format.
+        method = getattr(function, "__wrapped__", function)
+        owner = getattr(method, "__self__", None)
+        if isinstance(owner, (str, bytes, int)):
+            args = tuple(map(_listed, args))
+            given = (*args, *kwargs.values())
+            meter.charge_growth(method.__name__, owner, _size(owner), given)
+        result = super().call(context, function, *args, **kwargs)
+        meter.charge(_size(result))
+        return result
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        meter = self._meter
+        meter.tick()
+        if operator == "+":
+            meter.charge(_size(left) + _size(right))
+        elif operator == "%":
+            if isinstance(left, (str, bytes)):
+                meter.charge_growth("%", left, len(left), (right,))
+        elif isinstance(left, int) and isinstance(right, int):
+            meter.charge(_size(left) * (right if operator == "**" else right.bit_length()))
+        else:
+            meter.charge(max(_repeated(left, right), _repeated(right, left)))
+        return super().call_binop(context, operator, left, right)
+
+    def _finalize(self, value: Any) -> Any:
+        if not isinstance(value, str):
+            self._meter.charge_text(value)
+        return value
+
+    def _metered(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        # Jinja hands some filters the context or the environment before the value.
+        before = int(hasattr(function, "jinja_pass_arg"))
+
+        @functools.wraps(function)
+        def metered(*args: Any, **kwargs: Any) -> Any:
+            meter = self._meter
+            meter.tick()
+            value = args[before]
+            size = _size(value)
+            if name not in _READERS and not isinstance(value, str):
+                size = meter.charge_text(value)
+            meter.charge_growth(name, value, size, (*args[before + 1 :], *kwargs.values()))
+            result = _listed(function(*args, **kwargs))
+            meter.charge(_size(result))
+            return result
+
+        return metered
+
+    def _each(self, values: Iterable[Any]) -> Iterator[Any]:
+        meter = self._meter
+        for value in values:
+            meter.tick()
+            yield value
+
+    def _text(self, values: list[Any]) -> str:
+        self._meter.charge_text(*values)
+        return "".join(map(str, values))
+
+    def _slice(self, value: Any) -> Any:
+        self._meter.charge(_size(value))
+        return value
+
+
+def _listed(value: Any) -> Any:
+    """What a filter leaves to be computed later is computed, so that it has a size."""
+    return list(value) if isinstance(value, Iterator) else value
+
+
+def _size(value: Any) -> int:
+    if isinstance(value, (str, bytes)):
+        return len(value)
+    if isinstance(value, int):
+        return _ITEM * value.bit_length()
+    return _ITEM * len(value) if isinstance(value, (list, tuple, dict)) else 1
+
+
+def _repeated(value: Any, count: Any) -> int:
+    sequence = isinstance(value, (str, bytes, list, tuple)) and isinstance(count, int)
+    return _size(value) * count if sequence else 0
+
+
+class _MeterNodes(jinja2.visitor.NodeTransformer):
+    """Leads loops, ``~`` and slices, which Jinja compiles to plain Python, over the meter."""
+
+    def visit_For(self, node: jinja2.nodes.For) -> jinja2.nodes.Node:
+        self.generic_visit(node)
+        node.iter = _filter(cast(jinja2.nodes.Expr, node.iter), " each")
+        return node
+
+    def visit_Concat(self, node: jinja2.nodes.Concat) -> jinja2.nodes.Expr:
+        self.generic_visit(node)
+        return _filter(jinja2.nodes.List(node.nodes, lineno=node.lineno), " text")
+
+    def visit_Getitem(self, node: jinja2.nodes.Getitem) -> jinja2.nodes.Expr:
+        self.generic_visit(node)
+        return _filter(node, " slice") if isinstance(node.arg, jinja2.nodes.Slice) else node
+
+
+def _filter(node: jinja2.nodes.Expr, name: str) -> jinja2.nodes.Filter:
+    return jinja2.nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
+
+
+class _GenerationBlock(jinja2.ext.Extension):
+    """``{% generation %}`` marks what the assistant said, for training; here it is
+    transparent."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2's own declaration)
+
+    def parse(self, parser: Any) -> Any:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body, lineno=line)
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """Without underscored attributes, which lead into the interpreter's internals, and
+    without its values in its text."""
+
+    __repr__ = object.__repr__
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        # Jinja's own signature: an attribute may be called "self".
+        jinja2.utils.Namespace.__init__(args[0])
+        for name, value in dict(*args[1:], **kwargs).items():
+            args[0][name] = value
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if str(name).startswith("_"):
+            raise jinja2.exceptions.SecurityError(f"namespace attribute {name!r}: refused")
+        super().__setitem__(name, value)
+
+
+class _DictFactory:
+    """What templates use of ``dict``; the type itself has attributes that lead further."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, keys: Iterable[Any], value: Any = None) -> dict[Any, Any]:
+        return dict.fromkeys(keys, value)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes HTML, which a prompt is not.
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
