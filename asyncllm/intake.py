@@ -118,6 +118,7 @@ class Intake:
         self,
         messages: Sequence[dict[str, Any]],
         variables: dict[str, Any] | None,
+        split_special_tokens: bool,
         params: SamplingParams | None,
         sampling: dict[str, Any],
         options: RequestOptions,
@@ -127,6 +128,8 @@ class Intake:
             not isinstance(variables, dict) or not all(isinstance(k, str) for k in variables)
         ):
             raise bad("chat_template_kwargs", variables, "a dict of names to values, or None")
+        if not isinstance(split_special_tokens, bool):
+            raise bad("split_special_tokens", split_special_tokens, "True or False")
         chat = TemplateInput(messages, variables or {})
         request = self._request(params, sampling, options)
         asked = Submission("chat", messages)
@@ -134,6 +137,7 @@ class Intake:
             self._loaded.tokenizer.encode_chat,
             chat,
             self._loaded.executor.info.max_model_len - 1,
+            split_special_tokens=split_special_tokens,
         )
         if chat.num_characters < LONG_TEXT and (token_ids := encode(at_once=True)) is not None:
             return self._submit(request, asked, token_ids)
