@@ -302,6 +302,7 @@ class AsyncLLMEngine:
         tool_choice: str | dict[str, Any] = "auto",
         response_format: Any = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        split_special_tokens: bool = True,
         request_id: str | None = None,
         priority: int = 0,
         timeout: float | None = None,
@@ -319,10 +320,13 @@ class AsyncLLMEngine:
                 model whose template knows tools gets them through
                 ``chat_template_kwargs={"tools": [...]}``.
             chat_template_kwargs: further variables of the template.
+            split_special_tokens: special tokens written in the messages, tools and variables
+                are ordinary text, so that a user cannot write another's turn. False makes
+                control tokens of them, as of those that the template writes.
 
         The rest is that of ``stream``, and so are the exceptions. Messages are copied. A
         conversation of more than a few thousand characters, or one of which the template
-        makes so many, is rendered and tokenised on a worker thread.
+        makes so many, is rendered and tokenised on a worker thread; see docs/chat.md.
         """
         check.refuse_unsupported("tools", tools, None, [], ())
         check.refuse_unsupported("tool_choice", tool_choice, None, "auto", "none")
@@ -330,7 +334,9 @@ class AsyncLLMEngine:
         self._running()
         assert self._intake is not None
         options = RequestOptions(request_id, priority, timeout, max_unread, on_slow, cache_salt)
-        return self._intake.conversation(messages, chat_template_kwargs, params, sampling, options)
+        return self._intake.conversation(
+            messages, chat_template_kwargs, split_special_tokens, params, sampling, options
+        )
 
     def abort(self, request_id: str | Iterable[str]) -> None:
         """Aborts one request or several; unknown and finished ids are ignored. Any thread,

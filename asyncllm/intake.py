@@ -108,6 +108,7 @@ class Intake:
         self,
         messages: Sequence[dict[str, Any]],
         variables: dict[str, Any] | None,
+        split_special_tokens: bool,
         params: SamplingParams | None,
         sampling: dict[str, Any],
         options: RequestOptions,
@@ -119,6 +120,7 @@ class Intake:
             raise check.invalid(
                 "chat_template_kwargs", variables, "a dict of names to values, or None"
             )
+        split_special_tokens = check.boolean("split_special_tokens", split_special_tokens)
         chat = TemplateInput(messages, variables or {})
         request = self._request(params, sampling, options)
         asked = Submission("chat", messages)
@@ -126,6 +128,7 @@ class Intake:
             self._loaded.tokenizer.encode_chat,
             chat,
             self._loaded.executor.info.max_model_len - 1,
+            split_special_tokens=split_special_tokens,
         )
         if chat.num_characters < LONG_TEXT and (token_ids := encode(at_once=True)) is not None:
             return self._submit(request, asked, token_ids)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import tokenizers
 
 from asyncllm.chat_template import ChatTemplate
 from asyncllm.config_file import ConfigFile
+from asyncllm.control_tokens import ControlTokens, steps_of
 from asyncllm.core.detokenizer import Detokenizer
 from asyncllm.core.text_decoder import (
     ByteFallbackDecoder,
@@ -65,6 +66,7 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
         self._make_decoder = self._decoder_factory()
+        self._control_tokens = ControlTokens(backend)
         vocabulary = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         self._token_characters = _token_characters(backend, vocabulary)
@@ -123,7 +125,8 @@ class Tokenizer:
         ``TemplateInput``.
 
         It holds the special tokens that the template writes, so it is encoded with
-        ``add_special_tokens=False``: else the model would see two BOS tokens.
+        ``add_special_tokens=False``: else the model would see two BOS tokens. What a message
+        holds of them cannot be told apart in it; see ``encode_chat``.
         """
         conversation = TemplateInput(
             messages, kwargs | {"add_generation_prompt": add_generation_prompt}
@@ -139,12 +142,14 @@ class Tokenizer:
         conversation: TemplateInput,
         max_tokens: int | None = None,
         *,
+        split_special_tokens: bool = True,
         at_once: bool = False,
     ) -> list[int] | None:
         """Token ids of the prompt for a conversation.
 
         Args:
             max_tokens: of the prompt; one that has more for certain is not tokenised.
+            split_special_tokens: special tokens in the conversation's own strings are text.
             at_once: return None for a prompt that is to be made on another thread, because
                 it is long or its template takes its time.
 
@@ -156,8 +161,12 @@ class Tokenizer:
         if at_once and not self.chat_template.is_compiled(conversation):
             return None
         limits = _AT_ONCE if at_once else self._render_limits(max_tokens)
+        render = partial(self.chat_template.render, conversation, limits)
+        control = self._control_tokens
         try:
-            return _encode(self.backend, self.chat_template.render(conversation, limits))
+            if not split_special_tokens or not control.may_be_spelled_by(conversation.texts):
+                return _encode(self.backend, render())
+            return control.encode(control.render(conversation.texts, render), _encode)
         except TemplateLimitError as error:
             if at_once:
                 return None
@@ -211,7 +220,7 @@ class Tokenizer:
         return None if token is None else self.backend.token_to_id(token)
 
     def _decoder_factory(self) -> Callable[[Sequence[int], bool], TextDecoder]:
-        steps = _steps(self.backend.decoder)
+        steps = steps_of(self.backend.decoder)
         kinds = [step["type"] for step in steps]
         skips = (frozenset(), self.special_token_ids)
         id_to_token = self.backend.id_to_token
@@ -267,7 +276,7 @@ def _token_characters(backend: tokenizers.Tokenizer, vocabulary: Mapping[str, in
     normalizer = type(backend.normalizer).__name__
     # A canonical composition joins four code points at most.
     joined = {"NoneType": 1, "NFC": 4}.get(normalizer, 0)
-    splits = _steps(backend.pre_tokenizer)
+    splits = steps_of(backend.pre_tokenizer)
     kinds = {split["type"] for split in splits}
     lossless = kinds <= {"ByteLevel", "Metaspace", "Digits", "Punctuation", "Split"}
     removes = any(split.get("behavior") == "Removed" for split in splits)
@@ -281,21 +290,6 @@ def _token_characters(backend: tokenizers.Tokenizer, vocabulary: Mapping[str, in
     else:
         complete = model.unk_token is not None and not model.fuse_unk
     return joined * max(map(len, vocabulary), default=0) if complete else 0
-
-
-def _steps(part: Any) -> list[dict[str, Any]]:
-    """The steps of a tokenizer's normalizer, pre-tokenizer or decoder, as tokenizer.json has
-    them."""
-    if part is None:
-        return []
-    if not isinstance(part, dict):
-        # The pickled state of a part is its part of tokenizer.json, without the 0.7 s that
-        # writing and reading a whole file of 150,000 tokens takes.
-        part = json.loads(part.__getstate__())
-    if part["type"] != "Sequence":
-        return [part]
-    inner = next(value for value in part.values() if isinstance(value, list))
-    return [step for one in inner for step in _steps(one)]
 
 
 def _word_mark(steps: list[dict[str, Any]]) -> str | None:

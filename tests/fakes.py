@@ -49,6 +49,7 @@ class FakeTokenizer:
         conversation: TemplateInput,
         max_tokens: int | None = None,
         *,
+        split_special_tokens: bool = True,
         at_once: bool = False,
     ) -> list[int]:
         return self.encode(" ".join(m["content"] for m in conversation.values["messages"]))

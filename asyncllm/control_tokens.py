@@ -1,0 +1,220 @@
+"""ControlTokens: special tokens of a template, told apart from text that spells them."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
+from typing import Any
+
+import tokenizers
+
+from asyncllm.errors import InvalidRequestError
+
+_FIRST_SURROGATE = 0xD800
+# From the most to the least telling sign in ordinary text; any other is more so.
+_COMMON_SIGNS = "[]<>{}()#*=\"'`-/:;!?.,\n "
+
+
+class ControlTokens:
+    """Special tokens of a tokenizer, in prompts that a template makes of messages.
+
+    A special token is a control token where the template wrote its delimiter, as the "|" of
+    "<|im_end|>", and text where a message brought it. To tell which, a conversation is
+    rendered with the delimiters in its messages hidden: each is replaced by a lone surrogate,
+    which no text that can be tokenised has, and which templates leave alone. What spells a
+    special token then is the template's own, however the template cuts, joins or rewrites
+    the messages.
+
+    Args:
+        backend: is not changed. Text is encoded by another tokenizer around the same model,
+            which knows a mark for each control token, and no special token.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        added = sorted(backend.get_added_tokens_decoder().items())
+        self._ids = {token.content: i for i, token in added if token.special and token.content}
+        signs = {text: _delimiter(text) for text in self._ids}
+        surrogates = {
+            sign: chr(_FIRST_SURROGATE + i) for i, sign in enumerate(sorted(set(signs.values())))
+        }
+        self._hidden = {
+            text: text.replace(sign, surrogates[sign], 1) for text, sign in signs.items()
+        }
+        self._surrogates = surrogates
+        # A token that is a word is hidden where it is spelled out, and only there: templates
+        # know fields and roles by words.
+        self._delimiters = [sign for sign in surrogates if not _in_words(sign)]
+        self._words = [text for text, sign in signs.items() if _in_words(sign)]
+        longest_first = sorted(self._ids, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        normalizers = {step["type"] for step in steps_of(backend.normalizer)}
+        self._rewrites = not normalizers <= {"NFC", "Prepend", "Replace"}
+        self._own = backend
+        self._add_marks(added)
+        # What stands for characters that the model does not know is a part of ordinary text.
+        unknown = self._marking.encode("\U0010fffd\ufffe", add_special_tokens=False).ids
+        self._controls = frozenset(self._ids.values()).difference(unknown)
+
+    def _add_marks(self, added: list[tuple[int, tokenizers.AddedToken]]) -> None:
+        # Its parts are shared, not copied.
+        self._marking = tokenizers.Tokenizer(self._own.model)
+        if self._own.normalizer is not None:
+            self._marking.normalizer = self._own.normalizer
+        if self._own.pre_tokenizer is not None:
+            self._marking.pre_tokenizer = self._own.pre_tokenizer
+        # A message cannot spell a mark, because it cannot know the number in it.
+        number = secrets.token_hex(8)
+        self._break = f"\U0010fffd{number}\U0010fffd"
+        self._marks: dict[str, str] = {}
+        tokens, ids = [tokenizers.AddedToken(self._break, normalized=False)], [-1]
+        for i, token in added:
+            if token.content in self._ids:
+                mark = self._marks[token.content] = f"\U0010fffd{number}{i}\U0010fffd"
+                token = tokenizers.AddedToken(
+                    mark, lstrip=token.lstrip, rstrip=token.rstrip, normalized=False
+                )
+            tokens.append(token)
+            ids.append(i)
+        self._marking.add_tokens(tokens)
+        self._renumbered = {
+            self._marking.token_to_id(token.content): i
+            for token, i in zip(tokens, ids, strict=True)
+        }
+
+    def may_be_spelled_by(self, texts: Iterable[str]) -> bool:
+        """Whether a special token may be a matter of ``texts``, or of parts of them."""
+        text = "".join(texts)
+        if self._rewrites and not text.isascii():
+            return True
+        return any(sign in text for sign in (*self._delimiters, *self._words))
+
+    def render(self, texts: Iterable[str], render: Callable[[Callable[[str], str]], str]) -> str:
+        """The prompt with delimiters hidden where it matters, for ``encode``.
+
+        Args:
+            texts: all strings of a conversation.
+            render: gives the prompt, with a function made to all of them.
+        """
+        text = "".join(texts)
+        if re.search(r"[\ud800-\udfff]", text):
+            raise InvalidRequestError(
+                "messages: have a lone surrogate, expected Unicode text", param="messages"
+            )
+        try:
+            prompt = self._least_hidden(set(self._pattern.findall(text)), render)
+        except InvalidRequestError as error:
+            raise InvalidRequestError(self._show(str(error)), param=error.param) from error
+        if "\\ud8" not in text:
+            # As JSON and Python write a surrogate in a string.
+            for surrogate in self._surrogates.values():
+                prompt = prompt.replace(f"\\u{ord(surrogate):x}", surrogate)
+        return prompt
+
+    def _least_hidden(
+        self, spelled: set[str], render: Callable[[Callable[[str], str]], str]
+    ) -> str:
+        """A prompt with the control tokens that it has with all delimiters hidden. Templates
+        look into messages, as for the thoughts in old turns, and find what is not hidden: at
+        first nothing is, then what messages brought too much of, then all that they spell."""
+        strict = render(self._hide_all)
+        written = self._pattern.findall(strict)
+        hidden: set[str] = set()
+        for everything in (set(), set(), spelled):
+            hidden |= everything
+            prompt = render(partial(self._hide, hidden))
+            found = self._pattern.findall(prompt)
+            if found == written and (spelled <= hidden or self._is_part(prompt, strict)):
+                return prompt
+            hidden |= set(Counter(found) - Counter(written))
+        return strict
+
+    def _is_part(self, prompt: str, strict: str) -> bool:
+        """Whether ``prompt`` only leaves out text of ``strict``, between control tokens: then
+        no message moved one."""
+        parts = zip(self._pattern.split(prompt), self._pattern.split(strict), strict=True)
+        for part, whole in parts:
+            rest = iter(self._show(whole))
+            if not all(character in rest for character in self._show(part)):
+                return False
+        return True
+
+    def _hide(self, hidden: Collection[str], text: str) -> str:
+        return self._pattern.sub(
+            lambda match: self._hidden[match[0]] if match[0] in hidden else match[0], text
+        )
+
+    def _hide_all(self, text: str) -> str:
+        text = self._hide(self._hidden, text)
+        for sign in self._delimiters:
+            text = text.replace(sign, self._surrogates[sign])
+        return text
+
+    def _show(self, text: str, around: str = "") -> str:
+        for sign, surrogate in self._surrogates.items():
+            text = text.replace(surrogate, around + sign + around)
+        return text
+
+    def encode(
+        self, prompt: str, encode: Callable[[tokenizers.Tokenizer, str], list[int]]
+    ) -> list[int]:
+        """Token ids of what ``render`` gave.
+
+        Args:
+            encode: text to ids by a tokenizer.
+
+        Raises:
+            InvalidRequestError: for text of a message that would be a control token however it
+                is encoded, as one that the tokenizer's normalizer makes.
+        """
+        text = self._show(prompt)
+        written = self._pattern.findall(prompt)
+        controls = [i for i in map(self._ids.__getitem__, written) if i in self._controls]
+        if len(self._pattern.findall(text)) == len(written):
+            ids = encode(self._own, text)
+            if not self._rewrites or len(self._controls_in(ids)) <= len(controls):
+                return ids
+        marked = self._pattern.sub(lambda match: self._marks[match[0]], prompt)
+        # A vocabulary may hold a special token's text as a piece of text as well.
+        for around in ("", self._break):
+            ids = encode(self._marking, self._show(marked, around))
+            ids = [self._renumbered.get(i, i) for i in ids]
+            ids = [i for i in ids if i >= 0]
+            if self._controls_in(ids) == controls:
+                return ids
+        raise InvalidRequestError(
+            "messages: this tokenizer makes a special token of text in them; "
+            "split_special_tokens=False lets it",
+            param="messages",
+        )
+
+    def _controls_in(self, ids: list[int]) -> list[int]:
+        return [i for i in ids if i in self._controls]
+
+
+def steps_of(part: Any) -> list[dict[str, Any]]:
+    """The steps of a tokenizer's normalizer, pre-tokenizer or decoder, as tokenizer.json has
+    them."""
+    if part is None:
+        return []
+    if not isinstance(part, dict):
+        # The pickled state of a part is its part of tokenizer.json, without the 0.7 s that
+        # writing and reading a whole file of 150,000 tokens takes.
+        part = json.loads(part.__getstate__())
+    if part["type"] != "Sequence":
+        return [part]
+    inner = next(value for value in part.values() if isinstance(value, list))
+    return [step for one in inner for step in steps_of(one)]
+
+
+def _delimiter(text: str) -> str:
+    """The character of a special token that is rarest in ordinary text."""
+    signs = [sign for sign in text if not _in_words(sign)] or [text[0]]
+    return min(signs, key=_COMMON_SIGNS.find)
+
+
+def _in_words(sign: str) -> bool:
+    return sign.isalnum() or sign == "_"
