@@ -20,6 +20,7 @@ from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResu
 from langchain_core.utils.function_calling import convert_to_openai_tool
 
 from asyncllm import Completion, Delta, InvalidRequestError, Usage
+from asyncllm.template_input import TemplateInput
 from langchain_asyncllm.engine_model import CONFIG, EngineModel, finish_metadata, token_usage
 
 
@@ -75,9 +76,7 @@ class ChatAsyncLLM(EngineModel, BaseChatModel):
             return self._prompt_length(alone[0], schemas) + rest
 
     def _prompt_length(self, chat: list[dict[str, Any]], tools: list[Any] | None) -> int:
-        tokenizer = self.engine.tokenizer
-        text = tokenizer.apply_chat_template(chat, tools=tools)
-        return len(tokenizer.encode(text, add_special_tokens=False))
+        return len(self.engine.tokenizer.encode_chat(TemplateInput(chat, {"tools": tools})))
 
     def bind_tools(self, tools: Sequence[Any], **kwargs: Any) -> Any:
         """Not there yet.
