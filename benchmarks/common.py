@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 import statistics
 import sys
 import time
@@ -13,7 +14,15 @@ from pathlib import Path
 
 from asyncllm.cli.measure import LagMeter, describe, machine, percentile
 
-__all__ = ["Figure", "LagMeter", "Report", "cpu_time_of", "options", "percentile"]
+__all__ = [
+    "Figure",
+    "LagMeter",
+    "Report",
+    "cpu_time_of",
+    "options",
+    "percentile",
+    "resident_bytes",
+]
 
 _SCALES = {"s": 1.0, "ms": 1e3, "µs": 1e6, "ns": 1e9}
 
@@ -112,3 +121,9 @@ def cpu_time_of(work: Callable[[], object]) -> float:
     began = time.thread_time()
     work()
     return time.thread_time() - began
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in RAM (Linux)."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * resource.getpagesize()

@@ -11,14 +11,13 @@ import random
 import statistics
 import time
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 
 import uvloop
 
 from asyncllm import AsyncLLMEngine
 from asyncllm.stream import TokenStream
 from benchmarks.abort_watch import AbortWatch
-from benchmarks.common import LagMeter, Report, options, percentile
+from benchmarks.common import LagMeter, Report, options, percentile, resident_bytes
 from benchmarks.wakes import Wakes
 
 PROMPT_LEN = 32
@@ -188,12 +187,6 @@ async def measure_idle(bench: Bench) -> None:
     await asyncio.sleep(duration)
     share = (time.process_time() - before) / duration
     bench.report.add("CPU use of an idle engine", share * 100, "%")
-
-
-def resident_bytes() -> int:
-    """Memory of this process that is in RAM."""
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    return pages * 4096
 
 
 async def measure_memory(bench: Bench) -> None:

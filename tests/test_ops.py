@@ -7,13 +7,22 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from asyncllm.gpu.models.decoder import Decoder, attention_shape
+from asyncllm.gpu.ops import onednn_ops
 from asyncllm.gpu.ops.base import AttentionShape
-from asyncllm.gpu.ops.onednn_ops import PLAIN_PRODUCT, OneDNNOps, SmallLinear, onednn_works
+from asyncllm.gpu.ops.onednn_ops import (
+    PLAIN_PRODUCT,
+    BucketedLinear,
+    OneDNNOps,
+    SmallLinear,
+    bucket,
+    onednn_works,
+)
 from asyncllm.gpu.ops.registry import make_ops
 from asyncllm.gpu.ops.torch_attention import TorchAttention
-from asyncllm.gpu.ops.torch_ops import TorchOps, TorchRopeAndCache
+from asyncllm.gpu.ops.torch_ops import TorchLinear, TorchOps, TorchRopeAndCache
 from asyncllm.gpu.threads import set_thread_count
 from asyncllm.gpu.weights import dummy_weights
 from asyncllm.model_config import ModelConfig, RopeConfig
@@ -39,7 +48,7 @@ def test_linear(ops, dtype, shape, biased):
     shift = 0.0 if bias is None else bias.double()
     tolerance = TOLERANCE[dtype]
     for linear, extra in ((ops.linear(weight, bias), shift), (ops.shared_linear(weight), 0.0)):
-        for rows in (0, 1, 3, 70):
+        for rows in (0, 1, 3, 17, 70):
             x = torch.randn(rows, shape[1], generator=generator).to(dtype)
             found = linear(x)
             assert found.dtype == dtype
@@ -47,15 +56,65 @@ def test_linear(ops, dtype, shape, biased):
             torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
 
 
+def test_row_buckets_are_few_and_near():
+    counts = range(8193)
+    sizes = [bucket(count) for count in counts]
+    assert sizes[:17] == list(range(17))
+    assert all(
+        count <= size <= bucket(size) == size for count, size in zip(counts, sizes, strict=True)
+    )
+    assert all(size < count * 1.125 for count, size in zip(counts[1:], sizes[1:], strict=True))
+    assert all(size < count * 1.0625 for count, size in zip(counts[129:], sizes[129:], strict=True))
+    assert [len(set(sizes[1 : limit + 1])) for limit in (64, 256, 512, 8192)] == [32, 56, 72, 136]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_what_has_a_cache_of_shapes_sees_buckets_alone(dtype, monkeypatch):
+    """oneDNN keeps every shape that it has met, so no linear layer that calls it may see a
+    number of rows as it comes."""
+    seen: set[int] = set()
+
+    class Packed(TorchLinear):
+        def __call__(self, x):
+            seen.add(x.shape[0])
+            return super().__call__(x)
+
+    for name in ("PackedLinear", "TorchLinear"):
+        monkeypatch.setattr(onednn_ops, name, Packed)
+    monkeypatch.setattr(onednn_ops, "onednn_works", lambda dtype: True)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    ops = OneDNNOps()
+    small, large = torch.randn(64, 32).to(dtype), torch.randn(640, 640).to(dtype)
+    layers = [ops.linear(small, None), ops.linear(large, small.new_zeros(640))]
+    layers += [ops.shared_linear(small)]
+    if dtype != torch.float32:
+        layers.append(ops.shared_linear(large))
+    generator = torch.Generator().manual_seed(4)
+    for layer in layers:
+        weight = layer.weight if isinstance(layer, SmallLinear) else layer.linear.weight
+        x = torch.randn(300, weight.shape[1], generator=generator).to(dtype)
+        expected = F.linear(x, weight)
+        for rows in range(17, 300, 40):
+            tolerance = TOLERANCE[dtype]
+            torch.testing.assert_close(
+                layer(x[:rows]), expected[:rows], rtol=tolerance, atol=tolerance
+            )
+    assert seen == {bucket(rows) for rows in seen}
+    assert max(seen) > 256
+
+
 @pytest.mark.skipif(not onednn_works(), reason="this torch has no packed linear layers")
-def test_only_tiny_weights_are_kept_in_two_layouts():
+def test_only_tiny_weights_are_kept_in_two_layouts(monkeypatch):
     ops = OneDNNOps()
     attention = TorchAttention(AttentionShape(2, 1, 8, 1.0), torch.float32)
     assert isinstance(make_ops(CPU, attention), OneDNNOps)
     small, large = torch.zeros(10, PLAIN_PRODUCT // 10), torch.zeros(11, PLAIN_PRODUCT // 10)
-    assert isinstance(ops.linear(small, None), SmallLinear)
-    assert not isinstance(ops.linear(large, None), SmallLinear)
-    assert not isinstance(ops.linear(small.bfloat16(), None), SmallLinear)
+    for capability, kind in (("AVX512", SmallLinear), ("AVX2", TorchLinear)):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)  # noqa: B023
+        assert type(ops.linear(small, None)) is kind
+        assert type(ops.linear(large, None)) is BucketedLinear
+    packed = BucketedLinear if onednn_works(torch.bfloat16) else TorchLinear
+    assert type(ops.linear(small.bfloat16(), None)) is packed
 
 
 def test_a_decoder_holds_no_second_copy_while_it_is_built():
@@ -63,11 +122,11 @@ def test_a_decoder_holds_no_second_copy_while_it_is_built():
         path=Path("nowhere"),
         architecture="LlamaForCausalLM",
         vocab_size=1024,
-        hidden_size=512,
+        hidden_size=640,
         intermediate_size=1024,
         num_layers=3,
-        num_heads=8,
-        num_kv_heads=8,
+        num_heads=10,
+        num_kv_heads=10,
         head_dim=64,
         max_position_embeddings=64,
         rms_norm_eps=1e-5,
@@ -77,18 +136,18 @@ def test_a_decoder_holds_no_second_copy_while_it_is_built():
     plain: list[weakref.ref[torch.Tensor]] = []
 
     def watched():
-        for name, tensor in dummy_weights(model, torch.bfloat16, CPU):
+        for name, tensor in dummy_weights(model, torch.float32, CPU):
             assert sum(ref() is not None for ref in plain) <= 1
             if tensor.dim() > 1 and not name.startswith("embed"):
                 plain.append(weakref.ref(tensor))
             yield name, tensor
             del tensor
 
-    attention = TorchAttention(attention_shape(model), torch.bfloat16)
+    attention = TorchAttention(attention_shape(model), torch.float32)
     decoder = Decoder(model, OneDNNOps(), attention, watched())
     assert len(plain) == 4 * 3
     assert all(ref() is None for ref in plain)
-    assert decoder.embedding.shape == (1024, 512)
+    assert decoder.embedding.shape == (1024, 640)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

@@ -3,6 +3,10 @@
 oneDNN's packed layout saves it the reordering of the weight in every call, 1.5 to 3 times
 at the batch sizes of decoding. A call costs about 10 µs more than ``F.linear``, so that tiny
 products are left to that.
+
+oneDNN caches its last 1,024 primitives for the life of the process, one or two for every
+weight shape and number of rows, of 0.3 MB each. Rows are padded to buckets, so that traffic
+of all sizes makes do with some dozens of them.
 """
 
 from __future__ import annotations
@@ -16,7 +20,29 @@ from asyncllm.gpu.ops.torch_ops import TorchLinear, TorchOps
 
 PLAIN_PRODUCT = 400_000
 """Rows times weight elements up to which ``F.linear`` is faster in float32. Weights no
-larger than this are kept in both layouts, at most 1.6 MB each; all others in one."""
+larger than this are kept in both layouts, at most 1.6 MB each; all others in one. With AVX2
+alone it is faster for them with any number of rows."""
+
+
+def bucket(num_rows: int) -> int:
+    """Rows to compute ``num_rows`` with: exact up to 16, then 8 sizes to an octave, above 128
+    16, because the more rows, the more of a step is matrix products."""
+    step = 1 << max(0, (num_rows - 1).bit_length() - (4 if num_rows <= 128 else 5))
+    return -(-num_rows // step) * step
+
+
+class BucketedLinear:
+    """A linear layer with its rows padded to a bucket. A row's result is its own alone."""
+
+    def __init__(self, linear: Linear) -> None:
+        self.linear = linear
+
+    def __call__(self, x: Tensor) -> Tensor:
+        num_rows = x.shape[0]
+        padding = bucket(num_rows) - num_rows
+        if not padding:
+            return self.linear(x)
+        return self.linear(F.pad(x, (0, 0, 0, padding)))[:num_rows]
 
 
 class PackedLinear:
@@ -37,7 +63,7 @@ class SmallLinear:
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight = weight
         self.bias = bias
-        self.packed = PackedLinear(weight, bias)
+        self.packed = BucketedLinear(PackedLinear(weight, bias))
         self.plain_rows = PLAIN_PRODUCT // weight.numel()
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -52,28 +78,35 @@ class OneDNNOps(TorchOps):
     name = "onednn"
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        if weight.dtype == torch.float32 and weight.numel() <= PLAIN_PRODUCT:
-            return SmallLinear(weight, bias)
-        return PackedLinear(weight, bias)
+        if not onednn_works(weight.dtype):
+            return TorchLinear(weight, bias)
+        if weight.dtype != torch.float32 or weight.numel() > PLAIN_PRODUCT:
+            return BucketedLinear(PackedLinear(weight, bias))
+        if torch.backends.cpu.get_cpu_capability() == "AVX2":
+            return TorchLinear(weight, bias)
+        return SmallLinear(weight, bias)
 
     def shared_linear(self, weight: Tensor) -> Linear:
         if weight.numel() <= PLAIN_PRODUCT:
             return self.linear(weight, None)
-        return TorchLinear(weight, None)
+        linear = TorchLinear(weight, None)
+        # In float32 torch calls BLAS, which keeps nothing; in bfloat16, oneDNN.
+        return linear if weight.dtype == torch.float32 else BucketedLinear(linear)
 
 
-def onednn_works() -> bool:
-    """Whether this torch has the packed linear op, and it computes what it should.
+def onednn_works(dtype: torch.dtype = torch.float32) -> bool:
+    """Whether this torch has the packed linear op, the processor takes it in ``dtype``, and
+    it computes what it should.
 
     The op is torch's own and private, used by its compiler on CPUs.
     """
     if not torch.backends.mkldnn.is_available():
         return False
-    x = torch.arange(12, dtype=torch.float32, device="cpu").view(3, 4)
-    weight = torch.arange(20, dtype=torch.float32, device="cpu").view(5, 4)
-    bias = torch.arange(5, dtype=torch.float32, device="cpu")
+    x = torch.arange(12, dtype=dtype, device="cpu").view(3, 4)
+    weight = torch.arange(20, dtype=dtype, device="cpu").view(5, 4)
+    bias = torch.arange(5, dtype=dtype, device="cpu")
     try:
         found = PackedLinear(weight, bias)(x)
     except (AttributeError, RuntimeError, TypeError):
         return False
-    return torch.equal(found, F.linear(x, weight, bias))
+    return torch.allclose(found, F.linear(x, weight, bias), rtol=torch.finfo(dtype).eps)
