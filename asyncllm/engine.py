@@ -14,7 +14,7 @@ from asyncllm.config import EngineConfig
 from asyncllm.core.channel import OnSlow
 from asyncllm.core.observer import Observer, Observers
 from asyncllm.engine_thread import EngineThread
-from asyncllm.errors import EngineClosedError, EngineError, InvalidRequestError
+from asyncllm.errors import EngineClosedError, EngineError
 from asyncllm.hosts import MailboxRegistry, ThreadMailbox, join, wait_for
 from asyncllm.intake import Intake, RequestOptions
 from asyncllm.loading import Loader, LoadStage, load_model
@@ -416,12 +416,7 @@ class AsyncLLMEngine:
 def _configure(
     model: str | os.PathLike[str] | None, config: EngineConfig | None, overrides: dict[str, Any]
 ) -> EngineConfig:
-    known = EngineConfig.field_names()
-    for name in overrides:
-        if name not in known:
-            raise InvalidRequestError(
-                f"{name}: no such setting (there are {', '.join(sorted(known))})", param=name
-            )
+    check.refuse_unknown("setting", overrides, EngineConfig.field_names())
     if model is not None:
         overrides["model"] = model
     if config is None:

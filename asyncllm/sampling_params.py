@@ -179,12 +179,7 @@ class SamplingParams:
         Raises:
             InvalidRequestError: for a name that does not exist, or a value out of range.
         """
-        for name in overrides:
-            if name not in self.__dataclass_fields__:
-                names = ", ".join(sorted(self.__dataclass_fields__))
-                raise InvalidRequestError(
-                    f"{name}: no such sampling parameter (there are {names})", param=name
-                )
+        check.refuse_unknown("sampling parameter", overrides, self.__dataclass_fields__)
         # What is filled in below is known to be good; checking all of it again would double
         # the cost of a call that an event loop waits for.
         resolved = replace(self, **overrides) if overrides else copy(self)

@@ -14,7 +14,7 @@ import numbers
 import operator
 import reprlib
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -172,3 +172,11 @@ def refuse_unsupported(name: str, value: Any, *neutral: Any) -> None:
         if value is one or same(value, one):
             return
     raise InvalidRequestError(f"{name} is not supported yet", param=name)
+
+
+def refuse_unknown(kind: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Raises InvalidRequestError for a name that does not exist."""
+    for name in given:
+        if name not in known:
+            names = ", ".join(sorted(known))
+            raise InvalidRequestError(f"{name}: no such {kind} (there are {names})", param=name)

@@ -11,7 +11,6 @@ import torch
 from asyncllm.config import EngineConfig
 from asyncllm.core.batch import SlotAssignment, StepBatch
 from asyncllm.core.executor import ExecutorInfo
-from asyncllm.errors import InvalidRequestError
 from asyncllm.gpu.devices import enter_device, resolve_device, resolve_dtype
 from asyncllm.gpu.kv_cache import KVCache, cpu_cache_bytes, least_cache_bytes, size_cache
 from asyncllm.gpu.largest_step import run_largest_step
@@ -29,6 +28,7 @@ from asyncllm.loading import Progress
 from asyncllm.model_config import ModelConfig
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.tracebacks import clear_frames
+from asyncllm.validation import invalid
 
 
 def create_executor(
@@ -165,20 +165,15 @@ def resolve_threads(count: int | None, model: ModelConfig, device: torch.device)
         InvalidRequestError: a number was asked for that cannot be honoured here.
     """
     if device.type != "cpu" and count is not None:
-        raise InvalidRequestError(
-            f"num_threads={count}: expected None on device {device}", param="num_threads"
-        )
+        raise invalid("num_threads", count, f"None on device {device}")
     if device.type != "cpu" or (count is None and not is_small(model)):
         return None
     if set_thread_count(count or 1):
         return count or 1
     if count is None:
         return None
-    raise InvalidRequestError(
-        f"num_threads={count}: this build of torch has no thread count per thread; expected "
-        "None, and torch.set_num_threads in the application",
-        param="num_threads",
-    )
+    accepted = "None: this build of torch has torch.set_num_threads alone, for all threads"
+    raise invalid("num_threads", count, accepted)
 
 
 def available_cache_bytes(

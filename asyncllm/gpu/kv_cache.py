@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from asyncllm.config import EngineConfig
-from asyncllm.errors import InvalidRequestError, KVCacheTooSmallError
+from asyncllm.errors import KVCacheTooSmallError
 from asyncllm.model_config import ModelConfig
+from asyncllm.validation import invalid
 
 logger = logging.getLogger(__name__)
 
@@ -132,10 +133,7 @@ def size_cache(
     """
     context = model.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > context:
-        raise InvalidRequestError(
-            f"max_model_len={config.max_model_len}: the model's context is {context} tokens",
-            param="max_model_len",
-        )
+        raise invalid("max_model_len", config.max_model_len, f"at most the model's {context}")
     per_block = block_bytes(model, block_size, dtype)
     longest = config.max_model_len or context
     blocks_per_seq = -(-longest // block_size)

@@ -11,6 +11,7 @@ from asyncllm.config import EngineConfig
 from asyncllm.errors import InvalidRequestError
 from asyncllm.gpu.cuda_graphs import CudaRecorder, EagerRecorder, Recorder, default_sizes
 from asyncllm.gpu.streams import CudaStream, InlineStream, Stream
+from asyncllm.validation import invalid
 
 GRAPH_BYTES = 8 * 2**20
 """Set aside for a captured graph: an estimate, to be corrected by what GraphRecord says."""
@@ -62,16 +63,10 @@ def graph_sizes(config: EngineConfig, placement: Placement, max_num_seqs: int) -
         return ()
     if config.cuda_graphs == "off":
         if sizes is not None:
-            raise InvalidRequestError(
-                f'cuda_graph_sizes={sizes!r}: expected None with cuda_graphs="off"',
-                param="cuda_graph_sizes",
-            )
+            raise invalid("cuda_graph_sizes", sizes, 'None with cuda_graphs="off"')
         return ()
     if sizes is not None and sizes[-1] > max_num_seqs:
-        raise InvalidRequestError(
-            f"cuda_graph_sizes={sizes!r}: expected sizes up to max_num_seqs={max_num_seqs}",
-            param="cuda_graph_sizes",
-        )
+        raise invalid("cuda_graph_sizes", sizes, f"sizes up to max_num_seqs={max_num_seqs}")
     return default_sizes(max_num_seqs) if sizes is None else sizes
 
 
@@ -86,6 +81,4 @@ def graph_reserve(sizes: tuple[int, ...], max_num_seqs: int, vocab_size: int, wi
 
 
 def _refused(name: str, value: object, accepted: str, device: torch.device) -> InvalidRequestError:
-    return InvalidRequestError(
-        f"{name}={value!r}: expected {accepted}: steps run eagerly on device {device}", param=name
-    )
+    return invalid(name, value, f"{accepted}: steps run eagerly on device {device}")

@@ -1,0 +1,288 @@
+"""Requests that no validator expects, beside well-behaved ones, whose tokens must not change.
+
+Each odd request ends in exactly one way: refused with the argument's name, finished, aborted by
+its reader, or failed by an error of its own. The engine lives on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from asyncllm import AsyncLLMEngine, InvalidRequestError, RequestError
+from asyncllm.serving.response_request import _NEUTRAL, _OPTIONS, SAMPLING
+from asyncllm.stream import TokenStream
+from tests.fakes import fake
+from tests.websocket_clients import ENDS, Client, client_of, served
+
+# On the engine thread too: the filters are the process's.
+pytestmark = pytest.mark.filterwarnings("error")
+
+SAMPLING_FIELDS = [
+    "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens",
+    "min_tokens", "logprobs", "prompt_logprobs", "logit_bias", "allowed_token_ids", "bad_words",
+    "skip_special_tokens", "include_stop_str_in_output", "structured_outputs",
+    "logits_processors",
+]  # fmt: skip
+OPTIONS = ["request_id", "priority", "timeout", "max_unread", "on_slow", "cache_salt", "params"]
+CHAT_OPTIONS = ["tools", "tool_choice", "response_format", "chat_template_kwargs"]
+
+# --- what is sent ------------------------------------------------------------------------
+
+
+class Unprintable(Exception):
+    def __repr__(self) -> str:
+        raise ValueError("on purpose")
+
+    __str__ = __repr__
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    def processor(output: list[int], logits: torch.Tensor) -> torch.Tensor:
+        logits[:] = torch.nan
+        raise error
+
+    return processor
+
+
+def returning(make: Callable[[torch.Tensor], Any]) -> Callable[..., Any]:
+    return lambda output, logits: make(logits)
+
+
+LARGE = [2**31 - 1, 2**31, 2**32, 2**63 - 1, 2**63, 2**64, 10**20, 10**400, 10**5000]
+INTEGERS = st.integers() | st.sampled_from(LARGE) | st.sampled_from([-n for n in LARGE])
+FLOATS = st.floats() | st.sampled_from([1e300, -0.0, 5e-324, math.nan, math.inf, 1e-5, 3.4e38])
+NUMPY_SCALARS = st.sampled_from(
+    [np.int8(-1), np.int64(2**63 - 1), np.uint64(2**64 - 1), np.float16(1), np.float32("nan")]
+) | st.sampled_from([np.float64(1e300), np.longdouble("1e400"), np.bool_(True)])
+ARRAYS = st.sampled_from(
+    [np.array(3), np.zeros((2, 2)), np.array([1.5]), np.array(["x"]), torch.tensor([1, 2])]
+)
+NUMBERS = st.one_of(
+    INTEGERS,
+    FLOATS,
+    NUMPY_SCALARS,
+    ARRAYS,
+    st.sampled_from([Decimal("0.5"), Decimal("NaN"), Fraction(1, 3), Fraction(10**400), 1j, True]),
+)
+TEXTS = st.text() | st.sampled_from(
+    ["", "\ud800", "\0", "auto", "none", "x" * 5000, "<|im_end|>", "1 2", "\U0001f600" * 9]
+)
+SCALARS = NUMBERS | TEXTS | st.none() | st.sampled_from([b"\xff", object(), ..., type, len])
+VALUES = st.one_of(
+    SCALARS,
+    st.lists(SCALARS, max_size=3),
+    st.dictionaries(st.integers(-1, 2000) | TEXTS, SCALARS, max_size=2),
+    st.lists(st.lists(NUMBERS, max_size=2), max_size=2),
+)
+PROCESSORS = st.lists(
+    st.sampled_from(
+        [
+            *map(raising, (SystemExit(3), KeyboardInterrupt(), GeneratorExit(), MemoryError())),
+            *map(raising, (asyncio.CancelledError(), StopIteration(), Unprintable())),
+            *map(returning, (lambda x: None, lambda x: x * torch.nan, lambda x: x[:-1])),
+            *map(returning, (lambda x: x.to(torch.complex64), lambda x: x + torch.inf, len)),
+            *map(returning, (lambda x: x.to("meta"), lambda x: x.long(), lambda x: x.double())),
+        ]
+    ),
+    max_size=2,
+)
+
+
+def requests(fields: list[str]) -> st.SearchStrategy[dict[str, Any]]:
+    """One to three fields with odd values."""
+    return st.lists(st.sampled_from(fields), min_size=1, max_size=3, unique=True).flatmap(
+        lambda names: st.fixed_dictionaries(
+            {name: VALUES | PROCESSORS if name == "logits_processors" else VALUES for name in names}
+        )
+    )
+
+
+# --- who is beside it --------------------------------------------------------------------
+
+
+@dataclass
+class Street:
+    """An engine on a loop of its own, and its well-behaved residents."""
+
+    runner: asyncio.Runner
+    engine: AsyncLLMEngine
+    prompts: list[Any]
+    residents: list[dict[str, Any]]
+    expected: list[tuple[int, ...]]
+    client: Client
+
+    def live_through(self, odd: Callable[[], Any]) -> None:
+        self.runner.run(self._live_through(odd))
+
+    async def _live_through(self, odd: Callable[[], Any]) -> None:
+        async with asyncio.timeout(30):
+            streams = self._residents()
+            await odd()
+            found = [(await stream.result()).token_ids for stream in streams]
+        assert found == self.expected
+        stats = self.engine.stats()
+        assert (stats.num_running, stats.num_waiting) == (0, 0)
+        assert stats.num_free_blocks == stats.num_blocks
+
+    def _residents(self) -> list[TokenStream]:
+        return [
+            self.engine.stream(prompt, **params)
+            for prompt, params in zip(self.prompts, self.residents, strict=True)
+        ]
+
+    async def open(self, stack: AsyncExitStack) -> None:
+        server = await stack.enter_async_context(served(self.engine))
+        self.client = await stack.enter_async_context(client_of(server))
+        for stream in self._residents():
+            self.expected.append((await stream.result()).token_ids)
+
+
+def on_the_fake() -> Street:
+    engine = fake(num_blocks=257).engine(scheduling_policy="priority")
+    residents = [{"max_tokens": 6}, {"max_tokens": 9, "priority": -5}]
+    return Street(asyncio.Runner(), engine, [[1, 2, 3], [4, 5]], residents, [], None)  # type: ignore[arg-type]
+
+
+def on_the_model() -> Street:
+    engine = AsyncLLMEngine(scheduling_policy="priority", kv_cache_memory="16MiB", device="cpu")
+    residents = [
+        {"max_tokens": 5, "temperature": 0},
+        {"max_tokens": 6, "seed": 5, "temperature": 0.8, "repetition_penalty": 1.1, "logprobs": 1},
+    ]
+    prompts = ["Tell me a story about", "What is the capital of"]
+    return Street(asyncio.Runner(), engine, prompts, residents, [], None)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module", params=[on_the_fake, on_the_model])
+def street(request: pytest.FixtureRequest) -> Iterator[Street]:
+    street = request.param()
+    stack = AsyncExitStack()
+    with street.runner:
+        street.runner.run(street.open(stack))
+        yield street
+        street.runner.run(stack.aclose())
+
+
+async def read(submit: Callable[[], TokenStream], names: set[str]) -> None:
+    """Sends a request and reads a few tokens of it. Every end but the allowed ones raises."""
+    told: RequestError | None = None
+    try:
+        async with submit() as stream:
+            count = 0
+            async for delta in stream:
+                count += len(delta.token_ids)
+                if count >= 4:
+                    stream.abort()
+        assert stream.finish_reason in ("stop", "length", "abort")
+    except RequestError as error:
+        told = error
+    if told is not None:
+        assert len(str(told)) < 1000
+    if isinstance(told, InvalidRequestError):
+        assert told.param in names
+
+
+# --- the tests ---------------------------------------------------------------------------
+
+
+EXAMPLES = settings(max_examples=20)
+
+
+@EXAMPLES
+@given(fields=requests([*SAMPLING_FIELDS, *OPTIONS]))
+@example({"top_k": 2**63})
+@example({"temperature": 1e300})
+@example({"repetition_penalty": 1e300})
+@example({"timeout": 10**400})
+@example({"seed": 10**5000})
+@example({"cache_salt": "\ud800"})
+@example({"logits_processors": [raising(SystemExit())]})
+@example({"logits_processors": [raising(KeyboardInterrupt())]})
+@example({"logits_processors": [raising(Unprintable())]})
+def test_odd_fields_of_a_stream(street: Street, fields: dict[str, Any]) -> None:
+    async def odd() -> None:
+        asked = {"max_tokens": 4} | fields
+        await read(lambda: street.engine.stream([7, 8, 9], **asked), {*fields})
+
+    street.live_through(odd)
+
+
+@EXAMPLES
+@given(prompt=VALUES)
+@example([10**400])
+@example([2**63])
+@example([True])
+def test_odd_prompts(street: Street, prompt: Any) -> None:
+    async def odd() -> None:
+        await read(lambda: street.engine.stream(prompt, max_tokens=4), {"prompt"})
+
+    street.live_through(odd)
+
+
+@EXAMPLES
+@given(fields=requests([*CHAT_OPTIONS, *SAMPLING_FIELDS, *OPTIONS]))
+@example({"tool_choice": np.zeros(2)})
+@example({"response_format": {"type": np.zeros(2)}})
+def test_odd_fields_of_a_chat(street: Street, fields: dict[str, Any]) -> None:
+    async def odd() -> None:
+        asked = {"messages": [{"role": "user", "content": "1 2"}], "max_tokens": 4} | fields
+        await read(lambda: street.engine.chat(**asked), {*asked})
+
+    street.live_through(odd)
+
+
+JSON_SCALARS = st.one_of(
+    st.integers().map(str),
+    st.floats(allow_nan=False, allow_infinity=False).map(repr),
+    TEXTS.map(json.dumps),
+    st.sampled_from(["1e400", "-1e400", "-0.0", "5e-324", "NaN", "1e300", str(2**63), str(2**64)]),
+    st.sampled_from(["1" + "0" * 400, "9" * 4300, "9" * 4301]),
+    st.sampled_from(["true", "false", "null", "[]", "{}", '""', "[[1]]"]),
+)
+JSON_VALUES = JSON_SCALARS | st.lists(JSON_SCALARS, max_size=3).map(lambda v: f"[{','.join(v)}]")
+JSON_FIELDS = sorted(
+    {*SAMPLING, *_OPTIONS, *_NEUTRAL, "input", "instructions", "metadata", "model", "generate"}
+    | {"include", "top_logprobs", "user", "previous_response_id", "type", "anything"}
+)
+
+
+@EXAMPLES
+@given(
+    fields=st.dictionaries(st.sampled_from(JSON_FIELDS), JSON_VALUES, min_size=1, max_size=3),
+)
+@example({"top_k": str(2**63)})
+@example({"temperature": "1e300"})
+@example({"temperature": "1" + "0" * 400})
+@example({"top_p": "9" * 4300})
+@example({"priority": "9" * 400})
+@example({"repetition_penalty": "1e300"})
+def test_odd_messages(street: Street, fields: dict[str, str]) -> None:
+    """Any JSON value in any field is answered, on a connection that stays open."""
+    plain = {"type": '"response.create"', "input": '"1 2"', "max_output_tokens": "4"}
+    message = ",".join(f'"{name}":{value}' for name, value in (plain | fields).items())
+
+    async def odd() -> None:
+        await street.client.connection.send("{" + message + "}")
+        end = (await street.client.until(*ENDS))[-1]
+        assert end["type"] in ("response.completed", "response.incomplete", "error"), end
+        if end["type"] == "error":
+            assert (end["error"]["type"], end["status"] < 500) == ("invalid_request_error", True)
+            # A refused message does not count against the next ones.
+            assert (await street.client.ask("1 2", max_output_tokens=1))["status"] == "incomplete"
+
+    street.live_through(odd)
