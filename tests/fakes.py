@@ -31,7 +31,7 @@ class FakeTokenizer:
 
     def __init__(self) -> None:
         self.gate: Any = None
-        self.failing_tokens: set[int] = set()
+        self.failing_tokens: dict[int, type[BaseException]] = {}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         if self.gate is not None:
@@ -69,12 +69,12 @@ class FakeTokenizer:
 class FailingDecoder(WordDecoder):
     """Raises on tokens that the test names."""
 
-    def __init__(self, failing: set[int]) -> None:
+    def __init__(self, failing: dict[int, type[BaseException]]) -> None:
         self._failing = failing
 
     def push(self, token_id: int) -> str:
         if token_id in self._failing:
-            raise ValueError(f"token {token_id} has no text")
+            raise self._failing[token_id](f"token {token_id} has no text")
         return super().push(token_id)
 
 

@@ -406,10 +406,15 @@ async def test_one_failing_request_fails_alone():
         assert engine.stats().num_free_blocks == engine.stats().num_blocks
 
 
-async def test_text_that_does_not_decode_fails_its_request_after_what_came_before():
+class Panic(BaseException):
+    """As that of a tokenizer's Rust, which is no Exception."""
+
+
+@pytest.mark.parametrize("kind", [ValueError, Panic])
+async def test_text_that_does_not_decode_fails_its_request_after_what_came_before(kind):
     rig = fake()
     tokens = rig.executor.reference([6], 5)
-    rig.tokenizer.failing_tokens.add(tokens[3])
+    rig.tokenizer.failing_tokens[tokens[3]] = kind
     async with rig.engine() as engine:
         got = []
         stream = engine.stream([6], max_tokens=5)

@@ -90,7 +90,7 @@ class Delivery:
         channel: Channel = request.output.channel
         try:
             text = self._detokenize(request, request.output.detokenizer, event.token_id)
-        except Exception as error:
+        except BaseException as error:  # a panic of the tokenizer's Rust is no Exception
             self.fail(request, _as_request_error(request, error))
             return
         if request.status is Status.FINISHED:
@@ -245,13 +245,13 @@ def partial_of(request: Request, now: float) -> Completion | None:
     token_ids = request.output_token_ids
     try:
         text = request.output.decode(token_ids)
-    except Exception:
+    except BaseException:
         text = ""  # it has ended, whether that can be decoded or not
     output = CompletionOutput(0, text, tuple(token_ids), None)
     return Completion(request.request_id, tuple(prompt), (output,), usage_of(request, now))
 
 
-def _as_request_error(request: Request, error: Exception) -> Exception:
+def _as_request_error(request: Request, error: BaseException) -> Exception:
     if isinstance(error, AsyncLLMError):
         return error
     wrapped = RequestError(f"request {request.request_id!r} failed: {describe(error)}")
@@ -265,5 +265,5 @@ def _remaining_text(request: Request) -> str:
     output: Output = request.output
     try:
         return "" if output.detokenizer is None else output.detokenizer.finish()
-    except Exception:
+    except BaseException:
         return ""
