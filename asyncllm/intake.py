@@ -22,8 +22,8 @@ from asyncllm.hosts import MailboxRegistry
 from asyncllm.loading import LoadedModel
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.stream import TokenStream
-from asyncllm.template_input import TemplateInput
-from asyncllm.text_worker import LONG_TEXT, TextWorker
+from asyncllm.text.template_input import TemplateInput
+from asyncllm.text.tokenizer_thread import LONG_TEXT, TextWorker
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from asyncllm.config import EngineConfig
 from asyncllm.core.executor import Executor
 
 if TYPE_CHECKING:
-    from asyncllm.tokenizer import Tokenizer
+    from asyncllm.text.tokenizer import Tokenizer
 
 LoadStage = Literal["weights", "graphs"]
 
@@ -49,7 +49,7 @@ def load_model(config: EngineConfig, progress: Progress) -> LoadedModel:
     from asyncllm.gpu.factory import create_executor
     from asyncllm.model_config import ModelConfig
     from asyncllm.model_files import resolve_model, resolve_tokenizer
-    from asyncllm.tokenizer import Tokenizer
+    from asyncllm.text.tokenizer import Tokenizer
 
     path = resolve_model(
         config.model, config.revision, weights=config.load_format != "dummy", progress=progress

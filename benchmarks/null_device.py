@@ -14,7 +14,7 @@ from asyncllm.core.executor import ExecutorInfo
 from asyncllm.loading import LoadedModel
 from asyncllm.model_config import ModelConfig
 from asyncllm.model_files import resolve_model
-from asyncllm.tokenizer import Tokenizer
+from asyncllm.text.tokenizer import Tokenizer
 
 
 class NullDevice:

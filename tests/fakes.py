@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncllm import AsyncLLMEngine, EngineConfig
-from asyncllm.core.detokenizer import Detokenizer
 from asyncllm.core.executor import ExecutorInfo, FakeExecutor
 from asyncllm.errors import InvalidRequestError
 from asyncllm.loading import LoadedModel
-from asyncllm.template_input import TemplateInput
+from asyncllm.text.detokenizer import Detokenizer
+from asyncllm.text.template_input import TemplateInput
 
 VOCAB_SIZE = 1000
 

@@ -10,8 +10,8 @@ import pytest
 from asyncllm import AsyncLLMEngine
 from asyncllm import tokenizer as tokenizer_module
 from asyncllm.errors import ContextLengthExceededError, InvalidRequestError
-from asyncllm.text_worker import LONG_TEXT
-from asyncllm.tokenizer import Tokenizer
+from asyncllm.text.tokenizer import Tokenizer
+from asyncllm.text.tokenizer_thread import LONG_TEXT
 from tests.fakes import Fake, fake
 from tests.test_control_tokens import as_written, controls, encode
 from tests.tokenizer_kinds import CHATML, byte_level, make

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from asyncllm.chat_template import ChatTemplate
 from asyncllm.errors import ContextLengthExceededError, InvalidRequestError
-from asyncllm.template_input import TemplateInput
-from asyncllm.template_sandbox import RenderLimits, TemplateLimitError, TemplateOutputError
+from asyncllm.text.chat_template import ChatTemplate
+from asyncllm.text.template_input import TemplateInput
+from asyncllm.text.template_sandbox import RenderLimits, TemplateLimitError, TemplateOutputError
 from tests.tokenizer_kinds import byte_level, make
 
 LIMITS = RenderLimits(max_output=100_000, max_value=1_000_000, seconds=5.0)
@@ -258,7 +258,7 @@ def test_a_template_that_does_not_compile() -> None:
 def test_what_is_too_long_for_certain_is_not_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = make(byte_level(), "{{ 'x' * n }}")
     longest = max(map(len, tokenizer.backend.get_vocab()))
-    monkeypatch.setattr("asyncllm.tokenizer._encode", lambda backend, text: [len(text)])
+    monkeypatch.setattr("asyncllm.text.tokenizer._encode", lambda backend, text: [len(text)])
     given = TemplateInput(CHAT, {"n": 20 * longest})
     assert tokenizer.encode_chat(given, 20) == [20 * longest]
     with pytest.raises(ContextLengthExceededError, match="at least 21 tokens, expected at most 20"):

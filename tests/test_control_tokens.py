@@ -11,10 +11,10 @@ from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from tokenizers.trainers import BpeTrainer
 
-from asyncllm.chat_template import ChatTemplate
 from asyncllm.errors import InvalidRequestError
-from asyncllm.template_input import TemplateInput
-from asyncllm.tokenizer import Tokenizer
+from asyncllm.text.chat_template import ChatTemplate
+from asyncllm.text.template_input import TemplateInput
+from asyncllm.text.tokenizer import Tokenizer
 from tests.tokenizer_kinds import CHATML, KINDS, SENTENCES, SPECIAL, byte_level, make, unigram
 
 

@@ -13,11 +13,11 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import DecodeStream
 
-from asyncllm.chat_template import ChatTemplate
-from asyncllm.core.detokenizer import Detokenizer, StopMatcher
-from asyncllm.core.text_decoder import ByteFallbackDecoder, ByteLevelDecoder, WindowDecoder
 from asyncllm.sampling_params import SamplingParams
-from asyncllm.tokenizer import Tokenizer
+from asyncllm.text.chat_template import ChatTemplate
+from asyncllm.text.detokenizer import Detokenizer, StopMatcher
+from asyncllm.text.text_decoder import ByteFallbackDecoder, ByteLevelDecoder, WindowDecoder
+from asyncllm.text.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
 SENTENCES = [
@@ -246,7 +246,7 @@ def test_prompt_ends_inside_a_character(name: str) -> None:
 
 
 def byte_level_alphabet() -> dict[str, int]:
-    from asyncllm.core.text_decoder import _byte_of_character
+    from asyncllm.text.text_decoder import _byte_of_character
 
     return _byte_of_character()
 

@@ -16,7 +16,7 @@ import torch
 pytest.importorskip("triton")
 
 from asyncllm.model_config import ModelConfig
-from asyncllm.tokenizer import Tokenizer
+from asyncllm.text.tokenizer import Tokenizer
 from benchmarks.common import Report
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import decode, engine

@@ -19,7 +19,8 @@ import torch
 
 from asyncllm.config import EngineConfig
 from asyncllm.errors import EngineDeadError, EngineError, KVCacheTooSmallError
-from asyncllm.gpu import factory, model_runner
+from asyncllm.gpu import build as factory
+from asyncllm.gpu import model_runner
 from asyncllm.gpu.factory import create_executor
 from asyncllm.gpu.kv_cache import block_bytes, least_cache_bytes, size_cache
 from asyncllm.gpu.largest_step import largest_rows, run_largest_step

@@ -339,7 +339,7 @@ def test_loads_neither_torch_nor_transformers(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN3))
     code = (
         "import sys; from asyncllm.model_config import ModelConfig; "
-        "import asyncllm.model_files, asyncllm.tokenizer, asyncllm.core.detokenizer; "
+        "import asyncllm.model_files, asyncllm.text.tokenizer, asyncllm.text.detokenizer; "
         "ModelConfig.from_directory(sys.argv[1]); "
         "print([m for m in ('torch', 'transformers', 'huggingface_hub', 'jinja2') "
         "if m in sys.modules])"
@@ -352,7 +352,7 @@ def test_loads_neither_torch_nor_transformers(tmp_path: Path) -> None:
 
 def test_core_text_modules_need_no_library() -> None:
     code = (
-        "import sys; import asyncllm.core.detokenizer, asyncllm.core.text_decoder; "
+        "import sys; import asyncllm.text.detokenizer, asyncllm.text.text_decoder; "
         "print([m for m in ('torch', 'transformers', 'tokenizers', 'asyncio') "
         "if m in sys.modules])"
     )

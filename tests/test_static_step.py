@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from asyncllm.gpu.graph import decode_runner as decode_step_module
 from torch import Tensor
 
 from asyncllm import AsyncLLMEngine
 from asyncllm.core.batch import SlotAssignment, StepBatch
 from asyncllm.core.executor import StepMemoryError
 from asyncllm.errors import RequestError
-from asyncllm.gpu import decode_step as decode_step_module
 from asyncllm.gpu import model_runner as model_runner_module
 from asyncllm.gpu.cuda_graphs import (
     CudaRecorder,

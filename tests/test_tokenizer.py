@@ -17,8 +17,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from asyncllm.errors import InvalidRequestError, ModelLoadError
-from asyncllm.text_worker import LONG_TEXT
-from asyncllm.tokenizer import Tokenizer
+from asyncllm.text.tokenizer import Tokenizer
+from asyncllm.text.tokenizer_thread import LONG_TEXT
 from tests.tokenizer_kinds import KINDS
 from tests.tokenizer_kinds import make as make_kind
 

@@ -8,8 +8,8 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from tokenizers.trainers import BpeTrainer, UnigramTrainer, WordPieceTrainer
 
-from asyncllm.chat_template import ChatTemplate
-from asyncllm.tokenizer import Tokenizer
+from asyncllm.text.chat_template import ChatTemplate
+from asyncllm.text.tokenizer import Tokenizer
 
 SENTENCES = [
     "The quick brown fox | jumps.",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from asyncllm.cli.session import context_length
 from asyncllm.engine import AsyncLLMEngine
-from asyncllm.template_input import TemplateInput
+from asyncllm.text.template_input import TemplateInput
 
 Message = dict[str, str]
 

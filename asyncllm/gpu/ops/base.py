@@ -146,7 +146,7 @@ class OpSet(Protocol):
         last_tokens: Tensor,
         out: Tensor,
     ) -> None:
-        """Samples one token per row: the function of ``exponential_race.sample_race``.
+        """Samples one token per row: the function of ``gumbel.sample_race``.
 
         Args:
             logits: ``[S, vocab_size]``, not changed.

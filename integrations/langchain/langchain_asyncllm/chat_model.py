@@ -20,7 +20,7 @@ from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResu
 from langchain_core.utils.function_calling import convert_to_openai_tool
 
 from asyncllm import Completion, Delta, InvalidRequestError, Usage
-from asyncllm.template_input import TemplateInput
+from asyncllm.text.template_input import TemplateInput
 from langchain_asyncllm.engine_model import CONFIG, EngineModel, finish_metadata, token_usage
 
 

@@ -21,8 +21,8 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import BaseModel
 
 from asyncllm import LLM, AsyncLLMEngine, InvalidRequestError
-from asyncllm.chat_template import ChatTemplate
-from asyncllm.tokenizer import Tokenizer
+from asyncllm.text.chat_template import ChatTemplate
+from asyncllm.text.tokenizer import Tokenizer
 
 # Turns have to alternate and to begin with the user's, as in the templates of Mistral.
 STRICT = """{% for m in messages %}

@@ -21,11 +21,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from asyncllm.gpu.ops import exponential_race
+from asyncllm.gpu.ops import gumbel
 from asyncllm.gpu.ops.triton.tuning import cdiv, next_power_of_2
 
-CHUNK = tl.constexpr(exponential_race.CHUNK)
-MIN_TEMPERATURE = tl.constexpr(exponential_race.MIN_TEMPERATURE)
+CHUNK = tl.constexpr(gumbel.CHUNK)
+MIN_TEMPERATURE = tl.constexpr(gumbel.MIN_TEMPERATURE)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 PRIORITY = tl.constexpr(0x9E3779B1)
 PRIORITY_INVERSE = tl.constexpr(pow(0x9E3779B1, -1, 2**32))
@@ -442,7 +442,7 @@ def sample(
     position_shift: int = 0,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Samples one token per row: the function of ``exponential_race.sample_race``.
+    """Samples one token per row: the function of ``gumbel.sample_race``.
 
     A row's token depends on the row alone, whatever else is in the batch.
 
@@ -463,7 +463,7 @@ def sample(
         finite logit.
     """
     rows, vocab_size = logits.shape
-    num_chunks = cdiv(vocab_size, exponential_race.CHUNK)
+    num_chunks = cdiv(vocab_size, gumbel.CHUNK)
     if out is None:
         out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if not rows:

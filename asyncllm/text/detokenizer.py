@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asyncllm.core.text_decoder import TextDecoder
+from asyncllm.text.text_decoder import TextDecoder
 
 
 class StopMatcher:

@@ -9,11 +9,15 @@ from typing import Any
 
 import tokenizers
 
-from asyncllm.chat_template import ChatTemplate
 from asyncllm.config_file import ConfigFile
-from asyncllm.control_tokens import ControlTokens, steps_of
-from asyncllm.core.detokenizer import Detokenizer
-from asyncllm.core.text_decoder import (
+from asyncllm.errors import ContextLengthExceededError, InvalidRequestError, ModelLoadError
+from asyncllm.sampling_params import SamplingParams
+from asyncllm.text.chat_template import ChatTemplate
+from asyncllm.text.control_tokens import ControlTokens, steps_of
+from asyncllm.text.detokenizer import Detokenizer
+from asyncllm.text.template_input import TemplateInput
+from asyncllm.text.template_sandbox import RenderLimits, TemplateLimitError, TemplateOutputError
+from asyncllm.text.text_decoder import (
     ByteFallbackDecoder,
     ByteLevelDecoder,
     ByteTable,
@@ -21,11 +25,7 @@ from asyncllm.core.text_decoder import (
     TextDecoder,
     WindowDecoder,
 )
-from asyncllm.errors import ContextLengthExceededError, InvalidRequestError, ModelLoadError
-from asyncllm.sampling_params import SamplingParams
-from asyncllm.template_input import TemplateInput
-from asyncllm.template_sandbox import RenderLimits, TemplateLimitError, TemplateOutputError
-from asyncllm.text_worker import LONG_TEXT
+from asyncllm.text.tokenizer_thread import LONG_TEXT
 
 _MAX_CHARACTERS = 1 << 24
 _AT_ONCE = RenderLimits(max_output=LONG_TEXT, max_value=16 * LONG_TEXT, seconds=0.005)

@@ -10,8 +10,8 @@ import jinja2
 
 from asyncllm.config_file import ConfigFile
 from asyncllm.errors import InvalidRequestError, ModelLoadError
-from asyncllm.template_input import TemplateInput
-from asyncllm.template_sandbox import RenderLimits, TemplateLimitError, TemplateSandbox
+from asyncllm.text.template_input import TemplateInput
+from asyncllm.text.template_sandbox import RenderLimits, TemplateLimitError, TemplateSandbox
 
 
 class ChatTemplate:
