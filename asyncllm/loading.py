@@ -46,9 +46,9 @@ def load_model(config: EngineConfig, progress: Progress) -> LoadedModel:
         InvalidRequestError: for a configuration that the model or the machine cannot do.
         KVCacheTooSmallError: if the KV cache cannot hold ``max_model_len``.
     """
+    from asyncllm.checkpoint.model_config import ModelConfig
+    from asyncllm.checkpoint.model_files import resolve_model, resolve_tokenizer
     from asyncllm.gpu.factory import create_executor
-    from asyncllm.model_config import ModelConfig
-    from asyncllm.model_files import resolve_model, resolve_tokenizer
     from asyncllm.text.tokenizer import Tokenizer
 
     path = resolve_model(

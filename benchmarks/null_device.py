@@ -9,11 +9,11 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from asyncllm import AsyncLLMEngine, EngineConfig
+from asyncllm.checkpoint.model_config import ModelConfig
+from asyncllm.checkpoint.model_files import resolve_model
 from asyncllm.core.batch import StepBatch, StepResult
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.loading import LoadedModel
-from asyncllm.model_config import ModelConfig
-from asyncllm.model_files import resolve_model
 from asyncllm.text.tokenizer import Tokenizer
 
 

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from typing import Any
 
 from asyncllm import AsyncLLMEngine
+from asyncllm.checkpoint.model_files import resolve_model
 from asyncllm.gpu.threads import set_thread_count
-from asyncllm.model_files import resolve_model
 from benchmarks.common import Report, options
 
 OUTPUT = 64

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from asyncllm.checkpoint.model_config import ModelConfig, RopeConfig
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.scheduler import Scheduler
 from asyncllm.gpu.cuda_graphs import EagerRecorder
@@ -26,7 +27,6 @@ from asyncllm.gpu.models.decoder import Decoder, attention_shape
 from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.weights import dummy_weights
-from asyncllm.model_config import ModelConfig, RopeConfig
 from benchmarks.common import Report, options
 from benchmarks.scheduler import BLOCK_SIZE, RUNNING, make_request
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.gpu.cuda_graphs import Recorder, default_sizes
 from asyncllm.gpu.decode_step import DecodeStep
@@ -20,7 +21,6 @@ from asyncllm.gpu.models.decoder import Decoder, attention_shape
 from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.weights import dummy_weights
-from asyncllm.model_config import ModelConfig
 
 CPU = torch.device("cpu")
 

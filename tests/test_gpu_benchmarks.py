@@ -15,7 +15,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from asyncllm.model_config import ModelConfig
+from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.text.tokenizer import Tokenizer
 from benchmarks.common import Report
 from benchmarks.gpu import __main__ as command

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.config import EngineConfig
 from asyncllm.gpu.factory import create_executor
 from asyncllm.gpu.memory import CudaProbe, cuda_cache_bytes, release
 from asyncllm.gpu.weights import load_weights
-from asyncllm.model_config import ModelConfig
 from tests.checkpoints import make_checkpoint
 from tests.driver import Driver
 from tests.test_model_runner import MODEL

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from asyncllm.checkpoint.model_config import ModelConfig, RopeConfig
 from asyncllm.errors import ModelLoadError
-from asyncllm.model_config import ModelConfig, RopeConfig
 
 QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -338,8 +338,8 @@ def test_broken_files(tmp_path: Path) -> None:
 def test_loads_neither_torch_nor_transformers(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN3))
     code = (
-        "import sys; from asyncllm.model_config import ModelConfig; "
-        "import asyncllm.model_files, asyncllm.text.tokenizer, asyncllm.text.detokenizer; "
+        "import sys; from asyncllm.checkpoint.model_config import ModelConfig; "
+        "import asyncllm.checkpoint.model_files, asyncllm.text.tokenizer, asyncllm.text.detokenizer; "
         "ModelConfig.from_directory(sys.argv[1]); "
         "print([m for m in ('torch', 'transformers', 'huggingface_hub', 'jinja2') "
         "if m in sys.modules])"

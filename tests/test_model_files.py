@@ -13,8 +13,8 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
+from asyncllm.checkpoint.model_files import resolve_model, resolve_tokenizer
 from asyncllm.errors import ModelLoadError
-from asyncllm.model_files import resolve_model, resolve_tokenizer
 
 MAIN = "1" * 40
 TAGGED = "2" * 40

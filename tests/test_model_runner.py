@@ -13,6 +13,7 @@ from threading import Thread
 import pytest
 import torch
 
+from asyncllm.checkpoint.model_config import ModelConfig, RopeConfig
 from asyncllm.config import EngineConfig
 from asyncllm.core.batch import StepBatch
 from asyncllm.core.executor import Executor, StepMemoryError
@@ -21,7 +22,6 @@ from asyncllm.gpu import devices, kv_cache
 from asyncllm.gpu.factory import create_executor
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.token_budget import measure_token_budget
-from asyncllm.model_config import ModelConfig, RopeConfig
 from asyncllm.sampling_params import SamplingParams
 from tests.driver import GREEDY, Driver
 

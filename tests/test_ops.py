@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from asyncllm.checkpoint.model_config import ModelConfig, RopeConfig
 from asyncllm.gpu.models.decoder import Decoder, attention_shape
 from asyncllm.gpu.ops import onednn_ops
 from asyncllm.gpu.ops.base import AttentionShape
@@ -25,7 +26,6 @@ from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.gpu.ops.torch_ops import TorchLinear, TorchOps, TorchRopeAndCache
 from asyncllm.gpu.threads import set_thread_count
 from asyncllm.gpu.weights import dummy_weights
-from asyncllm.model_config import ModelConfig, RopeConfig
 
 CPU = torch.device("cpu")
 BACKENDS = [TorchOps(), *([OneDNNOps()] if onednn_works() else [])]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.config import EngineConfig
 from asyncllm.gpu.factory import create_executor
 from asyncllm.gpu.input_batch import InputBatch
@@ -18,7 +19,6 @@ from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.ops import torch_ops
 from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.gpu.ops.torch_ops import TorchOps
-from asyncllm.model_config import ModelConfig
 from tests.checkpoints import make_checkpoint
 from tests.driver import Driver
 from tests.reference import Expected, Tally, compare, generate

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.models.architectures import find_architecture, parameters
 from asyncllm.gpu.models.decoder import Decoder, attention_shape
@@ -19,7 +20,6 @@ from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.staging import Staging
 from asyncllm.gpu.weights import dummy_weights, load_weights
-from asyncllm.model_config import ModelConfig
 from tests.checkpoints import make_checkpoint
 from tests.live_bytes import LiveBytes
 

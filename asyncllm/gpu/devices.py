@@ -8,9 +8,9 @@ from typing import Protocol
 
 import torch
 
+from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.errors import EngineError, InvalidRequestError
 from asyncllm.gpu.models.architectures import is_small
-from asyncllm.model_config import ModelConfig
 
 logger = logging.getLogger(__name__)
 

@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 
+from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.config import EngineConfig
 from asyncllm.core.batch import SlotAssignment, StepBatch
 from asyncllm.core.executor import ExecutorInfo
@@ -25,7 +26,6 @@ from asyncllm.gpu.threads import set_thread_count
 from asyncllm.gpu.token_budget import measure_token_budget
 from asyncllm.gpu.weights import dummy_weights, load_weights
 from asyncllm.loading import Progress
-from asyncllm.model_config import ModelConfig
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.tracebacks import clear_frames
 from asyncllm.validation import invalid

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.config import EngineConfig
 from asyncllm.errors import KVCacheTooSmallError
-from asyncllm.model_config import ModelConfig
 from asyncllm.validation import invalid
 
 logger = logging.getLogger(__name__)

@@ -13,10 +13,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.models.architectures import Parameter, parameters
 from asyncllm.gpu.staging import Staging
-from asyncllm.model_config import ModelConfig
 
 Progress = Callable[[int, int], None]
 """Called with bytes done and bytes in all, of the checkpoint's tensors."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jinja2
 
-from asyncllm.config_file import ConfigFile
+from asyncllm.checkpoint.config_file import ConfigFile
 from asyncllm.errors import InvalidRequestError, ModelLoadError
 from asyncllm.text.template_input import TemplateInput
 from asyncllm.text.template_sandbox import RenderLimits, TemplateLimitError, TemplateSandbox

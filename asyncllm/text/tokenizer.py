@@ -9,7 +9,7 @@ from typing import Any
 
 import tokenizers
 
-from asyncllm.config_file import ConfigFile
+from asyncllm.checkpoint.config_file import ConfigFile
 from asyncllm.errors import ContextLengthExceededError, InvalidRequestError, ModelLoadError
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.text.chat_template import ChatTemplate

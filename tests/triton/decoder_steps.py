@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from asyncllm.checkpoint.model_config import ModelConfig, RopeConfig
 from asyncllm.gpu.kv_cache import KVCache, KVCacheSize
 from asyncllm.gpu.models.decoder import Decoder, attention_shape
 from asyncllm.gpu.ops.base import Attention, OpSet
@@ -17,7 +18,6 @@ from asyncllm.gpu.ops.triton.attention import TritonAttention
 from asyncllm.gpu.ops.triton.op_set import TritonOps
 from asyncllm.gpu.step_inputs import StepInputs
 from asyncllm.gpu.weights import dummy_weights
-from asyncllm.model_config import ModelConfig, RopeConfig
 
 BLOCK_SIZE = 16
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.errors import ModelLoadError
-from asyncllm.model_config import ModelConfig
 
 SMALL_MODEL = 32_000_000
 """Parameters below which a model is bound by the number of ops."""

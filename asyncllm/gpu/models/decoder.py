@@ -13,6 +13,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
+from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.gpu.decode_rows import DecodeRows
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.models.rope import RopeTable
@@ -25,7 +26,6 @@ from asyncllm.gpu.ops.base import (
     RopeAndCache,
 )
 from asyncllm.gpu.step_inputs import StepInputs
-from asyncllm.model_config import ModelConfig
 
 
 @dataclass(slots=True)

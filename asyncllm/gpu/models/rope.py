@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from asyncllm.model_config import RopeConfig
+from asyncllm.checkpoint.model_config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from asyncllm.config_file import REQUIRED, ConfigFile
+from asyncllm.checkpoint.config_file import REQUIRED, ConfigFile
 from asyncllm.errors import InvalidRequestError, ModelLoadError
 from asyncllm.sampling_params import NEUTRAL, SamplingParams
 

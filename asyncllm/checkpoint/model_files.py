@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from asyncllm.config_file import ConfigFile
+from asyncllm.checkpoint.config_file import ConfigFile
 from asyncllm.errors import ModelLoadError
 
 DownloadProgress = Callable[[int, int], None]
