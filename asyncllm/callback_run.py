@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from asyncllm.callback_messages import CallbackMessage
-from asyncllm.hosts import wait_for
+from asyncllm.runtime.event_loop import wait_for
 
 logger = logging.getLogger("asyncllm.callbacks")
 

@@ -13,12 +13,12 @@ from asyncllm import validation as check
 from asyncllm.config import EngineConfig
 from asyncllm.core.channel import OnSlow
 from asyncllm.core.observer import Observer, Observers
-from asyncllm.engine_thread import EngineThread
 from asyncllm.errors import EngineClosedError, EngineError
-from asyncllm.hosts import MailboxRegistry, ThreadMailbox, join, wait_for
-from asyncllm.intake import Intake, RequestOptions
-from asyncllm.loading import Loader, LoadStage, load_model
 from asyncllm.outputs import Completion, EngineStats
+from asyncllm.runtime.engine_thread import EngineThread
+from asyncllm.runtime.event_loop import MailboxRegistry, ThreadMailbox, join, wait_for
+from asyncllm.runtime.input_processor import Intake, RequestOptions
+from asyncllm.runtime.loading import Loader, LoadStage, load_model
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.stream import TokenStream
 

@@ -15,8 +15,8 @@ from typing import Any, Self, overload
 from asyncllm.config import EngineConfig
 from asyncllm.engine import AsyncLLMEngine, EngineState
 from asyncllm.errors import EngineError, EngineOverloadedError, InvalidRequestError
-from asyncllm.hosts import ThreadMailbox
 from asyncllm.outputs import Completion, Delta, EngineStats, FinishReason, Usage
+from asyncllm.runtime.event_loop import ThreadMailbox
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.stream import TokenStream
 

@@ -12,7 +12,6 @@ from asyncllm.core.channel import Channel, End, merged
 from asyncllm.core.engine_core import EngineCore
 from asyncllm.core.request import Request
 from asyncllm.errors import RequestError
-from asyncllm.hosts import Host, LoopMailbox, ThreadMailbox
 from asyncllm.outputs import (
     Completion,
     CompletionOutput,
@@ -21,6 +20,7 @@ from asyncllm.outputs import (
     TokenLogprobs,
     Usage,
 )
+from asyncllm.runtime.event_loop import Host, LoopMailbox, ThreadMailbox
 
 _NO_TOKENS = Delta("", ())
 

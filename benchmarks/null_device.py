@@ -13,7 +13,7 @@ from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.checkpoint.model_files import resolve_model
 from asyncllm.core.batch import StepBatch, StepResult
 from asyncllm.core.executor import ExecutorInfo
-from asyncllm.loading import LoadedModel
+from asyncllm.runtime.loading import LoadedModel
 from asyncllm.text.tokenizer import Tokenizer
 
 

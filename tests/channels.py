@@ -15,8 +15,8 @@ from asyncllm.core.observer import Observation
 from asyncllm.core.request import Request, Status
 from asyncllm.core.scheduler import TokenEvent
 from asyncllm.errors import RequestError
-from asyncllm.hosts import LoopMailbox
 from asyncllm.outputs import Delta, Logprob, TokenLogprobs
+from asyncllm.runtime.event_loop import LoopMailbox
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.stream import TokenStream
 

@@ -9,7 +9,7 @@ from typing import Any
 from asyncllm import AsyncLLMEngine, EngineConfig
 from asyncllm.core.executor import ExecutorInfo, FakeExecutor
 from asyncllm.errors import InvalidRequestError
-from asyncllm.loading import LoadedModel
+from asyncllm.runtime.loading import LoadedModel
 from asyncllm.text.detokenizer import Detokenizer
 from asyncllm.text.template_input import TemplateInput
 

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from asyncllm.core.channel import Channel
 from asyncllm.core.delivery import Delivery
 from asyncllm.errors import EngineError
-from asyncllm.hosts import ThreadMailbox
+from asyncllm.runtime.event_loop import ThreadMailbox
 from tests.channels import ChannelRig, run_with_switch
 
 # --- a thread switch at each bytecode ---------------------------------------------------

@@ -16,7 +16,7 @@ import pytest
 
 from asyncllm import EngineClosedError, EngineDeadError, RequestError
 from asyncllm.core.executor import FakeExecutor, StepMemoryError
-from asyncllm.hosts import wait_for
+from asyncllm.runtime.event_loop import wait_for
 from tests.fakes import fake
 
 STEP = 4

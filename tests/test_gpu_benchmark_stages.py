@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 from asyncllm.gpu.cuda_graphs import EagerRecorder
 from asyncllm.gpu.ops.triton.attention import TritonAttention, TritonPlan
-from asyncllm.loading import load_model
+from asyncllm.runtime.loading import load_model
 from benchmarks.gpu import baselines, decode, engine, probe
 from benchmarks.gpu.clock import Clock, CudaClock
 from benchmarks.gpu.goals import Goal

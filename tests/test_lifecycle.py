@@ -16,11 +16,11 @@ import anyio
 import pytest
 
 from asyncllm import EngineClosedError, EngineDeadError, EngineError
-from asyncllm.hosts import MailboxRegistry
+from asyncllm.runtime.event_loop import MailboxRegistry
 from tests.fakes import fake
 from tests.test_hosts import BACKENDS, run  # noqa: F401  # a fixture
 
-ENGINE_THREAD = "asyncllm.engine_thread"
+ENGINE_THREAD = "asyncllm.runtime.engine_thread"
 
 
 def until(condition):

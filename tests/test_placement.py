@@ -18,7 +18,7 @@ from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.ops import registry
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.placement import GRAPH_BYTES, Placement, graph_reserve, graph_sizes, place
-from asyncllm.loading import LoadedModel, load_model
+from asyncllm.runtime.loading import LoadedModel, load_model
 from tests.static_runner import CPU, LateStream, TraceRecorder
 from tests.test_model_runner import MODEL
 

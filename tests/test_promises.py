@@ -19,9 +19,9 @@ from asyncllm.core.engine_core import EngineCore
 from asyncllm.core.executor import FakeExecutor
 from asyncllm.core.request import Request
 from asyncllm.core.scheduler import Scheduler
-from asyncllm.engine_thread import EngineThread
-from asyncllm.hosts import LoopMailbox
-from asyncllm.intake import Intake
+from asyncllm.runtime.engine_thread import EngineThread
+from asyncllm.runtime.event_loop import LoopMailbox
+from asyncllm.runtime.input_processor import Intake
 from asyncllm.stream import TokenStream
 from tests.fakes import fake
 

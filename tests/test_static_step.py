@@ -35,7 +35,7 @@ from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.penalties import Penalties
 from asyncllm.gpu.step_block import HostBlock, HostBlocks
 from asyncllm.gpu.threads import set_thread_count
-from asyncllm.loading import LoadedModel
+from asyncllm.runtime.loading import LoadedModel
 from asyncllm.sampling_params import SamplingParams
 from tests.driver import UNCHECKED, Driver, unchecked
 from tests.fakes import FakeModelConfig, FakeTokenizer

@@ -25,7 +25,7 @@ from asyncllm.gpu.placement import Placement, graph_reserve, graph_sizes, place
 from asyncllm.gpu.threads import set_thread_count
 from asyncllm.gpu.token_budget import measure_token_budget
 from asyncllm.gpu.weights import dummy_weights, load_weights
-from asyncllm.loading import Progress
+from asyncllm.runtime.loading import Progress
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.tracebacks import clear_frames
 from asyncllm.validation import invalid

@@ -13,7 +13,7 @@ from typing import Any
 from asyncllm import AsyncLLMEngine, EngineConfig
 from asyncllm.core.batch import StepBatch, StepResult
 from asyncllm.core.executor import Executor, ExecutorInfo
-from asyncllm.loading import LoadedModel, load_model
+from asyncllm.runtime.loading import LoadedModel, load_model
 
 
 @dataclass(frozen=True, slots=True)

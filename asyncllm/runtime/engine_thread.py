@@ -17,8 +17,8 @@ from asyncllm.core.engine_core import CLOSED, EngineCore, close_executor
 from asyncllm.core.executor import Executor
 from asyncllm.core.scheduler import Scheduler
 from asyncllm.errors import AsyncLLMError, EngineClosedError, EngineError
-from asyncllm.hosts import ForeignFuture, running_trio
-from asyncllm.loading import LoadedModel, Loader, LoadStage
+from asyncllm.runtime.event_loop import ForeignFuture, running_trio
+from asyncllm.runtime.loading import LoadedModel, Loader, LoadStage
 
 _JOIN_AT_EXIT = 2.0
 

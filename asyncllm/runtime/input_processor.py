@@ -18,8 +18,8 @@ from asyncllm.core.engine_core import EngineCore
 from asyncllm.core.observer import Observers, Submission
 from asyncllm.core.request import Request
 from asyncllm.errors import ContextLengthExceededError, InvalidRequestError
-from asyncllm.hosts import MailboxRegistry
-from asyncllm.loading import LoadedModel
+from asyncllm.runtime.event_loop import MailboxRegistry
+from asyncllm.runtime.loading import LoadedModel
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.stream import TokenStream
 from asyncllm.text.template_input import TemplateInput
