@@ -27,14 +27,14 @@ from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from asyncllm.callback_messages import (
+from asyncllm.callbacks.messages import (
     CallbackMessage,
     buffer_string,
     chunk_of,
     messages_from_chat,
     result_of,
 )
-from asyncllm.callback_run import CallbackRun, RunStart
+from asyncllm.callbacks.run import CallbackRun, RunStart
 from asyncllm.engine import AsyncLLMEngine
 from asyncllm.outputs import Completion, Delta, FinishReason, Usage
 from asyncllm.sampling_params import SamplingParams

@@ -10,7 +10,7 @@ import uuid
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from asyncllm.callback_messages import CallbackMessage
+from asyncllm.callbacks.messages import CallbackMessage
 from asyncllm.runtime.event_loop import wait_for
 
 logger = logging.getLogger("asyncllm.callbacks")
