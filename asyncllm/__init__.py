@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from asyncllm.config import EngineConfig as EngineConfig
-    from asyncllm.core.observer import Observer as Observer
     from asyncllm.engine import AsyncLLMEngine as AsyncLLMEngine
     from asyncllm.errors import AsyncLLMError as AsyncLLMError
     from asyncllm.errors import ContextLengthExceededError as ContextLengthExceededError
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from asyncllm.errors import ModelLoadError as ModelLoadError
     from asyncllm.errors import RequestError as RequestError
     from asyncllm.llm import LLM as LLM
+    from asyncllm.observer import Observer as Observer
     from asyncllm.outputs import Completion as Completion
     from asyncllm.outputs import CompletionOutput as CompletionOutput
     from asyncllm.outputs import Delta as Delta
@@ -49,7 +49,7 @@ logging.getLogger("asyncllm").addHandler(logging.NullHandler())
 
 _HOMES = {
     "asyncllm.config": ("EngineConfig",),
-    "asyncllm.core.observer": ("Observer",),
+    "asyncllm.observer": ("Observer",),
     "asyncllm.engine": ("AsyncLLMEngine",),
     "asyncllm.errors": (
         "AsyncLLMError",

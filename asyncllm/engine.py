@@ -12,8 +12,8 @@ from typing import Any, Literal, Self
 from asyncllm import validation as check
 from asyncllm.config import EngineConfig
 from asyncllm.core.channel import OnSlow
-from asyncllm.core.observer import Observer, Observers
 from asyncllm.errors import EngineClosedError, EngineError
+from asyncllm.observer import Observer, Observers
 from asyncllm.outputs import Completion, EngineStats
 from asyncllm.runtime.engine_thread import EngineThread
 from asyncllm.runtime.event_loop import MailboxRegistry, ThreadMailbox, join, wait_for
@@ -373,7 +373,7 @@ class AsyncLLMEngine:
 
     def add_observer(self, observer: Observer) -> None:
         """Tells ``observer`` of every request accepted from now on, and of its end; see
-        ``asyncllm.core.observer.Observer``. In any state of the engine, any thread."""
+        ``asyncllm.observer.Observer``. In any state of the engine, any thread."""
         self._observers.add(observer)
 
     def remove_observer(self, observer: Observer) -> None:

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, NamedTuple, Self
 
-from asyncllm.core.observer import Submission
 from asyncllm.core.request import Request
 from asyncllm.errors import EngineClosedError, InvalidRequestError
+from asyncllm.observer import Submission
 from asyncllm.outputs import EngineStats, Usage
 
 if TYPE_CHECKING:

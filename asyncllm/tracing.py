@@ -8,8 +8,8 @@ import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
 
-from asyncllm.core.observer import Submission
 from asyncllm.core.request import Request
+from asyncllm.observer import Submission
 from asyncllm.outputs import Usage
 
 if TYPE_CHECKING:

@@ -10,20 +10,20 @@ from types import SimpleNamespace
 
 import asyncllm
 from asyncllm.core.channel import Channel
-from asyncllm.core.delivery import Delivery, Output
-from asyncllm.core.observer import Observation
+from asyncllm.core.output_processor import Delivery, Output
 from asyncllm.core.request import Request, Status
 from asyncllm.core.scheduler import TokenEvent
 from asyncllm.errors import RequestError
+from asyncllm.observer import Observation
 from asyncllm.outputs import Delta, Logprob, TokenLogprobs
 from asyncllm.runtime.event_loop import LoopMailbox
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.stream import TokenStream
 
 _ROOT = Path(asyncllm.__file__).parent
-_SHARED = {str(_ROOT / name) for name in ("core/channel.py", "core/delivery.py", "hosts.py")} | {
-    str(_ROOT / "stream.py")
-}
+_SHARED = {
+    str(_ROOT / name) for name in ("core/channel.py", "core/output_processor.py", "hosts.py")
+} | {str(_ROOT / "stream.py")}
 
 
 def run_with_switch(call: Callable[[], object], at: int, other: Callable[[], object]) -> bool:

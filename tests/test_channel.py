@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from asyncllm.core.channel import Channel
-from asyncllm.core.delivery import Delivery
+from asyncllm.core.output_processor import Delivery
 from asyncllm.errors import EngineError
 from asyncllm.runtime.event_loop import ThreadMailbox
 from tests.channels import ChannelRig, run_with_switch

@@ -12,7 +12,7 @@ import threading
 import pytest
 
 from asyncllm import EngineClosedError, EngineDeadError, EngineOverloadedError, RequestError
-from asyncllm.core.observer import Observation
+from asyncllm.observer import Observation
 from asyncllm.outputs import Usage
 from tests.fakes import fake
 

@@ -14,9 +14,9 @@ import pytest
 
 from asyncllm import DeadlineExceededError, EngineOverloadedError, RequestError
 from asyncllm.core.admission import Admission
-from asyncllm.core.delivery import Delivery
 from asyncllm.core.engine_core import EngineCore
 from asyncllm.core.executor import FakeExecutor
+from asyncllm.core.output_processor import Delivery
 from asyncllm.core.request import Request
 from asyncllm.core.scheduler import Scheduler
 from asyncllm.runtime.engine_thread import EngineThread

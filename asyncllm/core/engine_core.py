@@ -17,10 +17,11 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from asyncllm.core.admission import Admission
-from asyncllm.core.delivery import Delivery, partial_of
 from asyncllm.core.executor import Executor, StepMemoryError
+from asyncllm.core.output_processor import Delivery, partial_of
 from asyncllm.core.request import Request, Status
 from asyncllm.core.scheduler import ScheduledStep, Scheduler
+from asyncllm.core.tracebacks import clear_frames
 from asyncllm.errors import (
     DeadlineExceededError,
     EngineClosedError,
@@ -29,7 +30,6 @@ from asyncllm.errors import (
     RequestError,
 )
 from asyncllm.outputs import EngineStats
-from asyncllm.tracebacks import clear_frames
 
 CLOSED = "the engine is closed; expected a started one"
 _PAUSED_GRACE = 1.0

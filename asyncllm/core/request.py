@@ -15,7 +15,7 @@ from asyncllm.outputs import FinishReason
 from asyncllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from asyncllm.core.observer import Observation
+    from asyncllm.observer import Observation
 
 _DIGEST_SIZE = 16
 

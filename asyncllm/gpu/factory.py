@@ -12,6 +12,7 @@ from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.config import EngineConfig
 from asyncllm.core.batch import SlotAssignment, StepBatch
 from asyncllm.core.executor import ExecutorInfo
+from asyncllm.core.tracebacks import clear_frames
 from asyncllm.gpu.devices import enter_device, resolve_device, resolve_dtype
 from asyncllm.gpu.kv_cache import KVCache, cpu_cache_bytes, least_cache_bytes, size_cache
 from asyncllm.gpu.largest_step import run_largest_step
@@ -27,7 +28,6 @@ from asyncllm.gpu.token_budget import measure_token_budget
 from asyncllm.gpu.weights import dummy_weights, load_weights
 from asyncllm.runtime.loading import Progress
 from asyncllm.sampling_params import SamplingParams
-from asyncllm.tracebacks import clear_frames
 from asyncllm.validation import invalid
 
 

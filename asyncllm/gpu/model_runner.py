@@ -14,6 +14,7 @@ from torch import Tensor
 
 from asyncllm.core.batch import StepBatch, StepResult
 from asyncllm.core.executor import ExecutorInfo, StepMemoryError
+from asyncllm.core.tracebacks import clear_frames
 from asyncllm.gpu.cuda_graphs import Recorder, StepGraphs
 from asyncllm.gpu.decode_step import DecodeStep
 from asyncllm.gpu.input_batch import UNKNOWN, InputBatch
@@ -26,7 +27,6 @@ from asyncllm.gpu.step_inputs import StepInputs
 from asyncllm.gpu.streams import InlineStream, Stream, Ticket
 from asyncllm.gpu.threads import set_thread_count
 from asyncllm.gpu.upload import upload
-from asyncllm.tracebacks import clear_frames
 
 
 @dataclass(slots=True)

@@ -13,11 +13,11 @@ from typing import Any, get_args
 
 from asyncllm import validation as check
 from asyncllm.core.channel import Channel, OnSlow
-from asyncllm.core.delivery import Output
 from asyncllm.core.engine_core import EngineCore
-from asyncllm.core.observer import Observers, Submission
+from asyncllm.core.output_processor import Output
 from asyncllm.core.request import Request
 from asyncllm.errors import ContextLengthExceededError, InvalidRequestError
+from asyncllm.observer import Observers, Submission
 from asyncllm.runtime.event_loop import MailboxRegistry
 from asyncllm.runtime.loading import LoadedModel
 from asyncllm.sampling_params import SamplingParams
