@@ -20,7 +20,7 @@ import torch
 from asyncllm.checkpoint.model_config import ModelConfig, RopeConfig
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.scheduler import Scheduler
-from asyncllm.gpu.cuda_graphs import EagerRecorder
+from asyncllm.gpu.graph.cuda_graphs import EagerRecorder
 from asyncllm.gpu.kv_cache import KVCache, KVCacheSize
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.models.decoder import Decoder, attention_shape

@@ -13,8 +13,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.core.executor import ExecutorInfo
-from asyncllm.gpu.cuda_graphs import Recorder, default_sizes
-from asyncllm.gpu.decode_step import DecodeStep
+from asyncllm.gpu.graph.cuda_graphs import Recorder, default_sizes
+from asyncllm.gpu.graph.decode_runner import DecodeStep
 from asyncllm.gpu.kv_cache import KVCache, KVCacheSize, block_bytes
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.models.decoder import Decoder, attention_shape

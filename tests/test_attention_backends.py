@@ -14,7 +14,7 @@ import torch
 
 from asyncllm.config import EngineConfig
 from asyncllm.errors import EngineError, InvalidRequestError
-from asyncllm.gpu.factory import create_executor
+from asyncllm.gpu.build import create_executor
 from asyncllm.gpu.models.decoder import attention_windows
 from asyncllm.gpu.ops.backend import AttentionBackend, AttentionRequest, Constraints
 from asyncllm.gpu.ops.base import AttentionShape

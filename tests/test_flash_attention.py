@@ -18,14 +18,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from asyncllm.errors import EngineError
-from asyncllm.gpu.decode_rows import DecodeRows
+from asyncllm.gpu.batch.decode_inputs import DecodeRows
+from asyncllm.gpu.batch.step_inputs import StepInputs
 from asyncllm.gpu.ops import flash_attention
 from asyncllm.gpu.ops.base import Attention, AttentionShape
 from asyncllm.gpu.ops.flash_attention import FlashAttention, FlashPlan
 from asyncllm.gpu.ops.flash_attention_2 import FlashAttention2
 from asyncllm.gpu.ops.flash_attention_3 import FlashAttention3
 from asyncllm.gpu.ops.torch_attention import TorchAttention
-from asyncllm.gpu.step_inputs import StepInputs
 from tests import flash_attn_standin
 from tests.triton.paged import attend
 

@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from asyncllm.gpu.cuda_graphs import EagerRecorder
+from asyncllm.gpu.graph.cuda_graphs import EagerRecorder
 from asyncllm.gpu.ops.triton.attention import TritonAttention, TritonPlan
 from asyncllm.runtime.loading import load_model
 from benchmarks.gpu import baselines, decode, engine, probe

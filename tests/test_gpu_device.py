@@ -9,7 +9,7 @@ import torch
 
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.config import EngineConfig
-from asyncllm.gpu.factory import create_executor
+from asyncllm.gpu.build import create_executor
 from asyncllm.gpu.memory import CudaProbe, cuda_cache_bytes, release
 from asyncllm.gpu.weights import load_weights
 from tests.checkpoints import make_checkpoint

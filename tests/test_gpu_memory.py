@@ -21,9 +21,8 @@ from asyncllm.config import EngineConfig
 from asyncllm.errors import EngineDeadError, EngineError, KVCacheTooSmallError
 from asyncllm.gpu import build as factory
 from asyncllm.gpu import model_runner
-from asyncllm.gpu.factory import create_executor
+from asyncllm.gpu.build import create_executor
 from asyncllm.gpu.kv_cache import block_bytes, least_cache_bytes, size_cache
-from asyncllm.gpu.largest_step import largest_rows, run_largest_step
 from asyncllm.gpu.memory import (
     SEGMENT_BYTES,
     CudaProbe,
@@ -36,6 +35,7 @@ from asyncllm.gpu.memory import (
 from asyncllm.gpu.models.decoder import Decoder, attention_shape
 from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.gpu.ops.torch_ops import TorchOps
+from asyncllm.gpu.profile import largest_rows, run_largest_step
 from asyncllm.gpu.weights import dummy_weights
 from tests.driver import Driver
 from tests.fakes import Fake, fake

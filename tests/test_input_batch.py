@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncllm.core.batch import SlotAssignment, StepBatch
-from asyncllm.gpu.input_batch import InputBatch
+from asyncllm.gpu.batch.input_batch import InputBatch
+from asyncllm.gpu.batch.step_inputs import StepInputs
+from asyncllm.gpu.h2d import upload
 from asyncllm.gpu.ops import torch_attention
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.torch_attention import GROUP_COST, TorchAttention, split_by_length
-from asyncllm.gpu.step_inputs import StepInputs
 from asyncllm.gpu.threads import set_thread_count
-from asyncllm.gpu.upload import upload
 from asyncllm.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")

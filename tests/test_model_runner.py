@@ -19,7 +19,7 @@ from asyncllm.core.batch import StepBatch
 from asyncllm.core.executor import Executor, StepMemoryError
 from asyncllm.errors import EngineError, InvalidRequestError, KVCacheTooSmallError
 from asyncllm.gpu import devices, kv_cache
-from asyncllm.gpu.factory import create_executor
+from asyncllm.gpu.build import create_executor
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.token_budget import measure_token_budget
 from asyncllm.sampling_params import SamplingParams

@@ -13,8 +13,8 @@ import torch
 
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.config import EngineConfig
-from asyncllm.gpu.factory import create_executor
-from asyncllm.gpu.input_batch import InputBatch
+from asyncllm.gpu.batch.input_batch import InputBatch
+from asyncllm.gpu.build import create_executor
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.ops import torch_ops
 from asyncllm.gpu.ops.torch_attention import TorchAttention

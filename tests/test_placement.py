@@ -12,12 +12,12 @@ import torch
 from asyncllm import LLM, AsyncLLMEngine
 from asyncllm.config import EngineConfig
 from asyncllm.errors import InvalidRequestError
-from asyncllm.gpu.cuda_graphs import EagerRecorder, GraphKey
-from asyncllm.gpu.factory import create_executor
+from asyncllm.gpu.build import create_executor
+from asyncllm.gpu.execution_mode import GRAPH_BYTES, Placement, graph_reserve, graph_sizes, place
+from asyncllm.gpu.graph.cuda_graphs import EagerRecorder, GraphKey
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.ops import registry
 from asyncllm.gpu.ops.torch_ops import TorchOps
-from asyncllm.gpu.placement import GRAPH_BYTES, Placement, graph_reserve, graph_sizes, place
 from asyncllm.runtime.loading import LoadedModel, load_model
 from tests.static_runner import CPU, LateStream, TraceRecorder
 from tests.test_model_runner import MODEL

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncllm.core.batch import SlotAssignment, StepBatch
-from asyncllm.gpu.draw import CANDIDATES, draw
-from asyncllm.gpu.input_batch import InputBatch
-from asyncllm.gpu.sampler import SampleOutput, Sampler
+from asyncllm.gpu.batch.input_batch import InputBatch
+from asyncllm.gpu.sample.inverse_cdf import CANDIDATES, draw
+from asyncllm.gpu.sample.rng import seed_state, uniform
+from asyncllm.gpu.sample.sampler import SampleOutput, Sampler
 from asyncllm.gpu.threads import set_thread_count
-from asyncllm.gpu.uniform import seed_state, uniform
 from asyncllm.sampling_params import SamplingParams
 from tests.driver import UNCHECKED, unchecked
 

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from asyncllm.gpu.graph import decode_runner as decode_step_module
 from torch import Tensor
 
 from asyncllm import AsyncLLMEngine
@@ -20,20 +19,21 @@ from asyncllm.core.batch import SlotAssignment, StepBatch
 from asyncllm.core.executor import StepMemoryError
 from asyncllm.errors import RequestError
 from asyncllm.gpu import model_runner as model_runner_module
-from asyncllm.gpu.cuda_graphs import (
+from asyncllm.gpu.batch.input_batch import InputBatch
+from asyncllm.gpu.batch.step_buffers import HostBlock, HostBlocks
+from asyncllm.gpu.graph import decode_runner as decode_step_module
+from asyncllm.gpu.graph.cuda_graphs import (
     CudaRecorder,
     EagerRecorder,
     GraphKey,
     StepGraphs,
     default_sizes,
 )
-from asyncllm.gpu.input_batch import InputBatch
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.ops.torch_attention import FixedPlan, TorchAttention
 from asyncllm.gpu.ops.torch_ops import TorchOps
-from asyncllm.gpu.penalties import Penalties
-from asyncllm.gpu.step_block import HostBlock, HostBlocks
+from asyncllm.gpu.sample.penalties import Penalties
 from asyncllm.gpu.threads import set_thread_count
 from asyncllm.runtime.loading import LoadedModel
 from asyncllm.sampling_params import SamplingParams

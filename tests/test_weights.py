@@ -18,7 +18,7 @@ from asyncllm.gpu.models.architectures import find_architecture, parameters
 from asyncllm.gpu.models.decoder import Decoder, attention_shape
 from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.gpu.ops.torch_ops import TorchOps
-from asyncllm.gpu.staging import Staging
+from asyncllm.gpu.weight_upload import Staging
 from asyncllm.gpu.weights import dummy_weights, load_weights
 from tests.checkpoints import make_checkpoint
 from tests.live_bytes import LiveBytes

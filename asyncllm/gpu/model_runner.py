@@ -15,18 +15,18 @@ from torch import Tensor
 from asyncllm.core.batch import StepBatch, StepResult
 from asyncllm.core.executor import ExecutorInfo, StepMemoryError
 from asyncllm.core.tracebacks import clear_frames
-from asyncllm.gpu.cuda_graphs import Recorder, StepGraphs
-from asyncllm.gpu.decode_step import DecodeStep
-from asyncllm.gpu.input_batch import UNKNOWN, InputBatch
+from asyncllm.gpu.batch.input_batch import UNKNOWN, InputBatch
+from asyncllm.gpu.batch.step_buffers import HostBlock
+from asyncllm.gpu.batch.step_inputs import StepInputs
+from asyncllm.gpu.graph.cuda_graphs import Recorder, StepGraphs
+from asyncllm.gpu.graph.decode_runner import DecodeStep
+from asyncllm.gpu.graph.streams import InlineStream, Stream, Ticket
+from asyncllm.gpu.h2d import upload
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.memory import is_out_of_memory, release
 from asyncllm.gpu.models.decoder import Decoder
-from asyncllm.gpu.sampler import NOT_FINITE, SampleOutput, Sampler
-from asyncllm.gpu.step_block import HostBlock
-from asyncllm.gpu.step_inputs import StepInputs
-from asyncllm.gpu.streams import InlineStream, Stream, Ticket
+from asyncllm.gpu.sample.sampler import NOT_FINITE, SampleOutput, Sampler
 from asyncllm.gpu.threads import set_thread_count
-from asyncllm.gpu.upload import upload
 
 
 @dataclass(slots=True)

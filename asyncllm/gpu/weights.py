@@ -16,7 +16,7 @@ from torch import Tensor
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.models.architectures import Parameter, parameters
-from asyncllm.gpu.staging import Staging
+from asyncllm.gpu.weight_upload import Staging
 
 Progress = Callable[[int, int], None]
 """Called with bytes done and bytes in all, of the checkpoint's tensors."""

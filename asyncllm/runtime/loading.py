@@ -48,7 +48,7 @@ def load_model(config: EngineConfig, progress: Progress) -> LoadedModel:
     """
     from asyncllm.checkpoint.model_config import ModelConfig
     from asyncllm.checkpoint.model_files import resolve_model, resolve_tokenizer
-    from asyncllm.gpu.factory import create_executor
+    from asyncllm.gpu.build import create_executor
     from asyncllm.text.tokenizer import Tokenizer
 
     path = resolve_model(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from asyncllm.gpu.ops.base import AttentionShape
-from asyncllm.gpu.ops.exponential_race import sample_race
+from asyncllm.gpu.ops.gumbel import sample_race
 from asyncllm.gpu.ops.triton import (
     activation,
     decode_attention,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from asyncllm.gpu.decode_rows import DecodeRows
+from asyncllm.gpu.batch.decode_inputs import DecodeRows
 from asyncllm.gpu.ops.triton.attention import TritonAttention, TritonPlan
 from benchmarks.gpu.shapes import AttentionLoad
 

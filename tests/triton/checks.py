@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asyncllm.gpu.decode_rows import DecodeRows
+from asyncllm.gpu.batch.decode_inputs import DecodeRows
 from asyncllm.gpu.ops.base import AttentionShape
-from asyncllm.gpu.ops.exponential_race import exponentials, race_keys, sample_race
+from asyncllm.gpu.ops.gumbel import exponentials, race_keys, sample_race
 from asyncllm.gpu.ops.triton import tuning
 from tests.triton.paged import (
     AttentionCase,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from asyncllm.checkpoint.model_config import ModelConfig, RopeConfig
+from asyncllm.gpu.batch.step_inputs import StepInputs
 from asyncllm.gpu.kv_cache import KVCache, KVCacheSize
 from asyncllm.gpu.models.decoder import Decoder, attention_shape
 from asyncllm.gpu.ops.base import Attention, OpSet
@@ -16,7 +17,6 @@ from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.ops.triton.attention import TritonAttention
 from asyncllm.gpu.ops.triton.op_set import TritonOps
-from asyncllm.gpu.step_inputs import StepInputs
 from asyncllm.gpu.weights import dummy_weights
 
 BLOCK_SIZE = 16

@@ -17,7 +17,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("Triton interprets in this process", allow_module_level=True)
 
 from asyncllm.gpu.ops.base import AttentionShape
-from asyncllm.gpu.ops.exponential_race import sample_race
+from asyncllm.gpu.ops.gumbel import sample_race
 from asyncllm.gpu.ops.triton import (
     activation,
     decode_attention,

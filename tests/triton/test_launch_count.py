@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
-from asyncllm.gpu.cuda_graphs import EagerRecorder
-from asyncllm.gpu.decode_step import DecodeStep
+from asyncllm.gpu.graph.cuda_graphs import EagerRecorder
+from asyncllm.gpu.graph.decode_runner import DecodeStep
 from asyncllm.gpu.kv_cache import KVCache, KVCacheSize
 from asyncllm.gpu.models.decoder import Decoder, attention_shape
 from asyncllm.gpu.ops.triton import (

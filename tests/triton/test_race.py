@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncllm.gpu.ops.exponential_race import exponentials, race_keys, sample_race
+from asyncllm.gpu.ops.gumbel import exponentials, race_keys, sample_race
 
 
 def philox(counter: int, key: int) -> list[int]:

@@ -14,11 +14,11 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import create_function_from_signature
 
+from asyncllm.gpu.batch.step_inputs import StepInputs
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.triton import decode_attention, prefill_attention, sampling
 from asyncllm.gpu.ops.triton.attention import TritonAttention
 from asyncllm.gpu.ops.triton.tuning import decode_tiles
-from asyncllm.gpu.step_inputs import StepInputs
 from tests.triton.launches import Launch, recording
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asyncllm.gpu.decode_rows import DecodeRows
+from asyncllm.gpu.batch.decode_inputs import DecodeRows
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.triton import (
     activation,

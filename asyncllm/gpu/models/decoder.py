@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from asyncllm.checkpoint.model_config import ModelConfig
-from asyncllm.gpu.decode_rows import DecodeRows
+from asyncllm.gpu.batch.decode_inputs import DecodeRows
+from asyncllm.gpu.batch.step_inputs import StepInputs
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.models.rope import RopeTable
 from asyncllm.gpu.ops.base import (
@@ -25,7 +26,6 @@ from asyncllm.gpu.ops.base import (
     RMSNorm,
     RopeAndCache,
 )
-from asyncllm.gpu.step_inputs import StepInputs
 
 
 @dataclass(slots=True)

@@ -12,8 +12,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from asyncllm.gpu.decode_rows import DecodeRows, SlotSampling
-from asyncllm.gpu.step_inputs import StepInputs
+from asyncllm.gpu.batch.decode_inputs import DecodeRows, SlotSampling
+from asyncllm.gpu.batch.step_inputs import StepInputs
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncllm.gpu.decode_rows import DecodeRows
+from asyncllm.gpu.batch.decode_inputs import DecodeRows
+from asyncllm.gpu.batch.step_inputs import StepInputs
+from asyncllm.gpu.h2d import upload
 from asyncllm.gpu.ops.base import AttentionShape
-from asyncllm.gpu.step_inputs import StepInputs
-from asyncllm.gpu.upload import upload
 
 AttentionFunction = Callable[..., Tensor]
 """A function of one of the libraries, which declare no types."""

@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from asyncllm.gpu.decode_rows import DecodeRows
+from asyncllm.gpu.batch.decode_inputs import DecodeRows
+from asyncllm.gpu.batch.step_inputs import StepInputs
+from asyncllm.gpu.h2d import upload
 from asyncllm.gpu.ops.base import AttentionShape
-from asyncllm.gpu.step_inputs import StepInputs
-from asyncllm.gpu.upload import upload
 
 GROUP_COST = 256
 """What a further group costs in every layer, as a number of gathered tokens."""

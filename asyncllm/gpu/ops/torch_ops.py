@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from asyncllm.gpu.decode_rows import DecodeRows, SlotSampling
+from asyncllm.gpu.batch.decode_inputs import DecodeRows, SlotSampling
 from asyncllm.gpu.ops.base import AttentionShape, Linear, RopeAndCache
-from asyncllm.gpu.ops.exponential_race import sample_race
+from asyncllm.gpu.ops.gumbel import sample_race
 
 
 class TorchLinear:

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from asyncllm.gpu.batch.step_inputs import StepInputs
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.triton import decode_attention, prefill_attention
 from asyncllm.gpu.ops.triton.attention import TritonAttention
-from asyncllm.gpu.step_inputs import StepInputs
 from tests.triton.cases import DECODE, PREFILL
 from tests.triton.checks import check_decode, check_prefill
 from tests.triton.paged import AttentionCase, assert_close, expected_rows, make_batch

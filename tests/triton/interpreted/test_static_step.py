@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from asyncllm.gpu.cuda_graphs import EagerRecorder
+from asyncllm.gpu.graph.cuda_graphs import EagerRecorder
 from asyncllm.gpu.models.decoder import Decoder, attention_shape
 from asyncllm.gpu.ops.triton.attention import TritonAttention
 from asyncllm.gpu.ops.triton.op_set import TritonOps

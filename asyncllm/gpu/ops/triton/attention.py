@@ -8,14 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncllm.gpu.decode_rows import DecodeRows
+from asyncllm.gpu.batch.decode_inputs import DecodeRows
+from asyncllm.gpu.batch.step_inputs import StepInputs
+from asyncllm.gpu.h2d import upload
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.triton.decode_attention import decode_attention, workspace_size
 from asyncllm.gpu.ops.triton.prefill_attention import prefill_attention
 from asyncllm.gpu.ops.triton.toolchain import check_triton
 from asyncllm.gpu.ops.triton.tuning import decode_tiles, num_splits, prefill_tiles
-from asyncllm.gpu.step_inputs import StepInputs
-from asyncllm.gpu.upload import upload
 
 
 @dataclass(slots=True)

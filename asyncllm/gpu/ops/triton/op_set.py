@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from asyncllm.gpu.decode_rows import DecodeRows, SlotSampling
+from asyncllm.gpu.batch.decode_inputs import DecodeRows, SlotSampling
 from asyncllm.gpu.ops.base import AttentionShape, Linear
 from asyncllm.gpu.ops.torch_ops import TorchLinear
 from asyncllm.gpu.ops.triton.activation import silu_mul
+from asyncllm.gpu.ops.triton.decode_inputs import decode_inputs
 from asyncllm.gpu.ops.triton.norm import TritonRMSNorm
 from asyncllm.gpu.ops.triton.rope_cache import TritonRopeAndCache
 from asyncllm.gpu.ops.triton.sampling import sample
-from asyncllm.gpu.ops.triton.step_state import decode_inputs
 from asyncllm.gpu.ops.triton.toolchain import check_triton
 
 

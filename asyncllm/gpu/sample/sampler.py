@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from asyncllm.core.batch import SlotAssignment
-from asyncllm.gpu.draw import draw
-from asyncllm.gpu.input_batch import InputBatch
-from asyncllm.gpu.logprobs import gather_logprobs
+from asyncllm.gpu.batch.input_batch import InputBatch
+from asyncllm.gpu.h2d import upload
 from asyncllm.gpu.memory import is_device_failure
 from asyncllm.gpu.ops.base import OpSet
-from asyncllm.gpu.ops.exponential_race import MIN_TEMPERATURE
-from asyncllm.gpu.penalties import Penalties
-from asyncllm.gpu.race import RaceSampler
-from asyncllm.gpu.sampling_state import SamplingState, SlotRules
-from asyncllm.gpu.uniform import uniform
-from asyncllm.gpu.upload import upload
+from asyncllm.gpu.ops.gumbel import MIN_TEMPERATURE
+from asyncllm.gpu.sample.gumbel import RaceSampler
+from asyncllm.gpu.sample.inverse_cdf import draw
+from asyncllm.gpu.sample.logprobs import gather_logprobs
+from asyncllm.gpu.sample.penalties import Penalties
+from asyncllm.gpu.sample.rng import uniform
+from asyncllm.gpu.sample.sampling_state import SamplingState, SlotRules
 from asyncllm.outputs import TokenLogprobs
 from asyncllm.validation import describe
 

@@ -14,15 +14,15 @@ from asyncllm.core.batch import SlotAssignment, StepBatch
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.tracebacks import clear_frames
 from asyncllm.gpu.devices import enter_device, resolve_device, resolve_dtype
+from asyncllm.gpu.execution_mode import Placement, graph_reserve, graph_sizes, place
 from asyncllm.gpu.kv_cache import KVCache, cpu_cache_bytes, least_cache_bytes, size_cache
-from asyncllm.gpu.largest_step import run_largest_step
 from asyncllm.gpu.memory import check_cache, check_weights, cuda_cache_bytes, release
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.models.architectures import count_parameters, find_architecture, is_small
 from asyncllm.gpu.models.decoder import Decoder, attention_shape, attention_windows
 from asyncllm.gpu.ops.backend import AttentionRequest
 from asyncllm.gpu.ops.registry import make_attention, make_ops
-from asyncllm.gpu.placement import Placement, graph_reserve, graph_sizes, place
+from asyncllm.gpu.profile import run_largest_step
 from asyncllm.gpu.threads import set_thread_count
 from asyncllm.gpu.token_budget import measure_token_budget
 from asyncllm.gpu.weights import dummy_weights, load_weights

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from asyncllm.core.batch import SlotAssignment, StepBatch
-from asyncllm.gpu.step_inputs import StepArrays
+from asyncllm.gpu.batch.step_inputs import StepArrays
 
 UNKNOWN = -1
 

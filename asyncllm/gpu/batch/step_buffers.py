@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from asyncllm.gpu.decode_rows import SlotSampling
-from asyncllm.gpu.sampling_state import SamplingState
+from asyncllm.gpu.batch.decode_inputs import SlotSampling
+from asyncllm.gpu.sample.sampling_state import SamplingState
 
 _ALIGNMENT = 16
 

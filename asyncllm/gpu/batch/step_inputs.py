@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncllm.gpu.upload import upload
+from asyncllm.gpu.h2d import upload
 
 
 @dataclass(frozen=True, slots=True)

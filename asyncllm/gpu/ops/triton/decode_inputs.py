@@ -6,7 +6,7 @@
 import triton
 import triton.language as tl
 
-from asyncllm.gpu.decode_rows import DecodeRows
+from asyncllm.gpu.batch.decode_inputs import DecodeRows
 from asyncllm.gpu.ops.triton.tuning import cdiv
 
 BLOCK = 128

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncllm.gpu.sampling_state import SamplingState
-from asyncllm.gpu.upload import upload
+from asyncllm.gpu.h2d import upload
+from asyncllm.gpu.sample.sampling_state import SamplingState
 
 _FIRST_ROWS = 4
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncllm.gpu.decode_rows import SlotSampling
+from asyncllm.gpu.batch.decode_inputs import SlotSampling
+from asyncllm.gpu.batch.step_inputs import StepInputs
 from asyncllm.gpu.models.decoder import Decoder, attention_shape
-from asyncllm.gpu.step_inputs import StepInputs
 
 
 def run_largest_step(

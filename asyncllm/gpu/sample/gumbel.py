@@ -6,10 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncllm.gpu.decode_rows import SlotSampling
+from asyncllm.gpu.batch.decode_inputs import SlotSampling
+from asyncllm.gpu.h2d import upload
 from asyncllm.gpu.ops.base import OpSet
-from asyncllm.gpu.sampling_state import SamplingState
-from asyncllm.gpu.upload import upload
+from asyncllm.gpu.sample.sampling_state import SamplingState
 
 
 class RaceSampler:

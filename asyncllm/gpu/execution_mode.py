@@ -9,8 +9,8 @@ import torch
 
 from asyncllm.config import EngineConfig
 from asyncllm.errors import InvalidRequestError
-from asyncllm.gpu.cuda_graphs import CudaRecorder, EagerRecorder, Recorder, default_sizes
-from asyncllm.gpu.streams import CudaStream, InlineStream, Stream
+from asyncllm.gpu.graph.cuda_graphs import CudaRecorder, EagerRecorder, Recorder, default_sizes
+from asyncllm.gpu.graph.streams import CudaStream, InlineStream, Stream
 from asyncllm.validation import invalid
 
 GRAPH_BYTES = 8 * 2**20

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from asyncllm.core.batch import SlotAssignment
-from asyncllm.gpu.uniform import seed_state
+from asyncllm.gpu.sample.rng import seed_state
 from asyncllm.sampling_params import LogitsProcessor
 
 _MAX_TOP_K = 2**31 - 1

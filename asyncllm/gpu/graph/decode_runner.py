@@ -6,13 +6,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncllm.gpu.cuda_graphs import Recorder, StepGraphs
-from asyncllm.gpu.decode_rows import DecodeRows
+from asyncllm.gpu.batch.decode_inputs import DecodeRows
+from asyncllm.gpu.batch.step_buffers import HostBlock, HostBlocks, StepBlock
+from asyncllm.gpu.batch.step_inputs import StepArrays, StepInputs
+from asyncllm.gpu.graph.cuda_graphs import Recorder, StepGraphs
+from asyncllm.gpu.h2d import upload
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.models.decoder import Decoder
-from asyncllm.gpu.step_block import HostBlock, HostBlocks, StepBlock
-from asyncllm.gpu.step_inputs import StepArrays, StepInputs
-from asyncllm.gpu.upload import upload
 
 
 class DecodeStep:
