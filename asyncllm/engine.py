@@ -17,7 +17,7 @@ from asyncllm.observer import Observer, Observers
 from asyncllm.outputs import Completion, EngineStats
 from asyncllm.runtime.engine_thread import EngineThread
 from asyncllm.runtime.event_loop import MailboxRegistry, ThreadMailbox, join, wait_for
-from asyncllm.runtime.input_processor import Intake, RequestOptions
+from asyncllm.runtime.input_processor import InputProcessor, RequestOptions
 from asyncllm.runtime.loading import Loader, LoadStage, load_model
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.stream import TokenStream
@@ -60,7 +60,7 @@ class AsyncLLMEngine:
         self._closed = False
         self._mailboxes = MailboxRegistry()
         self._observers = Observers()
-        self._intake: Intake | None = None
+        self._intake: InputProcessor | None = None
 
     @classmethod
     def _with_loader(cls, loader: Loader, **overrides: Any) -> Self:
@@ -100,7 +100,7 @@ class AsyncLLMEngine:
         return thread
 
     def _take_in(self, thread: EngineThread) -> None:
-        self._intake = Intake(
+        self._intake = InputProcessor(
             thread.loaded,
             thread.core,
             self._mailboxes,
@@ -203,7 +203,7 @@ class AsyncLLMEngine:
             return "closed"
         if thread is None or self._intake is None:
             return "new" if thread is None else "starting"
-        if thread.core.death is not None:
+        if thread.core.fatal_error is not None:
             return "dead"
         return "closed" if thread.closing or not thread.in_own_process() else "running"
 

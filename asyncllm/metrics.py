@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Self
 
 from asyncllm.core.request import Request
 from asyncllm.errors import EngineClosedError, InvalidRequestError
-from asyncllm.observer import Submission
+from asyncllm.observer import RequestInfo
 from asyncllm.outputs import EngineStats, Usage
 
 if TYPE_CHECKING:
@@ -248,7 +248,7 @@ class _EngineRecord:
         self.errors: dict[str, int] = {}
         self._stats = EngineStats()
 
-    def on_submit(self, request: Request, submission: Submission) -> None:
+    def on_submit(self, request: Request, submission: RequestInfo) -> None:
         """Nothing to count yet."""
 
     def on_first_token(self, request: Request) -> None:

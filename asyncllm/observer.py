@@ -17,7 +17,7 @@ logger = logging.getLogger("asyncllm")
 
 
 @dataclass(frozen=True, slots=True)
-class Submission:
+class RequestInfo:
     """What the application asked for.
 
     Attributes:
@@ -42,7 +42,7 @@ class Observer(Protocol):
     request, and must not change it.
     """
 
-    def on_submit(self, request: Request, submission: Submission) -> None:
+    def on_submit(self, request: Request, submission: RequestInfo) -> None:
         """In the thread and context of ``stream()`` or ``chat()``, before they return. The
         prompt may not be tokenised yet."""
 
@@ -57,8 +57,8 @@ class Observer(Protocol):
         """
 
 
-class Observation:
-    """One request and the observers that it was announced to. Submission and end may meet
+class ObserverNotifier:
+    """One request and the observers that it was announced to. RequestInfo and end may meet
     on two threads (the engine may die in the middle of ``stream()``); whoever comes second
     reports the end. A first token that comes before the submission was announced is reported
     just before the end."""
@@ -87,7 +87,7 @@ class Observation:
             if (report := getattr(observer, "on_first_token", None)) is not None
         ]
 
-    def submitted(self, submission: Submission) -> None:
+    def submitted(self, submission: RequestInfo) -> None:
         for observer in self._observers:
             # In the caller's thread, where an interrupt is the host's own.
             _guarded(Exception, observer.on_submit, self._request, submission)
@@ -146,7 +146,7 @@ class Observers:
     def watch(self, request: Request) -> None:
         """Notes on ``request`` who observes it; nobody, as a rule."""
         if self._all:
-            request.observation = Observation(request, self._all)
+            request.notifier = ObserverNotifier(request, self._all)
 
 
 def _guarded(caught: type[BaseException], report: Callable[..., None], *args: Any) -> None:

@@ -110,7 +110,7 @@ class _DeltaOfOneToken:
         self.tool_calls = ()
 
 
-def delta_of_one_token(token_id: int, text: str, logprobs: TokenLogprobs | None) -> Delta:
+def make_token_delta(token_id: int, text: str, logprobs: TokenLogprobs | None) -> Delta:
     """The usual delta: not the last one, of a reader that keeps up."""
     delta: Any = _DeltaOfOneToken(token_id, text, logprobs)
     delta.__class__ = Delta

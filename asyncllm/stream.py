@@ -20,7 +20,7 @@ from asyncllm.outputs import (
     TokenLogprobs,
     Usage,
 )
-from asyncllm.runtime.event_loop import Host, LoopMailbox, ThreadMailbox
+from asyncllm.runtime.event_loop import EventLoopBackend, LoopMailbox, ThreadMailbox
 
 _NO_TOKENS = Delta("", ())
 
@@ -76,7 +76,7 @@ class TokenStream:
         self._channel: Channel = request.output.channel
         self._core = core
         self._mailbox_of_loop = mailbox_of_loop
-        self._host: Host | None = None
+        self._host: EventLoopBackend | None = None
         self._reading = False
         self._cut_off = False
         self._done = False
@@ -128,7 +128,7 @@ class TokenStream:
             try:
                 while True:
                     channel.waiter = waiter
-                    channel.waiting = True
+                    channel.has_reader = True
                     # Only now: what was written before the flag was set is found here, what is
                     # written after it wakes this reader.
                     if items or channel.final is not None:
@@ -149,7 +149,7 @@ class TokenStream:
                 raise
             finally:
                 self._reading = False
-                channel.waiting = False
+                channel.has_reader = False
                 channel.waiter = None
         return self._take()
 
@@ -165,7 +165,7 @@ class TokenStream:
         """
         return StreamWithHeartbeat(self, check.seconds("seconds", seconds, above=True))
 
-    def _bind(self) -> Host:
+    def _bind(self) -> EventLoopBackend:
         """The running loop, which is this stream's from its first wait on."""
         mailbox = self._channel.mailbox
         if mailbox is None:
@@ -197,7 +197,7 @@ class TokenStream:
         try:
             while not items and channel.final is None:
                 channel.waiter = waiter = mailbox.make_waiter()
-                channel.waiting = True
+                channel.has_reader = True
                 if not items and channel.final is None:
                     waiter.wait()
             delta = self._take()
@@ -206,7 +206,7 @@ class TokenStream:
             raise
         finally:
             self._reading = False
-            channel.waiting = False
+            channel.has_reader = False
             channel.waiter = None
         return delta
 
@@ -226,9 +226,9 @@ class TokenStream:
         if delta.logprobs is not None:
             self._logprobs += delta.logprobs
         channel.num_read += len(delta.token_ids)
-        if channel.held and channel.num_unread <= channel.max_unread // 2:
+        if channel.is_backpressured and channel.num_unread <= channel.max_unread // 2:
             # Lets a held request go on once it was read down far enough.
-            self._core.send(self._core.on_read, self._request)
+            self._core.send(self._core.on_drained, self._request)
         return delta
 
     def _finish(self, delta: Delta, final: End | BaseException) -> Delta:

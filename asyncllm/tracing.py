@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 from asyncllm.core.request import Request
-from asyncllm.observer import Submission
+from asyncllm.observer import RequestInfo
 from asyncllm.outputs import Usage
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class EngineTracing:
 
     # --- the observer ------------------------------------------------------------------
 
-    def on_submit(self, request: Request, submission: Submission) -> None:
+    def on_submit(self, request: Request, submission: RequestInfo) -> None:
         # The request counts on a monotonic clock, a span on that of the calendar.
         age = time.monotonic() - request.arrived_at
         start = time.time_ns() - int(age * _NANOSECONDS)
@@ -128,7 +128,7 @@ def trace_engine(
     return EngineTracing(engine, tracer_provider, capture_content=capture_content)
 
 
-def _request_attributes(request: Request, submission: Submission, model: str) -> dict[str, Any]:
+def _request_attributes(request: Request, submission: RequestInfo, model: str) -> dict[str, Any]:
     """What is known when a request comes. Settings that change nothing are left out, as the
     conventions have it; the seed is the one in use, drawn or given, by which a sampled
     output can be had again."""
@@ -182,7 +182,7 @@ def _finish_reason(request: Request, error: BaseException | None) -> str:
     return "error" if error is not None else request.finish_reason or "abort"
 
 
-def _input_messages(request: Request, submission: Submission) -> str:
+def _input_messages(request: Request, submission: RequestInfo) -> str:
     prompt = submission.prompt
     if submission.operation == "chat":
         return _json([_message(message) for message in prompt])

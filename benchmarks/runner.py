@@ -20,7 +20,7 @@ import torch
 from asyncllm.checkpoint.model_config import ModelConfig, RopeConfig
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.scheduler import Scheduler
-from asyncllm.gpu.graph.cuda_graphs import EagerRecorder
+from asyncllm.gpu.graph.cuda_graphs import EagerCapturer
 from asyncllm.gpu.kv_cache import KVCache, KVCacheSize
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.models.decoder import Decoder, attention_shape
@@ -38,7 +38,7 @@ TOKEN = 7
 class NullStream:
     """Runs nothing, and is never waited for."""
 
-    runs_ahead = True
+    is_async = True
 
     def context(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -81,10 +81,10 @@ def make_runner() -> ModelRunner:
         pipeline_depth=2,
     )
     cache = KVCache(model, KVCacheSize(NUM_BLOCKS, BLOCK_SIZE, MAX_LEN, 1), dtype, cpu)
-    runner = ModelRunner(decoder, cache, info, stream=NullStream(), recorder=EagerRecorder())
+    runner = ModelRunner(decoder, cache, info, stream=NullStream(), capturer=EagerCapturer())
     assert runner._state is not None
     assert runner._state.decode is not None
-    for block in runner._state.decode.host_blocks.blocks:
+    for block in runner._state.decode.step_buffers.buffers:
         block.tokens.fill_(TOKEN)
     return runner
 

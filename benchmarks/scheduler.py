@@ -50,7 +50,7 @@ def make_request(rank: int, length: int, rng: random.Random) -> Request:
         sampling.resolve({}, {}, lambda: 0),
         token_ids=tokens,
         max_model_len=1 << 20,
-        rank=rank,
+        arrival_index=rank,
     )
 
 
@@ -154,7 +154,7 @@ def measure_admission(report: Report, repeats: int) -> None:
                 scheduler.add(request)
             step = scheduler.schedule()
             assert step is not None
-            assert len(step.entered) == 1000
+            assert len(step.admitted) == 1000
 
         def leave(scheduler: Scheduler = scheduler, requests=requests) -> None:
             for request in requests:

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 
 import asyncllm
 from asyncllm.core.channel import Channel
-from asyncllm.core.output_processor import Delivery, Output
+from asyncllm.core.output_processor import Output, OutputProcessor
 from asyncllm.core.request import Request, Status
 from asyncllm.core.scheduler import TokenEvent
 from asyncllm.errors import RequestError
-from asyncllm.observer import Observation
+from asyncllm.observer import ObserverNotifier
 from asyncllm.outputs import Delta, Logprob, TokenLogprobs
 from asyncllm.runtime.event_loop import LoopMailbox
 from asyncllm.sampling_params import SamplingParams
@@ -127,10 +127,10 @@ class ChannelRig:
         )
         self.forgotten: list[Request] = []
         admission = SimpleNamespace(forget=self.forgotten.append)
-        self.delivery = Delivery(self.scheduler, admission, lambda: 0.0)
+        self.delivery = OutputProcessor(self.scheduler, admission, lambda: 0.0)
         self.observed = Ends()
-        self.request.observation = Observation(self.request, (self.observed,))
-        self.request.observation.submitted(None)
+        self.request.notifier = ObserverNotifier(self.request, (self.observed,))
+        self.request.notifier.submitted(None)
         core = SimpleNamespace(
             abort=self._on_abort,
             abandon=lambda _: None,
@@ -165,13 +165,13 @@ class ChannelRig:
         self.delivery.abort(self.request)
 
     def announce_and_read(self) -> None:
-        self.delivery.announce()
+        self.delivery.flush_wakeups()
         self.read_until_asleep()
 
     def fail(self) -> None:
         """What whoever declares the engine hung does, on a thread of its own."""
         self.delivery.close(self.request, RuntimeError("hung"))
-        self.delivery.announce_all()
+        self.delivery.flush_all_wakeups()
 
     def _on_finish(self, request, reason) -> None:
         request.status = Status.FINISHED

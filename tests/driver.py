@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from asyncllm.core.batch import SlotAssignment, StepBatch, StepResult
+from asyncllm.core.batch import RequestAssignment, StepBatch, StepResult
 from asyncllm.core.executor import Executor
 from asyncllm.outputs import TokenLogprobs
 from asyncllm.sampling_params import SamplingParams
@@ -42,7 +42,7 @@ class Sequence:
     sampling: SamplingParams
     tokens: list[int]
     eos: tuple[int, ...] = ()
-    slot: int | None = None
+    req_index: int | None = None
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
     in_flight: int = 0
@@ -93,7 +93,7 @@ class Driver:
             samples = seq.computed + count == seq.known
             batch.num_decodes += samples and count == 1
             self._allocate(batch, seq, seq.computed + count)
-            batch.slots.append(seq.slot)
+            batch.req_indices.append(seq.req_index)
             batch.starts.append(seq.computed)
             batch.counts.append(count)
             batch.samples.append(samples)
@@ -135,11 +135,11 @@ class Driver:
 
     def release(self, seq: Sequence) -> None:
         """The end of a sequence, or its preemption: it starts over at its next step."""
-        if seq.slot is not None:
-            self.released.append(seq.slot)
-            self.free_slots.append(seq.slot)
+        if seq.req_index is not None:
+            self.released.append(seq.req_index)
+            self.free_slots.append(seq.req_index)
             self.free_blocks.extend(reversed(seq.blocks))
-            seq.slot, seq.blocks, seq.computed = None, [], 0
+            seq.req_index, seq.blocks, seq.computed = None, [], 0
 
     def share(self, source: Sequence, seq: Sequence, num_blocks: int) -> None:
         """A prefix hit: the first blocks of ``source``, which keeps them, go to ``seq``."""
@@ -154,15 +154,15 @@ class Driver:
         missing = -(-length // self.block_size) - len(seq.blocks)
         new = [self.free_blocks.popleft() for _ in range(missing)]
         seq.blocks += new
-        if seq.slot is not None:
+        if seq.req_index is not None:
             if new:
-                batch.new_blocks.append((seq.slot, new))
+                batch.new_blocks.append((seq.req_index, new))
             return
-        seq.slot = self.free_slots.popleft()
+        seq.req_index = self.free_slots.popleft()
         batch.assignments.append(
-            SlotAssignment(
-                slot=seq.slot,
-                request_id=f"seq-{seq.slot}",
+            RequestAssignment(
+                req_index=seq.req_index,
+                request_id=f"seq-{seq.req_index}",
                 token_ids=seq.tokens,
                 num_prompt_tokens=len(seq.prompt),
                 block_ids=list(seq.blocks),

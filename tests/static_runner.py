@@ -13,8 +13,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.core.executor import ExecutorInfo
-from asyncllm.gpu.graph.cuda_graphs import Recorder, default_sizes
-from asyncllm.gpu.graph.decode_runner import DecodeStep
+from asyncllm.gpu.graph.cuda_graphs import GraphCapturer, default_sizes
+from asyncllm.gpu.graph.decode_runner import DecodeRunner
 from asyncllm.gpu.kv_cache import KVCache, KVCacheSize, block_bytes
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.models.decoder import Decoder, attention_shape
@@ -46,7 +46,7 @@ class LateStream:
     might. ``most`` is how much was queued at once.
     """
 
-    runs_ahead = True
+    is_async = True
 
     def __init__(self) -> None:
         self._queue: deque[LateTicket] = deque()
@@ -83,7 +83,7 @@ class TraceRecorder:
         self.traces: list[GraphModule] = []
         self.before = before
 
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         # Tracing runs the function once.
         trace = make_fx(run, tracing_mode="real")()
         self.traces.append(trace)
@@ -125,7 +125,7 @@ def make_decoder(
 def make_runner(
     decoder: Decoder,
     *,
-    recorder: Recorder | None,
+    capturer: GraphCapturer | None,
     stream: LateStream | None = None,
     sizes: tuple[int, ...] | None = None,
     max_num_seqs: int = 8,
@@ -154,13 +154,13 @@ def make_runner(
         KVCache(model, size, torch.float32, CPU),
         info,
         stream=stream,
-        recorder=recorder,
+        capturer=capturer,
         graph_sizes=default_sizes(max_num_seqs) if sizes is None else sizes,
         races=True,
     )
 
 
-def decode_step(runner: ModelRunner) -> DecodeStep:
+def decode_step(runner: ModelRunner) -> DecodeRunner:
     state = runner._state
     assert state is not None
     assert state.decode is not None

@@ -101,7 +101,7 @@ def test_ids_ranks_and_closing(clock):
     first, second = request("a"), request("b")
     admission.reserve(first, 1)
     admission.reserve(second, 1)
-    assert (first.rank, second.rank) == (0, 1)
+    assert (first.arrival_index, second.arrival_index) == (0, 1)
     with pytest.raises(InvalidRequestError):
         admission.reserve(request("a"), 1)
     first.cancelled = True

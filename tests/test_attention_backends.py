@@ -14,7 +14,7 @@ import torch
 
 from asyncllm.config import EngineConfig
 from asyncllm.errors import EngineError, InvalidRequestError
-from asyncllm.gpu.build import create_executor
+from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.models.decoder import attention_windows
 from asyncllm.gpu.ops.backend import AttentionBackend, AttentionRequest, Constraints
 from asyncllm.gpu.ops.base import AttentionShape
@@ -90,7 +90,7 @@ def test_a_model_tells_its_windows():
 def test_the_factory_takes_the_backends_own_block_size(monkeypatch):
     monkeypatch.setattr(BUILTIN["torch"], "default_block_size", lambda self, device: 48)
     settings = EngineConfig(load_format="dummy", device="cpu", max_num_batched_tokens=64)
-    assert create_executor(settings, MODEL).info.block_size == 48
+    assert build_model_runner(settings, MODEL).info.block_size == 48
 
 
 def test_nothing_of_another_backend_is_imported():
@@ -301,7 +301,7 @@ def test_the_documented_backend_runs_a_model(install):
             block_size=16 if name == "torch" else None,
             attention_backend=name,
         )
-        runner = create_executor(settings, model)
+        runner = build_model_runner(settings, model)
         driver = Driver(runner)
         seqs = [driver.add([3, 5, 7] * count, 12) for count in (1, 4, 9)]
         driver.run(seqs, chunk=7)

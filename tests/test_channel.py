@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from asyncllm.core.channel import Channel
-from asyncllm.core.output_processor import Delivery
+from asyncllm.core.output_processor import OutputProcessor
 from asyncllm.errors import EngineError
 from asyncllm.runtime.event_loop import ThreadMailbox
 from tests.channels import ChannelRig, run_with_switch
@@ -50,7 +50,7 @@ def test_read_in_the_middle_of_a_put(num_unread, on_slow, logprobs):
         rig.put()
         rig.put()
         rig.put_last()
-        rig.delivery.announce()
+        rig.delivery.flush_wakeups()
         rig.read_until_asleep()
         assert rig.end == "length"
         rig.check_read(num_unread + 4)
@@ -69,7 +69,7 @@ def test_put_in_the_middle_of_a_read(num_unread, ending, on_slow):
         return rig, rig.read, rig.put_last if ending else rig.put
 
     for rig in at_each_bytecode(make):
-        rig.delivery.announce()
+        rig.delivery.flush_wakeups()
         rig.read_until_asleep()
         assert rig.end == ("length" if ending else None)
         rig.check_read(num_unread + 1)
@@ -92,11 +92,11 @@ def test_read_in_the_middle_of_a_put_that_wakes(wake):
         return rig, rig.put, found_without_a_wake
 
     for rig in at_each_bytecode(make):
-        rig.delivery.announce()
+        rig.delivery.flush_wakeups()
         if wake == "before the next put":
             rig.read_until_asleep()
         rig.put()
-        rig.delivery.announce()
+        rig.delivery.flush_wakeups()
         rig.read_until_asleep()
         rig.check_read(2)
 
@@ -107,7 +107,7 @@ def test_queued_once_for_each_wake():
         rig.read_until_asleep()
         for _ in range(10):
             rig.put()
-            rig.delivery.announce()
+            rig.delivery.flush_wakeups()
         assert list(rig.mailbox._ready) == [rig.channel]
         assert len(rig.channel.items) == len(rig.host.posted) == 1
         rig.read_until_asleep()
@@ -253,8 +253,8 @@ class ChannelMachine(RuleBasedStateMachine):
         getattr(self.rig, again)()
 
     @rule()
-    def announce(self):
-        self.rig.delivery.announce()
+    def flush_wakeups(self):
+        self.rig.delivery.flush_wakeups()
 
     @rule()
     def run_loop(self):
@@ -288,7 +288,7 @@ class ChannelMachine(RuleBasedStateMachine):
         rig = self.rig
         if self.how is None:
             self.end("length")
-        rig.delivery.announce()
+        rig.delivery.flush_wakeups()
         rig.read_until_asleep()
         assert str(rig.end) == self.how
         rig.check_read(self.num_ended)
@@ -326,9 +326,9 @@ def test_threads_at_a_short_switch_interval(short_switch_interval, max_unread):
     reader.start()
     for _ in range(3000):
         rig.put()
-        rig.delivery.announce()
+        rig.delivery.flush_wakeups()
     rig.put_last()
-    rig.delivery.announce()
+    rig.delivery.flush_wakeups()
     reader.join(20)
     assert rig.end == "length"
     rig.check_read(3001)
@@ -344,7 +344,7 @@ def test_threads_that_end_a_channel_together(short_switch_interval):
             for _ in range(5):
                 rig.put()
             rig.put_last()
-            rig.delivery.announce()
+            rig.delivery.flush_wakeups()
 
         def watcher(rig=rig, barrier=barrier):
             barrier.wait()
@@ -374,5 +374,5 @@ def test_python_without_the_gil_is_refused(monkeypatch):
     with pytest.raises(EngineError, match="PYTHON_GIL=1"):
         ChannelRig()
     monkeypatch.setattr(sys, "_is_gil_enabled", lambda: True, raising=False)
-    assert isinstance(ChannelRig().delivery, Delivery)
+    assert isinstance(ChannelRig().delivery, OutputProcessor)
     assert not Channel().ended

@@ -108,7 +108,7 @@ def test_an_engine_that_dies_is_one_line() -> None:
         "def launch(self, batch):\n"
         "    raise ValueError('the device is on fire')\n"
         "from asyncllm.gpu import build as factory\n"
-        "factory.measure_token_budget = lambda time_step: 64\n"
+        "factory.calibrate_token_budget = lambda time_step: 64\n"
         "ModelRunner.launch = launch\n"
         "sys.exit(main(['bench']))\n"
     )

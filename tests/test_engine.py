@@ -700,12 +700,12 @@ async def test_idle_engine_uses_no_cpu():
         await asyncio.sleep(0.05)
         turns = []
         core = engine._thread.core
-        original = core.turn
-        core.turn = lambda: (turns.append(1), original())
+        original = core.step
+        core.step = lambda: (turns.append(1), original())
         await asyncio.sleep(0.3)
         # The thread sleeps in its queue: not one turn of the loop.
         assert turns == []
-        core.turn = original
+        core.step = original
 
 
 # --- configuration ----------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from asyncllm import EngineClosedError, EngineDeadError, RequestError
-from asyncllm.core.executor import FakeExecutor, StepMemoryError
+from asyncllm.core.executor import FakeExecutor, StepOutOfMemoryError
 from asyncllm.runtime.event_loop import wait_for
 from tests.fakes import fake
 
@@ -36,7 +36,7 @@ class Fault:
 
     @property
     def fatal(self) -> bool:
-        return not self.row_error and self.error is not StepMemoryError
+        return not self.row_error and self.error is not StepOutOfMemoryError
 
 
 FAULTS = {
@@ -50,8 +50,8 @@ FAULTS = {
     "no such token": Fault("collect", result=lambda r: dataclasses.replace(r, token_ids=[1, 1000])),
     "another step": Fault("collect", result=lambda r: dataclasses.replace(r, step=r.step + 1)),
     "one row fails": Fault("collect", row_error=True),
-    "launch has no memory": Fault("launch", StepMemoryError),
-    "collect has no memory": Fault("collect", StepMemoryError),
+    "launch has no memory": Fault("launch", StepOutOfMemoryError),
+    "collect has no memory": Fault("collect", StepOutOfMemoryError),
 }
 CAUSES = {
     "launch hangs": "longer than step_timeout=600 s",
@@ -248,7 +248,7 @@ class Case:
             assert isinstance(result, asyncio.CancelledError)
         else:
             # Prefixes are kept while requests hold KV, which those of a failed step do not.
-            reset = self.fault.error is StepMemoryError
+            reset = self.fault.error is StepOutOfMemoryError
             assert result is (reset if self.verb == "reset" else None)
 
     async def check_afterwards(self):

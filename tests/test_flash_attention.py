@@ -18,8 +18,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from asyncllm.errors import EngineError
-from asyncllm.gpu.batch.decode_inputs import DecodeRows
-from asyncllm.gpu.batch.step_inputs import StepInputs
+from asyncllm.gpu.batch.decode_inputs import DecodeInputs
+from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.ops import flash_attention
 from asyncllm.gpu.ops.base import Attention, AttentionShape
 from asyncllm.gpu.ops.flash_attention import FlashAttention, FlashPlan
@@ -59,29 +59,29 @@ class Step:
 
     q: Tensor
     cache: Tensor
-    inputs: StepInputs
+    inputs: ModelInputs
 
     @property
     def clean(self) -> Tensor:
         """The cache as a backend gets it that reads blocks to their end."""
         return self.cache.nan_to_num(0.0)
 
-    def rows(self, padded: int) -> DecodeRows:
+    def rows(self, padded: int) -> DecodeInputs:
         """The decode rows by slot, in another order of slots, and padded ones."""
         inputs, count = self.inputs, self.inputs.num_rows
         slots = torch.arange(count).flip(0) + 2
         table = torch.zeros((count + 4, inputs.block_table.shape[1]), dtype=torch.int32)
         table[slots] = torch.from_numpy(inputs.block_table)
         zeros = torch.zeros(padded, dtype=torch.int32)
-        return DecodeRows(
-            slots=torch.cat((slots, torch.full((padded,), -1))),
-            known_tokens=torch.zeros(count + padded, dtype=torch.int64),
+        return DecodeInputs(
+            req_indices=torch.cat((slots, torch.full((padded,), -1))),
+            host_token_ids=torch.zeros(count + padded, dtype=torch.int64),
             positions=torch.cat((torch.from_numpy(inputs.starts), zeros)),
             block_table=table,
             token_ids=torch.zeros(count + padded, dtype=torch.int64),
             seq_lens=torch.cat((torch.from_numpy(inputs.seq_lens), zeros)).int(),
             slot_mapping=torch.zeros(count + padded, dtype=torch.int64),
-            last_tokens=torch.zeros(count + 4, dtype=torch.int64),
+            last_sampled_tokens=torch.zeros(count + 4, dtype=torch.int64),
             block_size=inputs.block_size,
             max_len=table.shape[1] * inputs.block_size,
         )
@@ -107,7 +107,7 @@ def make_step(name: str, block_size: int) -> Step:
     ends = np.concatenate(([0], np.cumsum(counts)))
     decodes = next((row for row, count in enumerate(counts) if count > 1), len(rows))
     tokens = torch.zeros(int(counts.sum()), dtype=torch.int64)
-    inputs = StepInputs(
+    inputs = ModelInputs(
         num_decodes=decodes,
         token_ids=tokens,
         positions=tokens,
@@ -220,7 +220,7 @@ def test_a_decode_step_reads_nothing_on_the_host(version, block_size, monkeypatc
         rows = step.rows(padded=4)
         fields = {
             name: mode.from_tensor(value)
-            for name in DecodeRows.__slots__
+            for name in DecodeInputs.__slots__
             if isinstance(value := getattr(rows, name), Tensor)
         }
         rows = replace(rows, **fields)
@@ -311,7 +311,7 @@ def test_a_window_that_leaves_out_the_own_key_is_noticed(monkeypatch):
 
 
 def test_tables_in_the_order_of_slots_are_noticed(monkeypatch):
-    monkeypatch.setattr(DecodeRows, "tables", lambda rows: rows.block_table[: rows.num_rows])
+    monkeypatch.setattr(DecodeInputs, "tables", lambda rows: rows.block_table[: rows.num_rows])
     with pytest.raises(AssertionError):
         check_decode(FlashAttention2(SHAPE), 256, None)
 

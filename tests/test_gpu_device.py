@@ -9,7 +9,7 @@ import torch
 
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.config import EngineConfig
-from asyncllm.gpu.build import create_executor
+from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.memory import CudaProbe, cuda_cache_bytes, release
 from asyncllm.gpu.weights import load_weights
 from tests.checkpoints import make_checkpoint
@@ -55,7 +55,7 @@ def test_measuring_leaves_the_hosts_peak_statistics():
         GPU,
         free_at_start=free,
         weights_bytes=0,
-        run_largest_step=lambda: torch.ones(32 * MIB, dtype=torch.uint8, device=GPU).sum().item(),
+        profile_run=lambda: torch.ones(32 * MIB, dtype=torch.uint8, device=GPU).sum().item(),
         graph_reserve=0,
         least=1,
     )
@@ -68,7 +68,7 @@ def test_a_second_open_and_close_leaves_what_the_first_left(fields):
     model = replace(MODEL, hidden_size=256, head_dim=64, dtype="bfloat16")
     left = []
     for _ in range(2):
-        runner = create_executor(
+        runner = build_model_runner(
             EngineConfig(device="cuda", load_format="dummy", max_num_seqs=8, **fields), model
         )
         driver = Driver(runner)

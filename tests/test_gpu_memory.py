@@ -21,8 +21,8 @@ from asyncllm.config import EngineConfig
 from asyncllm.errors import EngineDeadError, EngineError, KVCacheTooSmallError
 from asyncllm.gpu import build as factory
 from asyncllm.gpu import model_runner
-from asyncllm.gpu.build import create_executor
-from asyncllm.gpu.kv_cache import block_bytes, least_cache_bytes, size_cache
+from asyncllm.gpu.build import build_model_runner
+from asyncllm.gpu.kv_cache import block_bytes, min_cache_bytes, size_cache
 from asyncllm.gpu.memory import (
     SEGMENT_BYTES,
     CudaProbe,
@@ -35,7 +35,7 @@ from asyncllm.gpu.memory import (
 from asyncllm.gpu.models.decoder import Decoder, attention_shape
 from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.gpu.ops.torch_ops import TorchOps
-from asyncllm.gpu.profile import largest_rows, run_largest_step
+from asyncllm.gpu.profile import largest_rows, profile_run
 from asyncllm.gpu.weights import dummy_weights
 from tests.driver import Driver
 from tests.fakes import Fake, fake
@@ -124,7 +124,7 @@ def size(gpu: SimulatedGPU, *, weights: int, step: int, config: EngineConfig | N
         GPU,
         free_at_start=free_at_start,
         weights_bytes=weights,
-        run_largest_step=lambda: gpu.take(step),
+        profile_run=lambda: gpu.take(step),
         probe=gpu,
         **settings,
     )
@@ -177,7 +177,7 @@ def test_what_was_taken_since_the_start_is_not_there():
         GPU,
         free_at_start=free_at_start,
         weights_bytes=16 * GIB,
-        run_largest_step=lambda: gpu.take(3 * GIB),
+        profile_run=lambda: gpu.take(3 * GIB),
         graph_reserve=0,
         least=1,
         probe=gpu,
@@ -273,7 +273,7 @@ def test_another_failure_of_the_step_is_itself():
             GPU,
             free_at_start=gpu.free,
             weights_bytes=0,
-            run_largest_step=broken,
+            profile_run=broken,
             graph_reserve=0,
             least=1,
             probe=gpu,
@@ -326,7 +326,7 @@ def test_a_configured_cache_that_does_not_fit_names_its_knob():
 @pytest.mark.parametrize(("asked", "blocks"), [(None, 2), (16, 2), (17, 3), (256, 17)])
 def test_the_least_cache_has_the_null_block_and_one_sequence(asked, blocks):
     config = EngineConfig(max_model_len=asked)
-    least = least_cache_bytes(config, MODEL, 16, torch.bfloat16)
+    least = min_cache_bytes(config, MODEL, 16, torch.bfloat16)
     assert least == blocks * block_bytes(MODEL, 16, torch.bfloat16)
     settings = {"block_size": 16, "max_num_seqs": 4, "dtype": torch.bfloat16}
     size_cache(config, MODEL, **settings, available=least)
@@ -338,7 +338,7 @@ def test_nothing_is_measured_where_the_configuration_says(monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("a step was run")
 
-    monkeypatch.setattr(factory, "run_largest_step", refuse)
+    monkeypatch.setattr(factory, "profile_run", refuse)
     monkeypatch.setattr(factory, "cuda_cache_bytes", refuse)
     decoder = make_decoder()
     for fields in ({"num_blocks": 3}, {"kv_cache_memory": 10**6}):
@@ -435,7 +435,7 @@ def make_decoder(model=MODEL, dtype: torch.dtype = torch.float32) -> Decoder:
 def test_the_largest_step_runs_prefill_mixed_and_decode_at_the_end_of_long_sequences(dtype):
     decoder = make_decoder(dtype=dtype)
     layers = list(decoder.layers)
-    run_largest_step(
+    profile_run(
         decoder, max_num_batched_tokens=100, max_num_seqs=6, max_model_len=60, block_size=16
     )
     assert decoder.attention.steps == [
@@ -451,16 +451,12 @@ def test_one_layer_of_each_window_stands_for_all():
     sliding = tuple(index >= 4 for index in range(8))
     model = replace(MODEL, num_layers=8, sliding_window=20, sliding_layers=sliding)
     decoder = make_decoder(model)
-    run_largest_step(
-        decoder, max_num_batched_tokens=40, max_num_seqs=1, max_model_len=40, block_size=8
-    )
+    profile_run(decoder, max_num_batched_tokens=40, max_num_seqs=1, max_model_len=40, block_size=8)
     # Layers 0, 1, 4 and 7, in two steps of which both windows were planned.
     assert decoder.attention.calls == 4 * 2
     assert len(decoder.attention.steps) == 2 * 2
     single = make_decoder(replace(MODEL, num_layers=1))
-    run_largest_step(
-        single, max_num_batched_tokens=40, max_num_seqs=1, max_model_len=40, block_size=8
-    )
+    profile_run(single, max_num_batched_tokens=40, max_num_seqs=1, max_model_len=40, block_size=8)
     assert single.attention.calls == 2
 
 
@@ -470,9 +466,9 @@ def test_few_layers_take_as_much_as_all_of_them():
     for count in (3, 12):
         decoder = make_decoder(replace(MODEL, num_layers=count))
         run = {"max_num_batched_tokens": 96, "max_num_seqs": 4, "max_model_len": 64}
-        run_largest_step(decoder, **run, block_size=16)
+        profile_run(decoder, **run, block_size=16)
         with LiveBytes() as live:
-            run_largest_step(decoder, **run, block_size=16)
+            profile_run(decoder, **run, block_size=16)
         peaks.append(live.peak)
         assert live.now == 0
     assert peaks[0] == peaks[1] > 0
@@ -484,14 +480,14 @@ def test_the_factory_measures_the_step_that_the_scheduler_will_make(monkeypatch)
     asked = []
     passed = {}
 
-    def measure(config, device, *, run_largest_step, **rest):
+    def measure(config, device, *, profile_run, **rest):
         passed.update(rest)
-        run_largest_step()
+        profile_run()
         return 123
 
     monkeypatch.setattr(factory, "cpu_cache_bytes", lambda: 1 / 0)
     monkeypatch.setattr(factory, "cuda_cache_bytes", measure)
-    monkeypatch.setattr(factory, "run_largest_step", lambda decoder, **kw: asked.append(kw))
+    monkeypatch.setattr(factory, "profile_run", lambda decoder, **kw: asked.append(kw))
     decoder = make_decoder()
     decoder.embedding = OnGPU(torch.bfloat16)  # type: ignore[assignment]
     monkeypatch.setattr(decoder, "set_max_positions", lambda count: asked.append(count))
@@ -644,7 +640,7 @@ def test_a_failed_start_gives_everything_back(monkeypatch, stage):
     monkeypatch.setattr(factory, stage, fail)
     monkeypatch.setattr(factory, "release", lambda device: released.append((device, decoders[0]())))
     with pytest.raises(KVCacheTooSmallError) as caught:
-        create_executor(EngineConfig(load_format="dummy", device="cpu"), MODEL)
+        build_model_runner(EngineConfig(load_format="dummy", device="cpu"), MODEL)
     assert released == [(CPU, None)]
     assert [entry.name for entry in caught.traceback][-1] == "fail"
 

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncllm.core.batch import SlotAssignment, StepBatch
+from asyncllm.core.batch import RequestAssignment, StepBatch
 from asyncllm.gpu.batch.input_batch import InputBatch
-from asyncllm.gpu.batch.step_inputs import StepInputs
-from asyncllm.gpu.h2d import upload
+from asyncllm.gpu.batch.step_inputs import ModelInputs
+from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.ops import torch_attention
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.torch_attention import GROUP_COST, TorchAttention, split_by_length
@@ -29,8 +29,10 @@ def _one_thread():
 PARAMS = SamplingParams(temperature=0.0, seed=0).resolve({}, {}, lambda: 0)
 
 
-def assignment(slot: int, tokens: list[int], blocks: list[int], prompt: int) -> SlotAssignment:
-    return SlotAssignment(slot, f"r{slot}", tokens, prompt, blocks, PARAMS)
+def assignment(
+    req_index: int, tokens: list[int], blocks: list[int], prompt: int
+) -> RequestAssignment:
+    return RequestAssignment(req_index, f"r{req_index}", tokens, prompt, blocks, PARAMS)
 
 
 def make_batch(rows: list[tuple[int, int, int, bool]], **changes) -> StepBatch:
@@ -38,7 +40,7 @@ def make_batch(rows: list[tuple[int, int, int, bool]], **changes) -> StepBatch:
     rows = sorted(rows, key=lambda row: not (row[2] == 1 and row[3]))
     return StepBatch(
         0,
-        slots=[row[0] for row in rows],
+        req_indices=[row[0] for row in rows],
         starts=[row[1] for row in rows],
         counts=[row[2] for row in rows],
         samples=[row[3] for row in rows],
@@ -55,27 +57,27 @@ def test_prepare_matches_a_plain_loop(data):
     lengths = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=6))
     inputs = InputBatch(8, 64, block_size)
     draw = np.random.default_rng(data.draw(st.integers(0, 1000)))
-    slots = draw.permutation(8)[: len(lengths)].tolist()
+    req_indices = draw.permutation(8)[: len(lengths)].tolist()
     free = draw.permutation(np.arange(1, 400)).tolist()
     held, tokens, rows, entering = {}, {}, [], []
-    for slot, length in zip(slots, lengths, strict=True):
-        tokens[slot] = draw.integers(0, 1000, length).tolist()
-        held[slot] = [free.pop() for _ in range(-(-length // block_size))]
+    for req_index, length in zip(req_indices, lengths, strict=True):
+        tokens[req_index] = draw.integers(0, 1000, length).tolist()
+        held[req_index] = [free.pop() for _ in range(-(-length // block_size))]
         start = data.draw(st.integers(0, length - 1))
         count = data.draw(st.integers(1, length - start))
-        rows.append((slot, start, count, start + count == length))
-        entering.append(assignment(slot, tokens[slot], held[slot], length))
+        rows.append((req_index, start, count, start + count == length))
+        entering.append(assignment(req_index, tokens[req_index], held[req_index], length))
     batch = make_batch(rows, assignments=entering)
     inputs.apply(batch)
-    step = StepInputs.from_arrays(inputs.prepare(batch), CPU)
+    step = ModelInputs.from_arrays(inputs.prepare(batch), CPU)
     ids, positions, mapping, last = [], [], [], []
-    for slot, start, count, samples in zip(
-        batch.slots, batch.starts, batch.counts, batch.samples, strict=True
+    for req_index, start, count, samples in zip(
+        batch.req_indices, batch.starts, batch.counts, batch.samples, strict=True
     ):
         for position in range(start, start + count):
-            ids.append(tokens[slot][position])
+            ids.append(tokens[req_index][position])
             positions.append(position)
-            block = held[slot][position // block_size]
+            block = held[req_index][position // block_size]
             mapping.append(block * block_size + position % block_size)
         if samples:
             last.append(len(ids) - 1)
@@ -90,8 +92,8 @@ def test_prepare_matches_a_plain_loop(data):
     assert step.seq_lens.tolist() == [
         s + c for s, c in zip(batch.starts, batch.counts, strict=True)
     ]
-    for row, slot in enumerate(batch.slots):
-        assert step.block_table[row, : len(held[slot])].tolist() == held[slot]
+    for row, req_index in enumerate(batch.req_indices):
+        assert step.block_table[row, : len(held[req_index])].tolist() == held[req_index]
 
 
 def test_released_slots_start_anew_and_blocks_are_appended():
@@ -127,7 +129,7 @@ def test_groups_cover_every_row_once_with_bounded_padding(lengths, max_tokens):
 
 
 def plain_attention(
-    q: torch.Tensor, cache: torch.Tensor, step: StepInputs, scale: float, window: int | None
+    q: torch.Tensor, cache: torch.Tensor, step: ModelInputs, scale: float, window: int | None
 ) -> torch.Tensor:
     """Token by token and head by head, in float64."""
     num_heads, num_kv_heads = q.shape[1], cache.shape[3]
@@ -158,15 +160,15 @@ def test_paged_attention_matches_the_plain_one(data):
     inputs = InputBatch(8, 96, block_size)
     free = torch.randperm(num_blocks - 1, generator=generator).add(1).tolist()
     rows, entering = [], []
-    for slot in range(data.draw(st.integers(1, 5))):
+    for req_index in range(data.draw(st.integers(1, 5))):
         length = data.draw(st.integers(1, 90 if block_size > 1 else 20))
         count = data.draw(st.sampled_from([1, 1, min(3, length), length]))
         blocks = [free.pop() for _ in range(-(-length // block_size))]
-        rows.append((slot, length - count, count, True))
-        entering.append(assignment(slot, [0] * length, blocks, length))
+        rows.append((req_index, length - count, count, True))
+        entering.append(assignment(req_index, [0] * length, blocks, length))
     batch = make_batch(rows, assignments=entering)
     inputs.apply(batch)
-    step = StepInputs.from_arrays(inputs.prepare(batch), CPU)
+    step = ModelInputs.from_arrays(inputs.prepare(batch), CPU)
     shape = (2, num_blocks, block_size, kv_heads, head_dim)
     cache = torch.randn(shape, generator=generator)
     kv = torch.randn(2, step.num_tokens, kv_heads, head_dim, generator=generator)
@@ -186,22 +188,27 @@ def test_a_plan_is_uploaded_without_waiting_for_the_device(monkeypatch):
     uploaded = []
 
     def noting(array, device):
-        tensor = upload(array, device)
+        tensor = copy_to_device(array, device)
         uploaded.append(tensor.untyped_storage().data_ptr())
         return tensor
 
-    monkeypatch.setattr(torch_attention, "upload", noting)
+    monkeypatch.setattr(torch_attention, "copy_to_device", noting)
     inputs = InputBatch(8, 96, 4)
     # Decodes, a chunk behind others, and prompts of unequal and of equal length.
     rows = [(0, 9, 1, True), (1, 30, 1, True), (2, 20, 7, True), (3, 0, 5, True), (4, 8, 3, True)]
     rows += [(5, 8, 3, True)]
     entering = [
-        assignment(slot, [0] * (start + count), list(range(1 + 10 * slot, 11 + 10 * slot)), 1)
-        for slot, start, count, _ in rows
+        assignment(
+            req_index,
+            [0] * (start + count),
+            list(range(1 + 10 * req_index, 11 + 10 * req_index)),
+            1,
+        )
+        for req_index, start, count, _ in rows
     ]
     batch = make_batch(rows, assignments=entering)
     inputs.apply(batch)
-    step = StepInputs.from_arrays(inputs.prepare(batch), CPU)
+    step = ModelInputs.from_arrays(inputs.prepare(batch), CPU)
     attention = TorchAttention(AttentionShape(2, 1, 8, 1.0), torch.float32)
     groups = attention.plan(step, None)
     found = [part for g in groups for part in (g.tokens, g.blocks, g.mask, *(g.outputs or ()))]

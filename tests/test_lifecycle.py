@@ -90,7 +90,7 @@ STAGES = {
 # And on the caller's.
 CALLERS = {
     "thread": named(f"{ENGINE_THREAD}.EngineThread.start"),
-    "intake": named("asyncllm.engine.Intake"),
+    "intake": named("asyncllm.engine.InputProcessor"),
     "task": named(f"{ENGINE_THREAD}.EngineThread.supervise"),
 }
 
@@ -392,8 +392,7 @@ def test_one_of_several_watchers_declares_the_thread_hung():
     rig, engine, _stream, core = hung_engine()
     cause, verdicts, clock = EngineError("stuck"), [], core.clock
     others = [
-        threading.Thread(target=lambda: verdicts.append(core.declare_hung(0, cause)))
-        for _ in range(4)
+        threading.Thread(target=lambda: verdicts.append(core.fail_hung(0, cause))) for _ in range(4)
     ]
 
     def slow_clock():
@@ -405,7 +404,7 @@ def test_one_of_several_watchers_declares_the_thread_hung():
         return clock()
 
     core.clock = slow_clock
-    verdicts.append(core.declare_hung(0, cause))
+    verdicts.append(core.fail_hung(0, cause))
     for thread in others:
         thread.join(10)
     assert sorted(verdicts) == [False] * 4 + [True]
@@ -429,7 +428,7 @@ def test_a_thread_that_comes_back_while_it_is_declared_hung_touches_nothing():
     core.delivery.deliver = lambda event, now: (delivered.append(event), deliver(event, now))
     watcher = threading.get_ident()
     core.clock = lambda: slow_clock() if threading.get_ident() == watcher else clock()
-    assert core.declare_hung(0, EngineError("stuck"))
+    assert core.fail_hung(0, EngineError("stuck"))
     until(lambda: not engine_threads())
     assert delivered == []
     assert core.stats().num_steps == 2

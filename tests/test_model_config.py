@@ -339,7 +339,8 @@ def test_loads_neither_torch_nor_transformers(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN3))
     code = (
         "import sys; from asyncllm.checkpoint.model_config import ModelConfig; "
-        "import asyncllm.checkpoint.model_files, asyncllm.text.tokenizer, asyncllm.text.detokenizer; "
+        "import asyncllm.checkpoint.model_files; "
+        "import asyncllm.text.tokenizer, asyncllm.text.detokenizer; "
         "ModelConfig.from_directory(sys.argv[1]); "
         "print([m for m in ('torch', 'transformers', 'huggingface_hub', 'jinja2') "
         "if m in sys.modules])"

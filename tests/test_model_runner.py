@@ -16,12 +16,12 @@ import torch
 from asyncllm.checkpoint.model_config import ModelConfig, RopeConfig
 from asyncllm.config import EngineConfig
 from asyncllm.core.batch import StepBatch
-from asyncllm.core.executor import Executor, StepMemoryError
+from asyncllm.core.executor import Executor, StepOutOfMemoryError
 from asyncllm.errors import EngineError, InvalidRequestError, KVCacheTooSmallError
 from asyncllm.gpu import devices, kv_cache
-from asyncllm.gpu.build import create_executor
+from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.model_runner import ModelRunner
-from asyncllm.gpu.token_budget import measure_token_budget
+from asyncllm.gpu.token_budget import calibrate_token_budget
 from asyncllm.sampling_params import SamplingParams
 from tests.driver import GREEDY, Driver
 
@@ -45,7 +45,7 @@ LARGE = replace(MODEL, vocab_size=100_000, hidden_size=512, num_heads=64)
 
 def make(model: ModelConfig = MODEL, **fields) -> ModelRunner:
     settings = {"load_format": "dummy", "device": "cpu", "max_num_batched_tokens": 512}
-    return create_executor(EngineConfig(**(settings | fields)), model)
+    return build_model_runner(EngineConfig(**(settings | fields)), model)
 
 
 def test_defaults_on_a_cpu():
@@ -304,7 +304,7 @@ def test_out_of_memory_voids_the_step_and_no_more(monkeypatch, error):
     assert runner._state is not None
     with monkeypatch.context() as patch:
         patch.setattr(type(runner._state.decoder), "forward", fail)
-        with pytest.raises(StepMemoryError, match="3 tokens"):
+        with pytest.raises(StepOutOfMemoryError, match="3 tokens"):
             runner.collect()
     runner.discard()
     driver.in_flight.clear()
@@ -326,7 +326,7 @@ def test_other_failures_are_not_taken_for_memory(monkeypatch):
     monkeypatch.setattr(type(runner._state.decoder), "forward", fail)
     with pytest.raises(RuntimeError, match="shape mismatch") as caught:
         runner.collect()
-    assert not isinstance(caught.value, StepMemoryError)
+    assert not isinstance(caught.value, StepOutOfMemoryError)
 
 
 def test_one_bad_row_leaves_the_others():
@@ -379,7 +379,7 @@ def test_the_budget_is_what_takes_a_fifth_of_a_second(per_token, expected):
         sizes.append(count)
         return 1e-4 + per_token * count
 
-    budget = measure_token_budget(time_step)
+    budget = calibrate_token_budget(time_step)
     assert budget == expected
     assert budget % 32 == 0
     assert sum(1e-4 + per_token * size for size in sizes) < max(0.3, 96 * per_token)

@@ -12,7 +12,7 @@ import threading
 import pytest
 
 from asyncllm import EngineClosedError, EngineDeadError, EngineOverloadedError, RequestError
-from asyncllm.observer import Observation
+from asyncllm.observer import ObserverNotifier
 from asyncllm.outputs import Usage
 from tests.fakes import fake
 
@@ -218,7 +218,7 @@ async def test_a_removed_observer_hears_the_end_of_what_it_knows():
 async def test_without_observers_a_request_carries_nothing():
     async with fake().engine() as engine:
         stream = engine.stream([1], max_tokens=1)
-        assert stream._request.observation is None
+        assert stream._request.notifier is None
         await stream.result()
 
 
@@ -227,18 +227,18 @@ async def test_an_end_that_overtakes_the_announcement_waits_for_it():
 
     class Slow:
         def on_submit(self, request, submission):
-            observation.finished(usage, None)
-            observation.finished(usage, None)
+            notifier.finished(usage, None)
+            notifier.finished(usage, None)
             order.append("submit")
 
         def on_finish(self, request, usage, error):
             order.append("finish")
 
     usage = Usage(1, 0, 0, 0.0, None, 0.0)
-    observation = Observation(object(), (Slow(),))
-    observation.submitted(None)
+    notifier = ObserverNotifier(object(), (Slow(),))
+    notifier.submitted(None)
     assert order == ["submit", "finish"]
-    observation.finished(usage, None)
+    notifier.finished(usage, None)
     assert order == ["submit", "finish"]
 
 
@@ -288,7 +288,7 @@ async def test_a_first_token_before_the_submission_is_announced_is_observed_befo
 
     class Slow:
         def on_submit(self, request, submission):
-            observation.first_token()
+            notifier.first_token()
             order.append("submit")
 
         def on_first_token(self, request):
@@ -297,10 +297,10 @@ async def test_a_first_token_before_the_submission_is_announced_is_observed_befo
         def on_finish(self, request, usage, error):
             order.append("finish")
 
-    observation = Observation(object(), (Slow(),))
-    observation.submitted(None)
+    notifier = ObserverNotifier(object(), (Slow(),))
+    notifier.submitted(None)
     assert order == ["submit"]
-    observation.finished(Usage(1, 1, 0, 0.0, 0.0, 0.0), None)
+    notifier.finished(Usage(1, 1, 0, 0.0, 0.0, 0.0), None)
     assert order == ["submit", "first token", "finish"]
 
 

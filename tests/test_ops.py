@@ -47,7 +47,7 @@ def test_linear(ops, dtype, shape, biased):
     bias = torch.randn(shape[0], generator=generator).to(dtype) if biased else None
     shift = 0.0 if bias is None else bias.double()
     tolerance = TOLERANCE[dtype]
-    for linear, extra in ((ops.linear(weight, bias), shift), (ops.shared_linear(weight), 0.0)):
+    for linear, extra in ((ops.linear(weight, bias), shift), (ops.tied_linear(weight), 0.0)):
         for rows in (0, 1, 3, 17, 70):
             x = torch.randn(rows, shape[1], generator=generator).to(dtype)
             found = linear(x)
@@ -86,9 +86,9 @@ def test_what_has_a_cache_of_shapes_sees_buckets_alone(dtype, monkeypatch):
     ops = OneDNNOps()
     small, large = torch.randn(64, 32).to(dtype), torch.randn(640, 640).to(dtype)
     layers = [ops.linear(small, None), ops.linear(large, small.new_zeros(640))]
-    layers += [ops.shared_linear(small)]
+    layers += [ops.tied_linear(small)]
     if dtype != torch.float32:
-        layers.append(ops.shared_linear(large))
+        layers.append(ops.tied_linear(large))
     generator = torch.Generator().manual_seed(4)
     for layer in layers:
         weight = layer.weight if isinstance(layer, SmallLinear) else layer.linear.weight

@@ -14,7 +14,7 @@ import torch
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.config import EngineConfig
 from asyncllm.gpu.batch.input_batch import InputBatch
-from asyncllm.gpu.build import create_executor
+from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.ops import torch_ops
 from asyncllm.gpu.ops.torch_attention import TorchAttention
@@ -94,7 +94,7 @@ class Case:
             "device": "cpu",
             "num_threads": 1,
         }
-        return create_executor(EngineConfig(**(settings | overrides)), self.config)
+        return build_model_runner(EngineConfig(**(settings | overrides)), self.config)
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,15 @@ import torch
 from asyncllm import LLM, AsyncLLMEngine
 from asyncllm.config import EngineConfig
 from asyncllm.errors import InvalidRequestError
-from asyncllm.gpu.build import create_executor
-from asyncllm.gpu.execution_mode import GRAPH_BYTES, Placement, graph_reserve, graph_sizes, place
-from asyncllm.gpu.graph.cuda_graphs import EagerRecorder, GraphKey
+from asyncllm.gpu.build import build_model_runner
+from asyncllm.gpu.execution_mode import (
+    GRAPH_BYTES,
+    ExecutionMode,
+    execution_mode_for,
+    graph_reserve,
+    graph_sizes,
+)
+from asyncllm.gpu.graph.cuda_graphs import EagerCapturer, GraphKey
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.ops import registry
 from asyncllm.gpu.ops.torch_ops import TorchOps
@@ -35,13 +41,13 @@ class AheadOnCPU:
     """A loader whose engine runs one step ahead, with traces for graphs."""
 
     stream: LateStream = field(default_factory=LateStream)
-    recorder: TraceRecorder = field(default_factory=TraceRecorder)
+    capturer: TraceRecorder = field(default_factory=TraceRecorder)
     said: list[tuple[int, int, str]] = field(default_factory=list)
     runner: ModelRunner | None = None
 
-    def placement(self, config: EngineConfig) -> Placement:
-        make = EagerRecorder if config.cuda_graphs == "off" else lambda: self.recorder
-        return Placement(CPU, self.stream, make, 8, 256, 2)
+    def mode(self, config: EngineConfig) -> ExecutionMode:
+        make = EagerCapturer if config.cuda_graphs == "off" else lambda: self.capturer
+        return ExecutionMode(CPU, self.stream, make, 8, 256, 2)
 
     def load(self, config: EngineConfig, progress: Any) -> LoadedModel:
         def tell(done: int, total: int, stage: str = "weights") -> None:
@@ -49,7 +55,7 @@ class AheadOnCPU:
             progress(done, total, stage)
 
         plain = load_model(replace(config, cuda_graphs="auto", cuda_graph_sizes=None), progress)
-        self.runner = create_executor(config, plain.model_config, tell, self.placement(config))
+        self.runner = build_model_runner(config, plain.model_config, tell, self.mode(config))
         return LoadedModel(self.runner, plain.tokenizer, plain.model_config)
 
     def engine(self, **fields: Any) -> AsyncLLMEngine:
@@ -110,14 +116,14 @@ async def test_the_packaged_model_answers_the_same(
         assert graphs == [(done, 2, "graphs") for done in range(3)]
     else:
         assert not graphs
-    assert bool(ahead.recorder.traces) == (fields.get("cuda_graphs") != "off")
+    assert bool(ahead.capturer.traces) == (fields.get("cuda_graphs") != "off")
 
 
 def test_what_a_placement_leaves_open() -> None:
     def info(**fields: Any) -> Any:
         ahead = AheadOnCPU()
         config = EngineConfig(load_format="dummy", device="cpu", **fields)
-        runner = create_executor(config, MODEL, None, ahead.placement(config))
+        runner = build_model_runner(config, MODEL, None, ahead.mode(config))
         assert runner.graphs is not None
         return runner.info, runner.graphs.buckets
 
@@ -133,18 +139,18 @@ def test_what_a_placement_leaves_open() -> None:
 def test_startup_captures_before_the_first_step() -> None:
     ahead = AheadOnCPU()
     config = EngineConfig(load_format="dummy", device="cpu", cuda_graphs="startup")
-    runner = create_executor(config, MODEL, None, ahead.placement(config))
+    runner = build_model_runner(config, MODEL, None, ahead.mode(config))
     assert runner.graphs is not None
-    assert [record.key for record in runner.graphs.records] == [
+    assert [record.key for record in runner.graphs.captured] == [
         GraphKey(bucket, True) for bucket in (8, 4, 2, 1)
     ]
 
 
 def test_a_cpu_is_in_step() -> None:
-    placement = place(EngineConfig(), CPU)
-    assert not placement.stream.runs_ahead
-    assert placement.make_recorder is None
-    assert (placement.max_num_seqs, placement.pipeline_depth) == (64, 1)
+    mode = execution_mode_for(EngineConfig(), CPU)
+    assert not mode.stream.is_async
+    assert mode.make_capturer is None
+    assert (mode.max_num_seqs, mode.pipeline_depth) == (64, 1)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +163,7 @@ def test_a_cpu_is_in_step() -> None:
 def test_sizes_that_cannot_be(fields: dict[str, Any], says: str) -> None:
     config = EngineConfig(**fields)
     with pytest.raises(InvalidRequestError, match=says) as caught:
-        graph_sizes(config, AheadOnCPU().placement(config), 8)
+        graph_sizes(config, AheadOnCPU().mode(config), 8)
     assert caught.value.param == "cuda_graph_sizes"
 
 

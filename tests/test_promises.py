@@ -16,12 +16,12 @@ from asyncllm import DeadlineExceededError, EngineOverloadedError, RequestError
 from asyncllm.core.admission import Admission
 from asyncllm.core.engine_core import EngineCore
 from asyncllm.core.executor import FakeExecutor
-from asyncllm.core.output_processor import Delivery
+from asyncllm.core.output_processor import OutputProcessor
 from asyncllm.core.request import Request
 from asyncllm.core.scheduler import Scheduler
 from asyncllm.runtime.engine_thread import EngineThread
 from asyncllm.runtime.event_loop import LoopMailbox
-from asyncllm.runtime.input_processor import Intake
+from asyncllm.runtime.input_processor import InputProcessor
 from asyncllm.stream import TokenStream
 from tests.fakes import fake
 
@@ -52,13 +52,13 @@ async def every_stream_ends():
 
 
 def a_stop_is_not_announced(patch):
-    close = Delivery.close
+    close = OutputProcessor.close
 
     def forget(self, request, error, last=None):
         if request.finish_reason != "stop":
             close(self, request, error, last)
 
-    patch.setattr(Delivery, "close", forget)
+    patch.setattr(OutputProcessor, "close", forget)
 
 
 # --- 2 ----------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ async def stream_submits_at_once():
 
 
 def submission_waits_for_the_first_read(patch):
-    submit, read = Intake._submit, TokenStream.__anext__
+    submit, read = InputProcessor._submit, TokenStream.__anext__
     waiting = {}
 
     def later(self, request, asked, token_ids):
@@ -93,7 +93,7 @@ def submission_waits_for_the_first_read(patch):
         return await read(self)
 
     assert submit is not later
-    patch.setattr(Intake, "_submit", later)
+    patch.setattr(InputProcessor, "_submit", later)
     patch.setattr(TokenStream, "__anext__", first_submit)
 
 
@@ -143,11 +143,11 @@ async def a_slow_reader_is_held_back():
 
 
 def nobody_is_held_back(patch):
-    patch.setattr(Delivery, "_hold", lambda self, request, channel: None)
+    patch.setattr(OutputProcessor, "_apply_backpressure", lambda self, request, channel: None)
 
 
 def reading_does_not_release(patch):
-    patch.setattr(EngineCore, "on_read", lambda self, request: None)
+    patch.setattr(EngineCore, "on_drained", lambda self, request: None)
 
 
 # --- 5 ----------------------------------------------------------------------------------
@@ -257,7 +257,7 @@ async def one_wake_is_outstanding():
 
 
 def every_delta_wakes(patch):
-    deliver = Delivery.deliver
+    deliver = OutputProcessor.deliver
 
     def eager(self, event, now):
         deliver(self, event, now)
@@ -266,7 +266,7 @@ def every_delta_wakes(patch):
             channel.mailbox._posted = False
             channel.mailbox.notify([channel])
 
-    patch.setattr(Delivery, "deliver", eager)
+    patch.setattr(OutputProcessor, "deliver", eager)
 
 
 # --- 10 ---------------------------------------------------------------------------------
@@ -353,13 +353,13 @@ def a_block_is_known_by_its_own_tokens_alone(patch):
 
 
 def late_results_count(patch):
-    start_over = Scheduler._start_over
+    start_over = Scheduler._reset_for_recompute
 
     def careless(self, request):
         start_over(self, request)
         request.epoch -= 1
 
-    patch.setattr(Scheduler, "_start_over", careless)
+    patch.setattr(Scheduler, "_reset_for_recompute", careless)
 
 
 # --- all of them ------------------------------------------------------------------------

@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncllm.core.batch import SlotAssignment, StepBatch
+from asyncllm.core.batch import RequestAssignment, StepBatch
 from asyncllm.gpu.batch.input_batch import InputBatch
-from asyncllm.gpu.sample.inverse_cdf import CANDIDATES, draw
-from asyncllm.gpu.sample.rng import seed_state, uniform
+from asyncllm.gpu.sample.inverse_cdf import CANDIDATES, sample_inverse_cdf
+from asyncllm.gpu.sample.rng import counter_uniform, mix_seed
 from asyncllm.gpu.sample.sampler import SampleOutput, Sampler
 from asyncllm.gpu.threads import set_thread_count
 from asyncllm.sampling_params import SamplingParams
@@ -32,29 +32,36 @@ def _one_thread():
 class Bench:
     """A sampler with requests in its slots, without a model."""
 
-    def __init__(self, vocab_size: int, slots: int = 32) -> None:
-        self.inputs = InputBatch(slots, 256, 16)
-        self.sampler = Sampler(slots, vocab_size, self.inputs, CPU)
-        self.length = dict.fromkeys(range(slots), 0)
+    def __init__(self, vocab_size: int, req_indices: int = 32) -> None:
+        self.inputs = InputBatch(req_indices, 256, 16)
+        self.sampler = Sampler(req_indices, vocab_size, self.inputs, CPU)
+        self.length = dict.fromkeys(range(req_indices), 0)
 
     def enter(
-        self, slot: int, prompt: list[int], output: list[int], eos: tuple[int, ...] = (), **fields
+        self,
+        req_index: int,
+        prompt: list[int],
+        output: list[int],
+        eos: tuple[int, ...] = (),
+        **fields,
     ) -> None:
         params = SamplingParams(**({"seed": 7} | fields)).resolve({}, {}, lambda: 0)
         tokens = prompt + output
-        assignment = SlotAssignment(slot, f"r{slot}", tokens, len(prompt), [1], params, eos)
+        assignment = RequestAssignment(
+            req_index, f"r{req_index}", tokens, len(prompt), [1], params, eos
+        )
         self.inputs.apply(StepBatch(0, assignments=[assignment]))
         self.sampler.assign(assignment)
-        self.length[slot] = len(tokens)
+        self.length[req_index] = len(tokens)
 
-    def sample(self, logits: torch.Tensor, slots: list[int]) -> SampleOutput:
-        positions = np.array([self.length[slot] for slot in slots])
-        return self.sampler.sample(logits, np.array(slots), positions)
+    def sample(self, logits: torch.Tensor, req_indices: list[int]) -> SampleOutput:
+        positions = np.array([self.length[req_index] for req_index in req_indices])
+        return self.sampler.sample(logits, np.array(req_indices), positions)
 
-    def append(self, slots: list[int], tokens: list[int]) -> None:
-        for slot, token in zip(slots, tokens, strict=True):
-            self.inputs.token_ids[slot, self.length[slot]] = token
-            self.length[slot] += 1
+    def append(self, req_indices: list[int], tokens: list[int]) -> None:
+        for req_index, token in zip(req_indices, tokens, strict=True):
+            self.inputs.token_ids[req_index, self.length[req_index]] = token
+            self.length[req_index] += 1
 
 
 def kept(
@@ -78,10 +85,10 @@ def kept(
 
 def draws(logits: torch.Tensor, count: int, seed: int, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarray:
     """``count`` draws from one row of logits, each with a position of its own."""
-    state = np.full(count, seed_state(seed))
-    numbers = uniform(state, np.arange(count))
+    state = np.full(count, mix_seed(seed))
+    numbers = counter_uniform(state, np.arange(count))
     rows = logits.expand(count, -1).clone()
-    return draw(
+    return sample_inverse_cdf(
         rows, numbers, np.full(count, top_k), np.full(count, top_p), np.full(count, min_p)
     ).numpy()
 
@@ -124,8 +131,8 @@ def test_draws_follow_the_exact_probabilities(limits, seed):
 
 
 def test_uniform_numbers_are_uniform_and_keyed():
-    states = np.array([seed_state(s) for s in range(200)])
-    numbers = uniform(np.repeat(states, 200), np.tile(np.arange(200), 200))
+    states = np.array([mix_seed(s) for s in range(200)])
+    numbers = counter_uniform(np.repeat(states, 200), np.tile(np.arange(200), 200))
     assert numbers.min() >= 0.0
     assert numbers.max() < 1.0
     counts = np.histogram(numbers, 50, (0, 1))[0].astype(float)
@@ -138,7 +145,7 @@ def test_uniform_numbers_are_uniform_and_keyed():
 
 def test_seeds_of_the_whole_range_differ():
     seeds = [0, 1, -1, 2**63, 2**64 - 2, -(2**63) + 1]
-    assert len({int(seed_state(seed)) for seed in seeds}) == len(seeds)
+    assert len({int(mix_seed(seed)) for seed in seeds}) == len(seeds)
 
 
 def boundary(logits: torch.Tensor, **limits: Any) -> set[int]:
@@ -149,7 +156,7 @@ def boundary(logits: torch.Tensor, **limits: Any) -> set[int]:
     for u in (steps, np.array([np.nextafter(1.0, 0.0)])):
         count = len(u)
         rows = logits.expand(count, -1).clone()
-        tokens = draw(
+        tokens = sample_inverse_cdf(
             rows,
             u,
             np.full(count, limits.get("top_k", 0)),
@@ -188,7 +195,7 @@ def test_a_nucleus_wider_than_the_first_candidates(spread):
     # The inverse of the CDF at a uniform number is at the same place in both.
     ids = sorted(expected, key=lambda i: (-expected[i], i))
     cumulative = np.cumsum([expected[i] for i in ids])
-    numbers = uniform(np.full(3000, seed_state(11)), np.arange(3000))
+    numbers = counter_uniform(np.full(3000, mix_seed(11)), np.arange(3000))
     reference = np.array(ids)[
         np.minimum(np.searchsorted(cumulative, numbers, "right"), len(ids) - 1)
     ]
@@ -212,25 +219,25 @@ def test_a_row_draws_the_same_alone_and_in_company(dtype):
         {"temperature": 1.0, "top_k": 3000, "top_p": 0.5, "logprobs": 0},
     ]
     company = Bench(vocab_size)
-    for slot in range(24):
+    for req_index in range(24):
         company.enter(
-            slot,
+            req_index,
             [1, 2, 3],
-            [4] * (slot % 5),
-            **fields[slot % 8],
+            [4] * (req_index % 5),
+            **fields[req_index % 8],
         )
     order = list(range(24))
     together = company.sample(logits, order)
-    for slot in order:
+    for req_index in order:
         alone = Bench(vocab_size)
-        alone.enter(0, [1, 2, 3], [4] * (slot % 5), **fields[slot % 8])
-        single = alone.sample(logits[slot : slot + 1], [0])
-        assert single.token_ids[0] == together.token_ids[slot]
-        assert single.logprobs.get(0) == together.logprobs.get(slot)
+        alone.enter(0, [1, 2, 3], [4] * (req_index % 5), **fields[req_index % 8])
+        single = alone.sample(logits[req_index : req_index + 1], [0])
+        assert single.token_ids[0] == together.token_ids[req_index]
+        assert single.logprobs.get(0) == together.logprobs.get(req_index)
     turned = order[::-1]
     again = Bench(vocab_size)
-    for slot in order:
-        again.enter(slot, [1, 2, 3], [4] * (slot % 5), **fields[slot % 8])
+    for req_index in order:
+        again.enter(req_index, [1, 2, 3], [4] * (req_index % 5), **fields[req_index % 8])
     reversed_ = again.sample(logits[torch.tensor(turned)], turned)
     assert reversed_.token_ids[::-1].tolist() == together.token_ids.tolist()
 
@@ -238,8 +245,8 @@ def test_a_row_draws_the_same_alone_and_in_company(dtype):
 def test_greedy_is_the_likeliest_token_and_ignores_truncation():
     logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(2))
     bench = Bench(300)
-    for slot, extra in enumerate(({}, {"top_k": 5}, {"top_p": 0.1}, {"min_p": 0.9})):
-        bench.enter(slot, [1], [], temperature=0.0, **extra)
+    for req_index, extra in enumerate(({}, {"top_k": 5}, {"top_p": 0.1}, {"min_p": 0.9})):
+        bench.enter(req_index, [1], [], temperature=0.0, **extra)
     assert bench.sample(logits, [0, 1, 2, 3]).token_ids.tolist() == logits.argmax(-1).tolist()
 
 
@@ -304,14 +311,14 @@ def test_counts_of_a_slot_do_not_leak_into_the_next_request():
     bench = Bench(50)
     logits = torch.zeros(1, 50)
     logits[0, 9], logits[0, 8] = 1.0, 0.5
-    for slot in range(12):
-        bench.enter(slot, [1], [9, 9], temperature=0.0, presence_penalty=1.0)
-        assert bench.sample(logits, [slot]).token_ids.tolist() == [8]
+    for req_index in range(12):
+        bench.enter(req_index, [1], [9, 9], temperature=0.0, presence_penalty=1.0)
+        assert bench.sample(logits, [req_index]).token_ids.tolist() == [8]
     bench.sampler.release(4)
     bench.enter(4, [1], [], temperature=0.0, presence_penalty=1.0)
     assert bench.sample(logits, [4]).token_ids.tolist() == [9]
-    for slot in range(12):
-        bench.sampler.release(slot)
+    for req_index in range(12):
+        bench.sampler.release(req_index)
     assert bench.sampler.penalties.counts.numel() == 0
     assert not bench.sampler.state.rules
 
@@ -364,8 +371,8 @@ def test_processors_see_the_output_and_fail_alone():
 
     bench = Bench(30)
     processors = [(force,), (broken,), (misshapen,), (nothing,), (poison,), ()]
-    for slot, chain in enumerate(processors):
-        bench.enter(slot, [1, 2], [3], temperature=0.0, logits_processors=chain, logprobs=1)
+    for req_index, chain in enumerate(processors):
+        bench.enter(req_index, [1, 2], [3], temperature=0.0, logits_processors=chain, logprobs=1)
     logits = torch.randn(6, 30, generator=torch.Generator().manual_seed(4))
     before = logits.clone()
     output = bench.sample(logits, list(range(6)))
@@ -407,8 +414,8 @@ def test_whatever_a_processor_raises_ends_its_own_row(error):
         raise error
 
     bench = Bench(30)
-    for slot, chain in enumerate([(), (broken,), ()]):
-        bench.enter(slot, [1], [], temperature=0.8, seed=slot, logits_processors=chain)
+    for req_index, chain in enumerate([(), (broken,), ()]):
+        bench.enter(req_index, [1], [], temperature=0.8, seed=req_index, logits_processors=chain)
     logits = torch.randn(3, 30, generator=torch.Generator().manual_seed(9))
     clean = [bench.sample(logits[row : row + 1], [row]).token_ids[0] for row in (0, 2)]
     output = bench.sample(logits, [0, 1, 2])
@@ -422,8 +429,8 @@ def test_whatever_a_processor_raises_ends_its_own_row(error):
 def test_rules_that_cannot_be_applied_end_their_row_alone():
     """Validation knows the vocabulary; the sampler does not rely on that."""
     bench = Bench(30)
-    for slot, fields in enumerate([{"logit_bias": {30: 1.0}}, {"logit_bias": {5: 99.0}}]):
-        bench.enter(slot, [1], [], temperature=0.0, **fields)
+    for req_index, fields in enumerate([{"logit_bias": {30: 1.0}}, {"logit_bias": {5: 99.0}}]):
+        bench.enter(req_index, [1], [], temperature=0.0, **fields)
     output = bench.sample(torch.zeros(2, 30), [0, 1])
     assert output.token_ids.tolist() == [-1, 5]
     assert isinstance(output.errors[0], IndexError)
@@ -435,9 +442,9 @@ def test_what_cannot_be_assigned_leaves_its_slot_neutral(fields):
     bench = Bench(30)
     bench.enter(0, [1, 2], [], temperature=0.0, repetition_penalty=2.0, logit_bias={4: 5.0})
     params = unchecked(**fields)
-    bench.sampler.assign(SlotAssignment(0, "odd", [1, 2], 2, [1], params))
+    bench.sampler.assign(RequestAssignment(0, "odd", [1, 2], 2, [1], params))
     assert set(bench.sampler.failures) == {0}
-    assert not bench.sampler.needs_host(np.array([0]))
+    assert not bench.sampler.needs_eager_sampler(np.array([0]))
     assert not bench.sampler.penalties.row_of
     assert bench.sample(torch.zeros(1, 30), [0]).token_ids[0] >= 0
     bench.enter(0, [1, 2], [], temperature=0.0, logit_bias={4: 5.0})
@@ -448,8 +455,8 @@ def test_what_cannot_be_assigned_leaves_its_slot_neutral(fields):
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_logits_that_are_no_numbers_end_their_row_alone(temperature):
     bench = Bench(30)
-    for slot in range(5):
-        bench.enter(slot, [1], [], temperature=temperature, seed=slot, top_p=0.9)
+    for req_index in range(5):
+        bench.enter(req_index, [1], [], temperature=temperature, seed=req_index, top_p=0.9)
     logits = torch.randn(5, 30, generator=torch.Generator().manual_seed(6))
     clean = bench.sample(logits, list(range(5))).token_ids.tolist()
     logits[1, 7], logits[2, 3], logits[4] = torch.nan, torch.inf, -torch.inf

@@ -38,21 +38,21 @@ class Rig:
         self.executor = FakeExecutor(self.info)
         self.scheduler = Scheduler(self.info, policy=policy, enable_prefix_caching=caching)
         self.in_flight: list[ScheduledStep] = []
-        self.rank = 0
+        self.arrival_index = 0
 
     def add(self, prompt, max_tokens=8, *, priority=0, deadline=math.inf, eos=(), salt=None):
         request = Request(
-            f"r{self.rank}",
+            f"r{self.arrival_index}",
             SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=0),
             token_ids=list(prompt),
             max_model_len=self.info.max_model_len,
-            rank=self.rank,
+            arrival_index=self.arrival_index,
             priority=priority,
             deadline=deadline,
             eos_token_ids=eos,
             cache_salt=salt,
         )
-        self.rank += 1
+        self.arrival_index += 1
         self.scheduler.add(request)
         return request
 
@@ -515,7 +515,7 @@ class PlainScheduler:
         self.running.remove(request)
         request.update(blocks=0, computed=0)
         self.waiting.append(request)
-        self.waiting.sort(key=lambda r: r["rank"])
+        self.waiting.sort(key=lambda r: r["arrival_index"])
 
     def step(self):
         budget, plan, preempted = self.limits.max_num_batched_tokens, {}, False
@@ -525,13 +525,13 @@ class PlainScheduler:
             count = min(request["tokens"] - request["computed"], budget)
             needed = self.blocks(request["computed"] + count)
             while needed - request["blocks"] > self.free() and request in self.running:
-                victim = max(self.running, key=lambda r: r["rank"])
-                budget += plan.pop(victim["rank"], 0)
+                victim = max(self.running, key=lambda r: r["arrival_index"])
+                budget += plan.pop(victim["arrival_index"], 0)
                 self.preempt(victim)
                 preempted = True
             if request in self.running:
                 request["blocks"] = max(needed, request["blocks"])
-                plan[request["rank"]] = count
+                plan[request["arrival_index"]] = count
                 budget -= count
         while not preempted and budget and self.waiting:
             request = self.waiting[0]
@@ -541,11 +541,11 @@ class PlainScheduler:
                 break
             self.running.append(self.waiting.pop(0))
             request["blocks"] = needed
-            plan[request["rank"]] = min(request["tokens"], budget)
-            budget -= plan[request["rank"]]
+            plan[request["arrival_index"]] = min(request["tokens"], budget)
+            budget -= plan[request["arrival_index"]]
         for request in list(self.running):
-            request["computed"] += plan.get(request["rank"], 0)
-            if request["rank"] in plan and request["computed"] == request["tokens"]:
+            request["computed"] += plan.get(request["arrival_index"], 0)
+            if request["arrival_index"] in plan and request["computed"] == request["tokens"]:
                 request["tokens"] += 1
                 if request["tokens"] == request["limit"]:
                     self.running.remove(request)
@@ -573,7 +573,13 @@ def test_decisions_equal_the_plain_model(seed):
             requests.append(request)
             limit = request.max_total_tokens
             model.waiting.append(
-                dict(rank=request.rank, tokens=length, computed=0, blocks=0, limit=limit)
+                dict(
+                    arrival_index=request.arrival_index,
+                    tokens=length,
+                    computed=0,
+                    blocks=0,
+                    limit=limit,
+                )
             )
         expected = {f"r{rank}": count for rank, count in model.step().items()}
         assert rig.step() == expected

@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 from asyncllm import AsyncLLMEngine
-from asyncllm.core.batch import SlotAssignment, StepBatch
-from asyncllm.core.executor import StepMemoryError
+from asyncllm.core.batch import RequestAssignment, StepBatch
+from asyncllm.core.executor import StepOutOfMemoryError
 from asyncllm.errors import RequestError
 from asyncllm.gpu import model_runner as model_runner_module
 from asyncllm.gpu.batch.input_batch import InputBatch
-from asyncllm.gpu.batch.step_buffers import HostBlock, HostBlocks
+from asyncllm.gpu.batch.step_buffers import PinnedStepBuffer, StepBufferRing
 from asyncllm.gpu.graph import decode_runner as decode_step_module
 from asyncllm.gpu.graph.cuda_graphs import (
-    CudaRecorder,
-    EagerRecorder,
+    CudaGraphCapturer,
+    EagerCapturer,
     GraphKey,
     StepGraphs,
     default_sizes,
@@ -111,7 +111,7 @@ def alone(
     decoder: Decoder, asked: list[list[int]], kinds: list[SamplingParams] = KINDS
 ) -> list[list[int]]:
     """Each on the plain path, by itself."""
-    runner = make_runner(decoder, recorder=None, max_num_seqs=1)
+    runner = make_runner(decoder, capturer=None, max_num_seqs=1)
     found = []
     for i, prompt in enumerate(asked):
         driver = Driver(runner)
@@ -125,24 +125,24 @@ def alone(
 def poisoning(runner: ModelRunner) -> None:
     """From now on a replay finds rubbish in all that it has to compute or ignore."""
     step = decode_step(runner)
-    recorder = step.graphs._recorder
-    assert isinstance(recorder, TraceRecorder)
+    capturer = step.graphs._capturer
+    assert isinstance(capturer, TraceRecorder)
 
     def poison() -> None:
         for values in (step.token_ids, step.slot_mapping, step.seq_lens, step.sampled):
             values.fill_(77)
         if step._logits is not None:
             step._logits.fill_(torch.nan)
-        step.last_tokens[-1] = 127
+        step.last_sampled_tokens[-1] = 127
         step.block_table[-1] = 3
         # Finite, because plain attention weights what it does not see with zero.
         step.cache.tensor[:, :, 0] = 1e4
 
-    recorder.before = poison
+    capturer.before = poison
 
 
 def traced(decoder: Decoder, **settings: Any) -> ModelRunner:
-    runner = make_runner(decoder, recorder=TraceRecorder(), stream=LateStream(), **settings)
+    runner = make_runner(decoder, capturer=TraceRecorder(), stream=LateStream(), **settings)
     poisoning(runner)
     return runner
 
@@ -160,7 +160,7 @@ def test_tokens_equal_the_plain_path_in_every_bucket(decoder: Decoder) -> None:
     for count in (1, 2, 3, 4, 5, 8, 9, 16, 17, 20):
         for depth in (1, 2):
             assert outputs(runner, asked[:count], depth=depth) == expected[:count]
-    captured = {record.key for record in graphs.records}
+    captured = {record.key for record in graphs.captured}
     assert captured == {GraphKey(bucket, True) for bucket in graphs.buckets}
 
 
@@ -173,7 +173,7 @@ def test_steps_that_need_the_host_give_the_same_tokens(llama: Decoder) -> None:
         assert outputs(runner, asked, kinds, depth=depth) == expected
         assert outputs(runner, asked[:2], kinds, depth=depth) == expected[:2]
     assert runner.graphs is not None
-    assert {record.key.samples for record in runner.graphs.records} == {False, True}
+    assert {record.key.samples for record in runner.graphs.captured} == {False, True}
     # Asking for log-probabilities does not change a draw.
     without = [replace(kind, logprobs=None) for kind in HOST_KINDS[:1]]
     assert alone(llama, asked[:3], without) == alone(llama, asked[:3], HOST_KINDS[:1])
@@ -191,12 +191,12 @@ def test_batches_above_the_largest_bucket_run_without_a_graph(llama: Decoder) ->
     runner = traced(llama, sizes=(2, 4))
     assert outputs(runner, asked, depth=2) == alone(llama, asked)
     assert runner.graphs is not None
-    assert {record.key.bucket for record in runner.graphs.records} <= {2, 4}
+    assert {record.key.bucket for record in runner.graphs.captured} <= {2, 4}
 
 
 def test_no_graphs_at_all(llama: Decoder) -> None:
     asked = prompts(5, seed=5)
-    runner = make_runner(llama, recorder=EagerRecorder(), stream=LateStream())
+    runner = make_runner(llama, capturer=EagerCapturer(), stream=LateStream())
     assert outputs(runner, asked, depth=2) == alone(llama, asked)
 
 
@@ -209,9 +209,9 @@ def test_captured_at_start(llama: Decoder) -> None:
     assert said == [(done, 4) for done in range(5)]
     graphs = runner.graphs
     assert graphs is not None
-    assert [record.key.bucket for record in graphs.records] == [8, 4, 2, 1]
+    assert [record.key.bucket for record in graphs.captured] == [8, 4, 2, 1]
     assert outputs(runner, asked, depth=2) == alone(llama, asked)
-    assert len(graphs.records) == 4
+    assert len(graphs.captured) == 4
 
 
 def test_many_new_blocks_at_once(llama: Decoder) -> None:
@@ -232,7 +232,7 @@ def test_many_new_blocks_at_once(llama: Decoder) -> None:
 
 
 def alone_greedy(decoder: Decoder, prompt: list[int], count: int) -> list[int]:
-    runner = make_runner(decoder, recorder=None)
+    runner = make_runner(decoder, capturer=None)
     driver = Driver(runner)
     seq = driver.add(prompt, count, GREEDY)
     driver.run([seq])
@@ -258,8 +258,8 @@ def test_a_row_whose_logits_are_not_numbers_ends_alone(llama: Decoder) -> None:
 
 def untraced(decoder: Decoder, ahead: bool, **settings: Any) -> ModelRunner:
     if ahead:
-        return make_runner(decoder, recorder=EagerRecorder(), stream=LateStream(), **settings)
-    return make_runner(decoder, recorder=None, **settings)
+        return make_runner(decoder, capturer=EagerCapturer(), stream=LateStream(), **settings)
+    return make_runner(decoder, capturer=None, **settings)
 
 
 @pytest.mark.filterwarnings("error")
@@ -286,7 +286,7 @@ def test_a_request_that_cannot_be_assigned_ends_alone(
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
-        (torch.OutOfMemoryError("CUDA out of memory"), StepMemoryError),
+        (torch.OutOfMemoryError("CUDA out of memory"), StepOutOfMemoryError),
         (torch.AcceleratorError("CUDA error: unspecified launch failure"), torch.AcceleratorError),
     ],
 )
@@ -327,15 +327,15 @@ def tensors_of(value: object, seen: set[int] | None = None) -> list[Tensor]:
 
 
 def test_a_trace_touches_nothing_but_what_stays_where_it_is(decoder: Decoder) -> None:
-    recorder = TraceRecorder()
-    runner = make_runner(decoder, recorder=recorder, stream=LateStream(), sizes=(2, 8))
+    capturer = TraceRecorder()
+    runner = make_runner(decoder, capturer=capturer, stream=LateStream(), sizes=(2, 8))
     outputs(runner, prompts(7), KINDS + HOST_KINDS, depth=2)
     step = decode_step(runner)
     allowed = storages(
         [
             step.block.memory,
             step.block_table,
-            step.last_tokens,
+            step.last_sampled_tokens,
             step.token_ids,
             step.slot_mapping,
             step.seq_lens,
@@ -346,8 +346,8 @@ def test_a_trace_touches_nothing_but_what_stays_where_it_is(decoder: Decoder) ->
         ]
     )
     assert runner.graphs is not None
-    assert {record.key.samples for record in runner.graphs.records} == {False, True}
-    for trace in recorder.traces:
+    assert {record.key.samples for record in runner.graphs.captured} == {False, True}
+    for trace in capturer.traces:
         assert len(constants(trace)) > 20
         assert storages(constants(trace)) <= allowed
         ops = {str(node.target) for node in trace.graph.nodes if node.op == "call_function"}
@@ -368,19 +368,19 @@ def test_default_sizes() -> None:
 
 
 def test_a_bucket_is_the_smallest_that_fits() -> None:
-    graphs = StepGraphs(lambda rows, samples: None, EagerRecorder(), (8, 2, 2, 4))
+    graphs = StepGraphs(lambda rows, samples: None, EagerCapturer(), (8, 2, 2, 4))
     assert graphs.buckets == (2, 4, 8)
     assert [graphs.bucket(rows) for rows in (1, 2, 3, 8, 9)] == [2, 2, 4, 8, None]
 
 
 def test_a_graph_is_recorded_once_per_key() -> None:
     runs: list[tuple[int, bool]] = []
-    graphs = StepGraphs(lambda rows, samples: runs.append((rows, samples)), EagerRecorder(), (2, 4))
+    graphs = StepGraphs(lambda rows, samples: runs.append((rows, samples)), EagerCapturer(), (2, 4))
     for rows, samples in ((1, True), (2, True), (2, False), (3, True), (5, True), (1, True)):
         graphs.run(rows, samples)
     # The first step of all is padded to the largest bucket.
     assert runs == [(4, True), (2, True), (2, False), (4, True), (5, True), (2, True)]
-    assert [record.key for record in graphs.records] == [
+    assert [record.key for record in graphs.captured] == [
         GraphKey(4, True),
         GraphKey(2, True),
         GraphKey(2, False),
@@ -430,7 +430,7 @@ def test_a_capture(
             raise error
         calls.append("run")
 
-    replay = CudaRecorder(torch.device("cuda", 0)).record(run)
+    replay = CudaGraphCapturer(torch.device("cuda", 0)).capture(run)
     attempt = {
         "": ["capture_begin", "run", "capture_end"],
         "capture_begin": ["capture_begin"],
@@ -451,11 +451,11 @@ def test_a_capture_that_fails_for_another_reason(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: FakeGraph([], "capture_end", error))
     with pytest.raises(RuntimeError, match="not permitted"):
-        CudaRecorder(torch.device("cuda", 0)).record(lambda: None)
+        CudaGraphCapturer(torch.device("cuda", 0)).capture(lambda: None)
 
 
 def test_closing_drops_every_tensor_at_once(llama: Decoder) -> None:
-    runner = make_runner(llama, recorder=EagerRecorder(), stream=LateStream(), sizes=(2, 8))
+    runner = make_runner(llama, capturer=EagerCapturer(), stream=LateStream(), sizes=(2, 8))
     outputs(runner, prompts(5), KINDS + HOST_KINDS, depth=2)
     step = decode_step(runner)
     kept = [weakref.ref(tensor) for tensor in (step.block_table, step.sampled, step.cache.tensor)]
@@ -481,29 +481,29 @@ def test_the_plain_step_state(block_size: int) -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_second_step_is_queued_behind_the_first(llama: Decoder, depth: int) -> None:
     stream = LateStream()
-    runner = make_runner(llama, recorder=EagerRecorder(), stream=stream, depth=depth)
+    runner = make_runner(llama, capturer=EagerCapturer(), stream=stream, depth=depth)
     outputs(runner, prompts(4), depth=depth)
     assert stream.most == depth
 
 
 def test_a_step_that_needs_the_host_waits_for_the_one_before(llama: Decoder) -> None:
     stream = LateStream()
-    runner = make_runner(llama, recorder=EagerRecorder(), stream=stream)
+    runner = make_runner(llama, capturer=EagerCapturer(), stream=stream)
     outputs(runner, prompts(4), HOST_KINDS, depth=2)
     assert stream.most == 1
 
 
 def test_running_ahead_takes_state_on_the_device(llama: Decoder) -> None:
     with pytest.raises(ValueError, match="needs a recorder"):
-        make_runner(llama, recorder=None, stream=LateStream())
+        make_runner(llama, capturer=None, stream=LateStream())
 
 
 def test_what_fails_at_its_start_is_raised_when_it_is_collected(llama: Decoder) -> None:
-    runner = make_runner(llama, recorder=EagerRecorder(), stream=LateStream())
+    runner = make_runner(llama, capturer=EagerCapturer(), stream=LateStream())
     driver = Driver(runner)
     seq = driver.add([1, 2, 3], 6, GREEDY)
     driver.launch([(seq, 0)])
-    beyond = SlotAssignment(99, "nobody", [1], 1, [1], GREEDY)
+    beyond = RequestAssignment(99, "nobody", [1], 1, [1], GREEDY)
     runner.launch(StepBatch(1, [99], [0], [1], [True], 1, 1, assignments=[beyond]))
     driver.collect()
     assert len(seq.outputs) == 1
@@ -513,7 +513,7 @@ def test_what_fails_at_its_start_is_raised_when_it_is_collected(llama: Decoder) 
 
 def test_discarded_steps_leave_nothing_behind(llama: Decoder) -> None:
     stream = LateStream()
-    runner = make_runner(llama, recorder=EagerRecorder(), stream=stream)
+    runner = make_runner(llama, capturer=EagerCapturer(), stream=stream)
     driver = Driver(runner)
     seq = driver.add([1, 2, 3], 6, GREEDY)
     driver.launch([(seq, 0)])
@@ -534,7 +534,7 @@ def test_discarded_steps_leave_nothing_behind(llama: Decoder) -> None:
 
 def serve(decoder: Decoder, depth: int, **settings: Any) -> tuple[AsyncLLMEngine, LateStream]:
     stream = LateStream()
-    runner = make_runner(decoder, recorder=TraceRecorder(), stream=stream, depth=depth, **settings)
+    runner = make_runner(decoder, capturer=TraceRecorder(), stream=stream, depth=depth, **settings)
     poisoning(runner)
     loaded = LoadedModel(runner, FakeTokenizer(), FakeModelConfig())
     return AsyncLLMEngine._with_loader(lambda config, progress: loaded), stream
@@ -558,7 +558,7 @@ async def test_slots_of_requests_that_cannot_be_assigned_are_taken_by_others(
         stats = engine.stats()
         assert (stats.num_failed, stats.num_finished) == (3, 6)
         assert stats.num_free_blocks == stats.num_blocks
-    plain = make_runner(llama, recorder=None, max_num_seqs=1)
+    plain = make_runner(llama, capturer=None, max_num_seqs=1)
     for i, result in enumerate(found):
         if i % 3 == 1:
             assert type(result) is RequestError
@@ -603,7 +603,7 @@ async def test_aborts_and_preemptions_under_the_scheduler(
         assert stats.num_preemptions > 0
         assert stats.num_free_blocks == stats.num_blocks
     assert stream.most == depth
-    runner = make_runner(llama, recorder=None)
+    runner = make_runner(llama, capturer=None)
     for (prompt, params), tokens in zip(asked, found, strict=True):
         if tokens is not None:
             driver = Driver(runner)
@@ -616,11 +616,13 @@ async def test_aborts_and_preemptions_under_the_scheduler(
 
 
 def _one_host_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Single(HostBlocks):
-        def __init__(self, num_slots: int, spare_cell: int, count: int, *, pinned: bool) -> None:
-            super().__init__(num_slots, spare_cell, 1, pinned=pinned)
+    class Single(StepBufferRing):
+        def __init__(
+            self, max_num_seqs: int, padding_index: int, count: int, *, pinned: bool
+        ) -> None:
+            super().__init__(max_num_seqs, padding_index, 1, pinned=pinned)
 
-    monkeypatch.setattr(decode_step_module, "HostBlocks", Single)
+    monkeypatch.setattr(decode_step_module, "StepBufferRing", Single)
 
 
 def _token_zero_for_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -629,13 +631,13 @@ def _token_zero_for_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _rows_stay_behind_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     def set_rows(
-        self: HostBlock, slots: np.ndarray, known: np.ndarray, positions: np.ndarray
+        self: PinnedStepBuffer, req_indices: np.ndarray, known: np.ndarray, positions: np.ndarray
     ) -> None:
-        count = len(slots)
-        self._slots[:count], self._known[:count] = slots, known
+        count = len(req_indices)
+        self._req_indices[:count], self._known[:count] = req_indices, known
         self._positions[:count] = positions
 
-    monkeypatch.setattr(HostBlock, "set_rows", set_rows)
+    monkeypatch.setattr(PinnedStepBuffer, "set_rows", set_rows)
 
 
 def _lengths_baked_in(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -659,7 +661,7 @@ def _blocks_of_the_last_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _same_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HostBlock, "set_sampling", lambda self, state: None)
+    monkeypatch.setattr(PinnedStepBuffer, "set_sampling", lambda self, state: None)
 
 
 @pytest.mark.parametrize(
@@ -701,7 +703,7 @@ def test_a_late_token_of_a_slots_last_tenant_is_void(
         driver.release(first)
         second = driver.add([9, 8, 7, 6, 5, 4, 3, 2], 6, GREEDY)
         driver.launch([(second, 2)])
-        assert second.slot == 0
+        assert second.req_index == 0
         driver.collect()
         driver.collect()
         driver.run([second], depth=2)
@@ -709,12 +711,12 @@ def test_a_late_token_of_a_slots_last_tenant_is_void(
 
     expected = alone_greedy(llama, [9, 8, 7, 6, 5, 4, 3, 2], 6)
     assert tokens(traced(llama, max_num_seqs=1)) == expected
-    file = ModelRunner._file
+    file = ModelRunner._write_back_tokens
 
     def forgetful(self: ModelRunner, state: Any, step: Any, sampled: np.ndarray) -> None:
         state.inputs.epochs[:] = 0
-        step.epochs = np.zeros_like(step.slots)
+        step.epochs = np.zeros_like(step.req_indices)
         file(self, state, step, sampled)
 
-    monkeypatch.setattr(ModelRunner, "_file", forgetful)
+    monkeypatch.setattr(ModelRunner, "_write_back_tokens", forgetful)
     assert tokens(traced(llama, max_num_seqs=1)) != expected

@@ -23,8 +23,8 @@ from asyncllm import (
     InvalidRequestError,
     RequestError,
 )
-from asyncllm.core.executor import StepMemoryError
-from asyncllm.outputs import Delta, Logprob, TokenLogprobs, delta_of_one_token
+from asyncllm.core.executor import StepOutOfMemoryError
+from asyncllm.outputs import Delta, Logprob, TokenLogprobs, make_token_delta
 from tests.fakes import fake
 
 pytestmark = pytest.mark.asyncio
@@ -550,7 +550,7 @@ async def test_garbage_from_the_executor_is_fatal_and_says_so(depth):
 async def test_step_out_of_memory_is_retried_smaller(depth):
     rig = fake(pipeline_depth=depth, num_blocks=200, max_num_batched_tokens=64)
     for step in (0, 1, 5, 6):
-        rig.executor.faults[step] = StepMemoryError("out of memory")
+        rig.executor.faults[step] = StepOutOfMemoryError("out of memory")
     async with engine_of(rig) as engine:
         await engine.pause()
         streams = [engine.stream([i] * 30, max_tokens=10) for i in range(8)]
@@ -581,11 +581,11 @@ async def test_aborted_stream_whose_id_was_taken_over_ends_when_the_engine_dies(
 
 async def test_request_that_alone_is_too_much_memory_ends_with_an_error():
     rig = fake()
-    rig.executor.faults |= {step: StepMemoryError("out of memory") for step in range(12)}
+    rig.executor.faults |= {step: StepOutOfMemoryError("out of memory") for step in range(12)}
     async with engine_of(rig) as engine:
         with pytest.raises(RequestError, match="too little memory") as caught:
             await engine.generate([1] * 30, max_tokens=3)
-        assert isinstance(caught.value.__cause__, StepMemoryError)
+        assert isinstance(caught.value.__cause__, StepOutOfMemoryError)
         rig.executor.faults.clear()
         result = await engine.generate([2], max_tokens=3)
         assert list(result.token_ids) == rig.executor.reference([2], 3)
@@ -611,7 +611,7 @@ async def test_device_that_hangs_after_running_out_of_memory_is_noticed(monkeypa
     rig = fake()
     gate = threading.Event()
     monkeypatch.setattr(rig.executor, "discard", lambda: gate.wait(30))
-    rig.executor.faults[1] = StepMemoryError("out of memory")
+    rig.executor.faults[1] = StepOutOfMemoryError("out of memory")
     engine = rig.engine(step_timeout=0.1)
     await engine.start()
     with pytest.raises(EngineDeadError, match=r"step_timeout=0.1"):
@@ -753,7 +753,7 @@ async def test_completion_is_what_was_read_so_far():
 
 @pytest.mark.parametrize("logprobs", [None, TokenLogprobs(Logprob(7, -0.5, 1), ())])
 async def test_a_delta_of_one_token_is_a_delta_like_any_other(logprobs):
-    delta = delta_of_one_token(7, "seven", logprobs)
+    delta = make_token_delta(7, "seven", logprobs)
     same = Delta("seven", (7,), logprobs=None if logprobs is None else (logprobs,))
     assert type(delta) is Delta
     assert (delta, hash(delta), repr(delta)) == (same, hash(same), repr(same))

@@ -18,7 +18,7 @@ from asyncllm.gpu.models.architectures import find_architecture, parameters
 from asyncllm.gpu.models.decoder import Decoder, attention_shape
 from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.gpu.ops.torch_ops import TorchOps
-from asyncllm.gpu.weight_upload import Staging
+from asyncllm.gpu.weight_upload import PinnedUploader
 from asyncllm.gpu.weights import dummy_weights, load_weights
 from tests.checkpoints import make_checkpoint
 from tests.live_bytes import LiveBytes
@@ -211,7 +211,7 @@ class LateTransfers:
 
 def staged(config: ModelConfig, dtype: torch.dtype, chunk_bytes: int) -> tuple[dict, LateTransfers]:
     transfers = LateTransfers()
-    staging = Staging(CPU, chunk_bytes=chunk_bytes, pin=False, transfers=transfers)
+    staging = PinnedUploader(CPU, chunk_bytes=chunk_bytes, pin=False, transfers=transfers)
     return dict(load_weights(config, dtype, CPU, staging=staging)), transfers
 
 
@@ -247,7 +247,7 @@ def test_staging_takes_its_buffers_and_no_more(source, dtype, buffers):
     chunk = 2048
     transfers = LateTransfers()
     with LiveBytes() as live:
-        staging = Staging(CPU, chunk_bytes=chunk, pin=False, transfers=transfers)
+        staging = PinnedUploader(CPU, chunk_bytes=chunk, pin=False, transfers=transfers)
         loaded = []
         for _, tensor in load_weights(source, dtype, CPU, staging=staging):
             loaded.append(tensor)
@@ -263,7 +263,9 @@ def test_staging_takes_its_buffers_and_no_more(source, dtype, buffers):
 
 def test_staged_progress_is_the_same(source):
     calls: list[list[tuple[int, int]]] = [[], []]
-    for index, staging in enumerate((None, Staging(CPU, pin=False, transfers=LateTransfers()))):
+    for index, staging in enumerate(
+        (None, PinnedUploader(CPU, pin=False, transfers=LateTransfers()))
+    ):
         report = calls[index].append
         for _ in load_weights(
             source, torch.float32, CPU, lambda *now, report=report: report(now), staging
@@ -276,7 +278,7 @@ def test_staged_progress_is_the_same(source):
 def test_loading_that_is_given_up_waits_for_nothing(source):
     """Whoever counts the progress may raise, and the checkpoint is closed."""
     transfers = LateTransfers()
-    staging = Staging(CPU, chunk_bytes=4096, pin=False, transfers=transfers)
+    staging = PinnedUploader(CPU, chunk_bytes=4096, pin=False, transfers=transfers)
 
     def give_up(done: int, total: int) -> None:
         if done > total / 2:

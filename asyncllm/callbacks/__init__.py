@@ -30,7 +30,7 @@ from typing import Any, Self
 from asyncllm.callbacks.messages import (
     CallbackMessage,
     buffer_string,
-    chunk_of,
+    make_chunk,
     messages_from_chat,
     result_of,
 )
@@ -183,7 +183,7 @@ class CallbackStream:
         assert self._stream is not None
         delta = await anext(self._stream)
         if delta.text or delta.token_ids:
-            chunk = chunk_of(delta, chat=self._chat, run_id=self._message_id)
+            chunk = make_chunk(delta, chat=self._chat, run_id=self._message_id)
             await self._run.tell("on_llm_new_token", delta.text, chunk=chunk)
         if delta.finish_reason is not None:
             await self._finish(self._stream)

@@ -146,7 +146,7 @@ def buffer_string(messages: Sequence[CallbackMessage]) -> str:
     return "\n".join(f"{_SPEAKERS.get(m.type, m.role)}: {m.text}" for m in messages)
 
 
-def chunk_of(delta: Delta, *, chat: bool, run_id: str) -> CallbackGeneration:
+def make_chunk(delta: Delta, *, chat: bool, run_id: str) -> CallbackGeneration:
     """A delta as a handler gets it."""
     info = _generation_info(delta.finish_reason, delta.stop_reason)
     if not chat:

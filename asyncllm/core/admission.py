@@ -37,7 +37,7 @@ class Admission:
         self._replaced: set[Request] = set()
         self._queued: dict[Request, int] = {}
         self._queued_tokens = 0
-        self._next_rank = 0
+        self._next_arrival_index = 0
         self._closed: Callable[[], AsyncLLMError] | None = None
         self._rate = 0.0
         self._rate_at = clock()
@@ -84,8 +84,8 @@ class Admission:
             self._live[request.request_id] = request
             self._queued[request] = num_tokens
             self._queued_tokens += num_tokens
-            request.rank = self._next_rank
-            self._next_rank += 1
+            request.arrival_index = self._next_arrival_index
+            self._next_arrival_index += 1
             self.num_requests += 1
 
     def _check_room(self, num_tokens: int) -> None:

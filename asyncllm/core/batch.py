@@ -15,11 +15,11 @@ from asyncllm.sampling_params import SamplingParams
 
 
 @dataclass(slots=True)
-class SlotAssignment:
+class RequestAssignment:
     """A request enters a slot, at its start or after a preemption or a pause.
 
     Attributes:
-        slot: index from 0 to ``max_num_seqs - 1``; the request keeps it while it runs.
+        req_index: index from 0 to ``max_num_seqs - 1``; the request keeps it while it runs.
         request_id: for messages only.
         token_ids: every known token, prompt and output. The runner copies them when it
             executes the step; the list may have grown by then, never changed.
@@ -31,7 +31,7 @@ class SlotAssignment:
             with ``ignore_eos``.
     """
 
-    slot: int
+    req_index: int
     request_id: str
     token_ids: Sequence[int]
     num_prompt_tokens: int
@@ -44,7 +44,7 @@ class SlotAssignment:
 class StepBatch:
     """One step: which rows compute which tokens.
 
-    Row i computes ``counts[i]`` tokens of the request in ``slots[i]``, from position
+    Row i computes ``counts[i]`` tokens of the request in ``req_indices[i]``, from position
     ``starts[i]`` on, after ``starts[i]`` tokens whose KV is in its blocks. Rows with
     ``samples[i]`` yield one token, which belongs at position ``starts[i] + counts[i]``;
     the runner keeps it, because the next step may be launched before the core has seen it.
@@ -54,23 +54,23 @@ class StepBatch:
         step: number of the step, from 0.
         released: slots that nobody holds any more since the last step.
         assignments: requests that enter slots, to be applied after ``released``.
-        new_blocks: ``(slot, block ids)`` appended to tables of requests that had a slot.
+        new_blocks: ``(req_index, block ids)`` appended to tables of requests that had a slot.
         num_tokens: sum of ``counts``.
     """
 
     step: int
-    slots: list[int] = field(default_factory=list)
+    req_indices: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     samples: list[bool] = field(default_factory=list)
     num_decodes: int = 0
     num_tokens: int = 0
     released: list[int] = field(default_factory=list)
-    assignments: list[SlotAssignment] = field(default_factory=list)
+    assignments: list[RequestAssignment] = field(default_factory=list)
     new_blocks: list[tuple[int, list[int]]] = field(default_factory=list)
 
     def __len__(self) -> int:
-        return len(self.slots)
+        return len(self.req_indices)
 
 
 @dataclass(slots=True)

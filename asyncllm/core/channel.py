@@ -19,13 +19,13 @@ reader looks at ``final`` before it looks at ``items``: what the ending thread h
 among them. What a late engine thread puts after the end is dropped, or read before it if the
 reader has not come to the end yet.
 
-**Two flags, no lost wake** (Dekker). A reader that finds nothing sets ``waiting`` and looks again;
-the engine thread writes and then looks at ``waiting``. The second of them sees the other. The
-engine thread clears the flag when it queues the channel for a wake, so a channel is queued once
+**Two flags, no lost wake** (Dekker). A reader that finds nothing sets ``has_reader`` and looks
+again; the engine thread writes and then looks at ``has_reader``. The second of them sees the other.
+The engine thread clears the flag when it queues the channel for a wake, so a channel is queued once
 for each wake, plus once for its end. It may clear the flag of a later wait than it saw: the wake
-that follows ends that one, and a woken reader sets the flag anew before it looks. ``held`` and
-``num_read`` are such a pair too: the engine thread sets ``held`` and looks at the count again,
-the reader counts and then looks at ``held``.
+that follows ends that one, and a woken reader sets the flag anew before it looks.
+``is_backpressured`` and ``num_read`` are such a pair too: the engine thread sets the flag and looks
+at the count again, the reader counts and then looks at the flag.
 
 All of this needs the GIL: single operations on a deque, a list or an attribute are atomic and
 every thread sees them in one order. A free-threaded build (3.13t, 3.14t) promises the former
@@ -41,7 +41,7 @@ from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple, Protocol
 
 from asyncllm.errors import EngineError
-from asyncllm.outputs import Delta, FinishReason, TokenLogprobs, Usage, delta_of_one_token
+from asyncllm.outputs import Delta, FinishReason, TokenLogprobs, Usage, make_token_delta
 
 OnSlow = Literal["coalesce", "pause", "abort"]
 
@@ -95,15 +95,16 @@ class Channel:
         items: unread output in order, without the end.
         final: the end, once there is one: an End, or the exception that the reader gets.
         num_written, num_read: tokens; written by the engine thread and by the reader.
-        waiting: the reader has found nothing and no wake is under way to it.
+        has_reader: the reader has found nothing and no wake is under way to it.
         waiter: that reader, in the terms of its mailbox; touched on its loop's thread only.
-        held: the engine has stopped giving the request tokens because of ``max_unread``.
+        is_backpressured: the request gets no tokens because ``max_unread`` are unread.
     """
 
     __slots__ = (
         "_ends",
         "final",
-        "held",
+        "has_reader",
+        "is_backpressured",
         "items",
         "mailbox",
         "max_merged",
@@ -112,7 +113,6 @@ class Channel:
         "num_written",
         "on_slow",
         "waiter",
-        "waiting",
     )
 
     def __init__(self, *, max_unread: int = 256, on_slow: OnSlow = "coalesce") -> None:
@@ -125,8 +125,8 @@ class Channel:
         self.num_read = 0
         self.mailbox: Mailbox | None = None
         self.waiter: Any = None
-        self.waiting = False
-        self.held = False
+        self.has_reader = False
+        self.is_backpressured = False
         self._ends: list[tuple[End | BaseException]] = []
 
     @property
@@ -143,7 +143,7 @@ class Channel:
             return
         items = self.items
         if not items or self.max_merged == 1 or not self._merge(token_id, text, logprobs):
-            items.append(delta_of_one_token(token_id, text, logprobs))
+            items.append(make_token_delta(token_id, text, logprobs))
         self.num_written += 1
 
     def _merge(self, token_id: int, text: str, logprobs: TokenLogprobs | None) -> bool:

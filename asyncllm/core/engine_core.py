@@ -17,8 +17,8 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from asyncllm.core.admission import Admission
-from asyncllm.core.executor import Executor, StepMemoryError
-from asyncllm.core.output_processor import Delivery, partial_of
+from asyncllm.core.executor import Executor, StepOutOfMemoryError
+from asyncllm.core.output_processor import OutputProcessor, make_partial
 from asyncllm.core.request import Request, Status
 from asyncllm.core.scheduler import ScheduledStep, Scheduler
 from asyncllm.core.tracebacks import clear_frames
@@ -58,7 +58,7 @@ class EngineCore:
         clock: seconds, monotonic.
 
     Attributes:
-        death: what killed the engine.
+        fatal_error: what killed the engine.
         hung: it died because the engine thread did not come back from the executor.
         close_reason: what closed it; CLOSED is the application's own ``aclose``.
     """
@@ -75,10 +75,10 @@ class EngineCore:
         self.scheduler = scheduler
         self.admission = admission
         self.clock = clock
-        self.delivery = Delivery(scheduler, admission, clock)
+        self.delivery = OutputProcessor(scheduler, admission, clock)
         self.pid = os.getpid()
         self.inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self.death: BaseException | None = None
+        self.fatal_error: BaseException | None = None
         self.hung = False
         self.close_reason = CLOSED
         self._lock = threading.Lock()
@@ -130,7 +130,7 @@ class EngineCore:
         scheduler, pool = self.scheduler, self.scheduler.kv.pool
         num_running, num_paused = len(scheduler.running), len(scheduler.paused)
         num_blocks, num_free = pool.num_usable, pool.num_free
-        if self.death is not None:
+        if self.fatal_error is not None:
             # What the scheduler still holds is what the last step left it with.
             num_running, num_paused, num_free = 0, 0, num_blocks
         return EngineStats(
@@ -156,13 +156,15 @@ class EngineCore:
 
     def ending(self) -> EngineError:
         """Why this engine takes nothing more; any thread, once it does not."""
-        if self.death is None:
+        if self.fatal_error is None:
             return EngineClosedError(self.close_reason)
-        error = EngineDeadError(f"the engine died: {type(self.death).__name__}: {self.death}")
-        error.__cause__ = self.death
+        error = EngineDeadError(
+            f"the engine died: {type(self.fatal_error).__name__}: {self.fatal_error}"
+        )
+        error.__cause__ = self.fatal_error
         return error
 
-    def declare_hung(self, timeout: float, cause: Exception) -> bool:
+    def fail_hung(self, timeout: float, cause: Exception) -> bool:
         """Fails everything if the engine thread has been in one call of the executor for
         ``timeout`` seconds; any thread. True for the one caller that found out.
 
@@ -174,8 +176,8 @@ class EngineCore:
             if self.hung or since is None or self.clock() - since < timeout:
                 return False
             self.hung = True
-            if self.death is None:
-                self.death = cause
+            if self.fatal_error is None:
+                self.fatal_error = cause
         self._fail_all()
         return True
 
@@ -185,11 +187,11 @@ class EngineCore:
         """Runs until it is told to close or a step fails. Never raises."""
         try:
             while not self._closed:
-                self.turn()
+                self.step()
         except _DeclaredHung:
             pass
         except BaseException as error:
-            self.death = error
+            self.fatal_error = error
             self._fail_all()
             # The error is kept as long as the engine is, what it was raised among is not.
             clear_frames(error)
@@ -201,7 +203,7 @@ class EngineCore:
                 self._on_device(close_executor, self.executor)
 
     def _on_device(self, run: Callable[..., Any], *args: Any) -> Any:
-        """A call into the executor, which may never return; see ``declare_hung``."""
+        """A call into the executor, which may never return; see ``fail_hung``."""
         self._on_device_since = self.clock()
         try:
             return run(*args)
@@ -211,7 +213,7 @@ class EngineCore:
                 if self.hung:
                     raise _DeclaredHung
 
-    def turn(self) -> None:
+    def step(self) -> None:
         """One turn. With a pipeline of depth 2, step N+1 is on the device while N's results
         are taken in and N+2 is scheduled; results are announced last, right before the
         thread waits again and gives up the GIL."""
@@ -221,7 +223,7 @@ class EngineCore:
         if self._due and not self._in_flight:
             self._run_calls()
         launched = not self._closed and self._launch()
-        self.delivery.announce()
+        self.delivery.flush_wakeups()
         if self._closed:
             return
         if self._in_flight and (not launched or self._pipeline_full()):
@@ -262,14 +264,14 @@ class EngineCore:
             # Requests that could not run were failed; the next turn sees what is left.
             return False
         now = self.clock()
-        for request in step.entered:
+        for request in step.admitted:
             if request.first_scheduled_at is None:
                 request.first_scheduled_at = now
                 self.admission.leave_queue(request)
         self._in_flight.append((step, now))
         try:
             self._on_device(self.executor.launch, step.batch)
-        except StepMemoryError as error:
+        except StepOutOfMemoryError as error:
             self._retry_smaller(error)
         return True
 
@@ -277,7 +279,7 @@ class EngineCore:
         step, launched_at = self._in_flight[0]
         try:
             result = self._on_device(self.executor.collect)
-        except StepMemoryError as error:
+        except StepOutOfMemoryError as error:
             self._retry_smaller(error)
             return
         self._in_flight.popleft()
@@ -288,7 +290,7 @@ class EngineCore:
             self.delivery.deliver(event, now)
         self.scheduler.recover_budget()
 
-    def _retry_smaller(self, error: StepMemoryError) -> None:
+    def _retry_smaller(self, error: StepOutOfMemoryError) -> None:
         """Takes back every step in flight and schedules less next time. A step of a single
         row cannot be made smaller: its request ends."""
         steps = [step for step, _ in self._in_flight]
@@ -333,7 +335,7 @@ class EngineCore:
     def on_abort(self, request: Request) -> None:
         self.delivery.abort(request)
 
-    def on_read(self, request: Request) -> None:
+    def on_drained(self, request: Request) -> None:
         """A held request was read down far enough."""
         self.delivery.release(request)
 
@@ -372,7 +374,7 @@ class EngineCore:
             # Most ended long before their deadline; their prompts need not be kept till then.
             deadlines[:] = [entry for entry in deadlines if not entry[2].finished]
             heapq.heapify(deadlines)
-        heapq.heappush(deadlines, (request.deadline, request.rank, request))
+        heapq.heappush(deadlines, (request.deadline, request.arrival_index, request))
 
     def _expire_deadlines(self) -> None:
         deadlines = self._deadlines
@@ -384,7 +386,7 @@ class EngineCore:
             if request.status is Status.FINISHED:
                 continue
             where = request.status.name.lower() if request.status else "being tokenised"
-            partial = partial_of(request, now)
+            partial = make_partial(request, now)
             self.delivery.fail(
                 request,
                 DeadlineExceededError(
@@ -431,7 +433,7 @@ class EngineCore:
         self._fail_calls()
         for request in self.admission.close(self.ending):
             self.delivery.close(request, self.ending())
-        self.delivery.announce_all()
+        self.delivery.flush_all_wakeups()
 
     def _fail_calls(self) -> None:
         with self._lock:

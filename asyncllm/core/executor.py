@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 from asyncllm.core.batch import StepBatch, StepResult
 
 
-class StepMemoryError(Exception):
+class StepOutOfMemoryError(Exception):
     """The device ran out of memory in a step. Nothing of the step counts; the scheduler
     takes it back and tries a smaller one."""
 
@@ -50,7 +50,7 @@ class Executor(Protocol):
     to run ahead (the CPU) does the work in ``collect``.
 
     Raises:
-        StepMemoryError: from ``launch`` or ``collect``; the step left nothing behind that
+        StepOutOfMemoryError: from ``launch`` or ``collect``; the step left nothing behind that
             counts. Every step in flight is void then: ``discard`` follows.
         BaseException: anything else kills the engine.
     """
@@ -157,15 +157,15 @@ class FakeExecutor:
     def _execute(self, batch: StepBatch) -> StepResult:
         if self.record:
             self.batches.append(batch)
-        for slot in batch.released:
-            self._tokens.pop(slot, None)
-            self._blocks.pop(slot, None)
+        for req_index in batch.released:
+            self._tokens.pop(req_index, None)
+            self._blocks.pop(req_index, None)
         for assignment in batch.assignments:
-            self._tokens[assignment.slot] = list(assignment.token_ids)
-            self._blocks[assignment.slot] = list(assignment.block_ids)
-            self._ids[assignment.slot] = assignment.request_id
-        for slot, block_ids in batch.new_blocks:
-            self._blocks[slot].extend(block_ids)
+            self._tokens[assignment.req_index] = list(assignment.token_ids)
+            self._blocks[assignment.req_index] = list(assignment.block_ids)
+            self._ids[assignment.req_index] = assignment.request_id
+        for req_index, block_ids in batch.new_blocks:
+            self._blocks[req_index].extend(block_ids)
         result = StepResult(batch.step, [-1] * len(batch))
         for row, state in enumerate(self._forward(batch)):
             if batch.samples[row]:
@@ -177,7 +177,7 @@ class FakeExecutor:
         in the same step (a model writes a layer's KV before it reads it), so a writer goes
         before its readers."""
         writer = {
-            self._index(batch.slots[row], position): row
+            self._index(batch.req_indices[row], position): row
             for row in range(len(batch))
             for position in range(batch.starts[row], batch.starts[row] + batch.counts[row])
         }
@@ -185,43 +185,43 @@ class FakeExecutor:
         for row in range(len(batch)):
             pending = [row]
             while pending:
-                slot, start = batch.slots[pending[-1]], batch.starts[pending[-1]]
-                before = writer.get(self._index(slot, start - 1)) if start else None
+                req_index, start = batch.req_indices[pending[-1]], batch.starts[pending[-1]]
+                before = writer.get(self._index(req_index, start - 1)) if start else None
                 if before is not None and before not in states:
                     pending.append(before)
                     continue
                 current = pending.pop()
                 if current not in states:
-                    states[current] = self._write_row(slot, start, batch.counts[current])
+                    states[current] = self._write_row(req_index, start, batch.counts[current])
         return [states[row] for row in range(len(batch))]
 
-    def _write_row(self, slot: int, start: int, count: int) -> int:
-        tokens = self._tokens[slot]
-        state = self._kv[self._index(slot, start - 1)] if start else 0
+    def _write_row(self, req_index: int, start: int, count: int) -> int:
+        tokens = self._tokens[req_index]
+        state = self._kv[self._index(req_index, start - 1)] if start else 0
         for position in range(start, start + count):
             if state is None:
-                raise RuntimeError(f"slot {slot} reads KV at {position - 1} that nobody wrote")
+                raise RuntimeError(f"slot {req_index} reads KV at {position - 1} that nobody wrote")
             state = mix(state, tokens[position])
-            self._kv[self._index(slot, position)] = state
+            self._kv[self._index(req_index, position)] = state
         assert state is not None
         return state
 
-    def _index(self, slot: int, position: int) -> int:
-        block_id = self._blocks[slot][position // self.info.block_size]
+    def _index(self, req_index: int, position: int) -> int:
+        block_id = self._blocks[req_index][position // self.info.block_size]
         if block_id == 0:
-            raise RuntimeError(f"slot {slot} has the null block at position {position}")
+            raise RuntimeError(f"slot {req_index} has the null block at position {position}")
         return block_id * self.info.block_size + position % self.info.block_size
 
     def _sample(self, batch: StepBatch, row: int, state: int, result: StepResult) -> None:
-        slot = batch.slots[row]
+        req_index = batch.req_indices[row]
         token_id = state % self.info.vocab_size
-        error = self.row_errors.get(self._ids[slot])
+        error = self.row_errors.get(self._ids[req_index])
         if error is None:
             result.token_ids[row] = token_id
         else:
             # The next step may be launched already, and needs a token to go on with.
             result.errors[row] = error
         position = batch.starts[row] + batch.counts[row]
-        tokens = self._tokens[slot]
+        tokens = self._tokens[req_index]
         del tokens[position:]
         tokens.append(token_id)

@@ -61,13 +61,13 @@ class KVCacheManager:
         for block in prefix:
             pool.touch(block)
         request.blocks = prefix + pool.allocate(num_new)
-        request.num_computed = len(prefix) * self.block_size
+        request.num_computed_tokens = len(prefix) * self.block_size
         request.num_published = len(prefix)
         if request.first_scheduled_at is None:
-            request.num_cached_tokens = request.num_computed
+            request.num_cached_tokens = request.num_computed_tokens
             if self.enable_prefix_caching:
                 self.num_queried_tokens += len(request.token_ids)
-                self.num_hit_tokens += request.num_computed
+                self.num_hit_tokens += request.num_computed_tokens
         return True
 
     def grow(self, request: Request, num_tokens: int, reserve: int = 0) -> list[int] | None:
@@ -87,7 +87,7 @@ class KVCacheManager:
         is computed by steps launched or about to be. Returns those newly findable."""
         if not self.enable_prefix_caching:
             return []
-        num_full = min(request.num_computed, len(request.token_ids)) // self.block_size
+        num_full = min(request.num_computed_tokens, len(request.token_ids)) // self.block_size
         if num_full <= request.num_published:
             return []
         hashes = request.extend_hashes(self.block_size)
@@ -103,5 +103,5 @@ class KVCacheManager:
         """Gives back all blocks of the request; their contents stay findable."""
         self.pool.release(request.blocks)
         request.blocks = []
-        request.num_computed = 0
+        request.num_computed_tokens = 0
         request.num_published = 0

@@ -1,4 +1,4 @@
-"""Delivery: from the device's tokens to text in a reader's channel, and every request's end."""
+"""OutputProcessor: sampled tokens to deltas in a request's channel, and every request's end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from asyncllm.outputs import (
     Delta,
     FinishReason,
     Usage,
-    delta_of_one_token,
+    make_token_delta,
 )
 from asyncllm.validation import describe
 
@@ -54,8 +54,8 @@ class Output:
         self.detokenizer = detokenizer
 
 
-class Delivery:
-    """What becomes of results. On the engine thread; ``close`` and ``announce_all`` on those
+class OutputProcessor:
+    """What becomes of results. On the engine thread; ``close`` and ``flush_all_wakeups`` on those
     that watch it as well, which it may come back to meet.
 
     Attributes:
@@ -85,8 +85,8 @@ class Delivery:
             return
         if request.first_token_at is None:
             request.first_token_at = now
-            if request.observation is not None:
-                request.observation.first_token()
+            if request.notifier is not None:
+                request.notifier.first_token()
         channel: Channel = request.output.channel
         try:
             text = self._detokenize(request, request.output.detokenizer, event.token_id)
@@ -94,17 +94,17 @@ class Delivery:
             self.fail(request, _as_request_error(request, error))
             return
         if request.status is Status.FINISHED:
-            last = delta_of_one_token(event.token_id, text, event.logprobs)
+            last = make_token_delta(event.token_id, text, event.logprobs)
             self.close(request, None, last)
         else:
             channel.put(event.token_id, text, event.logprobs)
-            if channel.waiting:
-                channel.waiting = False
+            if channel.has_reader:
+                channel.has_reader = False
                 self._to_wake.append(channel)
             elif channel.mailbox is not None:
                 self._unread_in.add(channel.mailbox)
             if channel.on_slow != "coalesce" and channel.num_unread >= channel.max_unread:
-                self._hold(request, channel)
+                self._apply_backpressure(request, channel)
 
     def _detokenize(self, request: Request, detokenizer: Detokenizer, token_id: int) -> str:
         """The new text. A stop token's own text is left out, as in vLLM, unless asked for;
@@ -123,16 +123,16 @@ class Delivery:
             text += detokenizer.finish()
         return text
 
-    def _hold(self, request: Request, channel: Channel) -> None:
+    def _apply_backpressure(self, request: Request, channel: Channel) -> None:
         """Nobody reads: the request is aborted, or gets no more tokens until it is read."""
         if channel.on_slow == "abort":
             request.cancelled = True
             self.abort(request)
             return
-        if channel.held:
+        if channel.is_backpressured:
             return
         self._scheduler.pause(request)
-        channel.held = True
+        channel.is_backpressured = True
         if channel.num_unread < channel.max_unread:
             # Read in the moment between the test and the flag: the reader saw no flag.
             self.release(request)
@@ -152,7 +152,7 @@ class Delivery:
 
     def _end(self, request: Request, error: Exception | None, last: Delta | None) -> None:
         now = self._clock()
-        usage = usage_of(request, now)
+        usage = make_usage(request, now)
         reason: FinishReason = request.finish_reason or "abort"
         text = _remaining_text(request) if reason == "abort" and error is None else ""
         final = error or End(reason, request.stop_reason, usage, text, last)
@@ -165,11 +165,11 @@ class Delivery:
             self.num_aborted += 1
         else:
             self.num_finished += 1
-        if request.observation is not None:
+        if request.notifier is not None:
             # Before the reader can see the end: who has read a result finds it in the metrics.
-            request.observation.finished(usage, error)
+            request.notifier.finished(usage, error)
 
-    def announce(self) -> None:
+    def flush_wakeups(self) -> None:
         """Wakes the readers of what was delivered, one call for each of their loops. A loop
         with no reader to wake is asked whether it is still there."""
         if self._unread_in:
@@ -180,7 +180,7 @@ class Delivery:
         if not self._to_wake:
             return
         # Emptied by this thread alone and never replaced: what another appends is either in the
-        # copy, or is left for ``announce_all``.
+        # copy, or is left for ``flush_all_wakeups``.
         channels = self._to_wake.copy()
         del self._to_wake[: len(channels)]
         by_mailbox: dict[Mailbox, list[Channel]] = {}
@@ -199,8 +199,8 @@ class Delivery:
                 request.cancelled = True
                 self.abort(request)
 
-    def announce_all(self) -> None:
-        """``announce`` for an engine that is dead: a loop that is gone matters no more."""
+    def flush_all_wakeups(self) -> None:
+        """``flush_wakeups`` for an engine that is dead: a loop that is gone matters no more."""
         for channel in self._to_wake.copy():
             if channel.mailbox is not None:
                 channel.mailbox.notify((channel,))
@@ -220,12 +220,12 @@ class Delivery:
     def release(self, request: Request) -> None:
         """A held request was read down far enough."""
         channel: Channel = request.output.channel
-        if channel.held:
-            channel.held = False
+        if channel.is_backpressured:
+            channel.is_backpressured = False
             self._scheduler.resume(request)
 
 
-def usage_of(request: Request, now: float) -> Usage:
+def make_usage(request: Request, now: float) -> Usage:
     scheduled, first = request.first_scheduled_at, request.first_token_at
     return Usage(
         prompt_tokens=request.num_prompt_tokens,
@@ -237,7 +237,7 @@ def usage_of(request: Request, now: float) -> Usage:
     )
 
 
-def partial_of(request: Request, now: float) -> Completion | None:
+def make_partial(request: Request, now: float) -> Completion | None:
     """What a request had generated so far; None if that is nothing."""
     if not request.num_output_tokens:
         return None
@@ -248,7 +248,7 @@ def partial_of(request: Request, now: float) -> Completion | None:
     except BaseException:
         text = ""  # it has ended, whether that can be decoded or not
     output = CompletionOutput(0, text, tuple(token_ids), None)
-    return Completion(request.request_id, tuple(prompt), (output,), usage_of(request, now))
+    return Completion(request.request_id, tuple(prompt), (output,), make_usage(request, now))
 
 
 def _as_request_error(request: Request, error: BaseException) -> Exception:

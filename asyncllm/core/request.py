@@ -15,7 +15,7 @@ from asyncllm.outputs import FinishReason
 from asyncllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from asyncllm.observer import Observation
+    from asyncllm.observer import ObserverNotifier
 
 _DIGEST_SIZE = 16
 
@@ -43,9 +43,9 @@ class Request:
     Attributes:
         token_ids: prompt, then output; empty until the prompt is tokenised.
         sampling: resolved: every field with a neutral value is set, and ``seed``.
-        rank: order of the ``stream()`` calls; ties in every policy are broken by it.
+        arrival_index: order of the ``stream()`` calls; ties in every policy are broken by it.
         max_total_tokens: prompt and output together at most.
-        num_computed: tokens whose KV is computed by steps already launched; chases
+        num_computed_tokens: tokens whose KV is computed by steps already launched; chases
             ``len(token_ids) + num_placeholders``.
         num_placeholders: sampled tokens of steps in flight, whose values are not known yet.
         epoch: bumped when in-flight results become void, by preemption or rollback.
@@ -53,11 +53,12 @@ class Request:
         block_hashes: of the full blocks of ``token_ids``, as far as computed so far.
         num_published: leading blocks whose hash was offered to the pool.
         cancelled: set once, by any thread, before the abort itself travels.
-        observation: who is told of its end; None if nobody is.
+        notifier: who is told of its end; None if nobody is.
         output: the way back to whoever reads; the core only passes it along.
     """
 
     __slots__ = (
+        "arrival_index",
         "arrived_at",
         "block_hashes",
         "blocks",
@@ -73,19 +74,18 @@ class Request:
         "max_model_len",
         "max_total_tokens",
         "min_total_tokens",
+        "notifier",
         "num_cached_tokens",
-        "num_computed",
+        "num_computed_tokens",
         "num_placeholders",
         "num_preemptions",
         "num_prompt_tokens",
         "num_published",
-        "observation",
         "output",
         "priority",
-        "rank",
+        "req_index",
         "request_id",
         "sampling",
-        "slot",
         "sort_key",
         "status",
         "stop_reason",
@@ -100,7 +100,7 @@ class Request:
         *,
         token_ids: list[int] | None = None,
         max_model_len: int,
-        rank: int = 0,
+        arrival_index: int = 0,
         priority: int = 0,
         arrived_at: float = 0.0,
         deadline: float = math.inf,
@@ -110,7 +110,7 @@ class Request:
     ) -> None:
         self.request_id = request_id
         self.sampling = sampling
-        self.rank = rank
+        self.arrival_index = arrival_index
         self.priority = priority
         self.arrived_at = arrived_at
         self.deadline = deadline
@@ -126,10 +126,10 @@ class Request:
             self.set_prompt(token_ids)
 
         self.status = Status.NEW
-        self.sort_key: tuple[float, ...] = (rank,)
-        self.slot = -1
+        self.sort_key: tuple[float, ...] = (arrival_index,)
+        self.req_index = -1
         self.epoch = 0
-        self.num_computed = 0
+        self.num_computed_tokens = 0
         self.num_placeholders = 0
         self.blocks: list[Block] = []
         self.block_hashes: list[bytes] = []
@@ -142,7 +142,7 @@ class Request:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
         self.cancelled = False
-        self.observation: Observation | None = None
+        self.notifier: ObserverNotifier | None = None
         self.output = output
 
     def set_prompt(self, token_ids: list[int]) -> None:
@@ -198,5 +198,5 @@ class Request:
     def __repr__(self) -> str:
         return (
             f"Request({self.request_id!r}, {self.status.name}, "
-            f"{self.num_computed}/{len(self.token_ids)}+{self.num_placeholders})"
+            f"{self.num_computed_tokens}/{len(self.token_ids)}+{self.num_placeholders})"
         )

@@ -1,7 +1,7 @@
 """Scheduler: what runs in the next step, under one token budget.
 
 There is no prefill phase and no decode phase (the design of vLLM v1): a request has
-``num_computed`` tokens that chase the tokens it has, known or in flight, and a step is a
+``num_computed_tokens`` tokens that chase the tokens it has, known or in flight, and a step is a
 number of tokens for each of some requests. A long prompt is thereby chunked, a prefix hit is
 a head start, and a preempted request simply starts over.
 """
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from asyncllm.core.batch import SlotAssignment, StepBatch, StepResult
+from asyncllm.core.batch import RequestAssignment, StepBatch, StepResult
 from asyncllm.core.block_pool import Block
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.kv_cache import KVCacheManager
@@ -27,13 +27,13 @@ _STEPS_TO_RECOVER = 32
 @dataclass(slots=True)
 class ScheduledStep:
     """A step and the requests behind its rows. A row's result counts only while the request
-    still has the epoch it was scheduled under. ``entered`` are the requests that got a slot,
+    still has the epoch it was scheduled under. ``admitted`` are the requests that got a slot,
     ``published`` the blocks that became findable on the strength of this step."""
 
     batch: StepBatch
     requests: list[Request] = field(default_factory=list)
     epochs: list[int] = field(default_factory=list)
-    entered: list[Request] = field(default_factory=list)
+    admitted: list[Request] = field(default_factory=list)
     published: list[Block] = field(default_factory=list)
 
 
@@ -70,9 +70,9 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
         self.num_generated_tokens = 0
-        self._idle_holders: dict[Request, None] = {}
-        self._free_slots = list(range(info.max_num_seqs - 1, -1, -1))
-        self._released_slots: list[int] = []
+        self._evictable_requests: dict[Request, None] = {}
+        self._free_req_indices = list(range(info.max_num_seqs - 1, -1, -1))
+        self._released_req_indices: list[int] = []
         self._latest: ScheduledStep | None = None
         self._num_steps = 0
         self._steps_since_shrink = 0
@@ -89,7 +89,7 @@ class Scheduler:
         if request.status is Status.FINISHED:
             return
         self._leave(request)
-        self._idle_holders.pop(request, None)
+        self._evictable_requests.pop(request, None)
         self.kv.free(request)
         request.epoch += 1
         request.num_placeholders = 0
@@ -105,7 +105,7 @@ class Scheduler:
         request.status = Status.PAUSED
         self.paused[request] = None
         if request.blocks:
-            self._idle_holders[request] = None
+            self._evictable_requests[request] = None
 
     def resume(self, request: Request) -> None:
         if request.status is Status.PAUSED:
@@ -115,9 +115,9 @@ class Scheduler:
     def _leave(self, request: Request) -> None:
         if request.status is Status.RUNNING:
             del self.running[request]
-            self._released_slots.append(request.slot)
-            self._free_slots.append(request.slot)
-            request.slot = -1
+            self._released_req_indices.append(request.req_index)
+            self._free_req_indices.append(request.req_index)
+            request.req_index = -1
         elif request.status is Status.WAITING:
             self.waiting.discard(request)
         elif request.status is Status.PAUSED:
@@ -149,9 +149,9 @@ class Scheduler:
             return None
         self._order_decodes_first(step)
         batch = step.batch
-        batch.new_blocks = [(r.slot, ids) for r, ids in grown.items() if r in scheduled]
-        batch.released, self._released_slots = self._released_slots, []
-        batch.assignments = [self._assignment(r) for r in step.entered]
+        batch.new_blocks = [(r.req_index, ids) for r, ids in grown.items() if r in scheduled]
+        batch.released, self._released_req_indices = self._released_req_indices, []
+        batch.assignments = [self._assignment(r) for r in step.admitted]
         self._num_steps += 1
         self._latest = step
         return step
@@ -172,8 +172,8 @@ class Scheduler:
             total = len(request.token_ids) + request.num_placeholders
             if request.num_placeholders and total >= request.max_total_tokens:
                 continue
-            count = min(total - request.num_computed, budget)
-            end = request.num_computed + count
+            count = min(total - request.num_computed_tokens, budget)
+            end = request.num_computed_tokens + count
             if end > len(request.blocks) * block_size:
                 block_ids = self.kv.grow(request, end)
                 while block_ids is None:
@@ -197,7 +197,7 @@ class Scheduler:
     def _schedule_waiting(self, step: ScheduledStep, budget: int) -> None:
         """Admits waiting requests in the policy's order while slots, blocks and budget
         last. The first that does not fit holds up those behind it, or it would starve."""
-        unsettled: list[Request] = []
+        awaiting_last_token: list[Request] = []
         while budget > 0 and len(self.running) < self.info.max_num_seqs:
             request = self.waiting.peek()
             if request is None:
@@ -206,34 +206,34 @@ class Scheduler:
                 # Its last token is still in flight: it can enter a slot only when that is
                 # known, which is at most a step away, and holds up nobody meanwhile.
                 self.waiting.discard(request)
-                unsettled.append(request)
+                awaiting_last_token.append(request)
                 continue
             if not self._admit(request):
                 if request.finished:
                     continue
                 break
-            step.entered.append(request)
-            count = min(len(request.token_ids) - request.num_computed, budget)
+            step.admitted.append(request)
+            count = min(len(request.token_ids) - request.num_computed_tokens, budget)
             self._commit(request, count, step)
             budget -= count
-        for request in unsettled:
+        for request in awaiting_last_token:
             self.waiting.push(request)
 
     def _admit(self, request: Request) -> bool:
         # Idle holders are a reserve already: they lose their blocks before those that run.
-        others_idle = len(self._idle_holders) > (request in self._idle_holders)
+        others_idle = len(self._evictable_requests) > (request in self._evictable_requests)
         reserve = self.kv.watermark if self.running and not others_idle else 0
         while not self._take_blocks(request, reserve):
-            victim = self._idle_victim(besides=request)
+            victim = self._evictable_victim(besides=request)
             if victim is None:
                 if not self.running:
                     self._fail_too_large(request, len(request.token_ids))
                 return False
             self._preempt(victim)
         self.waiting.discard(request)
-        self._idle_holders.pop(request, None)
+        self._evictable_requests.pop(request, None)
         request.status = Status.RUNNING
-        request.slot = self._free_slots.pop()
+        request.req_index = self._free_req_indices.pop()
         self.running[request] = None
         if request.first_scheduled_at is None:
             self.num_prompt_tokens += request.num_prompt_tokens
@@ -247,17 +247,17 @@ class Scheduler:
     def _commit(self, request: Request, count: int, step: ScheduledStep) -> None:
         """Adds a row. From here on the accounts assume that the step will have run."""
         batch = step.batch
-        start = request.num_computed
+        start = request.num_computed_tokens
         end = start + count
         samples = end == len(request.token_ids) + request.num_placeholders
         step.requests.append(request)
         step.epochs.append(request.epoch)
-        batch.slots.append(request.slot)
+        batch.req_indices.append(request.req_index)
         batch.starts.append(start)
         batch.counts.append(count)
         batch.samples.append(samples)
         batch.num_tokens += count
-        request.num_computed = end
+        request.num_computed_tokens = end
         if samples:
             request.num_placeholders += 1
             if count == 1:
@@ -275,14 +275,14 @@ class Scheduler:
         order = decodes + [i for i in rows if i not in chosen]
         step.requests = [step.requests[i] for i in order]
         step.epochs = [step.epochs[i] for i in order]
-        batch.slots = [batch.slots[i] for i in order]
+        batch.req_indices = [batch.req_indices[i] for i in order]
         batch.starts = [batch.starts[i] for i in order]
         batch.counts = [batch.counts[i] for i in order]
         batch.samples = [batch.samples[i] for i in order]
 
-    def _assignment(self, request: Request) -> SlotAssignment:
-        return SlotAssignment(
-            slot=request.slot,
+    def _assignment(self, request: Request) -> RequestAssignment:
+        return RequestAssignment(
+            req_index=request.req_index,
             request_id=request.request_id,
             token_ids=request.token_ids,
             num_prompt_tokens=request.num_prompt_tokens,
@@ -363,7 +363,7 @@ class Scheduler:
                 if request.epoch == epoch and request.status is not Status.FINISHED:
                     affected[request] = None
         for request in affected:
-            self._start_over(request)
+            self._reset_for_recompute(request)
 
     def shrink_budget(self, steps: Iterable[ScheduledStep]) -> list[Request]:
         """Halves the token budget after ``steps`` ran out of memory. Returns the requests of
@@ -387,11 +387,11 @@ class Scheduler:
     # --- preemption --------------------------------------------------------------------
 
     def _victim(self) -> Request:
-        return self._idle_victim() or max(self.running, key=lambda r: r.sort_key)
+        return self._evictable_victim() or max(self.running, key=lambda r: r.sort_key)
 
-    def _idle_victim(self, besides: Request | None = None) -> Request | None:
+    def _evictable_victim(self, besides: Request | None = None) -> Request | None:
         """Who loses its blocks before any running request does: paused ones first."""
-        candidates = [r for r in self._idle_holders if r is not besides]
+        candidates = [r for r in self._evictable_requests if r is not besides]
         if not candidates:
             return None
         return max(candidates, key=lambda r: (r.status is Status.PAUSED, r.sort_key))
@@ -399,15 +399,15 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         self.num_preemptions += 1
         request.num_preemptions += 1
-        self._start_over(request)
+        self._reset_for_recompute(request)
 
-    def _start_over(self, request: Request) -> None:
+    def _reset_for_recompute(self, request: Request) -> None:
         """Takes blocks and results in flight away; the tokens known so far stay. A running
         request goes back to waiting, where its rank puts it ahead of later ones."""
         if request.status is Status.RUNNING:
             self._leave(request)
             self.add(request)
-        self._idle_holders.pop(request, None)
+        self._evictable_requests.pop(request, None)
         self.kv.free(request)
         request.num_placeholders = 0
         request.epoch += 1
@@ -432,16 +432,16 @@ class Scheduler:
         live = list(self.requests())
         assert len(live) == len(set(live)), "a request is in two places"
         self.kv.pool.check_integrity(r.blocks for r in live)
-        held = {r.slot for r in self.running}
+        held = {r.req_index for r in self.running}
         assert len(held) == len(self.running), "two requests share a slot"
-        assert held.isdisjoint(self._free_slots), "a slot is both held and free"
-        assert len(held) + len(self._free_slots) == self.info.max_num_seqs, "a slot leaked"
+        assert held.isdisjoint(self._free_req_indices), "a slot is both held and free"
+        assert len(held) + len(self._free_req_indices) == self.info.max_num_seqs, "a slot leaked"
         block_size = self.kv.block_size
         for request in live:
-            assert request.num_computed <= len(request.blocks) * block_size, request
-            assert request.num_computed <= len(request.token_ids) + request.num_placeholders
+            assert request.num_computed_tokens <= len(request.blocks) * block_size, request
+            assert request.num_computed_tokens <= len(request.token_ids) + request.num_placeholders
             assert request.num_placeholders >= 0, request
-            assert bool(request.blocks) or request.num_computed == 0, request
+            assert bool(request.blocks) or request.num_computed_tokens == 0, request
             idle = bool(request.blocks) and request.status is not Status.RUNNING
-            assert (request in self._idle_holders) == idle, request
-        assert len(self._idle_holders) <= len(live), "a finished request is an idle holder"
+            assert (request in self._evictable_requests) == idle, request
+        assert len(self._evictable_requests) <= len(live), "a finished request is an idle holder"

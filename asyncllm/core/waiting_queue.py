@@ -10,9 +10,9 @@ from asyncllm.core.request import Request
 SortKey = Callable[[Request], tuple[float, ...]]
 
 POLICIES: Mapping[str, SortKey] = {
-    "fcfs": lambda r: (r.rank,),
-    "priority": lambda r: (r.priority, r.rank),
-    "deadline": lambda r: (r.priority, r.deadline, r.rank),
+    "fcfs": lambda r: (r.arrival_index,),
+    "priority": lambda r: (r.priority, r.arrival_index),
+    "deadline": lambda r: (r.priority, r.deadline, r.arrival_index),
 }
 """Smaller comes first. The same key chooses victims: the largest is preempted first."""
 

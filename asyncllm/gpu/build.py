@@ -1,4 +1,4 @@
-"""create_executor: from a configuration and a model to a runner on a device."""
+"""build_model_runner: from a configuration and a model to a runner on a device."""
 
 from __future__ import annotations
 
@@ -10,32 +10,37 @@ import torch
 
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.config import EngineConfig
-from asyncllm.core.batch import SlotAssignment, StepBatch
+from asyncllm.core.batch import RequestAssignment, StepBatch
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.tracebacks import clear_frames
-from asyncllm.gpu.devices import enter_device, resolve_device, resolve_dtype
-from asyncllm.gpu.execution_mode import Placement, graph_reserve, graph_sizes, place
-from asyncllm.gpu.kv_cache import KVCache, cpu_cache_bytes, least_cache_bytes, size_cache
+from asyncllm.gpu.devices import resolve_device, resolve_dtype, set_current_device
+from asyncllm.gpu.execution_mode import (
+    ExecutionMode,
+    execution_mode_for,
+    graph_reserve,
+    graph_sizes,
+)
+from asyncllm.gpu.kv_cache import KVCache, cpu_cache_bytes, min_cache_bytes, size_cache
 from asyncllm.gpu.memory import check_cache, check_weights, cuda_cache_bytes, release
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.models.architectures import count_parameters, find_architecture, is_small
 from asyncllm.gpu.models.decoder import Decoder, attention_shape, attention_windows
 from asyncllm.gpu.ops.backend import AttentionRequest
 from asyncllm.gpu.ops.registry import make_attention, make_ops
-from asyncllm.gpu.profile import run_largest_step
+from asyncllm.gpu.profile import profile_run
 from asyncllm.gpu.threads import set_thread_count
-from asyncllm.gpu.token_budget import measure_token_budget
+from asyncllm.gpu.token_budget import calibrate_token_budget
 from asyncllm.gpu.weights import dummy_weights, load_weights
 from asyncllm.runtime.loading import Progress
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.validation import invalid
 
 
-def create_executor(
+def build_model_runner(
     config: EngineConfig,
     model: ModelConfig,
     progress: Progress | None = None,
-    placement: Placement | None = None,
+    mode: ExecutionMode | None = None,
 ) -> ModelRunner:
     """Loads the model and makes everything that is fixed while the engine runs.
 
@@ -44,7 +49,7 @@ def create_executor(
 
     Args:
         progress: told of the bytes of weights that are read, and of graphs captured.
-        placement: how steps run; the device's own unless given.
+        mode: how steps run; the device's own unless given.
 
     Raises:
         InvalidRequestError: a setting that this device or model cannot honour.
@@ -53,31 +58,31 @@ def create_executor(
         KVCacheTooSmallError: the KV cache cannot hold what is asked for.
     """
     find_architecture(model)
-    if placement is None:
+    if mode is None:
         device = resolve_device(config.device)
-        enter_device(device)
-        placement = place(config, device)
-    with placement.stream.context():
+        set_current_device(device)
+        mode = execution_mode_for(config, device)
+    with mode.stream.context():
         try:
-            return _create(config, model, placement, progress)
+            return _create(config, model, mode, progress)
         except BaseException as error:
             # Whoever keeps the exception would keep the weights, which its frames refer to.
             clear_frames(error)
-            release(placement.device)
+            release(mode.device)
             raise
 
 
 def _create(
-    config: EngineConfig, model: ModelConfig, placement: Placement, progress: Progress | None
+    config: EngineConfig, model: ModelConfig, mode: ExecutionMode, progress: Progress | None
 ) -> ModelRunner:
-    device = placement.device
-    max_num_seqs = config.max_num_seqs or placement.max_num_seqs
-    sizes = graph_sizes(config, placement, max_num_seqs)
+    device = mode.device
+    max_num_seqs = config.max_num_seqs or mode.max_num_seqs
+    sizes = graph_sizes(config, mode, max_num_seqs)
     num_threads = resolve_threads(config.num_threads, model, device)
     decoder, block_size, free_at_start = _load(config, model, device, progress)
     dtype = decoder.embedding.dtype
     budget = config.max_num_batched_tokens
-    token_budget = placement.token_budget if budget == "auto" else budget
+    token_budget = mode.token_budget if budget == "auto" else budget
     available = available_cache_bytes(
         config,
         decoder,
@@ -95,7 +100,7 @@ def _create(
         dtype=dtype,
         available=available,
     )
-    if placement.on_cuda:
+    if mode.on_cuda:
         check_cache(config, device, size.num_blocks * size.block_bytes)
     decoder.set_max_positions(size.max_model_len)
     ahead = config.async_scheduling
@@ -106,19 +111,19 @@ def _create(
         max_model_len=size.max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=token_budget,
-        pipeline_depth=placement.pipeline_depth if ahead is None else 1 + ahead,
+        pipeline_depth=mode.pipeline_depth if ahead is None else 1 + ahead,
     )
     runner = ModelRunner(
         decoder,
         KVCache(model, size, dtype, device),
         info,
         num_threads=num_threads,
-        stream=placement.stream,
-        recorder=placement.make_recorder() if placement.make_recorder else None,
+        stream=mode.stream,
+        capturer=mode.make_capturer() if mode.make_capturer else None,
         graph_sizes=sizes,
     )
-    if budget == "auto" and not placement.stream.runs_ahead:
-        measured = measure_token_budget(lambda count: time_prefill(runner, count))
+    if budget == "auto" and not mode.stream.is_async:
+        measured = calibrate_token_budget(lambda count: time_prefill(runner, count))
         runner.info = dataclasses.replace(info, max_num_batched_tokens=measured)
     if config.cuda_graphs == "startup":
         runner.capture_graphs(partial(progress, stage="graphs") if progress else _say_nothing)
@@ -197,7 +202,7 @@ def available_cache_bytes(
     decoder.set_max_positions(longest)
 
     def run(tokens: int, rows: int) -> None:
-        run_largest_step(
+        profile_run(
             decoder,
             max_num_batched_tokens=tokens,
             max_num_seqs=rows,
@@ -212,9 +217,9 @@ def available_cache_bytes(
         weight.device,
         free_at_start=free_at_start,
         weights_bytes=weights_bytes(model, weight.dtype),
-        run_largest_step=lambda: run(token_budget, max_num_seqs),
+        profile_run=lambda: run(token_budget, max_num_seqs),
         graph_reserve=graph_reserve,
-        least=least_cache_bytes(config, model, block_size, weight.dtype),
+        least=min_cache_bytes(config, model, block_size, weight.dtype),
     )
 
 
@@ -231,14 +236,14 @@ def time_prefill(runner: ModelRunner, num_tokens: int) -> float:
     rows = min(rows, info.max_num_seqs)
     batch = StepBatch(
         step=0,
-        slots=list(range(rows)),
+        req_indices=list(range(rows)),
         starts=[0] * rows,
         counts=[count] * rows,
         samples=[True] * rows,
         num_tokens=rows * count,
         assignments=[
-            SlotAssignment(slot, "warm-up", [0] * count, count, blocks, sampling)
-            for slot in range(rows)
+            RequestAssignment(req_index, "warm-up", [0] * count, count, blocks, sampling)
+            for req_index in range(rows)
         ],
     )
     start = time.perf_counter()

@@ -14,7 +14,7 @@ from asyncllm.gpu.models.architectures import is_small
 
 logger = logging.getLogger(__name__)
 
-LEAST_CAPABILITY = (8, 0)
+MIN_CAPABILITY = (8, 0)
 """Compute capability from which a GPU computes in bfloat16 and the kernels are compiled."""
 
 _WAY_OUT = 'device="cpu" runs everywhere'
@@ -132,10 +132,10 @@ def _check_device(driver: CudaDriver, index: int) -> _Obstacle | None:
     if index >= count:
         return _Obstacle(f"there are {count} CUDA devices, numbered from 0", True)
     found = driver.capability(index)
-    if found < LEAST_CAPABILITY:
+    if found < MIN_CAPABILITY:
         return _Obstacle(
             f"{driver.name(index)} has compute capability {_dotted(found)}, expected "
-            f"{_dotted(LEAST_CAPABILITY)} or higher",
+            f"{_dotted(MIN_CAPABILITY)} or higher",
             True,
         )
     return None
@@ -145,7 +145,7 @@ def _dotted(capability: tuple[int, int]) -> str:
     return f"{capability[0]}.{capability[1]}"
 
 
-def enter_device(device: torch.device) -> None:
+def set_current_device(device: torch.device) -> None:
     """Makes a CUDA device the calling thread's current one. Triton launches its kernels on
     that, wherever their arguments are."""
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Placement: how steps run on a device, and what that needs."""
+"""ExecutionMode: how steps run on a device, and what that needs."""
 
 from __future__ import annotations
 
@@ -9,28 +9,33 @@ import torch
 
 from asyncllm.config import EngineConfig
 from asyncllm.errors import InvalidRequestError
-from asyncllm.gpu.graph.cuda_graphs import CudaRecorder, EagerRecorder, Recorder, default_sizes
-from asyncllm.gpu.graph.streams import CudaStream, InlineStream, Stream
+from asyncllm.gpu.graph.cuda_graphs import (
+    CudaGraphCapturer,
+    EagerCapturer,
+    GraphCapturer,
+    default_sizes,
+)
+from asyncllm.gpu.graph.streams import CudaStream, Stream, SyncStream
 from asyncllm.validation import invalid
 
 GRAPH_BYTES = 8 * 2**20
-"""Set aside for a captured graph: an estimate, to be corrected by what GraphRecord says."""
+"""Set aside for a captured graph: an estimate, to be corrected by what CaptureStats says."""
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class ExecutionMode:
     """Where steps run.
 
     Attributes:
         stream: their work is queued there.
-        make_recorder: how decode steps become graphs; None keeps the state between steps on
+        make_capturer: how decode steps become graphs; None keeps the state between steps on
             the host.
         max_num_seqs, token_budget, pipeline_depth: where the configuration leaves them open.
     """
 
     device: torch.device
     stream: Stream
-    make_recorder: Callable[[], Recorder] | None
+    make_capturer: Callable[[], GraphCapturer] | None
     max_num_seqs: int
     token_budget: int
     pipeline_depth: int
@@ -40,26 +45,26 @@ class Placement:
         return self.device.type == "cuda"
 
 
-def place(config: EngineConfig, device: torch.device) -> Placement:
+def execution_mode_for(config: EngineConfig, device: torch.device) -> ExecutionMode:
     """In step with the engine on a CPU, one step ahead of it on a GPU."""
     if device.type != "cuda":
-        return Placement(device, InlineStream(), None, 64, 8192, 1)
-    make = EagerRecorder if config.cuda_graphs == "off" else lambda: CudaRecorder(device)
-    return Placement(device, CudaStream(device), make, 256, 8192, 2)
+        return ExecutionMode(device, SyncStream(), None, 64, 8192, 1)
+    make = EagerCapturer if config.cuda_graphs == "off" else lambda: CudaGraphCapturer(device)
+    return ExecutionMode(device, CudaStream(device), make, 256, 8192, 2)
 
 
-def graph_sizes(config: EngineConfig, placement: Placement, max_num_seqs: int) -> tuple[int, ...]:
+def graph_sizes(config: EngineConfig, mode: ExecutionMode, max_num_seqs: int) -> tuple[int, ...]:
     """Batch sizes that get a graph.
 
     Raises:
         InvalidRequestError: a setting that has no effect here.
     """
     sizes = config.cuda_graph_sizes
-    if placement.make_recorder is None:
+    if mode.make_capturer is None:
         if config.cuda_graphs in ("startup", "lazy"):
-            raise _refused("cuda_graphs", config.cuda_graphs, '"auto" or "off"', placement.device)
+            raise _refused("cuda_graphs", config.cuda_graphs, '"auto" or "off"', mode.device)
         if sizes is not None:
-            raise _refused("cuda_graph_sizes", sizes, "None", placement.device)
+            raise _refused("cuda_graph_sizes", sizes, "None", mode.device)
         return ()
     if config.cuda_graphs == "off":
         if sizes is not None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 
-def upload(array: np.ndarray, device: torch.device) -> Tensor:
+def copy_to_device(array: np.ndarray, device: torch.device) -> Tensor:
     """A tensor with the contents of ``array``; on a CPU it is that memory.
 
     From pageable memory CUDA would first wait for everything that is queued on the stream.

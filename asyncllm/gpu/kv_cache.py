@@ -99,7 +99,7 @@ def block_bytes(model: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
     return per_token * block_size * dtype.itemsize
 
 
-def least_cache_bytes(
+def min_cache_bytes(
     config: EngineConfig, model: ModelConfig, block_size: int, dtype: torch.dtype
 ) -> int:
     """Bytes of the smallest cache that will do: the null block, and the blocks of one sequence

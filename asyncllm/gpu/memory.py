@@ -175,7 +175,7 @@ def cuda_cache_bytes(
     *,
     free_at_start: int,
     weights_bytes: int,
-    run_largest_step: Callable[[], None],
+    profile_run: Callable[[], None],
     graph_reserve: int,
     least: int,
     probe: MemoryProbe | None = None,
@@ -190,7 +190,7 @@ def cuda_cache_bytes(
     Args:
         free_at_start: bytes that were free before the engine took any.
         weights_bytes: on the device by now.
-        run_largest_step: runs it, the weights and rotary tables being there already.
+        profile_run: runs it, the weights and rotary tables being there already.
         graph_reserve: bytes to keep for CUDA graphs.
         least: bytes of the smallest cache that will do.
         probe: the GPU itself unless given.
@@ -207,7 +207,7 @@ def cuda_cache_bytes(
             "has another: set kv_cache_memory or num_blocks"
         )
     probe.trim(device)
-    peak, failure = _measure(run_largest_step, device, probe)
+    peak, failure = _measure(profile_run, device, probe)
     probe.trim(device)
     free, total = probe.info(device)
     budget = CacheBudget(

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from asyncllm.core.batch import StepBatch, StepResult
-from asyncllm.core.executor import ExecutorInfo, StepMemoryError
+from asyncllm.core.executor import ExecutorInfo, StepOutOfMemoryError
 from asyncllm.core.tracebacks import clear_frames
 from asyncllm.gpu.batch.input_batch import UNKNOWN, InputBatch
-from asyncllm.gpu.batch.step_buffers import HostBlock
-from asyncllm.gpu.batch.step_inputs import StepInputs
-from asyncllm.gpu.graph.cuda_graphs import Recorder, StepGraphs
-from asyncllm.gpu.graph.decode_runner import DecodeStep
-from asyncllm.gpu.graph.streams import InlineStream, Stream, Ticket
-from asyncllm.gpu.h2d import upload
+from asyncllm.gpu.batch.step_buffers import PinnedStepBuffer
+from asyncllm.gpu.batch.step_inputs import ModelInputs
+from asyncllm.gpu.graph.cuda_graphs import GraphCapturer, StepGraphs
+from asyncllm.gpu.graph.decode_runner import DecodeRunner
+from asyncllm.gpu.graph.streams import Stream, SyncStream, Ticket
+from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.memory import is_out_of_memory, release
 from asyncllm.gpu.models.decoder import Decoder
@@ -37,7 +37,7 @@ class _Device:
     cache: KVCache
     inputs: InputBatch
     sampler: Sampler
-    decode: DecodeStep | None
+    decode: DecodeRunner | None
 
 
 class _Step:
@@ -45,29 +45,38 @@ class _Step:
 
     Attributes:
         rows: ``[S]``, rows of the batch that are sampled.
-        slots, positions: ``[S]``, their slots, and where in the sequence their tokens will be.
+        req_indices, positions: ``[S]``, of these rows, and where their tokens will be.
         epochs: ``[S]``, of the slots, of a step that runs ahead of the host.
-        unfilled: blocks to be cleared before it runs.
+        blocks_to_zero: blocks to be cleared before it runs.
         ticket, host: of a step that runs ahead of the host.
         error: what went wrong when it was to be started.
         failures: by row, errors of requests that could not be assigned to their slots.
     """
 
     __slots__ = (
-        "batch", "epochs", "error", "failures", "host", "positions", "rows", "slots", "started",
-        "ticket", "unfilled",
+        "batch",
+        "blocks_to_zero",
+        "epochs",
+        "error",
+        "failures",
+        "host",
+        "positions",
+        "req_indices",
+        "rows",
+        "started",
+        "ticket",
     )  # fmt: skip
 
     def __init__(self, batch: StepBatch) -> None:
         self.batch = batch
         self.rows = np.flatnonzero(batch.samples)
-        self.slots = np.array(batch.slots, dtype=np.int64)[self.rows]
+        self.req_indices = np.array(batch.req_indices, dtype=np.int64)[self.rows]
         ends = np.array(batch.starts, dtype=np.int64) + np.array(batch.counts, dtype=np.int64)
         self.positions = ends[self.rows]
-        self.epochs = self.unfilled = self.rows[:0]
+        self.epochs = self.blocks_to_zero = self.rows[:0]
         self.started = False
         self.ticket: Ticket | None = None
-        self.host: HostBlock | None = None
+        self.host: PinnedStepBuffer | None = None
         self.error: Exception | None = None
         self.failures: dict[int, Exception] = {}
 
@@ -90,7 +99,7 @@ class ModelRunner:
 
     Args:
         stream: where work is queued; None is in step with the caller.
-        recorder: makes graphs of decode steps; None keeps the state between steps on the
+        capturer: makes graphs of decode steps; None keeps the state between steps on the
             host, which a stream that runs ahead cannot do with.
         graph_sizes: batch sizes that get a graph.
         races: tokens are drawn by the op set's sampler even where the host draws them.
@@ -109,19 +118,19 @@ class ModelRunner:
         *,
         num_threads: int | None = None,
         stream: Stream | None = None,
-        recorder: Recorder | None = None,
+        capturer: GraphCapturer | None = None,
         graph_sizes: tuple[int, ...] = (),
         races: bool = False,
     ) -> None:
         self.info = info
         self.dtype = decoder.embedding.dtype
         self.device = decoder.embedding.device
-        self._stream = InlineStream() if stream is None else stream
-        if self._stream.runs_ahead and recorder is None:
+        self._stream = SyncStream() if stream is None else stream
+        if self._stream.is_async and capturer is None:
             raise ValueError("a stream that runs ahead needs a recorder")
         with self._stream.context():
             self._state: _Device | None = self._make_state(
-                decoder, cache, recorder, graph_sizes, races or recorder is not None
+                decoder, cache, capturer, graph_sizes, races or capturer is not None
             )
         self._steps: deque[_Step] = deque()
         self._num_threads = num_threads
@@ -131,27 +140,27 @@ class ModelRunner:
         self,
         decoder: Decoder,
         cache: KVCache,
-        recorder: Recorder | None,
+        capturer: GraphCapturer | None,
         graph_sizes: tuple[int, ...],
         races: bool,
     ) -> _Device:
         info = self.info
-        static = recorder is not None
+        static = capturer is not None
         inputs = InputBatch(
             info.max_num_seqs, info.max_model_len, info.block_size, tracks_table=static
         )
         ops = decoder.ops if races else None
         sampler = Sampler(info.max_num_seqs, info.vocab_size, inputs, self.device, ops)
-        if recorder is None:
+        if capturer is None:
             return _Device(decoder, cache, inputs, sampler, None)
-        decode = DecodeStep(
+        decode = DecodeRunner(
             decoder,
             cache,
             max_num_seqs=info.max_num_seqs,
             max_len=info.max_model_len,
             block_size=info.block_size,
             steps_in_flight=info.pipeline_depth,
-            recorder=recorder,
+            capturer=capturer,
             sizes=graph_sizes,
         )
         return _Device(decoder, cache, inputs, sampler, decode)
@@ -180,7 +189,7 @@ class ModelRunner:
     def launch(self, batch: StepBatch) -> None:
         self._open()
         self._steps.append(_Step(batch))
-        if self._stream.runs_ahead:
+        if self._stream.is_async:
             self._start_next()
 
     def collect(self) -> StepResult:
@@ -203,7 +212,7 @@ class ModelRunner:
             if is_out_of_memory(error):
                 raise _memory_error(error, step) from error
             raise
-        if self._stream.runs_ahead:
+        if self._stream.is_async:
             self._start_next()
         return result
 
@@ -254,22 +263,24 @@ class ModelRunner:
         try:
             with torch.inference_mode(), self._stream.context():
                 self._apply(state, step)
-                if not state.sampler.needs_host(step.slots):
+                if not state.sampler.needs_eager_sampler(step.req_indices):
                     self._queue(state, step)
         except Exception as error:
             step.error = _memory_error(error, step) if is_out_of_memory(error) else error
 
     def _apply(self, state: _Device, step: _Step) -> None:
         batch = step.batch
-        step.unfilled = state.inputs.apply(batch)
-        for slot in batch.released:
-            state.sampler.release(slot)
+        step.blocks_to_zero = state.inputs.apply(batch)
+        for req_index in batch.released:
+            state.sampler.release(req_index)
         for assignment in batch.assignments:
             state.sampler.assign(assignment)
         if failures := state.sampler.failures:
             # Kept with the step: its slots may have other requests when it is collected.
             step.failures = {
-                row: failures[slot] for row, slot in enumerate(batch.slots) if slot in failures
+                row: failures[req_index]
+                for row, req_index in enumerate(batch.req_indices)
+                if req_index in failures
             }
 
     def _queue(self, state: _Device, step: _Step) -> None:
@@ -279,32 +290,32 @@ class ModelRunner:
         if not len(batch):
             return
         host, prepare = self._stage(state, decode, step)
-        slots = np.array(batch.slots[: batch.num_decodes], dtype=np.int64)
+        req_indices = np.array(batch.req_indices[: batch.num_decodes], dtype=np.int64)
         arrays = None if step.is_decode else state.inputs.prepare(batch)
         # From here on only the device knows these tokens.
-        state.inputs.write_sampled(step.slots, step.positions, UNKNOWN)
+        state.inputs.write_sampled(step.req_indices, step.positions, UNKNOWN)
 
         def work() -> None:
             prepare()
             if arrays is None:
                 decode.decode(host, len(batch))
             else:
-                decode.mixed(host, arrays, slots)
+                decode.mixed(host, arrays, req_indices)
 
-        step.host, step.epochs = host, state.inputs.epochs[step.slots]
+        step.host, step.epochs = host, state.inputs.epochs[step.req_indices]
         step.ticket = self._stream.submit(work)
 
     def _stage(
-        self, state: _Device, decode: DecodeStep, step: _Step
-    ) -> tuple[HostBlock, Callable[[], None]]:
+        self, state: _Device, decode: DecodeRunner, step: _Step
+    ) -> tuple[PinnedStepBuffer, Callable[[], None]]:
         """Writes what the device has to know. Returns that, and what comes before the step."""
-        inputs, host = state.inputs, decode.host_blocks.next()
+        inputs, host = state.inputs, decode.step_buffers.next()
         before = step.positions - 1
-        host.set_rows(step.slots, inputs.token_ids[step.slots, before], before)
+        host.set_rows(step.req_indices, inputs.token_ids[step.req_indices, before], before)
         host.set_sampling(state.sampler.state)
         cells, blocks = inputs.take_table_changes()
         fits = len(cells) <= self.info.max_num_seqs
-        host.set_changes(cells if fits else cells[:0], blocks if fits else blocks[:0])
+        host.set_table_changes(cells if fits else cells[:0], blocks if fits else blocks[:0])
 
         def prepare() -> None:
             self._clear(state, step)
@@ -314,8 +325,8 @@ class ModelRunner:
         return host, prepare
 
     def _clear(self, state: _Device, step: _Step) -> None:
-        if len(step.unfilled) and state.decoder.attention.reads_whole_blocks:
-            state.cache.clear(upload(step.unfilled, self.device))
+        if len(step.blocks_to_zero) and state.decoder.attention.needs_zeroed_blocks:
+            state.cache.clear(copy_to_device(step.blocks_to_zero, self.device))
 
     # --- finishing a step --------------------------------------------------------------
 
@@ -323,8 +334,8 @@ class ModelRunner:
         result = StepResult(step.batch.step, [-1] * len(step.batch))
         if not len(step.batch):
             return result
-        output = self._run(state, step) if step.ticket is None else self._take(step)
-        self._file(state, step, output.token_ids)
+        output = self._run(state, step) if step.ticket is None else self._read_tokens(step)
+        self._write_back_tokens(state, step, output.token_ids)
         row_of = step.rows.tolist()
         for row, token in zip(row_of, output.token_ids.tolist(), strict=True):
             result.token_ids[row] = token
@@ -338,16 +349,16 @@ class ModelRunner:
                 clear_frames(error)
         return result
 
-    def _file(self, state: _Device, step: _Step, tokens: np.ndarray) -> None:
+    def _write_back_tokens(self, state: _Device, step: _Step, tokens: np.ndarray) -> None:
         """Keeps the tokens for later steps. One that failed becomes a token that the embedding
         has: what is computed from it is void."""
-        tokens, slots, positions = np.maximum(tokens, 0), step.slots, step.positions
+        tokens, req_indices, positions = np.maximum(tokens, 0), step.req_indices, step.positions
         if step.ticket is not None:
-            same = state.inputs.epochs[slots] == step.epochs
-            tokens, slots, positions = tokens[same], slots[same], positions[same]
-        state.inputs.write_sampled(slots, positions, tokens)
+            same = state.inputs.epochs[req_indices] == step.epochs
+            tokens, req_indices, positions = tokens[same], req_indices[same], positions[same]
+        state.inputs.write_sampled(req_indices, positions, tokens)
 
-    def _take(self, step: _Step) -> SampleOutput:
+    def _read_tokens(self, step: _Step) -> SampleOutput:
         """The tokens of a step that ran ahead."""
         assert step.ticket is not None
         assert step.host is not None
@@ -361,11 +372,11 @@ class ModelRunner:
         if state.decode is None:
             self._clear(state, step)
             arrays = state.inputs.prepare(step.batch)
-            inputs = StepInputs.from_arrays(arrays, self.device)
+            inputs = ModelInputs.from_arrays(arrays, self.device)
             return self._sample(state, step, state.decoder.forward(inputs, state.cache))
         return self._run_on_device(state, state.decode, step)
 
-    def _run_on_device(self, state: _Device, decode: DecodeStep, step: _Step) -> SampleOutput:
+    def _run_on_device(self, state: _Device, decode: DecodeRunner, step: _Step) -> SampleOutput:
         batch = step.batch
         host, prepare = self._stage(state, decode, step)
         outputs: list[SampleOutput] = []
@@ -375,8 +386,8 @@ class ModelRunner:
             if step.is_decode:
                 logits = decode.decode_logits(host, len(batch))
             else:
-                slots = np.array(batch.slots[: batch.num_decodes], dtype=np.int64)
-                logits = decode.mixed_logits(host, state.inputs.prepare(batch), slots)
+                req_indices = np.array(batch.req_indices[: batch.num_decodes], dtype=np.int64)
+                logits = decode.mixed_logits(host, state.inputs.prepare(batch), req_indices)
             outputs.append(self._sample(state, step, logits))
 
         self._stream.submit(work).synchronize()
@@ -385,10 +396,10 @@ class ModelRunner:
     def _sample(self, state: _Device, step: _Step, logits: Tensor) -> SampleOutput:
         if not len(step.rows):
             return SampleOutput(step.rows)
-        return state.sampler.sample(logits, step.slots, step.positions)
+        return state.sampler.sample(logits, step.req_indices, step.positions)
 
 
-def _memory_error(error: Exception, step: _Step) -> StepMemoryError:
-    told = StepMemoryError(f"step {step.batch.step}, {step.batch.num_tokens} tokens: {error}")
+def _memory_error(error: Exception, step: _Step) -> StepOutOfMemoryError:
+    told = StepOutOfMemoryError(f"step {step.batch.step}, {step.batch.num_tokens} tokens: {error}")
     told.__cause__ = error
     return told

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncllm.gpu.batch.decode_inputs import SlotSampling
-from asyncllm.gpu.batch.step_inputs import StepInputs
+from asyncllm.gpu.batch.decode_inputs import SamplingTensors
+from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.models.decoder import Decoder, attention_shape
 
 
-def run_largest_step(
+def profile_run(
     decoder: Decoder,
     *,
     max_num_batched_tokens: int,
@@ -77,7 +77,7 @@ def _inputs(
     max_num_seqs: int,
     max_model_len: int,
     block_size: int,
-) -> StepInputs:
+) -> ModelInputs:
     """The step's inputs. As many logits are wanted as sequences can be sampled, whether or
     not this step has as many rows."""
     device = decoder.embedding.device
@@ -88,7 +88,7 @@ def _inputs(
     wanted = None
     if num_decodes != len(counts):
         wanted = torch.arange(min(max_num_seqs, num_tokens), device=device)
-    return StepInputs(
+    return ModelInputs(
         num_decodes=num_decodes,
         token_ids=torch.zeros(num_tokens, dtype=torch.int64, device=device),
         positions=torch.from_numpy(positions).to(device),
@@ -105,17 +105,17 @@ def _inputs(
 def _sample(decoder: Decoder, logits: torch.Tensor) -> None:
     """Samples every row, with top_k and top_p at work."""
     count, device = logits.shape[0], logits.device
-    slots = torch.arange(count, device=device)
+    req_indices = torch.arange(count, device=device)
 
     def lines(value: float, dtype: torch.dtype) -> torch.Tensor:
         return torch.full((count + 1,), value, dtype=dtype, device=device)
 
-    sampling = SlotSampling(
+    sampling = SamplingTensors(
         states=lines(1, torch.int64),
         temperature=lines(1.0, torch.float32),
         top_k=lines(64, torch.int32),
         top_p=lines(0.9, torch.float32),
         min_p=lines(0.05, torch.float32),
     )
-    out = torch.empty_like(slots)
-    decoder.ops.sample(logits, sampling, slots, slots, lines(0, torch.int64), out)
+    out = torch.empty_like(req_indices)
+    decoder.ops.sample(logits, sampling, req_indices, req_indices, lines(0, torch.int64), out)

@@ -13,7 +13,7 @@ _FIRST = 32
 _ENOUGH_SECONDS = TARGET_SECONDS / 2
 
 
-def measure_token_budget(time_step: Callable[[int], float], limit: int = HIGHEST) -> int:
+def calibrate_token_budget(time_step: Callable[[int], float], limit: int = HIGHEST) -> int:
     """Tokens for which a prefill step takes about 0.2 s, so that with the growth of
     attention over a long context a full step stays near 250 ms.
 

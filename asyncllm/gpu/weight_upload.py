@@ -1,4 +1,4 @@
-"""Staging: a checkpoint's tensors to a GPU through two small pinned buffers."""
+"""PinnedUploader: a checkpoint's tensors to a GPU through two small pinned buffers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CHUNK_BYTES = 16 * 2**20
 _NUM_BUFFERS = 2
 
 
-class Transfers(Protocol):
+class CopyEngine(Protocol):
     """How bytes get to the device: in order, and later than they were asked for."""
 
     def copy(self, source: Tensor, target: Tensor) -> None:
@@ -28,7 +28,7 @@ class Transfers(Protocol):
     def wait(self, mark: Any) -> None: ...
 
 
-class CudaTransfers:
+class CudaCopyEngine:
     """Copies on the thread's current stream."""
 
     def copy(self, source: Tensor, target: Tensor) -> None:
@@ -56,7 +56,7 @@ class _Buffer:
     mark: Any = None
 
 
-class Staging:
+class PinnedUploader:
     """Copies tensors in chunks: while one buffer is on its way, the next chunk is read from
     the file into the other.
 
@@ -77,11 +77,11 @@ class Staging:
         *,
         chunk_bytes: int = CHUNK_BYTES,
         pin: bool = True,
-        transfers: Transfers | None = None,
+        transfers: CopyEngine | None = None,
     ) -> None:
         self.device = device
         self.chunk_bytes = chunk_bytes
-        self.transfers = transfers or CudaTransfers()
+        self.transfers = transfers or CudaCopyEngine()
         self._buffers = [
             _Buffer(torch.empty(chunk_bytes, dtype=torch.uint8, device="cpu", pin_memory=pin))
             for _ in range(_NUM_BUFFERS)

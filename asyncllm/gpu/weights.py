@@ -16,7 +16,7 @@ from torch import Tensor
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.models.architectures import Parameter, parameters
-from asyncllm.gpu.weight_upload import Staging
+from asyncllm.gpu.weight_upload import PinnedUploader
 
 Progress = Callable[[int, int], None]
 """Called with bytes done and bytes in all, of the checkpoint's tensors."""
@@ -34,13 +34,13 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device,
     progress: Progress | None = None,
-    staging: Staging | None = None,
+    staging: PinnedUploader | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields every parameter of the decoder, in the order of ``parameters``.
 
     The files are mapped, not read: each parameter is allocated once, and its checkpoint
     tensors are copied and converted into their slices of it. Everything is checked before
-    the first parameter is made. To a GPU the copies go through ``Staging``, so that neither
+    the first parameter is made. To a GPU the copies go through ``PinnedUploader``, so that neither
     side holds a tensor twice; a parameter that was yielded is complete for work on the
     thread's current stream.
 
@@ -56,7 +56,7 @@ def load_weights(
         checkpoint = _Checkpoint(stack, find_files(model.path))
         checkpoint.check(wanted, tied=model.tie_word_embeddings)
         if staging is None and device.type == "cuda":
-            staging = Staging(device)
+            staging = PinnedUploader(device)
         copy = staging.copy if staging is not None else _copy
         total = sum(checkpoint.size_of(part) for p in wanted for part, _ in p.parts)
         done = 0

@@ -17,7 +17,7 @@ from asyncllm.core.engine_core import CLOSED, EngineCore, close_executor
 from asyncllm.core.executor import Executor
 from asyncllm.core.scheduler import Scheduler
 from asyncllm.errors import AsyncLLMError, EngineClosedError, EngineError
-from asyncllm.runtime.event_loop import ForeignFuture, running_trio
+from asyncllm.runtime.event_loop import ThreadFuture, running_trio
 from asyncllm.runtime.loading import LoadedModel, Loader, LoadStage
 
 _JOIN_AT_EXIT = 2.0
@@ -113,8 +113,8 @@ class EngineThread:
 
     def _log_end(self) -> None:
         # A step that hung was reported by whoever noticed.
-        if self.core.death is not None and not self.core.hung:
-            logger.error("the engine died", exc_info=self.core.death)
+        if self.core.fatal_error is not None and not self.core.hung:
+            logger.error("the engine died", exc_info=self.core.fatal_error)
         stats = self.core.stats()
         logger.info(
             "engine ended: %d requests finished, %d aborted, %d failed, %d refused",
@@ -159,7 +159,7 @@ class EngineThread:
         """What ended the engine, if that was not the application's own ``aclose``."""
         if not self.in_own_process():
             return self._forked()
-        closed_by_application = self.core.death is None and self.core.close_reason == CLOSED
+        closed_by_application = self.core.fatal_error is None and self.core.close_reason == CLOSED
         return None if closed_by_application else self.core.ending()
 
     @property
@@ -221,7 +221,7 @@ class EngineThread:
             f"a step has taken longer than step_timeout={timeout:g} s; the stuck thread is "
             f"{self._thread.name!r} (ident {self._thread.ident})"
         )
-        if self.core.declare_hung(timeout, error):
+        if self.core.fail_hung(timeout, error):
             self._exit()
             logger.error("the engine died: %s", error)
 
@@ -229,7 +229,7 @@ class EngineThread:
 async def _watch(thread: EngineThread) -> None:
     """The background task. It refers to the thread and not to the engine, so that an engine
     that nobody holds is collected."""
-    exited = ForeignFuture(thread.exited)
+    exited = ThreadFuture(thread.exited)
     try:
         while not thread.exited.done():
             await exited.wait_at_most(thread.watch_interval)

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from asyncllm.core.channel import Channel
 
 
-class Host(Protocol):
+class EventLoopBackend(Protocol):
     """One event loop. A waiter is what a suspended task awaits, made and woken on the loop's
     own thread: on asyncio a bare future, because every object and every call between it and
     the task would be paid for by each reader in each step."""
@@ -45,7 +45,7 @@ class Host(Protocol):
     def is_closed(self) -> bool: ...
 
 
-class AsyncioHost:
+class AsyncioBackend:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self._thread = threading.get_ident()
@@ -80,7 +80,7 @@ class TrioWaiter:
         return self.event.wait().__await__()
 
 
-class TrioHost:
+class TrioBackend:
     def __init__(self, trio: Any) -> None:
         self._trio = trio
         self._token = trio.lowlevel.current_trio_token()
@@ -123,7 +123,7 @@ def running_trio() -> Any:
     return trio if in_trio_run is not None and in_trio_run() else None
 
 
-def current_host() -> Host:
+def running_backend() -> EventLoopBackend:
     """The host of the running loop.
 
     Raises:
@@ -131,14 +131,14 @@ def current_host() -> Host:
     """
     trio = running_trio()
     if trio is not None:
-        return TrioHost(trio)
-    return AsyncioHost(asyncio.get_running_loop())
+        return TrioBackend(trio)
+    return AsyncioBackend(asyncio.get_running_loop())
 
 
 class LoopMailbox:
     """Wakes the readers of one loop, with at most one call into the loop outstanding."""
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: EventLoopBackend) -> None:
         self.host = host
         self._ready: deque[Channel] = deque()
         self._posted = False
@@ -232,20 +232,20 @@ class MailboxRegistry:
             # A copy, which is made in one piece: other loops come and go meanwhile.
             for old in [k for k, m in self._by_loop.copy().items() if m.is_closed()]:
                 self._by_loop.pop(old, None)
-            mailbox = self._by_loop.setdefault(key, LoopMailbox(current_host()))
+            mailbox = self._by_loop.setdefault(key, LoopMailbox(running_backend()))
         return mailbox
 
     def clear(self) -> None:
         self._by_loop.clear()
 
 
-class ForeignFuture:
+class ThreadFuture:
     """A future that another thread completes, awaited on the loop on which this is made. If
     the wait is cancelled, the future is left alone."""
 
     def __init__(self, future: Future[Any]) -> None:
         self._future = future
-        self._host = current_host()
+        self._host = running_backend()
         self._waiter = self._host.make_waiter()
         future.add_done_callback(self._completed)
 
@@ -268,13 +268,13 @@ class ForeignFuture:
 
 
 async def wait_for(future: Future[Any]) -> Any:
-    """``ForeignFuture(future).wait()``"""
-    return await ForeignFuture(future).wait()
+    """``ThreadFuture(future).wait()``"""
+    return await ThreadFuture(future).wait()
 
 
 async def join(thread: threading.Thread, timeout: float) -> None:
-    """``thread.join(timeout)`` on the running loop. Polls, for no thread can announce that it
+    """``thread.join(timeout)`` on the running loop. Polls, for no thread can flush_wakeups that it
     has ended."""
-    host, deadline = current_host(), time.monotonic() + timeout
+    host, deadline = running_backend(), time.monotonic() + timeout
     while thread.is_alive() and time.monotonic() < deadline:
         await host.wait_at_most(host.make_waiter(), 0.002)

@@ -1,4 +1,4 @@
-"""Intake: from the arguments of a call to a request in the engine's queue."""
+"""InputProcessor: from the arguments of a call to a request in the engine's queue."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from asyncllm.core.engine_core import EngineCore
 from asyncllm.core.output_processor import Output
 from asyncllm.core.request import Request
 from asyncllm.errors import ContextLengthExceededError, InvalidRequestError
-from asyncllm.observer import Observers, Submission
+from asyncllm.observer import Observers, RequestInfo
 from asyncllm.runtime.event_loop import MailboxRegistry
 from asyncllm.runtime.loading import LoadedModel
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.stream import TokenStream
 from asyncllm.text.template_input import TemplateInput
-from asyncllm.text.tokenizer_thread import LONG_TEXT, TextWorker
+from asyncllm.text.tokenizer_thread import LONG_TEXT, TokenizerThread
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class RequestOptions:
         check.field(self, check.string, "cache_salt", empty=True, optional=True)
 
 
-class Intake:
+class InputProcessor:
     """Turns prompts into requests of one running engine.
 
     Short texts are tokenised in the call. Long ones take their place in the queue at once and
@@ -78,7 +78,7 @@ class Intake:
         self._policy = policy
         self._random = random.Random(seed)
         self._neutral_params = SamplingParams()
-        self._worker = TextWorker("asyncllm-text")
+        self._worker = TokenizerThread("asyncllm-text")
 
     def prompt(
         self,
@@ -88,7 +88,7 @@ class Intake:
         options: RequestOptions,
     ) -> TokenStream:
         """Submits text or token ids."""
-        asked = Submission("text_completion", prompt)
+        asked = RequestInfo("text_completion", prompt)
         if prompt is None or check.same(prompt, ""):
             raise check.invalid("prompt", prompt, "text or token ids, not empty")
         if not isinstance(prompt, str):
@@ -123,7 +123,7 @@ class Intake:
         split_special_tokens = check.boolean("split_special_tokens", split_special_tokens)
         chat = TemplateInput(messages, variables or {})
         request = self._request(params, sampling, options)
-        asked = Submission("chat", messages)
+        asked = RequestInfo("chat", messages)
         encode = partial(
             self._loaded.tokenizer.encode_chat,
             chat,
@@ -175,7 +175,7 @@ class Intake:
     def _submit_later(
         self,
         request: Request,
-        asked: Submission,
+        asked: RequestInfo,
         estimate: int,
         encode: Callable[[], list[int] | None],
     ) -> TokenStream:
@@ -201,7 +201,7 @@ class Intake:
         self._worker.submit(job)
         return stream
 
-    def _submit(self, request: Request, asked: Submission, token_ids: list[int]) -> TokenStream:
+    def _submit(self, request: Request, asked: RequestInfo, token_ids: list[int]) -> TokenStream:
         self._prepare(request, token_ids)
         stream = self._accept(request, asked, len(token_ids))
         self._core.send(self._core.on_add, request)
@@ -231,12 +231,12 @@ class Intake:
                 f"that one more fits into max_model_len={longest}"
             )
 
-    def _accept(self, request: Request, asked: Submission, num_tokens: int) -> TokenStream:
+    def _accept(self, request: Request, asked: RequestInfo, num_tokens: int) -> TokenStream:
         """Takes a place in the queue for the request, and announces it."""
         self._observers.watch(request)
         self._core.admission.reserve(request, num_tokens)
         # Made first: an observer that is interrupted drops it, which aborts the request.
         stream = TokenStream(request, self._core, self._mailboxes.of_running_loop)
-        if request.observation is not None:
-            request.observation.submitted(asked)
+        if request.notifier is not None:
+            request.notifier.submitted(asked)
         return stream

@@ -48,7 +48,7 @@ def load_model(config: EngineConfig, progress: Progress) -> LoadedModel:
     """
     from asyncllm.checkpoint.model_config import ModelConfig
     from asyncllm.checkpoint.model_files import resolve_model, resolve_tokenizer
-    from asyncllm.gpu.build import create_executor
+    from asyncllm.gpu.build import build_model_runner
     from asyncllm.text.tokenizer import Tokenizer
 
     path = resolve_model(
@@ -61,5 +61,5 @@ def load_model(config: EngineConfig, progress: Progress) -> LoadedModel:
     tokenizer = Tokenizer.from_directory(tokenizer_path, trust_remote_code=config.trust_remote_code)
     # Here and not at the first chat, whose caller's loop would wait for it.
     tokenizer.chat_template.compile()
-    executor = create_executor(config, model_config, progress)
+    executor = build_model_runner(config, model_config, progress)
     return LoadedModel(executor, tokenizer, model_config)

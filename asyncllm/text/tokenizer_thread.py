@@ -1,4 +1,4 @@
-"""TextWorker: a thread for texts that would take the event loop too long."""
+"""TokenizerThread: a thread for texts that would take the event loop too long."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LONG_TEXT = 4096
 """Characters from which a text is handled on a worker thread."""
 
 
-class TextWorker:
+class TokenizerThread:
     """Runs jobs one after the other on a daemon thread that lives only while there are any.
 
     A job reports its own result; one that raises ends the thread with the interpreter's

@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 import torch
 
 from asyncllm.gpu.ops.base import AttentionShape
-from asyncllm.gpu.ops.gumbel import sample_race
+from asyncllm.gpu.ops.gumbel import gumbel_sample
 from asyncllm.gpu.ops.triton import (
     activation,
     decode_attention,
+    decode_inputs,
     norm,
     prefill_attention,
     rope_cache,
     sampling,
-    step_state,
 )
 from benchmarks.gpu.goals import Goal
 from benchmarks.gpu.stage import Stage
@@ -107,7 +107,7 @@ def check_plain_sampling(device: str) -> None:
     """The function in torch draws the same noise on the device; logarithms differ there in
     the last bits, which moves a token where two were about to tie."""
     arguments = [value.to(device) for value in checks.sampling_rows(64, 32_000, seed=3)]
-    same = sampling.sample(*arguments) == sample_race(*arguments)
+    same = sampling.sample(*arguments) == gumbel_sample(*arguments)
     assert same.float().mean() > 0.98, f"{int((~same).sum())} of 64 tokens differ"
 
 
@@ -115,7 +115,7 @@ def small_families(device: str) -> Iterable[Family]:
     steps = Family("step state")
     for block_size in BLOCK_SIZES:
         steps.cases[f"block {block_size}"] = lambda size=block_size: checks.check_step_state(
-            step_state.decode_inputs, device, size
+            decode_inputs.decode_inputs, device, size
         )
     yield steps
     norms, activations = Family("norms"), Family("activation")

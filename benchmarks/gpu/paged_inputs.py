@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from asyncllm.gpu.batch.decode_inputs import DecodeRows
+from asyncllm.gpu.batch.decode_inputs import DecodeInputs
 from asyncllm.gpu.ops.triton.attention import TritonAttention, TritonPlan
 from benchmarks.gpu.shapes import AttentionLoad
 
@@ -71,20 +71,20 @@ def inputs_bytes(load: AttentionLoad, count: int) -> int:
     return count * load.bytes + load.kv_bytes
 
 
-def decode_rows(inputs: PagedInputs, number: int, max_len: int) -> DecodeRows:
+def decode_rows(inputs: PagedInputs, number: int, max_len: int) -> DecodeInputs:
     """One input as the buffers of a decode step whose sequences may grow to ``max_len``."""
     load, device = inputs.load, inputs.cache.device
     slots = torch.arange(load.batch, device=device) + number * load.batch
     nothing = torch.zeros(load.batch, dtype=torch.int64, device=device)
-    return DecodeRows(
-        slots=slots,
-        known_tokens=nothing,
+    return DecodeInputs(
+        req_indices=slots,
+        host_token_ids=nothing,
         positions=nothing + load.kv_len - 1,
         block_table=inputs.tables,
         token_ids=nothing,
         seq_lens=inputs.seq_lens,
         slot_mapping=nothing,
-        last_tokens=torch.zeros(len(inputs.tables), dtype=torch.int64, device=device),
+        last_sampled_tokens=torch.zeros(len(inputs.tables), dtype=torch.int64, device=device),
         block_size=BLOCK_SIZE,
         max_len=max_len,
     )

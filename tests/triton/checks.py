@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asyncllm.gpu.batch.decode_inputs import DecodeRows
+from asyncllm.gpu.batch.decode_inputs import DecodeInputs
 from asyncllm.gpu.ops.base import AttentionShape
-from asyncllm.gpu.ops.gumbel import exponentials, race_keys, sample_race
+from asyncllm.gpu.ops.gumbel import exponentials, gumbel_keys, gumbel_sample
 from asyncllm.gpu.ops.triton import tuning
 from tests.triton.paged import (
     AttentionCase,
@@ -200,7 +200,7 @@ def _check_cache(cache: Tensor, slots: Tensor, kv: Tensor, padded: int) -> None:
     assert flat[:, untouched].isnan().all()
 
 
-def decode_rows(block_size: int, device: str) -> DecodeRows:
+def decode_rows(block_size: int, device: str) -> DecodeInputs:
     """Slots out of order, tokens known and not, padding; whatever is computed is poison."""
     random = torch.Generator().manual_seed(block_size)
     width, num_slots = 5, 9
@@ -208,32 +208,32 @@ def decode_rows(block_size: int, device: str) -> DecodeRows:
     slots = torch.tensor([3, 5, 7, 0, -1, -1])
     positions = torch.randint(0, width * block_size, (len(slots),), generator=random)
     positions[0], positions[1], positions[4:] = 0, block_size, 0
-    return DecodeRows(
-        slots=slots.to(device),
-        known_tokens=torch.tensor([-1, 8, -1, 0, 7, -1], device=device),
+    return DecodeInputs(
+        req_indices=slots.to(device),
+        host_token_ids=torch.tensor([-1, 8, -1, 0, 7, -1], device=device),
         positions=positions.to(device),
         block_table=table.to(device),
         token_ids=torch.full((len(slots),), -7, device=device),
         seq_lens=torch.full((len(slots),), -7, dtype=torch.int32, device=device),
         slot_mapping=torch.full((len(slots),), -7, device=device),
-        last_tokens=torch.randint(9, 1000, (num_slots + 1,), generator=random).to(device),
+        last_sampled_tokens=torch.randint(9, 1000, (num_slots + 1,), generator=random).to(device),
         block_size=block_size,
         max_len=width * block_size,
     )
 
 
 def check_step_state(
-    decode_inputs: Callable[[DecodeRows], None], device: str, block_size: int
+    decode_inputs: Callable[[DecodeInputs], None], device: str, block_size: int
 ) -> None:
     """Computed against plain indexing."""
     rows = decode_rows(block_size, device)
     decode_inputs(rows)
-    for row, slot in enumerate(rows.slots.tolist()):
-        position, known = int(rows.positions[row]), int(rows.known_tokens[row])
+    for row, slot in enumerate(rows.req_indices.tolist()):
+        position, known = int(rows.positions[row]), int(rows.host_token_ids[row])
         block, token, length = 0, 0, 0
         if slot >= 0:
             block = int(rows.block_table[slot, position // block_size])
-            token = known if known >= 0 else int(rows.last_tokens[slot])
+            token = known if known >= 0 else int(rows.last_sampled_tokens[slot])
             length = position + 1
         assert rows.token_ids[row] == token
         assert rows.seq_lens[row] == length
@@ -263,7 +263,7 @@ def check_sampling(
 ) -> None:
     """Equal to the plain function, token for token."""
     found = sample(*(value.to(device) for value in arguments)).cpu()
-    expected = sample_race(*arguments)
+    expected = gumbel_sample(*arguments)
     differing = (found != expected).nonzero().flatten().tolist()
     for row in differing:
         _explain(row, int(found[row]), int(expected[row]), arguments)
@@ -273,7 +273,7 @@ def check_sampling(
 def _explain(row: int, found: int, expected: int, arguments: tuple[Tensor, ...]) -> None:
     """A difference is excused where rounding decides: the scores of both tokens tie."""
     logits, states, positions, temperature = (value[row : row + 1] for value in arguments[:4])
-    noise = exponentials(race_keys(states, positions), logits.shape[1])
+    noise = exponentials(gumbel_keys(states, positions), logits.shape[1])
     scores = logits.double() / temperature.double().unsqueeze(1) - noise.double().log()
     gap = float(scores[0, expected] - scores[0, found])
     assert abs(gap) < 1e-4, f"row {row}: token {found} instead of {expected}, gap {gap:.3g}"
@@ -297,7 +297,7 @@ def check_odd_rows(sample: Callable[..., Tensor], device: str) -> None:
     arguments = (logits, seeds, torch.arange(8), temperature, top_k, top_p, torch.zeros(8))
     found = sample(*(value.to(device) for value in arguments)).tolist()
     assert found == [0, -1, -1, -1, 699, 7, 256, 0]
-    assert sample_race(*arguments).tolist() == found
+    assert gumbel_sample(*arguments).tolist() == found
 
 
 def check_company(sample: Callable[..., Tensor], device: str) -> None:
@@ -309,18 +309,18 @@ def check_company(sample: Callable[..., Tensor], device: str) -> None:
         assert sample(*(value[row : row + 1] for value in there)) == together[row]
     slots = torch.tensor([6, 2, -1, 5], device=device)
     rows = slots.clamp(min=0)
-    last_tokens = torch.full((8,), -5, device=device)
+    last_sampled_tokens = torch.full((8,), -5, device=device)
     parameters = [there[1], *there[3:]]
     found = sample(
         there[0][rows],
         parameters[0],
         there[2][rows] - 1,
         *parameters[1:],
-        slots=slots,
-        last_tokens=last_tokens,
+        req_indices=slots,
+        last_sampled_tokens=last_sampled_tokens,
         position_shift=1,
     )
     assert found.tolist() == torch.where(slots >= 0, together[rows], -1).tolist()
     expected = torch.full((8,), -5)
     expected[[6, 2, 5]] = together[[6, 2, 5]].cpu()
-    assert last_tokens.tolist() == expected.tolist()
+    assert last_sampled_tokens.tolist() == expected.tolist()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from asyncllm.checkpoint.model_config import ModelConfig, RopeConfig
-from asyncllm.gpu.batch.step_inputs import StepInputs
+from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.kv_cache import KVCache, KVCacheSize
 from asyncllm.gpu.models.decoder import Decoder, attention_shape
 from asyncllm.gpu.ops.base import Attention, OpSet
@@ -70,7 +70,7 @@ def run_steps(
     decoder = Decoder(model, ops, attention, ((n, tensor.to(device)) for n, tensor in weights))
     decoder.set_max_positions(128)
     cache = KVCache(model, KVCacheSize(32, BLOCK_SIZE, 128, 1), dtype, device)
-    if not attention.reads_whole_blocks:
+    if not attention.needs_zeroed_blocks:
         cache.tensor.fill_(torch.nan)
     random = np.random.default_rng(0)
     blocks = random.permutation(31)[:24].reshape(3, 8).astype(np.int32) + 1
@@ -84,7 +84,7 @@ def run_steps(
 
 def _inputs(
     step: tuple[tuple[int, int], ...], blocks: np.ndarray, tokens: np.ndarray, device: torch.device
-) -> StepInputs:
+) -> ModelInputs:
     starts, counts = np.array(step).T
     rows = np.repeat(np.arange(len(step)), counts)
     positions = np.concatenate([np.arange(start, start + count) for start, count in step])
@@ -94,7 +94,7 @@ def _inputs(
     def there(array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(device)
 
-    return StepInputs(
+    return ModelInputs(
         num_decodes=int((counts == 1).sum()),
         token_ids=there(tokens[rows, positions]),
         positions=there(positions),

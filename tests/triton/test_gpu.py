@@ -17,15 +17,15 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("Triton interprets in this process", allow_module_level=True)
 
 from asyncllm.gpu.ops.base import AttentionShape
-from asyncllm.gpu.ops.gumbel import sample_race
+from asyncllm.gpu.ops.gumbel import gumbel_sample
 from asyncllm.gpu.ops.triton import (
     activation,
     decode_attention,
+    decode_inputs,
     norm,
     prefill_attention,
     rope_cache,
     sampling,
-    step_state,
 )
 from tests.triton import checks
 from tests.triton.cases import DECODE, LONG_DECODE, LONG_PREFILL, PREFILL
@@ -100,7 +100,7 @@ def test_rope_cache(heads: int, kv_heads: int, dim: int, layout: str, with_norm:
 
 @pytest.mark.parametrize("block_size", [16, 256])
 def test_step_state(block_size: int) -> None:
-    checks.check_step_state(step_state.decode_inputs, "cuda", block_size)
+    checks.check_step_state(decode_inputs.decode_inputs, "cuda", block_size)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -120,7 +120,7 @@ def test_sampling_company() -> None:
 
 def test_the_plain_function_is_the_same_on_the_gpu() -> None:
     arguments = [value.cuda() for value in checks.sampling_rows(64, 32_000, seed=3)]
-    same = sampling.sample(*arguments) == sample_race(*arguments)
+    same = sampling.sample(*arguments) == gumbel_sample(*arguments)
     assert same.float().mean() > 0.98
 
 

@@ -13,17 +13,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
-from asyncllm.gpu.graph.cuda_graphs import EagerRecorder
-from asyncllm.gpu.graph.decode_runner import DecodeStep
+from asyncllm.gpu.graph.cuda_graphs import EagerCapturer
+from asyncllm.gpu.graph.decode_runner import DecodeRunner
 from asyncllm.gpu.kv_cache import KVCache, KVCacheSize
 from asyncllm.gpu.models.decoder import Decoder, attention_shape
 from asyncllm.gpu.ops.triton import (
     activation,
     decode_attention,
+    decode_inputs,
     norm,
     rope_cache,
     sampling,
-    step_state,
 )
 from asyncllm.gpu.ops.triton.attention import TritonAttention
 from asyncllm.gpu.ops.triton.op_set import TritonOps
@@ -63,19 +63,19 @@ def nodes(num_layers: int, rows: int, *, samples: bool = True) -> Counter[str]:
     weights = dummy_weights(model, torch.bfloat16, CPU)
     decoder = Decoder(model, TritonOps(), attention, weights)
     decoder.set_max_positions(4096)
-    step = DecodeStep(
+    step = DecodeRunner(
         decoder,
         KVCache(model, KVCacheSize(32, 16, 4096, 1), torch.bfloat16, CPU),
         max_num_seqs=256,
         max_len=4096,
         block_size=16,
         steps_in_flight=2,
-        recorder=EagerRecorder(),
+        capturer=EagerCapturer(),
         sizes=(),
     )
     if not samples:
-        step.decode_logits(step.host_blocks.next(), rows)
-    modules = (activation, decode_attention, norm, rope_cache, sampling, step_state)
+        step.decode_logits(step.step_buffers.next(), rows)
+    modules = (activation, decode_attention, norm, rope_cache, sampling, decode_inputs)
     with ExitStack() as stack, torch.inference_mode():
         launches = [stack.enter_context(recording(module)) for module in modules]
         counting = stack.enter_context(Counting())

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncllm.gpu.ops.gumbel import exponentials, race_keys, sample_race
+from asyncllm.gpu.ops.gumbel import exponentials, gumbel_keys, gumbel_sample
 
 
 def philox(counter: int, key: int) -> list[int]:
@@ -41,7 +41,7 @@ def rows(logits: torch.Tensor, count: int, **parameters: float) -> list[torch.Te
 
 
 def draws(logits: torch.Tensor, count: int = 20_000, **parameters: float) -> np.ndarray:
-    found = sample_race(*rows(logits, count, **parameters))
+    found = gumbel_sample(*rows(logits, count, **parameters))
     return np.bincount(found.numpy(), minlength=len(logits))
 
 
@@ -53,7 +53,7 @@ def test_philox_matches_its_published_vectors() -> None:
 def test_the_noise_is_philox_keyed_by_splitmix() -> None:
     states = torch.tensor([0, -1, 2**62 + 12345])
     positions = torch.tensor([0, 7, 100_000])
-    keys = race_keys(states, positions)
+    keys = gumbel_keys(states, positions)
     noise = exponentials(keys, 3000).double()
     for row in range(3):
         key = splitmix(int(states[row]) % 2**64, int(positions[row]))
@@ -65,7 +65,7 @@ def test_the_noise_is_philox_keyed_by_splitmix() -> None:
 
 
 def test_exponentials_have_their_distribution() -> None:
-    keys = race_keys(torch.arange(8), torch.zeros(8))
+    keys = gumbel_keys(torch.arange(8), torch.zeros(8))
     noise = np.sort(exponentials(keys, 50_000).numpy().ravel().astype(np.float64))
     steps = np.arange(1, len(noise) + 1) / len(noise)
     distance = np.abs(-np.expm1(-noise) - steps).max()
@@ -108,6 +108,6 @@ def test_exactly_k_tokens_are_kept_where_logits_tie() -> None:
 def test_a_small_change_of_the_logits_changes_few_tokens() -> None:
     random = torch.Generator().manual_seed(0)
     arguments = rows(torch.randn(2000, generator=random), 2000)
-    before = sample_race(*arguments)
+    before = gumbel_sample(*arguments)
     arguments[0] = arguments[0] + 1e-3 * torch.randn(2000, 2000, generator=random)
-    assert (sample_race(*arguments) != before).sum() < 20
+    assert (gumbel_sample(*arguments) != before).sum() < 20

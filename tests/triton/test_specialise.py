@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import create_function_from_signature
 
-from asyncllm.gpu.batch.step_inputs import StepInputs
+from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.triton import decode_attention, prefill_attention, sampling
 from asyncllm.gpu.ops.triton.attention import TritonAttention
@@ -36,12 +36,12 @@ def compiled_for(launch: Launch) -> str:
     return f"{kernel.fn.__name__} {specialised}"
 
 
-def mixed_step(decodes: int, counts: list[int], width: int) -> StepInputs:
+def mixed_step(decodes: int, counts: list[int], width: int) -> ModelInputs:
     """Decode rows, then rows of so many tokens, with nothing before them."""
     tokens = np.array([1] * decodes + counts, dtype=np.int64)
     ends = np.cumsum(tokens)
     positions = torch.zeros(int(ends[-1]), dtype=torch.int64)
-    return StepInputs(
+    return ModelInputs(
         num_decodes=decodes,
         token_ids=positions,
         positions=positions,
@@ -95,13 +95,13 @@ def test_sampling(vocab_size: int) -> None:
     """The chunks of these vocabularies are no multiple of four."""
     lines = [torch.zeros(10, dtype=torch.float32) for _ in range(3)]
     top_k = torch.zeros(10, dtype=torch.int32)
-    states, last_tokens = torch.zeros((2, 16), dtype=torch.int64)
+    states, last_sampled_tokens = torch.zeros((2, 16), dtype=torch.int64)
     with recording(sampling) as launches:
         for rows in range(1, 9):
             logits = torch.zeros((rows, vocab_size), dtype=torch.bfloat16)
             slots = torch.arange(rows)
             sampling.sample(
                 logits, states, slots, lines[0], top_k, *lines[1:],
-                slots=slots, last_tokens=last_tokens, position_shift=1,
+                req_indices=slots, last_sampled_tokens=last_sampled_tokens, position_shift=1,
             )  # fmt: skip
     check_one_of_each(launches, {"chunk_kernel", "choose_kernel"})

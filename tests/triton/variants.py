@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asyncllm.gpu.batch.decode_inputs import DecodeRows
+from asyncllm.gpu.batch.decode_inputs import DecodeInputs
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.triton import (
     activation,
     decode_attention,
+    decode_inputs,
     norm,
     prefill_attention,
     rope_cache,
     sampling,
-    step_state,
     tuning,
 )
 from tests.triton.launches import Launch, recording
@@ -168,8 +168,8 @@ def sample(vocab_size: int, dtype: torch.dtype) -> Callable[[int], list[Launch]]
                 ints(256),
                 floats(256),
                 floats(256),
-                slots=ints(64),
-                last_tokens=longs(256),
+                req_indices=ints(64),
+                last_sampled_tokens=longs(256),
                 position_shift=1,
             )
         return found
@@ -177,18 +177,18 @@ def sample(vocab_size: int, dtype: torch.dtype) -> Callable[[int], list[Launch]]
     return launches
 
 
-def decode_inputs(capability: int) -> list[Launch]:
-    with recording(step_state) as found:
-        step_state.decode_inputs(
-            DecodeRows(
-                slots=longs(64),
-                known_tokens=longs(64),
+def decode_inputs_launches(capability: int) -> list[Launch]:
+    with recording(decode_inputs) as found:
+        decode_inputs.decode_inputs(
+            DecodeInputs(
+                req_indices=longs(64),
+                host_token_ids=longs(64),
                 positions=longs(64),
                 block_table=ints(257, 256),
                 token_ids=longs(64),
                 seq_lens=ints(64),
                 slot_mapping=longs(64),
-                last_tokens=longs(257),
+                last_sampled_tokens=longs(257),
                 block_size=16,
                 max_len=4096,
             )
@@ -229,7 +229,7 @@ def variants() -> list[Variant]:
     add("norm-add-4096", "norm_kernel", rms_norm(4096, add=True), 80, 100)
     add("norm-16384", "norm_kernel", rms_norm(16384, add=False), 90)
     add("silu-mul", "silu_mul_kernel", silu_mul, 80, 90, 100)
-    add("step-state", "decode_inputs_kernel", decode_inputs, 80, 90, 100)
+    add("step-state", "decode_inputs_kernel", decode_inputs_launches, 80, 90, 100)
     for dtype, name in ((torch.bfloat16, "bf16"), (single, "fp32")):
         where = (80, 90, 100) if dtype == single else (90,)
         add(f"sample-chunks-{name}", "chunk_kernel", sample(151_936, dtype), *where)

@@ -108,7 +108,7 @@ def _familiar(bank: words.Bank, cast: Cast) -> Cast:
     return cast
 
 
-def _slots(cast: Cast) -> dict[str, str]:
+def _req_indices(cast: Cast) -> dict[str, str]:
     girl = cast.hero.girl
     named = cast.pal_named
     called = cast.kind not in ("girl", "boy")
@@ -128,7 +128,7 @@ def _slots(cast: Cast) -> dict[str, str]:
 
 def request(rng: random.Random, cast: Cast, held: bool = False) -> str:
     """A wording that asks for the story of this cast."""
-    about = say(rng, _ABOUT[cast.told], **_slots(cast))
+    about = say(rng, _ABOUT[cast.told], **_req_indices(cast))
     text = pick(rng, HELD_ASKS if held else TRAIN_ASKS, about=about)
     return text if held or rng.random() > 0.25 else text[0].lower() + text[1:]
 
@@ -141,7 +141,7 @@ def turn(rng: random.Random, cast: Cast, beginning: bool = False) -> tuple[str, 
         told = "{kind}" in about or "{his}" in about
         if rng.random() < 0.15 or not (common or told):
             cast = replace(cast, kind="child")
-    about = about.format(**_slots(cast))
+    about = about.format(**_req_indices(cast))
     if beginning:
         asked = "[Start|Begin|Write the beginning of|Give me the start of] a story{about}[.|]"
         return say(rng, asked, about=about), begin(rng, cast)
@@ -159,7 +159,7 @@ def _plot(rng: random.Random, cast: Cast) -> tuple[str, ...]:
 
 def begin(rng: random.Random, cast: Cast) -> str:
     """The first sentences, as far as what the request names has come up."""
-    slots = _slots(cast)
+    slots = _req_indices(cast)
     wanted = [r"\{(a_t|t)\}"] if "thing" in cast.told else []
     wanted += [r"\{(pal|Pal|a_pal)\}"] if "pal" in cast.told else []
     wanted += [r"\{(at_p|p)\}"] if "place" in cast.told else []
@@ -173,7 +173,7 @@ def begin(rng: random.Random, cast: Cast) -> str:
 
 def tell(rng: random.Random, cast: Cast) -> str:
     """A story of 60 to 150 words about this cast."""
-    slots = _slots(cast)
+    slots = _req_indices(cast)
     while True:
         lines = [pick(rng, plots.OPENINGS, **slots)]
         lines += [say(rng, line, **slots) for line in _plot(rng, cast)]

@@ -1,4 +1,4 @@
-"""DecodeRows: what a decode step reads on the device, at addresses that never change."""
+"""DecodeInputs: what a decode step reads on the device, at addresses that never change."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeRows:
+class DecodeInputs:
     """B rows of one token each, padded to the size of a bucket; N slots, W blocks a sequence.
 
     The first four come from the host, the rest is computed on the device. Row N of what is
     kept by slot belongs to nobody: padded rows may write it, and nobody reads it.
 
     Attributes:
-        slots: ``[B]`` int64, the slot of each row; -1 for a padded row.
-        known_tokens: ``[B]`` int64, the token that a row goes on from, -1 where the step
+        req_indices: ``[B]`` int64, the slot of each row; -1 for a padded row.
+        host_token_ids: ``[B]`` int64, the token that a row goes on from, -1 where the step
             before sampled it and only the device has it.
         positions: ``[B]`` int64, of that token in its sequence; 0 in a padded row.
         block_table: ``[N + 1, W]`` int32, by slot; what lies beyond a sequence is undefined.
@@ -25,37 +25,39 @@ class DecodeRows:
         seq_lens: ``[B]`` int32, tokens of each sequence after the step; 0 in a padded row.
         slot_mapping: ``[B]`` int64, where K and V go; slot 0 of the null block in a padded
             row.
-        last_tokens: ``[N + 1]`` int64, by slot, what was sampled last.
+        last_sampled_tokens: ``[N + 1]`` int64, by slot, what was sampled last.
         block_size: tokens per block.
         max_len: longest sequence in tokens.
     """
 
-    slots: Tensor
-    known_tokens: Tensor
+    req_indices: Tensor
+    host_token_ids: Tensor
     positions: Tensor
     block_table: Tensor
     token_ids: Tensor
     seq_lens: Tensor
     slot_mapping: Tensor
-    last_tokens: Tensor
+    last_sampled_tokens: Tensor
     block_size: int
     max_len: int
 
     @property
     def num_rows(self) -> int:
-        return self.slots.shape[0]
+        return self.req_indices.shape[0]
 
-    def lines(self) -> Tensor:
+    def state_indices(self) -> Tensor:
         """``[B]`` int64: each row's line in what is kept by slot, N for a padded row."""
-        return torch.where(self.slots < 0, len(self.last_tokens) - 1, self.slots)
+        return torch.where(
+            self.req_indices < 0, len(self.last_sampled_tokens) - 1, self.req_indices
+        )
 
     def tables(self) -> Tensor:
         """``[B, W]`` int32: each row's block table, gathered on the device."""
-        return self.block_table.index_select(0, self.lines())
+        return self.block_table.index_select(0, self.state_indices())
 
 
 @dataclass(frozen=True, slots=True)
-class SlotSampling:
+class SamplingTensors:
     """Sampling parameters by slot on the device, ``[N + 1]`` each.
 
     Attributes:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from asyncllm.core.batch import SlotAssignment, StepBatch
-from asyncllm.gpu.batch.step_inputs import StepArrays
+from asyncllm.core.batch import RequestAssignment, StepBatch
+from asyncllm.gpu.batch.step_inputs import HostInputs
 
 UNKNOWN = -1
 
@@ -54,55 +54,59 @@ class InputBatch:
             Blocks that have a new owner and that this step will not fill to the end, int64.
             Their stale contents are read by attention that works on whole blocks.
         """
-        for slot in batch.released:
-            self.num_blocks[slot] = 0
-            self.epochs[slot] += 1
+        for req_index in batch.released:
+            self.num_blocks[req_index] = 0
+            self.epochs[req_index] += 1
         if not batch.assignments and not batch.new_blocks:
             return _NO_BLOCKS
-        rows = dict(zip(batch.slots, zip(batch.starts, batch.counts, strict=True), strict=True))
-        unfilled: list[np.ndarray] = []
+        rows = dict(
+            zip(batch.req_indices, zip(batch.starts, batch.counts, strict=True), strict=True)
+        )
+        blocks_to_zero: list[np.ndarray] = []
         for assignment in batch.assignments:
-            slot = assignment.slot
-            start, count = rows.get(slot, (0, 0))
+            req_index = assignment.req_index
+            start, count = rows.get(req_index, (0, 0))
             self._assign(assignment)
             # Blocks before ``start`` came from the prefix cache: they have other readers.
             shared = -(-start // self.block_size)
-            unfilled.append(
-                self._blocks_from(slot, max(shared, (start + count) // self.block_size))
+            blocks_to_zero.append(
+                self._blocks_from(req_index, max(shared, (start + count) // self.block_size))
             )
-        for slot, block_ids in batch.new_blocks:
-            first = int(self.num_blocks[slot])
-            self._append_blocks(slot, block_ids)
-            start, count = rows.get(slot, (0, 0))
-            unfilled.append(self._blocks_from(slot, max(first, (start + count) // self.block_size)))
-        return np.concatenate(unfilled).astype(np.int64)
+        for req_index, block_ids in batch.new_blocks:
+            first = int(self.num_blocks[req_index])
+            self._append_blocks(req_index, block_ids)
+            start, count = rows.get(req_index, (0, 0))
+            blocks_to_zero.append(
+                self._blocks_from(req_index, max(first, (start + count) // self.block_size))
+            )
+        return np.concatenate(blocks_to_zero).astype(np.int64)
 
-    def _assign(self, assignment: SlotAssignment) -> None:
-        slot = assignment.slot
+    def _assign(self, assignment: RequestAssignment) -> None:
+        req_index = assignment.req_index
         tokens = np.asarray(assignment.token_ids, dtype=np.int32)
-        self.token_ids[slot, : len(tokens)] = tokens
-        self.num_prompt_tokens[slot] = assignment.num_prompt_tokens
-        self.epochs[slot] += 1
-        self.num_blocks[slot] = 0
-        self._append_blocks(slot, assignment.block_ids)
+        self.token_ids[req_index, : len(tokens)] = tokens
+        self.num_prompt_tokens[req_index] = assignment.num_prompt_tokens
+        self.epochs[req_index] += 1
+        self.num_blocks[req_index] = 0
+        self._append_blocks(req_index, assignment.block_ids)
 
-    def _append_blocks(self, slot: int, block_ids: list[int]) -> None:
-        start = int(self.num_blocks[slot])
+    def _append_blocks(self, req_index: int, block_ids: list[int]) -> None:
+        start = int(self.num_blocks[req_index])
         end = start + len(block_ids)
-        self.block_table[slot, start:end] = block_ids
-        self.num_blocks[slot] = end
+        self.block_table[req_index, start:end] = block_ids
+        self.num_blocks[req_index] = end
         if self.tracks_table and block_ids:
-            first = slot * self.block_table.shape[1]
+            first = req_index * self.block_table.shape[1]
             self._cells.append(np.arange(first + start, first + end))
 
-    def _blocks_from(self, slot: int, first: int) -> np.ndarray:
-        return self.block_table[slot, first : int(self.num_blocks[slot])]
+    def _blocks_from(self, req_index: int, first: int) -> np.ndarray:
+        return self.block_table[req_index, first : int(self.num_blocks[req_index])]
 
     def write_sampled(
-        self, slots: np.ndarray, positions: np.ndarray, tokens: np.ndarray | int
+        self, req_indices: np.ndarray, positions: np.ndarray, tokens: np.ndarray | int
     ) -> None:
         """Appends sampled tokens: each belongs at its position in its slot."""
-        self.token_ids[slots, positions] = tokens
+        self.token_ids[req_indices, positions] = tokens
 
     def take_table_changes(self) -> tuple[np.ndarray, np.ndarray]:
         """What changed in the block table since the last call.
@@ -116,31 +120,31 @@ class InputBatch:
         self._cells.clear()
         return cells, self.block_table.reshape(-1)[cells]
 
-    def output_token_ids(self, slot: int, end: int) -> np.ndarray:
+    def output_token_ids(self, req_index: int, end: int) -> np.ndarray:
         """Output tokens before position ``end``: a view ``[n]`` int32."""
-        return self.token_ids[slot, self.num_prompt_tokens[slot] : end]
+        return self.token_ids[req_index, self.num_prompt_tokens[req_index] : end]
 
-    def prepare(self, batch: StepBatch) -> StepArrays:
+    def prepare(self, batch: StepBatch) -> HostInputs:
         """The step's rows. For token t of row r at position p the slot in the cache is
         ``block_table[r][p // block_size] * block_size + p % block_size``."""
-        slots = np.array(batch.slots, dtype=np.int64)
+        req_indices = np.array(batch.req_indices, dtype=np.int64)
         starts = np.array(batch.starts, dtype=np.int64)
         counts = np.array(batch.counts, dtype=np.int64)
-        query_start_loc = np.zeros(len(slots) + 1, dtype=np.int64)
+        query_start_loc = np.zeros(len(req_indices) + 1, dtype=np.int64)
         np.cumsum(counts, out=query_start_loc[1:])
-        if batch.num_decodes == len(slots):
-            token_slots, positions = slots, starts
+        if batch.num_decodes == len(req_indices):
+            token_slots, positions = req_indices, starts
         else:
-            token_slots = np.repeat(slots, counts)
+            token_slots = np.repeat(req_indices, counts)
             positions = np.arange(query_start_loc[-1]) + np.repeat(
                 starts - query_start_loc[:-1], counts
             )
         blocks, offsets = np.divmod(positions, self.block_size)
         slot_mapping = self.block_table[token_slots, blocks] * np.int64(self.block_size) + offsets
         logits_indices = None
-        if batch.num_decodes != len(slots):
+        if batch.num_decodes != len(req_indices):
             logits_indices = query_start_loc[1:][np.array(batch.samples, dtype=bool)] - 1
-        return StepArrays(
+        return HostInputs(
             num_decodes=batch.num_decodes,
             token_ids=self.token_ids[token_slots, positions].astype(np.int64),
             positions=positions,
@@ -149,6 +153,6 @@ class InputBatch:
             query_start_loc=query_start_loc,
             seq_lens=starts + counts,
             starts=starts,
-            block_table=self.block_table[slots],
+            block_table=self.block_table[req_indices],
             block_size=self.block_size,
         )

@@ -1,17 +1,17 @@
-"""StepBlock: everything that the host tells the device about a step, in one piece of memory."""
+"""StepBuffer: everything that the host tells the device about a step, in one piece of memory."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 
-from asyncllm.gpu.batch.decode_inputs import SlotSampling
+from asyncllm.gpu.batch.decode_inputs import SamplingTensors
 from asyncllm.gpu.sample.sampling_state import SamplingState
 
 _ALIGNMENT = 16
 
 
-class StepBlock:
+class StepBuffer:
     """One copy from host to device instead of a dozen. N slots.
 
     On the device there is one block, whose addresses a CUDA graph holds. On the host there is
@@ -20,21 +20,21 @@ class StepBlock:
 
     Attributes:
         memory: all of it, uint8.
-        slots, known_tokens, positions: ``[N]`` int64, see DecodeRows.
-        cells: ``[N]`` int64, entries of the flat block table that change.
-        blocks: ``[N]`` int32, what they become.
+        req_indices, host_token_ids, positions: ``[N]`` int64, see DecodeInputs.
+        table_indices: ``[N]`` int64, entries of the flat block table that change.
+        table_values: ``[N]`` int32, what they become.
         sampling: by slot, ``[N + 1]`` each.
     """
 
-    def __init__(self, num_slots: int, device: torch.device, *, pinned: bool = False) -> None:
-        lines = num_slots + 1
+    def __init__(self, max_num_seqs: int, device: torch.device, *, pinned: bool = False) -> None:
+        lines = max_num_seqs + 1
         sections = {
-            "slots": (torch.int64, num_slots),
-            "known_tokens": (torch.int64, num_slots),
-            "positions": (torch.int64, num_slots),
-            "cells": (torch.int64, num_slots),
+            "req_indices": (torch.int64, max_num_seqs),
+            "host_token_ids": (torch.int64, max_num_seqs),
+            "positions": (torch.int64, max_num_seqs),
+            "table_indices": (torch.int64, max_num_seqs),
             "states": (torch.int64, lines),
-            "blocks": (torch.int32, num_slots),
+            "table_values": (torch.int32, max_num_seqs),
             "top_k": (torch.int32, lines),
             "temperature": (torch.float32, lines),
             "top_p": (torch.float32, lines),
@@ -51,51 +51,57 @@ class StepBlock:
             name: self.memory[slice(*spans[name])].view(dtype)
             for name, (dtype, _) in sections.items()
         }
-        self.slots, self.known_tokens = views["slots"], views["known_tokens"]
+        self.req_indices, self.host_token_ids = views["req_indices"], views["host_token_ids"]
         self.positions = views["positions"]
-        self.cells, self.blocks = views["cells"], views["blocks"]
-        self.sampling = SlotSampling(
+        self.table_indices, self.table_values = views["table_indices"], views["table_values"]
+        self.sampling = SamplingTensors(
             views["states"], views["temperature"], views["top_k"], views["top_p"], views["min_p"]
         )
-        self.slots.fill_(-1)
+        self.req_indices.fill_(-1)
         self.sampling.top_p.fill_(1.0)
 
 
-class HostBlock:
-    """A StepBlock in host memory, and where the step's tokens come back to.
+class PinnedStepBuffer:
+    """A StepBuffer in host memory, and where the step's tokens come back to.
 
     Args:
-        spare_cell: an entry of the block table that nobody reads.
+        padding_index: an entry of the block table that nobody reads.
 
     Attributes:
         block: to be copied to the device.
         tokens: ``[N]`` int64, sampled tokens.
     """
 
-    def __init__(self, num_slots: int, spare_cell: int, *, pinned: bool) -> None:
-        self.block = StepBlock(num_slots, torch.device("cpu"), pinned=pinned)
-        self.tokens = torch.full((num_slots,), -1, dtype=torch.int64, pin_memory=pinned)
-        self._spare_cell = spare_cell
-        self._slots, self._known = self.block.slots.numpy(), self.block.known_tokens.numpy()
+    def __init__(self, max_num_seqs: int, padding_index: int, *, pinned: bool) -> None:
+        self.block = StepBuffer(max_num_seqs, torch.device("cpu"), pinned=pinned)
+        self.tokens = torch.full((max_num_seqs,), -1, dtype=torch.int64, pin_memory=pinned)
+        self._spare_cell = padding_index
+        self._req_indices, self._known = (
+            self.block.req_indices.numpy(),
+            self.block.host_token_ids.numpy(),
+        )
         self._positions = self.block.positions.numpy()
-        self._cells, self._blocks = self.block.cells.numpy(), self.block.blocks.numpy()
+        self._table_indices, self._table_values = (
+            self.block.table_indices.numpy(),
+            self.block.table_values.numpy(),
+        )
         sampling = self.block.sampling
         self._states = sampling.states.numpy()
         self._temperature, self._top_k = sampling.temperature.numpy(), sampling.top_k.numpy()
         self._top_p, self._min_p = sampling.top_p.numpy(), sampling.min_p.numpy()
 
-    def set_rows(self, slots: np.ndarray, known: np.ndarray, positions: np.ndarray) -> None:
+    def set_rows(self, req_indices: np.ndarray, known: np.ndarray, positions: np.ndarray) -> None:
         """The rows of a step, ``[B]`` each; the rest is padding."""
-        count = len(slots)
-        self._slots[:count], self._slots[count:] = slots, -1
+        count = len(req_indices)
+        self._req_indices[:count], self._req_indices[count:] = req_indices, -1
         self._known[:count], self._known[count:] = known, 0
         self._positions[:count], self._positions[count:] = positions, 0
 
-    def set_changes(self, cells: np.ndarray, blocks: np.ndarray) -> None:
+    def set_table_changes(self, table_indices: np.ndarray, table_values: np.ndarray) -> None:
         """Changes of the block table, at most N; no cell twice."""
-        count = len(cells)
-        self._cells[:count], self._cells[count:] = cells, self._spare_cell
-        self._blocks[:count], self._blocks[count:] = blocks, 0
+        count = len(table_indices)
+        self._table_indices[:count], self._table_indices[count:] = table_indices, self._spare_cell
+        self._table_values[:count], self._table_values[count:] = table_values, 0
 
     def set_sampling(self, state: SamplingState) -> None:
         """The parameters of all slots."""
@@ -106,18 +112,20 @@ class HostBlock:
         self._min_p[:-1] = state.min_p
 
 
-class HostBlocks:
+class StepBufferRing:
     """Host blocks that take turns.
 
     Args:
         count: one more than steps in flight.
     """
 
-    def __init__(self, num_slots: int, spare_cell: int, count: int, *, pinned: bool) -> None:
-        self.blocks = [HostBlock(num_slots, spare_cell, pinned=pinned) for _ in range(count)]
+    def __init__(self, max_num_seqs: int, padding_index: int, count: int, *, pinned: bool) -> None:
+        self.buffers = [
+            PinnedStepBuffer(max_num_seqs, padding_index, pinned=pinned) for _ in range(count)
+        ]
         self._turn = -1
 
-    def next(self) -> HostBlock:
+    def next(self) -> PinnedStepBuffer:
         """The block that was handed out longest ago."""
-        self._turn = (self._turn + 1) % len(self.blocks)
-        return self.blocks[self._turn]
+        self._turn = (self._turn + 1) % len(self.buffers)
+        return self.buffers[self._turn]

@@ -1,4 +1,4 @@
-"""StepInputs: what one step of the model reads."""
+"""ModelInputs: what one step of the model reads."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncllm.gpu.h2d import upload
+from asyncllm.gpu.h2d import copy_to_device
 
 
 @dataclass(frozen=True, slots=True)
-class StepArrays:
+class HostInputs:
     """A step's rows on the host, flattened to T tokens; R rows, decodes first.
 
     Attributes:
@@ -41,14 +41,14 @@ class StepArrays:
 
 
 @dataclass(slots=True)
-class StepInputs:
+class ModelInputs:
     """The same with the tensors of the model on its device.
 
     The host arrays are what attention plans a step from; a backend that reads them on a
     device uploads them in its plan, once for all layers.
 
     Attributes:
-        token_ids, positions, slot_mapping, logits_indices: see StepArrays.
+        token_ids, positions, slot_mapping, logits_indices: see HostInputs.
         query_start_loc, seq_lens, starts, block_table: on the host.
     """
 
@@ -64,15 +64,15 @@ class StepInputs:
     block_size: int
 
     @classmethod
-    def from_arrays(cls, arrays: StepArrays, device: torch.device) -> StepInputs:
+    def from_arrays(cls, arrays: HostInputs, device: torch.device) -> ModelInputs:
         """Queues the copies to ``device``."""
         indices = arrays.logits_indices
         return cls(
             num_decodes=arrays.num_decodes,
-            token_ids=upload(arrays.token_ids, device),
-            positions=upload(arrays.positions, device),
-            slot_mapping=upload(arrays.slot_mapping, device),
-            logits_indices=None if indices is None else upload(indices, device),
+            token_ids=copy_to_device(arrays.token_ids, device),
+            positions=copy_to_device(arrays.positions, device),
+            slot_mapping=copy_to_device(arrays.slot_mapping, device),
+            logits_indices=None if indices is None else copy_to_device(indices, device),
             query_start_loc=arrays.query_start_loc,
             seq_lens=arrays.seq_lens,
             starts=arrays.starts,

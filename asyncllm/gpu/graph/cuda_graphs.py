@@ -35,7 +35,7 @@ class GraphKey:
 
 
 @dataclass(frozen=True, slots=True)
-class GraphRecord:
+class CaptureStats:
     """What a graph cost: seconds to capture, and bytes that the process took for it."""
 
     key: GraphKey
@@ -43,10 +43,10 @@ class GraphRecord:
     num_bytes: int
 
 
-class Recorder(Protocol):
+class GraphCapturer(Protocol):
     """Makes something that can be repeated of a function that works on fixed tensors."""
 
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         """Runs ``run`` once, and returns what repeats it from then on."""
         ...
 
@@ -55,10 +55,10 @@ class Recorder(Protocol):
         ...
 
 
-class EagerRecorder:
+class EagerCapturer:
     """No graphs: every step is launched kernel by kernel."""
 
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         run()
         return run
 
@@ -66,7 +66,7 @@ class EagerRecorder:
         return 0
 
 
-class CudaRecorder:
+class CudaGraphCapturer:
     """Captures on the current stream, all graphs into one memory pool.
 
     ``torch.cuda.graph`` would synchronise the device, collect garbage and empty the caching
@@ -79,7 +79,7 @@ class CudaRecorder:
         self.device = device
         self._pool = torch.cuda.graph_pool_handle()
 
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         # Kernels are compiled and libraries make their workspaces at the first run, which a
         # capture does not allow.
         run()
@@ -125,16 +125,16 @@ class StepGraphs:
 
     Attributes:
         buckets: ``sizes`` in ascending order.
-        records: of what was captured, in that order.
+        captured: of what was captured, in that order.
     """
 
     def __init__(
-        self, run: Callable[[int, bool], None], recorder: Recorder, sizes: Sequence[int]
+        self, run: Callable[[int, bool], None], capturer: GraphCapturer, sizes: Sequence[int]
     ) -> None:
         self.buckets = tuple(sorted(set(sizes)))
-        self.records: list[GraphRecord] = []
+        self.captured: list[CaptureStats] = []
         self._run = run
-        self._recorder = recorder
+        self._capturer = capturer
         self._graphs: dict[GraphKey, Callable[[], None]] = {}
 
     def bucket(self, num_rows: int) -> int | None:
@@ -173,9 +173,9 @@ class StepGraphs:
             progress(done, len(self.buckets))
         logger.info(
             "captured %d CUDA graphs in %.2f s, %.1f MiB",
-            len(self.records),
-            sum(record.seconds for record in self.records),
-            sum(record.num_bytes for record in self.records) / 2**20,
+            len(self.captured),
+            sum(capture.seconds for capture in self.captured),
+            sum(capture.num_bytes for capture in self.captured) / 2**20,
         )
 
     def close(self) -> None:
@@ -186,10 +186,10 @@ class StepGraphs:
 
     def _capture(self, key: GraphKey) -> None:
         """Runs the step, and keeps its graph."""
-        began, before = time.perf_counter(), self._recorder.memory()
-        self._graphs[key] = self._recorder.record(partial(self._run, key.bucket, key.samples))
-        self.records.append(
-            GraphRecord(key, time.perf_counter() - began, self._recorder.memory() - before)
+        began, before = time.perf_counter(), self._capturer.memory()
+        self._graphs[key] = self._capturer.capture(partial(self._run, key.bucket, key.samples))
+        self.captured.append(
+            CaptureStats(key, time.perf_counter() - began, self._capturer.memory() - before)
         )
 
 

@@ -21,11 +21,11 @@ class Stream(Protocol):
     """Runs work in the order in which it was queued.
 
     Attributes:
-        runs_ahead: ``submit`` returns before the work is done, so that a second step can be
+        is_async: ``submit`` returns before the work is done, so that a second step can be
             queued behind it.
     """
 
-    runs_ahead: bool
+    is_async: bool
 
     def context(self) -> AbstractContextManager[object]:
         """Within it, what torch allocates and runs belongs to this stream."""
@@ -43,10 +43,10 @@ class _Done:
         pass
 
 
-class InlineStream:
+class SyncStream:
     """A CPU: work is done when it is queued."""
 
-    runs_ahead = False
+    is_async = False
 
     def context(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -62,7 +62,7 @@ class InlineStream:
 class CudaStream:
     """A stream beside the host's own, so that neither waits for the other."""
 
-    runs_ahead = True
+    is_async = True
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)

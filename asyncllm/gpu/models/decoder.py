@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from asyncllm.checkpoint.model_config import ModelConfig
-from asyncllm.gpu.batch.decode_inputs import DecodeRows
-from asyncllm.gpu.batch.step_inputs import StepInputs
+from asyncllm.gpu.batch.decode_inputs import DecodeInputs
+from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.models.rope import RopeTable
 from asyncllm.gpu.ops.base import (
@@ -90,7 +90,7 @@ class Decoder:
             self.model.rope, self.model.head_dim, count, weight.dtype, weight.device
         )
 
-    def forward(self, inputs: StepInputs, cache: KVCache) -> Tensor:
+    def forward(self, inputs: ModelInputs, cache: KVCache) -> Tensor:
         """Runs a step and writes its KV.
 
         Returns:
@@ -106,7 +106,7 @@ class Decoder:
             inputs.logits_indices,
         )
 
-    def decode(self, rows: DecodeRows, cache: KVCache) -> Tensor:
+    def decode(self, rows: DecodeInputs, cache: KVCache) -> Tensor:
         """Runs a decode step on buffers that stay where they are; reads nothing on the host.
 
         Returns:
@@ -192,5 +192,5 @@ class _Builder:
 
     def lm_head(self, embedding: Tensor) -> Linear:
         if self.model.tie_word_embeddings:
-            return self.ops.shared_linear(embedding)
+            return self.ops.tied_linear(embedding)
         return self.linear("lm_head", False)

@@ -12,8 +12,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from asyncllm.gpu.batch.decode_inputs import DecodeRows, SlotSampling
-from asyncllm.gpu.batch.step_inputs import StepInputs
+from asyncllm.gpu.batch.decode_inputs import DecodeInputs, SamplingTensors
+from asyncllm.gpu.batch.step_inputs import ModelInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,18 +75,18 @@ class Attention(Protocol):
     """Paged attention of one step's rows over the KV cache.
 
     Attributes:
-        reads_whole_blocks: it reads past the end of a sequence in its last block, and masks
+        needs_zeroed_blocks: it reads past the end of a sequence in its last block, and masks
             that; blocks have to be cleared for a new owner then.
     """
 
     name: str
-    reads_whole_blocks: bool
+    needs_zeroed_blocks: bool
 
-    def plan(self, inputs: StepInputs, window: int | None) -> Any:
+    def plan(self, inputs: ModelInputs, window: int | None) -> Any:
         """What all layers with this ``window`` share in a step; made once per step."""
         ...
 
-    def plan_decode(self, rows: DecodeRows, window: int | None) -> Any:
+    def plan_decode(self, rows: DecodeInputs, window: int | None) -> Any:
         """The same for a decode step on buffers that stay where they are.
 
         Called while a CUDA graph is captured, once per graph: no tensor may be read on the
@@ -109,7 +109,7 @@ class OpSet(Protocol):
         """Takes over ``weight [out, in]``: the caller drops its own reference."""
         ...
 
-    def shared_linear(self, weight: Tensor) -> Linear:
+    def tied_linear(self, weight: Tensor) -> Linear:
         """A linear layer on a weight that others read as well, the embedding: never packed,
         because a packed copy would come on top of it."""
         ...
@@ -133,26 +133,26 @@ class OpSet(Protocol):
         """``[T, 2 * I] -> [T, I]``: SiLU of the first half times the second."""
         ...
 
-    def decode_inputs(self, rows: DecodeRows) -> None:
+    def decode_inputs(self, rows: DecodeInputs) -> None:
         """Fills ``token_ids``, ``seq_lens`` and ``slot_mapping`` from the rest of ``rows``."""
         ...
 
     def sample(
         self,
         logits: Tensor,
-        sampling: SlotSampling,
-        slots: Tensor,
+        sampling: SamplingTensors,
+        req_indices: Tensor,
         positions: Tensor,
-        last_tokens: Tensor,
+        last_sampled_tokens: Tensor,
         out: Tensor,
     ) -> None:
-        """Samples one token per row: the function of ``gumbel.sample_race``.
+        """Samples one token per row: the function of ``gumbel.gumbel_sample``.
 
         Args:
             logits: ``[S, vocab_size]``, not changed.
-            slots: ``[S]`` int64, each row's line in ``sampling``; -1 for a padded row.
+            req_indices: ``[S]`` int64, each row's line in ``sampling``; -1 for a padded row.
             positions: ``[S]`` int64, of the token before the one that is sampled.
-            last_tokens: ``[N + 1]`` int64; the token is written to the row's line, as 0
+            last_sampled_tokens: ``[N + 1]`` int64; the token is written to the row's line, as 0
                 where it is -1.
             out: ``[S]`` int64, written: -1 for a padded row, and for one that has NaN or
                 infinity, or no finite logit.

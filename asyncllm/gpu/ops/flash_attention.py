@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncllm.gpu.batch.decode_inputs import DecodeRows
-from asyncllm.gpu.batch.step_inputs import StepInputs
-from asyncllm.gpu.h2d import upload
+from asyncllm.gpu.batch.decode_inputs import DecodeInputs
+from asyncllm.gpu.batch.step_inputs import ModelInputs
+from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.ops.base import AttentionShape
 
 AttentionFunction = Callable[..., Tensor]
@@ -73,13 +73,13 @@ class FlashAttention(ABC):
     """
 
     name: str
-    reads_whole_blocks: bool
+    needs_zeroed_blocks: bool
 
     def __init__(self, shape: AttentionShape) -> None:
         self.shape = shape
         self.softcap = shape.softcap or 0.0
 
-    def plan(self, inputs: StepInputs, window: int | None) -> FlashPlan:
+    def plan(self, inputs: ModelInputs, window: int | None) -> FlashPlan:
         """One copy to the device for the step's lengths, starts and block tables.
 
         The tables are cut to the step's longest row, because the libraries take their width
@@ -93,7 +93,7 @@ class FlashAttention(ABC):
         table = inputs.block_table[:, :width].reshape(-1)
         sizes = [rows, len(query_starts), len(key_starts), len(table)]
         flat = np.concatenate((lengths, query_starts, key_starts, table)).astype(np.int32)
-        seq_lens, starts, keys, blocks = upload(flat, device).split(sizes)
+        seq_lens, starts, keys, blocks = copy_to_device(flat, device).split(sizes)
         blocks = blocks.view(rows, width)
         prefill = None
         if decodes < rows:
@@ -107,7 +107,7 @@ class FlashAttention(ABC):
             )
         return FlashPlan(decodes, seq_lens[:decodes], blocks[:decodes], prefill, _span(window))
 
-    def plan_decode(self, rows: DecodeRows, window: int | None) -> FlashPlan:
+    def plan_decode(self, rows: DecodeInputs, window: int | None) -> FlashPlan:
         return FlashPlan(rows.num_rows, rows.seq_lens, rows.tables(), None, _span(window))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, plan: FlashPlan) -> Tensor:

@@ -32,7 +32,7 @@ class FlashAttention2(FlashAttention):
     """
 
     name = "flash_attn"
-    reads_whole_blocks = False
+    needs_zeroed_blocks = False
 
     def __init__(self, shape: AttentionShape) -> None:
         super().__init__(shape)

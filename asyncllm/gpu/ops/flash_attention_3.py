@@ -43,7 +43,7 @@ class FlashAttention3(FlashAttention):
     """
 
     name = "flash_attn_3"
-    reads_whole_blocks = True
+    needs_zeroed_blocks = True
 
     def __init__(self, shape: AttentionShape) -> None:
         super().__init__(shape)

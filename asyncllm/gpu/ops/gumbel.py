@@ -23,7 +23,7 @@ _LOWEST = -3.4028234663852886e38
 _LOW32 = 0xFFFFFFFF
 
 
-def sample_race(
+def gumbel_sample(
     logits: Tensor,
     states: Tensor,
     positions: Tensor,
@@ -63,7 +63,7 @@ def sample_race(
     cumulative = mass.cumsum(-1)
     allowed = torch.where(top_p >= 1.0, torch.inf, top_p.double() * cumulative[:, -1])
     kept &= cumulative - mass < allowed.unsqueeze(1)
-    noise = exponentials(race_keys(states, positions), vocab_size).gather(1, ids)
+    noise = exponentials(gumbel_keys(states, positions), vocab_size).gather(1, ids)
     score = torch.where(greedy.unsqueeze(1), values, values - noise.log())
     winner = torch.where(kept, score, -torch.inf).argmax(-1, keepdim=True)
     winner = torch.where(greedy.unsqueeze(1), 0, winner)
@@ -73,7 +73,7 @@ def sample_race(
     return torch.where(total >= 0.5, tokens, -1)
 
 
-def race_keys(states: Tensor, positions: Tensor) -> Tensor:
+def gumbel_keys(states: Tensor, positions: Tensor) -> Tensor:
     """``[S]`` int64: the bits of output number ``position`` of SplitMix64 at each state."""
     z = states + (positions.long() + 1) * _signed(0x9E3779B97F4A7C15)
     z = (z ^ _shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)

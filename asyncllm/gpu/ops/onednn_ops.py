@@ -86,7 +86,7 @@ class OneDNNOps(TorchOps):
             return TorchLinear(weight, bias)
         return SmallLinear(weight, bias)
 
-    def shared_linear(self, weight: Tensor) -> Linear:
+    def tied_linear(self, weight: Tensor) -> Linear:
         if weight.numel() <= PLAIN_PRODUCT:
             return self.linear(weight, None)
         linear = TorchLinear(weight, None)

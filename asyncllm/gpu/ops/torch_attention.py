@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from asyncllm.gpu.batch.decode_inputs import DecodeRows
-from asyncllm.gpu.batch.step_inputs import StepInputs
-from asyncllm.gpu.h2d import upload
+from asyncllm.gpu.batch.decode_inputs import DecodeInputs
+from asyncllm.gpu.batch.step_inputs import ModelInputs
+from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.ops.base import AttentionShape
 
 GROUP_COST = 256
@@ -75,7 +75,7 @@ class TorchAttention:
     """
 
     name = "torch"
-    reads_whole_blocks = True
+    needs_zeroed_blocks = True
 
     def __init__(self, shape: AttentionShape, dtype: torch.dtype) -> None:
         if shape.softcap is not None:
@@ -85,7 +85,7 @@ class TorchAttention:
         self.token_bytes = 2 * shape.num_kv_heads * shape.head_dim * dtype.itemsize
         self._workspace: Tensor | None = None
 
-    def plan(self, inputs: StepInputs, window: int | None) -> list[AttentionGroup]:
+    def plan(self, inputs: ModelInputs, window: int | None) -> list[AttentionGroup]:
         first_keys = np.zeros_like(inputs.starts)
         if window is not None:
             first_keys = np.maximum(inputs.starts - window + 1, 0) // inputs.block_size
@@ -96,7 +96,7 @@ class TorchAttention:
             groups.append(self._group(inputs, rows, first_keys[rows], lengths[rows], window))
         return groups
 
-    def plan_decode(self, rows: DecodeRows, window: int | None) -> FixedPlan:
+    def plan_decode(self, rows: DecodeInputs, window: int | None) -> FixedPlan:
         """Every row gathers its whole table, which costs what the longest sequence would."""
         blocks = rows.tables().long()
         keys = torch.arange(blocks.shape[1] * rows.block_size, device=blocks.device)
@@ -141,7 +141,7 @@ class TorchAttention:
         )
         return out.reshape(rows, -1)
 
-    def _split(self, inputs: StepInputs, lengths: np.ndarray) -> list[np.ndarray]:
+    def _split(self, inputs: ModelInputs, lengths: np.ndarray) -> list[np.ndarray]:
         """Row indices of each group, in ascending order."""
         decodes, rows = inputs.num_decodes, inputs.num_rows
         counts = np.diff(inputs.query_start_loc)
@@ -162,7 +162,7 @@ class TorchAttention:
 
     def _group(
         self,
-        inputs: StepInputs,
+        inputs: ModelInputs,
         rows: np.ndarray,
         first_keys: np.ndarray,
         lengths: np.ndarray,
@@ -184,7 +184,7 @@ class TorchAttention:
 
     def _mask(
         self,
-        inputs: StepInputs,
+        inputs: ModelInputs,
         rows: np.ndarray,
         first_keys: np.ndarray,
         lengths: np.ndarray,
@@ -200,7 +200,7 @@ class TorchAttention:
         if window is not None:
             hidden |= keys <= queries - window
         mask = np.where(hidden, np.float32(-math.inf), np.float32(0.0))
-        return upload(mask, inputs.token_ids.device).unsqueeze(1).to(self.dtype)
+        return copy_to_device(mask, inputs.token_ids.device).unsqueeze(1).to(self.dtype)
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, group: AttentionGroup
@@ -287,15 +287,15 @@ def _token_index(
         return slice(int(first_tokens[0]), int(first_tokens[-1]) + longest), None
     offsets = np.arange(longest)
     index = (first_tokens[:, None] + np.minimum(offsets, counts[:, None] - 1)).reshape(-1)
-    tokens = upload(index, device)
+    tokens = copy_to_device(index, device)
     if even:
         return tokens, None
     valid = np.flatnonzero((offsets < counts[:, None]).reshape(-1))
-    return tokens, (upload(valid, device), upload(index[valid], device))
+    return tokens, (copy_to_device(valid, device), copy_to_device(index[valid], device))
 
 
 def _block_index(
-    inputs: StepInputs, rows: np.ndarray, first_keys: np.ndarray, lengths: np.ndarray
+    inputs: ModelInputs, rows: np.ndarray, first_keys: np.ndarray, lengths: np.ndarray
 ) -> Tensor:
     """Blocks of each row from its first key on; the null block where a row has no more."""
     block = inputs.block_size
@@ -304,4 +304,4 @@ def _block_index(
     used = columns < -(-lengths[:, None] // block)
     columns = np.minimum(columns + (first_keys // block)[:, None], inputs.block_table.shape[1] - 1)
     blocks = np.where(used, inputs.block_table[rows[:, None], columns], 0)
-    return upload(blocks.reshape(-1).astype(np.int64), inputs.token_ids.device)
+    return copy_to_device(blocks.reshape(-1).astype(np.int64), inputs.token_ids.device)

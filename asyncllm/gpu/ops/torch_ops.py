@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from asyncllm.gpu.batch.decode_inputs import DecodeRows, SlotSampling
+from asyncllm.gpu.batch.decode_inputs import DecodeInputs, SamplingTensors
 from asyncllm.gpu.ops.base import AttentionShape, Linear, RopeAndCache
-from asyncllm.gpu.ops.gumbel import sample_race
+from asyncllm.gpu.ops.gumbel import gumbel_sample
 
 
 class TorchLinear:
@@ -99,7 +99,7 @@ class TorchOps:
     def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
         return TorchLinear(weight, bias)
 
-    def shared_linear(self, weight: Tensor) -> Linear:
+    def tied_linear(self, weight: Tensor) -> Linear:
         return TorchLinear(weight, None)
 
     def rms_norm(self, weight: Tensor, eps: float) -> TorchRMSNorm:
@@ -118,9 +118,11 @@ class TorchOps:
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate).mul_(up)
 
-    def decode_inputs(self, rows: DecodeRows) -> None:
-        lines, padded = rows.lines(), rows.slots < 0
-        tokens = torch.where(rows.known_tokens < 0, rows.last_tokens[lines], rows.known_tokens)
+    def decode_inputs(self, rows: DecodeInputs) -> None:
+        lines, padded = rows.state_indices(), rows.req_indices < 0
+        tokens = torch.where(
+            rows.host_token_ids < 0, rows.last_sampled_tokens[lines], rows.host_token_ids
+        )
         columns = rows.positions // rows.block_size
         blocks = rows.block_table[lines, columns].long()
         slots = blocks * rows.block_size + rows.positions % rows.block_size
@@ -131,15 +133,15 @@ class TorchOps:
     def sample(
         self,
         logits: Tensor,
-        sampling: SlotSampling,
-        slots: Tensor,
+        sampling: SamplingTensors,
+        req_indices: Tensor,
         positions: Tensor,
-        last_tokens: Tensor,
+        last_sampled_tokens: Tensor,
         out: Tensor,
     ) -> None:
-        padded = slots < 0
-        lines = torch.where(padded, len(last_tokens) - 1, slots)
-        tokens = sample_race(
+        padded = req_indices < 0
+        lines = torch.where(padded, len(last_sampled_tokens) - 1, req_indices)
+        tokens = gumbel_sample(
             logits,
             sampling.states[lines],
             positions + 1,
@@ -148,5 +150,5 @@ class TorchOps:
             sampling.top_p[lines],
             sampling.min_p[lines],
         )
-        last_tokens.index_copy_(0, lines, tokens.masked_fill(padded, 0).clamp_(min=0))
+        last_sampled_tokens.index_copy_(0, lines, tokens.masked_fill(padded, 0).clamp_(min=0))
         out.copy_(tokens.masked_fill(padded, -1))

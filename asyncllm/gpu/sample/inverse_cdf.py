@@ -10,7 +10,7 @@ CANDIDATES = (64, 512, 4096, 32768)
 """Most likely tokens to look at before sorting the whole vocabulary."""
 
 
-def draw(
+def sample_inverse_cdf(
     logits: Tensor, uniform: np.ndarray, top_k: np.ndarray, top_p: np.ndarray, min_p: np.ndarray
 ) -> Tensor:
     """Samples one token per row.

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncllm.gpu.h2d import upload
+from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.sample.sampling_state import SamplingState
 
 _FIRST_ROWS = 4
@@ -31,19 +31,19 @@ class Penalties:
         self.row_of: dict[int, int] = {}
         self._free: list[int] = []
 
-    def assign(self, slot: int, prompt: np.ndarray, output: np.ndarray) -> None:
+    def assign(self, req_index: int, prompt: np.ndarray, output: np.ndarray) -> None:
         """Starts counting for a slot whose tokens so far are given."""
-        self.release(slot)
+        self.release(req_index)
         if not self._free:
             self._grow()
-        row = self.row_of[slot] = self._free.pop()
+        row = self.row_of[req_index] = self._free.pop()
         counts = np.bincount(output, minlength=self.vocab_size).astype(np.int32)
-        self.counts[row] = upload(counts, self.device)
+        self.counts[row] = copy_to_device(counts, self.device)
         self.in_prompt[row] = False
-        self.in_prompt[row, upload(prompt.astype(np.int64), self.device)] = True
+        self.in_prompt[row, copy_to_device(prompt.astype(np.int64), self.device)] = True
 
-    def release(self, slot: int) -> None:
-        row = self.row_of.pop(slot, None)
+    def release(self, req_index: int) -> None:
+        row = self.row_of.pop(req_index, None)
         if row is None:
             return
         self._free.append(row)
@@ -52,29 +52,33 @@ class Penalties:
             self._free = []
 
     def apply(
-        self, logits: Tensor, rows: np.ndarray, slots: np.ndarray, state: SamplingState
+        self, logits: Tensor, rows: np.ndarray, req_indices: np.ndarray, state: SamplingState
     ) -> None:
         """Penalises ``logits[rows]`` in place, as vLLM does: repetition, then frequency,
         then presence.
 
         Args:
             logits: ``[S, vocab_size]`` float32.
-            rows, slots: rows of ``logits`` with a penalty, and the slots they are of.
+            rows, req_indices: rows of ``logits`` with a penalty, and the slots they are of.
         """
         index = self._index(rows)
-        table = self._index(np.array([self.row_of[slot] for slot in slots.tolist()]))
+        table = self._index(
+            np.array([self.row_of[req_index] for req_index in req_indices.tolist()])
+        )
         chosen, counts = logits[index], self.counts[table]
         used = counts > 0
-        repetition = self._column(state.repetition[slots])
+        repetition = self._column(state.repetition[req_indices])
         factor = torch.where(chosen > 0, 1.0 / repetition, repetition)
         chosen = torch.where(used | self.in_prompt[table], chosen * factor, chosen)
-        chosen -= self._column(state.frequency[slots]) * counts
-        chosen -= self._column(state.presence[slots]) * used
+        chosen -= self._column(state.frequency[req_indices]) * counts
+        chosen -= self._column(state.presence[req_indices]) * used
         logits[index] = chosen
 
-    def count(self, slots: np.ndarray, tokens: np.ndarray) -> None:
+    def count(self, req_indices: np.ndarray, tokens: np.ndarray) -> None:
         """Adds sampled tokens to the counts of their slots."""
-        table = self._index(np.array([self.row_of[slot] for slot in slots.tolist()]))
+        table = self._index(
+            np.array([self.row_of[req_index] for req_index in req_indices.tolist()])
+        )
         self.counts[table, self._index(tokens)] += 1
 
     def _grow(self) -> None:
@@ -86,7 +90,7 @@ class Penalties:
         self._free = list(range(rows - 1, old - 1, -1))
 
     def _index(self, values: np.ndarray) -> Tensor:
-        return upload(values.astype(np.int64), self.device)
+        return copy_to_device(values.astype(np.int64), self.device)
 
     def _column(self, values: np.ndarray) -> Tensor:
-        return upload(values, self.device).unsqueeze(1)
+        return copy_to_device(values, self.device).unsqueeze(1)

@@ -8,19 +8,19 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
 
 
-def seed_state(seed: int) -> np.uint64:
+def mix_seed(seed: int) -> np.uint64:
     """A seed of up to 64 bits, mixed so that neighbouring seeds share no sequence."""
     return _mix(np.array([(seed + _GOLDEN) & _MASK], dtype=np.uint64))[0]
 
 
-def uniform(states: np.ndarray, positions: np.ndarray) -> np.ndarray:
+def counter_uniform(states: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """One number per row in [0, 1), float64 with 53 random bits.
 
     It is output number ``position`` of SplitMix64 (Steele, Lea and Flood, 2014) started at
     ``state``, computed without the outputs before it.
 
     Args:
-        states: ``[R]`` uint64 from ``seed_state``.
+        states: ``[R]`` uint64 from ``mix_seed``.
         positions: ``[R]``, position of the token in its sequence.
     """
     steps = (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)

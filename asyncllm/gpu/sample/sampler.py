@@ -8,18 +8,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncllm.core.batch import SlotAssignment
+from asyncllm.core.batch import RequestAssignment
 from asyncllm.gpu.batch.input_batch import InputBatch
-from asyncllm.gpu.h2d import upload
+from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.memory import is_device_failure
 from asyncllm.gpu.ops.base import OpSet
 from asyncllm.gpu.ops.gumbel import MIN_TEMPERATURE
-from asyncllm.gpu.sample.gumbel import RaceSampler
-from asyncllm.gpu.sample.inverse_cdf import draw
+from asyncllm.gpu.sample.gumbel import GumbelSampler
+from asyncllm.gpu.sample.inverse_cdf import sample_inverse_cdf
 from asyncllm.gpu.sample.logprobs import gather_logprobs
 from asyncllm.gpu.sample.penalties import Penalties
-from asyncllm.gpu.sample.rng import uniform
-from asyncllm.gpu.sample.sampling_state import SamplingState, SlotRules
+from asyncllm.gpu.sample.rng import counter_uniform
+from asyncllm.gpu.sample.sampling_state import LogitsRules, SamplingState
 from asyncllm.outputs import TokenLogprobs
 from asyncllm.validation import describe
 
@@ -68,42 +68,44 @@ class Sampler:
         self.state = SamplingState(max_num_seqs)
         self.penalties = Penalties(vocab_size, device)
         self.failures: dict[int, Exception] = {}
-        self.race = None if ops is None else RaceSampler(ops, self.state, device)
+        self.race = None if ops is None else GumbelSampler(ops, self.state, device)
 
-    def assign(self, assignment: SlotAssignment) -> None:
+    def assign(self, assignment: RequestAssignment) -> None:
         """Takes a request's parameters. Its tokens are in the input batch already.
 
         What raises here is the request's own failure: the slot is left neutral, because steps
         may compute it until the core has been told, and the error goes to ``failures``.
         """
-        slot = assignment.slot
-        self.release(slot)
+        req_index = assignment.req_index
+        self.release(req_index)
         try:
             self.state.assign(assignment)
-            if self.state.penalised(np.array([slot]))[0]:
+            if self.state.penalised(np.array([req_index]))[0]:
                 tokens = np.asarray(assignment.token_ids, dtype=np.int64)
                 prompt = assignment.num_prompt_tokens
-                self.penalties.assign(slot, tokens[:prompt], tokens[prompt:])
+                self.penalties.assign(req_index, tokens[:prompt], tokens[prompt:])
         except Exception as error:
             if is_device_failure(error):
                 raise
-            self.release(slot)
-            self.failures[slot] = error
+            self.release(req_index)
+            self.failures[req_index] = error
 
-    def needs_host(self, slots: np.ndarray) -> bool:
-        """Whether any of ``slots`` asks for more than the draw: log-probabilities, penalties,
+    def needs_eager_sampler(self, req_indices: np.ndarray) -> bool:
+        """Whether any of ``req_indices`` asks for more than the draw: log-probabilities, penalties,
         or rules, which read the tokens so far or the logits on the host."""
         state = self.state
-        if state.rules and not state.rules.keys().isdisjoint(slots.tolist()):
+        if state.rules and not state.rules.keys().isdisjoint(req_indices.tolist()):
             return True
-        return bool((state.logprobs[slots] >= 0).any() or state.penalised(slots).any())
+        return bool((state.logprobs[req_indices] >= 0).any() or state.penalised(req_indices).any())
 
-    def release(self, slot: int) -> None:
-        self.state.release(slot)
-        self.penalties.release(slot)
-        self.failures.pop(slot, None)
+    def release(self, req_index: int) -> None:
+        self.state.release(req_index)
+        self.penalties.release(req_index)
+        self.failures.pop(req_index, None)
 
-    def sample(self, logits: Tensor, slots: np.ndarray, positions: np.ndarray) -> SampleOutput:
+    def sample(
+        self, logits: Tensor, req_indices: np.ndarray, positions: np.ndarray
+    ) -> SampleOutput:
         """Samples a token for each row.
 
         A row whose logits are not numbers, whose processor raises, or that has no token left
@@ -111,13 +113,13 @@ class Sampler:
 
         Args:
             logits: ``[S, vocab_size]``; not changed.
-            slots: ``[S]``, no slot twice.
+            req_indices: ``[S]``, no slot twice.
             positions: ``[S]``, where in its sequence the token will be.
         """
         output = SampleOutput(np.empty(0, dtype=np.int64))
-        processed = self._process(logits, slots, positions, output.errors)
+        processed = self._process(logits, req_indices, positions, output.errors)
         if self.race is not None:
-            output.token_ids = self.race(processed, slots, positions)
+            output.token_ids = self.race(processed, req_indices, positions)
             broken = output.token_ids < 0
         else:
             best, tokens = processed.max(-1)
@@ -126,53 +128,61 @@ class Sampler:
         if broken.any():
             self._explain(logits, processed, np.flatnonzero(broken), output.errors)
         if self.race is None:
-            self._draw_random(processed, slots, positions, output)
+            self._draw_random(processed, req_indices, positions, output)
         if output.errors:
             output.token_ids[list(output.errors)] = -1
-        self._finish(logits, slots, output)
+        self._finish(logits, req_indices, output)
         return output
 
     def _draw_random(
-        self, processed: Tensor, slots: np.ndarray, positions: np.ndarray, output: SampleOutput
+        self,
+        processed: Tensor,
+        req_indices: np.ndarray,
+        positions: np.ndarray,
+        output: SampleOutput,
     ) -> None:
         """Replaces the likeliest tokens of the rows that are not greedy."""
-        random = np.flatnonzero(self.state.temperature[slots] >= MIN_TEMPERATURE)
+        random = np.flatnonzero(self.state.temperature[req_indices] >= MIN_TEMPERATURE)
         if output.errors:
             random = np.setdiff1d(random, list(output.errors))
         if len(random):
-            output.token_ids[random] = self._draw(processed, random, slots, positions)
+            output.token_ids[random] = self._draw(processed, random, req_indices, positions)
 
     def _process(
         self,
         logits: Tensor,
-        slots: np.ndarray,
+        req_indices: np.ndarray,
         positions: np.ndarray,
         errors: dict[int, Exception],
     ) -> Tensor:
         """Logits after everything that may change the likeliest token; ``logits`` itself
         where nobody asks for that."""
-        penalised = np.flatnonzero(self.state.penalised(slots))
-        ruled = [(row, slot) for row, slot in enumerate(slots.tolist()) if slot in self.state.rules]
+        penalised = np.flatnonzero(self.state.penalised(req_indices))
+        ruled = [
+            (row, req_index)
+            for row, req_index in enumerate(req_indices.tolist())
+            if req_index in self.state.rules
+        ]
         if not len(penalised) and not ruled:
             return logits
         logits = logits.to(torch.float32, copy=True)
-        for row, slot in ruled:
-            generated = int(positions[row] - self.state.num_prompt_tokens[slot])
+        for row, req_index in ruled:
+            generated = int(positions[row] - self.state.num_prompt_tokens[req_index])
             try:
-                self._apply_rules(logits[row], self.state.rules[slot], generated)
+                self._apply_rules(logits[row], self.state.rules[req_index], generated)
             except Exception as error:
                 if is_device_failure(error):
                     raise
                 errors[row] = error
         if len(penalised):
-            self.penalties.apply(logits, penalised, slots[penalised], self.state)
-        for row, slot in ruled:
-            rules = self.state.rules[slot]
+            self.penalties.apply(logits, penalised, req_indices[penalised], self.state)
+        for row, req_index in ruled:
+            rules = self.state.rules[req_index]
             if rules.processors and row not in errors:
-                self._apply_processors(logits, row, slot, int(positions[row]), rules, errors)
+                self._apply_processors(logits, row, req_index, int(positions[row]), rules, errors)
         return logits
 
-    def _apply_rules(self, row: Tensor, rules: SlotRules, generated: int) -> None:
+    def _apply_rules(self, row: Tensor, rules: LogitsRules, generated: int) -> None:
         if rules.allowed is not None:
             hidden = torch.ones_like(row, dtype=torch.bool)
             hidden[self._tensor(rules.allowed)] = False
@@ -187,12 +197,12 @@ class Sampler:
         self,
         logits: Tensor,
         row: int,
-        slot: int,
+        req_index: int,
         position: int,
-        rules: SlotRules,
+        rules: LogitsRules,
         errors: dict[int, Exception],
     ) -> None:
-        output = self.inputs.output_token_ids(slot, position).tolist()
+        output = self.inputs.output_token_ids(req_index, position).tolist()
         value: object = logits[row].clone()
         try:
             for processor in rules.processors:
@@ -230,29 +240,35 @@ class Sampler:
                 errors[row] = ValueError("a logits processor returned logits that are not finite")
 
     def _draw(
-        self, logits: Tensor, rows: np.ndarray, slots: np.ndarray, positions: np.ndarray
+        self, logits: Tensor, rows: np.ndarray, req_indices: np.ndarray, positions: np.ndarray
     ) -> np.ndarray:
-        state, slots = self.state, slots[rows]
-        temperature = self._tensor(state.temperature[slots]).unsqueeze(1)
+        state, req_indices = self.state, req_indices[rows]
+        temperature = self._tensor(state.temperature[req_indices]).unsqueeze(1)
         chosen = logits if len(rows) == logits.shape[0] else logits[self._tensor(rows)]
         scaled = chosen.float() / temperature
-        numbers = uniform(state.seeds[slots], positions[rows])
-        tokens = draw(scaled, numbers, state.top_k[slots], state.top_p[slots], state.min_p[slots])
+        numbers = counter_uniform(state.seeds[req_indices], positions[rows])
+        tokens = sample_inverse_cdf(
+            scaled,
+            numbers,
+            state.top_k[req_indices],
+            state.top_p[req_indices],
+            state.min_p[req_indices],
+        )
         return tokens.cpu().numpy()
 
-    def _finish(self, logits: Tensor, slots: np.ndarray, output: SampleOutput) -> None:
+    def _finish(self, logits: Tensor, req_indices: np.ndarray, output: SampleOutput) -> None:
         """Log-probabilities, and the counts for later penalties."""
         good = output.token_ids >= 0
-        asked = np.flatnonzero((self.state.logprobs[slots] >= 0) & good)
+        asked = np.flatnonzero((self.state.logprobs[req_indices] >= 0) & good)
         output.logprobs = gather_logprobs(
-            logits, asked, output.token_ids[asked], self.state.logprobs[slots[asked]]
+            logits, asked, output.token_ids[asked], self.state.logprobs[req_indices[asked]]
         )
-        counted = np.flatnonzero(self.state.penalised(slots) & good)
+        counted = np.flatnonzero(self.state.penalised(req_indices) & good)
         if len(counted):
-            self.penalties.count(slots[counted], output.token_ids[counted])
+            self.penalties.count(req_indices[counted], output.token_ids[counted])
 
     def _tensor(self, values: np.ndarray) -> Tensor:
-        return upload(values, self.device)
+        return copy_to_device(values, self.device)
 
 
 def _kind(value: object) -> str:

@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from asyncllm.core.batch import SlotAssignment
-from asyncllm.gpu.sample.rng import seed_state
+from asyncllm.core.batch import RequestAssignment
+from asyncllm.gpu.sample.rng import mix_seed
 from asyncllm.sampling_params import LogitsProcessor
 
 _MAX_TOP_K = 2**31 - 1
 
 
 @dataclass(slots=True)
-class SlotRules:
+class LogitsRules:
     """What few requests ask for, and what has no fixed size.
 
     Attributes:
@@ -58,33 +58,33 @@ class SamplingState:
         self.seeds = np.zeros(max_num_seqs, dtype=np.uint64)
         self.logprobs = np.full(max_num_seqs, -1, dtype=np.int64)
         self.num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
-        self.rules: dict[int, SlotRules] = {}
+        self.rules: dict[int, LogitsRules] = {}
 
-    def assign(self, assignment: SlotAssignment) -> None:
+    def assign(self, assignment: RequestAssignment) -> None:
         """Raises for what no array holds; the slot is to be released then."""
-        slot = assignment.slot
+        req_index = assignment.req_index
         params: Any = assignment.sampling
         with np.errstate(over="raise", invalid="raise"):
-            self.temperature[slot] = params.temperature
-            self.presence[slot] = params.presence_penalty
-            self.frequency[slot] = params.frequency_penalty
-            self.repetition[slot] = params.repetition_penalty
-        self.top_p[slot] = params.top_p
-        self.min_p[slot] = params.min_p
+            self.temperature[req_index] = params.temperature
+            self.presence[req_index] = params.presence_penalty
+            self.frequency[req_index] = params.frequency_penalty
+            self.repetition[req_index] = params.repetition_penalty
+        self.top_p[req_index] = params.top_p
+        self.min_p[req_index] = params.min_p
         # No vocabulary is as large as the largest of these.
-        self.top_k[slot] = min(params.top_k, _MAX_TOP_K)
-        self.seeds[slot] = seed_state(params.seed)
-        self.logprobs[slot] = -1 if params.logprobs is None else params.logprobs
-        self.num_prompt_tokens[slot] = assignment.num_prompt_tokens
+        self.top_k[req_index] = min(params.top_k, _MAX_TOP_K)
+        self.seeds[req_index] = mix_seed(params.seed)
+        self.logprobs[req_index] = -1 if params.logprobs is None else params.logprobs
+        self.num_prompt_tokens[req_index] = assignment.num_prompt_tokens
         self._assign_rules(assignment)
 
-    def _assign_rules(self, assignment: SlotAssignment) -> None:
-        slot, params = assignment.slot, assignment.sampling
-        self.rules.pop(slot, None)
+    def _assign_rules(self, assignment: RequestAssignment) -> None:
+        req_index, params = assignment.req_index, assignment.sampling
+        self.rules.pop(req_index, None)
         bias, allowed = params.logit_bias, params.allowed_token_ids
         if not bias and allowed is None and not params.min_tokens and not params.logits_processors:
             return
-        self.rules[slot] = SlotRules(
+        self.rules[req_index] = LogitsRules(
             bias=(
                 (np.array(list(bias), np.int64), np.array(list(bias.values()), np.float32))
                 if bias
@@ -96,17 +96,17 @@ class SamplingState:
             min_tokens=params.min_tokens,
         )
 
-    def release(self, slot: int) -> None:
+    def release(self, req_index: int) -> None:
         """Leaves neutral values, so that a row of the slot asks for nothing."""
-        self.temperature[slot] = self.repetition[slot] = self.top_p[slot] = 1.0
-        self.presence[slot] = self.frequency[slot] = self.min_p[slot] = 0.0
-        self.top_k[slot], self.logprobs[slot] = 0, -1
-        self.rules.pop(slot, None)
+        self.temperature[req_index] = self.repetition[req_index] = self.top_p[req_index] = 1.0
+        self.presence[req_index] = self.frequency[req_index] = self.min_p[req_index] = 0.0
+        self.top_k[req_index], self.logprobs[req_index] = 0, -1
+        self.rules.pop(req_index, None)
 
-    def penalised(self, slots: np.ndarray) -> np.ndarray:
-        """Which of ``slots`` have a penalty, as booleans."""
+    def penalised(self, req_indices: np.ndarray) -> np.ndarray:
+        """Which of ``req_indices`` have a penalty, as booleans."""
         return (
-            (self.presence[slots] != 0.0)
-            | (self.frequency[slots] != 0.0)
-            | (self.repetition[slots] != 1.0)
+            (self.presence[req_indices] != 0.0)
+            | (self.frequency[req_indices] != 0.0)
+            | (self.repetition[req_indices] != 1.0)
         )

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncllm.gpu.batch.step_inputs import StepInputs
+from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.triton import decode_attention, prefill_attention
 from asyncllm.gpu.ops.triton.attention import TritonAttention
@@ -33,7 +33,7 @@ def test_backend(counts: tuple[int, ...], window: int | None) -> None:
     case = AttentionCase("step", 4, 64, lengths, counts, window=window, dtype=torch.float16)
     batch = make_batch(case, "cpu")
     starts = np.array([0, *np.cumsum(counts)])
-    inputs = StepInputs(
+    inputs = ModelInputs(
         num_decodes=sum(count == 1 for count in counts),
         token_ids=torch.zeros(sum(counts), dtype=torch.int64),
         positions=torch.zeros(0),

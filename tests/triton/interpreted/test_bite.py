@@ -34,7 +34,7 @@ MUTATIONS = [
     ("sampling", "searching = rank != k", "searching = rank > k", "sampling"),
     ("sampling", "(mass >= top_p * total)", "(mass > total)", "sampling"),
     ("sampling", "winner = tl.min(tl.where(score", "winner = tl.max(tl.where(score", "ties"),
-    ("step_state", "position % BLOCK_SIZE", "(position + 1) % BLOCK_SIZE", "state"),
+    ("decode_inputs", "position % BLOCK_SIZE", "(position + 1) % BLOCK_SIZE", "state"),
 ]
 
 
@@ -59,7 +59,7 @@ MODULES = {
     "prefill": "prefill_attention",
     "window": "prefill_attention",
     "rope": "rope_cache",
-    "state": "step_state",
+    "state": "decode_inputs",
     "sampling": "sampling",
     "ties": "sampling",
 }

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from asyncllm.gpu.ops.base import AttentionShape
-from asyncllm.gpu.ops.triton import activation, norm, rope_cache, step_state
+from asyncllm.gpu.ops.triton import activation, decode_inputs, norm, rope_cache
 from tests.triton import checks
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -58,4 +58,4 @@ def test_rope_cache(
 
 @pytest.mark.parametrize("block_size", [16, 256])
 def test_step_state(block_size: int) -> None:
-    checks.check_step_state(step_state.decode_inputs, "cpu", block_size)
+    checks.check_step_state(decode_inputs.decode_inputs, "cpu", block_size)

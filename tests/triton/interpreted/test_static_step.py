@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from asyncllm.gpu.graph.cuda_graphs import EagerRecorder
+from asyncllm.gpu.graph.cuda_graphs import EagerCapturer
 from asyncllm.gpu.models.decoder import Decoder, attention_shape
 from asyncllm.gpu.ops.triton.attention import TritonAttention
 from asyncllm.gpu.ops.triton.op_set import TritonOps
@@ -36,10 +36,10 @@ def triton_decoder() -> Decoder:
 def test_tokens_are_those_of_the_plain_path() -> None:
     """Decode steps padded to a bucket, of which the last ones need the host; blocks that
     nobody wrote are full of NaN."""
-    plain = make_runner(make_decoder(small_model()), recorder=None, **SETTINGS)
+    plain = make_runner(make_decoder(small_model()), capturer=None, **SETTINGS)
     stream = LateStream()
     ahead = make_runner(
-        triton_decoder(), recorder=EagerRecorder(), stream=stream, sizes=(8,), **SETTINGS
+        triton_decoder(), capturer=EagerCapturer(), stream=stream, sizes=(8,), **SETTINGS
     )
     decode_step(ahead).cache.tensor.fill_(torch.nan)
     found = []

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncllm.gpu.batch.decode_inputs import DecodeRows
-from asyncllm.gpu.batch.step_inputs import StepInputs
-from asyncllm.gpu.h2d import upload
+from asyncllm.gpu.batch.decode_inputs import DecodeInputs
+from asyncllm.gpu.batch.step_inputs import ModelInputs
+from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.triton.decode_attention import decode_attention, workspace_size
 from asyncllm.gpu.ops.triton.prefill_attention import prefill_attention
@@ -57,7 +57,7 @@ class TritonAttention:
     """
 
     name = "triton"
-    reads_whole_blocks = False
+    needs_zeroed_blocks = False
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class TritonAttention:
         size = workspace_size(batch, self.shape.num_heads, self.shape.head_dim, splits)
         return torch.empty(size, dtype=torch.float32, device=self.device) if size else None
 
-    def plan(self, inputs: StepInputs, window: int | None) -> TritonPlan:
+    def plan(self, inputs: ModelInputs, window: int | None) -> TritonPlan:
         """One copy to the device for the step's lengths, starts and block tables."""
         rows, decodes = inputs.num_rows, inputs.num_decodes
         starts = inputs.query_start_loc[decodes:] - decodes
@@ -100,7 +100,7 @@ class TritonAttention:
         # Padded to 16 bytes, so that every step's table is aligned and compiles the same.
         head = np.pad(head, (0, -len(head) % 4))
         flat = np.concatenate((head, inputs.block_table.reshape(-1).astype(np.int32)))
-        packed = upload(flat, self.device)
+        packed = copy_to_device(flat, self.device)
         splits = 1
         if decodes:
             splits = self.splits(decodes, int(inputs.seq_lens[:decodes].max()), window)
@@ -114,7 +114,7 @@ class TritonAttention:
             window=window,
         )
 
-    def plan_decode(self, rows: DecodeRows, window: int | None) -> TritonPlan:
+    def plan_decode(self, rows: DecodeInputs, window: int | None) -> TritonPlan:
         splits = self.splits(rows.num_rows, rows.max_len, window)
         return TritonPlan(
             num_decodes=rows.num_rows,
@@ -122,7 +122,7 @@ class TritonAttention:
             block_table=rows.block_table,
             splits=splits,
             workspace=self.workspace(rows.num_rows, splits),
-            table_rows=rows.slots,
+            table_rows=rows.req_indices,
             window=window,
         )
 

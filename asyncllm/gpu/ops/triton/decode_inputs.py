@@ -6,7 +6,7 @@
 import triton
 import triton.language as tl
 
-from asyncllm.gpu.batch.decode_inputs import DecodeRows
+from asyncllm.gpu.batch.decode_inputs import DecodeInputs
 from asyncllm.gpu.ops.triton.tuning import cdiv
 
 BLOCK = 128
@@ -18,9 +18,9 @@ def decode_inputs_kernel(
     seq_lens,
     slot_mapping,
     slots,
-    known_tokens,
+    host_token_ids,
     positions,
-    last_tokens,
+    last_sampled_tokens,
     block_table,
     num_rows,
     stride_table,
@@ -33,8 +33,8 @@ def decode_inputs_kernel(
     slot = tl.load(slots + rows, mask=real, other=-1).to(tl.int64)
     live = slot >= 0
     position = tl.load(positions + rows, mask=live, other=0).to(tl.int64)
-    known = tl.load(known_tokens + rows, mask=live, other=0).to(tl.int64)
-    sampled = tl.load(last_tokens + slot, mask=live, other=0).to(tl.int64)
+    known = tl.load(host_token_ids + rows, mask=live, other=0).to(tl.int64)
+    sampled = tl.load(last_sampled_tokens + slot, mask=live, other=0).to(tl.int64)
     at = block_table + slot * stride_table + position // BLOCK_SIZE
     block = tl.load(at, mask=live, other=0).to(tl.int64)
     cache_slot = tl.where(live, block * BLOCK_SIZE + position % BLOCK_SIZE, 0)
@@ -44,7 +44,7 @@ def decode_inputs_kernel(
     tl.store(slot_mapping + rows, cache_slot, mask=real)
 
 
-def decode_inputs(rows: DecodeRows) -> None:
+def decode_inputs(rows: DecodeInputs) -> None:
     """Fills ``token_ids``, ``seq_lens`` and ``slot_mapping`` of a decode step."""
     count = rows.num_rows
     if count:
@@ -52,10 +52,10 @@ def decode_inputs(rows: DecodeRows) -> None:
             rows.token_ids,
             rows.seq_lens,
             rows.slot_mapping,
-            rows.slots,
-            rows.known_tokens,
+            rows.req_indices,
+            rows.host_token_ids,
             rows.positions,
-            rows.last_tokens,
+            rows.last_sampled_tokens,
             rows.block_table,
             count,
             rows.block_table.stride(0),

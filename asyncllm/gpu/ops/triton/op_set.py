@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from asyncllm.gpu.batch.decode_inputs import DecodeRows, SlotSampling
+from asyncllm.gpu.batch.decode_inputs import DecodeInputs, SamplingTensors
 from asyncllm.gpu.ops.base import AttentionShape, Linear
 from asyncllm.gpu.ops.torch_ops import TorchLinear
 from asyncllm.gpu.ops.triton.activation import silu_mul
@@ -30,7 +30,7 @@ class TritonOps:
     def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
         return TorchLinear(weight, bias)
 
-    def shared_linear(self, weight: Tensor) -> Linear:
+    def tied_linear(self, weight: Tensor) -> Linear:
         return TorchLinear(weight, None)
 
     def rms_norm(self, weight: Tensor, eps: float) -> TritonRMSNorm:
@@ -48,16 +48,16 @@ class TritonOps:
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return silu_mul(gate_up)
 
-    def decode_inputs(self, rows: DecodeRows) -> None:
+    def decode_inputs(self, rows: DecodeInputs) -> None:
         decode_inputs(rows)
 
     def sample(
         self,
         logits: Tensor,
-        sampling: SlotSampling,
-        slots: Tensor,
+        sampling: SamplingTensors,
+        req_indices: Tensor,
         positions: Tensor,
-        last_tokens: Tensor,
+        last_sampled_tokens: Tensor,
         out: Tensor,
     ) -> None:
         sample(
@@ -68,8 +68,8 @@ class TritonOps:
             sampling.top_k,
             sampling.top_p,
             sampling.min_p,
-            slots=slots,
-            last_tokens=last_tokens,
+            req_indices=req_indices,
+            last_sampled_tokens=last_sampled_tokens,
             position_shift=1,
             out=out,
         )

@@ -77,7 +77,7 @@ def chunk_kernel(
     states,
     positions,
     temperatures,
-    slots,
+    req_indices,
     shift,
     vocab_size,
     num_chunks,
@@ -87,7 +87,7 @@ def chunk_kernel(
 ):
     """Grid ``(rows, num_chunks / (4 * COUNTERS))``."""
     row = tl.program_id(0).to(tl.int64)
-    line = tl.load(slots + row).to(tl.int64) if INDEXED else row
+    line = tl.load(req_indices + row).to(tl.int64) if INDEXED else row
     if line < 0:
         return
     group = tl.program_id(1) * COUNTERS + tl.arange(0, COUNTERS)
@@ -309,7 +309,7 @@ def top_k_cut(logits, listed, count, factor, floor_value, k, vocab_size, SCANNED
 @triton.jit(do_not_specialize_on_alignment=PER_CHUNK)
 def choose_kernel(
     out,
-    last_tokens,
+    last_sampled_tokens,
     listed,
     chunk_max,
     chunk_sum,
@@ -322,7 +322,7 @@ def choose_kernel(
     top_ks,
     top_ps,
     min_ps,
-    slots,
+    req_indices,
     shift,
     vocab_size,
     num_chunks,
@@ -334,7 +334,7 @@ def choose_kernel(
 ):
     """Grid ``(rows,)``."""
     row = tl.program_id(0).to(tl.int64)
-    line = tl.load(slots + row).to(tl.int64) if INDEXED else row
+    line = tl.load(req_indices + row).to(tl.int64) if INDEXED else row
     if line < 0:
         tl.store(out + row, tl.full([], -1, tl.int64))
         return
@@ -424,8 +424,8 @@ def choose_kernel(
                 )
     tl.store(out + row, tl.where(valid, token, -1).to(tl.int64))
     if REMEMBER:
-        remembered = tl.where(valid, token, 0).to(last_tokens.dtype.element_ty)
-        tl.store(last_tokens + line, remembered)
+        remembered = tl.where(valid, token, 0).to(last_sampled_tokens.dtype.element_ty)
+        tl.store(last_sampled_tokens + line, remembered)
 
 
 def sample(
@@ -437,12 +437,12 @@ def sample(
     top_p: Tensor,
     min_p: Tensor,
     *,
-    slots: Tensor | None = None,
-    last_tokens: Tensor | None = None,
+    req_indices: Tensor | None = None,
+    last_sampled_tokens: Tensor | None = None,
     position_shift: int = 0,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Samples one token per row: the function of ``gumbel.sample_race``.
+    """Samples one token per row: the function of ``gumbel.gumbel_sample``.
 
     A row's token depends on the row alone, whatever else is in the batch.
 
@@ -452,9 +452,9 @@ def sample(
         positions: ``[S]``; the token's own position is ``positions + position_shift``.
         temperature, top_p, min_p: ``[N]`` float32.
         top_k: ``[N]`` int32.
-        slots: ``[S]``, each row's line in the tensors of length N; -1 for a padded row. None
+        req_indices: ``[S]``, each row's line in the tensors of length N; -1 for a padded row. None
             if S is N and row i has line i.
-        last_tokens: ``[N]``; if given, the token is written to the row's line too, as 0
+        last_sampled_tokens: ``[N]``; if given, the token is written to the row's line too, as 0
             where it is -1.
         out: ``[S]`` int64; made here if None.
 
@@ -471,7 +471,7 @@ def sample(
     floats = torch.empty((3, rows, num_chunks), dtype=torch.float32, device=logits.device)
     indices = torch.empty((2, rows, num_chunks), dtype=torch.int32, device=logits.device)
     chunks = (*floats, indices[0])
-    lines = positions if slots is None else slots
+    lines = positions if req_indices is None else req_indices
     chunk_kernel[(rows, cdiv(num_chunks, 4 * COUNTERS))](
         *chunks,
         logits,
@@ -484,12 +484,12 @@ def sample(
         num_chunks,
         logits.stride(0),
         COUNTERS=COUNTERS,
-        INDEXED=slots is not None,
+        INDEXED=req_indices is not None,
         num_warps=4,
     )
     choose_kernel[(rows,)](
         out,
-        out if last_tokens is None else last_tokens,
+        out if last_sampled_tokens is None else last_sampled_tokens,
         indices[1],
         *chunks,
         logits,
@@ -506,8 +506,8 @@ def sample(
         logits.stride(0),
         CHUNKS=next_power_of_2(num_chunks),
         SCANNED=SCANNED,
-        INDEXED=slots is not None,
-        REMEMBER=last_tokens is not None,
+        INDEXED=req_indices is not None,
+        REMEMBER=last_sampled_tokens is not None,
         num_warps=4,
     )
     return out
