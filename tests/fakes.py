@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncllm import AsyncLLMEngine, EngineConfig
-from asyncllm.core.executor import ExecutorInfo, FakeExecutor
+from asyncllm.core.executor import ExecutorInfo
 from asyncllm.errors import InvalidRequestError
 from asyncllm.runtime.loading import LoadedModel
+from asyncllm.testing import FakeExecutor
 from asyncllm.text.detokenizer import Detokenizer
 from asyncllm.text.template_input import TemplateInput
 

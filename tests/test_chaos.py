@@ -33,7 +33,7 @@ def test_chaos(make, seed):
 
 def test_the_ledger_sees_a_wrong_token(seed, monkeypatch):
     """The check bites: one wrong token in a prefix hit is noticed."""
-    from asyncllm.core.executor import FakeExecutor
+    from asyncllm.testing import FakeExecutor
 
     write_row = FakeExecutor._write_row
 

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from asyncllm import EngineClosedError, EngineDeadError, RequestError
-from asyncllm.core.executor import FakeExecutor, StepOutOfMemoryError
+from asyncllm.core.executor import StepOutOfMemoryError
 from asyncllm.runtime.event_loop import wait_for
+from asyncllm.testing import FakeExecutor
 from tests.fakes import fake
 
 STEP = 4

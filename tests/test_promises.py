@@ -15,7 +15,6 @@ import pytest
 from asyncllm import DeadlineExceededError, EngineOverloadedError, RequestError
 from asyncllm.core.admission import Admission
 from asyncllm.core.engine_core import EngineCore
-from asyncllm.core.executor import FakeExecutor
 from asyncllm.core.output_processor import OutputProcessor
 from asyncllm.core.request import Request
 from asyncllm.core.scheduler import Scheduler
@@ -23,6 +22,7 @@ from asyncllm.runtime.engine_thread import EngineThread
 from asyncllm.runtime.event_loop import LoopMailbox
 from asyncllm.runtime.input_processor import InputProcessor
 from asyncllm.stream import TokenStream
+from asyncllm.testing import FakeExecutor
 from tests.fakes import fake
 
 PATIENCE = 1.5

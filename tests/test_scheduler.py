@@ -10,11 +10,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from asyncllm.core.executor import ExecutorInfo, FakeExecutor
+from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.request import Request, Status
 from asyncllm.core.scheduler import ScheduledStep, Scheduler
 from asyncllm.errors import KVCacheTooSmallError
 from asyncllm.sampling_params import SamplingParams
+from asyncllm.testing import FakeExecutor
 
 
 def info(**changes) -> ExecutorInfo:
