@@ -16,9 +16,10 @@ from asyncllm.errors import EngineClosedError, EngineError
 from asyncllm.observer import Observer, Observers
 from asyncllm.outputs import Completion, EngineStats
 from asyncllm.runtime.engine_thread import EngineThread
-from asyncllm.runtime.event_loop import MailboxRegistry, ThreadMailbox, join, wait_for
+from asyncllm.runtime.event_loop import join, wait_for
 from asyncllm.runtime.input_processor import InputProcessor, RequestOptions
 from asyncllm.runtime.loading import Loader, LoadStage, load_model
+from asyncllm.runtime.mailbox import MailboxRegistry, ThreadMailbox
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.stream import TokenStream
 

@@ -16,7 +16,7 @@ from asyncllm.config import EngineConfig
 from asyncllm.engine import AsyncLLMEngine, EngineState
 from asyncllm.errors import EngineError, EngineOverloadedError, InvalidRequestError
 from asyncllm.outputs import Completion, Delta, EngineStats, FinishReason, Usage
-from asyncllm.runtime.event_loop import ThreadMailbox
+from asyncllm.runtime.mailbox import ThreadMailbox
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.stream import TokenStream
 

@@ -20,7 +20,8 @@ from asyncllm.outputs import (
     TokenLogprobs,
     Usage,
 )
-from asyncllm.runtime.event_loop import EventLoopBackend, LoopMailbox, ThreadMailbox
+from asyncllm.runtime.event_loop import EventLoopBackend
+from asyncllm.runtime.mailbox import LoopMailbox, ThreadMailbox
 
 _NO_TOKENS = Delta("", ())
 
@@ -49,12 +50,12 @@ class TokenStream:
 
     __slots__ = (
         "__weakref__",
+        "_backend",
         "_channel",
         "_core",
         "_cut_off",
         "_done",
         "_error",
-        "_host",
         "_logprobs",
         "_mailbox_of_loop",
         "_reading",
@@ -76,7 +77,7 @@ class TokenStream:
         self._channel: Channel = request.output.channel
         self._core = core
         self._mailbox_of_loop = mailbox_of_loop
-        self._host: EventLoopBackend | None = None
+        self._backend: EventLoopBackend | None = None
         self._reading = False
         self._cut_off = False
         self._done = False
@@ -120,8 +121,8 @@ class TokenStream:
         if not items and channel.final is None:
             # All of it in this frame: each call here is paid for by every reader in every
             # step.
-            host = self._host or self._bind()
-            waiter = host.make_waiter()
+            backend = self._backend or self._bind()
+            waiter = backend.make_waiter()
             if waiter is None:
                 raise self._belongs_elsewhere()
             self._reading = True
@@ -136,12 +137,12 @@ class TokenStream:
                     if within is None:
                         await waiter
                     else:
-                        await host.wait_at_most(waiter, within)
+                        await backend.wait_at_most(waiter, within)
                     if items or channel.final is not None:
                         break
                     if within is not None:
                         return None
-                    waiter = host.make_waiter()
+                    waiter = backend.make_waiter()
             except BaseException:
                 if not self._request.cancelled:
                     self._cut_off = True
@@ -172,8 +173,8 @@ class TokenStream:
             self._channel.mailbox = mailbox = self._mailbox_of_loop()
         elif not isinstance(mailbox, LoopMailbox):
             raise self._belongs_elsewhere()
-        self._host = mailbox.host
-        return mailbox.host
+        self._backend = mailbox.backend
+        return mailbox.backend
 
     def _belongs_elsewhere(self) -> RuntimeError:
         return RuntimeError(

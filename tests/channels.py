@@ -16,7 +16,7 @@ from asyncllm.core.scheduler import TokenEvent
 from asyncllm.errors import RequestError
 from asyncllm.observer import ObserverNotifier
 from asyncllm.outputs import Delta, Logprob, TokenLogprobs
-from asyncllm.runtime.event_loop import LoopMailbox
+from asyncllm.runtime.mailbox import LoopMailbox
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.stream import TokenStream
 

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from asyncllm.core.channel import Channel
 from asyncllm.core.output_processor import OutputProcessor
 from asyncllm.errors import EngineError
-from asyncllm.runtime.event_loop import ThreadMailbox
+from asyncllm.runtime.mailbox import ThreadMailbox
 from tests.channels import ChannelRig, run_with_switch
 
 # --- a thread switch at each bytecode ---------------------------------------------------

@@ -16,9 +16,9 @@ import anyio
 import pytest
 
 from asyncllm import EngineClosedError, EngineDeadError, EngineError
-from asyncllm.runtime.event_loop import MailboxRegistry
+from asyncllm.runtime.mailbox import MailboxRegistry
 from tests.fakes import fake
-from tests.test_hosts import BACKENDS, run  # noqa: F401  # a fixture
+from tests.test_event_loops import BACKENDS, run  # noqa: F401  # a fixture
 
 ENGINE_THREAD = "asyncllm.runtime.engine_thread"
 

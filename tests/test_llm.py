@@ -421,7 +421,7 @@ def test_an_interrupt_aborts_what_it_interrupts(make, monkeypatch):
         def interrupted(self):
             raise KeyboardInterrupt
 
-        patch.setattr("asyncllm.runtime.event_loop.ThreadWaiter.wait", interrupted)
+        patch.setattr("asyncllm.runtime.mailbox.ThreadWaiter.wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             list(stream)
     rig.executor.gate.release(1000)

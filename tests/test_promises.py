@@ -19,8 +19,8 @@ from asyncllm.core.output_processor import OutputProcessor
 from asyncllm.core.request import Request
 from asyncllm.core.scheduler import Scheduler
 from asyncllm.runtime.engine_thread import EngineThread
-from asyncllm.runtime.event_loop import LoopMailbox
 from asyncllm.runtime.input_processor import InputProcessor
+from asyncllm.runtime.mailbox import LoopMailbox
 from asyncllm.stream import TokenStream
 from asyncllm.testing import FakeExecutor
 from tests.fakes import fake
@@ -246,7 +246,7 @@ async def one_wake_is_outstanding():
     async with rig.engine() as engine:
         tasks = [asyncio.ensure_future(engine.generate([i], max_tokens=250)) for i in range(8)]
         await asyncio.sleep(0.02)
-        host = engine._mailboxes.of_running_loop().host
+        host = engine._mailboxes.of_running_loop().backend
         post, calls = host.post, []
         host.post = lambda callback: (calls.append(callback), post(callback))
         time.sleep(0.1)
@@ -291,7 +291,7 @@ def the_engine_waits_for_the_loop(patch):
 
     def patient(self, channels):
         sent = notify(self, channels)
-        while self._posted and not self.host.is_closed():
+        while self._posted and not self.backend.is_closed():
             time.sleep(0.0005)
         return sent
 

@@ -1,6 +1,6 @@
-"""Hosts: what the engine needs of an event loop, for asyncio (uvloop included) and trio.
+"""Event loop backends: what the engine needs of asyncio (uvloop included) and of trio.
 
-A host can call a function on its loop from any thread, and suspend a task until it is woken.
+A backend calls a function on its loop from any thread, and suspends a task until it is woken.
 It is found, not configured: the loop that reads a stream is the loop that is woken.
 """
 
@@ -11,12 +11,9 @@ import contextlib
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from typing import Any, Protocol
-
-from asyncllm.core.channel import Channel
 
 
 class EventLoopBackend(Protocol):
@@ -124,7 +121,7 @@ def running_trio() -> Any:
 
 
 def running_backend() -> EventLoopBackend:
-    """The host of the running loop.
+    """The backend of the running loop.
 
     Raises:
         RuntimeError: if no event loop runs in this thread.
@@ -135,127 +132,23 @@ def running_backend() -> EventLoopBackend:
     return AsyncioBackend(asyncio.get_running_loop())
 
 
-class LoopMailbox:
-    """Wakes the readers of one loop, with at most one call into the loop outstanding."""
-
-    def __init__(self, host: EventLoopBackend) -> None:
-        self.host = host
-        self._ready: deque[Channel] = deque()
-        self._posted = False
-
-    def notify(self, channels: Iterable[Channel]) -> bool:
-        self._ready.extend(channels)
-        if self._posted:
-            return not self.is_closed()
-        self._posted = True
-        try:
-            self.host.post(self._drain)
-        except RuntimeError:
-            return False
-        return True
-
-    def is_closed(self) -> bool:
-        return self.host.is_closed()
-
-    def _drain(self) -> None:
-        # The flag goes first: what is added from here on either is seen below or posts anew.
-        self._posted = False
-        ready = self._ready
-        wake = self.host.wake
-        while ready:
-            waiter = ready.popleft().waiter
-            if waiter is not None:
-                wake(waiter)
-
-
-class ThreadWaiter:
-    """A thread that waits for its stream. It looks up now and then, because no background
-    task does so on its behalf."""
-
-    __slots__ = ("_event", "_interval", "_look_up")
-
-    def __init__(self, interval: float, look_up: Callable[[], None]) -> None:
-        self._event = threading.Event()
-        self._interval = interval
-        self._look_up = look_up
-
-    def wait(self) -> None:
-        if not self._event.wait(self._interval):
-            self._look_up()
-
-    def wake(self) -> None:
-        self._event.set()
-
-
-class ThreadMailbox:
-    """Wakes threads that read streams without an event loop.
-
-    Args:
-        interval: seconds between two calls of ``look_up`` while a thread waits.
-        look_up: notices a step that hangs.
-    """
-
-    def __init__(self, interval: float, look_up: Callable[[], None]) -> None:
-        self._interval = interval
-        self._look_up = look_up
-
-    def make_waiter(self) -> ThreadWaiter:
-        return ThreadWaiter(self._interval, self._look_up)
-
-    def notify(self, channels: Iterable[Channel]) -> bool:
-        for channel in channels:
-            waiter = channel.waiter
-            if waiter is not None:
-                waiter.wake()
-        return True
-
-    def is_closed(self) -> bool:
-        return False
-
-
-class MailboxRegistry:
-    """The mailbox of every loop that reads streams of one engine."""
-
-    def __init__(self) -> None:
-        self._by_loop: dict[object, LoopMailbox] = {}
-
-    def of_running_loop(self) -> LoopMailbox:
-        """The running loop's mailbox, always the same one.
-
-        Raises:
-            RuntimeError: if no event loop runs in this thread.
-        """
-        trio = running_trio()
-        key = trio.lowlevel.current_trio_token() if trio else asyncio.get_running_loop()
-        mailbox = self._by_loop.get(key)
-        if mailbox is None:
-            # A copy, which is made in one piece: other loops come and go meanwhile.
-            for old in [k for k, m in self._by_loop.copy().items() if m.is_closed()]:
-                self._by_loop.pop(old, None)
-            mailbox = self._by_loop.setdefault(key, LoopMailbox(running_backend()))
-        return mailbox
-
-    def clear(self) -> None:
-        self._by_loop.clear()
-
-
 class ThreadFuture:
     """A future that another thread completes, awaited on the loop on which this is made. If
     the wait is cancelled, the future is left alone."""
 
     def __init__(self, future: Future[Any]) -> None:
         self._future = future
-        self._host = running_backend()
-        self._waiter = self._host.make_waiter()
+        self._backend = running_backend()
+        self._waiter = self._backend.make_waiter()
         future.add_done_callback(self._completed)
 
     def _completed(self, _: Future[Any]) -> None:
         # Without the loop, when it is closed, nobody waits any more.
         with contextlib.suppress(RuntimeError):
-            self._host.post(self._wake)
+            self._backend.post(self._wake)
 
     def _wake(self) -> None:
-        self._host.wake(self._waiter)
+        self._backend.wake(self._waiter)
 
     async def wait(self) -> Any:
         """Its result."""
@@ -264,7 +157,7 @@ class ThreadFuture:
 
     async def wait_at_most(self, seconds: float) -> None:
         """Returns when it is complete or after ``seconds``; can be called again."""
-        await self._host.wait_at_most(self._waiter, seconds)
+        await self._backend.wait_at_most(self._waiter, seconds)
 
 
 async def wait_for(future: Future[Any]) -> Any:
@@ -273,8 +166,8 @@ async def wait_for(future: Future[Any]) -> Any:
 
 
 async def join(thread: threading.Thread, timeout: float) -> None:
-    """``thread.join(timeout)`` on the running loop. Polls, for no thread can flush_wakeups that it
-    has ended."""
-    host, deadline = running_backend(), time.monotonic() + timeout
+    """``thread.join(timeout)`` on the running loop. Polls, for no thread can announce its
+    own end."""
+    backend, deadline = running_backend(), time.monotonic() + timeout
     while thread.is_alive() and time.monotonic() < deadline:
-        await host.wait_at_most(host.make_waiter(), 0.002)
+        await backend.wait_at_most(backend.make_waiter(), 0.002)

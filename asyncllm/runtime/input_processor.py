@@ -18,8 +18,8 @@ from asyncllm.core.output_processor import Output
 from asyncllm.core.request import Request
 from asyncllm.errors import ContextLengthExceededError, InvalidRequestError
 from asyncllm.observer import Observers, RequestInfo
-from asyncllm.runtime.event_loop import MailboxRegistry
 from asyncllm.runtime.loading import LoadedModel
+from asyncllm.runtime.mailbox import MailboxRegistry
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.stream import TokenStream
 from asyncllm.text.template_input import TemplateInput

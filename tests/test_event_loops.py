@@ -388,8 +388,8 @@ def test_at_most_one_wake_is_outstanding(run):
                 group.start_soon(engine.generate, [i])
             await anyio.sleep(0.02)
             mailbox = engine._mailboxes.of_running_loop()
-            post = mailbox.host.post
-            mailbox.host.post = lambda callback: (calls.append(callback), post(callback))
+            post = mailbox.backend.post
+            mailbox.backend.post = lambda callback: (calls.append(callback), post(callback))
             time.sleep(0.1)
             assert len(calls) <= 1
             assert engine.stats().num_steps > 3

@@ -1,0 +1,115 @@
+"""Mailboxes: how the engine thread wakes the readers of streams."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from asyncllm.core.channel import Channel
+from asyncllm.runtime.event_loop import EventLoopBackend, running_backend, running_trio
+
+
+class LoopMailbox:
+    """Wakes the readers of one loop, with at most one call into the loop outstanding."""
+
+    def __init__(self, backend: EventLoopBackend) -> None:
+        self.backend = backend
+        self._ready: deque[Channel] = deque()
+        self._posted = False
+
+    def notify(self, channels: Iterable[Channel]) -> bool:
+        self._ready.extend(channels)
+        if self._posted:
+            return not self.is_closed()
+        self._posted = True
+        try:
+            self.backend.post(self._drain)
+        except RuntimeError:
+            return False
+        return True
+
+    def is_closed(self) -> bool:
+        return self.backend.is_closed()
+
+    def _drain(self) -> None:
+        # The flag goes first: what is added from here on either is seen below or posts anew.
+        self._posted = False
+        ready = self._ready
+        wake = self.backend.wake
+        while ready:
+            waiter = ready.popleft().waiter
+            if waiter is not None:
+                wake(waiter)
+
+
+class ThreadWaiter:
+    """Waiter of a thread without an event loop. It calls the step watchdog at intervals, because
+    no background task does so for it."""
+
+    __slots__ = ("_event", "_interval", "_watchdog")
+
+    def __init__(self, interval: float, watchdog: Callable[[], None]) -> None:
+        self._event = threading.Event()
+        self._interval = interval
+        self._watchdog = watchdog
+
+    def wait(self) -> None:
+        if not self._event.wait(self._interval):
+            self._watchdog()
+
+    def wake(self) -> None:
+        self._event.set()
+
+
+class ThreadMailbox:
+    """Wakes threads that read streams without an event loop.
+
+    Args:
+        interval: seconds between two calls of ``watchdog`` while a thread waits.
+        watchdog: notices a step that hangs.
+    """
+
+    def __init__(self, interval: float, watchdog: Callable[[], None]) -> None:
+        self._interval = interval
+        self._watchdog = watchdog
+
+    def make_waiter(self) -> ThreadWaiter:
+        return ThreadWaiter(self._interval, self._watchdog)
+
+    def notify(self, channels: Iterable[Channel]) -> bool:
+        for channel in channels:
+            waiter = channel.waiter
+            if waiter is not None:
+                waiter.wake()
+        return True
+
+    def is_closed(self) -> bool:
+        return False
+
+
+class MailboxRegistry:
+    """The mailbox of every loop that reads streams of one engine."""
+
+    def __init__(self) -> None:
+        self._by_loop: dict[object, LoopMailbox] = {}
+
+    def of_running_loop(self) -> LoopMailbox:
+        """The running loop's mailbox, always the same one.
+
+        Raises:
+            RuntimeError: if no event loop runs in this thread.
+        """
+        trio = running_trio()
+        key = trio.lowlevel.current_trio_token() if trio else asyncio.get_running_loop()
+        mailbox = self._by_loop.get(key)
+        if mailbox is None:
+            # A copy, which is made in one piece: other loops come and go meanwhile.
+            for old in [k for k, m in self._by_loop.copy().items() if m.is_closed()]:
+                self._by_loop.pop(old, None)
+            mailbox = self._by_loop.setdefault(key, LoopMailbox(running_backend()))
+        return mailbox
+
+    def clear(self) -> None:
+        self._by_loop.clear()
