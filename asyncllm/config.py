@@ -15,6 +15,9 @@ SchedulingPolicy = Literal["fcfs", "priority", "deadline"]
 CudaGraphs = Literal["auto", "startup", "lazy", "off"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 
+PACKAGED_MODEL = "asyncllm/demo"
+"""What the model in the package is called: in metrics, by servers, on screens."""
+
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
@@ -156,8 +159,8 @@ class EngineConfig:
 
     @property
     def model_name(self) -> str:
-        """The model as it was asked for; "asyncllm/demo" for the one in the package."""
-        return "asyncllm/demo" if self.model is None else str(self.model)
+        """The model as it was asked for; PACKAGED_MODEL for the one in the package."""
+        return PACKAGED_MODEL if self.model is None else os.fspath(self.model)
 
     @classmethod
     def field_names(cls) -> frozenset[str]:

@@ -410,8 +410,7 @@ class AsyncLLMEngine:
         return thread
 
     def __repr__(self) -> str:
-        model = "the packaged model" if self.config.model is None else str(self.config.model)
-        return f"<AsyncLLMEngine {model!r} {self.state}>"
+        return f"<AsyncLLMEngine {self.config.model_name!r} {self.state}>"
 
 
 def _configure(

@@ -222,7 +222,7 @@ def test_the_life_of_an_engine(run):  # noqa: F811
         assert told == [True] * 5
         await engine.wait_closed()
         assert (engine.state, engine.error) == ("closed", None)
-        assert repr(engine) == "<AsyncLLMEngine 'the packaged model' closed>"
+        assert repr(engine) == "<AsyncLLMEngine 'asyncllm/demo' closed>"
 
     run(main)
 

@@ -79,4 +79,4 @@ def test_langchain_chain():
     )
     assert result.stdout.count("\n- ") == 4
     assert "first token after" in result.stdout
-    assert "'demo_model'" in result.stdout
+    assert "'asyncllm/demo'" in result.stdout

@@ -328,7 +328,7 @@ async def test_values_that_ask_for_nothing_are_accepted():
         "background": False,
         "conversation": None,
         "include": [],
-        "model": "demo_model",
+        "model": "asyncllm/demo",
         "parallel_tool_calls": False,
         "reasoning": None,
         "service_tier": "auto",

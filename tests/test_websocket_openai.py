@@ -47,7 +47,7 @@ async def test_two_turns_a_bad_id_and_a_close_on_the_packaged_model():
     async with served(engine, token="secret") as server, client_for(server) as client:
         async with client.responses.connect() as connection:
             await connection.response.create(
-                model="demo_model",
+                model="asyncllm/demo",
                 input="Hello, my name is Tom and I like my dog very much.",
                 instructions="You are friendly, and you answer in one or two short sentences.",
                 temperature=0,
@@ -56,7 +56,7 @@ async def test_two_turns_a_bad_id_and_a_close_on_the_packaged_model():
             assert first.output_text == text != ""
             assert first.status == "completed"
             await connection.response.create(
-                model="demo_model",
+                model="asyncllm/demo",
                 input=[{"role": "user", "content": "What is my name?"}],
                 instructions="You are friendly, and you answer in one or two short sentences.",
                 previous_response_id=first.id,

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import numbers
-import os
 import sys
 import uuid
 from collections.abc import Iterable, Sequence
@@ -87,8 +86,6 @@ def stream_with_callbacks(
     )
     is_text = isinstance(prompt, str)
     chat = not is_text and len(prompt) > 0 and not isinstance(prompt[0], numbers.Integral)
-    model = engine.config.model
-    model_name = "demo_model" if model is None else os.fspath(model)
     stream: TokenStream | None = None
     refusal: Exception | None = None
     messages: list[CallbackMessage] = []
@@ -104,7 +101,7 @@ def stream_with_callbacks(
     start = RunStart(
         messages=messages if chat else None,
         prompt=buffer_string(messages) if chat else text,
-        model_name=model_name,
+        model_name=engine.config.model_name,
         invocation_params={**_params(params), **options},
     )
     return CallbackStream(stream, refusal, run, start)

@@ -98,8 +98,9 @@ async def _start_with_bar(engine: AsyncLLMEngine) -> None:
 
 def model_name(engine: AsyncLLMEngine) -> str:
     """The model as a person would call it."""
-    model = engine.config.model
-    return "the packaged model" if model is None else str(model).rstrip("/").split("/")[-1]
+    config = engine.config
+    name = config.model_name
+    return name if config.model is None else name.rstrip("/").split("/")[-1]
 
 
 def context_length(engine: AsyncLLMEngine) -> int:

@@ -317,10 +317,9 @@ class WebSocketServer:
 
 
 def _model_name(engine: AsyncLLMEngine) -> str:
-    model = engine.config.model
-    if model is None:
-        return "demo_model"
-    return os.path.basename(model) if os.path.isdir(model) else os.fspath(model)
+    name = engine.config.model_name
+    is_directory = engine.config.model is not None and os.path.isdir(name)
+    return os.path.basename(name) if is_directory else name
 
 
 def _path(request: Request) -> str:

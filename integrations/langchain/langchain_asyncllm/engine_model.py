@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, TypeVar
@@ -75,8 +74,7 @@ class EngineModel(BaseModel):
     @property
     def model_name(self) -> str:
         """The engine's model."""
-        model = self.engine.config.model
-        return "demo_model" if model is None else os.fspath(model)
+        return self.engine.config.model_name
 
     def get_token_ids(self, text: str) -> list[int]:
         """Token ids that the engine makes of a plain prompt: its special tokens are among

@@ -45,7 +45,7 @@ async def test_the_last_chunk_tells_the_end(llm: LLM) -> None:
     full: Any = sum(chunks[1:], chunks[0])
     assert isinstance(full, AIMessageChunk)
     assert full.response_metadata["finish_reason"] == "length"
-    assert full.response_metadata["model_name"] == "demo_model"
+    assert full.response_metadata["model_name"] == "asyncllm/demo"
     assert full.usage_metadata["output_tokens"] == 30
     again = await model.ainvoke(STORY)
     assert again.response_metadata.items() >= full.response_metadata.items()
@@ -180,7 +180,7 @@ async def test_chains_and_handlers(llm: LLM) -> None:
     config: Any = {"callbacks": [tokens, usage]}
     text = "".join([part async for part in chain.astream({"thing": "a fox"}, config)])
     assert tokens.text == text
-    assert usage.usage_metadata["demo_model"]["output_tokens"] == 20
+    assert usage.usage_metadata["asyncllm/demo"]["output_tokens"] == 20
     kinds = [e["event"] async for e in chain.astream_events({"thing": "a fox"}, version="v2")]
     assert "on_chat_model_stream" in kinds
     said = Tokens()
@@ -202,7 +202,7 @@ async def test_plain_prompts(llm: LLM) -> None:
     assert result.llm_output is not None
     assert result.llm_output["token_usage"]["completion_tokens"] == 24
     info = result.generations[0][0].generation_info
-    assert info == {"finish_reason": "length", "model_name": "demo_model"}
+    assert info == {"finish_reason": "length", "model_name": "asyncllm/demo"}
     with pytest.raises(InvalidRequestError):
         await model.agenerate(["fine", ""])
     await _until_idle(llm)
@@ -210,6 +210,6 @@ async def test_plain_prompts(llm: LLM) -> None:
 
 def test_names(llm: LLM) -> None:
     for model in (ChatAsyncLLM(engine=llm), AsyncLLM(engine=llm)):
-        assert model.model_name == "demo_model"
+        assert model.model_name == "asyncllm/demo"
         assert model._get_ls_params()["ls_provider"] == "asyncllm"
         assert "engine" not in model.model_dump()

@@ -30,7 +30,7 @@ class _Common:
     @property
     def model_override_value(self) -> str:
         # One engine has one model: its own name is the only one that a call may give.
-        return "demo_model"
+        return "asyncllm/demo"
 
     @property
     def has_structured_output(self) -> bool:
