@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from asyncllm import AsyncLLMEngine
-from asyncllm import tokenizer as tokenizer_module
 from asyncllm.errors import ContextLengthExceededError, InvalidRequestError
+from asyncllm.text import tokenizer as tokenizer_module
 from asyncllm.text.tokenizer import Tokenizer
 from asyncllm.text.tokenizer_thread import LONG_TEXT
 from tests.fakes import Fake, fake
@@ -76,7 +76,7 @@ async def test_text_in_a_message_writes_no_turn() -> None:
             old_way = engine.chat(messages, max_tokens=1, split_special_tokens=False)
             await old_way.result()
             assert list(old_way.prompt_token_ids or ()) == as_written(tokenizer, messages)
-        with pytest.raises(InvalidRequestError, match="expected True or False") as caught:
+        with pytest.raises(InvalidRequestError, match="expected true or false") as caught:
             engine.chat(HELLO, split_special_tokens="no")  # type: ignore[arg-type]
         assert caught.value.param == "split_special_tokens"
         # A prompt is the application's own.
