@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal, Self
 
 from asyncllm import validation as check
+from asyncllm.checkpoint.progress import LoadStage
 from asyncllm.config import EngineConfig
 from asyncllm.core.channel import OnSlow
 from asyncllm.errors import EngineClosedError, EngineError
@@ -18,7 +19,7 @@ from asyncllm.outputs import Completion, EngineStats
 from asyncllm.runtime.engine_thread import EngineThread
 from asyncllm.runtime.event_loop import join, wait_for
 from asyncllm.runtime.input_processor import InputProcessor, RequestOptions
-from asyncllm.runtime.loading import Loader, LoadStage, load_model
+from asyncllm.runtime.loading import Loader, load_model
 from asyncllm.runtime.mailbox import MailboxRegistry, ThreadMailbox
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.stream import TokenStream

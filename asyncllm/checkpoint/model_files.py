@@ -5,16 +5,12 @@ from __future__ import annotations
 import importlib.resources
 import os
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from asyncllm.checkpoint.config_file import ConfigFile
+from asyncllm.checkpoint.progress import Progress
 from asyncllm.errors import ModelLoadError
-
-DownloadProgress = Callable[[int, int], None]
-"""``(bytes done, bytes in all)``, called from the downloading threads; the second number
-grows while files are still being looked up."""
 
 _CONFIG_PATTERNS = ("config.json", "generation_config.json")
 _WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json")
@@ -47,7 +43,7 @@ def resolve_model(
     revision: str | None = None,
     *,
     weights: bool = True,
-    progress: DownloadProgress | None = None,
+    progress: Progress | None = None,
     endpoint: str | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> Path:
@@ -86,7 +82,7 @@ def resolve_tokenizer(
     tokenizer: str | os.PathLike[str],
     revision: str | None = None,
     *,
-    progress: DownloadProgress | None = None,
+    progress: Progress | None = None,
     endpoint: str | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> Path:
@@ -105,7 +101,7 @@ def _resolve(
     location: str | os.PathLike[str],
     revision: str | None,
     patterns: tuple[str, ...],
-    progress: DownloadProgress | None,
+    progress: Progress | None,
     endpoint: str | None,
     cache_dir: str | os.PathLike[str] | None,
 ) -> Path:
@@ -169,7 +165,7 @@ def _download(
     model: str,
     revision: str | None,
     patterns: tuple[str, ...],
-    progress: DownloadProgress | None,
+    progress: Progress | None,
     endpoint: str | None,
     cache_dir: str | os.PathLike[str] | None,
 ) -> Path:
@@ -220,7 +216,7 @@ def _explain(model: str, revision: str | None, error: Exception) -> str:
     return f"model={model!r}{at}: the download failed ({type(error).__name__}: {error})"
 
 
-def _quiet_bar(progress: DownloadProgress | None) -> type[Any]:
+def _quiet_bar(progress: Progress | None) -> type[Any]:
     """A progress-bar class that prints nothing, starts nothing, and reports bytes.
 
     The hub counts bytes in several bars (received, written); the one that is furthest is

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from asyncllm.checkpoint.model_config import ModelConfig
+from asyncllm.checkpoint.progress import Progress
 from asyncllm.config import EngineConfig
 from asyncllm.core.batch import RequestAssignment, StepBatch
 from asyncllm.core.executor import ExecutorInfo
@@ -31,7 +32,6 @@ from asyncllm.gpu.profile import profile_run
 from asyncllm.gpu.threads import set_thread_count
 from asyncllm.gpu.token_budget import calibrate_token_budget
 from asyncllm.gpu.weights import dummy_weights, load_weights
-from asyncllm.runtime.loading import Progress
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.validation import invalid
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from asyncllm.checkpoint.model_config import ModelConfig
+from asyncllm.checkpoint.progress import Progress
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.models.architectures import Parameter, parameters
 from asyncllm.gpu.weight_upload import PinnedUploader
-
-Progress = Callable[[int, int], None]
-"""Called with bytes done and bytes in all, of the checkpoint's tensors."""
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"

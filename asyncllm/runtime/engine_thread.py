@@ -11,6 +11,7 @@ import threading
 import time
 from concurrent.futures import Future, InvalidStateError
 
+from asyncllm.checkpoint.progress import LoadStage
 from asyncllm.config import EngineConfig
 from asyncllm.core.admission import Admission
 from asyncllm.core.engine_core import CLOSED, EngineCore, close_executor
@@ -18,7 +19,7 @@ from asyncllm.core.executor import Executor
 from asyncllm.core.scheduler import Scheduler
 from asyncllm.errors import AsyncLLMError, EngineClosedError, EngineError
 from asyncllm.runtime.event_loop import ThreadFuture, running_trio
-from asyncllm.runtime.loading import LoadedModel, Loader, LoadStage
+from asyncllm.runtime.loading import LoadedModel, Loader
 
 _JOIN_AT_EXIT = 2.0
 

@@ -4,29 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any
 
+from asyncllm.checkpoint.progress import Progress
 from asyncllm.config import EngineConfig
 from asyncllm.core.executor import Executor
 
 if TYPE_CHECKING:
     from asyncllm.text.tokenizer import Tokenizer
 
-LoadStage = Literal["weights", "graphs"]
-
-
-class Progress(Protocol):
-    """How far loading is; may raise, to give it up."""
-
-    def __call__(self, done: int, total: int, stage: LoadStage = "weights") -> None:
-        """Bytes of weights, or CUDA graphs that are captured at start."""
-        ...
-
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """What an engine runs on. ``model_config`` has ``eos_token_ids`` and
-    ``generation_defaults``."""
+    """Executor, tokenizer and configuration of a loaded model. ``model_config`` has
+    ``eos_token_ids`` and ``generation_defaults``."""
 
     executor: Executor
     tokenizer: Tokenizer
@@ -39,7 +30,7 @@ Loader = Callable[[EngineConfig, Progress], LoadedModel]
 def load_model(config: EngineConfig, progress: Progress) -> LoadedModel:
     """Finds the files, reads the configuration and the tokenizer, loads the weights.
 
-    Called on the engine thread, which owns whatever it makes.
+    Called on the engine thread, which owns the model.
 
     Raises:
         ModelLoadError: for files that are missing, damaged or of an unsupported kind.
