@@ -282,7 +282,9 @@ def test_incomplete_directory(tmp_path: Path) -> None:
         resolve_model(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "pytorch_model.bin").write_text("")
-    with pytest.raises(ModelLoadError, match=r"no \*\.safetensors file.*pytorch_model\.bin"):
+    with pytest.raises(
+        ModelLoadError, match=r"neither model\.safetensors nor .*pytorch_model\.bin"
+    ):
         resolve_model(tmp_path)
     assert resolve_model(tmp_path, weights=False) == tmp_path
     index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import json
+import pickle
 import shutil
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,15 +15,22 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from asyncllm.checkpoint.model_config import ModelConfig
+from asyncllm.checkpoint.reader import TensorInfo
+from asyncllm.checkpoint.safetensors_reader import SafetensorsReader
 from asyncllm.errors import ModelLoadError
-from asyncllm.gpu.models.architectures import find_architecture, parameters
-from asyncllm.gpu.models.decoder import Decoder, attention_shape
-from asyncllm.gpu.ops.torch_attention import TorchAttention
-from asyncllm.gpu.ops.torch_ops import TorchOps
+from asyncllm.gpu.models import architectures
+from asyncllm.gpu.models.architectures import (
+    Parameter,
+    find_architecture,
+    is_small,
+    parameters,
+)
 from asyncllm.gpu.weight_upload import PinnedUploader
-from asyncllm.gpu.weights import dummy_weights, load_weights
+from asyncllm.gpu.weights import dummy_weights, load_weights, weights_bytes
 from tests.checkpoints import make_checkpoint
+from tests.driver import Driver
 from tests.live_bytes import LiveBytes
+from tests.static_runner import make_decoder, make_runner
 
 CPU = torch.device("cpu")
 
@@ -71,6 +80,111 @@ def test_parameters_are_packed_in_order(source):
     assert torch.equal(packed["lm_head.weight"], tensors["lm_head.weight"])
 
 
+class DictReader:
+    """A checkpoint in memory."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.held = tensors
+        names = {torch.float32: "F32", torch.int64: "I64"}
+        self.tensors = {
+            name: TensorInfo(Path("memory"), tuple(t.shape), names[t.dtype], t.nbytes)
+            for name, t in tensors.items()
+        }
+        self.closed = False
+
+    def tensor(self, name: str) -> torch.Tensor:
+        assert not self.closed
+        return self.held[name]
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_any_reader_of_checkpoints_loads_the_same_decoder(source, tmp_path):
+    reader = DictReader(load_file(source.path / "model.safetensors"))
+    elsewhere = replace(source, path=tmp_path)
+    calls: list[list[tuple[int, int]]] = [[], []]
+    found = {}
+    for index, settings in enumerate(({}, {"open_checkpoint": lambda path: reader})):
+        model = elsewhere if settings else source
+        report = calls[index].append
+        weights = load_weights(
+            model, torch.float32, CPU, lambda *now, report=report: report(now), **settings
+        )
+        decoder = make_decoder(source, weights)
+        driver = Driver(make_runner(decoder, capturer=None))
+        seq = driver.add([3, 1, 4, 1, 5], 6)
+        driver.run([seq])
+        found[index] = (seq.outputs, seq.logprobs)
+    assert found[0] == found[1]
+    assert calls[0] == calls[1]
+    assert reader.closed
+
+
+def test_a_readers_tensors_are_checked_as_a_files_are(source):
+    tensors = load_file(source.path / "model.safetensors")
+    changes = {
+        "memory: tensor 'model.norm.weight' is missing": {"model.norm.weight": None},
+        "memory: tensor 'surplus' is none": {"surplus": torch.zeros(3)},
+        "is of type I64": {"model.norm.weight": torch.zeros(64, dtype=torch.int64)},
+        r"has shape \(63,\), expected \(64,\)": {"model.norm.weight": torch.zeros(63)},
+    }
+    for words, change in changes.items():
+        kept = {name: t for name, t in (tensors | change).items() if t is not None}
+        reader = DictReader(kept)
+        with pytest.raises(ModelLoadError, match=words):
+            dict(load_weights(source, torch.float32, CPU, open_checkpoint=lambda _, r=reader: r))
+        assert reader.closed
+
+
+def test_what_a_reader_says_of_a_file(source):
+    tensors = load_file(source.path / "model.safetensors")
+    with closing(SafetensorsReader(source.path)) as reader:
+        assert reader.tensors == {
+            name: TensorInfo(source.path / "model.safetensors", tuple(t.shape), "F32", t.nbytes)
+            for name, t in tensors.items()
+        }
+        assert all(torch.equal(reader.tensor(name), t) for name, t in tensors.items())
+        assert pickle.loads(pickle.dumps(reader.tensors)) == reader.tensors
+
+
+def test_a_parameter_may_have_a_dtype_of_its_own(source, monkeypatch):
+    """Norms in float32 in a model of bfloat16: as they are loaded, drawn, and counted."""
+
+    def single(name: str, tensor: str, shape: tuple[int, ...]) -> Parameter:
+        dtype = "float32" if len(shape) == 1 else None
+        return Parameter(name, shape, ((tensor, shape[0]),), dtype)
+
+    plain = weights_bytes(source, torch.bfloat16)
+    assert plain == sum(t.nbytes for t in read(source, torch.bfloat16).values())
+    monkeypatch.setattr(architectures, "_single", single)
+    for load in (load_weights, dummy_weights):
+        found = dict(load(source, torch.bfloat16, CPU))
+        for name, tensor in found.items():
+            assert tensor.dtype == (torch.float32 if "norm" in name else torch.bfloat16), name
+        assert sum(t.nbytes for t in found.values()) == weights_bytes(source, torch.bfloat16)
+    assert weights_bytes(source, torch.bfloat16) > plain
+
+
+def test_sizes_take_one_layer_for_all(source, monkeypatch):
+    """Also of a number of layers that no machine could list."""
+    of_layer = architectures._layer_parameters
+
+    def first(model: ModelConfig, layer: int):
+        assert layer == 0
+        return of_layer(model, layer)
+
+    monkeypatch.setattr(architectures, "_layer_parameters", first)
+    sizes = [
+        weights_bytes(replace(source, num_layers=count), torch.float32)
+        for count in (1, 2, 10**15, 10**15 + 1)
+    ]
+    assert sizes[1] - sizes[0] == sizes[3] - sizes[2] > 0
+    assert sizes[3] == sizes[0] + 10**15 * (sizes[1] - sizes[0])
+    assert is_small(source)
+    assert not is_small(replace(source, num_layers=10**15))
+
+
 def test_conversion_and_progress(source):
     tensors = load_file(source.path / "model.safetensors")
     total = sum(t.numel() * 4 for t in tensors.values())
@@ -99,13 +213,19 @@ def test_shards_and_a_single_file_are_the_same(source, tmp_path):
         assert torch.equal(tensor, sharded[name])
     (tmp_path / "model-1.safetensors").unlink()
     message = refused(replace(source, path=tmp_path))
-    assert "model-1.safetensors" in message
-    assert "no such file" in message
+    assert "1 of 3 files in weight_map are missing: model-1.safetensors" in message
     index_file.write_text(json.dumps({"weight_map": {"a": "../elsewhere.safetensors"}}))
     assert "elsewhere" in refused(replace(source, path=tmp_path))
-    for text in ("{", "[]", '{"weight_map": 3}'):
+    for text, words in {
+        "{": "not valid JSON",
+        "[]": "expected a JSON object",
+        '{"weight_map": 3}': "weight_map is 3",
+        '{"weight_map": {}}': "weight_map is {}",
+    }.items():
         index_file.write_text(text)
-        assert "not an index" in refused(replace(source, path=tmp_path))
+        message = refused(replace(source, path=tmp_path))
+        assert str(index_file) in message
+        assert words in message
 
 
 def test_missing_tensor(copy):
@@ -168,10 +288,9 @@ def test_no_file_at_all(copy):
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no /proc")
-def test_the_files_are_closed_again(source):
-    attention = TorchAttention(attention_shape(source), torch.float32)
-    decoder = Decoder(source, TorchOps(), attention, load_weights(source, torch.float32, CPU))
-    assert str(source.path) not in Path("/proc/self/maps").read_text()
+def test_the_files_are_closed_again(copy):
+    decoder = make_decoder(copy, load_weights(copy, torch.float32, CPU))
+    assert str(copy.path) not in Path("/proc/self/maps").read_text()
     assert decoder.embedding.shape == (256, 64)
 
 

@@ -12,6 +12,8 @@ from asyncllm.checkpoint.config_file import ConfigFile
 from asyncllm.checkpoint.progress import Progress
 from asyncllm.errors import ModelLoadError
 
+_INDEX_FILE = "model.safetensors.index.json"
+_SINGLE_FILE = "model.safetensors"
 _CONFIG_PATTERNS = ("config.json", "generation_config.json")
 _WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json")
 _TOKENIZER_PATTERNS = (
@@ -74,7 +76,7 @@ def resolve_model(
     if not (directory / "config.json").is_file():
         raise ModelLoadError(f"{directory}: config.json is missing; {_contents(directory)}")
     if weights:
-        _check_weights(directory)
+        weight_files(directory)
     return directory
 
 
@@ -144,21 +146,33 @@ def _contents(directory: Path) -> str:
     return "found " + ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
 
 
-def _check_weights(directory: Path) -> None:
-    for index in sorted(directory.glob("*.safetensors.index.json")):
-        shards = {str(s) for s in ConfigFile.read(index).section("weight_map").values.values()}
-        missing = sorted(shard for shard in shards if not (directory / shard).is_file())
-        if missing:
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files of a checkpoint: those in its index, or the single one.
+
+    Raises:
+        ModelLoadError: one of them is missing, or the index is damaged.
+    """
+    index = directory / _INDEX_FILE
+    if not index.is_file():
+        single = directory / _SINGLE_FILE
+        if not single.is_file():
             raise ModelLoadError(
-                f"{index}: {len(missing)} of {len(shards)} files in weight_map are missing: "
-                + ", ".join(missing[:3])
-                + (", …" if len(missing) > 3 else "")
+                f"{directory}: neither {_SINGLE_FILE} nor {_INDEX_FILE}, the only weight format "
+                f"that is read; {_contents(directory)}"
             )
-    if not any(directory.glob("*.safetensors")):
+        return [single]
+    config = ConfigFile.read(index)
+    shards = sorted({str(shard) for shard in config.section("weight_map").values.values()})
+    missing = [s for s in shards if Path(s).name != s or not (directory / s).is_file()]
+    if missing:
         raise ModelLoadError(
-            f"{directory}: no *.safetensors file, the only weight format that is read; "
-            + _contents(directory)
+            f"{index}: {len(missing)} of {len(shards)} files in weight_map are missing: "
+            + ", ".join(missing[:3])
+            + (", …" if len(missing) > 3 else "")
         )
+    if not shards:
+        raise config.bad("weight_map", "the file of each tensor")
+    return [directory / shard for shard in shards]
 
 
 def _download(

@@ -24,14 +24,14 @@ from asyncllm.gpu.execution_mode import (
 from asyncllm.gpu.kv_cache import KVCache, cpu_cache_bytes, min_cache_bytes, size_cache
 from asyncllm.gpu.memory import check_cache, check_weights, cuda_cache_bytes, release
 from asyncllm.gpu.model_runner import ModelRunner
-from asyncllm.gpu.models.architectures import count_parameters, find_architecture, is_small
+from asyncllm.gpu.models.architectures import find_architecture, is_small
 from asyncllm.gpu.models.decoder import Decoder, attention_shape, attention_windows
 from asyncllm.gpu.ops.backend import AttentionRequest
 from asyncllm.gpu.ops.registry import make_attention, make_ops
 from asyncllm.gpu.profile import profile_run
 from asyncllm.gpu.threads import set_thread_count
 from asyncllm.gpu.token_budget import calibrate_token_budget
-from asyncllm.gpu.weights import dummy_weights, load_weights
+from asyncllm.gpu.weights import dummy_weights, load_weights, weights_bytes
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.validation import invalid
 
@@ -149,10 +149,6 @@ def _load(
         block_size,
         free_at_start,
     )
-
-
-def weights_bytes(model: ModelConfig, dtype: torch.dtype) -> int:
-    return count_parameters(model) * dtype.itemsize
 
 
 def _say_nothing(done: int, total: int) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.errors import ModelLoadError
@@ -12,10 +13,12 @@ from asyncllm.errors import ModelLoadError
 SMALL_MODEL = 32_000_000
 """Parameters below which a model is bound by the number of ops."""
 
+_COMPUTED_BUFFER = re.compile(r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
+
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """What an architecture has beyond the common decoder.
+    """Features of an architecture beyond the common decoder.
 
     Attributes:
         qk_norm: RMSNorm on each query and key head.
@@ -36,15 +39,20 @@ ARCHITECTURES = {
 class Parameter:
     """A parameter of the decoder and the checkpoint tensors that are stacked into it.
 
+    The parameters of a linear layer follow one another under a common prefix: "weight" first,
+    then those that go with it (bias, scales, zeros), each named as in ``LinearWeights``.
+
     Attributes:
         name: the decoder's own name, e.g. "layers.3.qkv.weight".
         shape: of the whole; ``parts`` are stacked along its first dimension.
         parts: ``(tensor name, rows)`` in order.
+        dtype: torch's name of the dtype it is kept in, e.g. "float32"; None is the model's.
     """
 
     name: str
     shape: tuple[int, ...]
     parts: tuple[tuple[str, int], ...]
+    dtype: str | None = None
 
 
 def find_architecture(model: ModelConfig) -> Architecture:
@@ -79,14 +87,22 @@ def parameters(model: ModelConfig) -> Iterator[Parameter]:
         yield _single("lm_head.weight", "lm_head.weight", (vocab, hidden))
 
 
-def count_parameters(model: ModelConfig) -> int:
-    """Numbers in all parameters of the decoder."""
-    return sum(math.prod(parameter.shape) for parameter in parameters(model))
+def is_unused(model: ModelConfig, name: str) -> bool:
+    """Whether a checkpoint's tensor may be left out: a second copy of a tied output head, or
+    a table that older versions of transformers saved."""
+    tied_head = model.tie_word_embeddings and name == "lm_head.weight"
+    return tied_head or _COMPUTED_BUFFER.match(name) is not None
+
+
+def sum_parameters(model: ModelConfig, size: Callable[[Parameter], int]) -> int:
+    """The sum of ``size`` over all parameters. Layers are alike, so one stands for all."""
+    of_layer = sum(map(size, _layer_parameters(model, 0)))
+    return sum(map(size, parameters(replace(model, num_layers=0)))) + model.num_layers * of_layer
 
 
 def is_small(model: ModelConfig) -> bool:
     """Whether the number of ops decides the speed, and not their arithmetic."""
-    return count_parameters(model) < SMALL_MODEL
+    return sum_parameters(model, lambda parameter: math.prod(parameter.shape)) < SMALL_MODEL
 
 
 def _layer_parameters(model: ModelConfig, layer: int) -> Iterator[Parameter]:

@@ -1,0 +1,49 @@
+"""CheckpointReader: the tensors of a checkpoint by name, in any file format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Description of a stored tensor, read without loading it.
+
+    Attributes:
+        file: named in error messages.
+        dtype: safetensors' name of the element type, e.g. "BF16".
+        num_bytes: size in the file.
+    """
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+    num_bytes: int
+
+
+class CheckpointReader(Protocol):
+    """Access to a checkpoint's tensors under the names that its files give them. Which of
+    them a model needs, and what it makes of them, is the loader's business."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """All tensors of the checkpoint by name."""
+        ...
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor on the host, contiguous; it may be a view of a mapped file.
+
+        Raises:
+            ModelLoadError: it cannot be read.
+        """
+        ...
+
+    def close(self) -> None:
+        """Releases the files; tensors that were handed out are not used after it."""
+        ...
