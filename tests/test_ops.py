@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import weakref
 from pathlib import Path
 
@@ -10,9 +11,11 @@ import torch
 import torch.nn.functional as F
 
 from asyncllm.checkpoint.model_config import ModelConfig, RopeConfig
+from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.models.decoder import Decoder, attention_shape
 from asyncllm.gpu.ops import onednn_ops
 from asyncllm.gpu.ops.base import AttentionShape
+from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.onednn_ops import (
     PLAIN_PRODUCT,
     BucketedLinear,
@@ -47,7 +50,8 @@ def test_linear(ops, dtype, shape, biased):
     bias = torch.randn(shape[0], generator=generator).to(dtype) if biased else None
     shift = 0.0 if bias is None else bias.double()
     tolerance = TOLERANCE[dtype]
-    for linear, extra in ((ops.linear(weight, bias), shift), (ops.tied_linear(weight), 0.0)):
+    own, shared = LinearWeights(weight, bias), LinearWeights(weight, shared=True)
+    for linear, extra in ((ops.linear(own), shift), (ops.linear(shared), 0.0)):
         for rows in (0, 1, 3, 17, 70):
             x = torch.randn(rows, shape[1], generator=generator).to(dtype)
             found = linear(x)
@@ -85,10 +89,13 @@ def test_what_has_a_cache_of_shapes_sees_buckets_alone(dtype, monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     ops = OneDNNOps()
     small, large = torch.randn(64, 32).to(dtype), torch.randn(640, 640).to(dtype)
-    layers = [ops.linear(small, None), ops.linear(large, small.new_zeros(640))]
-    layers += [ops.tied_linear(small)]
+    layers = [
+        ops.linear(LinearWeights(small)),
+        ops.linear(LinearWeights(large, small.new_zeros(640))),
+    ]
+    layers += [ops.linear(LinearWeights(small, shared=True))]
     if dtype != torch.float32:
-        layers.append(ops.tied_linear(large))
+        layers.append(ops.linear(LinearWeights(large, shared=True)))
     generator = torch.Generator().manual_seed(4)
     for layer in layers:
         weight = layer.weight if isinstance(layer, SmallLinear) else layer.linear.weight
@@ -111,13 +118,102 @@ def test_only_tiny_weights_are_kept_in_two_layouts(monkeypatch):
     small, large = torch.zeros(10, PLAIN_PRODUCT // 10), torch.zeros(11, PLAIN_PRODUCT // 10)
     for capability, kind in (("AVX512", SmallLinear), ("AVX2", TorchLinear)):
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)  # noqa: B023
-        assert type(ops.linear(small, None)) is kind
-        assert type(ops.linear(large, None)) is BucketedLinear
+        assert type(ops.linear(LinearWeights(small))) is kind
+        assert type(ops.linear(LinearWeights(small, shared=True))) is kind
+        assert type(ops.linear(LinearWeights(large))) is BucketedLinear
     packed = BucketedLinear if onednn_works(torch.bfloat16) else TorchLinear
-    assert type(ops.linear(small.bfloat16(), None)) is packed
+    assert type(ops.linear(LinearWeights(small.bfloat16()))) is packed
+    # Its plain values stay for others to read.
+    shared = ops.linear(LinearWeights(large, shared=True))
+    assert isinstance(shared, TorchLinear)
+    assert shared.weight is large
 
 
+def quantised(scheme: str, rows: int, columns: int, block: tuple[int, int]) -> dict:
+    """Fields of a bundle with scales and zeros of the right shape."""
+    dtype = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}.get(scheme, torch.uint8)
+    width = columns // 2 if dtype == torch.uint8 else columns
+    grid = (-(-rows // block[0]), -(-columns // block[1]))
+    return {
+        "values": torch.zeros(rows, width, dtype=dtype),
+        "scheme": scheme,
+        "scales": torch.ones(grid),
+        "scale_block": block,
+        "zeros": torch.zeros(grid),
+        "column_order": torch.arange(columns),
+        "bias": torch.zeros(rows),
+    }
+
+
+QUANTISED = [
+    ("int8", 6, 32, (1, 32)),
+    ("int4", 6, 32, (1, 8)),
+    ("e2m1", 5, 32, (1, 32)),
+    ("e4m3", 200, 300, (128, 128)),
+]
+
+
+@pytest.mark.parametrize(("scheme", "rows", "columns", "block"), QUANTISED)
+def test_weights_of_a_scheme_that_an_op_set_lacks_are_refused(scheme, rows, columns, block):
+    """By name, and never computed with as if they were plain."""
+    weights = LinearWeights(**quantised(scheme, rows, columns, block))
+    assert weights.shape == (rows, columns)
+    for ops in BACKENDS:
+        with pytest.raises(ModelLoadError, match=f"'{scheme}'.*'{ops.name}' takes 'plain' only"):
+            ops.linear(weights)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"scheme": "int3"}, ("scheme is int3, expected plain or int8 or",)),
+        (
+            {"values": torch.zeros(6, 32)},
+            ("'int4': dtype of values is torch.float32", "expected torch.uint8"),
+        ),
+        (
+            {"values": torch.zeros(96, dtype=torch.uint8)},
+            ("dimensions of values is 1, expected 2",),
+        ),
+        ({"scale_block": None}, ("scale_block is None, expected (rows, columns)",)),
+        ({"scale_block": (1, 0)}, ("scale_block is (1, 0), expected (rows, columns)",)),
+        ({"scales": None}, ("scales is None, expected (6, 4)",)),
+        ({"scales": torch.ones(6, 3)}, ("scales", "(6, 3)", "(6, 4)")),
+        ({"zeros": torch.ones(4, 6)}, ("zeros", "(4, 6)", "(6, 4)")),
+        ({"column_order": torch.arange(16)}, ("column_order", "(16,)", "(32,)")),
+        ({"bias": torch.zeros(32)}, ("bias", "(32,)", "(6,)")),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_bundles_that_contradict_themselves(fields, words):
+    LinearWeights(**quantised("int4", 6, 32, (1, 8)))
+    with pytest.raises(ModelLoadError) as error:
+        LinearWeights(**quantised("int4", 6, 32, (1, 8)) | fields)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_plain_weights_have_a_bias_and_nothing_else():
+    fields = quantised("int8", 6, 32, (1, 32))
+    for name in ("scales", "zeros", "column_order", "scale_block"):
+        with pytest.raises(ModelLoadError, match=f"'plain'.*{name} .*expected None"):
+            LinearWeights(torch.zeros(6, 32), **{name: fields[name]})
+    with pytest.raises(ModelLoadError, match=r"bias .*\(5,\), expected \(6,\)"):
+        LinearWeights(torch.zeros(6, 32), torch.zeros(5))
+    with pytest.raises(ModelLoadError, match=r"'plain'.*int8.*bfloat16"):
+        LinearWeights(torch.zeros(6, 32, dtype=torch.int8))
+
+
+def test_bundles_pickle():
+    found = pickle.loads(pickle.dumps(LinearWeights(**quantised("int4", 6, 32, (1, 8)))))
+    assert (found.scheme, found.shape, found.scale_block) == ("int4", (6, 32), (1, 8))
+    assert torch.equal(found.scales, torch.ones(6, 4))
+
+
+@pytest.mark.skipif(not onednn_works(), reason="this torch has no packed linear layers")
 def test_a_decoder_holds_no_second_copy_while_it_is_built():
+    """Of weights that are packed, which float32 is everywhere."""
+    dtype = torch.float32
     model = ModelConfig(
         path=Path("nowhere"),
         architecture="LlamaForCausalLM",
@@ -136,14 +232,14 @@ def test_a_decoder_holds_no_second_copy_while_it_is_built():
     plain: list[weakref.ref[torch.Tensor]] = []
 
     def watched():
-        for name, tensor in dummy_weights(model, torch.float32, CPU):
+        for name, tensor in dummy_weights(model, dtype, CPU):
             assert sum(ref() is not None for ref in plain) <= 1
             if tensor.dim() > 1 and not name.startswith("embed"):
                 plain.append(weakref.ref(tensor))
             yield name, tensor
             del tensor
 
-    attention = TorchAttention(attention_shape(model), torch.float32)
+    attention = TorchAttention(attention_shape(model), dtype)
     decoder = Decoder(model, OneDNNOps(), attention, watched())
     assert len(plain) == 4 * 3
     assert all(ref() is None for ref in plain)

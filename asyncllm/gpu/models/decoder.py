@@ -26,6 +26,7 @@ from asyncllm.gpu.ops.base import (
     RMSNorm,
     RopeAndCache,
 )
+from asyncllm.gpu.ops.linear_weights import LinearWeights
 
 
 @dataclass(slots=True)
@@ -170,7 +171,8 @@ class _Builder:
 
     def linear(self, name: str, bias: bool) -> Linear:
         weight = self.take(f"{name}.weight")
-        return self.ops.linear(weight, self.take(f"{name}.bias") if bias else None)
+        found = LinearWeights(weight, self.take(f"{name}.bias") if bias else None)
+        return self.ops.linear(found)
 
     def layer(self, index: int) -> DecoderLayer:
         model, ops, name = self.model, self.ops, f"layers.{index}."
@@ -192,5 +194,5 @@ class _Builder:
 
     def lm_head(self, embedding: Tensor) -> Linear:
         if self.model.tie_word_embeddings:
-            return self.ops.tied_linear(embedding)
+            return self.ops.linear(LinearWeights(embedding, shared=True))
         return self.linear("lm_head", False)

@@ -1,8 +1,7 @@
-"""The op set: what a backend has to provide for the decoder to run on it.
+"""OpSet: the ops that a backend provides for the decoder to run on it.
 
-A backend is asked for its ops once, when the model is built; a step only calls them. The
-shapes below use T tokens of a step, Hq query heads, Hk key/value heads and D, the size of a
-head.
+Ops are made once, when the model is built; a step only calls them. The shapes below use T
+tokens of a step, Hq query heads, Hk key/value heads and D, the size of a head.
 """
 
 from __future__ import annotations
@@ -14,11 +13,12 @@ from torch import Tensor
 
 from asyncllm.gpu.batch.decode_inputs import DecodeInputs, SamplingTensors
 from asyncllm.gpu.batch.step_inputs import ModelInputs
+from asyncllm.gpu.ops.linear_weights import LinearWeights
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Heads of a model, and what becomes of a score.
+    """Attention geometry, score scale and soft cap.
 
     Attributes:
         scale: factor on ``q @ k`` (``head_dim ** -0.5``).
@@ -38,7 +38,7 @@ class AttentionShape:
 
 
 class Linear(Protocol):
-    """``x [T, in] -> [T, out]``; owns its weight, in whatever layout the backend packs."""
+    """``x [T, in] -> [T, out]``; owns its weight, in the backend's own layout."""
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
@@ -54,7 +54,7 @@ class RMSNorm(Protocol):
 
 
 class RopeAndCache(Protocol):
-    """Norms q and k by head where the model does, rotates both, and writes k and v."""
+    """QK norm by head where the model has one, RoPE, and the write of k and v to the cache."""
 
     def __call__(
         self, qkv: Tensor, rotary: Any, cache: Tensor, slot_mapping: Tensor
@@ -101,17 +101,17 @@ class Attention(Protocol):
 
 
 class OpSet(Protocol):
-    """A backend: builds the ops of a model. ``attention`` may come from another one."""
+    """Backend of everything but attention, which may come from another one."""
 
     name: str
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        """Takes over ``weight [out, in]``: the caller drops its own reference."""
-        ...
+    def linear(self, weights: LinearWeights) -> Linear:
+        """A linear layer that takes over ``weights``: unless they are shared, the caller drops
+        its references, so that a packed copy replaces them.
 
-    def tied_linear(self, weight: Tensor) -> Linear:
-        """A linear layer on a weight that others read as well, the embedding: never packed,
-        because a packed copy would come on top of it."""
+        Raises:
+            ModelLoadError: a scheme that the backend cannot compute with.
+        """
         ...
 
     def rms_norm(self, weight: Tensor, eps: float) -> RMSNorm: ...
@@ -121,7 +121,7 @@ class OpSet(Protocol):
     ) -> RopeAndCache: ...
 
     def rotary(self, table: Tensor, positions: Tensor) -> Any:
-        """What the rotation in all layers needs of a step; made once per step.
+        """The rotation of a step's positions, shared by all layers of one RoPE table.
 
         Args:
             table: ``[max_positions, D]``: cosines, then sines, of half a head each.

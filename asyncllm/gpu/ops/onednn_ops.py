@@ -1,4 +1,4 @@
-"""The op set for CPUs: plain torch, with linear layers on weights packed for oneDNN.
+"""OneDNNOps: the op set for CPUs, plain torch with linear layers packed for oneDNN.
 
 oneDNN's packed layout saves it the reordering of the weight in every call, 1.5 to 3 times
 at the batch sizes of decoding. A call costs about 10 µs more than ``F.linear``, so that tiny
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from asyncllm.gpu.ops.base import Linear
+from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.torch_ops import TorchLinear, TorchOps
 
 PLAIN_PRODUCT = 400_000
@@ -48,9 +49,9 @@ class BucketedLinear:
 class PackedLinear:
     """A linear layer on a packed weight, which replaces the plain one."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight)
-        self.bias = bias
+    def __init__(self, weights: LinearWeights) -> None:
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weights.values)
+        self.bias = weights.bias
         self.linear = torch.ops.mkldnn._linear_pointwise.default
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -60,11 +61,11 @@ class PackedLinear:
 class SmallLinear:
     """A linear layer on a small float32 weight: plain for few rows, packed for many."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.weight = weight
-        self.bias = bias
-        self.packed = BucketedLinear(PackedLinear(weight, bias))
-        self.plain_rows = PLAIN_PRODUCT // weight.numel()
+    def __init__(self, weights: LinearWeights) -> None:
+        self.weight = weights.values
+        self.bias = weights.bias
+        self.packed = BucketedLinear(PackedLinear(weights))
+        self.plain_rows = PLAIN_PRODUCT // self.weight.numel()
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.shape[0] <= self.plain_rows:
@@ -77,21 +78,20 @@ class OneDNNOps(TorchOps):
 
     name = "onednn"
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        if not onednn_works(weight.dtype):
-            return TorchLinear(weight, bias)
-        if weight.dtype != torch.float32 or weight.numel() > PLAIN_PRODUCT:
-            return BucketedLinear(PackedLinear(weight, bias))
+    def plain_linear(self, weights: LinearWeights) -> Linear:
+        """Packed, but where that would keep a second copy of a large weight."""
+        dtype, small = weights.values.dtype, weights.values.numel() <= PLAIN_PRODUCT
+        if weights.shared and not small:
+            # In float32 torch calls BLAS, which keeps nothing; in bfloat16, oneDNN.
+            linear = TorchLinear(weights)
+            return linear if dtype == torch.float32 else BucketedLinear(linear)
+        if not onednn_works(dtype):
+            return TorchLinear(weights)
+        if dtype != torch.float32 or not small:
+            return BucketedLinear(PackedLinear(weights))
         if torch.backends.cpu.get_cpu_capability() == "AVX2":
-            return TorchLinear(weight, bias)
-        return SmallLinear(weight, bias)
-
-    def tied_linear(self, weight: Tensor) -> Linear:
-        if weight.numel() <= PLAIN_PRODUCT:
-            return self.linear(weight, None)
-        linear = TorchLinear(weight, None)
-        # In float32 torch calls BLAS, which keeps nothing; in bfloat16, oneDNN.
-        return linear if weight.dtype == torch.float32 else BucketedLinear(linear)
+            return TorchLinear(weights)
+        return SmallLinear(weights)
 
 
 def onednn_works(dtype: torch.dtype = torch.float32) -> bool:
@@ -106,7 +106,7 @@ def onednn_works(dtype: torch.dtype = torch.float32) -> bool:
     weight = torch.arange(20, dtype=dtype, device="cpu").view(5, 4)
     bias = torch.arange(5, dtype=dtype, device="cpu")
     try:
-        found = PackedLinear(weight, bias)(x)
+        found = PackedLinear(LinearWeights(weight, bias))(x)
     except (AttributeError, RuntimeError, TypeError):
         return False
     return torch.allclose(found, F.linear(x, weight, bias), rtol=torch.finfo(dtype).eps)

@@ -1,4 +1,4 @@
-"""The op set in plain torch: runs anywhere, and is what other backends are tested against.
+"""TorchOps: the op set in plain torch, which runs anywhere and is the reference for the others.
 
 Tiny models are bound by the number of ops, not by arithmetic, so each op here is written
 with as few torch calls as it takes.
@@ -10,17 +10,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.batch.decode_inputs import DecodeInputs, SamplingTensors
-from asyncllm.gpu.ops.base import AttentionShape, Linear, RopeAndCache
+from asyncllm.gpu.ops.base import AttentionShape, Linear, RMSNorm, RopeAndCache
 from asyncllm.gpu.ops.gumbel import gumbel_sample
+from asyncllm.gpu.ops.linear_weights import LinearWeights
 
 
 class TorchLinear:
-    """A linear layer on a plain weight ``[out, in]``."""
+    """A linear layer on plain values ``[out, in]``."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.weight = weight
-        self.bias = bias
+    def __init__(self, weights: LinearWeights) -> None:
+        self.weight = weights.values
+        self.bias = weights.bias
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
@@ -96,13 +98,18 @@ class TorchOps:
 
     name = "torch"
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        return TorchLinear(weight, bias)
+    def linear(self, weights: LinearWeights) -> Linear:
+        if weights.scheme != "plain":
+            raise ModelLoadError(
+                f"weights of scheme {weights.scheme!r}: the op set {self.name!r} takes 'plain' only"
+            )
+        return self.plain_linear(weights)
 
-    def tied_linear(self, weight: Tensor) -> Linear:
-        return TorchLinear(weight, None)
+    def plain_linear(self, weights: LinearWeights) -> Linear:
+        """The layer of weights that are floating point numbers as they are."""
+        return TorchLinear(weights)
 
-    def rms_norm(self, weight: Tensor, eps: float) -> TorchRMSNorm:
+    def rms_norm(self, weight: Tensor, eps: float) -> RMSNorm:
         return TorchRMSNorm(weight, eps)
 
     def rope_and_cache(

@@ -1,12 +1,12 @@
-"""TritonOps: the op set on CUDA. Matrix products stay with cuBLAS."""
+"""TritonOps: the op set on CUDA."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from asyncllm.gpu.batch.decode_inputs import DecodeInputs, SamplingTensors
-from asyncllm.gpu.ops.base import AttentionShape, Linear
-from asyncllm.gpu.ops.torch_ops import TorchLinear
+from asyncllm.gpu.ops.base import AttentionShape
+from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.ops.triton.activation import silu_mul
 from asyncllm.gpu.ops.triton.decode_inputs import decode_inputs
 from asyncllm.gpu.ops.triton.norm import TritonRMSNorm
@@ -15,8 +15,9 @@ from asyncllm.gpu.ops.triton.sampling import sample
 from asyncllm.gpu.ops.triton.toolchain import check_triton
 
 
-class TritonOps:
-    """Fused kernels for everything that is bound by memory.
+class TritonOps(TorchOps):
+    """Fused kernels for everything that is bound by memory; matrix products are torch's, which
+    are cuBLAS's.
 
     Raises:
         EngineError: Triton cannot compile kernels here.
@@ -26,12 +27,6 @@ class TritonOps:
 
     def __init__(self) -> None:
         check_triton()
-
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        return TorchLinear(weight, bias)
-
-    def tied_linear(self, weight: Tensor) -> Linear:
-        return TorchLinear(weight, None)
 
     def rms_norm(self, weight: Tensor, eps: float) -> TritonRMSNorm:
         return TritonRMSNorm(weight, eps)
