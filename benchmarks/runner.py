@@ -23,7 +23,7 @@ from asyncllm.core.scheduler import Scheduler
 from asyncllm.gpu.graph.cuda_graphs import EagerCapturer
 from asyncllm.gpu.kv_cache import KVCache, KVCacheSize
 from asyncllm.gpu.model_runner import ModelRunner
-from asyncllm.gpu.models.decoder import Decoder, attention_shape
+from asyncllm.gpu.models.dense import attention_kinds, build_decoder
 from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.weights import dummy_weights
@@ -68,8 +68,8 @@ def make_runner() -> ModelRunner:
         tie_word_embeddings=True,
     )
     cpu, dtype = torch.device("cpu"), torch.float32
-    attention = TorchAttention(attention_shape(model), dtype)
-    decoder = Decoder(model, TorchOps(), attention, dummy_weights(model, dtype, cpu))
+    attention = {kind: TorchAttention(kind.shape, dtype) for kind in attention_kinds(model)}
+    decoder = build_decoder(model, TorchOps(), attention, dummy_weights(model, dtype, cpu))
     decoder.set_max_positions(MAX_LEN)
     info = ExecutorInfo(
         vocab_size=50_000,

@@ -17,7 +17,8 @@ from asyncllm.gpu.graph.cuda_graphs import GraphCapturer, default_sizes
 from asyncllm.gpu.graph.decode_runner import DecodeRunner
 from asyncllm.gpu.kv_cache import KVCache, KVCacheSize, block_bytes
 from asyncllm.gpu.model_runner import ModelRunner
-from asyncllm.gpu.models.decoder import Decoder, attention_shape
+from asyncllm.gpu.models.decoder import Decoder
+from asyncllm.gpu.models.dense import attention_kinds, build_decoder
 from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.weights import dummy_weights
@@ -114,10 +115,10 @@ def make_decoder(
     model: ModelConfig, weights: Iterable[tuple[str, Tensor]] | None = None
 ) -> Decoder:
     """In plain torch and float32."""
-    attention = TorchAttention(attention_shape(model), torch.float32)
+    attention = {kind: TorchAttention(kind.shape, torch.float32) for kind in attention_kinds(model)}
     if weights is None:
         weights = dummy_weights(model, torch.float32, CPU, None)
-    decoder = Decoder(model, TorchOps(), attention, weights)
+    decoder = build_decoder(model, TorchOps(), attention, weights)
     decoder.set_max_positions(model.max_position_embeddings)
     return decoder
 

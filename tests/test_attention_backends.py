@@ -14,8 +14,10 @@ import torch
 
 from asyncllm.config import EngineConfig
 from asyncllm.errors import EngineError, InvalidRequestError
+from asyncllm.gpu import build
 from asyncllm.gpu.build import build_model_runner
-from asyncllm.gpu.models.decoder import attention_windows
+from asyncllm.gpu.models.dense import attention_kinds, attention_shape
+from asyncllm.gpu.models.layers import AttentionKind
 from asyncllm.gpu.ops.backend import AttentionBackend, AttentionRequest, Constraints
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.builtin_backends import TritonBackend
@@ -81,10 +83,39 @@ def test_the_builtin_backends_satisfy_the_protocol():
         assert isinstance(backend(), AttentionBackend)
 
 
-def test_a_model_tells_its_windows():
-    assert attention_windows(MODEL) == (None, None)
-    sliding = replace(MODEL, sliding_window=24, sliding_layers=(False, True))
-    assert attention_windows(sliding) == (None, 24)
+def test_a_model_tells_its_kinds_of_attention_once_each():
+    full = AttentionKind(attention_shape(MODEL))
+    assert attention_kinds(MODEL) == (full,)
+    layers = (False, True, True, False)
+    sliding = replace(MODEL, num_layers=4, sliding_window=24, sliding_layers=layers)
+    assert attention_kinds(sliding) == (full, replace(full, window=24))
+
+
+def test_each_kind_of_layer_has_its_own_attention(monkeypatch):
+    requests = []
+
+    def make(name, request):
+        requests.append(request)
+        return make_attention(name, request)
+
+    monkeypatch.setattr(build, "make_attention", make)
+    layers = (True, False, True, False)
+    model = replace(MODEL, num_layers=4, sliding_window=24, sliding_layers=layers)
+    settings = EngineConfig(load_format="dummy", device="cpu", max_num_batched_tokens=64)
+    decoder = build_model_runner(settings, model)._state.decoder
+    assert [request.windows for request in requests] == [frozenset({24}), frozenset({None})]
+    near, full = decoder.attention.values()
+    assert near is not full
+    assert [layer.mixer.attention for layer in decoder.layers] == [near, full, near, full]
+    assert [layer.mixer.attention_index for layer in decoder.layers] == [0, 1, 0, 1]
+
+
+def test_one_kind_of_layer_that_a_backend_lacks_is_enough(monkeypatch):
+    model = replace(MODEL, sliding_window=24, sliding_layers=(False, True))
+    settings = EngineConfig(load_format="dummy", device="cpu", max_num_batched_tokens=64)
+    monkeypatch.setattr(BUILTIN["torch"], "constraints", Constraints(window=False))
+    with pytest.raises(InvalidRequestError, match="no sliding window, and this is 24"):
+        build_model_runner(settings, model)
 
 
 def test_the_factory_takes_the_backends_own_block_size(monkeypatch):

@@ -32,7 +32,8 @@ from asyncllm.gpu.memory import (
     is_out_of_memory,
     release,
 )
-from asyncllm.gpu.models.decoder import Decoder, attention_shape
+from asyncllm.gpu.models.decoder import Decoder
+from asyncllm.gpu.models.dense import attention_kinds, build_decoder
 from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.profile import largest_rows, profile_run
@@ -425,8 +426,8 @@ class RecordingOps(TorchOps):
 
 
 def make_decoder(model=MODEL, dtype: torch.dtype = torch.float32) -> Decoder:
-    attention = RecordingAttention(attention_shape(model), dtype)
-    decoder = Decoder(model, RecordingOps(), attention, dummy_weights(model, dtype, CPU))
+    attention = {kind: RecordingAttention(kind.shape, dtype) for kind in attention_kinds(model)}
+    decoder = build_decoder(model, RecordingOps(), attention, dummy_weights(model, dtype, CPU))
     decoder.set_max_positions(model.max_position_embeddings)
     return decoder
 
@@ -438,7 +439,8 @@ def test_the_largest_step_runs_prefill_mixed_and_decode_at_the_end_of_long_seque
     profile_run(
         decoder, max_num_batched_tokens=100, max_num_seqs=6, max_model_len=60, block_size=16
     )
-    assert decoder.attention.steps == [
+    (attention,) = decoder.attention.values()
+    assert attention.steps == [
         (0, [60, 40], [60, 60], (2, 4), 6),
         (4, [1, 1, 1, 1, 60, 36], [60] * 6, (6, 4), 6),
         (6, [1] * 6, [60] * 6, (6, 4), None),
@@ -452,12 +454,15 @@ def test_one_layer_of_each_window_stands_for_all():
     model = replace(MODEL, num_layers=8, sliding_window=20, sliding_layers=sliding)
     decoder = make_decoder(model)
     profile_run(decoder, max_num_batched_tokens=40, max_num_seqs=1, max_model_len=40, block_size=8)
-    # Layers 0, 1, 4 and 7, in two steps of which both windows were planned.
-    assert decoder.attention.calls == 4 * 2
-    assert len(decoder.attention.steps) == 2 * 2
+    # Layers 0 and 1 see all, 4 and 7 a window, in two steps of which both kinds were planned.
+    assert [kind.window for kind in decoder.attention] == [None, 20]
+    for attention in decoder.attention.values():
+        assert attention.calls == 2 * 2
+        assert len(attention.steps) == 2
     single = make_decoder(replace(MODEL, num_layers=1))
     profile_run(single, max_num_batched_tokens=40, max_num_seqs=1, max_model_len=40, block_size=8)
-    assert single.attention.calls == 2
+    (attention,) = single.attention.values()
+    assert attention.calls == 2
 
 
 def test_few_layers_take_as_much_as_all_of_them():
@@ -629,14 +634,14 @@ def test_a_failed_start_gives_everything_back(monkeypatch, stage):
     released = []
 
     def make_decoder(*args):
-        decoder = Decoder(*args)
+        decoder = build_decoder(*args)
         decoders.append(weakref.ref(decoder.embedding))
         return decoder
 
     def fail(*_, **__):
         raise KVCacheTooSmallError("on purpose")
 
-    monkeypatch.setattr(factory, "Decoder", make_decoder)
+    monkeypatch.setattr(factory, "build_decoder", make_decoder)
     monkeypatch.setattr(factory, stage, fail)
     monkeypatch.setattr(factory, "release", lambda device: released.append((device, decoders[0]())))
     with pytest.raises(KVCacheTooSmallError) as caught:

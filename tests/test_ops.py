@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from asyncllm.checkpoint.model_config import ModelConfig, RopeConfig
 from asyncllm.errors import ModelLoadError
-from asyncllm.gpu.models.decoder import Decoder, attention_shape
+from asyncllm.gpu.models.dense import attention_kinds, build_decoder
 from asyncllm.gpu.ops import onednn_ops
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.linear_weights import LinearWeights
@@ -239,8 +239,8 @@ def test_a_decoder_holds_no_second_copy_while_it_is_built():
             yield name, tensor
             del tensor
 
-    attention = TorchAttention(attention_shape(model), dtype)
-    decoder = Decoder(model, OneDNNOps(), attention, watched())
+    attention = {kind: TorchAttention(kind.shape, dtype) for kind in attention_kinds(model)}
+    decoder = build_decoder(model, OneDNNOps(), attention, watched())
     assert len(plain) == 4 * 3
     assert all(ref() is None for ref in plain)
     assert decoder.embedding.shape == (1024, 640)

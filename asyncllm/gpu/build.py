@@ -25,7 +25,8 @@ from asyncllm.gpu.kv_cache import KVCache, cpu_cache_bytes, min_cache_bytes, siz
 from asyncllm.gpu.memory import check_cache, check_weights, cuda_cache_bytes, release
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.models.architectures import find_architecture, is_small
-from asyncllm.gpu.models.decoder import Decoder, attention_shape, attention_windows
+from asyncllm.gpu.models.decoder import Decoder
+from asyncllm.gpu.models.dense import attention_kinds, build_decoder
 from asyncllm.gpu.ops.backend import AttentionRequest
 from asyncllm.gpu.ops.registry import make_attention, make_ops
 from asyncllm.gpu.profile import profile_run
@@ -136,19 +137,19 @@ def _load(
     """The model with its weights, the tokens per KV block, and on a GPU the bytes that were
     free before."""
     dtype = resolve_dtype(config.dtype, model, device)
-    windows = frozenset(attention_windows(model))
-    needed = AttentionRequest(attention_shape(model), dtype, device, config.block_size, windows)
-    attention, block_size = make_attention(config.attention_backend, needed)
-    ops = make_ops(device, attention)
+    attention, block_size = {}, config.block_size
+    for kind in attention_kinds(model):
+        windows = frozenset({kind.window})
+        request = AttentionRequest(kind.shape, dtype, device, block_size, windows)
+        attention[kind], block_size = make_attention(config.attention_backend, request)
+    assert block_size is not None
+    ops = make_ops(device, next(iter(attention.values())))
     free_at_start = 0
     if device.type == "cuda":
         free_at_start = check_weights(config, device, weights_bytes(model, dtype))
     load = dummy_weights if config.load_format == "dummy" else load_weights
-    return (
-        Decoder(model, ops, attention, load(model, dtype, device, progress)),
-        block_size,
-        free_at_start,
-    )
+    weights = load(model, dtype, device, progress)
+    return build_decoder(model, ops, attention, weights), block_size, free_at_start
 
 
 def _say_nothing(done: int, total: int) -> None:

@@ -325,7 +325,7 @@ class ModelRunner:
         return host, prepare
 
     def _clear(self, state: _Device, step: _Step) -> None:
-        if len(step.blocks_to_zero) and state.decoder.attention.needs_zeroed_blocks:
+        if len(step.blocks_to_zero) and state.decoder.needs_zeroed_blocks:
             state.cache.clear(copy_to_device(step.blocks_to_zero, self.device))
 
     # --- finishing a step --------------------------------------------------------------
@@ -373,7 +373,8 @@ class ModelRunner:
             self._clear(state, step)
             arrays = state.inputs.prepare(step.batch)
             inputs = ModelInputs.from_arrays(arrays, self.device)
-            return self._sample(state, step, state.decoder.forward(inputs, state.cache))
+            hidden = state.decoder.forward(inputs, state.cache)
+            return self._sample(state, step, state.decoder.logits(hidden))
         return self._run_on_device(state, state.decode, step)
 
     def _run_on_device(self, state: _Device, decode: DecodeRunner, step: _Step) -> SampleOutput:

@@ -1,4 +1,4 @@
-"""The largest step: what a device has to have room for, beside weights and KV cache."""
+"""Profile run: the largest steps, whose memory is measured before the KV cache is sized."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 
 from asyncllm.gpu.batch.decode_inputs import SamplingTensors
 from asyncllm.gpu.batch.step_inputs import ModelInputs
-from asyncllm.gpu.models.decoder import Decoder, attention_shape
+from asyncllm.gpu.models.decoder import Decoder
+from asyncllm.gpu.models.dense import attention_shape
 
 
 def profile_run(
@@ -26,21 +27,21 @@ def profile_run(
     at the end of the longest sequences, and samples from their logits.
 
     All rows write and read one KV block, so no cache is needed. Layers have the same shapes
-    and run one after the other: the first of each window, the second and the last take what
-    all of them take, in a fraction of the time. Rotary tables have to be there.
+    and run one after the other: the first of each kind, the second and the last have the peak
+    of all of them, in a fraction of the time. ``set_max_positions`` comes first.
     """
     few = _with_few_layers(decoder)
     weight = decoder.embedding
     shape = attention_shape(decoder.model)
     tile = (2, 1, block_size, shape.num_kv_heads, shape.head_dim)
     block = torch.zeros(tile, dtype=weight.dtype, device=weight.device)
-    cache: Any = SimpleNamespace(layers=[block] * len(few.layers))
+    cache: Any = SimpleNamespace(layers=[block] * len(decoder.layers))
     with torch.inference_mode():
         for num_decodes, counts in largest_rows(
             max_num_batched_tokens, max_num_seqs, max_model_len
         ):
             inputs = _inputs(decoder, num_decodes, counts, max_num_seqs, max_model_len, block_size)
-            _sample(decoder, few.forward(inputs, cache))
+            _sample(decoder, few.logits(few.forward(inputs, cache)))
 
 
 def largest_rows(
@@ -63,8 +64,8 @@ def largest_rows(
 
 def _with_few_layers(decoder: Decoder) -> Decoder:
     layers = decoder.layers
-    windows = [layer.window for layer in layers]
-    kept = {windows.index(window) for window in windows} | {min(1, len(layers) - 1)}
+    kinds = [layer.kind for layer in layers]
+    kept = {kinds.index(kind) for kind in kinds} | {min(1, len(layers) - 1)}
     few = copy.copy(decoder)
     few.layers = [layers[index] for index in sorted(kept | {len(layers) - 1})]
     return few

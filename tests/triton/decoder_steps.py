@@ -11,7 +11,8 @@ from torch import Tensor
 from asyncllm.checkpoint.model_config import ModelConfig, RopeConfig
 from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.kv_cache import KVCache, KVCacheSize
-from asyncllm.gpu.models.decoder import Decoder, attention_shape
+from asyncllm.gpu.models.dense import attention_kinds, build_decoder
+from asyncllm.gpu.models.layers import AttentionKind
 from asyncllm.gpu.ops.base import Attention, OpSet
 from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.gpu.ops.torch_ops import TorchOps
@@ -56,28 +57,33 @@ def run_steps(
 ) -> list[Tensor]:
     """Logits of each step's rows at their last token, on the CPU."""
     model = small_model()
-    shape = attention_shape(model)
-    attention: Attention
-    ops: OpSet
-    if backend == "triton":
-        sms = 16 if capability else None
-        attention = TritonAttention(shape, dtype, device, capability=capability, num_sms=sms)
-        ops = TritonOps()
-    else:
-        attention, ops = TorchAttention(shape, dtype), TorchOps()
+    attention: dict[AttentionKind, Attention] = {}
+    for kind in attention_kinds(model):
+        if backend == "triton":
+            sms = 16 if capability else None
+            attention[kind] = TritonAttention(
+                kind.shape, dtype, device, capability=capability, num_sms=sms
+            )
+        else:
+            attention[kind] = TorchAttention(kind.shape, dtype)
+    ops: OpSet = TritonOps() if backend == "triton" else TorchOps()
     # Drawn on the CPU, so that every device has the same.
     weights = dummy_weights(model, dtype, torch.device("cpu"))
-    decoder = Decoder(model, ops, attention, ((n, tensor.to(device)) for n, tensor in weights))
+    decoder = build_decoder(
+        model, ops, attention, ((n, tensor.to(device)) for n, tensor in weights)
+    )
     decoder.set_max_positions(128)
     cache = KVCache(model, KVCacheSize(32, BLOCK_SIZE, 128, 1), dtype, device)
-    if not attention.needs_zeroed_blocks:
+    if not decoder.needs_zeroed_blocks:
         cache.tensor.fill_(torch.nan)
     random = np.random.default_rng(0)
     blocks = random.permutation(31)[:24].reshape(3, 8).astype(np.int32) + 1
     tokens = random.integers(0, model.vocab_size, (3, 128))
     with torch.inference_mode():
         return [
-            decoder.forward(_inputs(step, blocks, tokens, device), cache).float().cpu()
+            decoder.logits(decoder.forward(_inputs(step, blocks, tokens, device), cache))
+            .float()
+            .cpu()
             for step in STEPS
         ]
 

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from asyncllm.gpu.graph.cuda_graphs import EagerCapturer
 from asyncllm.gpu.graph.decode_runner import DecodeRunner
 from asyncllm.gpu.kv_cache import KVCache, KVCacheSize
-from asyncllm.gpu.models.decoder import Decoder, attention_shape
+from asyncllm.gpu.models.dense import attention_kinds, build_decoder
 from asyncllm.gpu.ops.triton import (
     activation,
     decode_attention,
@@ -57,11 +57,12 @@ def nodes(num_layers: int, rows: int, *, samples: bool = True) -> Counter[str]:
     """Launches of a decode step for an H200: 132 multiprocessors, compute capability 9.0."""
     heads = {"num_heads": 16, "num_kv_heads": 8}
     model = replace(small_model(), num_layers=num_layers, sliding_layers=(), **heads)
-    attention = TritonAttention(
-        attention_shape(model), torch.bfloat16, CPU, capability=90, num_sms=132
-    )
+    attention = {
+        kind: TritonAttention(kind.shape, torch.bfloat16, CPU, capability=90, num_sms=132)
+        for kind in attention_kinds(model)
+    }
     weights = dummy_weights(model, torch.bfloat16, CPU)
-    decoder = Decoder(model, TritonOps(), attention, weights)
+    decoder = build_decoder(model, TritonOps(), attention, weights)
     decoder.set_max_positions(4096)
     step = DecodeRunner(
         decoder,

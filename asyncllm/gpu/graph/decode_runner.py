@@ -118,7 +118,7 @@ class DecodeRunner:
             tokens = inputs.token_ids[: len(req_indices)]
             sampled = self.last_sampled_tokens[copy_to_device(req_indices, self.device)]
             torch.where(tokens < 0, sampled, tokens, out=tokens)
-        return self.decoder.forward(inputs, self.cache)
+        return self.decoder.logits(self.decoder.forward(inputs, self.cache))
 
     def change_table(self, table_indices: np.ndarray, table_values: np.ndarray) -> None:
         """More changes of the block table than a host block holds."""
@@ -132,7 +132,7 @@ class DecodeRunner:
         rows = self._rows(num_rows)
         self._change_table()
         self.decoder.ops.decode_inputs(rows)
-        logits = self.decoder.decode(rows, self.cache)
+        logits = self.decoder.logits(self.decoder.decode(rows, self.cache))
         if samples:
             self.decoder.ops.sample(
                 logits,

@@ -1,1 +1,1 @@
-"""The decoder and the table of architectures it covers."""
+"""Decoder models: layers, the families made of them, and the table of architectures."""

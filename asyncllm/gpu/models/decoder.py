@@ -1,198 +1,99 @@
-"""The decoder: one implementation of the dense transformer for every architecture.
-
-Written once against the op set. What distinguishes the architectures is in ModelConfig and
-the table in ``architectures``.
-"""
+"""Decoder: token ids to hidden states to logits, through a list of layers on a KV cache."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from asyncllm.checkpoint.model_config import ModelConfig
+from asyncllm.checkpoint.model_config import ModelConfig, RopeConfig
 from asyncllm.gpu.batch.decode_inputs import DecodeInputs
 from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.kv_cache import KVCache
-from asyncllm.gpu.models.rope import RopeTable
-from asyncllm.gpu.ops.base import (
-    Attention,
-    AttentionShape,
-    Linear,
-    OpSet,
-    RMSNorm,
-    RopeAndCache,
-)
-from asyncllm.gpu.ops.linear_weights import LinearWeights
+from asyncllm.gpu.models.layers import AttentionKind, Layer, StepContext
+from asyncllm.gpu.models.rope import rope_table
+from asyncllm.gpu.ops.base import Attention, Linear, OpSet, RMSNorm
 
 
-@dataclass(slots=True)
-class DecoderLayer:
-    """The ops of one layer. ``window`` is the number of positions a token sees, or None."""
-
-    input_norm: RMSNorm
-    qkv: Linear
-    rope_and_cache: RopeAndCache
-    o: Linear
-    post_norm: RMSNorm
-    gate_up: Linear
-    down: Linear
-    window: int | None
-
-
-def attention_shape(model: ModelConfig) -> AttentionShape:
-    return AttentionShape(model.num_heads, model.num_kv_heads, model.head_dim, model.head_dim**-0.5)
-
-
-def attention_windows(model: ModelConfig) -> tuple[int | None, ...]:
-    """Per layer the number of positions that a token sees, or None."""
-    sliding = model.sliding_layers or (False,) * model.num_layers
-    return tuple(model.sliding_window if slides else None for slides in sliding)
-
-
+@dataclass(eq=False)
 class Decoder:
-    """Token ids to logits, on a KV cache.
+    """A decoder-only transformer: embedding, layers, final norm and output head.
 
-    Args:
-        model: shapes.
-        ops: backend of everything but attention.
-        attention: backend of attention.
-        weights: ``(name, tensor)`` in the order of ``architectures.parameters``. Each is
-            taken over as it comes, so that a packing backend never holds two copies of more
-            than one of them.
+    Attributes:
+        attention: of each kind that layers have, in the order of their indices.
+        ropes: configuration and rotated head size of each RoPE table, by index.
+        embedding: ``[vocab_size, H]``; its dtype and device are the model's.
+        rope_tables: see ``set_max_positions``.
     """
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        ops: OpSet,
-        attention: Attention,
-        weights: Iterable[tuple[str, Tensor]],
-    ) -> None:
-        self.model = model
-        self.ops = ops
-        self.attention = attention
-        self.rope: RopeTable | None = None
-        builder = _Builder(model, ops, weights)
-        self.embedding = builder.take("embed.weight")
-        self.layers = [builder.layer(index) for index in range(model.num_layers)]
-        self.norm = ops.rms_norm(builder.take("norm.weight"), model.rms_norm_eps)
-        self.lm_head = builder.lm_head(self.embedding)
-        builder.finish()
-        self.windows = {layer.window for layer in self.layers}
+    model: ModelConfig
+    ops: OpSet
+    attention: Mapping[AttentionKind, Attention]
+    ropes: Sequence[tuple[RopeConfig, int]]
+    embedding: Tensor
+    layers: Sequence[Layer]
+    norm: RMSNorm
+    lm_head: Linear
+    rope_tables: Sequence[Tensor] | None = field(default=None, init=False)
+
+    @property
+    def needs_zeroed_blocks(self) -> bool:
+        """Whether KV blocks have to be cleared for a new owner, as ``Attention`` says."""
+        return any(attention.needs_zeroed_blocks for attention in self.attention.values())
 
     def set_max_positions(self, count: int) -> None:
-        """Makes the rotary table for positions 0 to ``count - 1``."""
-        weight = self.embedding
-        self.rope = RopeTable(
-            self.model.rope, self.model.head_dim, count, weight.dtype, weight.device
-        )
+        """Makes the RoPE tables for positions 0 to ``count - 1``."""
+        dtype, device = self.embedding.dtype, self.embedding.device
+        self.rope_tables = [
+            rope_table(rope, head_dim, count, dtype, device) for rope, head_dim in self.ropes
+        ]
 
     def forward(self, inputs: ModelInputs, cache: KVCache) -> Tensor:
         """Runs a step and writes its KV.
 
         Returns:
-            Logits ``[S, vocab_size]`` in the model's dtype, at ``inputs.logits_indices``.
+            Hidden states ``[S, H]`` behind the final norm, at ``inputs.logits_indices``.
         """
-        plans = {window: self.attention.plan(inputs, window) for window in self.windows}
-        return self._run(
-            inputs.token_ids,
-            inputs.positions,
-            inputs.slot_mapping,
-            plans,
-            cache,
-            inputs.logits_indices,
-        )
+        plans = [each.plan(inputs, kind.window) for kind, each in self.attention.items()]
+        return self._run(inputs, plans, cache, inputs.logits_indices)
 
     def decode(self, rows: DecodeInputs, cache: KVCache) -> Tensor:
         """Runs a decode step on buffers that stay where they are; reads nothing on the host.
 
         Returns:
-            Logits ``[B, vocab_size]`` in the model's dtype; undefined for padded rows.
+            Hidden states ``[B, H]`` behind the final norm; undefined for padded rows.
         """
-        plans = {window: self.attention.plan_decode(rows, window) for window in self.windows}
-        return self._run(rows.token_ids, rows.positions, rows.slot_mapping, plans, cache, None)
+        plans = [each.plan_decode(rows, kind.window) for kind, each in self.attention.items()]
+        return self._run(rows, plans, cache, None)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """``[S, H] -> [S, vocab_size]`` in the model's dtype."""
+        return self.lm_head(hidden)
 
     def _run(
         self,
-        token_ids: Tensor,
-        positions: Tensor,
-        slot_mapping: Tensor,
-        plans: dict[int | None, Any],
+        inputs: ModelInputs | DecodeInputs,
+        plans: Sequence[Any],
         cache: KVCache,
-        logits_indices: Tensor | None,
+        rows: Tensor | None,
     ) -> Tensor:
-        if self.rope is None:
+        if self.rope_tables is None:
             raise RuntimeError("set_max_positions has to come first")
-        rotary = self.ops.rotary(self.rope.table, positions)
-        residual = F.embedding(token_ids, self.embedding)
-        normed = self.layers[0].input_norm(residual)
-        last = len(self.layers) - 1
-        for index, layer in enumerate(self.layers):
-            store = cache.layers[index]
-            q, k, v = layer.rope_and_cache(layer.qkv(normed), rotary, store, slot_mapping)
-            mixed = self.attention(q, k, v, store, plans[layer.window])
-            if index == last and logits_indices is not None:
-                # Past the last KV write only the rows that are sampled matter.
-                if not len(logits_indices):
-                    return residual.new_empty((0, self.model.vocab_size))
-                mixed = mixed[logits_indices]
-                residual = residual[logits_indices]
-            normed, residual = layer.post_norm.add(layer.o(mixed), residual)
-            mlp = layer.down(self.ops.silu_mul(layer.gate_up(normed)))
-            norm = self.norm if index == last else self.layers[index + 1].input_norm
-            normed, residual = norm.add(mlp, residual)
-        return self.lm_head(normed)
-
-
-class _Builder:
-    """Takes the weights one after the other and makes ops of them."""
-
-    def __init__(
-        self, model: ModelConfig, ops: OpSet, weights: Iterable[tuple[str, Tensor]]
-    ) -> None:
-        self.model = model
-        self.ops = ops
-        self.weights = iter(weights)
-
-    def take(self, name: str) -> Tensor:
-        found, tensor = next(self.weights)
-        if found != name:
-            raise RuntimeError(f"weights out of order: {found} where {name} is due")
-        return tensor
-
-    def finish(self) -> None:
-        """Runs the weights to their end, which closes the files they come from."""
-        for name, _ in self.weights:
-            raise RuntimeError(f"weights left over: {name}")
-
-    def linear(self, name: str, bias: bool) -> Linear:
-        weight = self.take(f"{name}.weight")
-        found = LinearWeights(weight, self.take(f"{name}.bias") if bias else None)
-        return self.ops.linear(found)
-
-    def layer(self, index: int) -> DecoderLayer:
-        model, ops, name = self.model, self.ops, f"layers.{index}."
-        eps = model.rms_norm_eps
-        input_norm = ops.rms_norm(self.take(f"{name}input_norm.weight"), eps)
-        qkv = self.linear(f"{name}qkv", model.attention_bias)
-        q_norm = self.take(f"{name}q_norm.weight") if model.qk_norm else None
-        k_norm = self.take(f"{name}k_norm.weight") if model.qk_norm else None
-        return DecoderLayer(
-            input_norm=input_norm,
-            qkv=qkv,
-            rope_and_cache=ops.rope_and_cache(attention_shape(model), q_norm, k_norm, eps),
-            o=self.linear(f"{name}o", model.output_bias),
-            post_norm=ops.rms_norm(self.take(f"{name}post_norm.weight"), eps),
-            gate_up=self.linear(f"{name}gate_up", model.mlp_bias),
-            down=self.linear(f"{name}down", model.mlp_bias),
-            window=attention_windows(model)[index],
+        step = StepContext(
+            positions=inputs.positions,
+            slot_mappings=[inputs.slot_mapping] * len(plans),
+            plans=plans,
+            rotary=[self.ops.rotary(table, inputs.positions) for table in self.rope_tables],
+            kv=cache.layers,
         )
-
-    def lm_head(self, embedding: Tensor) -> Linear:
-        if self.model.tie_word_embeddings:
-            return self.ops.linear(LinearWeights(embedding, shared=True))
-        return self.linear("lm_head", False)
+        x, residual = F.embedding(inputs.token_ids, self.embedding), None
+        for layer in self.layers:
+            if layer is self.layers[-1]:
+                # Past the last KV write only the rows that are sampled matter.
+                step.rows = rows
+            x, residual = layer(x, residual, step)
+        assert residual is not None
+        return self.norm.add(x, residual)[0]

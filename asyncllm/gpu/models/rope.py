@@ -30,20 +30,18 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     return (1 - smooth) * freqs / rope.factor + smooth * freqs
 
 
-class RopeTable:
+def rope_table(
+    rope: RopeConfig,
+    head_dim: int,
+    max_positions: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
     """Cosines and sines of every position below ``max_positions``.
 
-    Holds ``[max_positions, head_dim]``: cosines in the first half, sines in the second.
+    Returns:
+        ``[max_positions, head_dim]``: cosines in the first half, sines in the second.
     """
-
-    def __init__(
-        self,
-        rope: RopeConfig,
-        head_dim: int,
-        max_positions: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        positions = torch.arange(max_positions, dtype=torch.float32, device="cpu")
-        angles = torch.outer(positions, inverse_frequencies(rope, head_dim))
-        self.table = torch.cat((angles.cos(), angles.sin()), -1).to(device, dtype)
+    positions = torch.arange(max_positions, dtype=torch.float32, device="cpu")
+    angles = torch.outer(positions, inverse_frequencies(rope, head_dim))
+    return torch.cat((angles.cos(), angles.sin()), -1).to(device, dtype)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from asyncllm.gpu.graph.cuda_graphs import EagerCapturer
-from asyncllm.gpu.models.decoder import Decoder, attention_shape
+from asyncllm.gpu.models.decoder import Decoder
+from asyncllm.gpu.models.dense import attention_kinds, build_decoder
 from asyncllm.gpu.ops.triton.attention import TritonAttention
 from asyncllm.gpu.ops.triton.op_set import TritonOps
 from asyncllm.gpu.weights import dummy_weights
@@ -25,10 +26,12 @@ SETTINGS = {"block_size": 16, "num_blocks": 30, "max_len": 96, "max_num_seqs": 8
 
 def triton_decoder() -> Decoder:
     model = small_model()
-    attention = TritonAttention(
-        attention_shape(model), torch.float32, CPU, capability=80, num_sms=16
-    )
-    decoder = Decoder(model, TritonOps(), attention, dummy_weights(model, torch.float32, CPU))
+    attention = {
+        kind: TritonAttention(kind.shape, torch.float32, CPU, capability=80, num_sms=16)
+        for kind in attention_kinds(model)
+    }
+    weights = dummy_weights(model, torch.float32, CPU)
+    decoder = build_decoder(model, TritonOps(), attention, weights)
     decoder.set_max_positions(128)
     return decoder
 

@@ -1,0 +1,122 @@
+"""build_decoder: the dense decoder of Llama, Mistral and Qwen from a configuration and weights."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from asyncllm.checkpoint.model_config import ModelConfig
+from asyncllm.gpu.models.architectures import parameters
+from asyncllm.gpu.models.decoder import Decoder
+from asyncllm.gpu.models.layers import AttentionKind, AttentionMixer, DecoderLayer, GatedMLP
+from asyncllm.gpu.ops.base import Attention, AttentionShape, Linear, OpSet, RMSNorm
+from asyncllm.gpu.ops.linear_weights import LinearWeights
+
+
+def attention_shape(model: ModelConfig) -> AttentionShape:
+    """The attention geometry of every layer."""
+    return AttentionShape(model.num_heads, model.num_kv_heads, model.head_dim, model.head_dim**-0.5)
+
+
+def attention_kind(model: ModelConfig, layer: int) -> AttentionKind:
+    """The kind of one layer's attention."""
+    slides = bool(model.sliding_layers) and model.sliding_layers[layer]
+    return AttentionKind(attention_shape(model), model.sliding_window if slides else None)
+
+
+def attention_kinds(model: ModelConfig) -> tuple[AttentionKind, ...]:
+    """The kinds of attention that the layers have, each once."""
+    return tuple(dict.fromkeys(attention_kind(model, i) for i in range(model.num_layers)))
+
+
+def build_decoder(
+    model: ModelConfig,
+    ops: OpSet,
+    attention: Mapping[AttentionKind, Attention],
+    weights: Iterable[tuple[str, Tensor]],
+) -> Decoder:
+    """Builds the decoder that ``architectures.parameters`` describes.
+
+    Args:
+        attention: of each of ``attention_kinds``.
+        weights: ``(name, tensor)`` in the order of ``architectures.parameters``. Each is
+            taken over as it comes, so that a packing backend never holds two copies of more
+            than one of them.
+    """
+    builder = _Builder(model, ops, attention, weights)
+    embedding = builder.take("embed.weight")
+    layers = [builder.layer(index) for index in range(model.num_layers)]
+    norm = builder.norm("norm")
+    if model.tie_word_embeddings:
+        lm_head = ops.linear(LinearWeights(embedding, shared=True))
+    else:
+        lm_head = builder.linear("lm_head")
+    builder.finish()
+    ropes = [(model.rope, model.head_dim)]
+    return Decoder(model, ops, attention, ropes, embedding, layers, norm, lm_head)
+
+
+class _Builder:
+    """Takes the weights one after the other and makes ops of them."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        ops: OpSet,
+        attention: Mapping[AttentionKind, Attention],
+        weights: Iterable[tuple[str, Tensor]],
+    ) -> None:
+        self.model, self.ops, self.attention = model, ops, attention
+        self.weights = iter(weights)
+        self.due = deque(parameter.name for parameter in parameters(model))
+
+    def take(self, name: str) -> Tensor:
+        found, tensor = next(self.weights)
+        if not found == name == self.due.popleft():
+            raise RuntimeError(f"weights out of order: {found} where {name} is due")
+        return tensor
+
+    def take_if_due(self, name: str) -> Tensor | None:
+        return self.take(name) if self.due[0] == name else None
+
+    def finish(self) -> None:
+        """Runs the weights to their end, which closes the files they come from."""
+        for name, _ in self.weights:
+            raise RuntimeError(f"weights left over: {name}")
+
+    def norm(self, name: str) -> RMSNorm:
+        return self.ops.rms_norm(self.take(f"{name}.weight"), self.model.rms_norm_eps)
+
+    def linear(self, name: str) -> Linear:
+        values = self.take(f"{name}.weight")
+        rest: dict[str, Any] = {}
+        while self.due and self.due[0].startswith(f"{name}."):
+            due = self.due[0]
+            rest[due.removeprefix(f"{name}.")] = self.take(due)
+        return self.ops.linear(LinearWeights(values, **rest))
+
+    def layer(self, index: int) -> DecoderLayer:
+        name, ops, kind = f"layers.{index}", self.ops, attention_kind(self.model, index)
+        return DecoderLayer(
+            kind=kind,
+            input_norm=self.norm(f"{name}.input_norm"),
+            mixer=AttentionMixer(
+                qkv=self.linear(f"{name}.qkv"),
+                rope_and_cache=ops.rope_and_cache(
+                    kind.shape,
+                    self.take_if_due(f"{name}.q_norm.weight"),
+                    self.take_if_due(f"{name}.k_norm.weight"),
+                    self.model.rms_norm_eps,
+                ),
+                attention=self.attention[kind],
+                o=self.linear(f"{name}.o"),
+                attention_index=list(self.attention).index(kind),
+                rope_index=0,
+                kv_index=index,
+            ),
+            post_norm=self.norm(f"{name}.post_norm"),
+            mlp=GatedMLP(self.linear(f"{name}.gate_up"), ops.silu_mul, self.linear(f"{name}.down")),
+        )

@@ -1,0 +1,138 @@
+"""Layers of a decoder, composed of the op set's ops and called with one StepContext."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from asyncllm.gpu.ops.base import Attention, AttentionShape, Linear, RMSNorm, RopeAndCache
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionKind:
+    """Attention that layers have in common: they share one Attention and its plan of a step.
+
+    Attributes:
+        window: keys that a query sees, itself included; None is all.
+    """
+
+    shape: AttentionShape
+    window: int | None = None
+
+
+@dataclass(slots=True)
+class StepContext:
+    """Inputs of a step to its layers beside the hidden states; made once per step.
+
+    Attributes:
+        positions: ``[T]`` int64, of each token in its sequence.
+        slot_mappings: per attention kind ``[T]`` int64, where each token's K and V go.
+        plans: per attention kind, from its Attention.
+        rotary: per RoPE table, from the op set.
+        kv: per layer the tensor of its K and V.
+        rows: ``[S]`` int64, the tokens that are wanted past the mixer of the layer that runs:
+            in the last one those that are sampled; None is all.
+    """
+
+    positions: Tensor
+    slot_mappings: Sequence[Tensor]
+    plans: Sequence[Any]
+    rotary: Sequence[Any]
+    kv: Sequence[Tensor]
+    rows: Tensor | None = None
+
+
+Mixer = Callable[[Tensor, StepContext], Tensor]
+"""The sublayer in which tokens of a sequence see one another, attention or a recurrence:
+``[T, H] -> [T, H]``, or ``[S, H]`` at ``step.rows``. It keeps the state of all T tokens."""
+
+
+class Layer(Protocol):
+    """One layer. The residual is added by the norm that follows, fused into it, so a layer
+    takes and returns its input and the residual apart.
+
+    Attributes:
+        kind: equal for layers whose ops have the same shapes.
+    """
+
+    kind: Hashable
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, step: StepContext
+    ) -> tuple[Tensor, Tensor]:
+        """Returns output and residual, ``[T, H]`` each, or ``[S, H]`` at ``step.rows``.
+
+        Args:
+            x: ``[T, H]``, the output of the layer before.
+            residual: ``[T, H]``, may be overwritten; None before the first layer.
+        """
+        ...
+
+
+@dataclass(slots=True)
+class AttentionMixer:
+    """Attention with its projections.
+
+    Attributes:
+        attention_index: of its kind in StepContext.
+        rope_index: of its RoPE table in StepContext.
+        kv_index: of its KV in StepContext.
+    """
+
+    qkv: Linear
+    rope_and_cache: RopeAndCache
+    attention: Attention
+    o: Linear
+    attention_index: int
+    rope_index: int
+    kv_index: int
+
+    def __call__(self, x: Tensor, step: StepContext) -> Tensor:
+        kv, index, rows = step.kv[self.kv_index], self.attention_index, step.rows
+        rotary = step.rotary[self.rope_index]
+        q, k, v = self.rope_and_cache(self.qkv(x), rotary, kv, step.slot_mappings[index])
+        if rows is not None and not len(rows):
+            return x[:0]
+        mixed = self.attention(q, k, v, kv, step.plans[index])
+        return self.o(mixed if rows is None else mixed[rows])
+
+
+@dataclass(slots=True)
+class GatedMLP:
+    """Gated linear unit (Shazeer, 2020): ``down(activation(gate_up(x)))``."""
+
+    gate_up: Linear
+    activation: Callable[[Tensor], Tensor]
+    down: Linear
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.down(self.activation(self.gate_up(x)))
+
+
+@dataclass(slots=True)
+class DecoderLayer:
+    """Pre-norm layer: mixer and MLP, each behind a norm and around a residual."""
+
+    kind: Hashable
+    input_norm: RMSNorm
+    mixer: Mixer
+    post_norm: RMSNorm
+    mlp: Callable[[Tensor], Tensor]
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, step: StepContext
+    ) -> tuple[Tensor, Tensor]:
+        if residual is None:
+            normed, residual = self.input_norm(x), x
+        else:
+            normed, residual = self.input_norm.add(x, residual)
+        x = self.mixer(normed, step)
+        if step.rows is not None:
+            residual = residual[step.rows]
+            if not len(residual):
+                return x, residual
+        normed, residual = self.post_norm.add(x, residual)
+        return self.mlp(normed), residual
