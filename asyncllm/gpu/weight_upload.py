@@ -9,20 +9,20 @@ import torch
 from torch import Tensor
 
 CHUNK_BYTES = 16 * 2**20
-"""Of one buffer: some hundred microseconds on a PCIe bus, so that its start costs little."""
+"""Size of a buffer: some hundred microseconds on a PCIe bus, so that a start costs little."""
 
 _NUM_BUFFERS = 2
 
 
 class CopyEngine(Protocol):
-    """How bytes get to the device: in order, and later than they were asked for."""
+    """Asynchronous copies to a device, which run in the order of the calls."""
 
     def copy(self, source: Tensor, target: Tensor) -> None:
-        """Starts a copy, which may convert. ``source`` must not change until it is done."""
+        """Queues a copy, which may convert. ``source`` must not change until it is done."""
         ...
 
     def mark(self) -> Any:
-        """Something to wait for: all that was started before."""
+        """An event that is complete when all copies queued before it are."""
         ...
 
     def wait(self, mark: Any) -> None: ...
@@ -45,10 +45,12 @@ class CudaCopyEngine:
 
 @dataclass(slots=True)
 class _Buffer:
-    """Attributes:
-    host: uint8, pinned if the device is one to copy to asynchronously.
-    device: uint8, what is converted there; None until something has to be.
-    mark: of the last copy out of it.
+    """One chunk on its way.
+
+    Attributes:
+        host: uint8, pinned for asynchronous copies.
+        device: uint8, the chunk before its conversion on the device; None until one converts.
+        mark: event of the last copy out of the buffer.
     """
 
     host: Tensor
@@ -57,18 +59,17 @@ class _Buffer:
 
 
 class PinnedUploader:
-    """Copies tensors in chunks: while one buffer is on its way, the next chunk is read from
-    the file into the other.
+    """Double-buffered copies of mapped tensors to a device: while one chunk is on its way, the
+    next is read from the file into the other buffer.
 
-    Beside what it fills it takes two chunks on the host, and two on the device if anything
-    has to be converted, which happens there. The host's pages of a mapped file are the
-    operating system's, which takes them back as it likes.
+    It takes two chunks of memory on the host, and two on the device once a tensor has to be
+    converted, which happens there.
 
     Args:
-        device: where the targets are.
+        device: of the targets.
         chunk_bytes: size of a buffer.
-        pin: page-lock the buffers; without that a GPU's copies are not asynchronous.
-        transfers: CUDA's, unless given.
+        pin: page-lock the buffers; a GPU's copies are asynchronous only then.
+        transfers: None is CUDA's.
     """
 
     def __init__(
@@ -89,8 +90,8 @@ class PinnedUploader:
         self._next = 0
 
     def copy(self, source: Tensor, target: Tensor) -> None:
-        """Starts copying ``source``, of any dtype on the host, to ``target`` of the same shape
-        on the device, both contiguous. ``source`` is not needed after the call."""
+        """Queues the copy of ``source``, of any dtype on the host, to ``target`` of the same
+        shape on the device, both contiguous. ``source`` is not needed after the call."""
         source, target = source.view(-1), target.view(-1)
         step = self.chunk_bytes // source.dtype.itemsize
         for start in range(0, source.shape[0], step):
@@ -111,7 +112,7 @@ class PinnedUploader:
         if source.dtype == target.dtype:
             self.transfers.copy(host, target)
         else:
-            # A copy that converts on its way would do so on the host.
+            # torch would convert on the host.
             if buffer.device is None:
                 buffer.device = torch.empty_like(buffer.host, device=self.device)
             raw = buffer.device[:size].view(source.dtype)
