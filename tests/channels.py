@@ -127,7 +127,7 @@ class ChannelRig:
         )
         self.forgotten: list[Request] = []
         admission = SimpleNamespace(forget=self.forgotten.append)
-        self.delivery = OutputProcessor(self.scheduler, admission, lambda: 0.0)
+        self.output_processor = OutputProcessor(self.scheduler, admission, lambda: 0.0)
         self.observed = Ends()
         self.request.notifier = ObserverNotifier(self.request, (self.observed,))
         self.request.notifier.submitted(None)
@@ -135,7 +135,7 @@ class ChannelRig:
             abort=self._on_abort,
             abandon=lambda _: None,
             send=lambda run, *args: run(*args),
-            on_read=self.delivery.release,
+            on_drained=self.output_processor.release,
         )
         self.aborted = False
         self.stream = TokenStream(self.request, core, lambda: self.mailbox)
@@ -159,19 +159,19 @@ class ChannelRig:
         self.tokens.append(token)
         self.request.token_ids.append(token)
         logprobs = logprobs_of(token) if self.logprobs else None
-        self.delivery.deliver(TokenEvent(self.request, token, logprobs, None), 0.0)
+        self.output_processor.deliver(TokenEvent(self.request, token, logprobs, None), 0.0)
 
     def abort(self) -> None:
-        self.delivery.abort(self.request)
+        self.output_processor.abort(self.request)
 
     def announce_and_read(self) -> None:
-        self.delivery.flush_wakeups()
+        self.output_processor.flush_wakeups()
         self.read_until_asleep()
 
     def fail(self) -> None:
         """What whoever declares the engine hung does, on a thread of its own."""
-        self.delivery.close(self.request, RuntimeError("hung"))
-        self.delivery.flush_all_wakeups()
+        self.output_processor.close(self.request, RuntimeError("hung"))
+        self.output_processor.flush_all_wakeups()
 
     def _on_finish(self, request, reason) -> None:
         request.status = Status.FINISHED

@@ -50,7 +50,7 @@ def test_read_in_the_middle_of_a_put(num_unread, on_slow, logprobs):
         rig.put()
         rig.put()
         rig.put_last()
-        rig.delivery.flush_wakeups()
+        rig.output_processor.flush_wakeups()
         rig.read_until_asleep()
         assert rig.end == "length"
         rig.check_read(num_unread + 4)
@@ -69,7 +69,7 @@ def test_put_in_the_middle_of_a_read(num_unread, ending, on_slow):
         return rig, rig.read, rig.put_last if ending else rig.put
 
     for rig in at_each_bytecode(make):
-        rig.delivery.flush_wakeups()
+        rig.output_processor.flush_wakeups()
         rig.read_until_asleep()
         assert rig.end == ("length" if ending else None)
         rig.check_read(num_unread + 1)
@@ -92,11 +92,11 @@ def test_read_in_the_middle_of_a_put_that_wakes(wake):
         return rig, rig.put, found_without_a_wake
 
     for rig in at_each_bytecode(make):
-        rig.delivery.flush_wakeups()
+        rig.output_processor.flush_wakeups()
         if wake == "before the next put":
             rig.read_until_asleep()
         rig.put()
-        rig.delivery.flush_wakeups()
+        rig.output_processor.flush_wakeups()
         rig.read_until_asleep()
         rig.check_read(2)
 
@@ -107,7 +107,7 @@ def test_queued_once_for_each_wake():
         rig.read_until_asleep()
         for _ in range(10):
             rig.put()
-            rig.delivery.flush_wakeups()
+            rig.output_processor.flush_wakeups()
         assert list(rig.mailbox._ready) == [rig.channel]
         assert len(rig.channel.items) == len(rig.host.posted) == 1
         rig.read_until_asleep()
@@ -124,7 +124,7 @@ def ended_once(rig):
     rig.read_until_asleep()
     assert rig.end is not None
     assert rig.observed.seen == [rig.end]
-    delivery = rig.delivery
+    delivery = rig.output_processor
     assert delivery.num_finished + delivery.num_aborted + delivery.num_failed == 1
     assert delivery.num_failed == isinstance(rig.end, RuntimeError)
     assert set(rig.forgotten) == {rig.request}
@@ -141,7 +141,7 @@ def test_engine_declared_hung_while_its_thread_comes_back(watcher_first, late, n
         rig = ChannelRig(max_unread=3)
         rig.read()
         # Another stream has a wake to be announced, with no reader in here.
-        rig.delivery._to_wake.append(Channel())
+        rig.output_processor._to_wake.append(Channel())
         for _ in range(num_unread):
             rig.put()
         call, other = getattr(rig, late), rig.fail
@@ -224,7 +224,7 @@ class ChannelMachine(RuleBasedStateMachine):
 
     @property
     def runs(self):
-        return self.how is None and not self.rig.channel.held
+        return self.how is None and not self.rig.channel.is_backpressured
 
     @precondition(lambda self: self.runs)
     @rule()
@@ -254,7 +254,7 @@ class ChannelMachine(RuleBasedStateMachine):
 
     @rule()
     def flush_wakeups(self):
-        self.rig.delivery.flush_wakeups()
+        self.rig.output_processor.flush_wakeups()
 
     @rule()
     def run_loop(self):
@@ -278,7 +278,7 @@ class ChannelMachine(RuleBasedStateMachine):
         assert len(channel.items) <= -(-channel.num_unread // channel.max_merged)
         if self.how is None:
             assert channel.on_slow == "coalesce" or channel.num_unread <= channel.max_unread
-            assert not channel.held or channel.num_unread > channel.max_unread // 2
+            assert not channel.is_backpressured or channel.num_unread > channel.max_unread // 2
             assert len(rig.mailbox._ready) <= 1
         assert len(rig.host.posted) <= 1
 
@@ -288,7 +288,7 @@ class ChannelMachine(RuleBasedStateMachine):
         rig = self.rig
         if self.how is None:
             self.end("length")
-        rig.delivery.flush_wakeups()
+        rig.output_processor.flush_wakeups()
         rig.read_until_asleep()
         assert str(rig.end) == self.how
         rig.check_read(self.num_ended)
@@ -326,9 +326,9 @@ def test_threads_at_a_short_switch_interval(short_switch_interval, max_unread):
     reader.start()
     for _ in range(3000):
         rig.put()
-        rig.delivery.flush_wakeups()
+        rig.output_processor.flush_wakeups()
     rig.put_last()
-    rig.delivery.flush_wakeups()
+    rig.output_processor.flush_wakeups()
     reader.join(20)
     assert rig.end == "length"
     rig.check_read(3001)
@@ -344,7 +344,7 @@ def test_threads_that_end_a_channel_together(short_switch_interval):
             for _ in range(5):
                 rig.put()
             rig.put_last()
-            rig.delivery.flush_wakeups()
+            rig.output_processor.flush_wakeups()
 
         def watcher(rig=rig, barrier=barrier):
             barrier.wait()
@@ -361,7 +361,7 @@ def test_threads_that_end_a_channel_together(short_switch_interval):
             thread.join(20)
         assert rig.end is not None
         assert rig.observed.seen == [rig.end]
-        delivery = rig.delivery
+        delivery = rig.output_processor
         assert delivery.num_finished + delivery.num_failed == 1
         rig.check_read(sum(len(delta.token_ids) for delta in rig.deltas))
 
@@ -374,5 +374,5 @@ def test_python_without_the_gil_is_refused(monkeypatch):
     with pytest.raises(EngineError, match="PYTHON_GIL=1"):
         ChannelRig()
     monkeypatch.setattr(sys, "_is_gil_enabled", lambda: True, raising=False)
-    assert isinstance(ChannelRig().delivery, OutputProcessor)
+    assert isinstance(ChannelRig().output_processor, OutputProcessor)
     assert not Channel().ended

@@ -424,8 +424,11 @@ def test_a_thread_that_comes_back_while_it_is_declared_hung_touches_nothing():
         time.sleep(0.05)
         return clock()
 
-    deliver, delivered = core.delivery.deliver, []
-    core.delivery.deliver = lambda event, now: (delivered.append(event), deliver(event, now))
+    deliver, delivered = core.output_processor.deliver, []
+    core.output_processor.deliver = lambda event, now: (
+        delivered.append(event),
+        deliver(event, now),
+    )
     watcher = threading.get_ident()
     core.clock = lambda: slow_clock() if threading.get_ident() == watcher else clock()
     assert core.fail_hung(0, EngineError("stuck"))

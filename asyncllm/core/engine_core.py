@@ -75,7 +75,7 @@ class EngineCore:
         self.scheduler = scheduler
         self.admission = admission
         self.clock = clock
-        self.delivery = OutputProcessor(scheduler, admission, clock)
+        self.output_processor = OutputProcessor(scheduler, admission, clock)
         self.pid = os.getpid()
         self.inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self.fatal_error: BaseException | None = None
@@ -148,9 +148,9 @@ class EngineCore:
             num_steps=self._num_steps,
             num_requests=self.admission.num_requests,
             num_rejected=self.admission.num_rejected,
-            num_finished=self.delivery.num_finished,
-            num_aborted=self.delivery.num_aborted,
-            num_failed=self.delivery.num_failed,
+            num_finished=self.output_processor.num_finished,
+            num_aborted=self.output_processor.num_aborted,
+            num_failed=self.output_processor.num_failed,
             last_step_time=self._last_step_time,
         )
 
@@ -223,7 +223,7 @@ class EngineCore:
         if self._due and not self._in_flight:
             self._run_calls()
         launched = not self._closed and self._launch()
-        self.delivery.flush_wakeups()
+        self.output_processor.flush_wakeups()
         if self._closed:
             return
         if self._in_flight and (not launched or self._pipeline_full()):
@@ -258,7 +258,7 @@ class EngineCore:
             return False
         step = self.scheduler.schedule()
         for request, error in self.scheduler.failed:
-            self.delivery.close(request, error)
+            self.output_processor.close(request, error)
         self.scheduler.failed.clear()
         if step is None:
             # Requests that could not run were failed; the next turn sees what is left.
@@ -287,7 +287,7 @@ class EngineCore:
         self._num_steps += 1
         self._last_step_time = now - launched_at
         for event in self.scheduler.update(step, result):
-            self.delivery.deliver(event, now)
+            self.output_processor.deliver(event, now)
         self.scheduler.recover_budget()
 
     def _retry_smaller(self, error: StepOutOfMemoryError) -> None:
@@ -308,7 +308,7 @@ class EngineCore:
                 "step of this request alone"
             )
             failure.__cause__ = error
-            self.delivery.fail(request, failure)
+            self.output_processor.fail(request, failure)
 
     # --- commands ----------------------------------------------------------------------
 
@@ -330,14 +330,14 @@ class EngineCore:
 
     def on_fail(self, request: Request, error: Exception) -> None:
         """A request that turned out to be bad while it was prepared."""
-        self.delivery.fail(request, error)
+        self.output_processor.fail(request, error)
 
     def on_abort(self, request: Request) -> None:
-        self.delivery.abort(request)
+        self.output_processor.abort(request)
 
     def on_drained(self, request: Request) -> None:
         """A held request was read down far enough."""
-        self.delivery.release(request)
+        self.output_processor.release(request)
 
     def on_call(self, future: Future[Any], run: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self._due.append((future, run, args))
@@ -387,7 +387,7 @@ class EngineCore:
                 continue
             where = request.status.name.lower() if request.status else "being tokenised"
             partial = make_partial(request, now)
-            self.delivery.fail(
+            self.output_processor.fail(
                 request,
                 DeadlineExceededError(
                     f"request {request.request_id!r} passed its deadline while {where}, "
@@ -432,8 +432,8 @@ class EngineCore:
         later calls. On the engine thread, or on the one that declared it hung."""
         self._fail_calls()
         for request in self.admission.close(self.ending):
-            self.delivery.close(request, self.ending())
-        self.delivery.flush_all_wakeups()
+            self.output_processor.close(request, self.ending())
+        self.output_processor.flush_all_wakeups()
 
     def _fail_calls(self) -> None:
         with self._lock:
