@@ -297,7 +297,24 @@ def test_special_tokens_of_letters(backend: Backend) -> None:
     assert controls(kind, encode(kind, user("No ENDTURN. END a_b"))) == ["ENDTURN"]
     chat = [user("END OF_TURN")[0] | {"user_name": "Ann"}]
     assert encode(kind, chat) == as_written(kind, chat)
-    assert "Ann" in kind.decode(encode(kind, [chat[0] | {"content": "a_b"}]))
+    template = "{% for m in messages if m.user_name %}{{ m.content }}ENDTURN{% endfor %}"
+    ids = encode(make(backend, template), [chat[0] | {"content": "a_b"}])
+    assert ids == [*backend.encode("a", add_special_tokens=False).ids, *ids[1:-1], ids[-1]]
+    assert backend.decode(ids, skip_special_tokens=False) == "a_bENDTURN"
+    assert controls(kind, ids) == ["ENDTURN"]
+
+
+def test_special_tokens_that_take_the_space_beside_them(backend: Backend) -> None:
+    """As those of Phi-3 do. A mark for one takes it as well."""
+    backend = Backend.from_str(backend.to_str())
+    backend.add_special_tokens(
+        [AddedToken("<|e|>", rstrip=True, normalized=False), AddedToken("<|b|>", lstrip=True)]
+    )
+    kind = make(backend, "{% for m in messages %} <|b|> {{ m.content }}<|e|>\n\n{% endfor %}")
+    for content, text in (("a ", "a "), (" <|e|> ", " <|e|> "), (" <|b|>\n", " <|b|>\n")):
+        ids = encode(kind, user(content) * 2)
+        assert kind.decode(ids, False) == f"<|b|> {text}<|e|>" * 2
+        assert controls(kind, ids) == ["<|b|>", "<|e|>"] * 2
 
 
 def test_a_tokenizer_without_special_tokens() -> None:

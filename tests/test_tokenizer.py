@@ -13,8 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import (
+    AddedToken,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from asyncllm.errors import InvalidRequestError, ModelLoadError
 from asyncllm.text.tokenizer import Tokenizer
@@ -231,14 +239,26 @@ def test_a_length_is_proven_only_where_it_is(name: str) -> None:
     assert tokenizer.min_tokens(10**6) == (-(-(10**6) // len(longest)) if proven else 0)
 
 
+def test_a_length_where_text_is_dropped() -> None:
+    strips, splits = KINDS["byte level"](), KINDS["byte level"]()
+    strips.add_special_tokens([AddedToken("<|e|>", rstrip=True)])
+    splits.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(" ", "removed"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    for backend, text in ((strips, "<|e|>" + " " * 10_000), (splits, "a" + " " * 10_000)):
+        tokenizer = make_kind(backend)
+        assert len(tokenizer.encode(text, False)) == 1
+        assert tokenizer.min_tokens(len(text)) == 0
+
+
 def test_a_length_with_a_normalizer_that_composes() -> None:
     backend = KINDS["byte level"]()
     backend.normalizer = normalizers.NFC()
     composed = "\u1f82"
-    backend.add_tokens([composed * 9])
+    backend.add_tokens([composed * 20])
     tokenizer = make_kind(backend)
-    text = "\u03b1\u0313\u0300\u0345" * 90
-    assert tokenizer.encode(text, False) == [backend.token_to_id(composed * 9)] * 10
+    text = "\u03b1\u0313\u0300\u0345" * 200
+    assert tokenizer.encode(text, False) == [backend.token_to_id(composed * 20)] * 10
     assert 0 < tokenizer.min_tokens(len(text)) <= 10
 
 

@@ -192,7 +192,6 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         method = getattr(function, "__wrapped__", function)
         owner = getattr(method, "__self__", None)
         if isinstance(owner, (str, bytes, int)):
-            args = tuple(map(_listed, args))
             given = (*args, *kwargs.values())
             meter.charge_growth(method.__name__, owner, _size(owner), given)
         result = super().call(context, function, *args, **kwargs)
