@@ -41,7 +41,8 @@ _INTEGERS = (
 class EngineConfig:
     """Checked once, when it is made; no environment variable is read.
 
-    None means that the engine decides when it knows the model and the device.
+    None means that the engine decides when it knows the model and the device. Numbers may be
+    numpy's; each has an upper bound, which its error names.
 
     Attributes:
         model: local directory or hub id in the Hugging Face layout; None is the model in the

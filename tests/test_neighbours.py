@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -119,12 +119,11 @@ def requests(fields: list[str]) -> st.SearchStrategy[dict[str, Any]]:
 class Street:
     """An engine on a loop of its own, and its well-behaved residents."""
 
-    runner: asyncio.Runner
     engine: AsyncLLMEngine
-    prompts: list[Any]
     residents: list[dict[str, Any]]
-    expected: list[tuple[int, ...]]
-    client: Client
+    expected: list[tuple[int, ...]] = field(default_factory=list)
+    runner: asyncio.Runner = field(default_factory=asyncio.Runner)
+    client: Client = field(init=False)
 
     def live_through(self, odd: Callable[[], Any]) -> None:
         self.runner.run(self._live_through(odd))
@@ -140,10 +139,7 @@ class Street:
         assert stats.num_free_blocks == stats.num_blocks
 
     def _residents(self) -> list[TokenStream]:
-        return [
-            self.engine.stream(prompt, **params)
-            for prompt, params in zip(self.prompts, self.residents, strict=True)
-        ]
+        return [self.engine.stream(**asked) for asked in self.residents]
 
     async def open(self, stack: AsyncExitStack) -> None:
         server = await stack.enter_async_context(served(self.engine))
@@ -153,19 +149,28 @@ class Street:
 
 
 def on_the_fake() -> Street:
-    engine = fake(num_blocks=257).engine(scheduling_policy="priority")
-    residents = [{"max_tokens": 6}, {"max_tokens": 9, "priority": -5}]
-    return Street(asyncio.Runner(), engine, [[1, 2, 3], [4, 5]], residents, [], None)  # type: ignore[arg-type]
+    engine = fake(num_blocks=257, pipeline_depth=2).engine(scheduling_policy="priority")
+    return Street(
+        engine,
+        [
+            {"prompt": [1, 2, 3], "max_tokens": 6},
+            {"prompt": [4, 5], "max_tokens": 9, "priority": -5},
+        ],
+    )
 
 
 def on_the_model() -> Street:
-    engine = AsyncLLMEngine(scheduling_policy="priority", kv_cache_memory="16MiB", device="cpu")
-    residents = [
-        {"max_tokens": 5, "temperature": 0},
-        {"max_tokens": 6, "seed": 5, "temperature": 0.8, "repetition_penalty": 1.1, "logprobs": 1},
-    ]
-    prompts = ["Tell me a story about", "What is the capital of"]
-    return Street(asyncio.Runner(), engine, prompts, residents, [], None)  # type: ignore[arg-type]
+    engine = AsyncLLMEngine(
+        scheduling_policy="priority", kv_cache_memory="16MiB", device="cpu", async_scheduling=True
+    )
+    drawn = {"seed": 5, "temperature": 0.8, "repetition_penalty": 1.1, "logprobs": 1}
+    return Street(
+        engine,
+        [
+            {"prompt": "Tell me a story about", "max_tokens": 5, "temperature": 0},
+            {"prompt": "What is the capital of", "max_tokens": 6, **drawn},
+        ],
+    )
 
 
 @pytest.fixture(scope="module", params=[on_the_fake, on_the_model])
