@@ -6,7 +6,7 @@ products are left to that.
 
 oneDNN caches its last 1,024 primitives for the life of the process, one or two for every
 weight shape and number of rows, of 0.3 MB each. Rows are padded to buckets, so that traffic
-of all sizes makes do with some dozens of them.
+of all sizes meets 56 numbers of rows in steps of up to 256.
 """
 
 from __future__ import annotations
