@@ -54,7 +54,7 @@ class Browser:
         self.process = process
 
     async def hear(self):
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             line = await self.process.stdout.readline()
         assert line, (await self.process.stderr.read()).decode()
         return json.loads(line)
@@ -272,7 +272,7 @@ async def example(*arguments):
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             yield (await process.stdout.readline()).decode().strip()
     finally:
         process.terminate()

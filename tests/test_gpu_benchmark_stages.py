@@ -385,7 +385,7 @@ def test_graph_costs_are_the_runners(monkeypatch):
         SimpleNamespace(key=SimpleNamespace(bucket=8, samples=True), seconds=0.5, num_bytes=100),
         SimpleNamespace(key=SimpleNamespace(bucket=8, samples=False), seconds=0.25, num_bytes=50),
     ]
-    graphs = SimpleNamespace(buckets=(1, 8), records=records)
+    graphs = SimpleNamespace(buckets=(1, 8), captured=records)
     runner = SimpleNamespace(graphs=graphs)
     probe = SimpleNamespace(inner=runner)
     monkeypatch.setattr("benchmarks.gpu.probe.probe_of", lambda opened: probe)

@@ -229,7 +229,7 @@ def test_a_stream_has_one_reader_at_a_time(make):
     other = threading.Thread(target=lambda: got.append(stream.result()))
     got = []
     other.start()
-    while not stream._stream._channel.waiting:
+    while not stream._stream._channel.has_reader:
         time.sleep(0.001)
     with pytest.raises(RuntimeError, match="another thread"):
         next(stream)
