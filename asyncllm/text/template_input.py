@@ -120,11 +120,13 @@ class _Copier:
             return value
         if value is None or kind is bool or kind is int or kind is float:
             return value
-        if isinstance(value, Mapping):
-            return {
-                self._copy(key, where, depth): self._copy(item, f"{where}.{key!s:.40}", depth + 1)
-                for key, item in value.items()
-            }
+        if kind is dict or isinstance(value, Mapping):
+            copied = {}
+            for key, item in value.items():
+                # Most are strings, which need no path for an error.
+                at = where if type(item) is str else f"{where}.{key!s:.40}"
+                copied[self._copy(key, where, depth)] = self._copy(item, at, depth + 1)
+            return copied
         if isinstance(value, (list, tuple)):
             items = [self._copy(v, f"{where}[{i}]", depth + 1) for i, v in enumerate(value)]
             return tuple(items) if isinstance(value, tuple) else items
