@@ -1,4 +1,4 @@
-"""build_model_runner: from a configuration and a model to a runner on a device."""
+"""build_model_runner: a runner on a device from a configuration and a model."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def build_model_runner(
         try:
             return _create(config, model, mode, progress)
         except BaseException as error:
-            # Whoever keeps the exception would keep the weights, which its frames refer to.
+            # Its frames refer to the weights, which a kept exception would keep.
             clear_frames(error)
             release(mode.device)
             raise
@@ -223,7 +223,7 @@ def available_cache_bytes(
 def time_prefill(runner: ModelRunner, num_tokens: int) -> float:
     """Seconds of one step that prefills ``num_tokens``, in rows of full length at most.
 
-    All rows write the same blocks, which nobody reads afterwards.
+    All rows write the same blocks, which are not read afterwards.
     """
     info = runner.info
     rows = -(-num_tokens // info.max_model_len)

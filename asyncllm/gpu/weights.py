@@ -118,14 +118,10 @@ def _check(reader: CheckpointReader, model: ModelConfig, wanted: list[Parameter]
         if info is None:
             places = ", ".join(sorted({str(info.file) for info in reader.tensors.values()}))
             raise ModelLoadError(f"{places}: tensor {name!r} is missing, expected {shape}")
-        if info.shape != shape:
+        if info.shape != shape or info.dtype not in _STORED_DTYPES:
             raise ModelLoadError(
-                f"{info.file}: tensor {name!r} has shape {info.shape}, expected {shape}"
-            )
-        if info.dtype not in _STORED_DTYPES:
-            raise ModelLoadError(
-                f"{info.file}: tensor {name!r} is of type {info.dtype}, expected one of "
-                + ", ".join(_STORED_DTYPES)
+                f"{info.file}: tensor {name!r} is {info.dtype} of shape {info.shape}, expected "
+                f"{' or '.join(_STORED_DTYPES)} of shape {shape}"
             )
     for name, info in reader.tensors.items():
         if name not in expected and not is_unused(model, name):

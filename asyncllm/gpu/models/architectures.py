@@ -56,7 +56,11 @@ class Parameter:
 
 
 def find_architecture(model: ModelConfig) -> Architecture:
-    """Raises ModelLoadError for an architecture that the decoder does not cover."""
+    """The table's row for a model.
+
+    Raises:
+        ModelLoadError: there is none, or the configuration contradicts it.
+    """
     architecture = ARCHITECTURES.get(model.architecture)
     if architecture is None:
         raise ModelLoadError(
@@ -67,11 +71,6 @@ def find_architecture(model: ModelConfig) -> Architecture:
         raise ModelLoadError(
             f"{model.path}: {model.architecture} with qk_norm={model.qk_norm}: "
             f"expected {architecture.qk_norm}"
-        )
-    if model.num_heads % model.num_kv_heads or model.head_dim % 2:
-        raise ModelLoadError(
-            f"{model.path}: {model.num_heads} heads of size {model.head_dim} over "
-            f"{model.num_kv_heads} key/value heads: expected a multiple, and an even size"
         )
     return architecture
 

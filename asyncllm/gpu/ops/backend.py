@@ -13,13 +13,13 @@ from asyncllm.gpu.ops.base import Attention, AttentionShape
 
 @dataclass(frozen=True, slots=True)
 class AttentionRequest:
-    """The layers of one kind and the device that a backend's attention is made for.
+    """What attention is needed for.
 
     Attributes:
         dtype: of queries and KV.
         block_size: tokens per KV block; None until it is chosen.
-        windows: sliding windows of the layers, in keys that a query sees; None among them for
-            layers that see all.
+        windows: the sliding windows of the model's layers, in keys that a query sees; None
+            among them for a layer that sees all.
     """
 
     shape: AttentionShape
@@ -133,8 +133,7 @@ class AttentionBackend(Protocol):
         ...
 
     def make(self, request: AttentionRequest) -> Attention:
-        """The attention of one kind of layer, made once per engine; ``request.block_size`` is
-        set.
+        """The attention of one kind of layer, once per engine; ``request.block_size`` is set.
 
         Raises:
             EngineError: what the backend needs is not installed, or does not work here.
