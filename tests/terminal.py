@@ -91,18 +91,19 @@ class Terminal:
         while wanted not in self.text:
             self.type("\x03")
             pressed = time.monotonic()
-            while wanted not in self.text and time.monotonic() < pressed + 5.0:
+            while wanted not in self.text and time.monotonic() < pressed + 15.0:
                 self._read(pressed + 5.0 - time.monotonic())
             assert time.monotonic() < deadline, f"no {wanted!r} in {self.text!r}"
 
     def interrupt_until_exit(self, timeout: float = 60.0) -> int:
-        """Presses Ctrl-C until the program ends, and returns its exit code."""
+        """Presses Ctrl-C until the program ends, and returns its exit code. Seldom, because one
+        that comes while the interpreter goes down kills it."""
         deadline = time.monotonic() + timeout
         while self._process.poll() is None:
             assert time.monotonic() < deadline, f"it goes on: {self.text!r}"
             self.type("\x03")
             pressed = time.monotonic()
-            while self._process.poll() is None and time.monotonic() < pressed + 5.0:
+            while self._process.poll() is None and time.monotonic() < pressed + 15.0:
                 if not self._read(0.1):
                     time.sleep(0.05)
         return self._process.returncode
