@@ -1,6 +1,6 @@
 """The sampler: two kernels over the vocabulary, without a sort.
 
-They compute what ``exponential_race`` describes. The first kernel reduces the vocabulary to
+They compute what ``gumbel_sample`` describes. The first kernel reduces the vocabulary to
 statistics of chunks of 256 tokens, winner of the race included. The second has one program
 per row. If nothing truncates the row, it is done with the best of the winners. Otherwise:
 
