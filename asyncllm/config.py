@@ -25,17 +25,6 @@ _MAX_SEQS = 2**16
 _MAX_TOKENS = 2**31 - 1
 """Positions and block ids are int32 on a device."""
 
-# name, most, whether None will do
-_INTEGERS = (
-    ("max_model_len", _MAX_TOKENS, True),
-    ("max_num_seqs", _MAX_SEQS, True),
-    ("num_blocks", _MAX_TOKENS - 1, True),
-    ("block_size", 2**16, True),
-    ("num_threads", 1024, True),
-    ("max_queued_requests", check.MAX_INTEGER, False),
-    ("max_queued_tokens", check.MAX_INTEGER, False),
-)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -117,9 +106,14 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         self._check_choices()
-        for name, high, optional in _INTEGERS:
-            check.field(self, check.integer, name, 1, high, optional=optional)
-        check.field(self, check.integer, "seed", 0, 2**64 - 1, optional=True)
+        check.field(self, check.integer, "max_model_len", 1, _MAX_TOKENS)
+        check.field(self, check.integer, "max_num_seqs", 1, _MAX_SEQS)
+        check.field(self, check.integer, "num_blocks", 1, _MAX_TOKENS - 1)
+        check.field(self, check.integer, "block_size", 1, 2**16)
+        check.field(self, check.integer, "num_threads", 1, 1024)
+        check.field(self, check.integer, "max_queued_requests", 1)
+        check.field(self, check.integer, "max_queued_tokens", 1)
+        check.field(self, check.integer, "seed", 0, 2**64 - 1)
         if not check.same(self.max_num_batched_tokens, "auto"):
             check.field(self, check.integer, "max_num_batched_tokens", 1, _MAX_TOKENS)
         check.field(self, check.number, "gpu_memory_utilization", 0, 1, above=True)
@@ -129,6 +123,8 @@ class EngineConfig:
         if self.cuda_graph_sizes is not None:
             sizes = check.items("cuda_graph_sizes", self.cuda_graph_sizes, "batch sizes")
             checked = {check.integer("cuda_graph_sizes", size, 1, _MAX_SEQS) for size in sizes}
+            if not checked:
+                raise check.invalid("cuda_graph_sizes", sizes, "at least one batch size, or None")
             object.__setattr__(self, "cuda_graph_sizes", tuple(sorted(checked)))
 
     def _check_choices(self) -> None:
@@ -141,9 +137,9 @@ class EngineConfig:
             check.field(self, check.choice, name, choices)
         check.field(self, check.boolean, "enable_prefix_caching")
         check.field(self, check.boolean, "trust_remote_code")
-        check.field(self, check.boolean, "async_scheduling", optional=True)
+        check.field(self, check.boolean, "async_scheduling")
         check.field(self, check.string, "attention_backend")
-        check.field(self, check.string, "revision", optional=True)
+        check.field(self, check.string, "revision")
         device: Any = self.device
         if not isinstance(device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", device):
             raise check.invalid("device", device, "auto, cpu, cuda or cuda:N")

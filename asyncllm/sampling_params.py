@@ -15,23 +15,6 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024
 """Characters. Each token's text is searched for every stop string, while the batch waits."""
 
-# name, least, most, whether only more than the least will do, whether None will
-_NUMBERS: Sequence[tuple[str, float, float, bool, bool]] = (
-    ("temperature", 0, 100, False, True),
-    ("top_p", 0, 1, True, True),
-    ("min_p", 0, 1, False, True),
-    ("presence_penalty", -2, 2, False, False),
-    ("frequency_penalty", -2, 2, False, False),
-    ("repetition_penalty", 0.01, 100, False, True),
-)
-_INTEGERS: Sequence[tuple[str, int, int, bool]] = (
-    ("top_k", -1, check.MAX_INTEGER, True),
-    ("seed", -(2**63), 2**64 - 1, True),
-    ("max_tokens", 1, check.MAX_INTEGER, True),
-    ("min_tokens", 0, check.MAX_INTEGER, False),
-    ("logprobs", 0, MAX_LOGPROBS, True),
-)
-
 LogitsProcessor = Callable[[Sequence[int], Any], Any]
 """``(output_token_ids, logits) -> logits``: called for each token of the request, on the
 engine thread, with what was generated so far and a float32 tensor ``[vocab_size]`` that it
@@ -104,10 +87,17 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._refuse_unsupported()
-        for name, low, high, above, optional in _NUMBERS:
-            check.field(self, check.number, name, low, high, above=above, optional=optional)
-        for name, low, high, optional in _INTEGERS:
-            check.field(self, check.integer, name, low, high, optional=optional)
+        check.field(self, check.number, "temperature", 0, 100)
+        check.field(self, check.number, "top_p", 0, 1, above=True)
+        check.field(self, check.integer, "top_k", -1)
+        check.field(self, check.number, "min_p", 0, 1)
+        check.field(self, check.number, "presence_penalty", -2, 2)
+        check.field(self, check.number, "frequency_penalty", -2, 2)
+        check.field(self, check.number, "repetition_penalty", 0.01, 100)
+        check.field(self, check.integer, "seed", -(2**63), 2**64 - 1)
+        check.field(self, check.integer, "max_tokens", 1)
+        check.field(self, check.integer, "min_tokens", 0)
+        check.field(self, check.integer, "logprobs", 0, MAX_LOGPROBS)
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             check.field(self, check.boolean, name)
         if self.top_k == -1:

@@ -151,10 +151,11 @@ def token_ids(name: str, value: Any, below: int = MAX_INTEGER, **how: Any) -> An
 
 def field(owner: Any, validator: Callable[..., Any], name: str, *limits: Any, **how: Any) -> None:
     """Validates a field of a frozen dataclass, unless it has its default, and keeps the plain
-    value."""
-    value = getattr(owner, name)
-    if value is not owner.__dataclass_fields__[name].default:
-        object.__setattr__(owner, name, validator(name, value, *limits, **how))
+    value. None is accepted where it is the default."""
+    value, default = getattr(owner, name), owner.__dataclass_fields__[name].default
+    if value is not default:
+        found = validator(name, value, *limits, optional=default is None, **how)
+        object.__setattr__(owner, name, found)
 
 
 def same(value: Any, other: Any) -> bool:

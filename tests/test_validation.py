@@ -270,6 +270,7 @@ def test_sampling_params_out_of_range(field: str, value: Any) -> None:
         ("kv_cache_memory", "9999999999TiB"),
         ("cuda_graph_sizes", (2**63,)),
         ("cuda_graph_sizes", 5),
+        ("cuda_graph_sizes", ()),
         ("device", "cuda:99999999999999999999"),
         ("dtype", np.zeros(2)),
         ("async_scheduling", 1),

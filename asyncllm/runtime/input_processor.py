@@ -42,12 +42,12 @@ class RequestOptions:
     cache_salt: str | None = None
 
     def __post_init__(self) -> None:
-        check.field(self, check.string, "request_id", optional=True)
+        check.field(self, check.string, "request_id")
         check.field(self, check.integer, "priority", -check.MAX_INTEGER)
-        check.field(self, check.seconds, "timeout", above=True, optional=True)
+        check.field(self, check.seconds, "timeout", above=True)
         check.field(self, check.integer, "max_unread", 1)
         check.field(self, check.choice, "on_slow", get_args(OnSlow))
-        check.field(self, check.string, "cache_salt", empty=True, optional=True)
+        check.field(self, check.string, "cache_salt", empty=True)
 
 
 class InputProcessor:
