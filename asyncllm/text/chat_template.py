@@ -81,12 +81,12 @@ class ChatTemplate:
                 refuses the conversation.
             TemplateLimitError: for a template that needs more than ``limits``.
         """
-        values = conversation.values
-        if change is not None:
-            values = conversation.with_texts(change, keep=self.special_tokens)
         source = self._source(conversation)
         template = self._compiled.get(source) or self._compile(source)
         try:
+            values = conversation.values
+            if change is not None:
+                values = conversation.with_texts(change, keep=self.special_tokens)
             return self._sandbox.render(template, {**self.special_tokens, **values}, limits)
         except TemplateLimitError:
             raise
