@@ -107,7 +107,7 @@ def graph_costs(engine: AsyncLLMEngine) -> tuple[tuple[int, ...], list[GraphCost
         return None
     costs = [
         GraphCost(record.key.bucket, record.key.samples, record.seconds, record.num_bytes)
-        for record in graphs.records
+        for record in graphs.captured
     ]
     return tuple(graphs.buckets), costs
 

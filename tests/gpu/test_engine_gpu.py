@@ -254,7 +254,7 @@ def test_startup_captures_every_batch_size(checkpoint):
         chosen = settings(cuda_graphs="startup", cuda_graph_sizes=(1, 3, 8), max_num_seqs=8)
         async with AsyncLLMEngine(checkpoint(), **chosen) as engine:
             graphs = graphs_of(engine)
-            return tuple(graphs.buckets), list(graphs.records)
+            return tuple(graphs.buckets), list(graphs.captured)
 
     buckets, records = asyncio.run(main())
     assert buckets == (1, 3, 8)
