@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,11 +17,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.kv_cache_spec import KVCacheSpec
+from asyncllm.gpu.batch.step_buffers import PinnedStepBuffer
+from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.graph.cuda_graphs import GraphCapturer, default_sizes
 from asyncllm.gpu.graph.decode_runner import DecodeRunner
-from asyncllm.gpu.kv_cache import KVCache, KVCacheSize, block_bytes
+from asyncllm.gpu.kv_cache import KVCache, KVGroup
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.models.decoder import Decoder, attention_shape
+from asyncllm.gpu.ops.base import BlockLayout
 from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.weights import dummy_weights
@@ -26,14 +32,12 @@ from asyncllm.gpu.weights import dummy_weights
 CPU = torch.device("cpu")
 
 
-class LateTicket:
-    def __init__(self, stream: LateStream, work: Callable[[], None]) -> None:
-        self._stream, self._work = stream, work
-        self.done = False
+class LateEvent:
+    """A point in a LateStream: done once all that was queued before it has run."""
 
-    def run(self) -> None:
-        self._work()
-        self.done = True
+    def __init__(self, stream: LateStream) -> None:
+        self._stream = stream
+        self.done = False
 
     def synchronize(self) -> None:
         while not self.done:
@@ -43,32 +47,74 @@ class LateTicket:
 class LateStream:
     """Work runs in order, as late as it may: when somebody waits for it.
 
-    Whatever the host changes between submitting and waiting, the work sees changed, as a GPU
-    might. ``most`` is how much was queued at once.
+    The work is a DecodeRunner's, behind a LateDecodeRunner. ``most`` is how many steps were
+    queued at once.
     """
 
     is_async = True
 
     def __init__(self) -> None:
-        self._queue: deque[LateTicket] = deque()
+        self._queue: deque[Callable[[], None] | LateEvent] = deque()
         self.most = 0
 
     def context(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def submit(self, work: Callable[[], None]) -> LateTicket:
-        ticket = LateTicket(self, work)
-        self._queue.append(ticket)
-        self.most = max(self.most, len(self._queue))
-        return ticket
+    def queue(self, work: Callable[[], None]) -> None:
+        self._queue.append(work)
+
+    def record(self) -> LateEvent:
+        event = LateEvent(self)
+        self._queue.append(event)
+        self.most = max(self.most, sum(isinstance(item, LateEvent) for item in self._queue))
+        return event
 
     def advance(self) -> None:
+        item = self._queue.popleft()
+        if isinstance(item, LateEvent):
+            item.done = True
+            return
         with torch.inference_mode():
-            self._queue.popleft().run()
+            item()
 
     def synchronize(self) -> None:
         while self._queue:
             self.advance()
+
+
+class LateDecodeRunner:
+    """A DecodeRunner on a LateStream: a step reads the host's memory when it runs, and finds
+    there whatever has been changed since it was queued, as on a GPU.
+
+    Only what attention plans from is of the moment: a plan is made on the host, at launch.
+    """
+
+    def __init__(self, runner: DecodeRunner, stream: LateStream) -> None:
+        self._runner, self._stream = runner, stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def run(
+        self, host: PinnedStepBuffer, num_rows: int, inputs: tuple[ModelInputs, ...] | None
+    ) -> None:
+        inputs = inputs and tuple(replace(i, host_table=i.host_table.copy()) for i in inputs)
+        self._stream.queue(partial(self._runner.run, host, num_rows, inputs))
+
+    def logits(
+        self, host: PinnedStepBuffer, num_rows: int, inputs: tuple[ModelInputs, ...] | None
+    ) -> Tensor:
+        self._stream.synchronize()
+        return self._runner.logits(host, num_rows, inputs)
+
+
+def run_late(runner: ModelRunner, stream: LateStream) -> ModelRunner:
+    """The same runner, whose steps run late on ``stream``."""
+    state = runner._state
+    assert state is not None
+    late: Any = LateDecodeRunner(decode_step(runner), stream)
+    state.decode = late
+    return runner
 
 
 class TraceRecorder:
@@ -138,27 +184,32 @@ def make_runner(
     """A runner with its state on the "device"; with no recorder the plain one, which draws
     tokens by the same function."""
     model = decoder.model
-    size = KVCacheSize(
-        num_blocks + 1, block_size, max_len, block_bytes(model, block_size, torch.float32)
-    )
+    groups = kv_groups(model, block_size)
     info = ExecutorInfo(
         vocab_size=model.vocab_size,
         num_blocks=num_blocks + 1,
-        kv_groups=(KVCacheSpec(tuple(range(model.num_layers)), block_size),),
+        kv_groups=tuple(group.spec for group in groups),
         max_model_len=max_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=512,
         pipeline_depth=depth,
     )
-    return ModelRunner(
-        decoder,
-        KVCache(model, size, torch.float32, CPU),
-        info,
-        stream=stream,
-        capturer=capturer,
-        graph_sizes=default_sizes(max_num_seqs) if sizes is None else sizes,
-        races=True,
-    )
+    cache = KVCache(groups, num_blocks + 1, torch.float32, CPU)
+    decode = None
+    if capturer is not None:
+        graphs = default_sizes(max_num_seqs) if sizes is None else sizes
+        decode = DecodeRunner(decoder, cache, info, capturer, graphs)
+    runner = ModelRunner(decoder, cache, info, stream=stream, decode=decode, races=True)
+    return runner if stream is None else run_late(runner, stream)
+
+
+def kv_groups(model: ModelConfig, block_size: int, *layers: tuple[int, ...]) -> list[KVGroup]:
+    """Groups of these layers, one of all layers if none are given, in the default layout."""
+    layout = BlockLayout((2, block_size, model.num_kv_heads, model.head_dim))
+    return [
+        KVGroup(KVCacheSpec(group, block_size), layout)
+        for group in layers or (tuple(range(model.num_layers)),)
+    ]
 
 
 def decode_step(runner: ModelRunner) -> DecodeRunner:

@@ -70,8 +70,9 @@ class Step:
         """The decode rows by slot, in another order of slots, and padded ones."""
         inputs, count = self.inputs, self.inputs.num_rows
         slots = torch.arange(count).flip(0) + 2
-        table = torch.zeros((count + 4, inputs.block_table.shape[1]), dtype=torch.int32)
-        table[slots] = torch.from_numpy(inputs.block_table)
+        lines = torch.from_numpy(inputs.host_table[inputs.host_req_indices])
+        table = torch.zeros((count + 4, lines.shape[1]), dtype=torch.int32)
+        table[slots] = lines
         zeros = torch.zeros(padded, dtype=torch.int32)
         return DecodeInputs(
             req_indices=torch.cat((slots, torch.full((padded,), -1))),
@@ -107,16 +108,24 @@ def make_step(name: str, block_size: int) -> Step:
     ends = np.concatenate(([0], np.cumsum(counts)))
     decodes = next((row for row, count in enumerate(counts) if count > 1), len(rows))
     tokens = torch.zeros(int(counts.sum()), dtype=torch.int64)
+    # A line per request index, in another order than the rows, of unused ones too.
+    lines = np.arange(len(rows))[::-1] * 2 + 1
+    lines = np.ascontiguousarray(lines)
+    by_request = np.full((2 * len(rows) + 1, table.shape[1]), order.pop(), dtype=np.int32)
+    by_request[lines] = table
     inputs = ModelInputs(
         num_decodes=decodes,
         token_ids=tokens,
         positions=tokens,
-        slot_mapping=tokens,
         logits_indices=None,
+        req_indices=torch.from_numpy(lines),
+        host_req_indices=lines,
         query_start_loc=ends,
         seq_lens=lengths,
         starts=starts,
-        block_table=table,
+        slot_mapping=tokens,
+        host_table=by_request,
+        device_table=torch.from_numpy(by_request),
         block_size=block_size,
     )
     return Step(merged[:, :6], cache, inputs)

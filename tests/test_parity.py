@@ -292,11 +292,11 @@ def _swapped_kv_heads(monkeypatch):
 def _wrong_slot(monkeypatch):
     prepare = InputBatch.prepare
 
-    def wrong(self, batch):
-        inputs = prepare(self, batch)
+    def wrong(self, batch, device):
+        (inputs,) = prepare(self, batch, device)
         if batch.starts[0] == 20:
-            return replace(inputs, slot_mapping=inputs.slot_mapping + 1)
-        return inputs
+            inputs = replace(inputs, slot_mapping=inputs.slot_mapping + 1)
+        return (inputs,)
 
     monkeypatch.setattr(InputBatch, "prepare", wrong)
 
@@ -304,11 +304,11 @@ def _wrong_slot(monkeypatch):
 def _late_position(monkeypatch):
     prepare = InputBatch.prepare
 
-    def late(self, batch):
-        inputs = prepare(self, batch)
+    def late(self, batch, device):
+        (inputs,) = prepare(self, batch, device)
         if batch.counts == [1]:
-            return replace(inputs, positions=inputs.positions + 1)
-        return inputs
+            inputs = replace(inputs, positions=inputs.positions + 1)
+        return (inputs,)
 
     monkeypatch.setattr(InputBatch, "prepare", late)
 

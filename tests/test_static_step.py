@@ -6,6 +6,7 @@ import asyncio
 import gc
 import random
 import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from asyncllm.core.batch import RequestAssignment, StepBatch
 from asyncllm.core.executor import StepOutOfMemoryError
 from asyncllm.errors import RequestError
 from asyncllm.gpu import model_runner as model_runner_module
-from asyncllm.gpu.batch.input_batch import InputBatch
+from asyncllm.gpu.batch.block_table import BlockTable
 from asyncllm.gpu.batch.step_buffers import PinnedStepBuffer, StepBufferRing
 from asyncllm.gpu.graph import decode_runner as decode_step_module
 from asyncllm.gpu.graph.cuda_graphs import (
@@ -129,12 +130,13 @@ def poisoning(runner: ModelRunner) -> None:
     assert isinstance(capturer, TraceRecorder)
 
     def poison() -> None:
-        for values in (step.token_ids, step.slot_mapping, step.seq_lens, step.sampled):
+        for values in (step.token_ids, *step.slot_mappings, step.seq_lens, step.sampled):
             values.fill_(77)
         if step._logits is not None:
             step._logits.fill_(torch.nan)
         step.last_sampled_tokens[-1] = 127
-        step.block_table[-1] = 3
+        for table in step.block_tables:
+            table[-1] = 3
         # Finite, because plain attention weights what it does not see with zero.
         step.cache.tensor[:, :, 0] = 1e4
 
@@ -333,11 +335,11 @@ def test_a_trace_touches_nothing_but_what_stays_where_it_is(decoder: Decoder) ->
     step = decode_step(runner)
     allowed = storages(
         [
-            step.block.memory,
-            step.block_table,
+            step.buffer.memory,
+            *step.block_tables,
             step.last_sampled_tokens,
             step.token_ids,
-            step.slot_mapping,
+            *step.slot_mappings,
             step.seq_lens,
             step.sampled,
             *([] if step._logits is None else [step._logits]),
@@ -458,7 +460,9 @@ def test_closing_drops_every_tensor_at_once(llama: Decoder) -> None:
     runner = make_runner(llama, capturer=EagerCapturer(), stream=LateStream(), sizes=(2, 8))
     outputs(runner, prompts(5), KINDS + HOST_KINDS, depth=2)
     step = decode_step(runner)
-    kept = [weakref.ref(tensor) for tensor in (step.block_table, step.sampled, step.cache.tensor)]
+    kept = [
+        weakref.ref(tensor) for tensor in (step.block_tables[0], step.sampled, step.cache.tensor)
+    ]
     del step
     gc.collect()
     gc.disable()
@@ -494,7 +498,7 @@ def test_a_step_that_needs_the_host_waits_for_the_one_before(llama: Decoder) -> 
 
 
 def test_running_ahead_takes_state_on_the_device(llama: Decoder) -> None:
-    with pytest.raises(ValueError, match="needs a recorder"):
+    with pytest.raises(ValueError, match="needs a DecodeRunner"):
         make_runner(llama, capturer=None, stream=LateStream())
 
 
@@ -618,24 +622,23 @@ async def test_aborts_and_preemptions_under_the_scheduler(
 def _one_host_block(monkeypatch: pytest.MonkeyPatch) -> None:
     class Single(StepBufferRing):
         def __init__(
-            self, max_num_seqs: int, padding_index: int, count: int, *, pinned: bool
+            self, max_num_seqs: int, padding: Sequence[int], count: int, *, pinned: bool
         ) -> None:
-            super().__init__(max_num_seqs, padding_index, 1, pinned=pinned)
+            super().__init__(max_num_seqs, padding, 1, pinned=pinned)
 
     monkeypatch.setattr(decode_step_module, "StepBufferRing", Single)
 
 
 def _token_zero_for_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_runner_module, "UNKNOWN", 0)
+    monkeypatch.setattr(model_runner_module, "PLACEHOLDER_TOKEN", 0)
 
 
 def _rows_stay_behind_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     def set_rows(
         self: PinnedStepBuffer, req_indices: np.ndarray, known: np.ndarray, positions: np.ndarray
     ) -> None:
-        count = len(req_indices)
-        self._req_indices[:count], self._known[:count] = req_indices, known
-        self._positions[:count] = positions
+        for section, values in zip(self._rows, (req_indices, known, positions), strict=True):
+            section[: len(values)] = values
 
     monkeypatch.setattr(PinnedStepBuffer, "set_rows", set_rows)
 
@@ -651,13 +654,13 @@ def _lengths_baked_in(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _blocks_of_the_last_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
-    take = InputBatch.take_table_changes
+    take = BlockTable.take_changes
 
-    def late(self: InputBatch) -> tuple[np.ndarray, np.ndarray]:
-        cells, blocks = take(self)
-        return cells[1:], blocks[1:]
+    def late(self: BlockTable) -> tuple[np.ndarray, np.ndarray]:
+        indices, values = take(self)
+        return indices[1:], values[1:]
 
-    monkeypatch.setattr(InputBatch, "take_table_changes", late)
+    monkeypatch.setattr(BlockTable, "take_changes", late)
 
 
 def _same_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -711,12 +714,12 @@ def test_a_late_token_of_a_slots_last_tenant_is_void(
 
     expected = alone_greedy(llama, [9, 8, 7, 6, 5, 4, 3, 2], 6)
     assert tokens(traced(llama, max_num_seqs=1)) == expected
-    file = ModelRunner._write_back_tokens
+    write_back = ModelRunner._write_back
 
-    def forgetful(self: ModelRunner, state: Any, step: Any, sampled: np.ndarray) -> None:
-        state.inputs.epochs[:] = 0
-        step.epochs = np.zeros_like(step.req_indices)
-        file(self, state, step, sampled)
+    def forgetful(self: ModelRunner, step: Any, sampled: np.ndarray) -> None:
+        assert self._state is not None
+        step.epochs = self._state.inputs.epochs[step.req_indices]
+        write_back(self, step, sampled)
 
-    monkeypatch.setattr(ModelRunner, "_write_back_tokens", forgetful)
+    monkeypatch.setattr(ModelRunner, "_write_back", forgetful)
     assert tokens(traced(llama, max_num_seqs=1)) != expected

@@ -1,4 +1,4 @@
-"""ExecutionMode: how steps run on a device, and what that needs."""
+"""ExecutionMode: how steps run on a device."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ GRAPH_BYTES = 8 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class ExecutionMode:
-    """Where steps run.
+    """Device, stream and limits of an engine's steps.
 
     Attributes:
-        stream: their work is queued there.
-        make_capturer: how decode steps become graphs; None keeps the state between steps on
-            the host.
+        stream: where their work is queued.
+        make_capturer: makes the capturer of decode steps; None keeps the state between steps
+            on the host.
         max_num_seqs, token_budget, pipeline_depth: where the configuration leaves them open.
     """
 
@@ -46,7 +46,7 @@ class ExecutionMode:
 
 
 def execution_mode_for(config: EngineConfig, device: torch.device) -> ExecutionMode:
-    """In step with the engine on a CPU, one step ahead of it on a GPU."""
+    """Synchronous on a CPU, one step of run-ahead on a GPU."""
     if device.type != "cuda":
         return ExecutionMode(device, SyncStream(), None, 64, 8192, 1)
     make = EagerCapturer if config.cuda_graphs == "off" else lambda: CudaGraphCapturer(device)
@@ -76,8 +76,8 @@ def graph_sizes(config: EngineConfig, mode: ExecutionMode, max_num_seqs: int) ->
 
 
 def graph_reserve(sizes: tuple[int, ...], max_num_seqs: int, vocab_size: int, width: int) -> int:
-    """Bytes to keep beside the largest step: graphs, and the logits of a step that is sampled
-    with the host, as they came and in float32.
+    """Bytes to keep beside the largest step: graphs, and the logits of a step with the eager
+    sampler, as they came and in float32.
 
     Args:
         width: bytes of an element of the logits.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from asyncllm.checkpoint.model_config import ModelConfig, RopeConfig
 from asyncllm.gpu.batch.step_inputs import ModelInputs
-from asyncllm.gpu.kv_cache import KVCache, KVCacheSize
+from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.models.decoder import Decoder, attention_shape
 from asyncllm.gpu.ops.base import Attention, OpSet
 from asyncllm.gpu.ops.torch_attention import TorchAttention
@@ -18,6 +18,7 @@ from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.ops.triton.attention import TritonAttention
 from asyncllm.gpu.ops.triton.op_set import TritonOps
 from asyncllm.gpu.weights import dummy_weights
+from tests.static_runner import kv_groups
 
 BLOCK_SIZE = 16
 
@@ -69,7 +70,7 @@ def run_steps(
     weights = dummy_weights(model, dtype, torch.device("cpu"))
     decoder = Decoder(model, ops, attention, ((n, tensor.to(device)) for n, tensor in weights))
     decoder.set_max_positions(128)
-    cache = KVCache(model, KVCacheSize(32, BLOCK_SIZE, 128, 1), dtype, device)
+    cache = KVCache(kv_groups(model, BLOCK_SIZE), 32, dtype, device)
     if not attention.needs_zeroed_blocks:
         cache.tensor.fill_(torch.nan)
     random = np.random.default_rng(0)
@@ -77,7 +78,7 @@ def run_steps(
     tokens = random.integers(0, model.vocab_size, (3, 128))
     with torch.inference_mode():
         return [
-            decoder.forward(_inputs(step, blocks, tokens, device), cache).float().cpu()
+            decoder.forward([_inputs(step, blocks, tokens, device)], cache).float().cpu()
             for step in STEPS
         ]
 
@@ -98,11 +99,14 @@ def _inputs(
         num_decodes=int((counts == 1).sum()),
         token_ids=there(tokens[rows, positions]),
         positions=there(positions),
-        slot_mapping=there(slots + positions % BLOCK_SIZE),
         logits_indices=there(query_start_loc[1:] - 1),
+        req_indices=there(np.arange(len(step))),
+        host_req_indices=np.arange(len(step)),
         query_start_loc=query_start_loc,
         seq_lens=starts + counts,
         starts=starts,
-        block_table=blocks,
+        slot_mapping=there(slots + positions % BLOCK_SIZE),
+        host_table=blocks,
+        device_table=there(blocks),
         block_size=BLOCK_SIZE,
     )

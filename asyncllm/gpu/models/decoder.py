@@ -6,7 +6,7 @@ the table in ``architectures``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,50 +90,43 @@ class Decoder:
             self.model.rope, self.model.head_dim, count, weight.dtype, weight.device
         )
 
-    def forward(self, inputs: ModelInputs, cache: KVCache) -> Tensor:
-        """Runs a step and writes its KV.
+    def forward(self, inputs: Sequence[ModelInputs], cache: KVCache) -> Tensor:
+        """Runs a step, whose inputs are given per KV group, and writes its KV.
 
         Returns:
             Logits ``[S, vocab_size]`` in the model's dtype, at ``inputs.logits_indices``.
         """
-        plans = {window: self.attention.plan(inputs, window) for window in self.windows}
-        return self._run(
-            inputs.token_ids,
-            inputs.positions,
-            inputs.slot_mapping,
-            plans,
-            cache,
-            inputs.logits_indices,
-        )
+        plans = [{w: self.attention.plan(each, w) for w in self.windows} for each in inputs]
+        return self._run(inputs, plans, cache, inputs[0].logits_indices)
 
-    def decode(self, rows: DecodeInputs, cache: KVCache) -> Tensor:
+    def decode(self, inputs: Sequence[DecodeInputs], cache: KVCache) -> Tensor:
         """Runs a decode step on buffers that stay where they are; reads nothing on the host.
 
         Returns:
             Logits ``[B, vocab_size]`` in the model's dtype; undefined for padded rows.
         """
-        plans = {window: self.attention.plan_decode(rows, window) for window in self.windows}
-        return self._run(rows.token_ids, rows.positions, rows.slot_mapping, plans, cache, None)
+        plans = [{w: self.attention.plan_decode(each, w) for w in self.windows} for each in inputs]
+        return self._run(inputs, plans, cache, None)
 
     def _run(
         self,
-        token_ids: Tensor,
-        positions: Tensor,
-        slot_mapping: Tensor,
-        plans: dict[int | None, Any],
+        inputs: Sequence[ModelInputs] | Sequence[DecodeInputs],
+        plans: Sequence[dict[int | None, Any]],
         cache: KVCache,
         logits_indices: Tensor | None,
     ) -> Tensor:
         if self.rope is None:
             raise RuntimeError("set_max_positions has to come first")
-        rotary = self.ops.rotary(self.rope.table, positions)
-        residual = F.embedding(token_ids, self.embedding)
+        rotary = self.ops.rotary(self.rope.table, inputs[0].positions)
+        residual = F.embedding(inputs[0].token_ids, self.embedding)
         normed = self.layers[0].input_norm(residual)
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
-            store = cache.layers[index]
-            q, k, v = layer.rope_and_cache(layer.qkv(normed), rotary, store, slot_mapping)
-            mixed = self.attention(q, k, v, store, plans[layer.window])
+            store, group = cache.layers[index], cache.group_of[index]
+            q, k, v = layer.rope_and_cache(
+                layer.qkv(normed), rotary, store, inputs[group].slot_mapping
+            )
+            mixed = self.attention(q, k, v, store, plans[group][layer.window])
             if index == last and logits_indices is not None:
                 # Past the last KV write only the rows that are sampled matter.
                 if not len(logits_indices):

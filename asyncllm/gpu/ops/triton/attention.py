@@ -24,27 +24,27 @@ from asyncllm.gpu.ops.triton.tuning import decode_tiles, num_splits, prefill_til
 
 @dataclass(slots=True)
 class TritonPlan:
-    """What the kernels read of a step, on the device; decode rows come first.
+    """A step's metadata on the device; decode rows come first.
 
     Attributes:
         num_decodes: leading rows of one token each, padded ones included.
         seq_lens: ``[R]`` int32, 0 for a padded row.
-        block_table: ``[R, W]`` int32, or ``[max_num_seqs, W]`` with ``table_rows``.
+        block_table: ``[N, W]`` int32.
+        table_rows: ``[R]``, the rows' lines of ``block_table``; any number for a padded row.
         splits: programs per decode row and key/value head.
         workspace: float32, for the partials of the splits; shared by all layers.
         query_start_loc: ``[R - num_decodes + 1]`` int32 from 0 on, of the other rows; None if
             there are none.
-        table_rows: ``[num_decodes]``, the decode rows' lines of ``block_table``, or None.
         window: keys that a query sees, or None.
     """
 
     num_decodes: int
     seq_lens: Tensor
     block_table: Tensor
+    table_rows: Tensor
     splits: int = 1
     workspace: Tensor | None = None
     query_start_loc: Tensor | None = None
-    table_rows: Tensor | None = None
     window: int | None = None
 
 
@@ -127,24 +127,24 @@ class TritonAttention:
         return torch.empty(size, dtype=torch.float32, device=self.device) if size else None
 
     def plan(self, inputs: ModelInputs, window: int | None) -> TritonPlan:
-        """One copy to the device for the step's lengths, starts and block tables."""
+        """One copy to the device for the step's lengths and starts; the block tables are there
+        already."""
         rows, decodes = inputs.num_rows, inputs.num_decodes
         starts = inputs.query_start_loc[decodes:] - decodes
-        head = np.concatenate((inputs.seq_lens, starts)).astype(np.int32)
-        # Padded to 16 bytes, so that every step's table is aligned and compiles the same.
-        head = np.pad(head, (0, -len(head) % 4))
-        flat = np.concatenate((head, inputs.block_table.reshape(-1).astype(np.int32)))
-        packed = copy_to_device(flat, self.device)
+        packed = np.concatenate((inputs.seq_lens, starts)).astype(np.int32)
+        device_packed = copy_to_device(packed, self.device)
         splits = 1
         if decodes:
             splits = self.splits(decodes, int(inputs.seq_lens[:decodes].max()), window)
+        assert inputs.device_table is not None
         return TritonPlan(
             num_decodes=decodes,
-            seq_lens=packed[:rows],
-            block_table=packed[len(head) :].view(rows, -1),
+            seq_lens=device_packed[:rows],
+            block_table=inputs.device_table,
+            table_rows=inputs.req_indices,
             splits=splits,
             workspace=self.workspace(decodes, splits),
-            query_start_loc=packed[rows : rows + len(starts)] if decodes < rows else None,
+            query_start_loc=device_packed[rows:] if decodes < rows else None,
             window=window,
         )
 
@@ -174,7 +174,7 @@ class TritonAttention:
                 scale=self.shape.scale,
                 tiles=self.decode_tiles,
                 splits=plan.splits,
-                table_rows=plan.table_rows,
+                table_rows=plan.table_rows[:decodes],
                 softcap=self.softcap,
                 window=plan.window,
                 workspace=plan.workspace,
@@ -185,9 +185,10 @@ class TritonAttention:
                 q[decodes:],
                 cache[0],
                 cache[1],
-                plan.block_table[decodes:],
+                plan.block_table,
                 plan.seq_lens[decodes:],
                 plan.query_start_loc,
+                table_rows=plan.table_rows[decodes:],
                 scale=self.shape.scale,
                 tiles=self.prefill_tiles,
                 softcap=self.softcap,
