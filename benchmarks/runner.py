@@ -84,8 +84,8 @@ def make_runner() -> ModelRunner:
     layout = block_layout(attention, attention.shape, BLOCK_SIZE)
     cache = KVCache([KVGroup(info.kv_groups[0], layout)], NUM_BLOCKS, dtype, cpu)
     decode = NullDecodeRunner(decoder, cache, info, EagerCapturer(), ())
-    for buffer in decode.host_buffers.buffers:
-        buffer.tokens.fill_(TOKEN)
+    for _ in range(info.pipeline_depth + 1):
+        next(decode.host_buffers).tokens.fill_(TOKEN)
     return ModelRunner(decoder, cache, info, stream=NullStream(), decode=decode)
 
 

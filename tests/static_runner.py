@@ -9,10 +9,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.core.executor import ExecutorInfo
@@ -28,6 +31,8 @@ from asyncllm.gpu.ops.base import BlockLayout
 from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.weights import dummy_weights
+from asyncllm.sampling_params import SamplingParams
+from tests.driver import Driver
 
 CPU = torch.device("cpu")
 
@@ -180,11 +185,12 @@ def make_runner(
     block_size: int = 4,
     max_len: int = 96,
     depth: int = 2,
+    layers: tuple[tuple[int, ...], ...] = (),
 ) -> ModelRunner:
     """A runner with its state on the "device"; with no recorder the plain one, which draws
-    tokens by the same function."""
+    tokens by the same function. ``layers`` of KV groups, if there are several."""
     model = decoder.model
-    groups = kv_groups(model, block_size)
+    groups = kv_groups(model, block_size, *layers)
     info = ExecutorInfo(
         vocab_size=model.vocab_size,
         num_blocks=num_blocks + 1,
@@ -199,7 +205,7 @@ def make_runner(
     if capturer is not None:
         graphs = default_sizes(max_num_seqs) if sizes is None else sizes
         decode = DecodeRunner(decoder, cache, info, capturer, graphs)
-    runner = ModelRunner(decoder, cache, info, stream=stream, decode=decode, races=True)
+    runner = ModelRunner(decoder, cache, info, stream=stream, decode=decode, gumbel=True)
     return runner if stream is None else run_late(runner, stream)
 
 
@@ -210,6 +216,51 @@ def kv_groups(model: ModelConfig, block_size: int, *layers: tuple[int, ...]) -> 
         KVGroup(KVCacheSpec(group, block_size), layout)
         for group in layers or (tuple(range(model.num_layers)),)
     ]
+
+
+class SentBytes(TorchDispatchMode):
+    """Counts what goes from host to device: arrays, and copies of step buffers."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        super().__init__()
+        self.total = 0
+        buffers = decode_step(runner).host_buffers
+        self._buffers = {next(buffers).memory.data_ptr() for _ in range(6)}
+
+    def __enter__(self) -> SentBytes:
+        self._patch = pytest.MonkeyPatch()
+        from_numpy = torch.from_numpy
+
+        def counted(array: np.ndarray) -> Tensor:
+            self.total += array.nbytes
+            return from_numpy(array)
+
+        self._patch.setattr(torch, "from_numpy", counted)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._patch.undo()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and args[1].data_ptr() in self._buffers:
+            self.total += args[1].nbytes
+        return func(*args, **(kwargs or {}))
+
+
+def sent_in_a_mixed_step(runner: ModelRunner, stream: LateStream) -> int:
+    """Bytes sent for a step of three decode rows and two prompts of 9 and 21 tokens."""
+    driver = Driver(runner)
+    params = SamplingParams(temperature=0.0, seed=0)
+    decoding = [driver.add([1, 2, 3] * count, 9, params) for count in (1, 3, 8)]
+    driver.launch([(seq, 0) for seq in decoding])
+    stream.synchronize()
+    entering = [driver.add([5] * count, 9, params) for count in (9, 21)]
+    with SentBytes(runner) as sent:
+        driver.launch([(seq, 0) for seq in decoding + entering])
+        stream.synchronize()
+    return sent.total
 
 
 def decode_step(runner: ModelRunner) -> DecodeRunner:

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from asyncllm.errors import EngineError
 from asyncllm.gpu.batch.decode_inputs import DecodeInputs
 from asyncllm.gpu.batch.step_inputs import ModelInputs
+from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.ops import flash_attention
 from asyncllm.gpu.ops.base import Attention, AttentionShape
 from asyncllm.gpu.ops.flash_attention import FlashAttention, FlashPlan
@@ -241,6 +242,26 @@ def test_a_decode_step_reads_nothing_on_the_host(version, block_size, monkeypatc
     assert table.shape == (8, rows.block_table.shape[1])
     assert options["cache_seqlens"] is rows.seq_lens
     assert options["num_splits"] == 0
+
+
+@pytest.mark.parametrize(("version", "block_size"), VERSIONS)
+def test_a_plan_sends_no_block_tables(version, block_size, monkeypatch):
+    """Lengths and starts alone; the tables are on the device, and are cut to the longest row."""
+    sent = []
+
+    def noting(array, device):
+        sent.append(array.nbytes)
+        return copy_to_device(array, device)
+
+    monkeypatch.setattr(flash_attention, "copy_to_device", noting)
+    inputs = make_step("mixed", block_size).inputs
+    wide = torch.nn.functional.pad(inputs.device_table, (0, 8000))
+    plan = version(SHAPE).plan(replace(inputs, device_table=wide), None)
+    # Lengths of eight rows; query and key starts of the four that prefill.
+    assert sent == [4 * (8 + 4 + 1 + 4 + 1)]
+    width = -(-int(inputs.seq_lens.max()) // block_size)
+    assert plan.block_table.shape == (4, width)
+    assert plan.prefill.block_table.shape == (4, width)
 
 
 def test_paged_rows_are_never_split_where_flash_attn_would_choose_to(monkeypatch):

@@ -206,8 +206,8 @@ def test_prefix_hit_on_blocks_of_the_same_step(load_case, tally):
     # Both enter in one step: the second reads what the first writes in the same layer.
     driver.free_blocks.rotate(5)
     blocks = [driver.free_blocks.popleft() for _ in range(12)]
-    first.blocks = list(blocks)
-    second.blocks, second.computed = blocks[:11], 44
+    first.blocks = [list(blocks)]
+    second.blocks, second.computed = [blocks[:11]], 44
     driver.launch([(first, 0), (second, 0)])
     driver.collect()
     while not second.done:

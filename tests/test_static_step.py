@@ -6,8 +6,8 @@ import asyncio
 import gc
 import random
 import weakref
-from collections.abc import Sequence
 from dataclasses import replace
+from itertools import cycle, repeat
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from asyncllm.core.executor import StepOutOfMemoryError
 from asyncllm.errors import RequestError
 from asyncllm.gpu import model_runner as model_runner_module
 from asyncllm.gpu.batch.block_table import BlockTable
-from asyncllm.gpu.batch.step_buffers import PinnedStepBuffer, StepBufferRing
+from asyncllm.gpu.batch.step_buffers import PinnedStepBuffer
 from asyncllm.gpu.graph import decode_runner as decode_step_module
 from asyncllm.gpu.graph.cuda_graphs import (
     CudaGraphCapturer,
@@ -35,6 +35,7 @@ from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.ops.torch_attention import FixedPlan, TorchAttention
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.sample.penalties import Penalties
+from asyncllm.gpu.sample.sampling_state import SamplingState
 from asyncllm.gpu.threads import set_thread_count
 from asyncllm.runtime.loading import LoadedModel
 from asyncllm.sampling_params import SamplingParams
@@ -181,6 +182,24 @@ def test_steps_that_need_the_host_give_the_same_tokens(llama: Decoder) -> None:
     assert alone(llama, asked[:3], without) == alone(llama, asked[:3], HOST_KINDS[:1])
 
 
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_layers_in_two_kv_groups(llama: Decoder, depth: int) -> None:
+    """A block table for each of the two layers, on the host (depth 0) and on the device."""
+    asked = prompts(7, seed=8)
+    expected = alone(llama, asked)
+    settings: dict[str, Any] = {"layers": ((1,), (0,)), "num_blocks": 200}
+    runner = make_runner(llama, capturer=None, **settings)
+    if depth:
+        runner = traced(llama, sizes=(2, 8), depth=depth, **settings)
+    assert [spec.layers for spec in runner.info.kv_groups] == [(1,), (0,)]
+    for chunk in (0, 5):
+        assert outputs(runner, asked, depth=max(depth, 1), chunk=chunk) == expected
+    assert runner._state is not None
+    # With the same blocks the second layer would overwrite the first one's.
+    runner._state.cache.group_of[:] = [0, 0]
+    assert outputs(runner, asked, depth=max(depth, 1)) != expected
+
+
 def test_prefill_in_chunks_beside_decodes(decoder: Decoder) -> None:
     asked = prompts(6, seed=3)
     runner, expected = traced(decoder, sizes=(8,)), alone(decoder, asked)
@@ -247,7 +266,7 @@ def test_a_row_whose_logits_are_not_numbers_ends_alone(llama: Decoder) -> None:
     good, bad = driver.add([1, 2, 3], 6, GREEDY), driver.add([4, 5, 6], 6, GREEDY)
     driver.launch([(good, 0), (bad, 0)])
     driver.collect()
-    decode_step(runner).cache.tensor[:, :, bad.blocks[0]] = torch.nan
+    decode_step(runner).cache.tensor[:, :, bad.blocks[0][0]] = torch.nan
     driver.launch([(good, 0), (bad, 0)])
     driver.collect()
     assert str(bad.error) == "the model's logits are not finite numbers"
@@ -479,6 +498,21 @@ def test_the_plain_step_state(block_size: int) -> None:
     check_step_state(TorchOps().decode_inputs, "cpu", block_size)
 
 
+def test_every_host_buffer_sees_every_change_of_the_sampling_parameters() -> None:
+    """Three buffers take turns, of which each change finds other ones behind."""
+    state = SamplingState(2)
+    buffers = cycle([PinnedStepBuffer(2, [8], pinned=False) for _ in range(3)])
+    for number, uses in enumerate((1, 3, 1, 2, 4)):
+        params = SamplingParams(temperature=0.5 + number, top_k=number, seed=number)
+        state.assign(RequestAssignment(number % 2, "r", [1], 1, ([1],), params))
+        for _ in range(uses):
+            buffer = next(buffers)
+            buffer.set_sampling(state)
+            assert buffer.sampling.temperature[:2].tolist() == state.temperature.tolist()
+            assert buffer.sampling.top_k[:2].tolist() == state.top_k.tolist()
+            assert buffer.sampling.states[:2].tolist() == state.seeds.view(np.int64).tolist()
+
+
 # --- one step ahead ----------------------------------------------------------------------
 
 
@@ -620,13 +654,7 @@ async def test_aborts_and_preemptions_under_the_scheduler(
 
 
 def _one_host_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Single(StepBufferRing):
-        def __init__(
-            self, max_num_seqs: int, padding: Sequence[int], count: int, *, pinned: bool
-        ) -> None:
-            super().__init__(max_num_seqs, padding, 1, pinned=pinned)
-
-    monkeypatch.setattr(decode_step_module, "StepBufferRing", Single)
+    monkeypatch.setattr(decode_step_module, "cycle", lambda buffers: repeat(buffers[0]))
 
 
 def _token_zero_for_unknown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -203,23 +203,17 @@ def available_cache_bytes(
     longest = min(config.max_model_len or context, context)
     decoder.set_max_positions(longest)
 
-    def run(tokens: int, rows: int) -> None:
-        profile_run(
-            decoder,
-            groups,
-            max_num_batched_tokens=tokens,
-            max_num_seqs=rows,
-            max_model_len=longest,
-        )
-
+    profile = partial(profile_run, decoder, groups, max_model_len=longest)
     # Memory that libraries allocate at their first call and keep is not a step's.
-    run(1, 1)
+    profile(max_num_batched_tokens=1, max_num_seqs=1)
     return cuda_cache_bytes(
         config,
         weight.device,
         free_at_start=free_at_start,
         weights_bytes=weights_bytes(model, weight.dtype),
-        profile_run=lambda: run(token_budget, max_num_seqs),
+        profile_run=partial(
+            profile, max_num_batched_tokens=token_budget, max_num_seqs=max_num_seqs
+        ),
         graph_reserve=graph_reserve,
         least=min_cache_bytes(config, groups, weight.dtype),
     )

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from asyncllm.config import EngineConfig
-from asyncllm.errors import InvalidRequestError
 from asyncllm.gpu.graph.cuda_graphs import (
     CudaGraphCapturer,
     EagerCapturer,
@@ -61,10 +60,11 @@ def graph_sizes(config: EngineConfig, mode: ExecutionMode, max_num_seqs: int) ->
     """
     sizes = config.cuda_graph_sizes
     if mode.make_capturer is None:
+        eagerly = f"steps run eagerly on device {mode.device}"
         if config.cuda_graphs in ("startup", "lazy"):
-            raise _refused("cuda_graphs", config.cuda_graphs, '"auto" or "off"', mode.device)
+            raise invalid("cuda_graphs", config.cuda_graphs, f'"auto" or "off": {eagerly}')
         if sizes is not None:
-            raise _refused("cuda_graph_sizes", sizes, "None", mode.device)
+            raise invalid("cuda_graph_sizes", sizes, f"None: {eagerly}")
         return ()
     if config.cuda_graphs == "off":
         if sizes is not None:
@@ -83,7 +83,3 @@ def graph_reserve(sizes: tuple[int, ...], max_num_seqs: int, vocab_size: int, wi
         width: bytes of an element of the logits.
     """
     return len(sizes) * GRAPH_BYTES + max_num_seqs * vocab_size * (width + 4)
-
-
-def _refused(name: str, value: object, accepted: str, device: torch.device) -> InvalidRequestError:
-    return invalid(name, value, f"{accepted}: steps run eagerly on device {device}")

@@ -31,7 +31,7 @@ from asyncllm.gpu.threads import set_thread_count
 
 @dataclass(slots=True)
 class _Device:
-    """All that holds memory, in one place so that closing drops it whole."""
+    """State that holds memory, in one place so that closing drops it whole."""
 
     decoder: Decoder
     cache: KVCache
@@ -101,11 +101,11 @@ class ModelRunner:
         stream: where work is queued; None is synchronous.
         decode: the state between steps on the device, which an asynchronous stream needs; None
             keeps it on the host.
-        races: tokens are drawn by the op set's sampler on the eager path too, as they always
-            are with ``decode``.
+        gumbel: the eager path draws tokens with the op set's sampler, as it always does with
+            ``decode``; without, it inverts the distribution.
 
     Attributes:
-        info: what the scheduler has to know.
+        info: limits for the scheduler.
         dtype: of weights and KV.
         device: where they are.
     """
@@ -119,7 +119,7 @@ class ModelRunner:
         num_threads: int | None = None,
         stream: Stream | None = None,
         decode: DecodeRunner | None = None,
-        races: bool = False,
+        gumbel: bool = False,
     ) -> None:
         self.info = info
         self.dtype = decoder.embedding.dtype
@@ -127,13 +127,11 @@ class ModelRunner:
         self._stream = SyncStream() if stream is None else stream
         if self._stream.is_async and decode is None:
             raise ValueError("an asynchronous stream needs a DecodeRunner")
+        has_decode = decode is not None
         inputs = InputBatch(
-            info.max_num_seqs,
-            info.max_model_len,
-            info.kv_groups,
-            tracks_tables=decode is not None,
+            info.max_num_seqs, info.max_model_len, info.kv_groups, tracks_tables=has_decode
         )
-        ops = decoder.ops if races or decode is not None else None
+        ops = decoder.ops if gumbel or has_decode else None
         with self._stream.context():
             sampler = Sampler(info.max_num_seqs, info.vocab_size, inputs, self.device, ops)
         self._state: _Device | None = _Device(decoder, cache, inputs, sampler, decode)
@@ -239,7 +237,7 @@ class ModelRunner:
                 return
 
     def _apply(self, step: _Step) -> None:
-        """Takes over the step's changes of the batch."""
+        """Applies the step's changes of the batch."""
         state, batch = self._open(), step.batch
         unfilled = state.inputs.apply(batch)
         if state.decoder.attention.needs_zeroed_blocks:
@@ -288,8 +286,8 @@ class ModelRunner:
     def _stage(
         self, decode: DecodeRunner, step: _Step
     ) -> tuple[PinnedStepBuffer, tuple[ModelInputs, ...] | None]:
-        """Writes what the device has to know of the step, and prepares a mixed one."""
-        state, host, before = self._open(), decode.host_buffers.next(), step.positions - 1
+        """Writes the step to a host buffer, and prepares the inputs of a mixed one."""
+        state, host, before = self._open(), next(decode.host_buffers), step.positions - 1
         inputs = state.inputs
         host.set_rows(step.req_indices, inputs.token_ids[step.req_indices, before], before)
         host.set_sampling(state.sampler.state)

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from asyncllm.core.batch import StepBatch
 from asyncllm.gpu.batch.decode_inputs import SamplingTensors
+from asyncllm.gpu.batch.input_batch import InputBatch
 from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.kv_cache import KVCache, KVGroup
 from asyncllm.gpu.models.decoder import Decoder
@@ -75,37 +77,24 @@ def _inputs(
     max_num_seqs: int,
     max_model_len: int,
     device: torch.device,
-) -> list[ModelInputs]:
+) -> Sequence[ModelInputs]:
     """The step's inputs. As many logits are wanted as sequences can be sampled, whether or
     not this step has as many rows."""
-    rows, ends = len(counts), np.cumsum(counts)
-    starts = max_model_len - counts
-    num_tokens = int(ends[-1])
-    positions = np.arange(num_tokens) + np.repeat(starts - (ends - counts), counts)
-    on_device = torch.from_numpy(positions).to(device)
-    wanted = None
+    rows = len(counts)
+    batch = StepBatch(
+        step=0,
+        req_indices=list(range(rows)),
+        starts=(max_model_len - counts).tolist(),
+        counts=counts.tolist(),
+        samples=[True] * rows,
+        num_decodes=num_decodes,
+    )
+    persistent = InputBatch(rows, max_model_len, [group.spec for group in groups])
+    tables = [torch.from_numpy(table.table).to(device) for table in persistent.tables]
+    inputs = persistent.prepare(batch, device, tables)
     if num_decodes != rows:
-        wanted = torch.arange(min(max_num_seqs, num_tokens), device=device)
-    inputs = []
-    for block_size in (group.spec.block_size for group in groups):
-        table = np.zeros((rows, -(-max_model_len // block_size)), dtype=np.int32)
-        inputs.append(
-            ModelInputs(
-                num_decodes=num_decodes,
-                token_ids=torch.zeros_like(on_device),
-                positions=on_device,
-                logits_indices=wanted,
-                req_indices=torch.arange(rows, device=device),
-                host_req_indices=np.arange(rows),
-                query_start_loc=np.concatenate((np.zeros(1, dtype=np.int64), ends)),
-                seq_lens=np.full(rows, max_model_len, dtype=np.int64),
-                starts=starts,
-                slot_mapping=on_device % block_size,
-                host_table=table,
-                device_table=torch.from_numpy(table).to(device),
-                block_size=block_size,
-            )
-        )
+        for each in inputs:
+            each.logits_indices = torch.arange(min(max_num_seqs, each.num_tokens), device=device)
     return inputs
 
 

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from asyncllm.checkpoint.model_config import ModelConfig, RopeConfig
+from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.gpu.batch.step_inputs import ModelInputs
-from asyncllm.gpu.kv_cache import KVCache
+from asyncllm.gpu.kv_cache import KVCache, KVGroup
 from asyncllm.gpu.models.decoder import Decoder, attention_shape
-from asyncllm.gpu.ops.base import Attention, OpSet
+from asyncllm.gpu.ops.base import Attention, BlockLayout, OpSet, block_layout
 from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.ops.triton.attention import TritonAttention
 from asyncllm.gpu.ops.triton.op_set import TritonOps
 from asyncllm.gpu.weights import dummy_weights
-from tests.static_runner import kv_groups
 
 BLOCK_SIZE = 16
 
@@ -52,8 +52,20 @@ def small_model() -> ModelConfig:
     )
 
 
+class BlocksFirst(TritonAttention):
+    """With a layout of its own: K and V of a block lie side by side."""
+
+    def block_layout(self, block_size: int) -> BlockLayout:
+        shape = (2, block_size, self.shape.num_kv_heads, self.shape.head_dim)
+        return BlockLayout(shape, order=(1, 0, 2, 3, 4))
+
+
 def run_steps(
-    backend: str, dtype: torch.dtype, device: torch.device, capability: int | None = None
+    backend: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    capability: int | None = None,
+    kind: type[TritonAttention] = TritonAttention,
 ) -> list[Tensor]:
     """Logits of each step's rows at their last token, on the CPU."""
     model = small_model()
@@ -62,7 +74,7 @@ def run_steps(
     ops: OpSet
     if backend == "triton":
         sms = 16 if capability else None
-        attention = TritonAttention(shape, dtype, device, capability=capability, num_sms=sms)
+        attention = kind(shape, dtype, device, capability=capability, num_sms=sms)
         ops = TritonOps()
     else:
         attention, ops = TorchAttention(shape, dtype), TorchOps()
@@ -70,7 +82,9 @@ def run_steps(
     weights = dummy_weights(model, dtype, torch.device("cpu"))
     decoder = Decoder(model, ops, attention, ((n, tensor.to(device)) for n, tensor in weights))
     decoder.set_max_positions(128)
-    cache = KVCache(kv_groups(model, BLOCK_SIZE), 32, dtype, device)
+    spec = KVCacheSpec(tuple(range(model.num_layers)), BLOCK_SIZE)
+    layout = block_layout(attention, shape, BLOCK_SIZE)
+    cache = KVCache([KVGroup(spec, layout)], 32, dtype, device)
     if not attention.needs_zeroed_blocks:
         cache.tensor.fill_(torch.nan)
     random = np.random.default_rng(0)

@@ -79,7 +79,7 @@ def nodes(num_layers: int, rows: int, *, samples: bool = True) -> Counter[str]:
         decoder, KVCache(groups, 32, torch.bfloat16, CPU), info, EagerCapturer(), ()
     )
     if not samples:
-        step.logits(step.host_buffers.next(), rows, None)
+        step.logits(next(step.host_buffers), rows, None)
     modules = (activation, decode_attention, norm, rope_cache, sampling, decode_inputs)
     with ExitStack() as stack, torch.inference_mode():
         launches = [stack.enter_context(recording(module)) for module in modules]

@@ -18,8 +18,7 @@ class StepBuffer:
     """Sections of one allocation, so that a step takes one copy from host to device instead of
     a dozen. N is ``max_num_seqs``.
 
-    There is one on the device, whose addresses a CUDA graph holds. On the host there is one
-    more than there may be steps in flight, because a queued copy reads the host's memory late.
+    The one on the device has addresses that a CUDA graph holds.
 
     Attributes:
         memory: all of it, uint8.
@@ -53,7 +52,7 @@ class StepBuffer:
             end = start + count * dtype.itemsize
             spans.append((start, end))
         self.memory = torch.zeros(end, dtype=torch.uint8, device=device, pin_memory=pinned)
-        views = [
+        self._sections = views = [
             self.memory[start:end].view(dtype)
             for (start, end), (dtype, _) in zip(spans, sections, strict=True)
         ]
@@ -82,17 +81,10 @@ class PinnedStepBuffer(StepBuffer):
         self.blocks_to_zero = NO_BLOCKS
         self.overflow: list[tuple[int, np.ndarray, np.ndarray]] = []
         self._padding_indices = padding_indices
-        self._rows = [
-            section.numpy() for section in (self.req_indices, self.host_token_ids, self.positions)
-        ]
-        self._changes = [
-            (indices.numpy(), values.numpy()) for indices, values in self.table_changes
-        ]
+        sections = [section.numpy() for section in self._sections]
+        self._rows, self._sampling = sections[:3], sections[3:8]
+        self._changes = list(zip(sections[8::2], sections[9::2], strict=True))
         self._sampling_version = -1
-        sampling = self.sampling
-        self._states = sampling.states.numpy()
-        self._temperature, self._top_k = sampling.temperature.numpy(), sampling.top_k.numpy()
-        self._top_p, self._min_p = sampling.top_p.numpy(), sampling.min_p.numpy()
 
     def set_rows(
         self, req_indices: np.ndarray, token_ids: np.ndarray, positions: np.ndarray
@@ -121,29 +113,7 @@ class PinnedStepBuffer(StepBuffer):
         if state.version == self._sampling_version:
             return
         self._sampling_version = state.version
-        self._states[:-1] = state.seeds.view(np.int64)
-        self._temperature[:-1] = state.temperature
-        self._top_k[:-1] = state.top_k
-        self._top_p[:-1] = state.top_p
-        self._min_p[:-1] = state.min_p
-
-
-class StepBufferRing:
-    """Host buffers that take turns.
-
-    Args:
-        count: one more than steps in flight.
-    """
-
-    def __init__(
-        self, max_num_seqs: int, padding_indices: Sequence[int], count: int, *, pinned: bool
-    ) -> None:
-        self.buffers = [
-            PinnedStepBuffer(max_num_seqs, padding_indices, pinned=pinned) for _ in range(count)
-        ]
-        self._turn = -1
-
-    def next(self) -> PinnedStepBuffer:
-        """The buffer that was handed out longest ago."""
-        self._turn = (self._turn + 1) % len(self.buffers)
-        return self.buffers[self._turn]
+        seeds = state.seeds.view(np.int64)
+        values = (seeds, state.temperature, state.top_k, state.top_p, state.min_p)
+        for section, value in zip(self._sampling, values, strict=True):
+            section[:-1] = value

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import cycle
 
 import torch
 from torch import Tensor
 
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.gpu.batch.decode_inputs import DecodeInputs
-from asyncllm.gpu.batch.step_buffers import PinnedStepBuffer, StepBuffer, StepBufferRing
+from asyncllm.gpu.batch.step_buffers import PinnedStepBuffer, StepBuffer
 from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.graph.cuda_graphs import GraphCapturer, StepGraphs
 from asyncllm.gpu.h2d import copy_to_device
@@ -31,8 +32,9 @@ class DecodeRunner:
         sizes: batch sizes that get one.
 
     Attributes:
-        host_buffers: where the host writes a step; one more than there are steps in flight.
-        buffer: its copy on the device.
+        host_buffers: where the host writes a step. One more than there are steps in flight take
+            turns, because a queued copy reads the host's memory late.
+        buffer: their copy on the device.
         block_tables: ``[N + 1, W]`` int32 per KV group, by request index.
         last_sampled_tokens: ``[N + 1]`` int64, by request index.
         sampled: ``[N]`` int64, the tokens of the last step, by row.
@@ -65,8 +67,9 @@ class DecodeRunner:
         padding = [slots * width for width in widths]
         for (indices, _), index in zip(self.buffer.table_changes, padding, strict=True):
             indices.fill_(index)
-        self.host_buffers = StepBufferRing(
-            slots, padding, info.pipeline_depth + 1, pinned=device.type == "cuda"
+        pinned, count = device.type == "cuda", info.pipeline_depth + 1
+        self.host_buffers: Iterator[PinnedStepBuffer] = cycle(
+            [PinnedStepBuffer(slots, padding, pinned=pinned) for _ in range(count)]
         )
         self._logits: Tensor | None = None
         self.graphs = StepGraphs(self._decode, capturer, sizes)

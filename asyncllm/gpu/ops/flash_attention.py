@@ -19,7 +19,7 @@ from torch import Tensor
 from asyncllm.gpu.batch.decode_inputs import DecodeInputs
 from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.h2d import copy_to_device
-from asyncllm.gpu.ops.backend import AttentionRequest, Constraints
+from asyncllm.gpu.ops.backend import CUDA, HALF, AttentionRequest, Constraints
 from asyncllm.gpu.ops.base import AttentionShape
 
 AttentionFunction = Callable[..., Tensor]
@@ -75,8 +75,16 @@ class FlashAttention(ABC):
 
     name: ClassVar[str]
     needs_zeroed_blocks: ClassVar[bool]
-    constraints: ClassVar[Constraints]
+    table_argument: ClassVar[str]
+    constraints: ClassVar = Constraints(
+        device_types=CUDA,
+        min_capability=(8, 0),
+        dtypes=HALF,
+        max_head_dim=256,
+        head_dim_multiple=8,
+    )
     block_size: ClassVar[int]
+    _with_cache: AttentionFunction
 
     @classmethod
     def default_block_size(cls, device: torch.device) -> int:
@@ -133,9 +141,18 @@ class FlashAttention(ABC):
         out[decodes:] = self.prefill(q[decodes:], cache, plan.prefill, plan.window)
         return out.view(q.shape[0], -1)
 
-    @abstractmethod
     def decode(self, q: Tensor, cache: Tensor, plan: FlashPlan) -> Tensor:
         """``[num_decodes, Hq, D]`` to the same; finite for a padded row."""
+        out = self._with_cache(
+            q.unsqueeze(1),
+            cache[0],
+            cache[1],
+            cache_seqlens=plan.seq_lens,
+            num_splits=0,
+            **{self.table_argument: plan.block_table},
+            **self.options(plan.window),
+        )
+        return out.squeeze(1)
 
     @abstractmethod
     def prefill(

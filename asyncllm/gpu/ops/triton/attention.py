@@ -19,7 +19,12 @@ from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.ops.backend import CUDA, HALF, AttentionRequest, Constraints
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.triton.toolchain import check_triton
-from asyncllm.gpu.ops.triton.tuning import decode_tiles, num_splits, prefill_tiles
+from asyncllm.gpu.ops.triton.tuning import (
+    decode_tiles,
+    num_splits,
+    prefill_tiles,
+    workspace_size,
+)
 
 
 @dataclass(slots=True)
@@ -98,11 +103,10 @@ class TritonAttention:
         num_sms: int | None = None,
     ) -> None:
         check_triton()
-        from asyncllm.gpu.ops.triton.decode_attention import decode_attention, workspace_size
+        from asyncllm.gpu.ops.triton.decode_attention import decode_attention
         from asyncllm.gpu.ops.triton.prefill_attention import prefill_attention
 
         self._decode, self._prefill = decode_attention, prefill_attention
-        self._workspace_size = workspace_size
         self.shape = shape
         self.device = device
         self.softcap = shape.softcap
@@ -121,43 +125,40 @@ class TritonAttention:
             max_len = min(max_len, window)
         return num_splits(batch, self.shape.num_kv_heads, max_len, self.num_sms)
 
-    def workspace(self, batch: int, splits: int) -> Tensor | None:
-        """Memory for the partials of one decode launch, or None if it needs none."""
-        size = self._workspace_size(batch, self.shape.num_heads, self.shape.head_dim, splits)
-        return torch.empty(size, dtype=torch.float32, device=self.device) if size else None
-
     def plan(self, inputs: ModelInputs, window: int | None) -> TritonPlan:
         """One copy to the device for the step's lengths and starts; the block tables are there
         already."""
         rows, decodes = inputs.num_rows, inputs.num_decodes
         starts = inputs.query_start_loc[decodes:] - decodes
         packed = np.concatenate((inputs.seq_lens, starts)).astype(np.int32)
-        device_packed = copy_to_device(packed, self.device)
-        splits = 1
-        if decodes:
-            splits = self.splits(decodes, int(inputs.seq_lens[:decodes].max()), window)
+        seq_lens, query_start_loc = copy_to_device(packed, self.device).split((rows, len(starts)))
+        max_len = int(inputs.seq_lens[:decodes].max(initial=0))
         assert inputs.device_table is not None
-        return TritonPlan(
-            num_decodes=decodes,
-            seq_lens=device_packed[:rows],
-            block_table=inputs.device_table,
-            table_rows=inputs.req_indices,
-            splits=splits,
-            workspace=self.workspace(decodes, splits),
-            query_start_loc=device_packed[rows:] if decodes < rows else None,
-            window=window,
+        plan = self._plan(
+            decodes, seq_lens, inputs.device_table, inputs.req_indices, max_len, window
         )
+        plan.query_start_loc = query_start_loc if decodes < rows else None
+        return plan
 
     def plan_decode(self, rows: DecodeInputs, window: int | None) -> TritonPlan:
-        splits = self.splits(rows.num_rows, rows.max_len, window)
+        return self._plan(
+            rows.num_rows, rows.seq_lens, rows.block_table, rows.req_indices, rows.max_len, window
+        )
+
+    def _plan(
+        self,
+        decodes: int,
+        seq_lens: Tensor,
+        block_table: Tensor,
+        table_rows: Tensor,
+        max_len: int,
+        window: int | None,
+    ) -> TritonPlan:
+        splits = self.splits(decodes, max_len, window) if decodes else 1
+        size = workspace_size(decodes, self.shape.num_heads, self.shape.head_dim, splits)
+        workspace = torch.empty(size, dtype=torch.float32, device=self.device) if size else None
         return TritonPlan(
-            num_decodes=rows.num_rows,
-            seq_lens=rows.seq_lens,
-            block_table=rows.block_table,
-            splits=splits,
-            workspace=self.workspace(rows.num_rows, splits),
-            table_rows=rows.req_indices,
-            window=window,
+            decodes, seq_lens, block_table, table_rows, splits, workspace, window=window
         )
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, plan: TritonPlan) -> Tensor:
