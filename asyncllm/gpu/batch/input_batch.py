@@ -65,26 +65,24 @@ class InputBatch:
             self.epochs[req_index] += 1
         if not batch.assignments and not batch.new_blocks:
             return NO_BLOCKS
-        rows = dict(
-            zip(batch.req_indices, zip(batch.starts, batch.counts, strict=True), strict=True)
-        )
+        row_of = dict(zip(batch.req_indices, range(len(batch)), strict=True))
         unfilled: list[np.ndarray] = []
         for assignment in batch.assignments:
             req_index = assignment.req_index
-            start, count = rows.get(req_index, (0, 0))
+            start, end = _span(batch, row_of.get(req_index))
             self._assign(assignment)
             for table, block_ids in zip(self.tables, assignment.block_ids, strict=True):
                 table.num_blocks[req_index] = 0
                 table.append(req_index, block_ids)
                 # Blocks before ``start`` came from the prefix cache: they have other readers.
                 shared = -(-start // table.block_size)
-                unfilled.append(table.unfilled(req_index, shared, start + count))
+                unfilled.append(table.unfilled(req_index, shared, end))
         for req_index, new_blocks in batch.new_blocks:
-            start, count = rows.get(req_index, (0, 0))
+            _, end = _span(batch, row_of.get(req_index))
             for table, block_ids in zip(self.tables, new_blocks, strict=True):
                 first = int(table.num_blocks[req_index])
                 table.append(req_index, block_ids)
-                unfilled.append(table.unfilled(req_index, first, start + count))
+                unfilled.append(table.unfilled(req_index, first, end))
         return np.concatenate(unfilled).astype(np.int64)
 
     def _assign(self, assignment: RequestAssignment) -> None:
@@ -150,3 +148,10 @@ class InputBatch:
             )
             for group, table in enumerate(self.tables)
         )
+
+
+def _span(batch: StepBatch, row: int | None) -> tuple[int, int]:
+    """First position of a row's tokens, and the one behind the last."""
+    if row is None:
+        return 0, 0
+    return batch.starts[row], batch.starts[row] + batch.counts[row]
