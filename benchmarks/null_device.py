@@ -13,6 +13,7 @@ from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.checkpoint.model_files import resolve_model
 from asyncllm.core.batch import StepBatch, StepResult
 from asyncllm.core.executor import ExecutorInfo
+from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.runtime.loading import LoadedModel
 from asyncllm.text.tokenizer import Tokenizer
 
@@ -57,7 +58,7 @@ async def null_engine(
     info = ExecutorInfo(
         vocab_size=model_config.vocab_size,
         num_blocks=20_000,
-        block_size=16,
+        kv_groups=(KVCacheSpec((0,), 16),),
         max_model_len=4096,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=8192,

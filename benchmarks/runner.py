@@ -19,6 +19,7 @@ import torch
 
 from asyncllm.checkpoint.model_config import ModelConfig, RopeConfig
 from asyncllm.core.executor import ExecutorInfo
+from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.core.scheduler import Scheduler
 from asyncllm.gpu.graph.cuda_graphs import EagerCapturer
 from asyncllm.gpu.kv_cache import KVCache, KVCacheSize
@@ -74,7 +75,7 @@ def make_runner() -> ModelRunner:
     info = ExecutorInfo(
         vocab_size=50_000,
         num_blocks=NUM_BLOCKS,
-        block_size=BLOCK_SIZE,
+        kv_groups=(KVCacheSpec((0,), BLOCK_SIZE),),
         max_model_len=MAX_LEN,
         max_num_seqs=RUNNING,
         max_num_batched_tokens=8192,

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from asyncllm.core.admission import Admission
 from asyncllm.core.batch import StepResult
 from asyncllm.core.executor import ExecutorInfo
+from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.core.request import Request
 from asyncllm.core.scheduler import ScheduledStep, Scheduler
 from asyncllm.sampling_params import SamplingParams
@@ -33,7 +34,7 @@ def make_scheduler(
     info = ExecutorInfo(
         vocab_size=VOCAB_SIZE,
         num_blocks=num_blocks,
-        block_size=BLOCK_SIZE,
+        kv_groups=(KVCacheSpec((0,), BLOCK_SIZE),),
         max_model_len=1 << 20,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,

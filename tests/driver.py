@@ -156,7 +156,7 @@ class Driver:
         seq.blocks += new
         if seq.req_index is not None:
             if new:
-                batch.new_blocks.append((seq.req_index, new))
+                batch.new_blocks.append((seq.req_index, (new,)))
             return
         seq.req_index = self.free_slots.popleft()
         batch.assignments.append(
@@ -165,7 +165,7 @@ class Driver:
                 request_id=f"seq-{seq.req_index}",
                 token_ids=seq.tokens,
                 num_prompt_tokens=len(seq.prompt),
-                block_ids=list(seq.blocks),
+                block_ids=(list(seq.blocks),),
                 sampling=seq.sampling,
                 eos_token_ids=seq.eos,
             )

@@ -8,6 +8,7 @@ from typing import Any
 
 from asyncllm import AsyncLLMEngine, EngineConfig
 from asyncllm.core.executor import ExecutorInfo
+from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.errors import InvalidRequestError
 from asyncllm.runtime.loading import LoadedModel
 from asyncllm.testing import FakeExecutor
@@ -125,7 +126,7 @@ def fake(
     info = ExecutorInfo(
         vocab_size=VOCAB_SIZE,
         num_blocks=num_blocks,
-        block_size=block_size,
+        kv_groups=(KVCacheSpec((0,), block_size),),
         max_model_len=max_model_len or (num_blocks - 1) * block_size,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,

@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.core.executor import ExecutorInfo
+from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.gpu.graph.cuda_graphs import GraphCapturer, default_sizes
 from asyncllm.gpu.graph.decode_runner import DecodeRunner
 from asyncllm.gpu.kv_cache import KVCache, KVCacheSize, block_bytes
@@ -144,7 +145,7 @@ def make_runner(
     info = ExecutorInfo(
         vocab_size=model.vocab_size,
         num_blocks=num_blocks + 1,
-        block_size=block_size,
+        kv_groups=(KVCacheSpec(tuple(range(model.num_layers)), block_size),),
         max_model_len=max_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=512,

@@ -32,7 +32,7 @@ PARAMS = SamplingParams(temperature=0.0, seed=0).resolve({}, {}, lambda: 0)
 def assignment(
     req_index: int, tokens: list[int], blocks: list[int], prompt: int
 ) -> RequestAssignment:
-    return RequestAssignment(req_index, f"r{req_index}", tokens, prompt, blocks, PARAMS)
+    return RequestAssignment(req_index, f"r{req_index}", tokens, prompt, (blocks,), PARAMS)
 
 
 def make_batch(rows: list[tuple[int, int, int, bool]], **changes) -> StepBatch:
@@ -102,7 +102,7 @@ def test_released_slots_start_anew_and_blocks_are_appended():
     # The second block is filled to half: what an earlier owner left there has to go.
     assert inputs.apply(first).tolist() == [8]
     inputs.write_sampled(np.array([1]), np.array([6]), np.array([77]))
-    grown = make_batch([(1, 6, 3, True)], new_blocks=[(1, [3])])
+    grown = make_batch([(1, 6, 3, True)], new_blocks=[(1, ([3],))])
     assert inputs.apply(grown).tolist() == [3]
     assert inputs.block_table[1, :3].tolist() == [9, 8, 3]
     assert inputs.prepare(make_batch([(1, 6, 1, True)])).token_ids.tolist() == [77]

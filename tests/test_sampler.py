@@ -48,7 +48,7 @@ class Bench:
         params = SamplingParams(**({"seed": 7} | fields)).resolve({}, {}, lambda: 0)
         tokens = prompt + output
         assignment = RequestAssignment(
-            req_index, f"r{req_index}", tokens, len(prompt), [1], params, eos
+            req_index, f"r{req_index}", tokens, len(prompt), ([1],), params, eos
         )
         self.inputs.apply(StepBatch(0, assignments=[assignment]))
         self.sampler.assign(assignment)

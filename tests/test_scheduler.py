@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from asyncllm.core.executor import ExecutorInfo
+from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.core.request import Request, Status
 from asyncllm.core.scheduler import ScheduledStep, Scheduler
 from asyncllm.errors import KVCacheTooSmallError
@@ -18,11 +19,11 @@ from asyncllm.sampling_params import SamplingParams
 from asyncllm.testing import FakeExecutor
 
 
-def info(**changes) -> ExecutorInfo:
+def info(block_size: int = 4, **changes) -> ExecutorInfo:
     values = dict(
         vocab_size=997,
         num_blocks=17,
-        block_size=4,
+        kv_groups=(KVCacheSpec((0,), block_size),),
         max_model_len=64,
         max_num_seqs=8,
         max_num_batched_tokens=32,

@@ -24,7 +24,8 @@ class RequestAssignment:
         token_ids: every known token, prompt and output. The runner copies them when it
             executes the step; the list may have grown by then, never changed.
         num_prompt_tokens: how many of them are the prompt.
-        block_ids: the KV blocks it holds, this step's included, in order of position.
+        block_ids: per KV group the blocks it holds, this step's included, in order of
+            position.
         sampling: resolved parameters: no None among the fields that have a neutral value,
             and ``seed`` set.
         eos_token_ids: what ``min_tokens`` has to suppress beside ``stop_token_ids``; empty
@@ -35,7 +36,7 @@ class RequestAssignment:
     request_id: str
     token_ids: Sequence[int]
     num_prompt_tokens: int
-    block_ids: list[int]
+    block_ids: tuple[list[int], ...]
     sampling: SamplingParams
     eos_token_ids: tuple[int, ...] = ()
 
@@ -54,7 +55,8 @@ class StepBatch:
         step: number of the step, from 0.
         released: slots that nobody holds any more since the last step.
         assignments: requests that enter slots, to be applied after ``released``.
-        new_blocks: ``(req_index, block ids)`` appended to tables of requests that had a slot.
+        new_blocks: ``(req_index, block ids per KV group)`` appended to tables of requests that
+            had a slot.
         num_tokens: sum of ``counts``.
     """
 
@@ -67,7 +69,7 @@ class StepBatch:
     num_tokens: int = 0
     released: list[int] = field(default_factory=list)
     assignments: list[RequestAssignment] = field(default_factory=list)
-    new_blocks: list[tuple[int, list[int]]] = field(default_factory=list)
+    new_blocks: list[tuple[int, tuple[list[int], ...]]] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.req_indices)

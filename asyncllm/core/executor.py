@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from asyncllm.core.batch import StepBatch, StepResult
+from asyncllm.core.kv_cache_spec import KVCacheSpec
 
 
 class StepOutOfMemoryError(Exception):
@@ -20,7 +21,7 @@ class ExecutorInfo:
     Attributes:
         vocab_size: tokens are 0 to ``vocab_size - 1``.
         num_blocks: KV blocks including the null block 0, which is never allocated.
-        block_size: tokens per block.
+        kv_groups: the groups of layers that have a block table each.
         max_model_len: longest sequence, prompt and output, in tokens.
         max_num_seqs: slots.
         max_num_batched_tokens: token budget of a step.
@@ -29,11 +30,16 @@ class ExecutorInfo:
 
     vocab_size: int
     num_blocks: int
-    block_size: int
+    kv_groups: tuple[KVCacheSpec, ...]
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
     pipeline_depth: int = 1
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block of the first group."""
+        return self.kv_groups[0].block_size
 
 
 @runtime_checkable

@@ -149,7 +149,7 @@ class Scheduler:
             return None
         self._order_decodes_first(step)
         batch = step.batch
-        batch.new_blocks = [(r.req_index, ids) for r, ids in grown.items() if r in scheduled]
+        batch.new_blocks = [(r.req_index, (ids,)) for r, ids in grown.items() if r in scheduled]
         batch.released, self._released_req_indices = self._released_req_indices, []
         batch.assignments = [self._assignment(r) for r in step.admitted]
         self._num_steps += 1
@@ -286,7 +286,7 @@ class Scheduler:
             request_id=request.request_id,
             token_ids=request.token_ids,
             num_prompt_tokens=request.num_prompt_tokens,
-            block_ids=[block.block_id for block in request.blocks],
+            block_ids=([block.block_id for block in request.blocks],),
             sampling=request.sampling,
             eos_token_ids=request.eos_token_ids,
         )

@@ -13,6 +13,7 @@ from asyncllm.checkpoint.progress import Progress
 from asyncllm.config import EngineConfig
 from asyncllm.core.batch import RequestAssignment, StepBatch
 from asyncllm.core.executor import ExecutorInfo
+from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.core.tracebacks import clear_frames
 from asyncllm.gpu.devices import resolve_device, resolve_dtype, set_current_device
 from asyncllm.gpu.execution_mode import (
@@ -108,7 +109,7 @@ def _create(
     info = ExecutorInfo(
         vocab_size=model.vocab_size,
         num_blocks=size.num_blocks,
-        block_size=block_size,
+        kv_groups=(KVCacheSpec(tuple(range(model.num_layers)), block_size),),
         max_model_len=size.max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=token_budget,
@@ -239,7 +240,7 @@ def time_prefill(runner: ModelRunner, num_tokens: int) -> float:
         samples=[True] * rows,
         num_tokens=rows * count,
         assignments=[
-            RequestAssignment(req_index, "warm-up", [0] * count, count, blocks, sampling)
+            RequestAssignment(req_index, "warm-up", [0] * count, count, (blocks,), sampling)
             for req_index in range(rows)
         ],
     )

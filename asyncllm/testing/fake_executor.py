@@ -103,9 +103,10 @@ class FakeExecutor:
             self._blocks.pop(req_index, None)
         for assignment in batch.assignments:
             self._tokens[assignment.req_index] = list(assignment.token_ids)
-            self._blocks[assignment.req_index] = list(assignment.block_ids)
+            (block_ids,) = assignment.block_ids
+            self._blocks[assignment.req_index] = list(block_ids)
             self._ids[assignment.req_index] = assignment.request_id
-        for req_index, block_ids in batch.new_blocks:
+        for req_index, (block_ids,) in batch.new_blocks:
             self._blocks[req_index].extend(block_ids)
         result = StepResult(batch.step, [-1] * len(batch))
         for row, state in enumerate(self._forward(batch)):

@@ -72,7 +72,7 @@ class InputBatch:
             blocks_to_zero.append(
                 self._blocks_from(req_index, max(shared, (start + count) // self.block_size))
             )
-        for req_index, block_ids in batch.new_blocks:
+        for req_index, (block_ids,) in batch.new_blocks:
             first = int(self.num_blocks[req_index])
             self._append_blocks(req_index, block_ids)
             start, count = rows.get(req_index, (0, 0))
@@ -88,7 +88,8 @@ class InputBatch:
         self.num_prompt_tokens[req_index] = assignment.num_prompt_tokens
         self.epochs[req_index] += 1
         self.num_blocks[req_index] = 0
-        self._append_blocks(req_index, assignment.block_ids)
+        (block_ids,) = assignment.block_ids
+        self._append_blocks(req_index, block_ids)
 
     def _append_blocks(self, req_index: int, block_ids: list[int]) -> None:
         start = int(self.num_blocks[req_index])
