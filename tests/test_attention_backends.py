@@ -20,11 +20,11 @@ from asyncllm.gpu.models.dense import attention_kinds, attention_shape
 from asyncllm.gpu.models.layers import AttentionKind
 from asyncllm.gpu.ops.backend import AttentionBackend, AttentionRequest, Constraints
 from asyncllm.gpu.ops.base import AttentionShape
-from asyncllm.gpu.ops.builtin_backends import TritonBackend
 from asyncllm.gpu.ops.registry import BUILTIN, GROUP, make_attention, make_ops
 from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.ops.triton import toolchain
+from asyncllm.gpu.ops.triton.attention import TritonAttention
 from tests import flash_attn_standin
 from tests.driver import Driver
 from tests.test_model_runner import MODEL
@@ -80,7 +80,7 @@ def test_a_gpu_has_them_all(hopper, name, backend, block_size):
 
 def test_the_builtin_backends_satisfy_the_protocol():
     for backend in BUILTIN.values():
-        assert isinstance(backend(), AttentionBackend)
+        assert isinstance(backend, AttentionBackend)
 
 
 def test_a_model_tells_its_kinds_of_attention_once_each():
@@ -119,7 +119,7 @@ def test_one_kind_of_layer_that_a_backend_lacks_is_enough(monkeypatch):
 
 
 def test_the_factory_takes_the_backends_own_block_size(monkeypatch):
-    monkeypatch.setattr(BUILTIN["torch"], "default_block_size", lambda self, device: 48)
+    monkeypatch.setattr(BUILTIN["torch"], "default_block_size", lambda device: 48)
     settings = EngineConfig(load_format="dummy", device="cpu", max_num_batched_tokens=64)
     assert build_model_runner(settings, MODEL).info.block_size == 48
 
@@ -239,9 +239,9 @@ def test_windows_are_refused_by_a_backend_without_them():
 
 
 def test_a_capability_can_be_checked_without_the_gpu():
-    (unmet,) = TritonBackend.constraints.unmet(GPU, (7, 5))
+    (unmet,) = TritonAttention.constraints.unmet(GPU, (7, 5))
     assert (unmet.found, unmet.expected) == ("7.5", "compute capability from 8.0")
-    assert not list(TritonBackend.constraints.unmet(GPU, (12, 1)))
+    assert not list(TritonAttention.constraints.unmet(GPU, (12, 1)))
 
 
 # --- Triton that does not work -------------------------------------------------------------
@@ -313,14 +313,14 @@ def install(tmp_path, monkeypatch):
 def example() -> str:
     """The example of the documentation, and the entry point that it names."""
     text = DOCS.read_text()
-    assert f'[project.entry-points."{GROUP}"]\nexact = "exact_attention:ExactBackend"' in text
+    assert f'[project.entry-points."{GROUP}"]\nexact = "exact_attention:ExactAttention"' in text
     match = re.search(r"```python\n(.*?)```", text, re.DOTALL)
     assert match is not None
     return match[1]
 
 
 def test_the_documented_backend_runs_a_model(install):
-    install("exact_attention", example(), exact="exact_attention:ExactBackend")
+    install("exact_attention", example(), exact="exact_attention:ExactAttention")
     model = replace(MODEL, sliding_window=9, sliding_layers=(False, True))
 
     def outputs(name: str) -> tuple[list[list[int]], list[float]]:
@@ -345,7 +345,7 @@ def test_the_documented_backend_runs_a_model(install):
 
 
 def test_its_constraints_and_its_name_are_known(install):
-    install("exact_attention", example(), exact="exact_attention:ExactBackend")
+    install("exact_attention", example(), exact="exact_attention:ExactAttention")
     attention, block_size = make_attention("exact", CPU)
     assert (attention.name, block_size) == ("exact", 32)
     with pytest.raises(InvalidRequestError, match="takes device cpu, and this is xpu"):
@@ -354,10 +354,25 @@ def test_its_constraints_and_its_name_are_known(install):
         make_attention("exakt", CPU)
 
 
-def test_an_entry_point_may_be_an_object(install):
-    source = example() + "\nbackend = ExactBackend()\n"
-    install("exact_attention", source, exact="exact_attention:backend")
-    assert make_attention("exact", CPU)[0].name == "exact"
+APART = """
+class ExactBackend:
+    constraints = ExactAttention.constraints
+
+    def default_block_size(self, device):
+        return 48
+
+    def make(self, request):
+        return ExactAttention(request.shape)
+
+backend = ExactBackend()
+"""
+
+
+@pytest.mark.parametrize("name", ["ExactBackend", "backend"])
+def test_an_entry_point_may_be_an_object_or_a_class_of_its_own(install, name):
+    install("exact_attention", example() + APART, exact=f"exact_attention:{name}")
+    attention, block_size = make_attention("exact", CPU)
+    assert (attention.name, block_size) == ("exact", 48)
 
 
 @pytest.mark.parametrize(
@@ -378,21 +393,21 @@ def test_a_broken_distribution_is_named(install, source, words):
 
 
 def test_what_is_no_attention_is_refused(install):
-    source = example() + "\nExactBackend.make = lambda self, request: None\n"
-    install("exact_attention", source, exact="exact_attention:ExactBackend")
+    source = example() + "\nExactAttention.make = classmethod(lambda cls, request: None)\n"
+    install("exact_attention", source, exact="exact_attention:ExactAttention")
     with pytest.raises(EngineError, match="attention_backend='exact': it made a NoneType"):
         make_attention("exact", CPU)
 
 
 def test_a_name_belongs_to_one_distribution(install):
-    install("exact_attention", example(), exact="exact_attention:ExactBackend")
-    install("other_attention", example(), exact="other_attention:ExactBackend")
+    install("exact_attention", example(), exact="exact_attention:ExactAttention")
+    install("other_attention", example(), exact="other_attention:ExactAttention")
     with pytest.raises(EngineError, match="registered by exact_attention, other_attention"):
         make_attention("exact", CPU)
 
 
 def test_our_names_are_ours(install):
-    install("exact_attention", example(), torch="exact_attention:ExactBackend")
+    install("exact_attention", example(), torch="exact_attention:ExactAttention")
     for name in ("torch", "auto"):
         with pytest.raises(EngineError, match="registered by asyncllm, exact_attention"):
             make_attention(name, CPU)

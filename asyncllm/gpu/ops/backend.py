@@ -1,4 +1,4 @@
-"""AttentionBackend: how a way of computing attention is described, checked and made."""
+"""AttentionBackend: the description, the checks and the construction of an attention."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ import torch
 
 from asyncllm.gpu.ops.base import Attention, AttentionShape
 
+CUDA = frozenset({"cuda"})
+HALF = frozenset({torch.float16, torch.bfloat16})
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionRequest:
-    """What attention is needed for.
+    """The model and the device that attention is needed for.
 
     Attributes:
         dtype: of queries and KV.
@@ -36,7 +39,7 @@ class Unmet:
     Attributes:
         field: what it is about, "block_size" for the only one that is a setting of its own.
         found: the request's value.
-        expected: what the backend takes, the field included: "head size at most 256".
+        expected: the limit, with the field: "head size at most 256".
     """
 
     field: str
@@ -46,7 +49,7 @@ class Unmet:
 
 @dataclass(frozen=True, slots=True)
 class Constraints:
-    """What a backend covers. None is no limit.
+    """Limits of a backend; None is no limit.
 
     Attributes:
         device_types: of ``torch.device.type``.
@@ -54,8 +57,8 @@ class Constraints:
             included; other devices have none to check.
         dtypes: of queries and KV.
         max_head_dim: elements of a head.
-        head_dim_multiple: what a head's elements have to divide by.
-        block_multiple: what the tokens of a KV block have to divide by.
+        head_dim_multiple: divisor of a head's elements.
+        block_multiple: divisor of the tokens of a KV block.
         window: it has sliding windows.
         softcap: it has a cap on the scores.
     """
@@ -116,9 +119,10 @@ class Constraints:
 
 @runtime_checkable
 class AttentionBackend(Protocol):
-    """What ``attention_backend`` names, one of ours or of another distribution.
+    """A backend that ``attention_backend`` names, one of ours or of another distribution.
 
-    A distribution registers its own, an object or a class without arguments, under the entry
+    Ours are the Attention classes themselves, whose ``make`` is a class method. A distribution
+    registers such a class, another class without arguments, or an object, under the entry
     point group ``asyncllm.attention_backends``; the entry point's name is the backend's.
 
     Attributes:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from asyncllm.gpu.batch.decode_inputs import DecodeInputs
 from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.h2d import copy_to_device
+from asyncllm.gpu.ops.backend import AttentionRequest, Constraints
 from asyncllm.gpu.ops.base import AttentionShape
 
 AttentionFunction = Callable[..., Tensor]
@@ -72,8 +73,18 @@ class FlashAttention(ABC):
     rows and the width of the block table, so a captured decode step has that fixed.
     """
 
-    name: str
-    needs_zeroed_blocks: bool
+    name: ClassVar[str]
+    needs_zeroed_blocks: ClassVar[bool]
+    constraints: ClassVar[Constraints]
+    block_size: ClassVar[int]
+
+    @classmethod
+    def default_block_size(cls, device: torch.device) -> int:
+        return cls.block_size
+
+    @classmethod
+    def make(cls, request: AttentionRequest) -> Self:
+        return cls(request.shape)
 
     def __init__(self, shape: AttentionShape) -> None:
         self.shape = shape

@@ -1,4 +1,4 @@
-"""FlashAttention2: the attention backend on the package flash_attn."""
+"""FlashAttention2: the attention backend on the package flash_attn (Dao, 2023)."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import importlib
 import inspect
 import re
 from types import ModuleType
+from typing import ClassVar
 
 from torch import Tensor
 
 from asyncllm.errors import EngineError
+from asyncllm.gpu.ops.backend import CUDA, HALF, Constraints
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.flash_attention import (
     AttentionFunction,
@@ -22,7 +24,7 @@ MIN_VERSION = (2, 7)
 
 
 class FlashAttention2(FlashAttention):
-    """Blocks of a multiple of 256 tokens; float16 and bfloat16.
+    """Attention by FlashAttention 2.
 
     By its source it masks keys past a sequence, and replaces values past it by zeros as they
     are loaded, so blocks need no clearing.
@@ -33,6 +35,15 @@ class FlashAttention2(FlashAttention):
 
     name = "flash_attn"
     needs_zeroed_blocks = False
+    block_size = 256
+    constraints: ClassVar = Constraints(
+        device_types=CUDA,
+        min_capability=(8, 0),
+        dtypes=HALF,
+        max_head_dim=256,
+        head_dim_multiple=8,
+        block_multiple=256,
+    )
 
     def __init__(self, shape: AttentionShape) -> None:
         super().__init__(shape)

@@ -1,13 +1,15 @@
-"""FlashAttention3: the attention backend on the module flash_attn_interface."""
+"""FlashAttention3: the attention backend on the module flash_attn_interface (Shah et al., 2024)."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
+from typing import ClassVar
 
 from torch import Tensor
 
 from asyncllm.errors import EngineError
+from asyncllm.gpu.ops.backend import CUDA, HALF, Constraints
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.flash_attention import (
     AttentionFunction,
@@ -33,7 +35,7 @@ ARGUMENTS = frozenset(
 
 
 class FlashAttention3(FlashAttention):
-    """Blocks of any size; float16 and bfloat16.
+    """Attention by FlashAttention 3, for Hopper.
 
     By reports on its repository the library may load a last block whole: what is past the
     sequence has weight zero, but is multiplied, so it must not be NaN.
@@ -44,6 +46,15 @@ class FlashAttention3(FlashAttention):
 
     name = "flash_attn_3"
     needs_zeroed_blocks = True
+    block_size = 16
+    constraints: ClassVar = Constraints(
+        device_types=CUDA,
+        min_capability=(9, 0),
+        max_capability=(9, 0),
+        dtypes=HALF,
+        max_head_dim=256,
+        head_dim_multiple=8,
+    )
 
     def __init__(self, shape: AttentionShape) -> None:
         super().__init__(shape)

@@ -1,8 +1,9 @@
-"""The registry: which backend computes attention, and which op set the rest."""
+"""The registry of attention backends, and the choice of the op set for the rest."""
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import logging
 from importlib.metadata import EntryPoint, entry_points
 
@@ -11,26 +12,23 @@ import torch
 from asyncllm.errors import EngineError, InvalidRequestError
 from asyncllm.gpu.ops.backend import AttentionBackend, AttentionRequest, Unmet
 from asyncllm.gpu.ops.base import Attention, OpSet
-from asyncllm.gpu.ops.builtin_backends import (
-    FlashAttention2Backend,
-    FlashAttention3Backend,
-    TorchBackend,
-    TritonBackend,
-)
+from asyncllm.gpu.ops.flash_attention_2 import FlashAttention2
+from asyncllm.gpu.ops.flash_attention_3 import FlashAttention3
 from asyncllm.gpu.ops.onednn_ops import OneDNNOps, onednn_works
+from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.gpu.ops.torch_ops import TorchOps
+from asyncllm.gpu.ops.triton.attention import TritonAttention
 
 logger = logging.getLogger(__name__)
 
 GROUP = "asyncllm.attention_backends"
 """The entry point group of backends from other distributions."""
 
-BUILTIN: dict[str, type[AttentionBackend]] = {
-    "torch": TorchBackend,
-    "triton": TritonBackend,
-    "flash_attn": FlashAttention2Backend,
-    "flash_attn_3": FlashAttention3Backend,
+BUILTIN: dict[str, AttentionBackend] = {
+    backend.name: backend
+    for backend in (TorchAttention, TritonAttention, FlashAttention2, FlashAttention3)
 }
+"""None of them imports its library before it is made."""
 
 
 def make_attention(name: str, request: AttentionRequest) -> tuple[Attention, int]:
@@ -86,7 +84,7 @@ def find_backend(name: str) -> AttentionBackend:
             "one of them to be installed, or another name"
         )
     if name in BUILTIN:
-        return BUILTIN[name]()
+        return BUILTIN[name]
     if found:
         return _load(found[0])
     others = sorted({entry.name for entry in entry_points(group=GROUP)} - set(BUILTIN))
@@ -122,11 +120,12 @@ def make_ops(device: torch.device, attention: Attention) -> OpSet:
 
 
 def _load(entry: EntryPoint) -> AttentionBackend:
-    """Whatever goes wrong in the distribution is its error, named with its cause."""
+    """Loads a distribution's backend; an error of its own is named with the distribution."""
     what = f"attention_backend={entry.name!r}: {entry.value!r} of {_distribution(entry)}"
     try:
         found = entry.load()
-        backend = found() if isinstance(found, type) else found
+        makes_itself = inspect.ismethod(getattr(found, "make", None))
+        backend = found() if isinstance(found, type) and not makes_itself else found
     except Exception as error:
         raise EngineError(f"{what} cannot be loaded: {error!r}") from error
     if not isinstance(backend, AttentionBackend):
@@ -153,6 +152,6 @@ def _refusal(
     if unmet.field == "block_size":
         message = f"block_size={unmet.found}: {which} takes {unmet.expected}"
         param = "block_size"
-    if not any(TorchBackend.constraints.unmet(request)):
+    if not any(TorchAttention.constraints.unmet(request)):
         message += '; or attention_backend="torch", which covers it on any device'
     return InvalidRequestError(message, param=param)

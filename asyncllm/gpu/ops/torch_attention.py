@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar, Self
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from asyncllm.gpu.batch.decode_inputs import DecodeInputs
 from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.h2d import copy_to_device
+from asyncllm.gpu.ops.backend import AttentionRequest, Constraints
 from asyncllm.gpu.ops.base import AttentionShape
 
 GROUP_COST = 256
@@ -68,7 +70,7 @@ class FixedPlan:
 
 
 class TorchAttention:
-    """Attention over the cache for any device that torch has.
+    """Attention for any device that torch has, which every other backend is tested against.
 
     Raises:
         ValueError: scores with a soft cap.
@@ -76,6 +78,15 @@ class TorchAttention:
 
     name = "torch"
     needs_zeroed_blocks = True
+    constraints: ClassVar = Constraints(softcap=False)
+
+    @staticmethod
+    def default_block_size(device: torch.device) -> int:
+        return 32 if device.type == "cpu" else 16
+
+    @classmethod
+    def make(cls, request: AttentionRequest) -> Self:
+        return cls(request.shape, request.dtype)
 
     def __init__(self, shape: AttentionShape, dtype: torch.dtype) -> None:
         if shape.softcap is not None:

@@ -1,19 +1,23 @@
-"""TritonAttention: the attention backend on the paged kernels."""
+"""TritonAttention: the attention backend on the paged kernels.
+
+Triton itself is imported with the kernels, when the attention is made.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from asyncllm.errors import InvalidRequestError
 from asyncllm.gpu.batch.decode_inputs import DecodeInputs
 from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.h2d import copy_to_device
+from asyncllm.gpu.ops.backend import CUDA, HALF, AttentionRequest, Constraints
 from asyncllm.gpu.ops.base import AttentionShape
-from asyncllm.gpu.ops.triton.decode_attention import decode_attention, workspace_size
-from asyncllm.gpu.ops.triton.prefill_attention import prefill_attention
 from asyncllm.gpu.ops.triton.toolchain import check_triton
 from asyncllm.gpu.ops.triton.tuning import decode_tiles, num_splits, prefill_tiles
 
@@ -58,6 +62,31 @@ class TritonAttention:
 
     name = "triton"
     needs_zeroed_blocks = False
+    constraints: ClassVar = Constraints(
+        device_types=CUDA,
+        min_capability=(8, 0),
+        dtypes=HALF | {torch.float32},
+        max_head_dim=256,
+        block_multiple=16,
+    )
+
+    @staticmethod
+    def default_block_size(device: torch.device) -> int:
+        return 16
+
+    @classmethod
+    def make(cls, request: AttentionRequest) -> Self:
+        attention = cls(request.shape, request.dtype, request.device)
+        # A tile of prefill holds a whole group; its rows depend on the GPU, head and dtype.
+        group, rows = request.shape.group_size, attention.prefill_tiles.rows
+        if group > rows:
+            raise InvalidRequestError(
+                f'attention_backend="triton" takes at most {rows} query heads per key/value head '
+                f"here, and this is {group}; "
+                'or attention_backend="torch", which covers it on any device',
+                param="attention_backend",
+            )
+        return attention
 
     def __init__(
         self,
@@ -69,6 +98,11 @@ class TritonAttention:
         num_sms: int | None = None,
     ) -> None:
         check_triton()
+        from asyncllm.gpu.ops.triton.decode_attention import decode_attention, workspace_size
+        from asyncllm.gpu.ops.triton.prefill_attention import prefill_attention
+
+        self._decode, self._prefill = decode_attention, prefill_attention
+        self._workspace_size = workspace_size
         self.shape = shape
         self.device = device
         self.softcap = shape.softcap
@@ -89,7 +123,7 @@ class TritonAttention:
 
     def workspace(self, batch: int, splits: int) -> Tensor | None:
         """Memory for the partials of one decode launch, or None if it needs none."""
-        size = workspace_size(batch, self.shape.num_heads, self.shape.head_dim, splits)
+        size = self._workspace_size(batch, self.shape.num_heads, self.shape.head_dim, splits)
         return torch.empty(size, dtype=torch.float32, device=self.device) if size else None
 
     def plan(self, inputs: ModelInputs, window: int | None) -> TritonPlan:
@@ -131,7 +165,7 @@ class TritonAttention:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         decodes = plan.num_decodes
         if decodes:
-            decode_attention(
+            self._decode(
                 q[:decodes],
                 cache[0],
                 cache[1],
@@ -147,7 +181,7 @@ class TritonAttention:
                 out=out[:decodes],
             )
         if plan.query_start_loc is not None:
-            prefill_attention(
+            self._prefill(
                 q[decodes:],
                 cache[0],
                 cache[1],
