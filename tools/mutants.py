@@ -158,11 +158,14 @@ class Runner(ForkRunner):
     def _run(self, tests: Iterable[str]) -> int:
         items = self._chosen(tests)
         os.chdir("mutants")
-        signal.signal(signal.SIGPROF, lambda *_: os._exit(TIMEOUT))
+        for kind in (signal.SIGPROF, signal.SIGALRM):
+            signal.signal(kind, lambda *_: os._exit(TIMEOUT))
         for item, after in zip(items, [*items[1:], None], strict=True):
-            # Of the processor's time, of which a busy machine gives no more than an idle one.
-            seconds = 5 + 3 * state().duration_by_test[item.nodeid]
+            # A loop without an end takes the processor's time, a wait without one takes ours, of
+            # which a busy machine needs more.
+            seconds = 2 + 3 * state().duration_by_test[item.nodeid]
             signal.setitimer(signal.ITIMER_PROF, seconds)
+            signal.setitimer(signal.ITIMER_REAL, 10 * seconds)
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=after)
             if item.session.testsfailed:
                 return 1
