@@ -17,12 +17,15 @@ from __future__ import annotations
 import fnmatch
 import os
 import random
+import re
 import signal
 import sys
+import time
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import click
 import hypothesis
@@ -111,6 +114,26 @@ def extend_mutmut() -> None:
     )
 
 
+def limit_time(seconds: float) -> None:
+    """Ends this process after ``seconds`` of the processor's time, which is what a loop without an
+    end takes, and after ten times as many in which none of its threads had anything to do. On a
+    busy machine the threads of a test may wait for the processor much longer than that."""
+
+    def busy() -> float:
+        tasks = Path("/proc/self/task").glob("*/schedstat")
+        return sum(sum(map(int, task.read_text().split()[:2])) for task in tasks) / 1e9
+
+    def look(*_: object) -> None:
+        if time.monotonic() - began - (busy() - busy_before) > 10 * seconds:
+            os._exit(TIMEOUT)
+
+    began, busy_before = time.monotonic(), busy()
+    signal.signal(signal.SIGPROF, lambda *_: os._exit(TIMEOUT))
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, 10 * seconds, 2)
+
+
 class Runner(ForkRunner):
     """mutmut's, but the tests are collected once and not for each mutant, and those go first that
     run the least code besides the mutant's: they tell its noun's rules, and most mutants die in
@@ -136,19 +159,19 @@ class Runner(ForkRunner):
             for item in session.items:
                 if hasattr(item.cls, "settings"):
                     item.cls.settings = hypothesis.settings(item.cls.settings, max_examples=25)
+            self._breadth = Counter(
+                test
+                for covering in state().tests_by_mangled_function_name.values()
+                for test in covering
+            )
             self._items = {item.nodeid: item for item in session.items}
         return self._items
 
     def _chosen(self, tests: Iterable[str]) -> list[pytest.Item]:
-        breadth = Counter(
-            test
-            for covering in state().tests_by_mangled_function_name.values()
-            for test in covering
-        )
         items, seconds = self._collect(), state().duration_by_test
         left = float(os.environ.get("MUTANTS_SECONDS", "inf"))
         chosen = []
-        for test in sorted(tests, key=lambda test: (breadth[test], seconds[test])):
+        for test in sorted(tests, key=lambda test: (self._breadth[test], seconds[test])):
             left -= seconds[test]
             if left < 0:
                 break
@@ -158,14 +181,8 @@ class Runner(ForkRunner):
     def _run(self, tests: Iterable[str]) -> int:
         items = self._chosen(tests)
         os.chdir("mutants")
-        for kind in (signal.SIGPROF, signal.SIGALRM):
-            signal.signal(kind, lambda *_: os._exit(TIMEOUT))
         for item, after in zip(items, [*items[1:], None], strict=True):
-            # A loop without an end takes the processor's time, a wait without one takes ours, of
-            # which a busy machine needs more.
-            seconds = 2 + 3 * state().duration_by_test[item.nodeid]
-            signal.setitimer(signal.ITIMER_PROF, seconds)
-            signal.setitimer(signal.ITIMER_REAL, 10 * seconds)
+            limit_time(2 + 3 * state().duration_by_test[item.nodeid])
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=after)
             if item.session.testsfailed:
                 return 1
@@ -182,7 +199,7 @@ class Runner(ForkRunner):
         super().submit(mutant_name, tests, cpu_time_limit, estimated_time)
 
 
-def changed_lines(diff: str) -> tuple[str, str]:
+def changes(diff: str) -> tuple[str, str]:
     """What a diff takes out and what it puts in, each on one line."""
     lines = [line for line in diff.splitlines() if not line.startswith(("---", "+++", "@@"))]
     was, becomes = (
@@ -213,13 +230,26 @@ def pick(patterns: tuple[str, ...], status: str, sample: int | None, seed: int) 
                 click.echo(name)
 
 
+class Equivalent(NamedTuple):
+    """A kind of mutant that may survive. ``*`` stands for anything in its first three fields."""
+
+    function: str
+    was: str
+    becomes: str
+    why: str
+
+    def matches(self, function: str, was: str, becomes: str) -> bool:
+        def like(pattern: str, text: str) -> bool:
+            return re.fullmatch(re.escape(pattern).replace(r"\*", ".*"), text) is not None
+
+        return like(self.function, function) and like(self.was, was) and like(self.becomes, becomes)
+
+
 @cli.command()
 def score() -> None:
     """The share of the mutants that are caught, by file, and the survivors."""
-    accepted = {
-        (entry["function"], entry["was"], entry["becomes"]): 0
-        for entry in tomllib.loads(EQUIVALENT.read_text())["equivalent"]
-    }
+    listed = tomllib.loads(EQUIVALENT.read_text())["equivalent"]
+    unused = dict.fromkeys(Equivalent(**entry) for entry in listed)
     total: Counter[str] = Counter()
     rows = []
     for path in walk_mutatable_files():
@@ -230,23 +260,24 @@ def score() -> None:
             status = status_by_exit_code[exit_code]
             if status not in CAUGHT and status != "not checked":
                 function, class_name = orig_function_and_class_names_from_key(name)
-                function = f"{class_name}.{function}" if class_name else function
                 diff = get_diff_for_mutant(name, path=path)
-                key = (function, *changed_lines(diff))
-                if key in accepted:
-                    accepted[key] += 1
+                mutant = (f"{class_name}.{function}" if class_name else function, *changes(diff))
+                accepted = [kind for kind in unused if kind.matches(*mutant)]
+                for kind in accepted:
+                    unused[kind] = True
+                if accepted:
                     status = "equivalent"
                 else:
                     click.echo(f"# {name}: {status}\n{diff}\n")
             counts["caught" if status in CAUGHT else status] += 1
         total += counts
         rows.append((str(path), counts))
-    for key in [key for key, count in accepted.items() if not count]:
-        click.echo(f"no such survivor: {key}")
-    for path, counts in [*rows, ("all", total)]:
+    for kind in [kind for kind, used in unused.items() if not used]:
+        click.echo(f"no such survivor: {kind}")
+    for name, counts in [*rows, ("all", total)]:
         tried = sum(counts.values()) - counts["not checked"] - counts["equivalent"]
         if tried:
-            click.echo(f"{path:36} {counts['caught'] / tried:6.1%} of {tried:4}  {dict(counts)}")
+            click.echo(f"{name:36} {counts['caught'] / tried:6.1%} of {tried:4}  {dict(counts)}")
 
 
 if __name__ == "__main__":
