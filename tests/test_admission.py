@@ -102,7 +102,10 @@ def test_ids_ranks_and_closing(clock):
     first, second = request("a"), request("b")
     admission.reserve(first, 1)
     admission.reserve(second, 1)
-    assert (first.arrival_index, second.arrival_index) == (0, 1)
+    third = request("another")
+    admission.reserve(third, 1)
+    assert [r.arrival_index for r in (first, second, third)] == [0, 1, 2]
+    admission.forget(third)
     with pytest.raises(InvalidRequestError):
         admission.reserve(request("a"), 1)
     first.cancelled = True

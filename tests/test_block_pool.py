@@ -106,6 +106,27 @@ def test_free_list_refuses_what_would_corrupt_it():
     assert (free.count, list(free)) == (0, [])
 
 
+def test_free_list_may_begin_empty():
+    free = FreeList([])
+    with pytest.raises(IndexError, match="no free block"):
+        free.popleft()
+    block, other = Block(1), Block(2)
+    free.appendleft(block)
+    free.appendleft(other)
+    assert list(free) == [other, block]
+
+
+def test_unpublished_block_that_is_free_is_reused_first():
+    pool = BlockPool(4)
+    blocks = pool.allocate(3)
+    for block in blocks:
+        pool.publish(block, bytes([block.block_id]))
+    pool.release(blocks)
+    pool.unpublish(blocks[1])
+    pool.check_integrity()
+    assert pool.allocate(3) == [blocks[1], blocks[2], blocks[0]]
+
+
 def test_counts():
     pool = BlockPool(4)
     assert (pool.num_usable, pool.num_free, pool.num_cached) == (3, 3, 0)

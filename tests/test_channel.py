@@ -131,12 +131,14 @@ def test_token_after_the_end_is_dropped():
         rig.close()
 
 
+@pytest.mark.parametrize("logprobs", [False, True])
 @pytest.mark.parametrize("max_unread", range(1, 5))
-def test_unread_tokens_merge_up_to_the_most_that_a_delta_may_have(max_unread):
+def test_unread_tokens_merge_up_to_the_most_that_a_delta_may_have(max_unread, logprobs):
     channel = Channel(max_unread=max_unread)
     assert (channel.num_written, channel.num_read, channel.num_unread) == (0, 0, 0)
+    assert (channel.has_reader, channel.is_backpressured, channel.ended) == (False, False, False)
     for token_id in range(9):
-        channel.put(token_id, f"{token_id} ", logprobs_of(token_id))
+        channel.put(token_id, f"{token_id} ", logprobs_of(token_id) if logprobs else None)
         full, rest = divmod(token_id + 1, max_unread)
         sizes = [
             len(item.token_ids) if isinstance(item, Delta) else item[0] for item in channel.items
@@ -149,7 +151,7 @@ def test_unread_tokens_merge_up_to_the_most_that_a_delta_may_have(max_unread):
         "".join(f"{token_id} " for token_id in delta.token_ids) for delta in deltas
     ]
     assert [delta.logprobs for delta in deltas] == [
-        tuple(logprobs_of(token_id) for token_id in delta.token_ids) for delta in deltas
+        tuple(map(logprobs_of, delta.token_ids)) if logprobs else None for delta in deltas
     ]
 
 
@@ -164,14 +166,16 @@ def test_reader_of_a_channel_that_waits_for_it_gets_every_token_by_itself():
 
 def test_first_end_is_the_end_and_counts_its_token_once():
     channel = Channel()
+    channel.put(3, "3 ", None)
+    channel.put(4, "4 ", None)
     usage = Usage(1, 1, 0, 0.0, None, 0.0)
     first = End("stop", None, usage, last=Delta("5 ", (5,)))
     assert channel.offer_end(first) is True
-    assert (channel.ended, channel.num_written) == (False, 1)
+    assert (channel.ended, channel.num_written) == (False, 3)
     assert channel.offer_end(End("stop", None, usage, last=Delta("6 ", (6,)))) is False
     channel.end()
     assert channel.final is first
-    assert (channel.ended, channel.num_written) == (True, 1)
+    assert (channel.ended, channel.num_written) == (True, 3)
     for end in (End("abort", None, usage), RuntimeError("failed")):
         channel = Channel()
         assert channel.offer_end(end) is True

@@ -98,3 +98,9 @@ def test_discarded_requests_are_let_go():
         queue.discard(later)
     assert len(queue._heap) <= 65
     assert drained(queue) == [first]
+    crowd = [request(index) for index in range(200)]
+    for one in crowd:
+        queue.push(one)
+    for one in crowd:
+        queue.discard(one)
+    assert len(queue._heap) <= 65

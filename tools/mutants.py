@@ -231,25 +231,31 @@ def pick(patterns: tuple[str, ...], status: str, sample: int | None, seed: int) 
 
 
 class Equivalent(NamedTuple):
-    """A kind of mutant that may survive. ``*`` stands for anything in its first three fields."""
+    """A kind of mutant that may survive. ``*`` stands for anything, but in ``why``."""
 
     function: str
     was: str
-    becomes: str
+    becomes: tuple[str, ...]
     why: str
 
     def matches(self, function: str, was: str, becomes: str) -> bool:
         def like(pattern: str, text: str) -> bool:
             return re.fullmatch(re.escape(pattern).replace(r"\*", ".*"), text) is not None
 
-        return like(self.function, function) and like(self.was, was) and like(self.becomes, becomes)
+        return (
+            like(self.function, function)
+            and like(self.was, was)
+            and any(like(pattern, becomes) for pattern in self.becomes)
+        )
 
 
 @cli.command()
 def score() -> None:
     """The share of the mutants that are caught, by file, and the survivors."""
     listed = tomllib.loads(EQUIVALENT.read_text())["equivalent"]
-    unused = dict.fromkeys(Equivalent(**entry) for entry in listed)
+    unused = {
+        Equivalent(**(entry | {"becomes": tuple(entry["becomes"])})): False for entry in listed
+    }
     total: Counter[str] = Counter()
     rows = []
     for path in walk_mutatable_files():
