@@ -56,7 +56,8 @@ def make_request(rank: int, length: int, rng: random.Random) -> Request:
 
 
 def result_of(step: ScheduledStep) -> StepResult:
-    return StepResult(step.batch.step, [7] * len(step.requests))
+    counts = [int(samples) for samples in step.batch.samples]
+    return StepResult(step.batch.step, [7] * sum(counts), counts)
 
 
 @dataclass
@@ -87,12 +88,12 @@ def decode(scheduler: Scheduler, count: int, depth: int) -> Steps:
         oldest = in_flight.popleft()
         result = result_of(oldest)
         started = clock()
-        scheduler.update(oldest, result)
+        deque(scheduler.update(oldest, result), maxlen=0)
         steps.update.append(clock() - started)
         steps.schedule.append(scheduled - began)
     while in_flight:
         oldest = in_flight.popleft()
-        scheduler.update(oldest, result_of(oldest))
+        deque(scheduler.update(oldest, result_of(oldest)), maxlen=0)
     return steps
 
 

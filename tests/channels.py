@@ -12,7 +12,6 @@ import asyncllm
 from asyncllm.core.channel import Channel
 from asyncllm.core.output_processor import Output, OutputProcessor
 from asyncllm.core.request import Request, Status
-from asyncllm.core.scheduler import TokenEvent
 from asyncllm.errors import RequestError
 from asyncllm.observer import ObserverNotifier
 from asyncllm.outputs import Delta, Logprob, TokenLogprobs
@@ -159,7 +158,7 @@ class ChannelRig:
         self.tokens.append(token)
         self.request.token_ids.append(token)
         logprobs = logprobs_of(token) if self.logprobs else None
-        self.output_processor.deliver(TokenEvent(self.request, token, logprobs, None), 0.0)
+        self.output_processor.deliver((self.request, token, logprobs, None), 0.0)
 
     def abort(self) -> None:
         self.output_processor.abort(self.request)

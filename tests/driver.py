@@ -107,17 +107,18 @@ class Driver:
 
     def collect(self) -> StepResult:
         result = self.executor.collect()
+        token_ids = iter(result.token_ids)
         for row, (seq, samples) in enumerate(self.in_flight.popleft()):
-            assert (result.token_ids[row] >= 0) == (samples and row not in result.errors)
+            assert result.counts[row] == (samples and row not in result.errors)
             seq.in_flight -= samples
             if row in result.errors:
                 seq.error = result.errors[row]
                 continue
             if not samples:
                 continue
-            seq.tokens.append(result.token_ids[row])
-            if row in result.logprobs:
-                seq.logprobs.append(result.logprobs[row])
+            seq.tokens.append(next(token_ids))
+            seq.logprobs += result.logprobs.get(row, ())
+        assert list(token_ids) == []
         return result
 
     def run(self, seqs: list[Sequence], chunk: int = 0, depth: int = 1) -> None:

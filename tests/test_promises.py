@@ -261,7 +261,7 @@ def every_delta_wakes(patch):
 
     def eager(self, event, now):
         deliver(self, event, now)
-        channel = event.request.output.channel
+        channel = event[0].output.channel
         if channel.mailbox is not None:
             channel.mailbox._posted = False
             channel.mailbox.notify([channel])

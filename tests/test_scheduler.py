@@ -67,7 +67,7 @@ class Rig:
 
     def collect(self):
         step = self.in_flight.pop(0)
-        return self.scheduler.update(step, self.executor.collect())
+        return list(self.scheduler.update(step, self.executor.collect()))
 
     def step(self) -> dict[str, int]:
         """Launches and collects one step; what each request computed in it."""
@@ -473,10 +473,25 @@ def test_garbage_from_the_device_is_noticed():
     assert step is not None
     result = rig.executor.collect()
     result.token_ids[0] = 5000
-    with pytest.raises(ValueError, match="sampled token 5000 in row 0"):
+    with pytest.raises(ValueError, match="sampled token 5000; the vocabulary has 997"):
+        rig.scheduler.update(step, result)
+    result.token_ids[0] = -1
+    with pytest.raises(ValueError, match="sampled token -1"):
         rig.scheduler.update(step, result)
     result.token_ids.append(1)
+    with pytest.raises(ValueError, match="counts 1 tokens, its result has 2"):
+        rig.scheduler.update(step, result)
+    result.counts = [2]
+    with pytest.raises(ValueError, match="has 2 tokens in row 0; expected 1 to 1"):
+        rig.scheduler.update(step, result)
+    result.counts = [0]
+    with pytest.raises(ValueError, match="has 0 tokens in row 0; expected 1 to 1"):
+        rig.scheduler.update(step, result)
+    result.counts = [1, 1]
     with pytest.raises(ValueError, match="has 1 rows, its result 2"):
+        rig.scheduler.update(step, result)
+    result.counts, result.errors = [1], {0: ZeroDivisionError()}
+    with pytest.raises(ValueError, match="has 1 tokens in row 0; expected none"):
         rig.scheduler.update(step, result)
 
 
@@ -596,14 +611,15 @@ def test_decisions_equal_the_plain_model(seed):
 
 class SchedulerMachine(RuleBasedStateMachine):
     """Tiny pools, few distinct tokens (so that prefixes are shared), aborts, pauses, failed
-    steps, depth 1 and 2, every policy. Outputs must equal those without any cache."""
+    steps, depth 1 and 2, several tokens per row, every policy. Outputs must equal those
+    without any cache."""
 
     @initialize(
         num_blocks=st.integers(5, 14),
         block_size=st.sampled_from([1, 2, 3, 4]),
         seqs=st.integers(1, 5),
         budget=st.integers(1, 24),
-        depth=st.sampled_from([1, 2]),
+        depth=st.sampled_from([(1, 1), (2, 1), (1, 2), (1, 4)]),
         policy=st.sampled_from(["fcfs", "priority", "deadline"]),
         caching=st.booleans(),
     )
@@ -616,7 +632,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_model_len=(num_blocks - 1) * block_size,
             max_num_seqs=seqs,
             max_num_batched_tokens=budget,
-            pipeline_depth=depth,
+            pipeline_depth=depth[0],
+            max_tokens_per_row=depth[1],
         )
         self.requests: list[Request] = []
 

@@ -47,8 +47,9 @@ class StepBatch:
 
     Row i computes ``counts[i]`` tokens of the request in ``req_indices[i]``, from position
     ``starts[i]`` on, after ``starts[i]`` tokens whose KV is in its blocks. Rows with
-    ``samples[i]`` yield one token, which belongs at position ``starts[i] + counts[i]``;
-    the runner keeps it, because the next step may be launched before the core has seen it.
+    ``samples[i]`` yield one token, which belongs at position ``starts[i] + counts[i]``, and
+    up to ``ExecutorInfo.max_tokens_per_row - 1`` more behind it; the runner keeps them,
+    because the next step may be launched before the core has seen them.
     Decode rows (one token, sampled) come first: ``num_decodes`` of them.
 
     Attributes:
@@ -82,13 +83,17 @@ class StepResult:
     Attributes:
         step: number of that StepBatch. Results come in the order of the launches, and one
             that is out of order would give every request another's tokens.
-        token_ids: the sampled token; -1 for a row that samples none or is in ``errors``.
-        logprobs: row to log-probabilities, for rows whose request asked for them.
+        token_ids: sampled tokens of all rows, row after row.
+        counts: tokens of each row: none for a row that does not sample or is in ``errors``,
+            else 1 to ``max_tokens_per_row``. The KV of all of them but the last is written.
+        logprobs: row to log-probabilities of each of its tokens, for rows whose request asked
+            for them.
         errors: row to the exception that ends this row's request and no other (a logits
             processor that raised, logits that are not numbers).
     """
 
     step: int
     token_ids: list[int]
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    counts: list[int]
+    logprobs: dict[int, Sequence[TokenLogprobs]] = field(default_factory=dict)
     errors: dict[int, Exception] = field(default_factory=dict)

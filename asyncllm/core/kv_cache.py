@@ -48,13 +48,15 @@ class KVCacheManager:
             found.append(block)
         return found
 
-    def admit(self, request: Request, prefix: list[Block], reserve: int = 0) -> bool:
+    def admit(
+        self, request: Request, num_tokens: int, prefix: list[Block], reserve: int = 0
+    ) -> bool:
         """Gives a request without blocks the cached ``prefix`` and new blocks for the rest
-        of its tokens. The whole sequence gets its blocks at once, so that a prompt admitted
+        of ``num_tokens``. The whole sequence gets its blocks at once, so that a prompt admitted
         in chunks never has to preempt another to go on. False, with nothing taken, if they
         do not fit with ``reserve`` blocks to spare."""
         pool = self.pool
-        num_new = self.blocks_for(len(request.token_ids)) - len(prefix)
+        num_new = self.blocks_for(num_tokens) - len(prefix)
         num_revived = sum(1 for block in prefix if block.ref_count == 0)
         if num_new + num_revived + reserve > pool.num_free:
             return False

@@ -79,9 +79,9 @@ class OutputProcessor:
         self._unread_in: set[Mailbox] = set()
 
     def deliver(self, event: TokenEvent, now: float) -> None:
-        request = event.request
-        if event.error is not None:
-            self.close(request, _as_request_error(request, event.error))
+        request, token_id, logprobs, error = event
+        if error is not None:
+            self.close(request, _as_request_error(request, error))
             return
         if request.first_token_at is None:
             request.first_token_at = now
@@ -89,15 +89,15 @@ class OutputProcessor:
                 request.notifier.first_token()
         channel: Channel = request.output.channel
         try:
-            text = self._detokenize(request, request.output.detokenizer, event.token_id)
+            text = self._detokenize(request, request.output.detokenizer, token_id)
         except BaseException as error:  # a panic of the tokenizer's Rust is no Exception
             self.fail(request, _as_request_error(request, error))
             return
         if request.status is Status.FINISHED:
-            last = make_token_delta(event.token_id, text, event.logprobs)
+            last = make_token_delta(token_id, text, logprobs)
             self.close(request, None, last)
         else:
-            channel.put(event.token_id, text, event.logprobs)
+            channel.put(token_id, text, logprobs)
             if channel.has_reader:
                 channel.has_reader = False
                 self._to_wake.append(channel)

@@ -8,9 +8,8 @@ a head start, and a preempted request simply starts over.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from asyncllm.core.batch import RequestAssignment, StepBatch, StepResult
 from asyncllm.core.block_pool import Block
@@ -37,13 +36,9 @@ class ScheduledStep:
     published: list[Block] = field(default_factory=list)
 
 
-class TokenEvent(NamedTuple):
-    """A request got a token, or the exception that ends it."""
-
-    request: Request
-    token_id: int
-    logprobs: TokenLogprobs | None
-    error: Exception | None
+TokenEvent = tuple[Request, int, TokenLogprobs | None, Exception | None]
+"""A request, and the token that it got with its log-probabilities, or the exception that ends
+it. A plain tuple: one is made with every token, and a NamedTuple takes five times as long."""
 
 
 class Scheduler:
@@ -62,6 +57,7 @@ class Scheduler:
         self.kv = KVCacheManager(
             info.num_blocks, info.block_size, enable_prefix_caching=enable_prefix_caching
         )
+        self.num_lookahead_tokens = info.max_tokens_per_row - 1
         self.token_budget = info.max_num_batched_tokens
         self.waiting = WaitingQueue(policy)
         self.running: dict[Request, None] = {}
@@ -163,6 +159,7 @@ class Scheduler:
         budget left and whether anybody was preempted."""
         budget = self.token_budget
         block_size = self.kv.block_size
+        lookahead = self.num_lookahead_tokens
         preempted = False
         for request in list(self.running):
             if budget <= 0:
@@ -173,8 +170,9 @@ class Scheduler:
             if request.num_placeholders and total >= request.max_total_tokens:
                 continue
             count = min(total - request.num_computed_tokens, budget)
-            end = request.num_computed_tokens + count
+            end = request.num_computed_tokens + count + lookahead
             if end > len(request.blocks) * block_size:
+                end = min(end, self.info.max_model_len)
                 block_ids = self.kv.grow(request, end)
                 while block_ids is None:
                     victim = self._victim()
@@ -227,7 +225,7 @@ class Scheduler:
             victim = self._evictable_victim(besides=request)
             if victim is None:
                 if not self.running:
-                    self._fail_too_large(request, len(request.token_ids))
+                    self._fail_too_large(request, self._num_reserved_tokens(request))
                 return False
             self._preempt(victim)
         self.waiting.discard(request)
@@ -240,9 +238,14 @@ class Scheduler:
         return True
 
     def _take_blocks(self, request: Request, reserve: int) -> bool:
+        num_tokens = self._num_reserved_tokens(request)
         if request.blocks:
-            return self.kv.grow(request, len(request.token_ids), reserve) is not None
-        return self.kv.admit(request, self.kv.find_prefix(request), reserve)
+            return self.kv.grow(request, num_tokens, reserve) is not None
+        return self.kv.admit(request, num_tokens, self.kv.find_prefix(request), reserve)
+
+    def _num_reserved_tokens(self, request: Request) -> int:
+        """Tokens that an admitted request has blocks for, drafts included."""
+        return min(len(request.token_ids) + self.num_lookahead_tokens, self.info.max_model_len)
 
     def _commit(self, request: Request, count: int, step: ScheduledStep) -> None:
         """Adds a row. From here on the accounts assume that the step will have run."""
@@ -293,60 +296,81 @@ class Scheduler:
 
     # --- results -----------------------------------------------------------------------
 
-    def update(self, step: ScheduledStep, result: StepResult) -> list[TokenEvent]:
-        """Takes the results of a step in. Requests that end by a token are finished here;
-        one that ends by its text is up to the caller.
+    def update(self, step: ScheduledStep, result: StepResult) -> Iterator[TokenEvent]:
+        """Takes the results of a step in, token by token, as the events are iterated over.
+        A request that ends by a token is finished here. One that the caller ends for its text,
+        or for anything else, before the next event gets none of its row's later tokens.
 
         Raises:
             ValueError: if the result does not fit the step: the executor is broken.
         """
         self._check_result(step, result)
-        events: list[TokenEvent] = []
-        logprobs, errors = result.logprobs, result.errors
-        samples = step.batch.samples
-        block_size = self.kv.block_size
+        return self._accept(step, result)
+
+    def _accept(self, step: ScheduledStep, result: StepResult) -> Iterator[TokenEvent]:
+        token_ids, counts, logprobs = result.token_ids, result.counts, result.logprobs
+        epochs, block_size = step.epochs, self.kv.block_size
+        end = 0
         for row, request in enumerate(step.requests):
-            if request.epoch != step.epochs[row]:
+            i = first = end
+            end += counts[row]
+            epoch = epochs[row]
+            if request.epoch != epoch:
                 continue
-            if errors and (error := errors.get(row)) is not None:
-                self.finish(request, None)
-                events.append(TokenEvent(request, -1, None, error))
+            if first == end:
+                if row in result.errors:
+                    self.finish(request, None)
+                    yield request, -1, None, result.errors[row]
                 continue
-            if not samples[row]:
-                continue
-            token_id = result.token_ids[row]
             request.num_placeholders -= 1
-            request.token_ids.append(token_id)
-            self.num_generated_tokens += 1
-            if request.num_placeholders and len(request.token_ids) % block_size == 0:
-                assert self._latest is not None
-                self._latest.published += self.kv.publish(request)
-            reason = request.check_stop(token_id)
-            if reason is not None:
-                self.finish(request, reason)
-            events.append(
-                TokenEvent(request, token_id, logprobs.get(row) if logprobs else None, None)
-            )
-        return events
+            while True:
+                token_id = token_ids[i]
+                request.token_ids.append(token_id)
+                self.num_generated_tokens += 1
+                if request.num_placeholders and len(request.token_ids) % block_size == 0:
+                    assert self._latest is not None
+                    self._latest.published += self.kv.publish(request)
+                reason = request.check_stop(token_id)
+                if reason is not None:
+                    self.finish(request, reason)
+                found = logprobs[row][i - first] if logprobs and row in logprobs else None
+                yield request, token_id, found, None
+                i += 1
+                if i == end or request.epoch != epoch:
+                    break
+                # It was a draft, whose KV the step has written.
+                request.num_computed_tokens += 1
 
     def _check_result(self, step: ScheduledStep, result: StepResult) -> None:
-        if result.step != step.batch.step:
+        number = step.batch.step
+        if result.step != number:
+            raise ValueError(f"expected the result of step {number}, got that of {result.step}")
+        samples, counts, token_ids = step.batch.samples, result.counts, result.token_ids
+        if counts != samples or result.errors:
+            self._check_counts(step, result)
+        if len(token_ids) != sum(counts):
             raise ValueError(
-                f"expected the result of step {step.batch.step}, got that of step {result.step}"
-            )
-        rows = len(step.requests)
-        if len(result.token_ids) != rows:
-            raise ValueError(
-                f"step {step.batch.step} has {rows} rows, its result {len(result.token_ids)}"
+                f"step {number} counts {sum(counts)} tokens, its result has {len(token_ids)}"
             )
         vocab_size = self.info.vocab_size
-        for row, token_id in enumerate(result.token_ids):
-            if not 0 <= token_id < vocab_size and (
-                step.batch.samples[row] and row not in result.errors
-            ):
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+            token_id = next(t for t in token_ids if not 0 <= t < vocab_size)
+            raise ValueError(
+                f"step {number} sampled token {token_id}; the vocabulary has {vocab_size} tokens"
+            )
+
+    def _check_counts(self, step: ScheduledStep, result: StepResult) -> None:
+        """For a result that is anything but one token of each sampling row."""
+        number, rows = step.batch.step, len(step.requests)
+        if len(result.counts) != rows:
+            raise ValueError(f"step {number} has {rows} rows, its result {len(result.counts)}")
+        most = self.info.max_tokens_per_row
+        for row, count in enumerate(result.counts):
+            yields = step.batch.samples[row] and row not in result.errors
+            if not (1 <= count <= most if yields else count == 0):
                 raise ValueError(
-                    f"step {step.batch.step} sampled token {token_id} in row {row}; the "
-                    f"vocabulary has {vocab_size} tokens"
+                    f"step {number} has {count} tokens in row {row}; expected "
+                    f"{f'1 to {most}' if yields else 'none'}"
                 )
 
     def rollback(self, steps: Iterable[ScheduledStep]) -> None:

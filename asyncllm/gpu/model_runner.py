@@ -331,22 +331,22 @@ class ModelRunner:
     # --- finishing a step --------------------------------------------------------------
 
     def _finish(self, state: _Device, step: _Step) -> StepResult:
-        result = StepResult(step.batch.step, [-1] * len(step.batch))
+        result = StepResult(step.batch.step, [], [int(one) for one in step.batch.samples])
         if not len(step.batch):
             return result
         output = self._run(state, step) if step.ticket is None else self._read_tokens(step)
         self._write_back_tokens(state, step, output.token_ids)
         row_of = step.rows.tolist()
-        for row, token in zip(row_of, output.token_ids.tolist(), strict=True):
-            result.token_ids[row] = token
         if output.logprobs:
-            result.logprobs = {row_of[i]: value for i, value in output.logprobs.items()}
+            result.logprobs = {row_of[i]: (value,) for i, value in output.logprobs.items()}
         if output.errors or step.failures:
             result.errors = {row_of[i]: error for i, error in output.errors.items()}
             result.errors |= step.failures
             for row, error in result.errors.items():
-                result.token_ids[row] = -1
+                result.counts[row] = 0
                 clear_frames(error)
+        tokens = zip(row_of, output.token_ids.tolist(), strict=True)
+        result.token_ids = [token for row, token in tokens if row not in result.errors]
         return result
 
     def _write_back_tokens(self, state: _Device, step: _Step, tokens: np.ndarray) -> None:
