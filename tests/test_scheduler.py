@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 
@@ -19,11 +20,13 @@ from asyncllm.sampling_params import SamplingParams
 from asyncllm.testing import FakeExecutor
 
 
-def info(block_size: int = 4, **changes) -> ExecutorInfo:
+def info(block_size: int | tuple[int, ...] = 4, **changes) -> ExecutorInfo:
+    """Of one KV group, or of one with each of the block sizes."""
+    sizes = (block_size,) if isinstance(block_size, int) else block_size
     values = dict(
         vocab_size=997,
         num_blocks=17,
-        kv_groups=(KVCacheSpec((0,), block_size),),
+        kv_groups=tuple(KVCacheSpec((i,), size) for i, size in enumerate(sizes)),
         max_model_len=64,
         max_num_seqs=8,
         max_num_batched_tokens=32,
@@ -252,7 +255,7 @@ def test_blocks_of_a_paused_request_are_spare_enough():
     rig.step()
     rig.scheduler.pause(paused)
     rig.step()
-    assert (len(paused.blocks), len(running.blocks)) == (1, 2)
+    assert (len(paused.blocks[0]), len(running.blocks[0])) == (1, 2)
     # The last four blocks: what the running request needs next is the paused one's.
     rig.add(range(60, 76), max_tokens=1)
     assert rig.step() == {"r1": 1, "r2": 16}
@@ -268,7 +271,7 @@ def test_a_resumed_request_grows_by_what_another_can_spare():
     rig.scheduler.pause(request)
     rig.collect()
     rig.scheduler.resume(request)
-    assert (len(request.token_ids), len(request.blocks)) == (5, 1)
+    assert (len(request.token_ids), len(request.blocks[0])) == (5, 1)
     assert rig.scheduler.kv.pool.num_free == 1
     assert [rig.step() for _ in range(4)] == [{"r1": 1}, {"r1": 1}, {"r1": 1}, {"r0": 1}]
     rig.finish_all()
@@ -609,14 +612,21 @@ def test_decisions_equal_the_plain_model(seed):
 # --- everything at once -----------------------------------------------------------------
 
 
+def longest(num_blocks: int, block_size) -> int:
+    """Tokens whose KV the blocks hold in every group."""
+    sizes = [group.block_size for group in info(block_size).kv_groups]
+    fits = (n for n in itertools.count(1) if sum(-(-n // s) for s in sizes) > num_blocks)
+    return next(fits) - 1
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """Tiny pools, few distinct tokens (so that prefixes are shared), aborts, pauses, failed
-    steps, depth 1 and 2, several tokens per row, every policy. Outputs must equal those
-    without any cache."""
+    steps, several KV groups, depth 1 and 2, several tokens per row, every policy. Outputs
+    must equal those without any cache."""
 
     @initialize(
         num_blocks=st.integers(5, 14),
-        block_size=st.sampled_from([1, 2, 3, 4]),
+        block_size=st.sampled_from([1, 2, 3, 4, (2, 2), (1, 3), (4, 2), (2, 3, 4)]),
         seqs=st.integers(1, 5),
         budget=st.integers(1, 24),
         depth=st.sampled_from([(1, 1), (2, 1), (1, 2), (1, 4)]),
@@ -629,7 +639,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             caching=caching,
             num_blocks=num_blocks,
             block_size=block_size,
-            max_model_len=(num_blocks - 1) * block_size,
+            max_model_len=longest(num_blocks - 1, block_size),
             max_num_seqs=seqs,
             max_num_batched_tokens=budget,
             pipeline_depth=depth[0],

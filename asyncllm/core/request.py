@@ -49,9 +49,12 @@ class Request:
             ``len(token_ids) + num_placeholders``.
         num_placeholders: sampled tokens of steps in flight, whose values are not known yet.
         epoch: bumped when in-flight results become void, by preemption or rollback.
-        blocks: KV blocks held, in order of position.
-        block_hashes: of the full blocks of ``token_ids``, as far as computed so far.
-        num_published: leading blocks whose hash was offered to the pool.
+        blocks: per KV group the blocks held, in order of position; empty if none are. With
+            the next four, the KV cache manager's.
+        block_hashes: by block size, of the full blocks of ``token_ids``, as far as computed.
+        num_slots: tokens that every group has blocks for.
+        num_published: leading tokens whose full blocks were offered to the pool.
+        publish_at: tokens with which the next block is full and can be offered.
         cancelled: set once, by any thread, before the abort itself travels.
         notifier: who is told of its end; None if nobody is.
         output: the way back to whoever reads; the core only passes it along.
@@ -81,8 +84,10 @@ class Request:
         "num_preemptions",
         "num_prompt_tokens",
         "num_published",
+        "num_slots",
         "output",
         "priority",
+        "publish_at",
         "req_index",
         "request_id",
         "sampling",
@@ -131,9 +136,11 @@ class Request:
         self.epoch = 0
         self.num_computed_tokens = 0
         self.num_placeholders = 0
-        self.blocks: list[Block] = []
-        self.block_hashes: list[bytes] = []
+        self.blocks: tuple[list[Block], ...] = ()
+        self.block_hashes: dict[int, list[bytes]] = {}
+        self.num_slots = 0
         self.num_published = 0
+        self.publish_at = 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0
         self.first_scheduled_at: float | None = None
@@ -183,7 +190,7 @@ class Request:
     def extend_hashes(self, block_size: int) -> list[bytes]:
         """Hashes of all full blocks of ``token_ids``, each computed once: a 128-bit BLAKE2b
         of the parent's hash and the token ids, equal in every process."""
-        hashes = self.block_hashes
+        hashes = self.block_hashes.setdefault(block_size, [])
         num_full = len(self.token_ids) // block_size
         if len(hashes) < num_full:
             parent = hashes[-1] if hashes else root_hash(self.cache_salt)

@@ -55,7 +55,7 @@ class Scheduler:
     ) -> None:
         self.info = info
         self.kv = KVCacheManager(
-            info.num_blocks, info.block_size, enable_prefix_caching=enable_prefix_caching
+            info.num_blocks, info.kv_groups, enable_prefix_caching=enable_prefix_caching
         )
         self.num_lookahead_tokens = info.max_tokens_per_row - 1
         self.token_budget = info.max_num_batched_tokens
@@ -135,7 +135,7 @@ class Scheduler:
         never run are put into ``failed``."""
         step = ScheduledStep(StepBatch(self._num_steps))
         scheduled: dict[Request, int] = {}
-        grown: dict[Request, list[int]] = {}
+        grown: dict[Request, tuple[list[int], ...]] = {}
         budget, preempted = self._schedule_running(scheduled, grown)
         for request, count in scheduled.items():
             self._commit(request, count, step)
@@ -145,7 +145,7 @@ class Scheduler:
             return None
         self._order_decodes_first(step)
         batch = step.batch
-        batch.new_blocks = [(r.req_index, (ids,)) for r, ids in grown.items() if r in scheduled]
+        batch.new_blocks = [(r.req_index, ids) for r, ids in grown.items() if r in scheduled]
         batch.released, self._released_req_indices = self._released_req_indices, []
         batch.assignments = [self._assignment(r) for r in step.admitted]
         self._num_steps += 1
@@ -153,12 +153,11 @@ class Scheduler:
         return step
 
     def _schedule_running(
-        self, scheduled: dict[Request, int], grown: dict[Request, list[int]]
+        self, scheduled: dict[Request, int], grown: dict[Request, tuple[list[int], ...]]
     ) -> tuple[int, bool]:
         """Chooses running requests in order; preempts where blocks run out. Returns the
         budget left and whether anybody was preempted."""
         budget = self.token_budget
-        block_size = self.kv.block_size
         lookahead = self.num_lookahead_tokens
         preempted = False
         for request in list(self.running):
@@ -171,7 +170,7 @@ class Scheduler:
                 continue
             count = min(total - request.num_computed_tokens, budget)
             end = request.num_computed_tokens + count + lookahead
-            if end > len(request.blocks) * block_size:
+            if end > request.num_slots:
                 end = min(end, self.info.max_model_len)
                 block_ids = self.kv.grow(request, end)
                 while block_ids is None:
@@ -265,7 +264,7 @@ class Scheduler:
             request.num_placeholders += 1
             if count == 1:
                 batch.num_decodes += 1
-        if end // self.kv.block_size > request.num_published:
+        if end >= request.publish_at:
             step.published += self.kv.publish(request)
 
     def _order_decodes_first(self, step: ScheduledStep) -> None:
@@ -289,7 +288,7 @@ class Scheduler:
             request_id=request.request_id,
             token_ids=request.token_ids,
             num_prompt_tokens=request.num_prompt_tokens,
-            block_ids=([block.block_id for block in request.blocks],),
+            block_ids=self.kv.block_ids(request),
             sampling=request.sampling,
             eos_token_ids=request.eos_token_ids,
         )
@@ -309,7 +308,7 @@ class Scheduler:
 
     def _accept(self, step: ScheduledStep, result: StepResult) -> Iterator[TokenEvent]:
         token_ids, counts, logprobs = result.token_ids, result.counts, result.logprobs
-        epochs, block_size = step.epochs, self.kv.block_size
+        epochs = step.epochs
         end = 0
         for row, request in enumerate(step.requests):
             i = first = end
@@ -327,7 +326,7 @@ class Scheduler:
                 token_id = token_ids[i]
                 request.token_ids.append(token_id)
                 self.num_generated_tokens += 1
-                if request.num_placeholders and len(request.token_ids) % block_size == 0:
+                if request.num_computed_tokens >= request.publish_at:
                     assert self._latest is not None
                     self._latest.published += self.kv.publish(request)
                 reason = request.check_stop(token_id)
@@ -455,17 +454,14 @@ class Scheduler:
         """Raises AssertionError unless every block, slot and count is accounted for."""
         live = list(self.requests())
         assert len(live) == len(set(live)), "a request is in two places"
-        self.kv.pool.check_integrity(r.blocks for r in live)
+        self.kv.check_integrity(live)
         held = {r.req_index for r in self.running}
         assert len(held) == len(self.running), "two requests share a slot"
         assert held.isdisjoint(self._free_req_indices), "a slot is both held and free"
         assert len(held) + len(self._free_req_indices) == self.info.max_num_seqs, "a slot leaked"
-        block_size = self.kv.block_size
         for request in live:
-            assert request.num_computed_tokens <= len(request.blocks) * block_size, request
             assert request.num_computed_tokens <= len(request.token_ids) + request.num_placeholders
             assert request.num_placeholders >= 0, request
-            assert bool(request.blocks) or request.num_computed_tokens == 0, request
             idle = bool(request.blocks) and request.status is not Status.RUNNING
             assert (request in self._evictable_requests) == idle, request
         assert len(self._evictable_requests) <= len(live), "a finished request is an idle holder"
