@@ -346,9 +346,9 @@ class AsyncLLMEngine:
         core = self._running().core
         ids = (request_id,) if isinstance(request_id, str) else request_id
         for one in ids:
-            request = core.admission.get(one)
-            if request is not None:
-                core.abort(request)
+            group = core.admission.get(one)
+            if group is not None:
+                core.abort(group)
 
     # --- the engine as a whole ---------------------------------------------------------
 

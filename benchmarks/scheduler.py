@@ -18,6 +18,7 @@ from asyncllm.core.batch import StepResult
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.core.request import Request
+from asyncllm.core.request_group import RequestGroup
 from asyncllm.core.scheduler import ScheduledStep, Scheduler
 from asyncllm.sampling_params import SamplingParams
 from benchmarks.common import Report, cpu_time_of, options
@@ -47,7 +48,7 @@ def make_request(rank: int, length: int, rng: random.Random) -> Request:
     sampling = SamplingParams(seed=0, ignore_eos=True, max_tokens=100_000)
     tokens = [rng.randrange(VOCAB_SIZE) for _ in range(length)]
     return Request(
-        f"r{rank}",
+        RequestGroup(f"r{rank}"),
         sampling.resolve({}, {}, lambda: 0),
         token_ids=tokens,
         max_model_len=1 << 20,
@@ -149,7 +150,7 @@ def measure_admission(report: Report, repeats: int) -> None:
 
         def reserve(admission: Admission = admission, requests=requests) -> None:
             for request in requests:
-                admission.reserve(request, 64)
+                admission.reserve(request.group, 64)
 
         def enter(scheduler: Scheduler = scheduler, requests=requests) -> None:
             for request in requests:

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.core.request import Request, Status
+from asyncllm.core.request_group import RequestGroup
 from asyncllm.core.scheduler import ScheduledStep, Scheduler
 from asyncllm.errors import KVCacheTooSmallError
 from asyncllm.sampling_params import SamplingParams
@@ -47,13 +48,12 @@ class Rig:
 
     def add(self, prompt, max_tokens=8, *, priority=0, deadline=math.inf, eos=(), salt=None):
         request = Request(
-            f"r{self.arrival_index}",
+            RequestGroup(f"r{self.arrival_index}", deadline=deadline),
             SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=0),
             token_ids=list(prompt),
             max_model_len=self.info.max_model_len,
             arrival_index=self.arrival_index,
             priority=priority,
-            deadline=deadline,
             eos_token_ids=eos,
             cache_salt=salt,
         )
