@@ -211,7 +211,7 @@ def a_bad_row_kills_the_step(patch):
 
     def strict(self, step, result):
         for error in result.errors.values():
-            raise error
+            raise RuntimeError(error.message)
         return update(self, step, result)
 
     patch.setattr(Scheduler, "update", strict)

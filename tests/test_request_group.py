@@ -6,6 +6,7 @@ import pytest
 
 from asyncllm import EngineOverloadedError, SamplingParams
 from asyncllm.core.admission import Admission
+from asyncllm.core.batch import RowError
 from asyncllm.core.channel import Channel, End, merged
 from asyncllm.core.engine_core import EngineCore
 from asyncllm.core.output_processor import Output
@@ -164,7 +165,7 @@ def test_a_member_that_fails_fails_the_group():
 
 
 def fail_row(result, row):
-    result.errors[row] = ZeroDivisionError("on purpose")
+    result.errors[row] = RowError.of(ZeroDivisionError("on purpose"))
     del result.token_ids[row]
     result.counts[row] = 0
     return result

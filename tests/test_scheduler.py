@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from asyncllm.core.batch import RowError
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.core.request import Request, Status
@@ -493,7 +494,7 @@ def test_garbage_from_the_device_is_noticed():
     result.counts = [1, 1]
     with pytest.raises(ValueError, match="has 1 rows, its result 2"):
         rig.scheduler.update(step, result)
-    result.counts, result.errors = [1], {0: ZeroDivisionError()}
+    result.counts, result.errors = [1], {0: RowError.of(ZeroDivisionError())}
     with pytest.raises(ValueError, match="has 1 tokens in row 0; expected none"):
         rig.scheduler.update(step, result)
 

@@ -66,7 +66,8 @@ class Executor(Protocol):
     ``launch`` starts a step and returns; ``collect`` waits for the oldest step launched and
     returns its result, with the GIL released while it waits. Up to
     ``info.pipeline_depth`` steps are in flight. An executor that has no device of its own
-    to run ahead (the CPU) does the work in ``collect``.
+    to run ahead (the CPU) does the work in ``collect``. One in the engine's process has an
+    ``InProcess`` as its attribute ``in_process``.
 
     Raises:
         StepOutOfMemoryError: from ``launch`` or ``collect``; the step left nothing behind that

@@ -222,15 +222,13 @@ class OutputProcessor:
     # --- ends --------------------------------------------------------------------------
 
     def abort(self, group: RequestGroup) -> None:
-        *others, last = group.unfinished or [None]
-        if last is None:
-            return
-        assert group.channel is not None
-        for request in others:
+        unfinished = group.unfinished
+        for request in unfinished:
             self._scheduler.finish(request, "abort")
-            self._end_member(request, group.channel, Delta(_remaining_text(request), ()))
-        self._scheduler.finish(last, "abort")
-        self.close(last, None)
+            if request is unfinished[-1]:
+                self.close(request, None)
+            elif group.channel is not None:
+                self._end_member(request, group.channel, Delta(_remaining_text(request), ()))
 
     def fail(self, group: RequestGroup, error: Exception) -> None:
         """Ends the group with an exception; so does the failure of one member."""

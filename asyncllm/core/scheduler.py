@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from asyncllm.core.batch import RequestAssignment, StepBatch, StepResult
 from asyncllm.core.block_pool import Block
 from asyncllm.core.executor import ExecutorInfo
+from asyncllm.core.in_process import InProcess, plain
 from asyncllm.core.kv_cache import KVCacheManager
 from asyncllm.core.request import Request, Status
 from asyncllm.core.waiting_queue import WaitingQueue
-from asyncllm.errors import KVCacheTooSmallError
+from asyncllm.errors import KVCacheTooSmallError, RequestError
 from asyncllm.outputs import FinishReason, TokenLogprobs
 
 _STEPS_TO_RECOVER = 32
@@ -48,15 +49,22 @@ class Scheduler:
         info: the executor's limits.
         policy: "fcfs", "priority" or "deadline".
         enable_prefix_caching: find and publish shared prefixes.
+        in_process: the executor's, if it has one.
     """
 
     def __init__(
-        self, info: ExecutorInfo, *, policy: str = "fcfs", enable_prefix_caching: bool = True
+        self,
+        info: ExecutorInfo,
+        *,
+        policy: str = "fcfs",
+        enable_prefix_caching: bool = True,
+        in_process: InProcess | None = None,
     ) -> None:
         self.info = info
         self.kv = KVCacheManager(
             info.num_blocks, info.kv_groups, enable_prefix_caching=enable_prefix_caching
         )
+        self.in_process = in_process or InProcess()
         self.num_lookahead_tokens = info.max_tokens_per_row - 1
         self.token_budget = info.max_num_batched_tokens
         self.waiting = WaitingQueue(policy)
@@ -91,6 +99,7 @@ class Scheduler:
         request.num_placeholders = 0
         request.status = Status.FINISHED
         request.finish_reason = reason
+        self.in_process.processors.pop(request.arrival_index, None)
 
     def pause(self, request: Request) -> None:
         """The request gets no more tokens until ``resume``. It gives up its slot, keeps its
@@ -283,14 +292,19 @@ class Scheduler:
         batch.samples = [batch.samples[i] for i in order]
 
     def _assignment(self, request: Request) -> RequestAssignment:
+        processors_key = -1
+        if request.sampling.logits_processors:
+            processors_key = request.arrival_index
+            self.in_process.processors[processors_key] = request.sampling.logits_processors
         return RequestAssignment(
             req_index=request.req_index,
             request_id=request.request_id,
-            token_ids=request.token_ids,
+            token_ids=request.token_ids.copy(),
             num_prompt_tokens=request.num_prompt_tokens,
             block_ids=self.kv.block_ids(request),
-            sampling=request.sampling,
+            sampling=plain(request.sampling),
             eos_token_ids=request.eos_token_ids,
+            processors_key=processors_key,
         )
 
     # --- results -----------------------------------------------------------------------
@@ -309,6 +323,7 @@ class Scheduler:
     def _accept(self, step: ScheduledStep, result: StepResult) -> Iterator[TokenEvent]:
         token_ids, counts, logprobs = result.token_ids, result.counts, result.logprobs
         epochs = step.epochs
+        exceptions = self.in_process.errors.pop(result.step, {})
         end = 0
         for row, request in enumerate(step.requests):
             i = first = end
@@ -319,7 +334,11 @@ class Scheduler:
             if first == end:
                 if row in result.errors:
                     self.finish(request, None)
-                    yield request, -1, None, result.errors[row]
+                    error = exceptions.get(row)
+                    if error is None:
+                        told = result.errors[row].message
+                        error = RequestError(f"request {request.request_id!r} failed: {told}")
+                    yield request, -1, None, error
                 continue
             request.num_placeholders -= 1
             while True:

@@ -156,6 +156,10 @@ class InputProcessor:
             draw_seed=lambda: self._random.getrandbits(64),
         )
         resolved.check_vocabulary(info.vocab_size)
+        executor = self._loaded.executor
+        if resolved.logits_processors and getattr(executor, "in_process", None) is None:
+            accepted = "none with an executor that runs in another process"
+            raise check.invalid("logits_processors", resolved.logits_processors, accepted)
         decode = self._loaded.tokenizer.decode
         now = self._core.clock()
         group = RequestGroup(

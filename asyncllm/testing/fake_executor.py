@@ -9,8 +9,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from asyncllm.core.batch import StepBatch, StepResult
+from asyncllm.core.batch import RowError, StepBatch, StepResult
 from asyncllm.core.executor import ExecutorInfo
+from asyncllm.core.in_process import InProcess
 
 _MASK = (1 << 64) - 1
 
@@ -49,6 +50,7 @@ class FakeExecutor:
 
     def __init__(self, info: ExecutorInfo, *, step_time: float = 0.0, record: bool = False) -> None:
         self.info = info
+        self.in_process = InProcess()
         self.step_time = step_time
         self.record = record
         self.batches: list[StepBatch] = []
@@ -195,7 +197,8 @@ class FakeExecutor:
             result.counts[row] = len(yielded)
         else:
             # The next step may be launched already, and needs a token to go on with.
-            result.errors[row] = error
+            result.errors[row] = RowError.of(error)
+            self.in_process.errors.setdefault(batch.step, {})[row] = error
         tokens = self._tokens[req_index]
         del tokens[position:]
         tokens += yielded
