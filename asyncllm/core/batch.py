@@ -58,7 +58,7 @@ class StepBatch:
 
     Attributes:
         step: number of the step, from 0.
-        released: slots that nobody holds any more since the last step.
+        released: slots given up since the last step.
         assignments: requests that enter slots, to be applied after ``released``.
         new_blocks: ``(req_index, block ids per KV group)`` appended to tables of requests that
             had a slot.

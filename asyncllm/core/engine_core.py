@@ -39,7 +39,7 @@ logger = logging.getLogger("asyncllm")
 
 
 class Command(NamedTuple):
-    """What other threads ask of the engine thread: a bound method and its arguments."""
+    """Request of another thread to the engine thread: a bound method and its arguments."""
 
     run: Callable[..., None]
     args: tuple[Any, ...]
@@ -356,8 +356,8 @@ class EngineCore:
             future.set_result(result)
 
     def suspend(self, suspended: bool) -> None:
-        """Stops or resumes scheduling; through ``call``. A closing engine goes on: nobody
-        could resume it."""
+        """Stops or resumes scheduling; through ``call``. A closing engine goes on: it
+        cannot be resumed any more."""
         self._suspended = suspended and self._closing_at is None
 
     def on_close(self, drain: float | None) -> None:
@@ -430,7 +430,7 @@ class EngineCore:
         return None if soonest == math.inf else min(soonest - now, 3600.0)
 
     def _fail_all(self) -> None:
-        """The engine is dead: fails every live request, in whatever state it is, and all
+        """The engine is dead: fails every live request, in any state, and all
         later calls. On the engine thread, or on the one that declared it hung."""
         self._fail_calls()
         for group in self.admission.close(self.ending):
@@ -445,7 +445,7 @@ class EngineCore:
 
 
 def close_executor(executor: Executor) -> None:
-    """A device that has failed may fail again here, when nobody is left to be told."""
+    """Closes a device that may have failed, and may fail again; that is only logged."""
     try:
         executor.close()
     except BaseException:

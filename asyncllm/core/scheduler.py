@@ -88,7 +88,7 @@ class Scheduler:
         self.waiting.push(request)
 
     def finish(self, request: Request, reason: FinishReason | None) -> None:
-        """Ends a request in whatever state it is and takes its blocks back. ``reason`` is
+        """Ends a request in any state and takes its blocks back. ``reason`` is
         None if it ends with an exception. Idempotent."""
         if request.status is Status.FINISHED:
             return
@@ -103,7 +103,7 @@ class Scheduler:
 
     def pause(self, request: Request) -> None:
         """The request gets no more tokens until ``resume``. It gives up its slot, keeps its
-        blocks while nobody needs them, and takes a token that is in flight."""
+        blocks until another needs them, and takes a token that is in flight."""
         if request.status in (Status.FINISHED, Status.PAUSED):
             return
         self._leave(request)
@@ -165,7 +165,7 @@ class Scheduler:
         self, scheduled: dict[Request, int], grown: dict[Request, tuple[list[int], ...]]
     ) -> tuple[int, bool]:
         """Chooses running requests in order; preempts where blocks run out. Returns the
-        budget left and whether anybody was preempted."""
+        budget left and whether a request was preempted."""
         budget = self.token_budget
         lookahead = self.num_lookahead_tokens
         preempted = False
@@ -210,7 +210,7 @@ class Scheduler:
                 break
             if request.num_placeholders:
                 # Its last token is still in flight: it can enter a slot only when that is
-                # known, which is at most a step away, and holds up nobody meanwhile.
+                # known, which is at most a step away, and holds up no other meanwhile.
                 self.waiting.discard(request)
                 awaiting_last_token.append(request)
                 continue
@@ -445,7 +445,7 @@ class Scheduler:
 
     def _reset_for_recompute(self, request: Request) -> None:
         """Takes blocks and results in flight away; the tokens known so far stay. A running
-        request goes back to waiting, where its rank puts it ahead of later ones."""
+        request goes back to waiting, where its arrival index puts it ahead of later ones."""
         if request.status is Status.RUNNING:
             self._leave(request)
             self.add(request)
