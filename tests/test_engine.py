@@ -775,7 +775,7 @@ async def test_abort_names_the_field_that_is_no_id():
     async with rig.engine() as engine:
         stream = engine.stream([1], request_id="x", max_tokens=5)
         for wrong in (5, None, ["x", 5], [["x"]], b"x", {"x": 1}):
-            with pytest.raises(InvalidRequestError, match="request_id=.* expected a string") as one:
+            with pytest.raises(InvalidRequestError, match="expected a string, or") as one:
                 engine.abort(wrong)
             assert one.value.param == "request_id"
         engine.abort(iter(["unknown", ""]))
