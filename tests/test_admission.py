@@ -11,6 +11,7 @@ import pytest
 from asyncllm import EngineClosedError, EngineOverloadedError, InvalidRequestError, SamplingParams
 from asyncllm.core.admission import Admission
 from asyncllm.core.request import Request
+from asyncllm.core.request_group import RequestGroup
 
 
 class Clock:
@@ -22,7 +23,10 @@ class Clock:
 
 
 def request(request_id):
-    return Request(request_id, SamplingParams(), token_ids=[1], max_model_len=10)
+    """A group of one."""
+    group = RequestGroup(request_id)
+    Request(group, SamplingParams(), token_ids=[1], max_model_len=10)
+    return group
 
 
 @pytest.fixture
@@ -93,7 +97,7 @@ def test_an_estimate_is_corrected(clock):
     admission.reserve(long, 95)
     with pytest.raises(EngineOverloadedError):
         admission.reserve(request("b"), 10)
-    admission.correct(long, 20)
+    admission.correct(long.members[0], 20)
     admission.reserve(request("b"), 80)
 
 
@@ -104,7 +108,7 @@ def test_ids_ranks_and_closing(clock):
     admission.reserve(second, 1)
     third = request("another")
     admission.reserve(third, 1)
-    assert [r.arrival_index for r in (first, second, third)] == [0, 1, 2]
+    assert [r.members[0].arrival_index for r in (first, second, third)] == [0, 1, 2]
     admission.forget(third)
     with pytest.raises(InvalidRequestError):
         admission.reserve(request("a"), 1)
@@ -160,7 +164,7 @@ def test_the_rate_halves_every_five_seconds_and_each_departure_adds_to_it(clock)
         clock.now += 2.5
         assert refused(admission).retry_after == pytest.approx(2**0.5 / expected)
         clock.now -= 2.5
-        admission.leave_queue(one)
+        admission.leave_queue(one.members[0])
         expected += 0.6931 / 5.0
         admission.forget(one)
 
@@ -170,8 +174,8 @@ def test_leaving_twice_counts_once(clock):
     one, other = request("a"), request("b")
     admission.reserve(one, 30)
     admission.reserve(other, 60)
-    admission.leave_queue(one)
-    admission.leave_queue(one)
+    admission.leave_queue(one.members[0])
+    admission.leave_queue(one.members[0])
     admission.forget(one)
     assert (admission.num_queued, admission.num_live) == (1, 1)
     # Of the 100 tokens 60 are taken, and the rate is that of one departure.
@@ -229,10 +233,10 @@ def test_a_prompt_is_corrected_only_while_it_is_queued(clock):
     one, other = request("a"), request("b")
     admission.reserve(one, 50)
     admission.reserve(other, 10)
-    admission.correct(one, 70)
+    admission.correct(one.members[0], 70)
     assert "80 prompt tokens are queued" in str(refused(admission, 21))
-    admission.leave_queue(one)
-    admission.correct(one, 10_000)
+    admission.leave_queue(one.members[0])
+    admission.correct(one.members[0], 10_000)
     admission.reserve(request("c"), 90)
     assert "100 prompt tokens are queued" in str(refused(admission, 1))
 

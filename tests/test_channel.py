@@ -124,6 +124,7 @@ def test_token_after_the_end_is_dropped():
         rig.abort()
         late = rig.channel
         late.put(5, "5 ", None)
+        late.append(Delta("6 ", (6,)))
         assert (late.num_written, late.num_unread, len(late.items)) == (1, 1, 1)
         rig.read()
         assert [delta.token_ids for delta in rig.deltas] == [(1000,)]
@@ -194,7 +195,7 @@ def ended_once(rig):
     delivery = rig.output_processor
     assert delivery.num_finished + delivery.num_aborted + delivery.num_failed == 1
     assert delivery.num_failed == isinstance(rig.end, RuntimeError)
-    assert set(rig.forgotten) == {rig.request}
+    assert set(rig.forgotten) == {rig.group}
     rig.read()
     with pytest.raises(StopAsyncIteration):
         rig.stream.__anext__().send(None)

@@ -16,6 +16,7 @@ from asyncllm.core.executor import ExecutorInfo, StepOutOfMemoryError
 from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.core.output_processor import Output
 from asyncllm.core.request import Request, Status
+from asyncllm.core.request_group import RequestGroup
 from asyncllm.core.scheduler import Scheduler
 from asyncllm.errors import (
     DeadlineExceededError,
@@ -122,21 +123,20 @@ class Rig:
         channel = Channel(
             max_unread=options.pop("max_unread", 256), on_slow=options.pop("on_slow", "coalesce")
         )
+        group = RequestGroup(request_id, channel, arrived_at=self.now, **options)
         request = Request(
-            request_id,
+            group,
             SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=0),
             token_ids=list(prompt) or None,
             max_model_len=128,
-            arrived_at=self.now,
-            output=Output(channel, decode, Text()),
-            **options,
+            output=Output(decode, Text()),
         )
-        self.admission.reserve(request, len(prompt))
+        self.admission.reserve(group, len(prompt))
         return request
 
     def submit(self, request_id, *args, **options):
         request = self.make(request_id, *args, **options)
-        self.core.send(self.core.on_add, request)
+        self.core.send(self.core.on_add, request.group)
         return request
 
     def turns(self, count):
@@ -153,7 +153,7 @@ class Rig:
 
 def end_of(request):
     """The reason of a request's end, or its exception; None while it lives."""
-    final = request.output.channel.final
+    final = request.group.channel.final
     return final.finish_reason if isinstance(final, End) else final
 
 
@@ -189,6 +189,16 @@ def test_a_pipeline_of_two_launches_the_second_before_the_first_is_collected():
     assert request.output_token_ids == rig.device.reference([1, 2, 3], 3)
 
 
+def test_a_step_lasts_from_its_launch_to_its_result():
+    rig = Rig(depth=2)
+    rig.device.seconds = 3.0
+    rig.submit("a", max_tokens=60)
+    rig.turns(1)
+    rig.now += 1.0
+    rig.turns(1)
+    assert rig.core.stats().last_step_time == 4.0
+
+
 def test_a_request_is_taken_from_the_queue_when_its_first_step_is_launched():
     rig = Rig(max_num_seqs=1)
     first, second = rig.submit("a", max_tokens=2), rig.submit("b", max_tokens=1)
@@ -200,7 +210,7 @@ def test_a_request_is_taken_from_the_queue_when_its_first_step_is_launched():
     rig.turns(2)
     assert (first.first_scheduled_at, second.first_scheduled_at) == (103.0, 107.0)
     assert rig.admission.num_queued == 0
-    usage = second.output.channel.final.usage
+    usage = second.group.channel.final.usage
     assert (usage.queue_time, usage.ttft, usage.total_time) == (7.0, 7.0, 7.0)
 
 
@@ -237,10 +247,10 @@ def test_stats():
     assert (stats.num_steps, stats.last_step_time) == (2, 0.25)
     assert (stats.num_requests, stats.num_rejected, stats.num_preemptions) == (4, 0, 0)
     assert (stats.num_finished, stats.num_aborted, stats.num_failed) == (1, 0, 0)
-    rig.core.abort(running)
+    rig.core.abort(running.group)
     rig.turns(1)
     assert rig.core.stats().num_aborted == 1
-    rig.core.on_fail(paused, RequestError("bad"))
+    rig.core.on_fail(paused.group, RequestError("bad"))
     assert rig.core.stats().num_failed == 1
 
 
@@ -270,22 +280,22 @@ def test_waiting_requests_are_those_that_neither_run_nor_are_paused():
 def test_an_abort_is_sent_once_and_overtakes_the_arrival():
     rig = Rig()
     request = rig.make("a")
-    rig.core.abort(request)
-    rig.core.abort(request)
+    rig.core.abort(request.group)
+    rig.core.abort(request.group)
     assert len(rig.inbox.commands) == 1
-    rig.core.send(rig.core.on_add, request)
+    rig.core.send(rig.core.on_add, request.group)
     rig.turns(1)
     assert (end_of(request), rig.device.calls) == ("abort", [])
     other = rig.make("b")
-    other.cancelled = True
-    rig.core.on_add(other)
+    other.group.cancelled = True
+    rig.core.on_add(other.group)
     assert end_of(other) == "abort"
 
 
 def test_a_request_that_arrives_twice_is_added_once():
     rig = Rig()
     request = rig.submit("a")
-    rig.core.send(rig.core.on_add, request)
+    rig.core.send(rig.core.on_add, request.group)
     rig.turns(1)
     assert list(rig.scheduler.requests()) == [request]
 
@@ -296,9 +306,9 @@ def test_a_destructor_aborts_in_its_own_process_only(monkeypatch):
     rig.turns(1)
     with monkeypatch.context() as forked:
         forked.setattr(os, "getpid", lambda: rig.core.pid + 1)
-        rig.core.abandon(request)
-    assert not request.cancelled
-    rig.core.abandon(request)
+        rig.core.abandon(request.group)
+    assert not request.group.cancelled
+    rig.core.abandon(request.group)
     rig.turns(1)
     assert end_of(request) == "abort"
 
@@ -351,7 +361,7 @@ def test_a_deadline_says_what_it_cut_short():
     rig = Rig()
     running = rig.submit("a", max_tokens=50, deadline=rig.now + 5.0)
     unknown = rig.make("b", (), deadline=rig.now + 5.0)
-    rig.core.send(rig.core.on_watch_deadline, unknown)
+    rig.core.send(rig.core.on_watch_deadline, unknown.group)
     rig.turns(2)
     rig.now += 4.999
     rig.turns(1)
@@ -372,15 +382,15 @@ def test_a_deadline_is_watched_once_and_only_if_there_is_one():
     rig = Rig()
     rig.submit("a")
     request = rig.submit("b", deadline=rig.now + 5.0)
-    rig.core.send(rig.core.on_watch_deadline, request)
+    rig.core.send(rig.core.on_watch_deadline, request.group)
     rig.turns(1)
-    assert [entry[2] for entry in rig.core._deadlines] == [request]
+    assert [entry[2] for entry in rig.core._deadlines] == [request.group]
 
 
 def test_requests_that_ended_are_not_kept_until_their_deadlines():
     rig = Rig()
     live = rig.make("live", (), deadline=rig.now + 1e6)
-    rig.core.on_watch_deadline(live)
+    rig.core.on_watch_deadline(live.group)
     for i in range(200):
         # Behind the one that lives, so that no look at the first of them finds it.
         rig.submit(f"r{i}", max_tokens=1, deadline=rig.now + 2e6)
@@ -401,7 +411,7 @@ def test_closing_at_once_aborts_what_lives():
     rig.core.send(rig.core.on_close, 0.0)
     rig.core.run()
     assert end_of(request) == "abort"
-    assert request.cancelled
+    assert request.group.cancelled
     assert rig.device.closed
     with pytest.raises(EngineClosedError, match=CLOSED):
         rig.make("b")
@@ -545,7 +555,7 @@ def test_a_failing_step_ends_everything():
         assert isinstance(end_of(request), EngineDeadError)
         assert "OSError: gone" in str(end_of(request))
         assert end_of(request).__cause__ is rig.core.fatal_error
-        assert request.cancelled
+        assert request.group.cancelled
     assert rig.device.calls[-1] == "close"
     assert not rig.core.hung
     assert (len(rig.core._in_flight), len(rig.core._due)) == (0, 0)
@@ -593,7 +603,7 @@ def test_a_step_that_cannot_be_made_smaller_ends_its_request():
     assert "request 'a': the device has too little memory" in str(end_of(alone))
     assert end_of(alone).__cause__ is error
     rig.core.send(rig.scheduler.resume, waiting)
-    rig.core.send(rig.core.on_add, waiting)
+    rig.core.send(rig.core.on_add, waiting.group)
     rig.turns(1)
     assert end_of(waiting) == "length"
 
@@ -616,22 +626,24 @@ def test_a_launch_without_memory_is_retried_too():
     assert request.output_token_ids == rig.device.reference(range(8), 1)
 
 
-def test_a_call_into_the_device_hangs_after_the_timeout_and_not_before():
+@pytest.mark.parametrize("call", ["launch", "collect"])
+def test_a_call_of_the_device_hangs_once_it_took_the_timeout(call):
     rig = Rig()
     request = rig.submit("a")
     cause = RuntimeError("hung")
     verdicts = []
-    collect = rig.device.collect
+    answer = getattr(rig.device, call)
 
-    def hangs():
+    def hangs(*args):
         for passed in (0.0, 4.999, 5.0, 6.0):
             rig.now = 100.0 + passed
             verdicts.append(rig.core.fail_hung(5.0, cause))
-        return collect()
+        return answer(*args)
 
-    rig.device.collect = hangs
+    setattr(rig.device, call, hangs)
     assert rig.core.fail_hung(0.0, cause) is False
     rig.core.run()
+    # The second to find out is not the one that did.
     assert verdicts == [False, False, True, False]
     assert rig.core.hung
     assert rig.core.fatal_error is cause

@@ -8,19 +8,19 @@ import random
 import pytest
 
 from asyncllm.core.request import Request
+from asyncllm.core.request_group import RequestGroup
 from asyncllm.core.waiting_queue import POLICIES, WaitingQueue
 from asyncllm.sampling_params import SamplingParams
 
 
 def request(arrival_index=0, priority=0, deadline=math.inf):
     return Request(
-        f"r{arrival_index}",
+        RequestGroup(f"r{arrival_index}", deadline=deadline),
         SamplingParams(),
         token_ids=[1],
         max_model_len=8,
         arrival_index=arrival_index,
         priority=priority,
-        deadline=deadline,
     )
 
 
@@ -55,7 +55,7 @@ def test_order_is_the_policys_after_any_pushes_and_discards(policy, seed):
     key = {
         "fcfs": lambda r: r.arrival_index,
         "priority": lambda r: (r.priority, r.arrival_index),
-        "deadline": lambda r: (r.priority, r.deadline, r.arrival_index),
+        "deadline": lambda r: (r.priority, r.group.deadline, r.arrival_index),
     }[policy]
     assert drained(queue) == sorted(members, key=key)
     assert len(queue) == 0

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncllm.core.batch import StepBatch, StepResult
+from asyncllm.core.batch import RowError, StepBatch, StepResult
 from asyncllm.core.executor import ExecutorInfo, StepOutOfMemoryError
+from asyncllm.core.in_process import InProcess
 from asyncllm.core.tracebacks import clear_frames
 from asyncllm.gpu.batch.input_batch import UNKNOWN, InputBatch
 from asyncllm.gpu.batch.step_buffers import PinnedStepBuffer
@@ -123,6 +124,7 @@ class ModelRunner:
         races: bool = False,
     ) -> None:
         self.info = info
+        self.in_process = InProcess()
         self.dtype = decoder.embedding.dtype
         self.device = decoder.embedding.device
         self._stream = SyncStream() if stream is None else stream
@@ -274,7 +276,7 @@ class ModelRunner:
         for req_index in batch.released:
             state.sampler.release(req_index)
         for assignment in batch.assignments:
-            state.sampler.assign(assignment)
+            state.sampler.assign(self.in_process.with_processors(assignment))
         if failures := state.sampler.failures:
             # Kept with the step: its slots may have other requests when it is collected.
             step.failures = {
@@ -331,22 +333,23 @@ class ModelRunner:
     # --- finishing a step --------------------------------------------------------------
 
     def _finish(self, state: _Device, step: _Step) -> StepResult:
-        result = StepResult(step.batch.step, [-1] * len(step.batch))
+        result = StepResult(step.batch.step, [], [int(one) for one in step.batch.samples])
         if not len(step.batch):
             return result
         output = self._run(state, step) if step.ticket is None else self._read_tokens(step)
         self._write_back_tokens(state, step, output.token_ids)
         row_of = step.rows.tolist()
-        for row, token in zip(row_of, output.token_ids.tolist(), strict=True):
-            result.token_ids[row] = token
         if output.logprobs:
-            result.logprobs = {row_of[i]: value for i, value in output.logprobs.items()}
+            result.logprobs = {row_of[i]: (value,) for i, value in output.logprobs.items()}
         if output.errors or step.failures:
-            result.errors = {row_of[i]: error for i, error in output.errors.items()}
-            result.errors |= step.failures
-            for row, error in result.errors.items():
-                result.token_ids[row] = -1
+            errors = {row_of[i]: error for i, error in output.errors.items()} | step.failures
+            self.in_process.errors[result.step] = errors
+            for row, error in errors.items():
+                result.errors[row] = RowError.of(error)
+                result.counts[row] = 0
                 clear_frames(error)
+        tokens = zip(row_of, output.token_ids.tolist(), strict=True)
+        result.token_ids = [token for row, token in tokens if row not in result.errors]
         return result
 
     def _write_back_tokens(self, state: _Device, step: _Step, tokens: np.ndarray) -> None:
