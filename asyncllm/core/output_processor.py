@@ -228,7 +228,8 @@ class OutputProcessor:
             if request is unfinished[-1]:
                 self.close(request, None)
             elif group.channel is not None:
-                self._end_member(request, group.channel, Delta(_remaining_text(request), ()))
+                held = Delta(_remaining_text(request), (), index=request.index)
+                self._end_member(request, group.channel, held)
 
     def fail(self, group: RequestGroup, error: Exception) -> None:
         """Ends the group with an exception; so does the failure of one member."""
