@@ -3,8 +3,10 @@ would wait, without a thread."""
 
 from __future__ import annotations
 
+import gc
 import os
 import queue
+import weakref
 from collections import deque
 
 import pytest
@@ -18,6 +20,7 @@ from asyncllm.core.output_processor import Output
 from asyncllm.core.request import Request, Status
 from asyncllm.core.request_group import RequestGroup
 from asyncllm.core.scheduler import Scheduler
+from asyncllm.core.tracebacks import clear_frames
 from asyncllm.errors import (
     DeadlineExceededError,
     EngineClosedError,
@@ -672,3 +675,27 @@ def test_a_device_that_cannot_be_closed_is_logged(caplog):
     rig.device.close = fails
     close_executor(rig.device)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def raised(kind, seen):
+    """An exception whose frame refers to something."""
+    kept = Text()
+    seen.append(weakref.ref(kept))
+    try:
+        raise kind
+    except kind as error:
+        return error
+
+
+def test_frames_of_an_error_and_of_what_led_to_it_are_cleared():
+    seen = []
+    error, cause, context, first = (
+        raised(kind, seen) for kind in (KeyError, ValueError, OSError, TypeError)
+    )
+    error.__cause__, error.__context__, context.__context__ = cause, context, first
+    first.__context__ = error  # a ring
+    assert all(ref() is not None for ref in seen)
+    clear_frames(error)
+    gc.collect()
+    assert [ref() for ref in seen] == [None] * 4
+    assert first.__traceback__.tb_frame.f_code.co_name == "raised"
