@@ -103,7 +103,7 @@ def extend_mutmut() -> None:
         (cst.Expr | cst.Raise | cst.Del, left_out),
         (cst.If | cst.While, settled),
     ]
-    mutmut.__main__.get_mutant_runner = lambda workers=1: Runner(workers, PytestRunner())
+    mutmut.__main__.get_mutant_runner = lambda workers=1: Runner(workers)
     # Who calls whom is not used here, and a context variable that is set while a test traces
     # bytecodes makes CPython 3.11 crash.
     MutmutCallStack.set = MutmutCallStack.reset = classmethod(lambda *_: None)
@@ -145,12 +145,17 @@ class Runner(ForkRunner):
 
     _items: dict[str, pytest.Item] | None = None
 
+    def __init__(self, max_workers: int) -> None:
+        super().__init__(max_workers, PytestRunner())
+        self._failures: list[pytest.TestReport] = []
+
     def _collect(self) -> dict[str, pytest.Item]:
         if self._items is None:
             selection = config().pytest_add_cli_args_test_selection
             with change_cwd("mutants"):
                 settings = _prepareconfig(
-                    ["--rootdir=.", "--tb=native", "-q", *selection, *config().pytest_add_cli_args]
+                    ["--rootdir=.", "--tb=native", "-q", *selection, *config().pytest_add_cli_args],
+                    [self],
                 )
                 settings._do_configure()
                 session = pytest.Session.from_config(settings)
@@ -167,11 +172,17 @@ class Runner(ForkRunner):
             self._items = {item.nodeid: item for item in session.items}
         return self._items
 
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self._failures.append(report)
+
     def _chosen(self, tests: Iterable[str]) -> list[pytest.Item]:
         items, seconds = self._collect(), state().duration_by_test
         left = float(os.environ.get("MUTANTS_SECONDS", "inf"))
         chosen = []
-        for test in sorted(tests, key=lambda test: (self._breadth[test], seconds[test])):
+        # Not all names are those of the stats: pytest escapes a parameter's backslashes twice.
+        known = items.keys() & seconds.keys() & set(tests)
+        for test in sorted(known, key=lambda test: (self._breadth[test], seconds[test])):
             left -= seconds[test]
             if left < 0:
                 break
@@ -190,7 +201,14 @@ class Runner(ForkRunner):
 
     def run_clean_tests(self, tests: Iterable[str]) -> int:
         self._collect()
-        return run_in_fork(self._run, tests or self._collect())
+        return run_in_fork(self._run_aloud, tests or self._collect())
+
+    def _run_aloud(self, tests: Iterable[str]) -> int:
+        """Of the engine as it is no test fails; one that does has to be read about."""
+        result = self._run(tests)
+        for report in self._failures:
+            sys.__stdout__.write(f"{report.nodeid}\n{report.longreprtext}\n")
+        return result
 
     def submit(
         self, mutant_name: str, tests: list[str], cpu_time_limit: int, estimated_time: float
