@@ -165,6 +165,18 @@ def test_reader_of_a_channel_that_waits_for_it_gets_every_token_by_itself():
     assert [item.logprobs for item in channel.items] == [None] * 5
 
 
+def test_last_delta_of_a_member_stays_by_itself():
+    channel = Channel()
+    channel.put(3, "3 ", None)
+    channel.append(Delta("4 ", (4,), finish_reason="stop"))
+    channel.append(Delta("held", (), finish_reason="abort"))
+    channel.put(5, "5 ", None)
+    channel.put(6, "6 ", None)
+    assert channel.num_written == 4
+    items = [item if isinstance(item, Delta) else merged(item) for item in channel.items]
+    assert [item.text for item in items] == ["3 ", "4 ", "held", "5 6 "]
+
+
 def test_first_end_is_the_end_and_counts_its_token_once():
     channel = Channel()
     channel.put(3, "3 ", None)
