@@ -147,7 +147,7 @@ class CacheBudget:
 
         The engine's share is counted from what was free when it began: what the host
         application or another process holds is taken from the device, not from the share.
-        What they, or the driver for its kernels, have taken since is not there to be given.
+        Memory taken since then, by others or by the driver, is subtracted.
         """
         share = min(self.allowed, self.free_at_start) - self.graph_reserve
         left = min(share - self.weights, self.free - self.graph_reserve) - self.peak

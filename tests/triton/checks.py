@@ -26,10 +26,7 @@ def check_decode(module: ModuleType, case: AttentionCase, device: str, capabilit
     """Decode attention against float64, with a poisoned output."""
     batch = make_batch(case, device)
     scale = case.head_dim**-0.5
-    rows = len(case.lengths)
-    shuffled = torch.randperm(rows, generator=torch.Generator().manual_seed(1)).to(device)
-    table = torch.empty_like(batch.block_table)
-    table[shuffled] = batch.block_table
+    shuffled, table = shuffle_table(batch.block_table)
     out = torch.full(batch.q.shape, torch.nan, dtype=case.dtype, device=device)
     tiles = tuning.decode_tiles(capability, case.head_dim, case.dtype.itemsize)
     kwargs: dict[str, Any] = {
@@ -49,24 +46,39 @@ def check_decode(module: ModuleType, case: AttentionCase, device: str, capabilit
     assert torch.equal(indexed, out)
 
 
+def shuffle_table(block_table: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row's line in a table of another order, and that table."""
+    count, random = len(block_table), torch.Generator().manual_seed(1)
+    shuffled = torch.randperm(count, generator=random).to(block_table.device)
+    table = torch.empty_like(block_table)
+    table[shuffled] = block_table
+    return shuffled, table
+
+
 def check_prefill(module: ModuleType, case: AttentionCase, device: str, capability: int) -> None:
     """Prefill attention against float64; what is padding keeps its poison."""
     batch = make_batch(case, device)
     scale = case.head_dim**-0.5
-    out = torch.full(batch.q.shape, torch.nan, dtype=case.dtype, device=device)
-    module.prefill_attention(
-        batch.q,
-        batch.cache[0],
-        batch.cache[1],
-        batch.block_table,
-        batch.seq_lens,
-        batch.query_start_loc,
-        scale=scale,
-        tiles=tuning.prefill_tiles(capability, case.head_dim, case.dtype.itemsize),
-        softcap=case.softcap,
-        window=case.window,
-        out=out,
-    )
+    shuffled, table = shuffle_table(batch.block_table)
+    out, indexed = torch.full(
+        (2, *batch.q.shape), torch.nan, dtype=case.dtype, device=device
+    ).unbind(0)
+    for found, lines in ((out, None), (indexed, shuffled)):
+        module.prefill_attention(
+            batch.q,
+            batch.cache[0],
+            batch.cache[1],
+            batch.block_table if lines is None else table,
+            batch.seq_lens,
+            batch.query_start_loc,
+            scale=scale,
+            tiles=tuning.prefill_tiles(capability, case.head_dim, case.dtype.itemsize),
+            table_rows=lines,
+            softcap=case.softcap,
+            window=case.window,
+            out=found,
+        )
+    assert torch.equal(indexed.nan_to_num(-7.0), out.nan_to_num(-7.0))
     starts = batch.query_start_loc.tolist()
     for row, expected in enumerate(expected_rows(case, batch, scale)):
         assert_close(out[starts[row] : starts[row + 1]], expected, case.dtype, f"row {row}")

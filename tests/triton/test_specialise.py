@@ -41,16 +41,20 @@ def mixed_step(decodes: int, counts: list[int], width: int) -> ModelInputs:
     tokens = np.array([1] * decodes + counts, dtype=np.int64)
     ends = np.cumsum(tokens)
     positions = torch.zeros(int(ends[-1]), dtype=torch.int64)
+    table = np.zeros((len(tokens), width), dtype=np.int32)
     return ModelInputs(
         num_decodes=decodes,
         token_ids=positions,
         positions=positions,
-        slot_mapping=positions,
         logits_indices=None,
+        req_indices=torch.arange(len(tokens)),
+        host_req_indices=np.arange(len(tokens)),
         query_start_loc=np.concatenate((np.zeros(1, dtype=np.int64), ends)),
         seq_lens=tokens,
         starts=np.zeros_like(tokens),
-        block_table=np.zeros((len(tokens), width), dtype=np.int32),
+        slot_mapping=positions,
+        host_table=table,
+        device_table=torch.from_numpy(table),
         block_size=BLOCK_SIZE,
     )
 

@@ -111,11 +111,12 @@ def prefill(
                 merged[:, : 8 * group],
                 cache[0],
                 cache[1],
-                ints(64, 256),
+                ints(256, 256),
                 ints(64),
                 ints(65),
                 scale=0.1,
                 tiles=tuning.prefill_tiles(capability, head_dim, dtype.itemsize),
+                table_rows=longs(64),
                 **options,
             )
         return found

@@ -1,4 +1,4 @@
-"""Paged attention in plain torch.
+"""TorchAttention: paged attention in plain torch.
 
 The rows of a step are put into groups of similar shape; each group is gathered from the
 cache into one padded batch and handed to scaled_dot_product_attention. So neither a batch
@@ -313,6 +313,6 @@ def _block_index(
     width = -(-int(lengths.max()) // block)
     columns = np.arange(width)
     used = columns < -(-lengths[:, None] // block)
-    columns = np.minimum(columns + (first_keys // block)[:, None], inputs.block_table.shape[1] - 1)
-    blocks = np.where(used, inputs.block_table[rows[:, None], columns], 0)
+    columns = np.minimum(columns + (first_keys // block)[:, None], inputs.host_table.shape[1] - 1)
+    blocks = np.where(used, inputs.host_table[inputs.host_req_indices[rows, None], columns], 0)
     return copy_to_device(blocks.reshape(-1).astype(np.int64), inputs.token_ids.device)

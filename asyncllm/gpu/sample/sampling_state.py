@@ -1,4 +1,4 @@
-"""SamplingState: the sampling parameters of every slot, as arrays."""
+"""SamplingState: the sampling parameters of every request index, as arrays."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class LogitsRules:
 
 
 class SamplingState:
-    """Parameters by slot, filled when a request enters it, in the dtypes that steps compute
+    """Parameters by request index, filled when a request enters, in the dtypes that steps compute
     with: what does not fit raises there, for that request, and not when the batch is converted.
 
     Attributes:
@@ -44,7 +44,8 @@ class SamplingState:
         seeds: ``[max_num_seqs]`` uint64, mixed.
         logprobs: ``[max_num_seqs]`` int64, -1 for none.
         num_prompt_tokens: ``[max_num_seqs]``.
-        rules: by slot, for slots that have any.
+        rules: by request index, for those that have any.
+        version: changes of the parameters so far, so that a copy knows whether it is current.
     """
 
     def __init__(self, max_num_seqs: int) -> None:
@@ -59,10 +60,12 @@ class SamplingState:
         self.logprobs = np.full(max_num_seqs, -1, dtype=np.int64)
         self.num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.rules: dict[int, LogitsRules] = {}
+        self.version = 0
 
     def assign(self, assignment: RequestAssignment) -> None:
         """Raises for what no array holds; the slot is to be released then."""
         req_index = assignment.req_index
+        self.version += 1
         params: Any = assignment.sampling
         with np.errstate(over="raise", invalid="raise"):
             self.temperature[req_index] = params.temperature

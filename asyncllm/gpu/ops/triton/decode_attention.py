@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from asyncllm.gpu.ops.triton.attention_tile import attend_tile, score_factors
-from asyncllm.gpu.ops.triton.tuning import Tiles, cdiv, next_power_of_2
+from asyncllm.gpu.ops.triton.tuning import Tiles, cdiv, next_power_of_2, workspace_size
 
 MERGED_SPLITS = 8
 
@@ -198,13 +198,6 @@ def merge_kernel(
     result = acc / tl.where(used > 0, total_sum, 1.0)
     out_at = out + row.to(tl.int64) * stride_out_row + head * stride_out_head + dims
     tl.store(out_at, result.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
-
-
-def workspace_size(batch: int, num_heads: int, head_dim: int, splits: int) -> int:
-    """Float32 elements that decode attention needs for its partials."""
-    if splits == 1:
-        return 0
-    return batch * num_heads * splits * (max(16, next_power_of_2(head_dim)) + 2)
 
 
 def decode_attention(

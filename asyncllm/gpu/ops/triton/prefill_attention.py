@@ -41,7 +41,7 @@ def find_sequence(query_start_loc, num_seqs, tile, TOKENS: tl.constexpr):
 # are: specialised on it, the kernel would be compiled again in the middle of serving.
 @triton.jit(
     do_not_specialize=["num_seqs", "window"],
-    do_not_specialize_on_alignment=["block_table", "seq_lens", "query_start_loc"],
+    do_not_specialize_on_alignment=["table_rows", "seq_lens", "query_start_loc"],
 )
 def prefill_kernel(
     out,
@@ -49,6 +49,7 @@ def prefill_kernel(
     k_cache,
     v_cache,
     block_table,
+    table_rows,
     seq_lens,
     query_start_loc,
     num_seqs,
@@ -77,6 +78,7 @@ def prefill_kernel(
     BLOCK_SIZE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
+    INDEXED: tl.constexpr,
 ):
     """Grid ``(tiles, kv_heads)``; a tile is ``ROWS / GROUP_ROWS`` tokens of one sequence.
 
@@ -116,7 +118,8 @@ def prefill_kernel(
     else:
         unmasked_end = (prefix + offset + 1) // KEYS * KEYS
 
-    table = block_table + seq.to(tl.int64) * stride_table
+    line = tl.load(table_rows + seq).to(tl.int64) if INDEXED else seq.to(tl.int64)
+    table = block_table + line * stride_table
     k_cache += kv_head.to(tl.int64) * stride_k_head
     v_cache += kv_head.to(tl.int64) * stride_v_head
     acc = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
@@ -196,6 +199,7 @@ def prefill_attention(
     *,
     scale: float,
     tiles: Tiles,
+    table_rows: Tensor | None = None,
     softcap: float | None = None,
     window: int | None = None,
     out: Tensor | None = None,
@@ -206,11 +210,11 @@ def prefill_attention(
         q: ``[T, Hq, D]``, the last dimension contiguous; D up to 256.
         k_cache, v_cache: ``[num_blocks, block_size, Hk, D]``, any strides; ``block_size`` a
             multiple of 16. The queries' own keys are in it already.
-        block_table: ``[R, W]`` int32.
+        block_table: ``[R, W]`` int32, or ``[N, W]`` with ``table_rows``.
         seq_lens: ``[R]`` int32 or int64, tokens of each sequence up to its last query.
         query_start_loc: ``[R + 1]`` int32 or int64, ascending, the first query of each row;
             rows may be empty, and tokens from the last entry on are padding.
-        scale, softcap, window: as in ``decode_attention``.
+        scale, table_rows, softcap, window: as in ``decode_attention``.
         out: ``[T, Hq, D]``, the last dimension contiguous; made here if None. Padding tokens
             keep what they hold.
 
@@ -239,6 +243,7 @@ def prefill_attention(
         k_cache,
         v_cache,
         block_table,
+        seq_lens if table_rows is None else table_rows,
         seq_lens,
         query_start_loc,
         num_seqs,
@@ -259,6 +264,7 @@ def prefill_attention(
         BLOCK_SIZE=block_size,
         SOFTCAP=softcap is not None,
         WINDOW=window is not None,
+        INDEXED=table_rows is not None,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )
