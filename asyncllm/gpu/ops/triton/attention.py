@@ -168,14 +168,13 @@ class TritonAttention:
         if decodes:
             self._decode(
                 q[:decodes],
-                cache[0],
-                cache[1],
+                cache,
                 plan.block_table,
+                plan.table_rows[:decodes],
                 plan.seq_lens[:decodes],
                 scale=self.shape.scale,
                 tiles=self.decode_tiles,
                 splits=plan.splits,
-                table_rows=plan.table_rows[:decodes],
                 softcap=self.softcap,
                 window=plan.window,
                 workspace=plan.workspace,
@@ -184,12 +183,11 @@ class TritonAttention:
         if plan.query_start_loc is not None:
             self._prefill(
                 q[decodes:],
-                cache[0],
-                cache[1],
+                cache,
                 plan.block_table,
+                plan.table_rows[decodes:],
                 plan.seq_lens[decodes:],
                 plan.query_start_loc,
-                table_rows=plan.table_rows[decodes:],
                 scale=self.shape.scale,
                 tiles=self.prefill_tiles,
                 softcap=self.softcap,

@@ -60,14 +60,10 @@ def prefill_kernel(
     stride_out_head,
     stride_q_row,
     stride_q_head,
-    stride_k_block,
-    stride_k_slot,
-    stride_k_head,
-    stride_k_dim,
-    stride_v_block,
-    stride_v_slot,
-    stride_v_head,
-    stride_v_dim,
+    stride_block,
+    stride_slot,
+    stride_head,
+    stride_dim,
     stride_table,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -78,7 +74,6 @@ def prefill_kernel(
     BLOCK_SIZE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
-    INDEXED: tl.constexpr,
 ):
     """Grid ``(tiles, kv_heads)``; a tile is ``ROWS / GROUP_ROWS`` tokens of one sequence.
 
@@ -118,72 +113,25 @@ def prefill_kernel(
     else:
         unmasked_end = (prefix + offset + 1) // KEYS * KEYS
 
-    line = tl.load(table_rows + seq).to(tl.int64) if INDEXED else seq.to(tl.int64)
+    line = tl.load(table_rows + seq).to(tl.int64)
     table = block_table + line * stride_table
-    k_cache += kv_head.to(tl.int64) * stride_k_head
-    v_cache += kv_head.to(tl.int64) * stride_v_head
+    at_head = kv_head.to(tl.int64) * stride_head
+    cache = (k_cache + at_head, v_cache + at_head, table, stride_block, stride_slot, stride_dim)
+    factors = (score_scale, softcap, window)
     acc = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
     if not WINDOW:
         for first_key in range(start, unmasked_end, KEYS):
             acc, row_max, row_sum = attend_tile(
-                queries,
-                acc,
-                row_max,
-                row_sum,
-                k_cache,
-                v_cache,
-                table,
-                first_key,
-                positions,
-                kv_len,
-                score_scale,
-                softcap,
-                window,
-                stride_k_block,
-                stride_k_slot,
-                stride_k_dim,
-                stride_v_block,
-                stride_v_slot,
-                stride_v_dim,
-                HEAD_DIM,
-                BLOCK_DIM,
-                KEYS,
-                BLOCK_SIZE,
-                SOFTCAP,
-                WINDOW,
-                False,
-            )
+                queries, acc, row_max, row_sum, *cache, first_key, positions, kv_len, *factors,
+                HEAD_DIM, BLOCK_DIM, KEYS, BLOCK_SIZE, SOFTCAP, WINDOW, False,
+            )  # fmt: skip
     for first_key in range(unmasked_end, end, KEYS):
         acc, row_max, row_sum = attend_tile(
-            queries,
-            acc,
-            row_max,
-            row_sum,
-            k_cache,
-            v_cache,
-            table,
-            first_key,
-            positions,
-            kv_len,
-            score_scale,
-            softcap,
-            window,
-            stride_k_block,
-            stride_k_slot,
-            stride_k_dim,
-            stride_v_block,
-            stride_v_slot,
-            stride_v_dim,
-            HEAD_DIM,
-            BLOCK_DIM,
-            KEYS,
-            BLOCK_SIZE,
-            SOFTCAP,
-            WINDOW,
-            True,
-        )
+            queries, acc, row_max, row_sum, *cache, first_key, positions, kv_len, *factors,
+            HEAD_DIM, BLOCK_DIM, KEYS, BLOCK_SIZE, SOFTCAP, WINDOW, True,
+        )  # fmt: skip
     result = (acc / row_sum[:, None]).to(out.dtype.element_ty)
     out_at = out + at[:, None] * stride_out_row + heads[:, None] * stride_out_head
     tl.store(out_at + dims[None, :], result, mask=real)
@@ -191,15 +139,14 @@ def prefill_kernel(
 
 def prefill_attention(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    cache: Tensor,
     block_table: Tensor,
+    table_rows: Tensor,
     seq_lens: Tensor,
     query_start_loc: Tensor,
     *,
     scale: float,
     tiles: Tiles,
-    table_rows: Tensor | None = None,
     softcap: float | None = None,
     window: int | None = None,
     out: Tensor | None = None,
@@ -208,13 +155,14 @@ def prefill_attention(
 
     Args:
         q: ``[T, Hq, D]``, the last dimension contiguous; D up to 256.
-        k_cache, v_cache: ``[num_blocks, block_size, Hk, D]``, any strides; ``block_size`` a
-            multiple of 16. The queries' own keys are in it already.
-        block_table: ``[R, W]`` int32, or ``[N, W]`` with ``table_rows``.
+        cache: ``[2, num_blocks, block_size, Hk, D]``, any strides; ``block_size`` a multiple
+            of 16. The queries' own keys are in it already.
+        block_table: ``[N, W]`` int32.
+        table_rows: ``[R]``, each row's line of ``block_table``.
         seq_lens: ``[R]`` int32 or int64, tokens of each sequence up to its last query.
         query_start_loc: ``[R + 1]`` int32 or int64, ascending, the first query of each row;
             rows may be empty, and tokens from the last entry on are padding.
-        scale, table_rows, softcap, window: as in ``decode_attention``.
+        scale, softcap, window: as in ``decode_attention``.
         out: ``[T, Hq, D]``, the last dimension contiguous; made here if None. Padding tokens
             keep what they hold.
 
@@ -225,7 +173,7 @@ def prefill_attention(
         ValueError: more query heads per key/value head than a tile has rows.
     """
     num_tokens, num_heads, head_dim = q.shape
-    block_size, kv_heads = k_cache.shape[1:3]
+    block_size, kv_heads = cache.shape[2:4]
     num_seqs = seq_lens.shape[0]
     group = num_heads // kv_heads
     group_rows = next_power_of_2(group)
@@ -240,10 +188,10 @@ def prefill_attention(
     prefill_kernel[(num_tokens // tokens + num_seqs, kv_heads)](
         out,
         q,
-        k_cache,
-        v_cache,
+        cache[0],
+        cache[1],
         block_table,
-        seq_lens if table_rows is None else table_rows,
+        table_rows,
         seq_lens,
         query_start_loc,
         num_seqs,
@@ -252,8 +200,7 @@ def prefill_attention(
         window or 0,
         *out.stride()[:2],
         *q.stride()[:2],
-        *k_cache.stride(),
-        *v_cache.stride(),
+        *cache.stride()[1:],
         block_table.stride(0),
         GROUP=group,
         HEAD_DIM=head_dim,
@@ -264,7 +211,6 @@ def prefill_attention(
         BLOCK_SIZE=block_size,
         SOFTCAP=softcap is not None,
         WINDOW=window is not None,
-        INDEXED=table_rows is not None,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )
