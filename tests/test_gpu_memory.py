@@ -25,7 +25,7 @@ from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.kv_cache import block_bytes, min_cache_bytes, size_cache
 from asyncllm.gpu.memory import (
     SEGMENT_BYTES,
-    CudaProbe,
+    MemoryProbe,
     check_cache,
     check_weights,
     cuda_cache_bytes,
@@ -675,7 +675,7 @@ def test_the_pool_is_torchs_own_and_counts_its_segments_alone(monkeypatch):
     ]
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 7))
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
-    with CudaProbe().pool(torch.device("cuda", 1)) as reserved:
+    with MemoryProbe().pool(torch.device("cuda", 1)) as reserved:
         assert reserved() == 22
         assert calls == [("_cuda_beginAllocateCurrentThreadToPool", 1, (0, 7))]
     assert calls[1:] == [
@@ -697,9 +697,9 @@ def test_waiting_for_the_device_is_bounded(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the current one")
-    assert CudaProbe().finish(GPU, 10.0)
+    assert MemoryProbe().finish(GPU, 10.0)
     Event.left = 10**9
-    assert not CudaProbe().finish(GPU, 0.02)
+    assert not MemoryProbe().finish(GPU, 0.02)
 
 
 # --- errors of the device --------------------------------------------------------------

@@ -10,9 +10,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -38,48 +38,26 @@ _OUT_OF_MEMORY = (
 ("Triton Error [CUDA]: out of memory"), of the CPU's allocators, and of NVIDIA's libraries."""
 
 
-class MemoryProbe(Protocol):
-    """What is asked of a GPU's memory; tests put a simulated device in its place."""
+class MemoryProbe:
+    """The memory of NVIDIA GPUs, through torch; tests put a simulated device in its place."""
 
     def info(self, device: torch.device) -> tuple[int, int]:
-        """Bytes free on the device for anybody, and bytes in all."""
-        ...
-
-    def has_pools(self) -> bool:
-        """Whether ``pool`` works with the allocator that the process has chosen."""
-        ...
-
-    def pool(self, device: torch.device) -> AbstractContextManager[Callable[[], int]]:
-        """Sends the calling thread's allocations to a pool of their own. The value says how
-        many bytes that has taken from the device, which never shrinks within the context."""
-        ...
-
-    def finish(self, device: torch.device, seconds: float) -> bool:
-        """Waits for what the thread's current stream was given; False if it takes longer.
-        Raises RuntimeError if the device has failed."""
-        ...
-
-    def trim(self, device: torch.device) -> None:
-        """Returns what torch has cached and nobody uses to the device."""
-        ...
-
-
-class CudaProbe:
-    """The memory of NVIDIA GPUs, through torch."""
-
-    def info(self, device: torch.device) -> tuple[int, int]:
+        """Bytes free on the device, and bytes in all."""
         return torch.cuda.mem_get_info(device)
 
     def has_pools(self) -> bool:
+        """Whether ``pool`` works with the allocator that the process has chosen."""
         return torch.cuda.get_allocator_backend() == "native"
 
     @contextmanager
     def pool(self, device: torch.device) -> Iterator[Callable[[], int]]:
-        """A pool that nobody owns once the context ends, so that ``trim`` may empty it.
+        """Sends the calling thread's allocations to a pool of their own. The value returns how
+        many bytes that has taken from the device, which never shrinks within the context.
 
-        It is not a ``torch.cuda.MemPool``: that empties itself in its C++ destructor, where a
-        failure ends the process, and up to torch 2.12 it is one that any thread is inside
-        ``use_mem_pool`` at that moment, later that one captures a CUDA graph.
+        The pool has no owner once the context ends, so that ``trim`` may empty it. It is not a
+        ``torch.cuda.MemPool``: that empties itself in its C++ destructor, where a failure ends
+        the process, and up to torch 2.12 it is one that any thread is inside ``use_mem_pool``
+        at that moment, later that one captures a CUDA graph.
         """
         handle: Any = _PoolHandle(torch.cuda.graph_pool_handle())
 
@@ -94,6 +72,8 @@ class CudaProbe:
             yield reserved
 
     def finish(self, device: torch.device, seconds: float) -> bool:
+        """Waits for the work on the thread's current stream; False if it takes longer. Raises
+        RuntimeError if the device has failed."""
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(device))
         deadline = time.monotonic() + seconds
@@ -104,6 +84,7 @@ class CudaProbe:
         return True
 
     def trim(self, device: torch.device) -> None:
+        """Returns the blocks that torch has cached and no tensor uses to the device."""
         torch.cuda.empty_cache()
 
 
@@ -200,7 +181,7 @@ def cuda_cache_bytes(
         EngineError: the step does not fit beside the weights, or the process has an
             allocator without pools, in which it cannot be measured.
     """
-    probe = probe or CudaProbe()
+    probe = probe or MemoryProbe()
     if not probe.has_pools():
         raise EngineError(
             "what a step takes can be measured only in torch's native allocator, and the process "
@@ -266,7 +247,7 @@ def check_weights(
     Raises:
         EngineError: they will not.
     """
-    probe = probe or CudaProbe()
+    probe = probe or MemoryProbe()
     probe.trim(device)
     free, total = probe.info(device)
     measured = config.num_blocks is None and config.kv_cache_memory is None
@@ -291,7 +272,7 @@ def check_cache(
     configured, does not fit."""
     if config.num_blocks is None and config.kv_cache_memory is None:
         return
-    free, total = (probe or CudaProbe()).info(device)
+    free, total = (probe or MemoryProbe()).info(device)
     if num_bytes > free:
         knob = "kv_cache_memory" if config.num_blocks is None else "num_blocks"
         value = getattr(config, knob)
@@ -318,7 +299,7 @@ def release(device: torch.device, probe: MemoryProbe | None = None) -> None:
     """
     if device.type != "cuda":
         return
-    probe = probe or CudaProbe()
+    probe = probe or MemoryProbe()
     try:
         if probe.finish(device, RELEASE_SECONDS):
             probe.trim(device)
