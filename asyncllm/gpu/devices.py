@@ -1,4 +1,4 @@
-"""Devices: which one an engine runs on, and in which data type."""
+"""resolve_device, resolve_dtype: device and data type of an engine."""
 
 from __future__ import annotations
 

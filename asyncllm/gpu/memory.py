@@ -1,6 +1,6 @@
-"""Device memory: what is left for the KV cache, and how all of it is given back.
+"""Device memory: the budget of the KV cache, and the release of everything at the end.
 
-On a GPU the weights are loaded first, then one largest step is run to see what a step takes
+On a GPU the weights are loaded first, then one largest step is run to measure its memory
 beside them, and the KV cache gets the rest of the engine's share. Steps, weights and cache
 live in torch's own caching allocator, with the host application's tensors.
 """
@@ -97,14 +97,14 @@ class _PoolHandle:
 
 @dataclass(frozen=True, slots=True)
 class CacheBudget:
-    """How the memory of a GPU is divided, in bytes.
+    """Division of a GPU's memory, in bytes.
 
     Attributes:
         total: of the device.
         free_at_start: before the engine took anything.
         utilization: share of ``total`` that the engine may use.
         weights: of the model.
-        peak: what the largest step takes beside weights and cache.
+        peak: of the largest step, beside weights and cache.
         graph_reserve: kept for CUDA graphs.
         free: now, with the weights on the device and no step running.
     """
@@ -126,8 +126,8 @@ class CacheBudget:
     def available(self) -> int:
         """Bytes for the KV cache; negative if there is not even room for the rest.
 
-        The engine's share is counted from what was free when it began: what the host
-        application or another process holds is taken from the device, not from the share.
+        The engine's share is counted from the memory that was free when it began: memory of the
+        host application or another process is taken from the device, not from the share.
         Memory taken since then, by others or by the driver, is subtracted.
         """
         share = min(self.allowed, self.free_at_start) - self.graph_reserve
@@ -143,7 +143,7 @@ class CacheBudget:
         )
 
     def remedy(self) -> str:
-        """What would leave more."""
+        """Settings that would leave more."""
         smaller = "lower max_num_batched_tokens, max_num_seqs or max_model_len"
         if self.allowed < self.free_at_start:
             return f"raise gpu_memory_utilization, or {smaller}"
@@ -217,7 +217,7 @@ def cuda_cache_bytes(
 def _measure(
     run: Callable[[], None], device: torch.device, probe: MemoryProbe
 ) -> tuple[int, Exception | None]:
-    """Bytes that ``run`` takes, and what it raised if that was for want of memory."""
+    """Bytes that ``run`` takes, and its error if that was for want of memory."""
     with probe.pool(device) as reserved:
         try:
             run()
@@ -237,7 +237,7 @@ def check_weights(
 ) -> int:
     """Whether the weights will fit, before gigabytes of them are read.
 
-    torch's cache is emptied first: what it keeps of the host application's earlier tensors is
+    torch's cache is emptied first: the blocks of the host application's earlier tensors are
     free. ``gpu_memory_utilization`` limits the weights only where it decides the size of the
     KV cache.
 
@@ -283,7 +283,7 @@ def check_cache(
 
 
 def release(device: torch.device, probe: MemoryProbe | None = None) -> None:
-    """Gives the memory of tensors that nobody refers to any more back to the device.
+    """Returns the memory of tensors without references to the device.
 
     Call it last, on the thread and stream that ran the steps. It neither raises nor waits for
     more than ``RELEASE_SECONDS``: a device that has failed, or hangs, is left as it is, with

@@ -317,7 +317,7 @@ class ModelRunner:
 
     def _write_back(self, step: _Step, tokens: np.ndarray) -> None:
         """Writes tokens to the batch, where their request still has its index. One that failed
-        becomes a token that the embedding has: what is computed from it is void."""
+        becomes a token that the embedding has: results computed from it are void."""
         inputs = self._open().inputs
         same = inputs.epochs[step.req_indices] == step.epochs
         inputs.write_sampled(

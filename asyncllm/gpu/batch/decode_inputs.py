@@ -14,7 +14,7 @@ class DecodeInputs:
     sequence.
 
     The first four come from the host, the rest is computed on the device. A step has one of
-    these per KV group: they share everything but the slots and the table. Index N is a dummy
+    these per KV group: they share all fields but the KV slots and the table. Index N is a dummy
     for padded rows: they may write its line, and no row reads it.
 
     Attributes:

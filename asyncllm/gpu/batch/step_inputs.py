@@ -14,7 +14,7 @@ class ModelInputs:
 
     The tensors are what the model reads on its device. The arrays are on the host, where
     attention plans the step from them. A step has one of these per KV group: they share
-    everything but the slots and the tables.
+    all fields but the KV slots and the tables.
 
     Attributes:
         num_decodes: leading rows of one token each.

@@ -51,25 +51,25 @@ class DecodeRunner:
     ) -> None:
         self.decoder, self.cache, self.info = decoder, cache, info
         self.device = device = decoder.embedding.device
-        slots, groups = info.max_num_seqs, info.kv_groups
+        rows, groups = info.max_num_seqs, info.kv_groups
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self.buffer = StepBuffer(slots, len(groups), device)
+        self.buffer = StepBuffer(rows, len(groups), device)
         widths = [-(-info.max_model_len // spec.block_size) for spec in groups]
-        self.block_tables = [zeros(slots + 1, width, dtype=torch.int32) for width in widths]
-        self.slot_mappings = [zeros(slots) for _ in groups]
-        self.last_sampled_tokens = zeros(slots + 1)
-        self.token_ids = zeros(slots)
-        self.seq_lens = zeros(slots, dtype=torch.int32)
-        self.sampled = torch.full((slots,), -1, dtype=torch.int64, device=device)
-        padding = [slots * width for width in widths]
+        self.block_tables = [zeros(rows + 1, width, dtype=torch.int32) for width in widths]
+        self.slot_mappings = [zeros(rows) for _ in groups]
+        self.last_sampled_tokens = zeros(rows + 1)
+        self.token_ids = zeros(rows)
+        self.seq_lens = zeros(rows, dtype=torch.int32)
+        self.sampled = torch.full((rows,), -1, dtype=torch.int64, device=device)
+        padding = [rows * width for width in widths]
         for (indices, _), index in zip(self.buffer.table_changes, padding, strict=True):
             indices.fill_(index)
         pinned, count = device.type == "cuda", info.pipeline_depth + 1
         self.host_buffers: Iterator[PinnedStepBuffer] = cycle(
-            [PinnedStepBuffer(slots, padding, pinned=pinned) for _ in range(count)]
+            [PinnedStepBuffer(rows, padding, pinned=pinned) for _ in range(count)]
         )
         self._logits: Tensor | None = None
         self.graphs = StepGraphs(self._decode, capturer, sizes)

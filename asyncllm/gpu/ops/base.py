@@ -1,4 +1,4 @@
-"""OpSet: the ops that a backend provides for the decoder to run on it.
+"""OpSet: the ops of the decoder, which a backend implements.
 
 Ops are made once, when the model is built; a step only calls them. The shapes below use T
 tokens of a step, Hq query heads, Hk key/value heads and D, the size of a head.
@@ -105,8 +105,8 @@ class Attention(Protocol):
     ops write K and V in that order only; the Triton ops take any.
 
     Attributes:
-        needs_zeroed_blocks: it reads past the end of a sequence in its last block, and masks
-            that; blocks have to be cleared for a new owner then.
+        needs_zeroed_blocks: it reads past the end of a sequence in its last block and masks
+            that part, so blocks have to be cleared for a new owner.
     """
 
     name: str
@@ -120,8 +120,8 @@ class Attention(Protocol):
         """The plan of a decode step on tensors at fixed addresses.
 
         Called while a CUDA graph is captured, once per graph: no tensor may be read on the
-        host, and what is computed on the device is part of the graph. Whatever depends on
-        lengths has to be chosen for ``rows.max_len``.
+        host, and what is computed on the device is part of the graph. A choice that
+        depends on lengths has to be made for ``rows.max_len``.
         """
         ...
 

@@ -36,8 +36,8 @@ ARGUMENTS = frozenset(
 class FlashAttention3(FlashAttention):
     """Attention by FlashAttention 3, for Hopper.
 
-    By reports on its repository the library may load a last block whole: what is past the
-    sequence has weight zero, but is multiplied, so it must not be NaN.
+    By reports on its repository the library may load a last block whole: values past the
+    sequence have weight zero, but are multiplied, so they must not be NaN.
 
     Raises:
         EngineError: flash_attn_interface is not there, or too old.

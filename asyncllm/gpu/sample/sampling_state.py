@@ -16,13 +16,13 @@ _MAX_TOP_K = 2**31 - 1
 
 @dataclass(slots=True)
 class LogitsRules:
-    """What few requests ask for, and what has no fixed size.
+    """Sampling parameters that few requests set, or that have no fixed size.
 
     Attributes:
-        bias: token ids and what is added to their logits, or None.
+        bias: token ids and the numbers added to their logits, or None.
         allowed: the only token ids that may be sampled, or None.
         processors: the request's own, in order.
-        stop_ids: what ``min_tokens`` suppresses.
+        stop_ids: tokens that ``min_tokens`` suppresses.
         min_tokens: output tokens before one of ``stop_ids`` may come.
     """
 
@@ -34,8 +34,8 @@ class LogitsRules:
 
 
 class SamplingState:
-    """Parameters by request index, filled when a request enters, in the dtypes that steps compute
-    with: what does not fit raises there, for that request, and not when the batch is converted.
+    """Sampling parameters by request index, set when a request enters, in the dtypes that steps
+    compute with: a value that does not fit raises then, for its request, and not in a step.
 
     Attributes:
         temperature, presence, frequency, repetition: ``[max_num_seqs]`` float32.
@@ -63,7 +63,8 @@ class SamplingState:
         self.version = 0
 
     def assign(self, assignment: RequestAssignment) -> None:
-        """Raises for what no array holds; the slot is to be released then."""
+        """Sets the parameters of a request. Raises for a value that no array holds; the index has
+        to be released then."""
         req_index = assignment.req_index
         self.version += 1
         params: Any = assignment.sampling
@@ -100,7 +101,7 @@ class SamplingState:
         )
 
     def release(self, req_index: int) -> None:
-        """Leaves neutral values, so that a row of the slot asks for nothing."""
+        """Sets neutral values, with which a row needs no stage but the draw."""
         self.temperature[req_index] = self.repetition[req_index] = self.top_p[req_index] = 1.0
         self.presence[req_index] = self.frequency[req_index] = self.min_p[req_index] = 0.0
         self.top_k[req_index], self.logprobs[req_index] = 0, -1
