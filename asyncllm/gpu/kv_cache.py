@@ -193,12 +193,7 @@ def size_cache(
 
 
 def _too_small(
-    max_model_len: int | None,
-    usable: int,
-    needed: int,
-    block_size: int,
-    per_block: int,
-    knob: str,
+    max_model_len: int | None, usable: int, needed: int, block_size: int, per_block: int, knob: str
 ) -> KVCacheTooSmallError:
     """The null block comes on top of what is needed where the memory is given in bytes."""
     if max_model_len is None:

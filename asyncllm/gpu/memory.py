@@ -230,10 +230,7 @@ def _measure(
 
 
 def check_weights(
-    config: EngineConfig,
-    device: torch.device,
-    weights_bytes: int,
-    probe: MemoryProbe | None = None,
+    config: EngineConfig, device: torch.device, weights_bytes: int, probe: MemoryProbe | None = None
 ) -> int:
     """Whether the weights will fit, before gigabytes of them are read.
 

@@ -103,10 +103,7 @@ class InputBatch:
         return self.token_ids[req_index, self.num_prompt_tokens[req_index] : end]
 
     def prepare(
-        self,
-        batch: StepBatch,
-        device: torch.device,
-        device_tables: Sequence[Tensor] | None = None,
+        self, batch: StepBatch, device: torch.device, device_tables: Sequence[Tensor] | None = None
     ) -> tuple[ModelInputs, ...]:
         """The step's inputs per KV group. Queues their copies to ``device``.
 

@@ -29,12 +29,7 @@ class StepBuffer:
     """
 
     def __init__(
-        self,
-        max_num_seqs: int,
-        num_groups: int,
-        device: torch.device,
-        *,
-        pinned: bool = False,
+        self, max_num_seqs: int, num_groups: int, device: torch.device, *, pinned: bool = False
     ) -> None:
         rows, lines = max_num_seqs, max_num_seqs + 1
         sections = [

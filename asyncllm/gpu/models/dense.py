@@ -14,14 +14,7 @@ from asyncllm.gpu.kv_cache import KVGroup
 from asyncllm.gpu.models.architectures import parameters
 from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.models.layers import AttentionKind, AttentionMixer, DecoderLayer, GatedMLP
-from asyncllm.gpu.ops.base import (
-    Attention,
-    AttentionShape,
-    Linear,
-    OpSet,
-    RMSNorm,
-    block_layout,
-)
+from asyncllm.gpu.ops.base import Attention, AttentionShape, Linear, OpSet, RMSNorm, block_layout
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 
 

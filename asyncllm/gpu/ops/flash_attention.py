@@ -77,11 +77,7 @@ class FlashAttention(ABC):
     needs_zeroed_blocks: ClassVar[bool]
     table_argument: ClassVar[str]
     constraints: ClassVar = Constraints(
-        device_types=CUDA,
-        min_capability=(8, 0),
-        dtypes=HALF,
-        max_head_dim=256,
-        head_dim_multiple=8,
+        device_types=CUDA, min_capability=(8, 0), dtypes=HALF, max_head_dim=256, head_dim_multiple=8
     )
     block_size: ClassVar[int]
     _with_cache: AttentionFunction

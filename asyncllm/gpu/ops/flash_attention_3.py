@@ -11,11 +11,7 @@ from torch import Tensor
 
 from asyncllm.errors import EngineError
 from asyncllm.gpu.ops.base import AttentionShape
-from asyncllm.gpu.ops.flash_attention import (
-    AttentionFunction,
-    FlashAttention,
-    PrefillRows,
-)
+from asyncllm.gpu.ops.flash_attention import AttentionFunction, FlashAttention, PrefillRows
 
 ARGUMENTS = frozenset(
     {

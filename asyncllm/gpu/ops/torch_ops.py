@@ -66,11 +66,7 @@ class TorchRopeAndCache:
             self.norm = TorchRMSNorm(weight, eps)
 
     def __call__(
-        self,
-        qkv: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        cache: Tensor,
-        slot_mapping: Tensor,
+        self, qkv: Tensor, rotary: tuple[Tensor, Tensor], cache: Tensor, slot_mapping: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See ``RopeAndCache``; ``rotary`` is the cosine and the sine of each token's angles,
         ``[T, 1, D]``, the sine negated in its first half."""

@@ -19,12 +19,7 @@ from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.ops.backend import CUDA, HALF, AttentionRequest, Constraints
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.triton.toolchain import check_triton
-from asyncllm.gpu.ops.triton.tuning import (
-    decode_tiles,
-    num_splits,
-    prefill_tiles,
-    workspace_size,
-)
+from asyncllm.gpu.ops.triton.tuning import decode_tiles, num_splits, prefill_tiles, workspace_size
 
 
 @dataclass(slots=True)

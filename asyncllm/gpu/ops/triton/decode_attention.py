@@ -92,11 +92,7 @@ def decode_kernel(
         return
 
     q_at = q + row.to(tl.int64) * stride_q_row
-    queries = tl.load(
-        q_at + heads[:, None] * stride_q_head + dims[None, :],
-        mask=real,
-        other=0.0,
-    )
+    queries = tl.load(q_at + heads[:, None] * stride_q_head + dims[None, :], mask=real, other=0.0)
     line = tl.load(table_rows + row).to(tl.int64)
     table = block_table + line * stride_table
     at_head = kv_head.to(tl.int64) * stride_head

@@ -110,11 +110,7 @@ class TritonRopeAndCache:
         self.eps = eps
 
     def __call__(
-        self,
-        qkv: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        cache: Tensor,
-        slot_mapping: Tensor,
+        self, qkv: Tensor, rotary: tuple[Tensor, Tensor], cache: Tensor, slot_mapping: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns q ``[T, Hq, D]``, k and v ``[T, Hk, D]``: views of ``qkv``.
 

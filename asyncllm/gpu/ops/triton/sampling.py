@@ -194,17 +194,7 @@ def race_ahead(logits, listed, count, factor, vocab_size, largest, key, pivot_va
 
 @triton.jit
 def rank_of(
-    logits,
-    listed,
-    count,
-    factor,
-    vocab_size,
-    pivot_value,
-    pivot,
-    high_value,
-    high,
-    low_value,
-    low,
+    logits, listed, count, factor, vocab_size, pivot_value, pivot, high_value, high, low_value, low
 ):
     """How many listed tokens are ahead of the pivot, and a random token on each side of it.
 
