@@ -175,7 +175,7 @@ class EngineStats:
         num_running: requests in the running batch.
         num_waiting: requests accepted and not yet in the batch, those being tokenised and
             those that were preempted included.
-        num_paused: requests held back because nobody reads them.
+        num_paused: requests held back because their readers are late.
         num_blocks: KV blocks that requests can use (the null block is not counted).
         num_free_blocks: blocks that no request holds; cached ones are free as well.
         kv_cache_usage: share of the blocks that requests hold, 0 to 1.
