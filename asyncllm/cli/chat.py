@@ -136,12 +136,12 @@ class Chat:
         try:
             start, answer = self._stream_answer()
         except (RequestError, EngineOverloadedError) as error:
-            self._conversation.take_back()
+            self._conversation.messages.pop()
             self._fail(f"asyncllm: {' '.join(str(error).split())}")
             return
         if start:
             self._note("The context is full: the oldest messages were forgotten.")
-            self._conversation.forget(start)
+            del self._conversation.messages[:start]
         self._conversation.say("assistant", answer.text)
         if self._terminal and answer.usage is not None:
             self._note(_figures(answer.usage, answer.finish_reason))
@@ -204,7 +204,7 @@ class Chat:
         self._note("A backslash at the end of a line goes on in the next; Ctrl-C stops an answer.")
 
     def _reset(self, _: str) -> None:
-        self._conversation.reset()
+        self._conversation.messages.clear()
         self._note("Forgotten.")
 
     def _set_system(self, text: str) -> None:
