@@ -195,19 +195,14 @@ def _message(message: Any) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         return {"role": "user", "parts": [message]}
     content = message.get("content")
-    if content is None:
-        parts = []
-    elif isinstance(content, (list, tuple)):
-        parts = [_part(item) for item in content]
-    else:
-        parts = [_text_part(content)]
-    return {"role": message.get("role", "user"), "parts": parts}
+    items = content if isinstance(content, (list, tuple)) else () if content is None else (content,)
+    return {"role": message.get("role", "user"), "parts": [_part(item) for item in items]}
 
 
 def _part(item: Any) -> Any:
-    if isinstance(item, Mapping) and item.get("type") == "text":
-        return _text_part(item.get("text", ""))
-    return item
+    if isinstance(item, Mapping):
+        return _text_part(item.get("text", "")) if item.get("type") == "text" else item
+    return _text_part(item)
 
 
 def _output_messages(request: Request, error: BaseException | None) -> str:

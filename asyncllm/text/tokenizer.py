@@ -30,15 +30,7 @@ from asyncllm.text.tokenizer_thread import LONG_TEXT
 _MAX_CHARACTERS = 1 << 24
 _AT_ONCE = RenderLimits(max_output=LONG_TEXT, max_value=16 * LONG_TEXT, seconds=0.005)
 
-_NAMED_TOKENS = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
+_NAMED_TOKENS = tuple(f"{name}_token" for name in "bos eos unk sep pad cls mask".split())
 
 
 class Tokenizer:
