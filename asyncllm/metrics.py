@@ -133,7 +133,7 @@ class _Histogram:
 
 
 class _EngineRecord:
-    """What was observed of one engine. The step loop writes, a scrape reads."""
+    """Observations of one engine. The step loop writes, a scrape reads."""
 
     def __init__(self, engine: AsyncLLMEngine, labels: tuple[str, ...], vllm_buckets: bool) -> None:
         # Weak: the engine thread knows its requests, and a request its observers.

@@ -76,7 +76,7 @@ class EngineTracing:
     # --- the observer ------------------------------------------------------------------
 
     def on_submit(self, request: Request, submission: RequestInfo) -> None:
-        # The request counts on a monotonic clock, a span on that of the calendar.
+        # Request timestamps are monotonic, span timestamps are wall-clock.
         age = time.monotonic() - request.arrived_at
         start = time.time_ns() - int(age * _NANOSECONDS)
         attributes = _request_attributes(request, submission, self._model)
@@ -129,7 +129,7 @@ def trace_engine(
 
 
 def _request_attributes(request: Request, submission: RequestInfo, model: str) -> dict[str, Any]:
-    """What is known when a request comes. Settings that change nothing are left out, as the
+    """Attributes known when a request comes. Settings that change nothing are left out, as the
     conventions have it; the seed is the one in use, drawn or given, by which a sampled
     output can be had again."""
     sampling = request.sampling

@@ -1,4 +1,4 @@
-"""ModelConfig: what a checkpoint says about itself, read without torch."""
+"""ModelConfig: a checkpoint's description of itself, read without torch."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class ModelConfig:
         sliding_layers: one entry per layer.
         eos_token_ids: ids that end an output, those of ``generation_config`` first.
         generation_defaults: ``temperature``, ``top_p``, ``top_k``, ``min_p`` and
-            ``repetition_penalty`` where ``generation_config`` sets them, whatever its
-            ``do_sample`` says, as in vLLM.
+            ``repetition_penalty`` where ``generation_config`` sets them, with any
+            ``do_sample``, as in vLLM.
     """
 
     path: Path

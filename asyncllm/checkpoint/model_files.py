@@ -1,4 +1,4 @@
-"""Where a model's files are: in the package, in a directory, or on the hub."""
+"""Model files: in the package, in a directory, or on the hub."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _TOKENIZER_FILES = (
 
 
 class HubOptions(TypedDict, total=False):
-    """How a download is made.
+    """Options of a download.
 
     Attributes:
         progress: called as bytes arrive; no progress bar is ever printed.

@@ -13,7 +13,7 @@ Message = dict[str, str]
 
 
 class Conversation:
-    """What was said so far.
+    """Messages of a chat so far.
 
     Attributes:
         system: the system prompt, if there is one; it is never left out.
@@ -33,7 +33,7 @@ class Conversation:
         self.messages.append({"role": role, "content": text})
 
     def turn_starts(self) -> list[int]:
-        """Where the turns begin: the indices of the user's messages."""
+        """Starts of the turns: the indices of the user's messages."""
         return [i for i, message in enumerate(self.messages) if message["role"] == "user"]
 
     def save(self, file: Path) -> None:

@@ -46,7 +46,7 @@ class TemplateOutputError(TemplateLimitError):
 
 @dataclass(frozen=True, slots=True)
 class RenderLimits:
-    """What one rendering may use.
+    """Limits of one rendering.
 
     Attributes:
         max_output: characters of the text.
@@ -160,7 +160,7 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
         Raises:
             TemplateLimitError: for a template that needs more than ``limits``.
-            Exception: whatever else the template raises.
+            Exception: any other that the template raises.
         """
         self._rendering.meter = Meter(limits)
         pieces, length = [], 0

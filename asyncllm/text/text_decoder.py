@@ -35,7 +35,7 @@ class TextDecoder(Protocol):
         ...
 
     def flush(self) -> str:
-        """What is left at the end: replacement characters for an unfinished character."""
+        """The rest at the end: replacement characters for an unfinished character."""
         ...
 
 
@@ -296,7 +296,7 @@ class WindowDecoder:
         return self._without_prompt(text)
 
     def _finished_part(self, token_ids: list[int]) -> tuple[int, str]:
-        """How many of the ids to keep, and their text, so that it ends in no unfinished
+        """The number of ids to keep, and their text, so that it ends in no unfinished
         character."""
         text = self._decode(token_ids) if token_ids else ""
         if not text.endswith(REPLACEMENT):

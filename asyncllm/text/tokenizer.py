@@ -240,7 +240,7 @@ def _encode(
     Texts from LONG_TEXT characters on are encoded without the interpreter lock, so that a
     worker thread does not stop the others: ``tokenizers`` holds it in ``encode`` (483 ms for
     1.2 MB) and gives it up in its batched calls (14 ms at most), of which the "fast" one also
-    leaves out offsets that nobody reads.
+    leaves out offsets, which are not needed.
     """
     try:
         if len(text) < LONG_TEXT:
