@@ -29,8 +29,7 @@ try:
     from prometheus_client.registry import Collector
 except ImportError as error:
     raise ImportError(
-        "asyncllm.metrics needs prometheus-client: pip install 'asyncllm[metrics]'",
-        name=error.name,
+        "asyncllm.metrics needs prometheus-client: pip install 'asyncllm[metrics]'", name=error.name
     ) from error
 
 

@@ -19,8 +19,7 @@ try:
     from opentelemetry.trace import Span, SpanKind, Status, StatusCode, TracerProvider, get_tracer
 except ImportError as error:
     raise ImportError(
-        "asyncllm.tracing needs opentelemetry-api: pip install 'asyncllm[tracing]'",
-        name=error.name,
+        "asyncllm.tracing needs opentelemetry-api: pip install 'asyncllm[tracing]'", name=error.name
     ) from error
 
 _SCHEMA_URL = "https://opentelemetry.io/schemas/1.37.0"
@@ -101,12 +100,7 @@ class EngineTracing:
             span.end(start + int(usage.total_time * _NANOSECONDS))
 
     def _describe_end(
-        self,
-        span: Span,
-        start: int,
-        request: Request,
-        usage: Usage,
-        error: BaseException | None,
+        self, span: Span, start: int, request: Request, usage: Usage, error: BaseException | None
     ) -> None:
         if usage.ttft is not None:
             at = start + int(usage.ttft * _NANOSECONDS)

@@ -16,27 +16,15 @@ _INDEX_FILE = "model.safetensors.index.json"
 _SINGLE_FILE = "model.safetensors"
 _CONFIG_PATTERNS = ("config.json", "generation_config.json")
 _WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json")
-_TOKENIZER_PATTERNS = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "*.tiktoken",
-    "chat_template*",
-    "additional_chat_templates/*.jinja",
-    "tokenization_*.py",
+_TOKENIZER_PATTERNS = tuple(
+    "tokenizer* special_tokens_map.json added_tokens.json vocab.json vocab.txt merges.txt "
+    "*.tiktoken chat_template* additional_chat_templates/*.jinja tokenization_*.py".split()
 )
 # Shell patterns match across slashes, so these would bring a second copy of the weights, and
 # whole folders of other formats.
 _IGNORED_PATTERNS = ("consolidated*.safetensors", "*/*.safetensors", "*.bin", "*.pth", "*.pt")
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "vocab.json",
-    "vocab.txt",
+_TOKENIZER_FILES = tuple(
+    "tokenizer.json tokenizer.model tokenizer_config.json vocab.json vocab.txt".split()
 )
 
 

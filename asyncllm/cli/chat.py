@@ -17,13 +17,7 @@ from asyncllm.cli.arguments import sampling_options
 from asyncllm.cli.conversation import Conversation, count_tokens, room_for_messages
 from asyncllm.cli.flow import Flow
 from asyncllm.cli.prompt_line import read_message, without_echo
-from asyncllm.cli.session import (
-    LoopThread,
-    checked_config,
-    loop_factory,
-    model_name,
-    open_engine,
-)
+from asyncllm.cli.session import LoopThread, checked_config, loop_factory, model_name, open_engine
 from asyncllm.cli.text import printable, rate, seconds
 from asyncllm.engine import AsyncLLMEngine
 from asyncllm.errors import ContextLengthExceededError, EngineOverloadedError, RequestError

@@ -317,11 +317,7 @@ def _to_json(
 ) -> str:
     # Jinja's own filter escapes HTML, which a prompt is not.
     return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 
