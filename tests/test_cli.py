@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import graphlib
 import io
 import json
 import random
@@ -115,20 +113,6 @@ def test_an_engine_that_dies_is_one_line() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr == "asyncllm: the engine died: ValueError: the device is on fire\n"
-
-
-def test_no_module_imports_one_that_imports_it() -> None:
-    folder = Path(__file__).parent.parent / "asyncllm" / "cli"
-    imports = {
-        f"asyncllm.cli.{file.stem}": {
-            node.module
-            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-            if isinstance(node, ast.ImportFrom) and node.module and "cli" in node.module
-        }
-        for file in folder.glob("*.py")
-    }
-    assert "asyncllm.cli.text" in imports["asyncllm.cli.demo_view"]
-    graphlib.TopologicalSorter(imports).prepare()
 
 
 def test_text_from_a_model_cannot_control_the_terminal() -> None:

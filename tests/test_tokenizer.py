@@ -565,6 +565,7 @@ def test_models_without_a_usable_template(make: Callable[..., Path]) -> None:
         "{{ namespace(__class__=1) }}",
         "{{ dict.mro() }}",
         "{{ dict.update(messages[0], role=1) }}",
+        "{{ dict[0].update(messages[0], role=1) }}",
         "{{ messages[0].content + 1 }}",
         "{{ range(10**9) | list }}",
     ],

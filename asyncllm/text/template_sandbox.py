@@ -151,6 +151,7 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
         self.globals["namespace"] = _Namespace
+        self.globals["dict"] = _DictFactory()
         del self.globals["lipsum"]
 
     def render(
@@ -204,11 +205,6 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         elif isinstance(left, (str, bytes)):
             self._meter.charge_growth("format", left, (right,))
         return super().call_binop(context, operator, left, right)
-
-    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        # Immutability is checked on instances: dict.update(message) would get past it.
-        safe = not isinstance(obj, type) or attr == "fromkeys"
-        return safe and super().is_safe_attribute(obj, attr, value)
 
     def _finalize(self, value: Any) -> Any:
         if not isinstance(value, str):
@@ -306,6 +302,17 @@ class _Namespace(jinja2.utils.Namespace):
         if str(name).startswith("_"):
             raise jinja2.exceptions.SecurityError(f"namespace attribute {name!r}: refused")
         super().__setitem__(name, value)
+
+
+class _DictFactory:
+    """The uses that templates have for ``dict``. The type itself, and ``dict[0]``, have methods
+    that would change what they are given."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, keys: Iterable[Any], value: Any = None) -> dict[Any, Any]:
+        return dict.fromkeys(keys, value)
 
 
 def _to_json(
