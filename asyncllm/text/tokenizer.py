@@ -202,11 +202,6 @@ class Tokenizer:
     def eos_token_id(self) -> int | None:
         return self._id_of("eos_token")
 
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """The tokenizer's own EOS, if it has one; a model may have more (see ModelConfig)."""
-        return () if self.eos_token_id is None else (self.eos_token_id,)
-
     def _id_of(self, name: str) -> int | None:
         token = self.special_tokens.get(name)
         return None if token is None else self.backend.token_to_id(token)
