@@ -18,7 +18,7 @@ logger = logging.getLogger("asyncllm")
 
 @dataclass(frozen=True, slots=True)
 class RequestInfo:
-    """What the application asked for.
+    """The call behind a request.
 
     Attributes:
         operation: "chat" for a conversation, else "text_completion".
@@ -59,7 +59,7 @@ class Observer(Protocol):
 
 class ObserverNotifier:
     """One request and the observers that it was announced to. RequestInfo and end may meet
-    on two threads (the engine may die in the middle of ``stream()``); whoever comes second
+    on two threads (the engine may die in the middle of ``stream()``); the later of them
     reports the end. A first token that comes before the submission was announced is reported
     just before the end."""
 
@@ -144,7 +144,7 @@ class Observers:
             self._all = tuple(one for one in self._all if one is not observer)
 
     def watch(self, request: Request) -> None:
-        """Notes on ``request`` who observes it; nobody, as a rule."""
+        """Notes on ``request`` its observers, if there are any."""
         if self._all:
             request.notifier = ObserverNotifier(request, self._all)
 
