@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from concurrent.futures import Future, InvalidStateError
+from functools import partial
 
 from asyncllm.checkpoint.progress import LoadStage
 from asyncllm.config import EngineConfig
@@ -18,7 +19,7 @@ from asyncllm.core.engine_core import CLOSED, EngineCore, close_executor
 from asyncllm.core.executor import Executor
 from asyncllm.core.scheduler import Scheduler
 from asyncllm.errors import AsyncLLMError, EngineClosedError, EngineError
-from asyncllm.runtime.event_loop import ThreadFuture, running_trio
+from asyncllm.runtime.event_loop import post_when_done, running_backend, running_loop
 from asyncllm.runtime.loading import LoadedModel, Loader
 
 _JOIN_AT_EXIT = 2.0
@@ -192,14 +193,14 @@ class EngineThread:
     def supervise(self) -> None:
         """One background task on the starting loop: it ends with the thread, closes the
         engine when the loop goes away, and notices a step that hangs."""
-        trio = running_trio()
-        if trio is not None:
-            trio.lowlevel.spawn_system_task(_watch, self, name="asyncllm-engine")
-        else:
+        loop = running_loop()
+        if isinstance(loop, asyncio.AbstractEventLoop):
             # The loop keeps weak references to tasks only.
-            self._task = asyncio.get_running_loop().create_task(
-                _watch(self), name="asyncllm-engine"
-            )
+            self._task = loop.create_task(_watch(self), name="asyncllm-engine")
+        else:
+            from trio.lowlevel import spawn_system_task
+
+            spawn_system_task(_watch, self, name="asyncllm-engine")
 
     @property
     def watch_interval(self) -> float:
@@ -209,11 +210,9 @@ class EngineThread:
     async def unwatch(self) -> None:
         """Lets the background task end, if it belongs to the running loop. It has nothing
         left to do once the thread is gone, and takes a turn of the loop to notice."""
-        task: asyncio.Task[None] | None = self._task
-        if task is not None and running_trio() is None:
-            loop = asyncio.get_running_loop()
-            if task.get_loop() is loop and not task.done() and loop.is_running():
-                await asyncio.wait({task})
+        task = self._task
+        if task is not None and not task.done() and task.get_loop() is running_loop():
+            await asyncio.wait({task})
 
     def check_step(self) -> None:
         """Declares the engine dead if the device has not answered for ``step_timeout``."""
@@ -230,10 +229,12 @@ class EngineThread:
 async def _watch(thread: EngineThread) -> None:
     """The background task. It refers to the thread and not to the engine, so that an engine
     that nobody holds is collected."""
-    exited = ThreadFuture(thread.exited)
+    backend = running_backend()
+    exited = backend.make_waiter()
+    post_when_done(thread.exited, partial(exited.set_result, None))
     try:
         while not thread.exited.done():
-            await exited.wait_at_most(thread.watch_interval)
+            await backend.wait_at_most(exited, thread.watch_interval)
             thread.check_step()
     finally:
         if not thread.exited.done():
