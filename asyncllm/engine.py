@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, Self
 
 from asyncllm import validation as check
@@ -82,16 +82,23 @@ class AsyncLLMEngine:
                 model, or the configuration for it.
             EngineError: if the engine was started already.
         """
-        thread = self._begin()
-        try:
+        with self._starting() as thread:
             await wait_for(thread.ready)
             self._take_in(thread)
             thread.supervise()
-        except BaseException:
-            self._forget(thread)
-            raise
 
-    def _begin(self) -> EngineThread:
+    def _start_blocking(self) -> ThreadMailbox:
+        """``start`` for a thread without an event loop; returns what its streams are read
+        with."""
+        with self._starting() as thread:
+            thread.ready.result()
+            self._take_in(thread)
+            return self._thread_mailbox()
+
+    @contextlib.contextmanager
+    def _starting(self) -> Iterator[EngineThread]:
+        """A new engine thread. If the start fails or is cancelled, the engine is as if it had
+        never been called."""
         if self.state == "closed":
             raise EngineClosedError("start(): the engine is closed; expected a new engine")
         if self.state != "new":
@@ -99,7 +106,12 @@ class AsyncLLMEngine:
         thread = EngineThread(self.config, self._loader)
         thread.start()
         self._thread = thread
-        return thread
+        try:
+            yield thread
+        except BaseException:
+            thread.give_up()
+            self._thread = self._intake = None
+            raise
 
     def _take_in(self, thread: EngineThread) -> None:
         self._intake = InputProcessor(
@@ -110,23 +122,6 @@ class AsyncLLMEngine:
             policy=self.config.scheduling_policy,
             seed=self.config.seed,
         )
-
-    def _forget(self, thread: EngineThread) -> None:
-        """The start failed or was cancelled: as if it had never been called."""
-        thread.give_up()
-        self._thread = self._intake = None
-
-    def _start_blocking(self) -> ThreadMailbox:
-        """``start`` for a thread without an event loop; returns what its streams are read
-        with."""
-        thread = self._begin()
-        try:
-            thread.ready.result()
-            self._take_in(thread)
-            return self._thread_mailbox()
-        except BaseException:
-            self._forget(thread)
-            raise
 
     def _thread_mailbox(self) -> ThreadMailbox:
         self._running()

@@ -9,7 +9,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Self, overload
 
 from asyncllm.config import EngineConfig
@@ -73,12 +72,7 @@ class LLMStream(Iterator[Delta]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
 
@@ -162,7 +156,7 @@ class LLM:
             EngineOverloadedError: only if not even the first prompt is accepted.
         """
         if isinstance(prompts, str) or _begins_with(prompts, "prompts", numbers.Integral):
-            return self._one(self.engine.stream, prompts, params, progress, options)
+            return self._batch(self.engine.stream, [prompts], [params], bool(progress), options)[0]
         return self._batch(self.engine.stream, prompts, params, progress, options)
 
     def chat(
@@ -176,7 +170,7 @@ class LLM:
         """Answers one conversation, or a sequence of conversations as one batch; the rest is
         that of ``generate`` and of ``AsyncLLMEngine.chat``."""
         if _begins_with(messages, "messages", Mapping) or len(messages) == 0:
-            return self._one(self.engine.chat, messages, params, progress, options)
+            return self._batch(self.engine.chat, [messages], [params], bool(progress), options)[0]
         return self._batch(self.engine.chat, messages, params, progress, options)
 
     def stream(
@@ -190,20 +184,6 @@ class LLM:
     ) -> LLMStream:
         """``stream`` for a conversation."""
         return LLMStream(self.engine.chat(messages, params, **options), self._mailbox)
-
-    def _one(
-        self,
-        submit: Callable[..., TokenStream],
-        prompt: Any,
-        params: Any,
-        progress: bool | None,
-        options: dict[str, Any],
-    ) -> Completion:
-        stream = LLMStream(submit(prompt, params, **options), self._mailbox)
-        with stream, _progress_bar(1, bool(progress)) as advance:
-            result = stream.result()
-            advance()
-        return result
 
     def _batch(
         self,
@@ -249,12 +229,7 @@ class LLM:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
 
@@ -307,7 +282,7 @@ class _Batch:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        # Not left to destructors: whoever keeps the exception keeps the streams as well.
+        # Not left to destructors: an exception that is kept keeps the streams as well.
         for stream in self._live:
             stream.close()
 
