@@ -20,11 +20,11 @@ from __future__ import annotations
 
 import contextlib
 import numbers
-import sys
 import uuid
 from collections.abc import Iterable, Sequence
-from types import TracebackType
 from typing import Any, Self
+
+import anyio
 
 from asyncllm.callbacks.messages import (
     CallbackMessage,
@@ -169,12 +169,16 @@ class CallbackStream:
             raise StopAsyncIteration
         try:
             return await self._next()
+        except GeneratorExit:
+            raise  # the task was destroyed with its loop: there is none to call handlers on
         except BaseException as error:
             await self._fail(error)
             raise
 
     async def _next(self) -> Delta:
-        await self._begin()
+        if not self._started:
+            self._started = True
+            await self._run.start(self._start)
         if self._refusal is not None:
             raise self._refusal
         assert self._stream is not None
@@ -185,11 +189,6 @@ class CallbackStream:
         if delta.finish_reason is not None:
             await self._finish(self._stream)
         return delta
-
-    async def _begin(self) -> None:
-        if not self._started:
-            self._started = True
-            await self._run.start(self._start)
 
     async def _finish(self, stream: TokenStream) -> None:
         self._ended = True
@@ -210,7 +209,8 @@ class CallbackStream:
                 completion = self._stream.completion()
         partial = {} if completion is None else {"response": self._result(completion)}
         try:
-            with _shielded():
+            # Where a cancel scope has ended the reading, nothing else can be awaited.
+            with anyio.CancelScope(shield=True):
                 await self._run.tell_quietly("on_llm_error", error, **partial)
         finally:
             self._run.close()
@@ -250,12 +250,7 @@ class CallbackStream:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         await self.aclose()
 
     async def result(self) -> Completion:
@@ -271,12 +266,3 @@ class CallbackStream:
         run = getattr(self, "_run", None)
         if run is not None:
             run.close()
-
-
-def _shielded() -> contextlib.AbstractContextManager[Any]:
-    """Under trio a cancelled task cannot await anything unless it is shielded; an asyncio
-    task is told once and may go on."""
-    trio = sys.modules.get("trio")
-    if trio is not None and trio.lowlevel.in_trio_run():
-        return trio.CancelScope(shield=True)
-    return contextlib.nullcontext()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
 import inspect
 import logging
 import uuid
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 from asyncllm.callbacks.messages import CallbackMessage
@@ -16,21 +19,19 @@ from asyncllm.runtime.event_loop import wait_for
 logger = logging.getLogger("asyncllm.callbacks")
 
 
+@dataclass(frozen=True, slots=True)
 class RunStart:
-    """What the handlers are told first."""
+    """Arguments of ``on_llm_start`` and ``on_chat_model_start``.
 
-    def __init__(
-        self,
-        *,
-        messages: list[CallbackMessage] | None,
-        prompt: str,
-        model_name: str,
-        invocation_params: dict[str, Any],
-    ) -> None:
-        self.messages = messages
-        self.prompt = prompt
-        self.model_name = model_name
-        self.invocation_params = invocation_params
+    Attributes:
+        messages: the conversation; None for a prompt.
+        prompt: the prompt, or the conversation as one text.
+    """
+
+    messages: list[CallbackMessage] | None
+    prompt: str
+    model_name: str
+    invocation_params: dict[str, Any]
 
     @property
     def serialized(self) -> dict[str, Any]:
@@ -43,27 +44,21 @@ class RunStart:
         }
 
 
+@dataclass(eq=False)
 class CallbackRun:
     """The handlers of one run, and how they are called."""
 
-    def __init__(
-        self,
-        *,
-        handlers: tuple[Any, ...],
-        run_id: uuid.UUID,
-        parent_run_id: uuid.UUID | None,
-        tags: list[str],
-        metadata: dict[str, Any],
-        name: str,
-    ) -> None:
+    handlers: Sequence[Any]
+    run_id: uuid.UUID
+    parent_run_id: uuid.UUID | None
+    tags: list[str]
+    metadata: dict[str, Any]
+    name: str
+    _thread: ThreadPoolExecutor | None = None
+
+    def __post_init__(self) -> None:
         # A handler that wants to run inline (a tracer, which others build upon) comes first.
-        self.handlers = sorted(handlers, key=lambda h: not getattr(h, "run_inline", False))
-        self.run_id = run_id
-        self.parent_run_id = parent_run_id
-        self.tags = tags
-        self.metadata = metadata
-        self.name = name
-        self._thread: ThreadPoolExecutor | None = None
+        self.handlers = sorted(self.handlers, key=lambda h: not getattr(h, "run_inline", False))
 
     @property
     def ids(self) -> dict[str, Any]:
@@ -98,11 +93,9 @@ class CallbackRun:
         """``tell`` on the way out: nothing that a handler raises replaces what is raised
         already."""
         for handler in self.handlers:
-            try:
+            # _call has logged what it raises.
+            with contextlib.suppress(Exception):
                 await self._call(handler, event, "ignore_llm", args, {**self.ids, **extra})
-            except Exception:
-                # _call has logged it.
-                continue
 
     async def _call(
         self, handler: Any, event: str, ignore: str, args: tuple[Any, ...], extra: dict[str, Any]
@@ -132,6 +125,8 @@ class CallbackRun:
         return True
 
     async def _on_thread(self, call: Any) -> None:
+        """A thread of this run's own, and not anyio's: a call that a cancelled task has left
+        behind ends before the next one begins, and handlers find what they keep by thread."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="asyncllm-callbacks")
         await wait_for(self._thread.submit(contextvars.copy_context().run, call))
