@@ -6,13 +6,14 @@ request while a response is on its way, and is the one that ends it.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import logging
 from collections.abc import AsyncIterator, Iterable
 from typing import Any, Protocol
 
+import anyio
+from anyio.abc import TaskGroup
 from websockets.exceptions import ConnectionClosed
 
 from asyncllm.engine import AsyncLLMEngine
@@ -47,8 +48,7 @@ class ResponseSession:
     """Reads requests of one connection and answers them, one at a time.
 
     Args:
-        connection: open; it is closed by whoever opened it, but for the reasons that only
-            the protocol knows.
+        connection: open. It is closed here only for the protocol's own reasons.
         engine: shared with the other connections.
         model_name: the only value of ``model`` that is accepted.
         timeout: seconds a response may take, or None.
@@ -75,25 +75,22 @@ class ResponseSession:
         self._history = ResponseHistory(MAX_CONTINUABLE)
         self._num_errors = 0
         self._stream: TokenStream | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: TaskGroup
         self.current: ResponseEvents | None = None
 
     async def run(self) -> None:
         """Until the connection is closed, by either side."""
         try:
-            with contextlib.suppress(ConnectionClosed):
-                async for message in self._connection:
-                    await self._receive(message)
+            async with anyio.create_task_group() as self._tasks:
+                with contextlib.suppress(ConnectionClosed):
+                    async for message in self._connection:
+                        await self._receive(message)
+                self._tasks.cancel_scope.cancel()
         finally:
-            await self._stop()
-
-    async def _stop(self) -> None:
-        # The abort comes first: the task may be waiting for a client that does not read.
-        if self._stream is not None:
-            self._stream.abort()
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait({self._task})
+            # A task that was cancelled before it began has ended nothing itself.
+            if self._stream is not None:
+                self._stream.abort()
+            self._end()
 
     # --- requests -----------------------------------------------------------------------
 
@@ -152,7 +149,7 @@ class ResponseSession:
         )
         self.current, self._stream = events, stream
         self._pacer.begin()
-        self._task = asyncio.create_task(self._respond(stream, events, conversation))
+        self._tasks.start_soon(self._respond, stream, events, conversation)
 
     def _submit(self, request: ResponseRequest, conversation: Messages) -> TokenStream:
         sampling = dict(request.sampling)
@@ -208,7 +205,7 @@ class ResponseSession:
                     await send(event)
                 if delta.finish_reason is None and (pause := self._pacer.pause) > 0:
                     # What comes meanwhile is merged into one frame.
-                    await asyncio.sleep(pause)
+                    await anyio.sleep(pause)
         if generate:
             conversation = (*conversation, {"role": "assistant", "content": events.text})
         self._history.add(events.id, conversation)
