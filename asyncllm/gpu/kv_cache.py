@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 import math
 import os
 from dataclasses import dataclass
@@ -16,9 +15,10 @@ from torch import Tensor
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.config import EngineConfig
 from asyncllm.errors import KVCacheTooSmallError
+from asyncllm.logger import get_logger
 from asyncllm.validation import invalid
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 CPU_CACHE_LIMIT = 4 * 2**30
 CPU_CACHE_SHARE = 4

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
-import logging
 import os
 import threading
 import time
@@ -19,12 +18,13 @@ from asyncllm.core.engine_core import CLOSED, EngineCore, close_executor
 from asyncllm.core.executor import Executor
 from asyncllm.core.scheduler import Scheduler
 from asyncllm.errors import AsyncLLMError, EngineClosedError, EngineError
+from asyncllm.logger import get_logger
 from asyncllm.runtime.event_loop import post_when_done, running_backend, running_loop
 from asyncllm.runtime.loading import LoadedModel, Loader
 
 _JOIN_AT_EXIT = 2.0
 
-logger = logging.getLogger("asyncllm")
+logger = get_logger("asyncllm")
 
 
 class _GivenUp(BaseException):
