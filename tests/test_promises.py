@@ -416,9 +416,10 @@ def test_a_broken_engine_is_noticed(promise, breakage, monkeypatch, caplog):
 def loaded_by(statement: str) -> set[str]:
     code = f"import sys; {statement}; print(*sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return {"torch", "transformers", "numpy"} & set(out.stdout.split())
+    return {"torch", "transformers", "numpy", "anyio", "asyncio"} & set(out.stdout.split())
 
 
 def test_import_is_cheap_and_the_check_sees_an_import_that_is_not():
-    assert loaded_by("import asyncllm; asyncllm.AsyncLLMEngine()") == set()
+    assert loaded_by("import asyncllm; asyncllm.SamplingParams()") == set()
+    assert loaded_by("import asyncllm; asyncllm.AsyncLLMEngine()") == {"anyio", "asyncio"}
     assert loaded_by("import asyncllm, numpy") == {"numpy"}

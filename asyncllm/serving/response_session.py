@@ -80,17 +80,13 @@ class ResponseSession:
 
     async def run(self) -> None:
         """Until the connection is closed, by either side."""
-        try:
-            async with anyio.create_task_group() as self._tasks:
-                with contextlib.suppress(ConnectionClosed):
-                    async for message in self._connection:
-                        await self._receive(message)
-                self._tasks.cancel_scope.cancel()
-        finally:
-            # A task that was cancelled before it began has ended nothing itself.
-            if self._stream is not None:
-                self._stream.abort()
-            self._end()
+        # A task of the group runs up to its first wait even if it is cancelled before, so each
+        # response ends what it has begun.
+        async with anyio.create_task_group() as self._tasks:
+            with contextlib.suppress(ConnectionClosed):
+                async for message in self._connection:
+                    await self._receive(message)
+            self._tasks.cancel_scope.cancel()
 
     # --- requests -----------------------------------------------------------------------
 
