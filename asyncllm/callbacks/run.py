@@ -19,34 +19,14 @@ from asyncllm.runtime.event_loop import wait_for
 logger = logging.getLogger("asyncllm.callbacks")
 
 
-@dataclass(frozen=True, slots=True)
-class RunStart:
-    """Arguments of ``on_llm_start`` and ``on_chat_model_start``.
+@dataclass(eq=False)
+class CallbackRun:
+    """The handlers of one run, what they are called with, and how.
 
     Attributes:
         messages: the conversation; None for a prompt.
         prompt: the prompt, or the conversation as one text.
     """
-
-    messages: list[CallbackMessage] | None
-    prompt: str
-    model_name: str
-    invocation_params: dict[str, Any]
-
-    @property
-    def serialized(self) -> dict[str, Any]:
-        return {
-            "lc": 1,
-            "type": "not_implemented",
-            "id": ["asyncllm", "AsyncLLMEngine"],
-            "name": "AsyncLLMEngine",
-            "repr": f"AsyncLLMEngine({self.model_name!r})",
-        }
-
-
-@dataclass(eq=False)
-class CallbackRun:
-    """The handlers of one run, and how they are called."""
 
     handlers: Sequence[Any]
     run_id: uuid.UUID
@@ -54,6 +34,10 @@ class CallbackRun:
     tags: list[str]
     metadata: dict[str, Any]
     name: str
+    model_name: str
+    messages: list[CallbackMessage] | None
+    prompt: str
+    invocation_params: dict[str, Any]
     _thread: ThreadPoolExecutor | None = None
 
     def __post_init__(self) -> None:
@@ -64,25 +48,27 @@ class CallbackRun:
     def ids(self) -> dict[str, Any]:
         return {"run_id": self.run_id, "parent_run_id": self.parent_run_id, "tags": self.tags}
 
-    async def start(self, start: RunStart) -> None:
+    async def start(self) -> None:
+        """Calls ``on_chat_model_start``, or ``on_llm_start``, of every handler."""
+        model = {
+            "lc": 1,
+            "type": "not_implemented",
+            "id": ["asyncllm", "AsyncLLMEngine"],
+            "name": "AsyncLLMEngine",
+            "repr": f"AsyncLLMEngine({self.model_name!r})",
+        }
         extra = {
             **self.ids,
             "metadata": self.metadata,
             "name": self.name,
-            "invocation_params": start.invocation_params,
+            "invocation_params": self.invocation_params,
         }
+        chat, llm = (model, [self.messages]), (model, [self.prompt])
         for handler in self.handlers:
-            if start.messages is not None and await self._call(
-                handler,
-                "on_chat_model_start",
-                "ignore_chat_model",
-                (start.serialized, [start.messages]),
-                extra,
+            if self.messages is None or not await self._call(
+                handler, "on_chat_model_start", "ignore_chat_model", chat, extra
             ):
-                continue
-            await self._call(
-                handler, "on_llm_start", "ignore_llm", (start.serialized, [start.prompt]), extra
-            )
+                await self._call(handler, "on_llm_start", "ignore_llm", llm, extra)
 
     async def tell(self, event: str, *args: Any, **extra: Any) -> None:
         """Calls ``event`` of every handler, in order."""
