@@ -4,9 +4,9 @@ The backend is found, not configured: the loop that reads a stream is the loop t
 says which loop that is, and carries what is not done per token: the waits of the engine's verbs,
 the shield of callbacks, the tasks of a server's connections. Three things are a loop's own:
 
-- *Waiters.* 256 readers that await bare futures take 0.39 of the time that asyncio needs for 256
-  that await an ``anyio.Event``, and 0.26 on uvloop; trio's own events take 0.77 of anyio's
-  (``python -m benchmarks.engine --only wakes``).
+- *Waiters*, which every reader pays for in every step. An ``anyio.Event`` each would cost asyncio
+  2.6 times, and uvloop 3.1 times, what bare futures cost it; trio's own are as dear as anyio's
+  (``python -m benchmarks.engine --only wakes``, docs/performance.md).
 - *Calls from another thread.* ``anyio.from_thread`` waits until the loop has made the call, and
   the engine thread waits for no loop.
 - *Timed waits* on asyncio. A task within an anyio cancel scope is not collected with a loop that
