@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self, overload
 
 from asyncllm.config import EngineConfig
@@ -200,13 +200,49 @@ class LLM:
                 f"params: {len(params)} for {len(prompts)} prompts, expected one for each",
                 param="params",
             )
+        requests = zip(prompts, params, strict=True)
+        results: list[Completion] = []
         with (
             _progress_bar(len(prompts), progress) as advance,
-            _Batch(submit, self._mailbox, advance) as batch,
+            contextlib.closing(self._completions(submit, requests, options)) as completions,
         ):
-            for prompt, one in zip(prompts, params, strict=True):
-                batch.add(prompt, one, options)
-            return batch.finish()
+            for completion in completions:
+                results.append(completion)
+                advance()
+        return results
+
+    def _completions(
+        self,
+        submit: Callable[..., TokenStream],
+        requests: Iterable[tuple[Any, Any]],
+        options: dict[str, Any],
+    ) -> Generator[Completion]:
+        """In order, with as many requests submitted at a time as the queue takes."""
+        live: deque[LLMStream] = deque()
+        begun = False
+        try:
+            for prompt, params in requests:
+                while True:
+                    try:
+                        live.append(LLMStream(submit(prompt, params, **options), self._mailbox))
+                        break
+                    except EngineOverloadedError as refused:
+                        if live:
+                            yield live[0].result()
+                            live.popleft()
+                            begun = True
+                        elif begun:
+                            # The queue is full of other callers' requests.
+                            time.sleep(min(refused.retry_after, _MAX_WAIT))
+                        else:
+                            raise
+            while live:
+                yield live[0].result()
+                live.popleft()
+        finally:
+            # Not left to destructors: an exception that is kept keeps the streams as well.
+            for stream in live:
+                stream.close()
 
     def stats(self) -> EngineStats:
         return self.engine.stats()
@@ -231,60 +267,6 @@ class LLM:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-
-class _Batch:
-    """Requests that were submitted together, as many at a time as the queue takes."""
-
-    def __init__(
-        self,
-        submit: Callable[..., TokenStream],
-        mailbox: ThreadMailbox,
-        advance: Callable[[], None],
-    ) -> None:
-        self._submit = submit
-        self._mailbox = mailbox
-        self._advance = advance
-        self._live: deque[LLMStream] = deque()
-        self._results: list[Completion] = []
-
-    def add(self, prompt: Any, params: Any, options: dict[str, Any]) -> None:
-        while True:
-            try:
-                stream = self._submit(prompt, params, **options)
-            except EngineOverloadedError as refused:
-                self._make_room(refused)
-            else:
-                self._live.append(LLMStream(stream, self._mailbox))
-                return
-
-    def _make_room(self, refused: EngineOverloadedError) -> None:
-        """Reads the oldest request to its end. With none left, the queue is full of other
-        callers' requests: a batch that has begun waits, one that has not is refused."""
-        if self._live:
-            self._read_oldest()
-        elif self._results:
-            time.sleep(min(refused.retry_after, _MAX_WAIT))
-        else:
-            raise refused
-
-    def _read_oldest(self) -> None:
-        self._results.append(self._live[0].result())
-        self._live.popleft()
-        self._advance()
-
-    def finish(self) -> list[Completion]:
-        while self._live:
-            self._read_oldest()
-        return self._results
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        # Not left to destructors: an exception that is kept keeps the streams as well.
-        for stream in self._live:
-            stream.close()
 
 
 def _begins_with(value: Any, name: str, kind: type) -> bool:
