@@ -1,4 +1,4 @@
-"""AsyncLLMEngine: lifecycle, submission, and what an application asks of the engine."""
+"""AsyncLLMEngine: lifecycle, submission, and the verbs of the engine as a whole."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ class AsyncLLMEngine:
         if it had never been called.
 
         Raises:
-            ModelLoadError, InvalidRequestError, KVCacheTooSmallError: what is wrong with the
-                model, or the configuration for it.
+            ModelLoadError, InvalidRequestError, KVCacheTooSmallError: for a model that cannot be
+                loaded, or not with this configuration.
             EngineError: if the engine was started already.
         """
         with self._starting() as thread:
@@ -133,7 +133,7 @@ class AsyncLLMEngine:
 
         Args:
             drain: seconds that live requests may go on; 0 aborts them at once, None lets
-                them finish. Paused streams that nobody reads are aborted after any drain.
+                them finish. Paused streams that are not read are aborted after any drain.
 
         Idempotent, and safe to call from several tasks. If it is cancelled, the closing goes
         on without it.
@@ -168,15 +168,15 @@ class AsyncLLMEngine:
         return thread
 
     def _clean_up(self, thread: EngineThread) -> list[threading.Thread]:
-        """Lets go of what the engine thread has left behind. Returns the threads that have
-        still to end."""
+        """Drops the mailboxes and ends the tokenizer thread. Returns the threads that have still
+        to end."""
         assert self._intake is not None
         self._mailboxes.clear()
         leftovers = (thread.leftover, self._intake.close())
         return [leftover for leftover in leftovers if leftover is not None]
 
     async def wait_closed(self) -> None:
-        """Waits until the engine has ended, in whatever way; any number of tasks, any loop.
+        """Waits until the engine has ended, by ``aclose`` or otherwise; any task, any loop.
 
         Raises:
             EngineDeadError, EngineClosedError: ``error``, if it ended by anything but
@@ -234,7 +234,7 @@ class AsyncLLMEngine:
 
     @property
     def load_stage(self) -> LoadStage:
-        """What ``load_progress`` counts."""
+        """Stage of the start, which is the unit of ``load_progress``."""
         return self._thread.stage if self._thread is not None else "weights"
 
     # --- requests ----------------------------------------------------------------------
@@ -273,8 +273,8 @@ class AsyncLLMEngine:
             EngineOverloadedError: if the queue is full.
             EngineClosedError, EngineDeadError: if there is no engine to serve it.
 
-        A text of more than a few thousand characters is tokenised on a worker thread; what
-        is wrong with such a one raises at the first read, except what its length proves.
+        A text of more than a few thousand characters is tokenised on a worker thread; an error
+        in such a one raises at the first read, unless its length proves it at once.
         """
         self._running()
         assert self._intake is not None

@@ -76,8 +76,7 @@ class CallbackRun:
             await self._call(handler, event, "ignore_llm", args, {**self.ids, **extra})
 
     async def tell_quietly(self, event: str, *args: Any, **extra: Any) -> None:
-        """``tell`` on the way out: nothing that a handler raises replaces what is raised
-        already."""
+        """``tell`` while an exception is on its way: a handler's own does not replace it."""
         for handler in self.handlers:
             # _call has logged what it raises.
             with contextlib.suppress(Exception):

@@ -1,4 +1,4 @@
-"""EngineThread: the one daemon thread of an engine, and who watches it."""
+"""EngineThread: the daemon thread that runs the step loop, and the task that watches it."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class EngineThread:
     Attributes:
         ready: done when the model is loaded, or with what went wrong.
         exited: done when the thread has given everything back.
-        progress: bytes of weights read, and bytes in all; or graphs captured, of all.
-        stage: which of them.
+        progress: (done, total) bytes of weights, or CUDA graphs.
+        stage: the unit of ``progress``.
         closing: ``close`` was called.
         loaded, core: valid once ``ready`` is.
     """
@@ -114,7 +114,7 @@ class EngineThread:
         )
 
     def _log_end(self) -> None:
-        # A step that hung was reported by whoever noticed.
+        # A step that hung was reported when it was declared.
         if self.core.fatal_error is not None and not self.core.hung:
             logger.error("the engine died", exc_info=self.core.fatal_error)
         stats = self.core.stats()
@@ -143,7 +143,7 @@ class EngineThread:
         self._thread.start()
 
     def give_up(self) -> None:
-        """Ends a thread whose ``ready`` nobody waits for any more."""
+        """Ends a thread whose start failed or was cancelled."""
         self._given_up = True
         if self.ready.done() and self.ready.exception() is None:
             self.close(0.0)
@@ -158,7 +158,7 @@ class EngineThread:
 
     @property
     def error(self) -> EngineError | None:
-        """What ended the engine, if that was not the application's own ``aclose``."""
+        """Cause of the engine's end, unless that was the application's own ``aclose``."""
         if not self.in_own_process():
             return self._forked()
         closed_by_application = self.core.fatal_error is None and self.core.close_reason == CLOSED
@@ -228,7 +228,7 @@ class EngineThread:
 
 async def _watch(thread: EngineThread) -> None:
     """The background task. It refers to the thread and not to the engine, so that an engine
-    that nobody holds is collected."""
+    without other references is collected."""
     backend = running_backend()
     exited = backend.make_waiter()
     post_when_done(thread.exited, partial(exited.set_result, None))

@@ -35,7 +35,7 @@ MAX_ERRORS = 64
 
 
 class Connection(Protocol):
-    """What is used of a WebSocket connection of the ``websockets`` library."""
+    """A WebSocket connection of the ``websockets`` library: the part that is used."""
 
     async def send(self, message: str) -> None: ...
 
@@ -154,14 +154,9 @@ class ResponseSession:
         if not request.generate:
             # One token is the least that has the whole prompt computed, and so cached.
             sampling["max_tokens"] = 1
-        system = (
-            []
-            if request.instructions is None
-            else [{"role": "system", "content": request.instructions}]
-        )
-        return self._engine.chat(
-            [*system, *conversation], timeout=self._timeout, **request.options, **sampling
-        )
+        if request.instructions is not None:
+            conversation = ({"role": "system", "content": request.instructions}, *conversation)
+        return self._engine.chat(conversation, timeout=self._timeout, **request.options, **sampling)
 
     def _cancel(self) -> None:
         if self._stream is None:

@@ -75,10 +75,10 @@ def serve(
         engine: started; it is not closed with the server.
         host, port: where to listen; port 0 takes a free one. Bound to anything but a
             loopback address without a token, the server logs a warning.
-        token: what clients must send as ``Authorization: Bearer …``; None asks for nothing.
+        token: bearer token that clients must send in ``Authorization``; None asks for none.
         origins: pages that may connect, as "https://app.example"; None is those that this
             server serves itself, "*" is any. Programs send no origin and may connect.
-        model_name: what clients call the model; None is the configured name.
+        model_name: the model's name to clients; None is the configured one.
         page: called with the path of every other GET request; returns a content type and a
             body, or None for 404.
         max_connections: at once; more are closed with 1013.
@@ -291,7 +291,8 @@ class WebSocketServer:
         return _response(200, *found)
 
     def snapshot(self) -> dict[str, Any]:
-        """What ``/v1/stats`` sends: the engine's statistics, and the responses in flight."""
+        """Fields of an event of ``/v1/stats``: the engine's statistics, and the responses in
+        flight."""
         responses = [
             {"id": events.id, "tokens": events.num_tokens}
             for session in self._sessions
