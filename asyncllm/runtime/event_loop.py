@@ -25,6 +25,10 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 
+with contextlib.suppress(ImportError):
+    # anyio imports it at its first use, 30 ms in which start() would hold up the loop.
+    import anyio._backends._asyncio
+
 
 class AsyncioBackend:
     """One asyncio loop. ``TrioBackend`` has the same methods.
