@@ -228,6 +228,32 @@ async def test_a_slow_handler_leaves_the_loop_and_the_engine_alone():
     assert len(other.token_ids) == len(result.token_ids) == 20
 
 
+async def test_a_call_that_was_left_behind_ends_before_the_next_begins():
+    entered, gate, order = threading.Event(), threading.Event(), []
+
+    class Slow:
+        def on_llm_new_token(self, token, **kwargs):
+            entered.set()
+            assert gate.wait(10)
+            order.append("token")
+
+        def on_llm_error(self, error, **kwargs):
+            order.append("error")
+
+    async with fake().engine() as engine:
+        stream = stream_with_callbacks(engine, [1], handlers=[Slow()], max_tokens=20)
+        reading = asyncio.ensure_future(stream.result())
+        while not entered.is_set():
+            await asyncio.sleep(0.001)
+        reading.cancel()
+        await asyncio.sleep(0.02)
+        assert (order, reading.done()) == ([], False)
+        gate.set()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+    assert order == ["token", "error"]
+
+
 async def test_context_variables_reach_handlers():
     import contextvars
 
