@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from asyncllm.logger import get_logger
 from asyncllm.outputs import Usage
 
 if TYPE_CHECKING:
     from asyncllm.core.request import Request
 
-logger = logging.getLogger("asyncllm")
+logger = get_logger("asyncllm")
 
 
 @dataclass(frozen=True, slots=True)

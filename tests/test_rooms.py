@@ -31,10 +31,21 @@ def imports(path: Path) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("room", "banned"),
     [
-        ("core", ("torch", "asyncio", "asyncllm.gpu", "asyncllm.runtime", "asyncllm.checkpoint")),
+        # The engine thread's loggers are those of asyncllm.logger.
+        (
+            "core",
+            (
+                "torch",
+                "asyncio",
+                "logging",
+                "asyncllm.gpu",
+                "asyncllm.runtime",
+                "asyncllm.checkpoint",
+            ),
+        ),
         ("checkpoint", ("torch", "asyncllm.core", "asyncllm.gpu", "asyncllm.runtime")),
         ("text", ("torch", "asyncio", "asyncllm.core", "asyncllm.gpu", "asyncllm.runtime")),
-        ("gpu", ("asyncio", "asyncllm.runtime", "asyncllm.engine", "asyncllm.stream")),
+        ("gpu", ("asyncio", "logging", "asyncllm.runtime", "asyncllm.engine", "asyncllm.stream")),
     ],
 )
 def test_a_room_imports_nothing_from_above_it(room: str, banned: tuple[str, ...]) -> None:

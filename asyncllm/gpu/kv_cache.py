@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 import math
 import os
 from collections.abc import Sequence
@@ -20,9 +19,10 @@ from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.errors import KVCacheTooSmallError
 from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.ops.base import BlockLayout
+from asyncllm.logger import get_logger
 from asyncllm.validation import invalid
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 CPU_CACHE_LIMIT = 4 * 2**30
 CPU_CACHE_SHARE = 4

@@ -7,7 +7,6 @@ live in torch's own caching allocator, with the host application's tensors.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,8 +17,9 @@ import torch
 
 from asyncllm.config import EngineConfig
 from asyncllm.errors import EngineError, KVCacheTooSmallError
+from asyncllm.logger import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 SEGMENT_BYTES = 2 * 2**20
 """torch takes large allocations from the device in multiples of this."""

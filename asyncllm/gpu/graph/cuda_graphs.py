@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -14,8 +13,9 @@ from typing import Protocol
 import torch
 
 from asyncllm.gpu.memory import is_out_of_memory
+from asyncllm.logger import get_logger
 
-logger = logging.getLogger("asyncllm")
+logger = get_logger("asyncllm")
 
 
 @dataclass(frozen=True, slots=True)
