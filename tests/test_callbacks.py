@@ -492,8 +492,8 @@ async def test_a_cancel_scope_of_anyio_leaves_on_llm_error_its_awaits():
 async def test_a_read_that_is_destroyed_awaits_no_handler():
     handler = AsyncRecorder()
     async with fake().engine() as engine:
-        stream = stream_with_callbacks(engine, [1], handlers=[handler], max_tokens=2)
         await engine.pause()
+        stream = stream_with_callbacks(engine, [1], handlers=[handler], max_tokens=2)
         read = stream.__anext__()
         read.send(None)
         read.close()  # as the collector does with a task of a loop that was closed
