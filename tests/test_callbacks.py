@@ -271,6 +271,29 @@ async def test_context_variables_reach_handlers():
     assert seen == ["mine"]
 
 
+async def test_a_handler_may_run_a_loop_of_its_own_below_any_other():
+    completions = []
+
+    class Nested:
+        def on_llm_start(self, *args, **kwargs):
+            async def generate():
+                async with fake().engine() as engine:
+                    completions.append(await engine.generate([1], max_tokens=3))
+
+            asyncio.run(generate())
+
+    async def main():
+        async with fake().engine() as engine:
+            stream = stream_with_callbacks(engine, [1], handlers=[Nested()], max_tokens=2)
+            await stream.result()
+
+    for backend in ("asyncio", "trio"):
+        thread = threading.Thread(target=anyio.run, args=(main,), kwargs={"backend": backend})
+        thread.start()
+        await asyncio.to_thread(thread.join)
+    assert [len(completion.token_ids) for completion in completions] == [3, 3]
+
+
 # --- errors -----------------------------------------------------------------------------
 
 
@@ -469,8 +492,8 @@ async def test_a_cancel_scope_of_anyio_leaves_on_llm_error_its_awaits():
 async def test_a_read_that_is_destroyed_awaits_no_handler():
     handler = AsyncRecorder()
     async with fake().engine() as engine:
-        stream = stream_with_callbacks(engine, [1], handlers=[handler], max_tokens=2)
         await engine.pause()
+        stream = stream_with_callbacks(engine, [1], handlers=[handler], max_tokens=2)
         read = stream.__anext__()
         read.send(None)
         read.close()  # as the collector does with a task of a loop that was closed

@@ -7,6 +7,7 @@ import contextvars
 import functools
 import inspect
 import logging
+import sys
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -114,7 +115,11 @@ class CallbackRun:
         behind ends before the next one begins, and handlers find what they keep by thread."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="asyncllm-callbacks")
-        await wait_for(self._thread.submit(contextvars.copy_context().run, call))
+        context = contextvars.copy_context()
+        if (sniffio := sys.modules.get("sniffio")) is not None:
+            # anyio.run notes its loop in the context; a handler may run another on this thread.
+            context.run(sniffio.current_async_library_cvar.set, None)
+        await wait_for(self._thread.submit(context.run, call))
 
     def close(self) -> None:
         if self._thread is not None:
