@@ -337,13 +337,23 @@ class AsyncLLMEngine:
 
     def abort(self, request_id: str | Iterable[str]) -> None:
         """Aborts one request or several; unknown and finished ids are ignored. Any thread,
-        any number of times. The id is free again when this returns."""
+        any number of times. The id is free again when this returns.
+
+        Raises:
+            InvalidRequestError: for anything but a string, or strings; none is aborted then.
+        """
         core = self._running().core
-        ids = (request_id,) if isinstance(request_id, str) else request_id
+        accepted = "a string, or several"
+        ids: Sequence[Any] = (request_id,)
+        if request_id is not None and not isinstance(request_id, str):
+            ids = check.items("request_id", request_id, accepted)
         for one in ids:
-            request = core.admission.get(one)
-            if request is not None:
-                core.abort(request)
+            if not isinstance(one, str):
+                raise check.invalid("request_id", one, accepted)
+        for one in ids:
+            group = core.admission.get(one)
+            if group is not None:
+                core.abort(group)
 
     # --- the engine as a whole ---------------------------------------------------------
 

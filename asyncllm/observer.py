@@ -12,6 +12,7 @@ from asyncllm.outputs import Usage
 
 if TYPE_CHECKING:
     from asyncllm.core.request import Request
+    from asyncllm.core.request_group import RequestGroup
 
 logger = get_logger("asyncllm")
 
@@ -143,10 +144,10 @@ class Observers:
         with self._lock:
             self._all = tuple(one for one in self._all if one is not observer)
 
-    def watch(self, request: Request) -> None:
-        """Notes on ``request`` its observers, if there are any."""
+    def watch(self, group: RequestGroup) -> None:
+        """Gives the group a notifier, if there are observers."""
         if self._all:
-            request.notifier = ObserverNotifier(request, self._all)
+            group.notifier = ObserverNotifier(group.members[0], self._all)
 
 
 def _guarded(caught: type[BaseException], report: Callable[..., None], *args: Any) -> None:

@@ -99,10 +99,12 @@ class _DeltaOfOneToken:
 
     __slots__ = tuple(field.name for field in fields(Delta))
 
-    def __init__(self, token_id: int, text: str, logprobs: TokenLogprobs | None) -> None:
+    def __init__(
+        self, token_id: int, text: str, logprobs: TokenLogprobs | None, index: int
+    ) -> None:
         self.text = text
         self.token_ids = (token_id,)
-        self.index = 0
+        self.index = index
         self.logprobs = None if logprobs is None else (logprobs,)
         self.finish_reason = None
         self.stop_reason = None
@@ -110,9 +112,11 @@ class _DeltaOfOneToken:
         self.tool_calls = ()
 
 
-def make_token_delta(token_id: int, text: str, logprobs: TokenLogprobs | None) -> Delta:
+def make_token_delta(
+    token_id: int, text: str, logprobs: TokenLogprobs | None, index: int = 0
+) -> Delta:
     """The usual delta: not the last one, of a reader that keeps up."""
-    delta: Any = _DeltaOfOneToken(token_id, text, logprobs)
+    delta: Any = _DeltaOfOneToken(token_id, text, logprobs, index)
     delta.__class__ = Delta
     return delta
 

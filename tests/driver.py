@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from asyncllm.core.batch import RequestAssignment, StepBatch, StepResult
+from asyncllm.core.batch import RequestAssignment, RowError, StepBatch, StepResult
 from asyncllm.core.executor import Executor
+from asyncllm.core.in_process import plain
 from asyncllm.outputs import TokenLogprobs
 from asyncllm.sampling_params import SamplingParams
 
@@ -107,17 +108,19 @@ class Driver:
 
     def collect(self) -> StepResult:
         result = self.executor.collect()
+        token_ids = iter(result.token_ids)
         for row, (seq, samples) in enumerate(self.in_flight.popleft()):
-            assert (result.token_ids[row] >= 0) == (samples and row not in result.errors)
+            assert result.counts[row] == (samples and row not in result.errors)
             seq.in_flight -= samples
             if row in result.errors:
-                seq.error = result.errors[row]
+                seq.error = self.executor.in_process.errors[result.step][row]
+                assert result.errors[row] == RowError.of(seq.error)
                 continue
             if not samples:
                 continue
-            seq.tokens.append(result.token_ids[row])
-            if row in result.logprobs:
-                seq.logprobs.append(result.logprobs[row])
+            seq.tokens.append(next(token_ids))
+            seq.logprobs += result.logprobs.get(row, ())
+        assert list(token_ids) == []
         return result
 
     def run(self, seqs: list[Sequence], chunk: int = 0, depth: int = 1) -> None:
@@ -163,14 +166,19 @@ class Driver:
                 batch.new_blocks.append((seq.req_index, tuple(new)))
             return
         seq.req_index = self.free_slots.popleft()
+        processors_key = -1
+        if seq.sampling.logits_processors:
+            processors_key = id(seq)
+            self.executor.in_process.processors[id(seq)] = seq.sampling.logits_processors
         batch.assignments.append(
             RequestAssignment(
                 req_index=seq.req_index,
                 request_id=f"seq-{seq.req_index}",
-                token_ids=seq.tokens,
+                token_ids=seq.tokens.copy(),
                 num_prompt_tokens=len(seq.prompt),
                 block_ids=tuple(list(blocks) for blocks in seq.blocks),
-                sampling=seq.sampling,
+                sampling=plain(seq.sampling),
                 eos_token_ids=seq.eos,
+                processors_key=processors_key,
             )
         )

@@ -89,7 +89,7 @@ def submission_waits_for_the_first_read(patch):
     async def first_submit(self):
         core = waiting.pop(self._request, None)
         if core is not None:
-            core.send(core.on_add, self._request)
+            core.send(core.on_add, self._group)
         return await read(self)
 
     assert submit is not later
@@ -211,7 +211,7 @@ def a_bad_row_kills_the_step(patch):
 
     def strict(self, step, result):
         for error in result.errors.values():
-            raise error
+            raise RuntimeError(error.message)
         return update(self, step, result)
 
     patch.setattr(Scheduler, "update", strict)
@@ -261,7 +261,7 @@ def every_delta_wakes(patch):
 
     def eager(self, event, now):
         deliver(self, event, now)
-        channel = event.request.output.channel
+        channel = event[0].group.channel
         if channel.mailbox is not None:
             channel.mailbox._posted = False
             channel.mailbox.notify([channel])

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncllm.core.batch import StepBatch, StepResult
+from asyncllm.core.batch import RowError, StepBatch, StepResult
 from asyncllm.core.executor import ExecutorInfo, StepOutOfMemoryError
+from asyncllm.core.in_process import InProcess
 from asyncllm.core.tracebacks import clear_frames
 from asyncllm.gpu.batch.block_table import NO_BLOCKS
 from asyncllm.gpu.batch.input_batch import PLACEHOLDER_TOKEN, InputBatch
@@ -122,6 +123,7 @@ class ModelRunner:
         gumbel: bool = False,
     ) -> None:
         self.info = info
+        self.in_process = InProcess()
         self.dtype = decoder.embedding.dtype
         self.device = decoder.embedding.device
         self._stream = SyncStream() if stream is None else stream
@@ -245,7 +247,7 @@ class ModelRunner:
         for req_index in batch.released:
             state.sampler.release(req_index)
         for assignment in batch.assignments:
-            state.sampler.assign(assignment)
+            state.sampler.assign(self.in_process.with_processors(assignment))
         step.epochs = state.inputs.epochs[step.req_indices]
         if failures := state.sampler.failures:
             # Kept with the step: its indices may have other requests when it is collected.
@@ -299,21 +301,24 @@ class ModelRunner:
 
     def _finish(self, step: _Step) -> StepResult:
         """Waits for the step's tokens, and keeps them for later steps."""
+        result = StepResult(step.batch.step, [], [int(one) for one in step.batch.samples])
         if not len(step.batch):
-            return StepResult(step.batch.step, [])
+            return result
         output = self._run(step) if step.event is None else _wait(step)
         self._write_back(step, output.token_ids)
-        row_of, tokens = step.rows.tolist(), output.token_ids.tolist()
-        if not step.is_decode:
-            sampled, tokens = tokens, [-1] * len(step.batch)
-            for row, token in zip(row_of, sampled, strict=True):
-                tokens[row] = token
-        errors = {row_of[i]: error for i, error in output.errors.items()} | step.failures
-        for row, error in errors.items():
-            tokens[row] = -1
-            clear_frames(error)
-        logprobs = {row_of[i]: value for i, value in output.logprobs.items()}
-        return StepResult(step.batch.step, tokens, logprobs, errors)
+        row_of, result.token_ids = step.rows.tolist(), output.token_ids.tolist()
+        if output.logprobs:
+            result.logprobs = {row_of[i]: (value,) for i, value in output.logprobs.items()}
+        if output.errors or step.failures:
+            errors = {row_of[i]: error for i, error in output.errors.items()} | step.failures
+            self.in_process.errors[result.step] = errors
+            for row, error in errors.items():
+                result.errors[row] = RowError.of(error)
+                result.counts[row] = 0
+                clear_frames(error)
+            tokens = zip(row_of, result.token_ids, strict=True)
+            result.token_ids = [token for row, token in tokens if row not in errors]
+        return result
 
     def _write_back(self, step: _Step, tokens: np.ndarray) -> None:
         """Writes tokens to the batch, where their request still has its index. One that failed

@@ -94,6 +94,7 @@ class EngineThread:
             executor.info,
             policy=config.scheduling_policy,
             enable_prefix_caching=config.enable_prefix_caching,
+            in_process=getattr(executor, "in_process", None),
         )
         admission = Admission(config.max_queued_requests, config.max_queued_tokens, time.monotonic)
         return EngineCore(executor, scheduler, admission)

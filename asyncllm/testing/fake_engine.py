@@ -79,7 +79,9 @@ class ScriptedExecutor(FakeExecutor):
                 self._answers[request_id] = self._answer(assignment.token_ids[:length])
         return super()._execute(batch)
 
-    def _sample(self, batch: StepBatch, row: int, state: int, result: StepResult) -> None:
+    def _sample(
+        self, batch: StepBatch, row: int, states: Sequence[int], result: StepResult
+    ) -> None:
         request_id, num_prompt_tokens = self._rows[batch.req_indices[row]]
         answer = self._answers[request_id]
         position = batch.starts[row] + batch.counts[row] - num_prompt_tokens
@@ -89,7 +91,7 @@ class ScriptedExecutor(FakeExecutor):
             token_id = TURN_END
         else:
             self.row_errors.pop(request_id, None)
-        super()._sample(batch, row, token_id, result)
+        super()._sample(batch, row, (token_id,), result)
 
     def _answer(self, prompt: Sequence[int]) -> list[int | Exception]:
         try:
