@@ -344,14 +344,15 @@ class AsyncLLMEngine:
         """
         core = self._running().core
         accepted = "a string, or several"
-        ids: Sequence[Any] = (request_id,)
+        ids: Iterable[Any] = (request_id,)
         if request_id is not None and not isinstance(request_id, str):
             ids = check.items("request_id", request_id, accepted)
+        groups = []
         for one in ids:
             if not isinstance(one, str):
                 raise check.invalid("request_id", one, accepted)
-        for one in ids:
-            group = core.admission.get(one)
+            groups.append(core.admission.get(one))
+        for group in groups:
             if group is not None:
                 core.abort(group)
 
