@@ -60,6 +60,12 @@ class Waiter:
     def __await__(self):
         yield
 
+    def done(self) -> bool:
+        return self.woken
+
+    def set_result(self, _: None) -> None:
+        self.woken = True
+
 
 class Host:
     """A loop that runs what was posted when it is told to."""
@@ -72,9 +78,6 @@ class Host:
 
     def make_waiter(self) -> Waiter:
         return Waiter()
-
-    def wake(self, waiter: Waiter) -> None:
-        waiter.woken = True
 
     def is_closed(self) -> bool:
         return False

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import heapq
-import logging
 import math
 import os
 import queue
@@ -30,12 +29,13 @@ from asyncllm.errors import (
     EngineError,
     RequestError,
 )
+from asyncllm.logger import get_logger
 from asyncllm.outputs import EngineStats
 
 CLOSED = "the engine is closed; expected a started one"
 _PAUSED_GRACE = 1.0
 
-logger = logging.getLogger("asyncllm")
+logger = get_logger("asyncllm")
 
 
 class Command(NamedTuple):

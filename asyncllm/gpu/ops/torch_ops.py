@@ -66,11 +66,7 @@ class TorchRopeAndCache:
             self.norm = TorchRMSNorm(weight, eps)
 
     def __call__(
-        self,
-        qkv: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        cache: Tensor,
-        slot_mapping: Tensor,
+        self, qkv: Tensor, rotary: tuple[Tensor, Tensor], cache: Tensor, slot_mapping: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See ``RopeAndCache``; ``rotary`` is the cosine and the sine of each token's angles,
         ``[T, 1, D]``, the sine negated in its first half."""
@@ -121,11 +117,13 @@ class TorchOps:
         cos, sin = table[positions].unsqueeze(1).chunk(2, -1)
         return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
+    @staticmethod
+    def silu_mul(gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate).mul_(up)
 
-    def decode_inputs(self, rows: DecodeInputs) -> None:
+    @staticmethod
+    def decode_inputs(rows: DecodeInputs) -> None:
         lines, padded = rows.state_indices(), rows.req_indices < 0
         tokens = torch.where(
             rows.host_token_ids < 0, rows.last_sampled_tokens[lines], rows.host_token_ids
@@ -137,8 +135,8 @@ class TorchOps:
         rows.seq_lens.copy_((rows.positions + 1).masked_fill(padded, 0))
         rows.slot_mapping.copy_(slots.masked_fill(padded, 0))
 
+    @staticmethod
     def sample(
-        self,
         logits: Tensor,
         sampling: SamplingTensors,
         req_indices: Tensor,
