@@ -159,6 +159,7 @@ def test_unread_tokens_merge_up_to_the_most_that_a_delta_may_have(max_unread, lo
 def test_reader_of_a_channel_that_waits_for_it_gets_every_token_by_itself():
     channel = Channel(max_unread=3, on_slow="pause")
     assert (channel.max_unread, channel.max_merged, channel.on_slow) == (3, 1, "pause")
+    assert (Channel().max_unread, Channel().max_merged) == (256, 256)
     for token_id in range(5):
         channel.put(token_id, "", None)
     assert [item.token_ids for item in channel.items] == [(i,) for i in range(5)]
