@@ -4,6 +4,7 @@ own."""
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 
@@ -105,7 +106,10 @@ def test_ids_ranks_and_closing(clock):
     first, second = request("a"), request("b")
     admission.reserve(first, 1)
     admission.reserve(second, 1)
-    assert (first.members[0].arrival_index, second.members[0].arrival_index) == (0, 1)
+    third = request("another")
+    admission.reserve(third, 1)
+    assert [r.members[0].arrival_index for r in (first, second, third)] == [0, 1, 2]
+    admission.forget(third)
     with pytest.raises(InvalidRequestError):
         admission.reserve(request("a"), 1)
     first.cancelled = True
@@ -119,3 +123,138 @@ def test_ids_ranks_and_closing(clock):
     assert admission.num_live == 2
     with pytest.raises(EngineClosedError):
         admission.reserve(request("c"), 1)
+
+
+def refused(admission, num_tokens=1, request_id="one more"):
+    with pytest.raises(EngineOverloadedError) as caught:
+        admission.reserve(request(request_id), num_tokens)
+    return caught.value
+
+
+def test_queue_is_full_at_its_limits_and_not_before(clock):
+    admission = Admission(2, 100, clock)
+    admission.reserve(request("a"), 60)
+    assert "60 prompt tokens are queued and 41 more" in str(refused(admission, 41))
+    admission.reserve(request("b"), 40)
+    assert "2 requests are queued, max_queued_requests=2" in str(refused(admission, 0))
+    assert (admission.num_queued, admission.num_live) == (2, 2)
+    assert (admission.num_requests, admission.num_rejected) == (2, 2)
+    assert admission.get("one more") is None
+
+
+def test_a_prompt_that_is_longer_than_the_queue_waits_alone(clock):
+    admission = Admission(5, 10, clock)
+    admission.reserve(request("long"), 50)
+    refused(admission, 1)
+
+
+def test_the_rate_halves_every_five_seconds_and_each_departure_adds_to_it(clock):
+    """The exponential average at its exact values, since the tests above accept a rate that is a
+    third off."""
+    admission = Admission(1, 1000, clock)
+    expected = 0.0
+    for gap in (0.0, 5.0, 1.0, 12.0):
+        clock.now += gap
+        one = request("a")
+        admission.reserve(one, 1)
+        admission.forget(one)
+        expected = expected * 0.5 ** (gap / 5.0) + 0.6931 / 5.0
+        admission.reserve(one, 1)
+        assert refused(admission).retry_after == pytest.approx(1 / expected)
+        clock.now += 2.5
+        assert refused(admission).retry_after == pytest.approx(2**0.5 / expected)
+        clock.now -= 2.5
+        admission.leave_queue(one.members[0])
+        expected += 0.6931 / 5.0
+        admission.forget(one)
+
+
+def test_leaving_twice_counts_once(clock):
+    admission = Admission(2, 100, clock)
+    one, other = request("a"), request("b")
+    admission.reserve(one, 30)
+    admission.reserve(other, 60)
+    admission.leave_queue(one.members[0])
+    admission.leave_queue(one.members[0])
+    admission.forget(one)
+    assert (admission.num_queued, admission.num_live) == (1, 1)
+    # Of the 100 tokens 60 are taken, and the rate is that of one departure.
+    error = refused(admission, 41)
+    assert error.retry_after == pytest.approx(5.0 / 0.6931)
+    admission.reserve(request("c"), 40)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "limits", "num_tokens", "surplus"),
+    [
+        ([10] * 4, (4, 1000), 10, 1),
+        ([10] * 6, (4, 1000), 10, 3),
+        ([10] * 4, (100, 45), 10, 1),
+        ([10] * 4, (100, 40), 26, 3),
+        ([10] * 4, (100, 20), 10, 3),
+        ([50] * 2, (100, 100), 1, 1),
+        ([0] * 2, (100, 10), 12, 4),
+    ],
+)
+def test_retry_after_counts_the_places_that_have_to_come_free(
+    clock, sizes, limits, num_tokens, surplus
+):
+    admission = Admission(100, 10_000, clock)
+    for _ in range(200):
+        gone = request("gone")
+        admission.reserve(gone, 1)
+        admission.forget(gone)
+    rate = 200 * 0.6931 / 5.0
+    for i, size in enumerate(sizes):
+        admission.reserve(request(f"queued{i}"), size)
+    admission.max_queued_requests, admission.max_queued_tokens = limits
+    assert refused(admission, num_tokens).retry_after == pytest.approx(surplus / rate)
+
+
+def test_retry_after_is_between_a_hundredth_of_a_second_and_a_minute(clock):
+    admission = Admission(1, 1000, clock)
+    for _ in range(1000):
+        gone = request("gone")
+        admission.reserve(gone, 1)
+        admission.forget(gone)
+    admission.reserve(request("a"), 1)
+    assert refused(admission).retry_after == 0.01
+    rate = 1000 * 0.6931 / 5.0
+    # The rate at which a minute is what one place takes, from both sides.
+    halvings = math.log2(rate * 60.0)
+    clock.now += 5.0 * halvings - 0.01
+    assert 59.0 < refused(admission).retry_after < 60.0
+    clock.now += 0.02
+    assert refused(admission).retry_after == 60.0
+
+
+def test_a_prompt_is_corrected_only_while_it_is_queued(clock):
+    admission = Admission(10, 100, clock)
+    one, other = request("a"), request("b")
+    admission.reserve(one, 50)
+    admission.reserve(other, 10)
+    admission.correct(one.members[0], 70)
+    assert "80 prompt tokens are queued" in str(refused(admission, 21))
+    admission.leave_queue(one.members[0])
+    admission.correct(one.members[0], 10_000)
+    admission.reserve(request("c"), 90)
+    assert "100 prompt tokens are queued" in str(refused(admission, 1))
+
+
+def test_an_id_that_was_aborted_is_free_and_both_requests_live_until_forgotten(clock):
+    admission = Admission(10, 100, clock)
+    first = request("a")
+    admission.reserve(first, 1)
+    assert admission.get("a") is first
+    with pytest.raises(InvalidRequestError, match="request_id='a'") as caught:
+        admission.reserve(request("a"), 1)
+    assert caught.value.param == "request_id"
+    first.cancelled = True
+    second = request("a")
+    admission.reserve(second, 1)
+    assert (admission.num_live, admission.num_queued) == (2, 2)
+    admission.forget(second)
+    assert (admission.num_live, admission.get("a")) == (1, None)
+    admission.forget(first)
+    assert (admission.num_live, admission.num_queued) == (0, 0)
+    assert admission.close(lambda: EngineClosedError("closed")) == []

@@ -13,7 +13,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from asyncllm.core.block_pool import BlockPool
+from asyncllm.core.block_pool import NULL_BLOCK_ID, Block, BlockPool, FreeList
 
 
 def test_lru_order_and_lazy_eviction():
@@ -87,20 +87,135 @@ def test_reset_forgets_only_when_nobody_holds_a_block():
     pool.check_integrity()
 
 
-@pytest.mark.parametrize("damage", ["leak", "double", "hash"])
-def test_check_integrity_notices(damage):
+def test_free_list_refuses_what_would_corrupt_it():
+    block, other = Block(1), Block(2)
+    free = FreeList([block])
+    for insert in (free.append, free.appendleft):
+        with pytest.raises(ValueError, match="in the free list already"):
+            insert(block)
+    with pytest.raises(ValueError, match="not in the free list"):
+        free.remove(other)
+    assert free.popleft() is block
+    # It may come back, and is refused anew once it has gone.
+    free.append(block)
+    free.remove(block)
+    with pytest.raises(ValueError, match="not in the free list"):
+        free.remove(block)
+    with pytest.raises(IndexError, match="no free block"):
+        free.popleft()
+    assert (free.count, list(free)) == (0, [])
+
+
+def test_free_list_may_begin_empty():
+    free = FreeList([])
+    with pytest.raises(IndexError, match="no free block"):
+        free.popleft()
+    block, other = Block(1), Block(2)
+    free.appendleft(block)
+    free.appendleft(other)
+    assert list(free) == [other, block]
+
+
+def test_unpublished_block_that_is_free_is_reused_first():
+    pool = BlockPool(4)
+    blocks = pool.allocate(3)
+    for block in blocks:
+        pool.publish(block, bytes([block.block_id]))
+    pool.release(blocks)
+    pool.unpublish(blocks[1])
+    pool.check_integrity()
+    assert pool.allocate(3) == [blocks[1], blocks[2], blocks[0]]
+
+
+def test_counts():
+    pool = BlockPool(4)
+    assert (pool.num_usable, pool.num_free, pool.num_cached) == (3, 3, 0)
+    block, other = pool.allocate(2)
+    pool.publish(block, b"x")
+    assert (pool.num_usable, pool.num_free, pool.num_cached) == (3, 1, 1)
+    pool.touch(block)
+    pool.release([block])
+    assert (pool.num_free, pool.num_cached) == (1, 1)
+    pool.release([block, other])
+    assert (pool.num_free, pool.num_cached) == (3, 1)
+
+
+def test_null_block_is_never_handed_out():
+    pool = BlockPool(2)
+    (block,) = pool.allocate(1)
+    assert block.block_id != NULL_BLOCK_ID
+    assert pool.num_free == 0
+
+
+def test_unpublished_block_that_is_held_stays_held():
+    pool = BlockPool(3)
+    (block,) = pool.allocate(1)
+    pool.publish(block, b"x")
+    pool.unpublish(block)
+    assert pool.find(b"x") is None
+    assert pool.publish(block, b"y")
+    pool.check_integrity([[block]])
+
+
+def leaks(pool, holders):
+    holders.pop()
+
+
+def is_held_by_one_more(pool, holders):
+    holders.append([holders[0][0]])
+
+
+def is_held_twice_by_one(pool, holders):
+    holders[0].append(holders[0][0])
+
+
+def is_held_though_null(pool, holders):
+    pool.blocks[NULL_BLOCK_ID].ref_count = 1
+    holders.append([pool.blocks[NULL_BLOCK_ID]])
+
+
+def is_free_though_null(pool, holders):
+    pool._free.append(pool.blocks[NULL_BLOCK_ID])
+
+
+def is_free_though_held(pool, holders):
+    pool._free.append(holders[0][0])
+
+
+def is_miscounted(pool, holders):
+    pool._free.count += 1
+
+
+def has_another_hash(pool, holders):
+    holders[0][0].hash = b"y"
+
+
+def has_lost_its_hash(pool, holders):
+    holders[0][0].hash = None
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (leaks, "0 requests hold it"),
+        (is_held_by_one_more, "2 requests hold it"),
+        (is_held_twice_by_one, "holds a block twice"),
+        (is_held_though_null, "holds the null block"),
+        (is_free_though_null, "the null block is free"),
+        (is_free_though_held, "leaked"),
+        (is_miscounted, "the free list is corrupt"),
+        (has_another_hash, "cannot be found"),
+        (has_lost_its_hash, "names another block"),
+    ],
+)
+def test_check_integrity_notices_a_block_that(damage, message):
     pool = BlockPool(4)
     block, other = pool.allocate(2)
     pool.publish(block, b"x")
     holders = [[block], [other]]
     pool.check_integrity(holders)
-    if damage == "leak":
-        holders.pop()
-    elif damage == "double":
-        holders.append([block])
-    else:
-        block.hash = b"y"
-    with pytest.raises(AssertionError):
+    damage(pool, holders)
+    with pytest.raises(AssertionError, match=message):
         pool.check_integrity(holders)
 
 

@@ -13,11 +13,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from asyncllm.core.channel import Channel
+from asyncllm.core.channel import Channel, End, merged
 from asyncllm.core.output_processor import OutputProcessor
 from asyncllm.errors import EngineError
+from asyncllm.outputs import Delta, Usage
 from asyncllm.runtime.mailbox import ThreadMailbox
-from tests.channels import ChannelRig, run_with_switch
+from tests.channels import ChannelRig, logprobs_of, run_with_switch
 
 # --- a thread switch at each bytecode ---------------------------------------------------
 
@@ -114,6 +115,86 @@ def test_queued_once_for_each_wake():
         assert len(rig.deltas) == num_wakes
     rig.check_read(30)
     rig.close()
+
+
+def test_token_after_the_end_is_dropped():
+    for max_unread in (1, 4):
+        rig = ChannelRig(max_unread=max_unread)
+        rig.put()
+        rig.abort()
+        late = rig.channel
+        late.put(5, "5 ", None)
+        late.append(Delta("6 ", (6,)))
+        assert (late.num_written, late.num_unread, len(late.items)) == (1, 1, 1)
+        rig.read()
+        assert [delta.token_ids for delta in rig.deltas] == [(1000,)]
+        assert rig.end == "abort"
+        rig.close()
+
+
+@pytest.mark.parametrize("logprobs", [False, True])
+@pytest.mark.parametrize("max_unread", range(1, 5))
+def test_unread_tokens_merge_up_to_the_most_that_a_delta_may_have(max_unread, logprobs):
+    channel = Channel(max_unread=max_unread)
+    assert (channel.num_written, channel.num_read, channel.num_unread) == (0, 0, 0)
+    assert (channel.has_reader, channel.is_backpressured, channel.ended) == (False, False, False)
+    for token_id in range(9):
+        channel.put(token_id, f"{token_id} ", logprobs_of(token_id) if logprobs else None)
+        full, rest = divmod(token_id + 1, max_unread)
+        sizes = [
+            len(item.token_ids) if isinstance(item, Delta) else item[0] for item in channel.items
+        ]
+        assert sizes == [max_unread] * full + [rest] * (rest > 0)
+    assert channel.num_unread == 9
+    deltas = [item if isinstance(item, Delta) else merged(item) for item in channel.items]
+    assert [token for delta in deltas for token in delta.token_ids] == list(range(9))
+    assert [delta.text for delta in deltas] == [
+        "".join(f"{token_id} " for token_id in delta.token_ids) for delta in deltas
+    ]
+    assert [delta.logprobs for delta in deltas] == [
+        tuple(map(logprobs_of, delta.token_ids)) if logprobs else None for delta in deltas
+    ]
+
+
+def test_reader_of_a_channel_that_waits_for_it_gets_every_token_by_itself():
+    channel = Channel(max_unread=3, on_slow="pause")
+    assert (channel.max_unread, channel.max_merged, channel.on_slow) == (3, 1, "pause")
+    assert (Channel().max_unread, Channel().max_merged) == (256, 256)
+    for token_id in range(5):
+        channel.put(token_id, "", None)
+    assert [item.token_ids for item in channel.items] == [(i,) for i in range(5)]
+    assert [item.logprobs for item in channel.items] == [None] * 5
+
+
+def test_last_delta_of_a_member_stays_by_itself():
+    channel = Channel()
+    channel.put(3, "3 ", None)
+    channel.append(Delta("4 ", (4,), finish_reason="stop"))
+    channel.append(Delta("held", (), finish_reason="abort"))
+    channel.put(5, "5 ", None)
+    channel.put(6, "6 ", None)
+    assert channel.num_written == 4
+    items = [item if isinstance(item, Delta) else merged(item) for item in channel.items]
+    assert [item.text for item in items] == ["3 ", "4 ", "held", "5 6 "]
+
+
+def test_first_end_is_the_end_and_counts_its_token_once():
+    channel = Channel()
+    channel.put(3, "3 ", None)
+    channel.put(4, "4 ", None)
+    usage = Usage(1, 1, 0, 0.0, None, 0.0)
+    first = End("stop", None, usage, last=Delta("5 ", (5,)))
+    assert channel.offer_end(first) is True
+    assert (channel.ended, channel.num_written) == (False, 3)
+    assert channel.offer_end(End("stop", None, usage, last=Delta("6 ", (6,)))) is False
+    channel.end()
+    assert channel.final is first
+    assert (channel.ended, channel.num_written) == (True, 3)
+    for end in (End("abort", None, usage), RuntimeError("failed")):
+        channel = Channel()
+        assert channel.offer_end(end) is True
+        channel.end()
+        assert (channel.final, channel.num_written) == (end, 0)
 
 
 # --- several ends -----------------------------------------------------------------------

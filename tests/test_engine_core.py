@@ -1,74 +1,701 @@
-"""The step loop by hand, on a clock of its own."""
+"""EngineCore turn by turn, on a clock and an inbox of the test's own: what it does and how long it
+would wait, without a thread."""
 
 from __future__ import annotations
 
+import gc
+import os
+import queue
+import weakref
+from collections import deque
+
 import pytest
 
-from asyncllm import EngineError
-from asyncllm.core.channel import Channel
-from asyncllm.core.executor import StepOutOfMemoryError
-from asyncllm.outputs import Delta
-from tests.test_request_group import Rig
+from asyncllm.core.admission import Admission
+from asyncllm.core.channel import Channel, End
+from asyncllm.core.engine_core import CLOSED, EngineCore, close_executor
+from asyncllm.core.executor import ExecutorInfo, StepOutOfMemoryError
+from asyncllm.core.kv_cache_spec import KVCacheSpec
+from asyncllm.core.output_processor import Output
+from asyncllm.core.request import Request, Status
+from asyncllm.core.request_group import RequestGroup
+from asyncllm.core.scheduler import Scheduler
+from asyncllm.core.tracebacks import clear_frames
+from asyncllm.errors import (
+    DeadlineExceededError,
+    EngineClosedError,
+    EngineDeadError,
+    KVCacheTooSmallError,
+    RequestError,
+)
+from asyncllm.sampling_params import SamplingParams
+from asyncllm.testing import FakeExecutor
 
 
-def test_a_budget_that_was_shrunk_grows_back_with_the_steps_that_succeed():
-    rig = Rig(max_num_batched_tokens=64)
-    rig.group(60)
-    rig.executor.faults[0] = StepOutOfMemoryError("on purpose")
-    rig.steps(1)
-    assert rig.scheduler.token_budget == 2
-    rig.steps(31)
-    assert rig.scheduler.token_budget == 2
-    rig.steps(1)
-    assert rig.scheduler.token_budget == 4
+class Inbox:
+    """A queue whose waits take no time: they are noted, and set the clock."""
+
+    def __init__(self, rig):
+        self.commands = deque()
+        self.waits: list[float | None] = []
+        self.rig = rig
+
+    def put(self, command):
+        self.commands.append(command)
+
+    def get_nowait(self):
+        if not self.commands:
+            raise queue.Empty
+        return self.commands.popleft()
+
+    def get(self, timeout=None):
+        self.waits.append(timeout)
+        if self.commands:
+            return self.commands.popleft()
+        if timeout is not None:
+            self.rig.now += timeout
+        raise queue.Empty
+
+
+class Device(FakeExecutor):
+    """Notes what it is asked for. A step takes ``seconds`` of the rig's clock."""
+
+    def __init__(self, info, rig):
+        super().__init__(info)
+        self.rig = rig
+        self.calls: list[str] = []
+        self.seconds = 0.0
+
+    def launch(self, batch):
+        self.calls.append("launch")
+        super().launch(batch)
+
+    def collect(self):
+        self.calls.append("collect")
+        self.rig.now += self.seconds
+        return super().collect()
+
+    def discard(self):
+        self.calls.append("discard")
+        super().discard()
+
+    def close(self):
+        self.calls.append("close")
+        super().close()
+
+
+class Text:
+    """A detokenizer of nothing: token 17 is "17 "."""
+
+    stopped = None
+
+    def push(self, token_id):
+        return f"{token_id} "
+
+    def finish(self):
+        return ""
+
+
+def decode(token_ids):
+    return "".join(f"{token_id} " for token_id in token_ids)
+
+
+class Rig:
+    def __init__(self, *, depth=1, **limits):
+        self.now = 100.0
+        values = dict(
+            vocab_size=997,
+            num_blocks=33,
+            kv_groups=(KVCacheSpec((0,), 4),),
+            max_model_len=128,
+            max_num_seqs=4,
+            max_num_batched_tokens=32,
+            pipeline_depth=depth,
+        )
+        info = ExecutorInfo(**(values | limits))
+        self.device = Device(info, self)
+        self.admission = Admission(100, 10_000, self.clock)
+        self.scheduler = Scheduler(info)
+        self.core = EngineCore(self.device, self.scheduler, self.admission, clock=self.clock)
+        self.core.inbox = self.inbox = Inbox(self)
+
+    def clock(self):
+        return self.now
+
+    def make(self, request_id, prompt=(1, 2, 3), max_tokens=4, **options):
+        channel = Channel(
+            max_unread=options.pop("max_unread", 256), on_slow=options.pop("on_slow", "coalesce")
+        )
+        group = RequestGroup(request_id, channel, arrived_at=self.now, **options)
+        request = Request(
+            group,
+            SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=0),
+            token_ids=list(prompt) or None,
+            max_model_len=128,
+            output=Output(decode, Text()),
+        )
+        self.admission.reserve(group, len(prompt))
+        return request
+
+    def submit(self, request_id, *args, **options):
+        request = self.make(request_id, *args, **options)
+        self.core.send(self.core.on_add, request.group)
+        return request
+
+    def turns(self, count):
+        for _ in range(count):
+            self.core.step()
+
+    def turn_until_closed(self, limit=100):
+        for _ in range(limit):
+            if self.core._closed:
+                return
+            self.core.step()
+        raise AssertionError("the engine does not close")
+
+
+def end_of(request):
+    """The reason of a request's end, or its exception; None while it lives."""
+    final = request.group.channel.final
+    return final.finish_reason if isinstance(final, End) else final
+
+
+# --- turns ------------------------------------------------------------------------------
+
+
+def test_one_step_at_a_time_is_launched_and_collected():
+    rig = Rig()
+    request = rig.submit("a", max_tokens=3)
+    rig.turns(1)
+    assert rig.device.calls == ["launch", "collect"]
+    rig.turns(2)
+    assert rig.device.calls == ["launch", "collect"] * 3
+    assert end_of(request) == "length"
+    assert request.output_token_ids == rig.device.reference([1, 2, 3], 3)
+    rig.turns(1)
+    assert rig.device.calls == ["launch", "collect"] * 3
+    assert rig.inbox.waits == [None]
+
+
+def test_a_pipeline_of_two_launches_the_second_before_the_first_is_collected():
+    rig = Rig(depth=2)
+    request = rig.submit("a", max_tokens=3)
+    rig.turns(1)
+    assert rig.device.calls == ["launch"]
+    rig.turns(1)
+    assert rig.device.calls == ["launch", "launch", "collect"]
+    rig.turns(1)
+    assert rig.device.calls == ["launch", "launch", "collect", "launch", "collect"]
+    rig.turns(1)
+    assert rig.device.calls[5:] == ["collect"]
+    assert end_of(request) == "length"
+    assert request.output_token_ids == rig.device.reference([1, 2, 3], 3)
 
 
 def test_a_step_lasts_from_its_launch_to_its_result():
-    rig = Rig(pipeline_depth=2)
-    rig.group(60)
-    collect = rig.executor.collect
-
-    def slow():
-        rig.now += 3.0
-        return collect()
-
-    rig.executor.collect = slow
-    rig.now = 10.0
-    rig.steps(1)
-    rig.now = 11.0
-    rig.steps(1)
+    rig = Rig(depth=2)
+    rig.device.seconds = 3.0
+    rig.submit("a", max_tokens=60)
+    rig.turns(1)
+    rig.now += 1.0
+    rig.turns(1)
     assert rig.core.stats().last_step_time == 4.0
+
+
+def test_a_request_is_taken_from_the_queue_when_its_first_step_is_launched():
+    rig = Rig(max_num_seqs=1)
+    first, second = rig.submit("a", max_tokens=2), rig.submit("b", max_tokens=1)
+    rig.now += 3.0
+    rig.turns(1)
+    assert (first.first_scheduled_at, second.first_scheduled_at) == (103.0, None)
+    assert rig.admission.num_queued == 1
+    rig.now += 4.0
+    rig.turns(2)
+    assert (first.first_scheduled_at, second.first_scheduled_at) == (103.0, 107.0)
+    assert rig.admission.num_queued == 0
+    usage = second.group.channel.final.usage
+    assert (usage.queue_time, usage.ttft, usage.total_time) == (7.0, 7.0, 7.0)
+
+
+def test_a_request_that_cannot_fit_ends_and_the_turn_after_runs_the_next():
+    rig = Rig(num_blocks=5, max_model_len=128)
+    large, small = rig.submit("large", range(30)), rig.submit("small", max_tokens=1)
+    rig.turns(2)
+    assert isinstance(end_of(large), KVCacheTooSmallError)
+    assert end_of(small) == "length"
+    assert rig.scheduler.failed == []
+    rig = Rig(num_blocks=5, max_model_len=128)
+    large = rig.submit("large", range(30))
+    rig.turns(2)
+    assert isinstance(end_of(large), KVCacheTooSmallError)
+    assert rig.device.calls == []
+
+
+def test_stats():
+    rig = Rig(max_num_seqs=2)
+    rig.device.seconds = 0.25
+    running = rig.submit("a", range(8), max_tokens=9)
+    rig.submit("b", range(8), max_tokens=1)
+    rig.submit("c", range(20, 24), max_tokens=2)
+    paused = rig.submit("d", range(30, 34), max_tokens=9)
+    rig.turns(1)
+    rig.core.send(rig.scheduler.pause, paused)
+    rig.turns(1)
+    stats = rig.core.stats()
+    assert (stats.num_running, stats.num_waiting, stats.num_paused) == (2, 0, 1)
+    assert (stats.num_blocks, stats.num_free_blocks) == (32, 28)
+    assert stats.kv_cache_usage == pytest.approx(4 / 32)
+    assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (8 + 8 + 4, 4)
+    assert (stats.prompt_tokens, stats.generation_tokens) == (8 + 8 + 4, 2 + 1 + 1)
+    assert (stats.num_steps, stats.last_step_time) == (2, 0.25)
+    assert (stats.num_requests, stats.num_rejected, stats.num_preemptions) == (4, 0, 0)
+    assert (stats.num_finished, stats.num_aborted, stats.num_failed) == (1, 0, 0)
+    rig.core.abort(running.group)
+    rig.turns(1)
+    assert rig.core.stats().num_aborted == 1
+    rig.core.on_fail(paused.group, RequestError("bad"))
+    assert rig.core.stats().num_failed == 1
+
+
+def test_stats_of_a_dead_engine_hold_nothing():
+    rig = Rig()
+    rig.submit("a")
+    rig.scheduler.pause(rig.submit("b"))
+    rig.device.faults[1] = OSError("gone")
+    rig.core.run()
+    stats = rig.core.stats()
+    assert (stats.num_running, stats.num_waiting, stats.num_paused) == (0, 0, 0)
+    assert (stats.num_blocks, stats.num_free_blocks, stats.kv_cache_usage) == (32, 32, 0.0)
+
+
+def test_waiting_requests_are_those_that_neither_run_nor_are_paused():
+    rig = Rig(max_num_seqs=1)
+    for name in "abc":
+        rig.submit(name)
+    rig.make("being tokenised", ())
+    rig.turns(1)
+    assert rig.core.stats().num_waiting == 3
+
+
+# --- arrivals and departures ------------------------------------------------------------
+
+
+def test_an_abort_is_sent_once_and_overtakes_the_arrival():
+    rig = Rig()
+    request = rig.make("a")
+    rig.core.abort(request.group)
+    rig.core.abort(request.group)
+    assert len(rig.inbox.commands) == 1
+    rig.core.send(rig.core.on_add, request.group)
+    rig.turns(1)
+    assert (end_of(request), rig.device.calls) == ("abort", [])
+    other = rig.make("b")
+    other.group.cancelled = True
+    rig.core.on_add(other.group)
+    assert end_of(other) == "abort"
+
+
+def test_a_request_that_arrives_twice_is_added_once():
+    rig = Rig()
+    request = rig.submit("a")
+    rig.core.send(rig.core.on_add, request.group)
+    rig.turns(1)
+    assert list(rig.scheduler.requests()) == [request]
+
+
+def test_a_destructor_aborts_in_its_own_process_only(monkeypatch):
+    rig = Rig()
+    request = rig.submit("a")
+    rig.turns(1)
+    with monkeypatch.context() as forked:
+        forked.setattr(os, "getpid", lambda: rig.core.pid + 1)
+        rig.core.abandon(request.group)
+    assert not request.group.cancelled
+    rig.core.abandon(request.group)
+    rig.turns(1)
+    assert end_of(request) == "abort"
+
+
+# --- deadlines --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seconds", [2.0, 50.0, 3600.0])
+def test_the_engine_waits_for_the_next_deadline(seconds):
+    rig = Rig()
+    rig.core.suspend(True)
+    late = rig.submit("a", deadline=rig.now + seconds + 1.0)
+    early = rig.submit("b", deadline=rig.now + seconds)
+    rig.turns(1)
+    assert rig.inbox.waits == [seconds]
+    rig.turns(1)
+    assert isinstance(end_of(early), DeadlineExceededError)
+    assert str(end_of(early)) == (
+        f"request 'b' passed its deadline while waiting, {seconds:.3f} s after it was submitted"
+    )
+    assert rig.inbox.waits == [seconds, 1.0]
+    rig.turns(1)
+    assert isinstance(end_of(late), DeadlineExceededError)
+    assert rig.inbox.waits == [seconds, 1.0, None]
+
+
+def test_no_wait_is_longer_than_an_hour():
+    rig = Rig()
+    rig.core.suspend(True)
+    rig.submit("a", deadline=rig.now + 5000.0)
+    rig.turns(2)
+    assert rig.inbox.waits == [3600.0, 1400.0]
+
+
+@pytest.mark.parametrize("late", [0.0, 100.0])
+def test_a_deadline_that_is_passed_is_not_waited_for(late):
+    rig = Rig()
+    rig.core.suspend(True)
+    request = rig.submit("a", deadline=rig.now + 2.0)
+    rig.core.send(rig.core.suspend, True)
+    rig.turns(1)
+    rig.now = 102.0 + late
+    rig.core._wait_for_command()
+    assert rig.inbox.waits == [2.0]
+    rig.turns(1)
+    assert isinstance(end_of(request), DeadlineExceededError)
+
+
+def test_a_deadline_says_what_it_cut_short():
+    rig = Rig()
+    running = rig.submit("a", max_tokens=50, deadline=rig.now + 5.0)
+    unknown = rig.make("b", (), deadline=rig.now + 5.0)
+    rig.core.send(rig.core.on_watch_deadline, unknown.group)
+    rig.turns(2)
+    rig.now += 4.999
+    rig.turns(1)
+    assert end_of(running) is None
+    rig.now = 105.0
+    rig.turns(1)
+    assert "passed its deadline while running, 5.000 s" in str(end_of(running))
+    assert "passed its deadline while being tokenised, 5.000 s" in str(end_of(unknown))
+    partial = end_of(running).partial
+    assert partial.outputs[0].token_ids == tuple(rig.device.reference([1, 2, 3], 3))
+    assert partial.outputs[0].text == decode(rig.device.reference([1, 2, 3], 3))
+    assert partial.prompt_token_ids == (1, 2, 3)
+    assert (partial.usage.completion_tokens, partial.usage.total_time) == (3, 5.0)
+    assert end_of(unknown).partial is None
+
+
+def test_a_deadline_is_watched_once_and_only_if_there_is_one():
+    rig = Rig()
+    rig.submit("a")
+    request = rig.submit("b", deadline=rig.now + 5.0)
+    rig.core.send(rig.core.on_watch_deadline, request.group)
+    rig.turns(1)
+    assert [entry[2] for entry in rig.core._deadlines] == [request.group]
+
+
+def test_requests_that_ended_are_not_kept_until_their_deadlines():
+    rig = Rig()
+    live = rig.make("live", (), deadline=rig.now + 1e6)
+    rig.core.on_watch_deadline(live.group)
+    for i in range(200):
+        # Behind the one that lives, so that no look at the first of them finds it.
+        rig.submit(f"r{i}", max_tokens=1, deadline=rig.now + 2e6)
+        rig.turns(1)
+    assert len(rig.core._deadlines) <= 66
+    rig.now += 1e6
+    rig.turns(1)
+    assert isinstance(end_of(live), DeadlineExceededError)
+
+
+# --- the end ----------------------------------------------------------------------------
+
+
+def test_closing_at_once_aborts_what_lives():
+    rig = Rig()
+    request = rig.submit("a", max_tokens=50)
+    rig.turns(3)
+    rig.core.send(rig.core.on_close, 0.0)
+    rig.core.run()
+    assert end_of(request) == "abort"
+    assert request.group.cancelled
+    assert rig.device.closed
+    with pytest.raises(EngineClosedError, match=CLOSED):
+        rig.make("b")
+    assert isinstance(rig.core.call(int).exception(), EngineClosedError)
+
+
+def test_closing_without_an_end_lets_all_finish():
+    rig = Rig()
+    request = rig.submit("a", max_tokens=50)
+    rig.core.send(rig.core.on_close, None)
+    rig.core.run()
+    assert end_of(request) == "length"
+    assert rig.device.calls[-1] == "close"
+    assert rig.inbox.waits == []
+
+
+@pytest.mark.parametrize("drains", [(3.0,), (3.0, 9.0), (9.0, 3.0), (None, 3.0), (3.0, None)])
+def test_the_earliest_end_that_was_asked_for_counts(drains):
+    rig = Rig()
+    rig.device.seconds = 1.0
+    request = rig.submit("a", max_tokens=50)
+    for drain in drains:
+        rig.core.send(rig.core.on_close, drain)
+    rig.core.run()
+    assert end_of(request) == "abort"
+    # One token at 101, 102 and 103, when its time is up.
+    assert request.num_output_tokens == 3
+
+
+def test_closing_waits_for_a_prompt_that_is_being_tokenised():
+    rig = Rig()
+    request = rig.make("a", ())
+    rig.core.send(rig.core.on_close, 7.0)
+    rig.turns(2)
+    assert rig.inbox.waits == [7.0]
+    rig.turn_until_closed()
+    assert end_of(request) == "abort"
+
+
+def test_paused_requests_hold_up_the_end_for_a_second():
+    rig = Rig()
+    paused, other = rig.submit("a", max_tokens=50), rig.submit("b", max_tokens=4)
+    rig.turns(1)
+    rig.core.send(rig.scheduler.pause, paused)
+    rig.core.send(rig.core.on_close, 60.0)
+    rig.turns(3)
+    assert end_of(other) == "length"
+    assert rig.inbox.waits == []
+    rig.turns(1)
+    assert rig.inbox.waits == [1.0]
+    rig.core.send(rig.scheduler.resume, paused)
+    rig.turns(1)
+    assert paused.status is Status.RUNNING
+    rig.core.send(rig.scheduler.pause, paused)
+    rig.now += 0.5
+    rig.turns(1)
+    # The second begins anew.
+    assert rig.inbox.waits == [1.0, 1.0]
+    assert end_of(paused) is None
+    rig.turns(1)
+    assert end_of(paused) == "abort"
+    assert rig.core._closed
+
+
+def test_a_paused_request_alone_does_not_close_an_open_engine():
+    rig = Rig()
+    rig.scheduler.pause(rig.make("a"))
+    rig.turns(2)
+    assert rig.inbox.waits == [None, None]
+
+
+def test_a_suspended_engine_schedules_nothing_and_one_that_closes_goes_on():
+    rig = Rig()
+    rig.core.suspend(True)
+    request = rig.submit("a", max_tokens=2)
+    rig.turns(2)
+    assert (rig.device.calls, rig.inbox.waits) == ([], [None, None])
+    rig.core.suspend(False)
+    rig.turns(1)
+    assert rig.device.calls == ["launch", "collect"]
+    rig.core.suspend(True)
+    rig.core.on_close(None)
+    rig.core.suspend(True)
+    rig.core.run()
+    assert end_of(request) == "length"
+
+
+def test_a_suspended_engine_takes_in_what_is_in_flight():
+    rig = Rig(depth=2)
+    rig.submit("a", max_tokens=9)
+    rig.turns(1)
+    rig.core.suspend(True)
+    rig.turns(1)
+    assert rig.device.calls == ["launch", "collect"]
+    rig.turns(1)
+    assert rig.inbox.waits == [None]
+
+
+# --- calls ------------------------------------------------------------------------------
+
+
+def test_a_call_runs_with_no_step_in_flight():
+    rig = Rig(depth=2)
+    rig.submit("a", max_tokens=9)
+    rig.turns(2)
+    seen = []
+    future = rig.core.call(lambda *args: seen.append((*args, len(rig.core._in_flight))) or 5, 1, 2)
+    rig.turns(1)
+    assert not future.done()
+    rig.turns(1)
+    assert future.result(0) == 5
+    assert seen == [(1, 2, 0)]
+    assert rig.core._calls == set()
+    assert rig.device.calls[-1] == "launch"
+
+
+def test_what_a_call_raises_ends_the_engine_and_every_call():
+    rig = Rig()
+
+    def fails():
+        raise ZeroDivisionError("in a call")
+
+    futures = [rig.core.call(fails), rig.core.call(int)]
+    rig.core.run()
+    for future in [*futures, rig.core.call(int)]:
+        error = future.exception(0)
+        assert isinstance(error, EngineDeadError)
+        assert isinstance(error.__cause__, ZeroDivisionError)
+    assert rig.device.closed
+
+
+# --- faults -----------------------------------------------------------------------------
+
+
+def test_a_failing_step_ends_everything():
+    rig = Rig()
+    running, waiting = rig.submit("a"), rig.make("b", ())
+    rig.device.faults[1] = OSError("gone")
+    rig.core.run()
+    for request in (running, waiting):
+        assert isinstance(end_of(request), EngineDeadError)
+        assert "OSError: gone" in str(end_of(request))
+        assert end_of(request).__cause__ is rig.core.fatal_error
+        assert request.group.cancelled
+    assert rig.device.calls[-1] == "close"
+    assert not rig.core.hung
+    assert (len(rig.core._in_flight), len(rig.core._due)) == (0, 0)
+    assert rig.admission.num_live == 0
+    # The frames that it was raised among hold requests, and are let go.
+    traceback = rig.core.fatal_error.__traceback__
+    while traceback.tb_next is not None:
+        traceback = traceback.tb_next
+        assert traceback.tb_frame.f_locals == {}
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_step_without_memory_is_retried_smaller_and_the_budget_recovers(depth):
+    rig = Rig(depth=depth)
+    rig.device.faults[0] = StepOutOfMemoryError("16 tokens")
+    request = rig.submit("a", range(16), max_tokens=110)
+    rig.turns(depth)
+    assert rig.device.calls[-1] == "discard"
+    assert rig.scheduler.token_budget == 8
+    assert len(rig.core._in_flight) == 0
+    assert end_of(request) is None
+    done = rig.core.stats().num_steps
+    for budget in (8, 16, 32):
+        assert rig.scheduler.token_budget == budget
+        while rig.core.stats().num_steps < done + 31:
+            rig.turns(1)
+        assert rig.scheduler.token_budget == budget
+        while rig.core.stats().num_steps < done + 32:
+            rig.turns(1)
+        done += 32
+    assert rig.scheduler.token_budget == 32
+    assert request.num_output_tokens > 90
+    assert request.output_token_ids == rig.device.reference(range(16), request.num_output_tokens)
+
+
+def test_a_step_that_cannot_be_made_smaller_ends_its_request():
+    rig = Rig()
+    alone, waiting = rig.submit("a", [1], max_tokens=9), rig.submit("b", [5] * 7, max_tokens=1)
+    rig.scheduler.pause(waiting)
+    rig.turns(1)
+    error = StepOutOfMemoryError("one token")
+    rig.device.faults[1] = error
+    rig.turns(1)
+    assert isinstance(end_of(alone), RequestError)
+    assert "request 'a': the device has too little memory" in str(end_of(alone))
+    assert end_of(alone).__cause__ is error
+    rig.core.send(rig.scheduler.resume, waiting)
+    rig.core.send(rig.core.on_add, waiting.group)
+    rig.turns(1)
+    assert end_of(waiting) == "length"
+
+
+def test_a_launch_without_memory_is_retried_too():
+    rig = Rig()
+    request = rig.submit("a", range(8), max_tokens=1)
+    launch, errors = rig.device.launch, [StepOutOfMemoryError("at launch")]
+
+    def fails_once(batch):
+        if errors:
+            raise errors.pop()
+        launch(batch)
+
+    rig.device.launch = fails_once
+    rig.turns(1)
+    assert rig.scheduler.token_budget == 4
+    rig.turns(2)
+    assert end_of(request) == "length"
+    assert request.output_token_ids == rig.device.reference(range(8), 1)
 
 
 @pytest.mark.parametrize("call", ["launch", "collect"])
 def test_a_call_of_the_device_hangs_once_it_took_the_timeout(call):
     rig = Rig()
-    group = rig.group(60)
-    rig.now, found = 100.0, []
-    answer = getattr(rig.executor, call)
-    error = EngineError("hung")
+    request = rig.submit("a")
+    cause = RuntimeError("hung")
+    verdicts = []
+    answer = getattr(rig.device, call)
 
-    def slow(*args):
-        for later in (0.0, 4.5, 0.5):
-            rig.now += later
-            found.append(rig.core.fail_hung(5.0, error))
-        # The second to find out is not the one that did.
-        found.append(rig.core.fail_hung(5.0, error))
+    def hangs(*args):
+        for passed in (0.0, 4.999, 5.0, 6.0):
+            rig.now = 100.0 + passed
+            verdicts.append(rig.core.fail_hung(5.0, cause))
         return answer(*args)
 
-    assert not rig.core.fail_hung(0.0, error)
-    setattr(rig.executor, call, slow)
+    setattr(rig.device, call, hangs)
+    assert rig.core.fail_hung(0.0, cause) is False
     rig.core.run()
-    assert found[:4] == [False, False, True, False]
-    assert rig.core.fatal_error is error
-    assert group.channel.final.__cause__ is error
+    # The second to find out is not the one that did.
+    assert verdicts == [False, False, True, False]
+    assert rig.core.hung
+    assert rig.core.fatal_error is cause
+    assert isinstance(end_of(request), EngineDeadError)
+    assert isinstance(rig.core.call(int).exception(0), EngineDeadError)
+    # The thread came back, and took nothing of it in.
+    assert request.num_output_tokens == 0
+    assert rig.device.closed
 
 
-def test_a_channel_that_ended_takes_nothing_more():
-    channel = Channel()
-    channel.put(1, "one", None)
-    channel.offer_end(EngineError("the end"))
-    channel.end()
-    channel.put(2, "two", None)
-    channel.append(Delta("", (3,)))
-    assert ([item.token_ids for item in channel.items], channel.num_written) == ([(1,)], 1)
+def test_a_device_that_is_not_called_does_not_hang():
+    rig = Rig()
+    rig.submit("a", max_tokens=1)
+    rig.turns(1)
+    rig.now += 1000.0
+    assert rig.core.fail_hung(5.0, RuntimeError("hung")) is False
+    assert rig.core.fatal_error is None
+
+
+def test_a_device_that_cannot_be_closed_is_logged(caplog):
+    rig = Rig()
+
+    def fails():
+        raise SystemExit("no")
+
+    rig.device.close = fails
+    close_executor(rig.device)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def raised(kind, seen):
+    """An exception whose frame refers to something."""
+    kept = Text()
+    seen.append(weakref.ref(kept))
+    try:
+        raise kind
+    except kind as error:
+        return error
+
+
+def test_frames_of_an_error_and_of_what_led_to_it_are_cleared():
+    seen = []
+    error, cause, context, first = (
+        raised(kind, seen) for kind in (KeyError, ValueError, OSError, TypeError)
+    )
+    error.__cause__, error.__context__, context.__context__ = cause, context, first
+    first.__context__ = error  # a ring
+    assert all(ref() is not None for ref in seen)
+    clear_frames(error)
+    gc.collect()
+    assert [ref() for ref in seen] == [None] * 4
+    assert first.__traceback__.tb_frame.f_code.co_name == "raised"

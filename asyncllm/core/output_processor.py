@@ -133,7 +133,6 @@ class OutputProcessor:
     def _apply_backpressure(self, group: RequestGroup, channel: Channel) -> None:
         """For a stream that is not read: aborts the group, or pauses it until it is read."""
         if channel.on_slow == "abort":
-            group.cancelled = True
             self.abort(group)
             return
         if channel.is_backpressured:
@@ -210,7 +209,6 @@ class OutputProcessor:
         for request in list(self._scheduler.requests()):
             group = request.group
             if group.channel is not None and group.channel.mailbox is mailbox:
-                group.cancelled = True
                 self.abort(group)
 
     def flush_all_wakeups(self) -> None:
@@ -228,7 +226,8 @@ class OutputProcessor:
             if request is unfinished[-1]:
                 self.close(request, None)
             elif group.channel is not None:
-                self._end_member(request, group.channel, Delta(_remaining_text(request), ()))
+                held = Delta(_remaining_text(request), (), index=request.index)
+                self._end_member(request, group.channel, held)
 
     def fail(self, group: RequestGroup, error: Exception) -> None:
         """Ends the group with an exception; so does the failure of one member."""

@@ -30,9 +30,6 @@ class WaitingQueue:
     def __len__(self) -> int:
         return len(self._members)
 
-    def __contains__(self, request: Request) -> bool:
-        return request in self._members
-
     def __iter__(self):
         return iter(self._members)
 

@@ -1,0 +1,46 @@
+"""EngineThread: how often its step is looked at."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from asyncllm import EngineConfig
+from asyncllm.runtime.engine_thread import EngineThread
+
+
+@pytest.mark.parametrize(
+    ("step_timeout", "interval"), [(120.0, 15.0), (0.08, 0.01), (0.1, 0.0125), (0.001, 0.01)]
+)
+def test_a_step_is_looked_at_eight_times_before_its_time_is_up(step_timeout, interval):
+    thread = EngineThread(EngineConfig(model="m", step_timeout=step_timeout), lambda *_: None)
+    assert thread.watch_interval == pytest.approx(interval)
+
+
+def test_each_look_at_the_step_is_an_interval_after_the_one_before(monkeypatch):
+    """On a loop whose time is the test's: every sleep is as long as it says."""
+    thread = EngineThread(EngineConfig(model="m", step_timeout=80.0), lambda *_: None)
+    looks = []
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        began = now = 50.0
+
+        def check_step():
+            looks.append(now - began)
+            if len(looks) == 3:
+                thread.exited.set_result(None)
+
+        monkeypatch.setattr(thread, "check_step", check_step)
+        monkeypatch.setattr(loop, "time", lambda: now)
+        thread.supervise()
+        while not thread.exited.done():
+            await asyncio.sleep(0)
+            handles = [handle.when() for handle in loop._scheduled if not handle.cancelled()]
+            if handles:
+                now = min(handles)
+        await thread.unwatch()
+
+    asyncio.run(main())
+    assert looks == [10.0, 20.0, 30.0]

@@ -1,0 +1,189 @@
+"""KVCacheManager: what an admission takes and a hit counts, block by block."""
+
+from __future__ import annotations
+
+import pytest
+
+from asyncllm.core.kv_cache import NEVER, KVCacheManager
+from asyncllm.core.kv_cache_spec import KVCacheSpec
+from asyncllm.core.request import Request
+from asyncllm.core.request_group import RequestGroup
+from asyncllm.sampling_params import SamplingParams
+
+
+def manager(num_blocks=11, sizes=(4,), **options):
+    specs = tuple(KVCacheSpec((i,), size) for i, size in enumerate(sizes))
+    return KVCacheManager(num_blocks, specs, **options)
+
+
+def request(token_ids):
+    return Request(
+        RequestGroup("r"), SamplingParams(), token_ids=list(token_ids), max_model_len=1000
+    )
+
+
+def admitted(kv, token_ids, num_tokens=None):
+    """A request whose whole prompt is computed and published."""
+    one = request(token_ids)
+    assert kv.admit(one, num_tokens or len(one.token_ids), kv.find_prefix(one))
+    one.num_computed_tokens = len(one.token_ids)
+    kv.publish(one)
+    return one
+
+
+def ids(request):
+    return [[block.block_id for block in blocks] for blocks in request.blocks]
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "watermark"), [(2, 1), (100, 1), (200, 1), (201, 2), (1000, 9), (1001, 10)]
+)
+def test_watermark_is_a_hundredth_and_at_least_a_block(num_blocks, watermark):
+    assert manager(num_blocks).watermark == watermark
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "blocks"), [(0, 0), (1, 2), (4, 3), (5, 5), (6, 5), (7, 6), (8, 6), (9, 8)]
+)
+def test_blocks_of_all_groups_are_counted(num_tokens, blocks):
+    assert manager(sizes=(4, 2)).blocks_for(num_tokens) == blocks
+
+
+def test_an_admission_takes_what_is_there_and_nothing_if_it_is_too_little():
+    kv = manager(6)
+    first = request(range(9))
+    assert kv.admit(first, 9, ([],), 3) is False
+    assert (kv.pool.num_free, first.blocks) == (5, ())
+    assert kv.admit(first, 9, ([],), 2) is True
+    assert ids(first) == [[1, 2, 3]]
+    assert (first.num_slots, first.num_computed_tokens, first.publish_at) == (12, 0, 4)
+    second = request(range(20, 28))
+    assert kv.admit(second, 9, ([],)) is False
+    assert kv.admit(second, 8, ([],)) is True
+    assert (ids(second), kv.pool.num_free) == ([[4, 5]], 0)
+    kv.check_integrity([first, second])
+
+
+def test_a_hit_revives_free_blocks_and_shares_held_ones():
+    kv = manager(6)
+    first = admitted(kv, range(8))
+    kv.free(first)
+    second, third = request([*range(8), 50]), request([*range(8), 60])
+    prefix = kv.find_prefix(second)
+    assert [block.block_id for block in prefix[0]] == [1, 2]
+    # Two that are revived and one that is new.
+    assert kv.admit(second, 9, prefix, 3) is False
+    assert all(block.ref_count == 0 for block in prefix[0])
+    assert kv.admit(second, 9, prefix, 2) is True
+    assert kv.pool.num_free == 2
+    # And now the two are held already.
+    assert kv.admit(third, 9, kv.find_prefix(third), 2) is False
+    assert kv.admit(third, 9, kv.find_prefix(third), 1) is True
+    assert [block.ref_count for block in prefix[0][:2]] == [2, 2]
+    assert (third.num_computed_tokens, third.num_published, third.num_slots) == (8, 8, 12)
+    kv.check_integrity([second, third])
+
+
+def test_hits_are_counted_once_for_each_request_and_not_without_caching():
+    kv = manager()
+    kv.free(admitted(kv, range(8)))
+    assert (kv.num_queried_tokens, kv.num_hit_tokens) == (8, 0)
+    again = admitted(kv, range(10))
+    assert (kv.num_queried_tokens, kv.num_hit_tokens) == (18, 8)
+    assert again.num_cached_tokens == 8
+    # Once it has run, it finds its own blocks, which is no hit.
+    again.first_scheduled_at = 0.0
+    kv.free(again)
+    again.token_ids = list(range(5))
+    assert kv.admit(again, 5, kv.find_prefix(again))
+    assert again.num_computed_tokens == 4
+    assert (again.num_cached_tokens, kv.num_queried_tokens, kv.num_hit_tokens) == (8, 18, 8)
+    without = manager(enable_prefix_caching=False)
+    without.free(admitted(without, range(8)))
+    assert without.find_prefix(request(range(8))) == ([],)
+    one = admitted(without, range(8))
+    assert (one.num_cached_tokens, one.publish_at) == (0, NEVER)
+    assert (without.num_queried_tokens, without.num_hit_tokens) == (0, 0)
+    assert without.pool.num_cached == 0
+
+
+@pytest.mark.parametrize("num_tokens", range(1, 14))
+def test_a_hit_leaves_a_token_to_compute(num_tokens):
+    kv = manager()
+    kv.free(admitted(kv, range(12)))
+    (found,) = kv.find_prefix(request(range(num_tokens)))
+    assert len(found) == (num_tokens - 1) // 4
+    assert [block.block_id for block in found] == [1, 2, 3][: len(found)]
+
+
+def test_growing_appends_to_every_table_or_to_none():
+    kv = manager(8, sizes=(4, 2))
+    one = request(range(3))
+    assert kv.admit(one, 3, ([], []))
+    assert (ids(one), one.num_slots) == ([[1], [2, 3]], 4)
+    assert kv.grow(one, 4, reserve=100) == ([], [])
+    assert kv.grow(one, 5) == ([4], [5])
+    assert (ids(one), one.num_slots) == ([[1, 4], [2, 3, 5]], 6)
+    assert kv.grow(one, 7, reserve=2) is None
+    assert (ids(one), one.num_slots, kv.pool.num_free) == ([[1, 4], [2, 3, 5]], 6, 2)
+    assert kv.grow(one, 7, reserve=1) == ([], [6])
+    assert one.num_slots == 8
+    assert kv.grow(one, 12) is None
+    kv.check_integrity([one])
+
+
+def test_blocks_are_published_as_they_become_full():
+    kv = manager(sizes=(4, 2))
+    one = request(range(9))
+    kv.admit(one, 9, ([], []))
+    assert one.publish_at == 2
+    published = []
+    for computed, publish_at in ((1, 2), (2, 4), (3, 4), (4, 6), (7, 8), (9, 10)):
+        one.num_computed_tokens = computed
+        published.append(len(kv.publish(one)))
+        assert one.publish_at == publish_at
+    assert published == [0, 1, 0, 2, 1, 2]
+    # A token that is computed and not known yet is of no full block.
+    one.num_computed_tokens = 10
+    assert kv.publish(one) == []
+    one.token_ids.append(9)
+    assert len(kv.publish(one)) == 1
+    assert kv.pool.num_cached == 7
+    twin = request(one.token_ids)
+    kv.admit(twin, 2, ([], []))
+    twin.num_computed_tokens = 2
+    # The contents are there already: offered, and not published.
+    assert kv.publish(twin) == []
+    assert (twin.num_published, twin.publish_at) == (2, 4)
+
+
+def test_freeing_leaves_nothing_with_the_request_and_everything_findable():
+    kv = manager()
+    one = admitted(kv, range(9))
+    kv.free(one)
+    assert (one.blocks, one.num_slots, one.num_computed_tokens) == ((), 0, 0)
+    assert one.publish_at == NEVER
+    assert kv.pool.num_free == kv.pool.num_usable
+    assert len(kv.find_prefix(request(range(9)))[0]) == 2
+    kv.check_integrity([one])
+
+
+@pytest.mark.parametrize("damage", ["table", "computed", "beyond", "slots", "leak"])
+def test_check_integrity_notices(damage):
+    kv = manager(sizes=(4, 2))
+    one, other = admitted(kv, range(5)), request(range(5))
+    kv.check_integrity([one, other])
+    if damage == "table":
+        kv.pool.release(one.blocks[1])
+        one.blocks = one.blocks[:1]
+    elif damage == "computed":
+        other.num_computed_tokens = 1
+    elif damage == "beyond":
+        one.num_computed_tokens = 7
+    elif damage == "slots":
+        one.num_slots = 7
+    else:
+        one.blocks = ()
+        one.num_computed_tokens = one.num_slots = 0
+    with pytest.raises(AssertionError):
+        kv.check_integrity([one, other])

@@ -1,0 +1,472 @@
+"""OutputProcessor: what becomes of a token, who is woken for it, and how a request ends."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from asyncllm.core.channel import Channel, End
+from asyncllm.core.output_processor import Output, OutputProcessor, make_partial, make_usage
+from asyncllm.core.request import Request, Status
+from asyncllm.core.request_group import RequestGroup
+from asyncllm.errors import EngineOverloadedError, RequestError
+from asyncllm.outputs import Delta
+from asyncllm.sampling_params import SamplingParams
+from tests.channels import logprobs_of
+
+
+class Text:
+    """A detokenizer: token 5 is "5 ", and 99 is held back until the end. Token 66 completes a
+    stop string, 13 has no text."""
+
+    def __init__(self):
+        self.stopped = None
+        self.held = ""
+
+    def push(self, token_id):
+        if token_id == 13:
+            raise KeyboardInterrupt("no text")
+        if token_id == 66:
+            self.stopped = "STOP"
+            return "before"
+        if token_id == 99:
+            self.held += "99 "
+            return ""
+        return f"{token_id} "
+
+    def finish(self):
+        if self.held == "99 99 ":
+            raise KeyboardInterrupt("no text")
+        return self.held
+
+
+class Mailbox:
+    def __init__(self, closed=False):
+        self.closed = closed
+        self.notified: list[list[Channel]] = []
+
+    def notify(self, channels):
+        self.notified.append(list(channels))
+        return not self.closed
+
+    def is_closed(self):
+        return self.closed
+
+
+class Notifier:
+    def __init__(self):
+        self.told: list[object] = []
+
+    def first_token(self):
+        self.told.append("first")
+
+    def finished(self, usage, error):
+        self.told.append((usage.total_time, error))
+
+
+class Rig:
+    """An output processor, and a scheduler that notes what it is asked for."""
+
+    def __init__(self):
+        self.now = 10.0
+        self.calls: list[tuple] = []
+        self.left: list[Request] = []
+        self.forgotten: list[RequestGroup] = []
+        self.groups: list[RequestGroup] = []
+        scheduler = SimpleNamespace(
+            finish=self.finish,
+            pause=lambda request: self.calls.append(("pause", request)),
+            resume=lambda request: self.calls.append(("resume", request)),
+            requests=lambda: [m for group in self.groups for m in group.unfinished],
+        )
+        admission = SimpleNamespace(leave=self.left.append, forget=self.forgotten.append)
+        self.processor = OutputProcessor(scheduler, admission, lambda: self.now)
+
+    def finish(self, request, reason):
+        if not request.finished:
+            request.status, request.finish_reason = Status.FINISHED, reason
+
+    def group(self, size=1, *, name="g", max_unread=256, on_slow="coalesce", **params):
+        group = RequestGroup(name, Channel(max_unread=max_unread, on_slow=on_slow), arrived_at=4.0)
+        group.notifier = Notifier()
+        for _ in range(size):
+            request = Request(
+                group,
+                SamplingParams(**params),
+                token_ids=[1, 2],
+                max_model_len=100,
+                output=Output(lambda token_ids: "".join(f"{t}," for t in token_ids), Text()),
+            )
+            request.status = Status.RUNNING
+        self.groups.append(group)
+        return group
+
+    def deliver(self, request, token_id, reason=None, logprobs=None):
+        request.token_ids.append(token_id)
+        if reason is not None:
+            self.finish(request, reason)
+        self.processor.deliver((request, token_id, logprobs, None), self.now)
+
+    @property
+    def counts(self):
+        processor = self.processor
+        return processor.num_finished, processor.num_aborted, processor.num_failed
+
+
+def end_of(group):
+    final = group.channel.final
+    return (final.finish_reason, final.stop_reason, final.text) if isinstance(final, End) else final
+
+
+# --- tokens -----------------------------------------------------------------------------
+
+
+def test_a_token_is_a_delta_and_the_first_is_told():
+    rig = Rig()
+    group = rig.group(max_unread=1)
+    (request,) = group.members
+    rig.deliver(request, 5, logprobs=logprobs_of(5))
+    rig.now = 12.0
+    rig.deliver(request, 6)
+    assert list(group.channel.items) == [
+        Delta("5 ", (5,), logprobs=(logprobs_of(5),)),
+        Delta("6 ", (6,)),
+    ]
+    assert request.first_token_at == 10.0
+    assert group.notifier.told == ["first"]
+    assert (end_of(group), rig.counts) == (None, (0, 0, 0))
+
+
+def test_the_first_token_is_told_by_the_first_member_alone():
+    rig = Rig()
+    group = rig.group(2, max_unread=1)
+    first, second = group.members
+    rig.deliver(second, 5)
+    assert (group.notifier.told, second.first_token_at) == ([], 10.0)
+    rig.deliver(first, 6)
+    assert group.notifier.told == ["first"]
+    assert [(item.index, item.token_ids) for item in group.channel.items] == [(1, (5,)), (0, (6,))]
+    # And without an observer there is nobody to be told.
+    other = rig.group()
+    other.notifier = None
+    rig.deliver(other.members[0], 5)
+    assert other.members[0].first_token_at == 10.0
+
+
+@pytest.mark.parametrize(
+    ("reason", "token_id", "include", "last", "held"),
+    [
+        ("length", 5, False, "5 ", ""),
+        ("length", 99, False, "99 ", ""),
+        ("stop", 5, False, "", ""),
+        ("stop", 5, True, "5 ", ""),
+    ],
+)
+def test_the_last_token_comes_with_the_end(reason, token_id, include, last, held):
+    rig = Rig()
+    group = rig.group(include_stop_str_in_output=include)
+    (request,) = group.members
+    rig.deliver(request, 4)
+    request.stop_reason = 7
+    rig.now = 12.5
+    rig.deliver(request, token_id, reason, logprobs_of(token_id))
+    final = group.channel.final
+    assert end_of(group) == (reason, 7, held)
+    assert final.last == Delta(last, (token_id,), logprobs=(logprobs_of(token_id),))
+    assert len(group.channel.items) == 1
+    assert final.usage.total_time == 8.5
+    assert (final.usage.completion_tokens, request.finished_at) == (2, 12.5)
+    assert (rig.counts, rig.forgotten, group.cancelled) == ((1, 0, 0), [group], True)
+    assert group.notifier.told == ["first", (8.5, None)]
+
+
+@pytest.mark.parametrize("reason", [None, "length", "stop"])
+def test_a_stop_string_ends_the_request_in_the_middle_of_a_token(reason):
+    rig = Rig()
+    group = rig.group(include_stop_str_in_output=True)
+    (request,) = group.members
+    rig.deliver(request, 66, reason)
+    assert end_of(group) == ("stop", "STOP", "")
+    assert group.channel.final.last == Delta("before", (66,))
+    assert (request.status, request.finish_reason) == (Status.FINISHED, "stop")
+
+
+def test_a_member_that_ends_before_the_others_says_so_in_a_delta_of_its_own():
+    rig = Rig()
+    group = rig.group(2)
+    first, second = group.members
+    rig.deliver(first, 66, logprobs=logprobs_of(66))
+    assert list(group.channel.items) == [
+        Delta(
+            "before",
+            (66,),
+            logprobs=(logprobs_of(66),),
+            finish_reason="stop",
+            stop_reason="STOP",
+        )
+    ]
+    assert (rig.left, rig.forgotten, end_of(group)) == ([first], [], None)
+    rig.deliver(second, 5, "length")
+    assert group.channel.final.last == Delta("5 ", (5,), index=1)
+    assert (rig.left, rig.forgotten, rig.counts) == ([first], [group], (1, 0, 0))
+    assert first.finished_at == second.finished_at == 10.0
+
+
+# --- wakes ------------------------------------------------------------------------------
+
+
+def test_a_reader_is_woken_once_for_all_that_it_has_not_read():
+    rig = Rig()
+    mailbox, others = Mailbox(), Mailbox()
+    groups = [rig.group(name=str(i)) for i in range(4)]
+    for group, box in zip(groups, (mailbox, mailbox, others, None), strict=True):
+        group.channel.mailbox = box
+        group.channel.has_reader = True
+        for _ in range(2):
+            rig.deliver(group.members[0], 5)
+        assert group.channel.has_reader is False
+    rig.processor.flush_wakeups()
+    channels = [group.channel for group in groups]
+    assert (mailbox.notified, others.notified) == ([channels[:2]], [channels[2:3]])
+    rig.processor.flush_wakeups()
+    assert (len(mailbox.notified), len(others.notified)) == (1, 1)
+
+
+def test_a_reader_that_does_not_wait_is_not_woken():
+    rig = Rig()
+    group = rig.group()
+    group.channel.mailbox = mailbox = Mailbox()
+    rig.deliver(group.members[0], 5)
+    rig.processor.flush_wakeups()
+    assert mailbox.notified == []
+    # An end is told in any case.
+    rig.deliver(group.members[0], 5, "length")
+    rig.processor.flush_wakeups()
+    assert mailbox.notified == [[group.channel]]
+
+
+@pytest.mark.parametrize("waiting", [False, True])
+def test_streams_of_a_closed_loop_are_aborted(waiting):
+    rig = Rig()
+    closed, mailbox = Mailbox(closed=True), Mailbox()
+    gone, silent, there = (rig.group(name=name) for name in ("gone", "silent", "there"))
+    # Groups that no reader has, and some without a channel, are nobody's.
+    unread, inner = rig.group(name="unread"), RequestGroup("inner")
+    Request(inner, SamplingParams(), token_ids=[1], max_model_len=8)
+    rig.groups.append(inner)
+    gone.channel.mailbox = silent.channel.mailbox = closed
+    there.channel.mailbox = mailbox
+    for group in (gone, there):
+        group.channel.has_reader = waiting
+        rig.deliver(group.members[0], 5)
+    rig.processor.flush_wakeups()
+    for group in (gone, silent):
+        assert end_of(group) == ("abort", None, "")
+        assert group.cancelled
+    assert end_of(there) is end_of(unread) is None
+    assert [group.cancelled for group in (there, unread, inner)] == [False] * 3
+    assert rig.counts == (0, 2, 0)
+    # Asked once for what was delivered once.
+    closed.closed = False
+    mailbox.closed = True
+    rig.processor.flush_wakeups()
+    assert end_of(there) is None
+
+
+def test_a_dead_engine_wakes_all_that_it_has_to_and_forgets_none():
+    rig = Rig()
+    groups = [rig.group(name=str(i)) for i in range(3)]
+    mailbox, closed = Mailbox(), Mailbox(closed=True)
+    for group, box in zip(groups, (mailbox, closed, None), strict=True):
+        group.channel.mailbox = box
+        rig.processor.abort(group)
+    for count in (1, 2):
+        rig.processor.flush_all_wakeups()
+        assert mailbox.notified == [[groups[0].channel]] * count
+        assert closed.notified == [[groups[1].channel]] * count
+
+
+# --- slow readers -----------------------------------------------------------------------
+
+
+def test_a_reader_that_falls_behind_pauses_its_group_once_and_resumes_it():
+    rig = Rig()
+    group = rig.group(2, max_unread=2, on_slow="pause")
+    first, second = group.members
+    rig.deliver(first, 5)
+    assert (rig.calls, group.channel.is_backpressured) == ([], False)
+    rig.deliver(second, 5)
+    assert rig.calls == [("pause", first), ("pause", second)]
+    assert group.channel.is_backpressured is True
+    rig.deliver(first, 5)
+    assert len(rig.calls) == 2
+    rig.processor.release(group)
+    assert rig.calls[2:] == [("resume", first), ("resume", second)]
+    assert group.channel.is_backpressured is False
+    rig.processor.release(group)
+    assert len(rig.calls) == 4
+    assert end_of(group) is None
+    rig.processor.release(RequestGroup("without a channel"))
+
+
+def test_a_reader_that_catches_up_meanwhile_is_not_left_paused():
+    rig = Rig()
+    group = rig.group(max_unread=2, on_slow="pause")
+    (request,) = group.members
+    channel = group.channel
+    pause = rig.processor._scheduler.pause
+
+    def read_meanwhile(one):
+        pause(one)
+        channel.num_read += 1
+
+    rig.processor._scheduler.pause = read_meanwhile
+    rig.deliver(request, 5)
+    rig.deliver(request, 5)
+    assert rig.calls == [("pause", request), ("resume", request)]
+    assert channel.is_backpressured is False
+
+
+def test_a_reader_that_falls_behind_may_be_aborted_or_merged_for():
+    rig = Rig()
+    group = rig.group(max_unread=2, on_slow="abort")
+    other = rig.group(max_unread=2)
+    for one in (group, other):
+        rig.deliver(one.members[0], 5)
+        assert end_of(one) is None
+        rig.deliver(one.members[0], 6)
+    assert (end_of(group), group.cancelled) == (("abort", None, ""), True)
+    assert (end_of(other), other.cancelled) == (None, False)
+    assert rig.calls == []
+
+
+# --- ends -------------------------------------------------------------------------------
+
+
+def test_an_abort_gives_what_was_held_back_and_is_counted_once():
+    rig = Rig()
+    group = rig.group()
+    rig.deliver(group.members[0], 99)
+    rig.processor.abort(group)
+    assert (end_of(group), rig.counts) == (("abort", None, "99 "), (0, 1, 0))
+    for _ in range(2):
+        rig.processor.abort(group)
+        rig.processor.fail(group, RequestError("late"))
+    assert (rig.counts, rig.forgotten) == ((0, 1, 0), [group])
+    assert group.notifier.told == ["first", (6.0, None)]
+
+
+@pytest.mark.parametrize("detokenizer", [True, False])
+def test_an_abort_needs_no_text(detokenizer):
+    rig = Rig()
+    group = rig.group()
+    if detokenizer:
+        rig.deliver(group.members[0], 99)
+        rig.deliver(group.members[0], 99)
+    else:
+        group.members[0].output.detokenizer = None
+    rig.processor.abort(group)
+    assert end_of(group) == ("abort", None, "")
+
+
+def test_an_abort_ends_each_member_that_lives():
+    rig = Rig()
+    group = rig.group(4)
+    done, held, _, last = group.members
+    rig.deliver(done, 5, "length")
+    rig.deliver(held, 99)
+    group.channel.items.clear()
+    rig.processor.abort(group)
+    assert [(d.index, d.text, d.finish_reason) for d in group.channel.items] == [
+        (1, "99 ", "abort"),
+        (2, "", "abort"),
+    ]
+    assert end_of(group) == ("abort", None, "")
+    assert [m.finish_reason for m in group.members] == ["length", "abort", "abort", "abort"]
+    assert (rig.left, rig.forgotten, last.finished) == (group.members[:3], [group], True)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_an_error_ends_the_whole_group(own):
+    rig = Rig()
+    group = rig.group(2, name="name")
+    error = EngineOverloadedError("busy", retry_after=1.0) if own else ZeroDivisionError("why")
+    rig.processor.deliver((group.members[0], -1, None, error), rig.now)
+    final = end_of(group)
+    if own:
+        assert final is error
+    else:
+        assert type(final) is RequestError
+        assert str(final) == "request 'name' failed: ZeroDivisionError('why')"
+        assert final.__cause__ is error
+    assert all(member.finished for member in group.members)
+    assert all(member.finished_at == 10.0 for member in group.members)
+    assert [member.finish_reason for member in group.members] == [None, None]
+    assert (rig.counts, rig.forgotten) == ((0, 0, 1), [group])
+    assert group.notifier.told == [(6.0, final)]
+
+
+def test_text_that_cannot_be_decoded_fails_the_request():
+    rig = Rig()
+    group = rig.group()
+    rig.deliver(group.members[0], 5)
+    rig.deliver(group.members[0], 13)
+    assert type(end_of(group)) is RequestError
+    assert isinstance(end_of(group).__cause__, KeyboardInterrupt)
+    assert len(group.channel.items) == 1
+
+
+def test_an_error_of_a_member_that_was_to_be_aborted_holds_nothing_back():
+    """The text that an abort would have given is no part of an exception."""
+    rig = Rig()
+    group = rig.group()
+    rig.deliver(group.members[0], 99)
+    group.members[0].output.detokenizer.finish = pytest.fail
+    rig.processor.fail(group, RequestError("failed"))
+    assert rig.counts == (0, 0, 1)
+
+
+def test_without_an_observer_an_end_is_told_to_its_reader_alone():
+    rig = Rig()
+    group = rig.group()
+    group.notifier = None
+    rig.processor.abort(group)
+    assert rig.counts == (0, 1, 0)
+
+
+# --- accounts ---------------------------------------------------------------------------
+
+
+def test_usage_is_of_all_members_from_the_earliest_on():
+    group = Rig().group(3)
+    first, second, _ = group.members
+    usage = make_usage(group, 20.0)
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) == (2, 0, 0)
+    assert (usage.queue_time, usage.ttft, usage.total_time) == (16.0, None, 16.0)
+    first.num_cached_tokens = 2
+    first.token_ids += [5]
+    second.token_ids += [6, 7]
+    first.first_scheduled_at, second.first_scheduled_at = 7.0, 6.0
+    first.first_token_at, second.first_token_at = 9.0, 9.5
+    usage = make_usage(group, 20.0)
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) == (2, 3, 2)
+    assert (usage.queue_time, usage.ttft, usage.total_time) == (2.0, 5.0, 16.0)
+
+
+def test_a_partial_result_has_what_every_member_generated():
+    group = Rig().group(3)
+    assert make_partial(group, 20.0) is None
+    first, second, third = group.members
+    second.token_ids += [6, 7]
+    third.token_ids += [8]
+    third.output.decode = lambda token_ids: 1 / 0
+    partial = make_partial(group, 20.0)
+    assert (partial.request_id, partial.prompt_token_ids) == ("g", (1, 2))
+    assert [(o.index, o.text, o.token_ids, o.finish_reason) for o in partial.outputs] == [
+        (0, "", (), None),
+        (1, "6,7,", (6, 7), None),
+        (2, "", (8,), None),
+    ]
+    assert partial.usage.total_time == 16.0
+    assert first.num_output_tokens == 0

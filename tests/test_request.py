@@ -1,0 +1,116 @@
+"""Request: its limits, what ends it, and the hashes of its blocks."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+
+import pytest
+
+from asyncllm.core.request import Request, Status, root_hash
+from asyncllm.core.request_group import RequestGroup
+from asyncllm.sampling_params import SamplingParams
+
+
+def request(
+    token_ids=(1, 2, 3), group=None, *, cache_salt=None, max_model_len=100, eos=(), **params
+):
+    return Request(
+        group or RequestGroup("r", arrived_at=7.0),
+        SamplingParams(**params),
+        token_ids=None if token_ids is None else list(token_ids),
+        max_model_len=max_model_len,
+        eos_token_ids=eos,
+        cache_salt=cache_salt,
+    )
+
+
+def test_a_request_begins_with_nothing():
+    one = request()
+    assert (one.request_id, one.arrived_at, one.index) == ("r", 7.0, 0)
+    assert (one.status, one.finished, one.req_index) == (Status.NEW, False, -1)
+    assert (one.num_computed_tokens, one.num_placeholders, one.epoch) == (0, 0, 0)
+    assert (one.num_slots, one.num_published, one.publish_at) == (0, 0, 0)
+    assert (one.num_cached_tokens, one.num_preemptions, one.blocks) == (0, 0, ())
+    assert (one.arrival_index, one.priority, one.sort_key) == (0, 0, (0,))
+    assert (one.num_output_tokens, one.output_token_ids) == (0, [])
+    assert one.finish_reason is one.stop_reason is one.finished_at is None
+    assert one.first_scheduled_at is one.first_token_at is None
+
+
+def test_members_of_a_group_are_numbered():
+    group = RequestGroup("g", arrived_at=3.0)
+    members = [request(group=group) for _ in range(3)]
+    assert group.members == members
+    assert [one.index for one in members] == [0, 1, 2]
+    members[1].status = Status.FINISHED
+    assert group.unfinished == [members[0], members[2]]
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "max_model_len", "expected"),
+    [(None, 100, 100), (20, 100, 23), (96, 100, 99), (97, 100, 100), (98, 100, 100)],
+)
+def test_total_is_limited_by_the_request_and_by_the_context(max_tokens, max_model_len, expected):
+    for token_ids in ((1, 2, 3), None):
+        one = request(token_ids, max_tokens=max_tokens, min_tokens=2, max_model_len=max_model_len)
+        if token_ids is None:
+            assert (one.num_prompt_tokens, one.max_total_tokens, one.min_total_tokens) == (0, 0, 0)
+            assert one.token_ids == []
+            one.set_prompt([1, 2, 3])
+        assert one.token_ids == [1, 2, 3]
+        assert (one.num_prompt_tokens, one.min_total_tokens) == (3, 5)
+        assert one.max_total_tokens == expected
+
+
+@pytest.mark.parametrize(
+    ("output", "reason", "stop_reason"),
+    [
+        ([50], None, None),  # below min_tokens
+        ([60], None, None),
+        ([9, 8], None, None),
+        ([9, 50], "stop", None),  # an end of sequence is no stop_reason
+        ([9, 60], "stop", 60),
+        ([9, 8, 7, 6], "length", None),
+        ([9, 8, 7, 60], "stop", 60),
+        ([9, 8, 7, 6, 5], "length", None),
+    ],
+)
+def test_what_ends_a_request(output, reason, stop_reason):
+    one = request(max_tokens=4, min_tokens=2, stop_token_ids=(60,), eos=(50, 51))
+    assert one.stop_token_ids == {50, 51, 60}
+    one.token_ids += output
+    assert one.check_stop(output[-1]) == reason
+    assert one.stop_reason == stop_reason
+    assert (one.num_output_tokens, one.output_token_ids) == (len(output), output)
+
+
+def test_an_end_of_sequence_may_be_ignored():
+    one = request(ignore_eos=True, stop_token_ids=(60,), eos=(50,))
+    assert (one.eos_token_ids, one.stop_token_ids) == ((), {60})
+    one.token_ids.append(50)
+    assert one.check_stop(50) is None
+
+
+@pytest.mark.parametrize("salt", [None, "", "a"])
+@pytest.mark.parametrize("block_size", [1, 3, 4])
+def test_hashes_are_a_chain_of_blake2b(salt, block_size):
+    token_ids = [5, 0, 2**31, 7, 8, 9, 2**32 - 1, 3, 4, 5, 6]
+    seed = b"" if salt is None else b"salt\0" + salt.encode()
+    parent = hashlib.blake2b(seed, digest_size=16, person=b"asyncllm-kv").digest()
+    assert root_hash(salt) == parent
+    expected = []
+    for begin in range(0, len(token_ids) - block_size + 1, block_size):
+        block = token_ids[begin : begin + block_size]
+        parent = hashlib.blake2b(
+            parent + struct.pack(f"={block_size}I", *block), digest_size=16
+        ).digest()
+        expected.append(parent)
+    one = request(token_ids[:2], cache_salt=salt)
+    for token_id in token_ids[2:]:
+        before = list(one.extend_hashes(block_size))
+        one.token_ids.append(token_id)
+        # Each is computed once, and stays.
+        assert one.extend_hashes(block_size)[: len(before)] == before
+    assert one.extend_hashes(block_size) == expected
+    assert one.block_hashes == {block_size: expected}
