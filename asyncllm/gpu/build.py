@@ -33,7 +33,7 @@ from asyncllm.gpu.kv_cache import (
 )
 from asyncllm.gpu.memory import check_cache, check_weights, cuda_cache_bytes, release
 from asyncllm.gpu.model_runner import ModelRunner
-from asyncllm.gpu.models.architectures import find_architecture, is_small
+from asyncllm.gpu.models.architectures import is_small
 from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.models.dense import attention_kinds, build_decoder, kv_groups
 from asyncllm.gpu.models.layers import AttentionKind
@@ -69,7 +69,6 @@ def build_model_runner(
         ModelLoadError: the checkpoint cannot be used.
         KVCacheTooSmallError: the KV cache cannot hold what is asked for.
     """
-    find_architecture(model)
     if mode is None:
         device = resolve_device(config.device)
         set_current_device(device)
@@ -105,7 +104,7 @@ def _create(
         max_num_seqs=max_num_seqs,
     )
     size = size_cache(config, model, groups, dtype, max_num_seqs=max_num_seqs, available=available)
-    if mode.on_cuda:
+    if device.type == "cuda":
         check_cache(config, device, size.num_blocks * block_bytes(groups, dtype))
     decoder.set_max_positions(size.max_model_len)
     ahead = config.async_scheduling

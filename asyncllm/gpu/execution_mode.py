@@ -39,10 +39,6 @@ class ExecutionMode:
     token_budget: int
     pipeline_depth: int
 
-    @property
-    def on_cuda(self) -> bool:
-        return self.device.type == "cuda"
-
 
 def execution_mode_for(config: EngineConfig, device: torch.device) -> ExecutionMode:
     """Synchronous on a CPU, one step of run-ahead on a GPU."""
