@@ -128,7 +128,7 @@ def _create(
         measured = calibrate_token_budget(lambda count: time_prefill(runner, count))
         runner.info = dataclasses.replace(info, max_num_batched_tokens=measured)
     if config.cuda_graphs == "startup":
-        runner.capture_graphs(partial(progress, stage="graphs") if progress else _say_nothing)
+        runner.capture_graphs(partial(progress, stage="graphs") if progress else lambda *_: None)
     return runner
 
 
@@ -153,10 +153,6 @@ def _load(
     load = dummy_weights if config.load_format == "dummy" else load_weights
     weights = load(model, dtype, device, progress)
     return build_decoder(model, ops, attention, weights), groups, free_at_start
-
-
-def _say_nothing(done: int, total: int) -> None:
-    pass
 
 
 def resolve_threads(count: int | None, model: ModelConfig, device: torch.device) -> int | None:
