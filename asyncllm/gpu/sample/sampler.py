@@ -13,8 +13,8 @@ from asyncllm.gpu.batch.decode_inputs import SamplingTensors
 from asyncllm.gpu.batch.input_batch import InputBatch
 from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.memory import is_device_failure
-from asyncllm.gpu.ops.base import OpSet
 from asyncllm.gpu.ops.gumbel import MIN_TEMPERATURE
+from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.sample.inverse_cdf import sample_inverse_cdf
 from asyncllm.gpu.sample.logprobs import gather_logprobs
 from asyncllm.gpu.sample.penalties import Penalties
@@ -61,7 +61,7 @@ class Sampler:
         vocab_size: int,
         inputs: InputBatch,
         device: torch.device,
-        ops: OpSet | None = None,
+        ops: TorchOps | None = None,
     ) -> None:
         self.inputs = inputs
         self.device = device
@@ -226,7 +226,7 @@ class Sampler:
                 errors[row] = ValueError("a logits processor returned logits that are not finite")
 
     def _sample_gumbel(
-        self, ops: OpSet, logits: Tensor, req_indices: np.ndarray, positions: np.ndarray
+        self, ops: TorchOps, logits: Tensor, req_indices: np.ndarray, positions: np.ndarray
     ) -> np.ndarray:
         """Tokens of the op set's sampler, as a fused step draws them; -1 for a row that has NaN or
         infinity, or no finite logit."""

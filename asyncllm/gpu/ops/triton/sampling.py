@@ -348,7 +348,7 @@ def sample(
     last_sampled_tokens: Tensor,
     out: Tensor,
 ) -> None:
-    """See ``OpSet.sample``. Rows of ``logits``, float32, bfloat16 or float16, are contiguous.
+    """See ``TorchOps.sample``. Rows of ``logits``, float32, bfloat16 or float16, are contiguous.
 
     A row's token depends on that row alone, not on the others of the batch.
     """
