@@ -187,7 +187,7 @@ def available_cache_bytes(
     token_budget: int,
     max_num_seqs: int,
 ) -> int:
-    """Bytes for the KV cache; 0, with nothing measured, where the configuration says."""
+    """Bytes for the KV cache; 0, with nothing measured, where the configuration sets its size."""
     if config.num_blocks is not None or config.kv_cache_memory is not None:
         return 0
     model, weight = decoder.model, decoder.embedding

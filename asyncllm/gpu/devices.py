@@ -133,9 +133,9 @@ def set_current_device(device: torch.device) -> None:
 
 
 def resolve_dtype(name: str, model: ModelConfig, device: torch.device) -> torch.dtype:
-    """Of weights and KV. "auto" is the checkpoint's on a GPU. On a CPU it is bfloat16 for a
-    16-bit checkpoint where the processor computes in it and the model is not small, because
-    a small one spends its time on conversions then; else float32.
+    """The dtype of weights and KV. "auto" is the checkpoint's on a GPU. On a CPU it is bfloat16
+    for a 16-bit checkpoint where the processor computes in it and the model is not small,
+    because a small one spends its time on conversions then; else float32.
 
     Raises:
         InvalidRequestError: the device cannot compute in it.

@@ -190,7 +190,7 @@ class ModelRunner:
     def close(self) -> None:
         if self._state is None:
             return
-        # Not waited for here: a device that hangs would never be done.
+        # The steps are not waited for: a hung device would never finish them.
         self._steps.clear()
         graphs, self._state = self.graphs, None
         if graphs is not None:
@@ -204,7 +204,8 @@ class ModelRunner:
         return self._state
 
     def _enter_thread(self) -> None:
-        """The thread count belongs to a thread, and the engine may start its own late."""
+        """Sets the thread count on the thread that runs the steps: it is per thread, and the
+        engine may start its own late."""
         thread = get_ident()
         if self._num_threads is not None and thread != self._thread:
             set_thread_count(self._num_threads)
@@ -213,9 +214,9 @@ class ModelRunner:
     # --- a step ------------------------------------------------------------------------
 
     def _start_steps(self) -> None:
-        """Starts what can run now. A step that needs the eager sampler, or that failed, holds
-        up those behind it until it is collected, where its error is raised: the step before
-        it may have gone well."""
+        """Starts the steps that can run now. One that needs the eager sampler, or that failed,
+        holds up those behind it until it is collected, where its error is raised: the step
+        before it may have gone well."""
         for step in self._steps:
             if not step.started:
                 step.started = True

@@ -29,7 +29,7 @@ def profile_run(
 
     All rows write and read one KV block. Layers have the same shapes and run one after the
     other: the first of each kind, the second and the last have the peak of all of them, in a
-    fraction of the time. ``set_max_positions`` comes first.
+    fraction of the time. Call ``Decoder.set_max_positions`` first.
     """
     few, weight = _with_few_layers(decoder), decoder.embedding
     cache = KVCache(groups, 1, weight.dtype, weight.device)

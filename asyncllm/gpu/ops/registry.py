@@ -34,8 +34,8 @@ BUILTIN: dict[str, AttentionBackend] = {
 def make_attention(name: str, request: AttentionRequest) -> tuple[Attention, int]:
     """The backend for a device and a model, and the tokens per KV block.
 
-    "auto" is "triton" on CUDA and "torch" elsewhere; the others are chosen by name only. What
-    cannot be had is an error, never another backend.
+    "auto" is "triton" on CUDA and "torch" elsewhere; the others are chosen by name only. A
+    backend that cannot be used is an error, never replaced by another.
 
     Raises:
         InvalidRequestError: no such backend, or one that does not cover the request.
@@ -137,7 +137,7 @@ def _distribution(entry: EntryPoint) -> str:
 def _refusal(
     name: str, chosen: str, unmet: Unmet, request: AttentionRequest
 ) -> InvalidRequestError:
-    """The setting at fault, why, and what would do instead."""
+    """The error for a broken constraint: the setting, the reason, and an alternative."""
     which = f"attention_backend={name!r}"
     if name == "auto":
         which += f" is {chosen!r} on device {request.device}, which"

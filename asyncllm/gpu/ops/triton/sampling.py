@@ -1,4 +1,4 @@
-"""The sampler: two kernels over the vocabulary, without a sort.
+"""sample: Gumbel-max sampling in two kernels over the vocabulary, without a sort.
 
 They compute what ``gumbel_sample`` describes. The first kernel reduces the vocabulary to
 statistics of chunks of 256 tokens, winner of the race included. The second has one program
