@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -59,7 +60,8 @@ class MemoryProbe:
         fails: up to torch 2.12 it fails while any thread is inside ``use_mem_pool``, later
         while any captures a CUDA graph.
         """
-        handle: Any = _PoolHandle(torch.cuda.graph_pool_handle())
+        # The one attribute of a MemPool that ``use_mem_pool`` reads.
+        handle: Any = SimpleNamespace(id=torch.cuda.graph_pool_handle())
 
         def reserved() -> int:
             return sum(
@@ -86,13 +88,6 @@ class MemoryProbe:
     def trim(self, device: torch.device) -> None:
         """Returns the blocks that torch has cached and no tensor uses to the device."""
         torch.cuda.empty_cache()
-
-
-@dataclass(frozen=True, slots=True)
-class _PoolHandle:
-    """The one attribute of a MemPool that ``torch.cuda.use_mem_pool`` reads."""
-
-    id: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)

@@ -256,7 +256,7 @@ class ModelRunner:
         assert state.decode is not None
         host, inputs = self._stage(state.decode, step)
         # From here on only the device knows these tokens.
-        state.inputs.write_sampled(step.req_indices, step.positions, PLACEHOLDER_TOKEN)
+        state.inputs.token_ids[step.req_indices, step.positions] = PLACEHOLDER_TOKEN
         state.decode.run(host, len(step.rows), inputs)
         step.tokens, step.event = host.tokens, self._stream.record()
 
@@ -316,9 +316,8 @@ class ModelRunner:
         becomes a token that the embedding has: results computed from it are void."""
         inputs = self._open().inputs
         same = inputs.epochs[step.req_indices] == step.epochs
-        inputs.write_sampled(
-            step.req_indices[same], step.positions[same], np.maximum(tokens[same], 0)
-        )
+        at = step.req_indices[same], step.positions[same]
+        inputs.token_ids[at] = np.maximum(tokens[same], 0)
 
 
 def _wait(step: _Step) -> SampleOutput:

@@ -56,7 +56,11 @@ _PREFILL = {
 
 def decode_tiles(capability: int, head_dim: int, element_size: int = 2) -> Tiles:
     """Launch shape of decode attention; see ``prefill_tiles``."""
-    return _widened(_find(_DECODE, capability, head_dim), element_size)
+    tiles = _find(_DECODE, capability, head_dim)
+    if element_size > 2:
+        # The same bytes per step for wider elements.
+        tiles = Tiles(tiles.rows, max(16, tiles.keys // 2), tiles.warps, 1)
+    return tiles
 
 
 def prefill_tiles(capability: int, head_dim: int, element_size: int = 2) -> Tiles:
@@ -75,13 +79,6 @@ def prefill_tiles(capability: int, head_dim: int, element_size: int = 2) -> Tile
         # Tensor cores multiply float32 at full precision in software: registers are short.
         tiles = Tiles(32, 32, 8, 1)
     return tiles
-
-
-def _widened(tiles: Tiles, element_size: int) -> Tiles:
-    """The same bytes per step for wider elements."""
-    if element_size <= 2:
-        return tiles
-    return Tiles(tiles.rows, max(16, tiles.keys // 2), tiles.warps, 1)
 
 
 def _find(table: dict[int, tuple[Tiles, Tiles, Tiles]], capability: int, head_dim: int) -> Tiles:
