@@ -128,13 +128,10 @@ class EngineConfig:
             object.__setattr__(self, "cuda_graph_sizes", tuple(sorted(checked)))
 
     def _check_choices(self) -> None:
-        for name, choices in (
-            ("dtype", get_args(Dtype)),
-            ("scheduling_policy", get_args(SchedulingPolicy)),
-            ("cuda_graphs", get_args(CudaGraphs)),
-            ("load_format", get_args(LoadFormat)),
-        ):
-            check.field(self, check.choice, name, choices)
+        check.field(self, check.choice, "dtype", get_args(Dtype))
+        check.field(self, check.choice, "scheduling_policy", get_args(SchedulingPolicy))
+        check.field(self, check.choice, "cuda_graphs", get_args(CudaGraphs))
+        check.field(self, check.choice, "load_format", get_args(LoadFormat))
         check.field(self, check.boolean, "enable_prefix_caching")
         check.field(self, check.boolean, "trust_remote_code")
         check.field(self, check.boolean, "async_scheduling")

@@ -117,7 +117,7 @@ def test_released_slots_start_anew_and_blocks_are_appended():
     first = make_batch([(1, 0, 6, True)], assignments=[assignment(1, [5] * 6, [9, 8], 6)])
     # The second block is filled to half: what an earlier owner left there has to go.
     assert inputs.apply(first).tolist() == [8]
-    inputs.write_sampled(np.array([1]), np.array([6]), np.array([77]))
+    inputs.token_ids[1, 6] = 77
     grown = make_batch([(1, 6, 3, True)], new_blocks=[(1, ([3],))])
     assert inputs.apply(grown).tolist() == [3]
     assert inputs.tables[0].table[1, :3].tolist() == [9, 8, 3]

@@ -21,7 +21,6 @@ from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.models import architectures
 from asyncllm.gpu.models.architectures import (
     Parameter,
-    find_architecture,
     is_small,
     parameters,
 )
@@ -410,10 +409,3 @@ def test_loading_that_is_given_up_waits_for_nothing(source):
     with pytest.raises(KeyboardInterrupt):
         list(load_weights(source, torch.float32, CPU, give_up, staging))
     assert 0 < transfers.done <= len(transfers.started)
-
-
-def test_unknown_architecture(source):
-    with pytest.raises(ModelLoadError, match="Qwen3ForCausalLM"):
-        find_architecture(replace(source, architecture="GPT2LMHeadModel"))
-    with pytest.raises(ModelLoadError, match="qk_norm"):
-        find_architecture(replace(source, qk_norm=False))

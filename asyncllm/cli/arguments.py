@@ -75,8 +75,6 @@ def _add_demo(commands: Any) -> None:
         "as they stream.",
     )
     _add_count(parser, "--streams", 8, "streams at once")
-    _add_sampling(parser)
-    _add_engine(parser)
 
 
 def _add_chat(commands: Any) -> None:
@@ -89,8 +87,6 @@ def _add_chat(commands: Any) -> None:
         "From a pipe, every line is a turn or a command; standard output has the answers alone.",
     )
     parser.add_argument("--system", metavar="TEXT", help="system prompt")
-    _add_sampling(parser)
-    _add_engine(parser)
 
 
 def _add_bench(commands: Any) -> None:
@@ -101,6 +97,7 @@ def _add_bench(commands: Any) -> None:
         "measure throughput and latency",
         "Runs random prompts at several concurrencies and prints a table. Every stream "
         "generates exactly --output-len tokens.",
+        samples=False,
     )
     parser.add_argument(
         "--concurrency",
@@ -114,28 +111,23 @@ def _add_bench(commands: Any) -> None:
     _add_count(parser, "--rounds", 2, "requests per stream and row")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the prompts (0)")
     parser.add_argument("--json", metavar="FILE", help="write the figures there as well")
-    _add_engine(parser)
 
 
 def _command(
-    commands: Any, name: str, module: str, summary: str, description: str
+    commands: Any, name: str, module: str, summary: str, description: str, *, samples: bool = True
 ) -> argparse.ArgumentParser:
+    """A command with the options that all have, and with ``samples`` those of sampling."""
     parser = commands.add_parser(name, help=summary, description=description)
     parser.add_argument(
         "model", nargs="?", help="directory or hub id; the model in the package if left out"
     )
     parser.set_defaults(run=lambda arguments: importlib.import_module(module).run(arguments))
-    return parser
-
-
-def _add_sampling(parser: argparse.ArgumentParser) -> None:
-    group = _add_group(parser, "sampling (default: the model's own)", _SAMPLING_OPTIONS)
-    group.add_argument("--seed", type=int, metavar="N", help="the same answers every time")
-
-
-def _add_engine(parser: argparse.ArgumentParser) -> None:
+    if samples:
+        group = _add_group(parser, "sampling (default: the model's own)", _SAMPLING_OPTIONS)
+        group.add_argument("--seed", type=int, metavar="N", help="the same answers every time")
     group = _add_group(parser, "engine", _ENGINE_OPTIONS)
     group.add_argument("--uvloop", action="store_true", help="run on uvloop, if it is installed")
+    return parser
 
 
 def _add_group(parser: argparse.ArgumentParser, title: str, options: Sequence[_Option]) -> Any:

@@ -63,7 +63,7 @@ def machine(device: str = "cpu") -> dict[str, str]:
         "load": f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "unknown",
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
-        "torch": _torch_version(),
+        "torch": metadata.version("torch"),
         "asyncllm": __version__,
     }
     if device != "cpu":
@@ -95,10 +95,3 @@ def _processor() -> str:
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
-
-
-def _torch_version() -> str:
-    try:
-        return metadata.version("torch")
-    except metadata.PackageNotFoundError:
-        return "not installed"

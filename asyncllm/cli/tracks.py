@@ -71,10 +71,6 @@ class Show:
     ended_at: float | None = None
     stats: EngineStats = field(default_factory=EngineStats)
 
-    def sample(self) -> None:
-        """Takes the engine's figures of this moment."""
-        self.stats = self.engine.stats()
-
     @property
     def title(self) -> str:
         return model_name(self.engine)
@@ -120,7 +116,7 @@ async def follow_all(show: Show, refresh: Callable[[], None]) -> None:
         pending = set(readers)
         while pending:
             _, pending = await asyncio.wait(pending, timeout=_REFRESH_SECONDS)
-            show.sample()
+            show.stats = show.engine.stats()
             refresh()
     finally:
         for reader in readers:

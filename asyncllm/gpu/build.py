@@ -33,7 +33,7 @@ from asyncllm.gpu.kv_cache import (
 )
 from asyncllm.gpu.memory import check_cache, check_weights, cuda_cache_bytes, release
 from asyncllm.gpu.model_runner import ModelRunner
-from asyncllm.gpu.models.architectures import find_architecture, is_small
+from asyncllm.gpu.models.architectures import is_small
 from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.models.dense import attention_kinds, build_decoder, kv_groups
 from asyncllm.gpu.models.layers import AttentionKind
@@ -69,7 +69,6 @@ def build_model_runner(
         ModelLoadError: the checkpoint cannot be used.
         KVCacheTooSmallError: the KV cache cannot hold what is asked for.
     """
-    find_architecture(model)
     if mode is None:
         device = resolve_device(config.device)
         set_current_device(device)
@@ -105,7 +104,7 @@ def _create(
         max_num_seqs=max_num_seqs,
     )
     size = size_cache(config, model, groups, dtype, max_num_seqs=max_num_seqs, available=available)
-    if mode.on_cuda:
+    if device.type == "cuda":
         check_cache(config, device, size.num_blocks * block_bytes(groups, dtype))
     decoder.set_max_positions(size.max_model_len)
     ahead = config.async_scheduling
@@ -129,7 +128,7 @@ def _create(
         measured = calibrate_token_budget(lambda count: time_prefill(runner, count))
         runner.info = dataclasses.replace(info, max_num_batched_tokens=measured)
     if config.cuda_graphs == "startup":
-        runner.capture_graphs(partial(progress, stage="graphs") if progress else _say_nothing)
+        runner.capture_graphs(partial(progress, stage="graphs") if progress else lambda *_: None)
     return runner
 
 
@@ -154,10 +153,6 @@ def _load(
     load = dummy_weights if config.load_format == "dummy" else load_weights
     weights = load(model, dtype, device, progress)
     return build_decoder(model, ops, attention, weights), groups, free_at_start
-
-
-def _say_nothing(done: int, total: int) -> None:
-    pass
 
 
 def resolve_threads(count: int | None, model: ModelConfig, device: torch.device) -> int | None:
@@ -192,7 +187,7 @@ def available_cache_bytes(
     token_budget: int,
     max_num_seqs: int,
 ) -> int:
-    """Bytes for the KV cache; 0, with nothing measured, where the configuration says."""
+    """Bytes for the KV cache; 0, with nothing measured, where the configuration sets its size."""
     if config.num_blocks is not None or config.kv_cache_memory is not None:
         return 0
     model, weight = decoder.model, decoder.embedding

@@ -133,9 +133,9 @@ def set_current_device(device: torch.device) -> None:
 
 
 def resolve_dtype(name: str, model: ModelConfig, device: torch.device) -> torch.dtype:
-    """Of weights and KV. "auto" is the checkpoint's on a GPU. On a CPU it is bfloat16 for a
-    16-bit checkpoint where the processor computes in it and the model is not small, because
-    a small one spends its time on conversions then; else float32.
+    """The dtype of weights and KV. "auto" is the checkpoint's on a GPU. On a CPU it is bfloat16
+    for a 16-bit checkpoint where the processor computes in it and the model is not small,
+    because a small one spends its time on conversions then; else float32.
 
     Raises:
         InvalidRequestError: the device cannot compute in it.
@@ -157,10 +157,5 @@ def resolve_dtype(name: str, model: ModelConfig, device: torch.device) -> torch.
 
 def computes_in_bfloat16() -> bool:
     """Whether the processor has dot products in bfloat16 (AVX512_BF16 or AMX)."""
-    return any(
-        probe is not None and probe()
-        for probe in (
-            getattr(torch.cpu, "_is_avx512_bf16_supported", None),
-            getattr(torch.cpu, "_is_amx_tile_supported", None),
-        )
-    )
+    probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(hasattr(torch.cpu, probe) and getattr(torch.cpu, probe)() for probe in probes)

@@ -18,7 +18,7 @@ from asyncllm.gpu.graph.streams import CudaStream, Stream, SyncStream
 from asyncllm.validation import invalid
 
 GRAPH_BYTES = 8 * 2**20
-"""Set aside for a captured graph: an estimate, to be corrected by what CaptureStats says."""
+"""Reserved for a captured graph: an estimate, where CaptureStats has what one took."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class ExecutionMode:
         stream: where their work is queued.
         make_capturer: makes the capturer of decode steps; None keeps the state between steps
             on the host.
-        max_num_seqs, token_budget, pipeline_depth: where the configuration leaves them open.
+        max_num_seqs, token_budget, pipeline_depth: defaults, for a configuration without.
     """
 
     device: torch.device
@@ -38,10 +38,6 @@ class ExecutionMode:
     max_num_seqs: int
     token_budget: int
     pipeline_depth: int
-
-    @property
-    def on_cuda(self) -> bool:
-        return self.device.type == "cuda"
 
 
 def execution_mode_for(config: EngineConfig, device: torch.device) -> ExecutionMode:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def copy_to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """A tensor with the contents of ``array``; on a CPU it is that memory.
+    """A tensor with the contents of ``array``; on a CPU it shares the memory.
 
     From pageable memory CUDA would first wait for everything that is queued on the stream.
     torch keeps the pinned copy until the device has read it.

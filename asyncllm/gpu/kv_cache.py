@@ -59,8 +59,8 @@ class KVCache:
     Layers come first because torch gathers blocks of one contiguous layer 40 times faster on
     a CPU than blocks of a strided one.
 
-    It is zeroed by the operating system page by page as it is first touched, so that an
-    unused cache costs no memory on a CPU.
+    On a CPU the operating system zeroes it page by page as it is first touched, so that an
+    unused cache costs no memory.
 
     Attributes:
         tensor: ``[parts, ...]``, the whole as the first group sees it.
@@ -195,7 +195,8 @@ def size_cache(
 def _too_small(
     max_model_len: int | None, usable: int, needed: int, block_size: int, per_block: int, knob: str
 ) -> KVCacheTooSmallError:
-    """The null block comes on top of what is needed where the memory is given in bytes."""
+    """The error for a cache with fewer usable blocks than are needed. Where its memory is given
+    in bytes, the null block comes on top."""
     if max_model_len is None:
         purpose, remedy = "the smallest needs one block", ""
     else:
@@ -230,8 +231,8 @@ def _meminfo_available() -> int:
 
 
 def _available_without_proc() -> int:
-    """Half of what a Unix has; what Windows says is available, in the fourth field of its
-    MEMORYSTATUSEX: two of 32 bits, the first of which is the length, and seven of 64."""
+    """Half of the physical memory on a Unix; on Windows the available memory, the fourth field
+    of MEMORYSTATUSEX: two fields of 32 bits, the first its length, then seven of 64."""
     if hasattr(os, "sysconf"):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     status = (ctypes.c_uint64 * 8)(64)

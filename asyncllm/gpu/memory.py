@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -55,11 +56,12 @@ class MemoryProbe:
         many bytes that has taken from the device, which never shrinks within the context.
 
         The pool has no owner once the context ends, so that ``trim`` may empty it. It is not a
-        ``torch.cuda.MemPool``: that empties itself in its C++ destructor, where a failure ends
-        the process, and up to torch 2.12 it is one that any thread is inside ``use_mem_pool``
-        at that moment, later that one captures a CUDA graph.
+        ``torch.cuda.MemPool``, whose C++ destructor empties it and ends the process if that
+        fails: up to torch 2.12 it fails while any thread is inside ``use_mem_pool``, later
+        while any captures a CUDA graph.
         """
-        handle: Any = _PoolHandle(torch.cuda.graph_pool_handle())
+        # The one attribute of a MemPool that ``use_mem_pool`` reads.
+        handle: Any = SimpleNamespace(id=torch.cuda.graph_pool_handle())
 
         def reserved() -> int:
             return sum(
@@ -86,13 +88,6 @@ class MemoryProbe:
     def trim(self, device: torch.device) -> None:
         """Returns the blocks that torch has cached and no tensor uses to the device."""
         torch.cuda.empty_cache()
-
-
-@dataclass(frozen=True, slots=True)
-class _PoolHandle:
-    """The one attribute of a MemPool that ``torch.cuda.use_mem_pool`` reads."""
-
-    id: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +166,7 @@ def cuda_cache_bytes(
     Args:
         free_at_start: bytes that were free before the engine took any.
         weights_bytes: on the device by now.
-        profile_run: runs it, the weights and rotary tables being there already.
+        profile_run: runs the largest step; weights and RoPE tables are on the device.
         graph_reserve: bytes to keep for CUDA graphs.
         least: bytes of the smallest cache that will do.
         probe: the GPU itself unless given.
@@ -232,7 +227,7 @@ def _measure(
 def check_weights(
     config: EngineConfig, device: torch.device, weights_bytes: int, probe: MemoryProbe | None = None
 ) -> int:
-    """Whether the weights will fit, before gigabytes of them are read.
+    """Checks that the weights will fit, before gigabytes of them are read.
 
     torch's cache is emptied first: the blocks of the host application's earlier tensors are
     free. ``gpu_memory_utilization`` limits the weights only where it decides the size of the
@@ -289,10 +284,9 @@ def release(device: torch.device, probe: MemoryProbe | None = None) -> None:
     It empties torch's cache as a whole. That takes the host application's cached blocks too,
     which torch asks the device for again when the application needs them; in return steps
     allocate as everything in torch does, with torch's own answer to a full device (empty the
-    cache, try again), and not in a private pool, within which torch has none. What cuBLAS
-    keeps for a thread's handle and a stream, and the CUDA context, stay with the process: the
-    next engine uses them again. A host's CUDA graph may hold addresses in such a workspace,
-    so they are not ours to clear.
+    cache, try again), and not in a private pool, within which torch has none. The CUDA context
+    and cuBLAS's workspaces, one per handle and stream, stay with the process: the next engine
+    uses them again, and a CUDA graph of the host application may hold addresses in one.
     """
     if device.type != "cuda":
         return

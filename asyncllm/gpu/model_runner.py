@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from threading import get_ident
 
 import numpy as np
@@ -41,35 +41,24 @@ class _Device:
     decode: DecodeRunner | None
 
 
-@dataclass(eq=False, slots=True)
 class _Step:
     """A step between launch and collect.
 
     Attributes:
+        is_decode: every row is a decode.
         rows: ``[S]``, rows of the batch that are sampled.
         req_indices, positions: ``[S]``, of these rows, and where their tokens will be.
         epochs: ``[S]``, of the request indices.
-        blocks_to_zero: blocks to be cleared before it runs.
+        blocks_to_zero: KV blocks to clear before it runs.
         started: its changes have been applied, and its work queued if it can run ahead.
         event, tokens: of a step that runs ahead: its end, and where its tokens arrive.
         error: raised when it was to be started.
         failures: by row, errors of requests that could not be assigned.
     """
 
-    batch: StepBatch
-    rows: np.ndarray = field(init=False)
-    req_indices: np.ndarray = field(init=False)
-    positions: np.ndarray = field(init=False)
-    epochs: np.ndarray = field(init=False)
-    blocks_to_zero: np.ndarray = field(init=False)
-    started: bool = False
-    event: Event | None = None
-    tokens: Tensor | None = None
-    error: Exception | None = None
-    failures: dict[int, Exception] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        batch = self.batch
+    def __init__(self, batch: StepBatch) -> None:
+        self.batch = batch
+        self.is_decode = batch.num_decodes == len(batch)
         req_indices = np.array(batch.req_indices, dtype=np.int64)
         starts = np.array(batch.starts, dtype=np.int64)
         if self.is_decode:
@@ -80,10 +69,11 @@ class _Step:
             self.req_indices = req_indices[self.rows]
             self.positions = (starts + np.array(batch.counts, dtype=np.int64))[self.rows]
         self.epochs = self.blocks_to_zero = NO_BLOCKS
-
-    @property
-    def is_decode(self) -> bool:
-        return self.batch.num_decodes == len(self.batch)
+        self.started = False
+        self.event: Event | None = None
+        self.tokens: Tensor | None = None
+        self.error: Exception | None = None
+        self.failures: dict[int, Exception] = {}
 
 
 class ModelRunner:
@@ -200,7 +190,7 @@ class ModelRunner:
     def close(self) -> None:
         if self._state is None:
             return
-        # Not waited for here: a device that hangs would never be done.
+        # The steps are not waited for: a hung device would never finish them.
         self._steps.clear()
         graphs, self._state = self.graphs, None
         if graphs is not None:
@@ -214,7 +204,8 @@ class ModelRunner:
         return self._state
 
     def _enter_thread(self) -> None:
-        """The thread count belongs to a thread, and the engine may start its own late."""
+        """Sets the thread count on the thread that runs the steps: it is per thread, and the
+        engine may start its own late."""
         thread = get_ident()
         if self._num_threads is not None and thread != self._thread:
             set_thread_count(self._num_threads)
@@ -223,9 +214,9 @@ class ModelRunner:
     # --- a step ------------------------------------------------------------------------
 
     def _start_steps(self) -> None:
-        """Starts what can run now. A step that needs the eager sampler, or that failed, holds
-        up those behind it until it is collected, where its error is raised: the step before
-        it may have gone well."""
+        """Starts the steps that can run now. One that needs the eager sampler, or that failed,
+        holds up those behind it until it is collected, where its error is raised: the step
+        before it may have gone well."""
         for step in self._steps:
             if not step.started:
                 step.started = True
@@ -265,7 +256,7 @@ class ModelRunner:
         assert state.decode is not None
         host, inputs = self._stage(state.decode, step)
         # From here on only the device knows these tokens.
-        state.inputs.write_sampled(step.req_indices, step.positions, PLACEHOLDER_TOKEN)
+        state.inputs.token_ids[step.req_indices, step.positions] = PLACEHOLDER_TOKEN
         state.decode.run(host, len(step.rows), inputs)
         step.tokens, step.event = host.tokens, self._stream.record()
 
@@ -325,9 +316,8 @@ class ModelRunner:
         becomes a token that the embedding has: results computed from it are void."""
         inputs = self._open().inputs
         same = inputs.epochs[step.req_indices] == step.epochs
-        inputs.write_sampled(
-            step.req_indices[same], step.positions[same], np.maximum(tokens[same], 0)
-        )
+        at = step.req_indices[same], step.positions[same]
+        inputs.token_ids[at] = np.maximum(tokens[same], 0)
 
 
 def _wait(step: _Step) -> SampleOutput:

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from asyncllm.core.batch import StepBatch
-from asyncllm.gpu.batch.decode_inputs import SamplingTensors
 from asyncllm.gpu.batch.input_batch import InputBatch
+from asyncllm.gpu.batch.step_buffers import StepBuffer
 from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.kv_cache import KVCache, KVGroup
 from asyncllm.gpu.models.decoder import Decoder
@@ -29,7 +29,7 @@ def profile_run(
 
     All rows write and read one KV block. Layers have the same shapes and run one after the
     other: the first of each kind, the second and the last have the peak of all of them, in a
-    fraction of the time. ``set_max_positions`` comes first.
+    fraction of the time. Call ``Decoder.set_max_positions`` first.
     """
     few, weight = _with_few_layers(decoder), decoder.embedding
     cache = KVCache(groups, 1, weight.dtype, weight.device)
@@ -100,18 +100,12 @@ def _inputs(
 
 def _sample(decoder: Decoder, logits: torch.Tensor) -> None:
     """Samples every row, with top_k and top_p at work."""
-    count, device = logits.shape[0], logits.device
-    req_indices = torch.arange(count, device=device)
-
-    def lines(value: float, dtype: torch.dtype) -> torch.Tensor:
-        return torch.full((count + 1,), value, dtype=dtype, device=device)
-
-    sampling = SamplingTensors(
-        states=lines(1, torch.int64),
-        temperature=lines(1.0, torch.float32),
-        top_k=lines(64, torch.int32),
-        top_p=lines(0.9, torch.float32),
-        min_p=lines(0.05, torch.float32),
-    )
-    out = torch.empty_like(req_indices)
-    decoder.ops.sample(logits, sampling, req_indices, req_indices, lines(0, torch.int64), out)
+    count = logits.shape[0]
+    buffer = StepBuffer(count, 0, logits.device)
+    rows, sampling = torch.arange(count, device=logits.device), buffer.sampling
+    sampling.temperature.fill_(1.0)
+    sampling.top_k.fill_(64)
+    sampling.top_p.fill_(0.9)
+    sampling.min_p.fill_(0.05)
+    out = torch.empty_like(rows)
+    decoder.ops.sample(logits, sampling, rows, rows, rows.new_empty(count + 1), out)

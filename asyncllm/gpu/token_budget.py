@@ -13,7 +13,7 @@ _FIRST = 32
 _ENOUGH_SECONDS = TARGET_SECONDS / 2
 
 
-def calibrate_token_budget(time_step: Callable[[int], float], limit: int = HIGHEST) -> int:
+def calibrate_token_budget(time_step: Callable[[int], float]) -> int:
     """Tokens for which a prefill step takes about 0.2 s, so that with the growth of
     attention over a long context a full step stays near 250 ms.
 
@@ -23,15 +23,14 @@ def calibrate_token_budget(time_step: Callable[[int], float], limit: int = HIGHE
 
     Args:
         time_step: runs a step of so many tokens and returns its seconds.
-        limit: most tokens that ``time_step`` can run.
 
     Returns:
         A multiple of 32 from 64 to 2048.
     """
-    size = min(_FIRST, limit)
+    size = _FIRST
     time_step(size)
     seconds = time_step(size)
-    while seconds < _ENOUGH_SECONDS and size * 2 <= min(limit, HIGHEST):
+    while seconds < _ENOUGH_SECONDS and size * 2 <= HIGHEST:
         size *= 2
         seconds = time_step(size)
     tokens = int(size * TARGET_SECONDS / max(seconds, 1e-9))

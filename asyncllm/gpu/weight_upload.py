@@ -34,7 +34,7 @@ class CopyEngine:
 
 @dataclass(slots=True)
 class _Buffer:
-    """One chunk on its way.
+    """A pinned buffer and the chunk in it.
 
     Attributes:
         host: uint8, pinned for asynchronous copies.
@@ -58,7 +58,7 @@ class PinnedUploader:
         device: of the targets.
         chunk_bytes: size of a buffer.
         pin: page-lock the buffers; a GPU's copies are asynchronous only then.
-        transfers: copies of its own; None is CUDA's.
+        transfers: queues the copies; None is a CopyEngine.
     """
 
     def __init__(

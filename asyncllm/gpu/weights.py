@@ -55,9 +55,7 @@ def load_weights(
         tensors = reader.tensors
         done, num_bytes = 0, sum(tensors[name].num_bytes for p in wanted for name, _ in p.parts)
         for parameter in wanted:
-            target = torch.empty(
-                parameter.shape, dtype=parameter_dtype(parameter, dtype), device=device
-            )
+            target = _allocate(parameter, dtype, device)
             row = 0
             for name, rows in parameter.parts:
                 source, part = reader.tensor(name), target[row : row + rows]
@@ -82,9 +80,7 @@ def dummy_weights(
     generator = torch.Generator(device=device).manual_seed(DUMMY_SEED)
     done, num_bytes = 0, weights_bytes(model, dtype)
     for parameter in parameters(model):
-        tensor = torch.empty(
-            parameter.shape, dtype=parameter_dtype(parameter, dtype), device=device
-        )
+        tensor = _allocate(parameter, dtype, device)
         if len(parameter.shape) > 1:
             tensor.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
         else:
@@ -93,6 +89,10 @@ def dummy_weights(
         if progress is not None:
             progress(done, num_bytes)
         yield parameter.name, tensor
+
+
+def _allocate(parameter: Parameter, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(parameter.shape, dtype=parameter_dtype(parameter, dtype), device=device)
 
 
 def parameter_dtype(parameter: Parameter, dtype: torch.dtype) -> torch.dtype:

@@ -179,16 +179,13 @@ class ControlTokens:
             ids = encode(self._marking, self._show(marked, around))
             ids = [self._renumbered.get(i, i) for i in ids]
             ids = [i for i in ids if i >= 0]
-            if self._controls_in(ids) == controls:
+            if [i for i in ids if i in self._controls] == controls:
                 return ids
         raise InvalidRequestError(
             "messages: this tokenizer makes a special token of text in them; "
             "split_special_tokens=False lets it",
             param="messages",
         )
-
-    def _controls_in(self, ids: list[int]) -> list[int]:
-        return [i for i in ids if i in self._controls]
 
 
 def steps_of(part: Any) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.models.dense import attention_kinds, build_decoder, kv_groups
 from asyncllm.gpu.models.layers import AttentionKind
-from asyncllm.gpu.ops.base import Attention, BlockLayout, OpSet
+from asyncllm.gpu.ops.base import Attention, BlockLayout
 from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.ops.triton.attention import TritonAttention
@@ -76,7 +76,7 @@ def run_steps(
             attention[kind] = made(kind.shape, dtype, device, capability=capability, num_sms=sms)
         else:
             attention[kind] = TorchAttention(kind.shape, dtype)
-    ops: OpSet = TritonOps() if backend == "triton" else TorchOps()
+    ops = TritonOps() if backend == "triton" else TorchOps()
     # Drawn on the CPU, so that every device has the same.
     weights = dummy_weights(model, dtype, torch.device("cpu"))
     decoder = build_decoder(

@@ -92,12 +92,6 @@ class InputBatch:
         self.num_prompt_tokens[req_index] = assignment.num_prompt_tokens
         self.epochs[req_index] += 1
 
-    def write_sampled(
-        self, req_indices: np.ndarray, positions: np.ndarray, tokens: np.ndarray | int
-    ) -> None:
-        """Writes sampled tokens at their positions."""
-        self.token_ids[req_indices, positions] = tokens
-
     def output_token_ids(self, req_index: int, end: int) -> np.ndarray:
         """Output tokens before position ``end``: a view ``[n]`` int32."""
         return self.token_ids[req_index, self.num_prompt_tokens[req_index] : end]

@@ -18,7 +18,7 @@ class StepBuffer:
     """Sections of one allocation, so that a step takes one copy from host to device instead of
     a dozen. N is ``max_num_seqs``.
 
-    The one on the device has addresses that a CUDA graph holds.
+    CUDA graphs hold the addresses of the one on the device.
 
     Attributes:
         memory: all of it, uint8.
@@ -59,7 +59,7 @@ class StepBuffer:
 
 
 class PinnedStepBuffer(StepBuffer):
-    """A StepBuffer in host memory, with the rest of what a step has queued from there.
+    """A StepBuffer in host memory, with the parts of a step that are copied apart from it.
 
     Args:
         padding_indices: per KV group an entry of the flat block table that is never read.
@@ -67,7 +67,7 @@ class PinnedStepBuffer(StepBuffer):
     Attributes:
         tokens: ``[N]`` int64, where the step's sampled tokens arrive.
         blocks_to_zero: KV blocks to clear ahead of the step.
-        overflow: ``(group, indices, values)`` of table changes that are more than N.
+        overflow: ``(group, indices, values)`` of each group with more than N table changes.
     """
 
     def __init__(self, max_num_seqs: int, padding_indices: Sequence[int], *, pinned: bool) -> None:

@@ -86,7 +86,7 @@ class CudaGraphCapturer:
         try:
             return self._capture(run)
         except RuntimeError as error:
-            # The driver, which instantiates the graph, has its own words for it.
+            # The driver instantiates the graph, with an error of its own where memory is short.
             if not is_out_of_memory(error):
                 raise
             logger.warning(
@@ -161,8 +161,8 @@ class StepGraphs:
     def capture_all(self, progress: Callable[[int, int], None]) -> None:
         """Captures every bucket, the largest first.
 
-        The rows of the moment run once per bucket: all of them have to be padding. The graphs
-        that end at the logits are captured when a batch needs them.
+        Each capture runs the step on the rows in its buffers: all of them have to be padding. The
+        graphs that end at the logits are captured when a batch needs them.
 
         Args:
             progress: called with (graphs captured, graphs in all).

@@ -79,11 +79,11 @@ class DecodeRunner:
     def run(
         self, host: PinnedStepBuffer, num_rows: int, inputs: Sequence[ModelInputs] | None
     ) -> None:
-        """A step up to the tokens in ``host.tokens``.
+        """Queues a step, up to the copy of its tokens to ``host.tokens``.
 
         Args:
-            host: has the rows that are sampled.
-            num_rows: how many those are.
+            host: the step; its rows are those that are sampled.
+            num_rows: rows that are sampled.
             inputs: of a mixed step, per KV group; None for a decode step.
         """
         if inputs is None:
@@ -98,7 +98,8 @@ class DecodeRunner:
     def logits(
         self, host: PinnedStepBuffer, num_rows: int, inputs: Sequence[ModelInputs] | None
     ) -> Tensor:
-        """The same step up to its logits ``[num_rows, vocab_size]``, valid until the next."""
+        """Queues the same step up to its logits ``[num_rows, vocab_size]``, valid until the next
+        step."""
         self._receive(host)
         if inputs is not None:
             self._change_tables()

@@ -41,7 +41,7 @@ class Stream(Protocol):
 
 
 class SyncStream:
-    """A CPU: work is done once it is queued. It is its own event."""
+    """The stream of a CPU, its own event: work is done once it is queued."""
 
     is_async = False
 
@@ -56,7 +56,7 @@ class SyncStream:
 
 
 class CudaStream:
-    """A stream beside the host's own, so that neither waits for the other."""
+    """A CUDA stream beside the host application's own, so that neither waits for the other."""
 
     is_async = True
 

@@ -1,4 +1,4 @@
-"""The architectures the decoder covers, and the names of their tensors in a checkpoint."""
+"""The parameters of the dense decoder, and the names of their tensors in a checkpoint."""
 
 from __future__ import annotations
 
@@ -8,31 +8,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from asyncllm.checkpoint.model_config import ModelConfig
-from asyncllm.errors import ModelLoadError
 
 SMALL_MODEL = 32_000_000
 """Parameters below which a model is bound by the number of ops."""
 
 _COMPUTED_BUFFER = re.compile(r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
-
-
-@dataclass(frozen=True, slots=True)
-class Architecture:
-    """Features of an architecture beyond the common decoder.
-
-    Attributes:
-        qk_norm: RMSNorm on each query and key head.
-    """
-
-    qk_norm: bool = False
-
-
-ARCHITECTURES = {
-    "LlamaForCausalLM": Architecture(),
-    "MistralForCausalLM": Architecture(),
-    "Qwen2ForCausalLM": Architecture(),
-    "Qwen3ForCausalLM": Architecture(qk_norm=True),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,26 +33,6 @@ class Parameter:
     shape: tuple[int, ...]
     parts: tuple[tuple[str, int], ...]
     dtype: str | None = None
-
-
-def find_architecture(model: ModelConfig) -> Architecture:
-    """The table's row for a model.
-
-    Raises:
-        ModelLoadError: there is none, or the configuration contradicts it.
-    """
-    architecture = ARCHITECTURES.get(model.architecture)
-    if architecture is None:
-        raise ModelLoadError(
-            f"{model.path}: architecture {model.architecture!r} is not supported "
-            f"(supported: {', '.join(sorted(ARCHITECTURES))})"
-        )
-    if architecture.qk_norm != model.qk_norm:
-        raise ModelLoadError(
-            f"{model.path}: {model.architecture} with qk_norm={model.qk_norm}: "
-            f"expected {architecture.qk_norm}"
-        )
-    return architecture
 
 
 def parameters(model: ModelConfig) -> Iterator[Parameter]:

@@ -15,7 +15,8 @@ from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.models.layers import AttentionKind, Layer, StepContext
 from asyncllm.gpu.models.rope import rope_table
-from asyncllm.gpu.ops.base import Attention, Linear, OpSet, RMSNorm
+from asyncllm.gpu.ops.base import Attention, Linear, RMSNorm
+from asyncllm.gpu.ops.torch_ops import TorchOps
 
 
 @dataclass(eq=False)
@@ -30,7 +31,7 @@ class Decoder:
     """
 
     model: ModelConfig
-    ops: OpSet
+    ops: TorchOps
     attention: Mapping[AttentionKind, Attention]
     ropes: Sequence[tuple[RopeConfig, int]]
     embedding: Tensor

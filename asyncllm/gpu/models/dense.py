@@ -14,8 +14,9 @@ from asyncllm.gpu.kv_cache import KVGroup
 from asyncllm.gpu.models.architectures import parameters
 from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.models.layers import AttentionKind, AttentionMixer, DecoderLayer, GatedMLP
-from asyncllm.gpu.ops.base import Attention, AttentionShape, Linear, OpSet, RMSNorm, block_layout
+from asyncllm.gpu.ops.base import Attention, AttentionShape, Linear, RMSNorm, block_layout
 from asyncllm.gpu.ops.linear_weights import LinearWeights
+from asyncllm.gpu.ops.torch_ops import TorchOps
 
 
 def attention_shape(model: ModelConfig) -> AttentionShape:
@@ -51,7 +52,7 @@ def kv_groups(
 
 def build_decoder(
     model: ModelConfig,
-    ops: OpSet,
+    ops: TorchOps,
     attention: Mapping[AttentionKind, Attention],
     weights: Iterable[tuple[str, Tensor]],
 ) -> Decoder:
@@ -82,7 +83,7 @@ class _Builder:
     def __init__(
         self,
         model: ModelConfig,
-        ops: OpSet,
+        ops: TorchOps,
         attention: Mapping[AttentionKind, Attention],
         weights: Iterable[tuple[str, Tensor]],
     ) -> None:

@@ -126,7 +126,7 @@ class AttentionBackend(Protocol):
     point group ``asyncllm.attention_backends``; the entry point's name is the backend's.
 
     Attributes:
-        constraints: checked before ``make``, so that it sees only what it covers.
+        constraints: checked before ``make``, which gets no request that breaks one.
     """
 
     @property

@@ -1,7 +1,8 @@
-"""OpSet: the ops of the decoder, which a backend implements.
+"""Linear, RMSNorm, RopeAndCache, Attention: the protocols of the decoder's ops.
 
-Ops are made once, when the model is built; a step only calls them. The shapes below use T
-tokens of a step, Hq query heads, Hk key/value heads and D, the size of a head.
+Ops are made once, when the model is built, by an op set (``TorchOps`` and its subclasses) and
+an attention backend; a step only calls them. The shapes below use T tokens of a step, Hq query
+heads, Hk key/value heads and D, the size of a head.
 """
 
 from __future__ import annotations
@@ -12,9 +13,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from asyncllm.gpu.batch.decode_inputs import DecodeInputs, SamplingTensors
+from asyncllm.gpu.batch.decode_inputs import DecodeInputs
 from asyncllm.gpu.batch.step_inputs import ModelInputs
-from asyncllm.gpu.ops.linear_weights import LinearWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,63 +136,3 @@ def block_layout(attention: Attention, shape: AttentionShape, block_size: int) -
     if choose is not None:
         return choose(block_size)
     return BlockLayout((2, block_size, shape.num_kv_heads, shape.head_dim))
-
-
-class OpSet(Protocol):
-    """Backend of everything but attention, which may come from another one."""
-
-    name: str
-
-    def linear(self, weights: LinearWeights) -> Linear:
-        """A linear layer that takes over ``weights``: unless they are shared, the caller drops
-        its references, so that a packed copy replaces them.
-
-        Raises:
-            ModelLoadError: a scheme that the backend cannot compute with.
-        """
-        ...
-
-    def rms_norm(self, weight: Tensor, eps: float) -> RMSNorm: ...
-
-    def rope_and_cache(
-        self, shape: AttentionShape, q_norm: Tensor | None, k_norm: Tensor | None, eps: float
-    ) -> RopeAndCache: ...
-
-    def rotary(self, table: Tensor, positions: Tensor) -> Any:
-        """The rotation of a step's positions, shared by all layers of one RoPE table.
-
-        Args:
-            table: ``[max_positions, D]``: cosines, then sines, of half a head each.
-            positions: ``[T]`` int64.
-        """
-        ...
-
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """``[T, 2 * I] -> [T, I]``: SiLU of the first half times the second."""
-        ...
-
-    def decode_inputs(self, rows: DecodeInputs) -> None:
-        """Fills ``token_ids``, ``seq_lens`` and ``slot_mapping`` from the rest of ``rows``."""
-        ...
-
-    def sample(
-        self,
-        logits: Tensor,
-        sampling: SamplingTensors,
-        req_indices: Tensor,
-        positions: Tensor,
-        last_sampled_tokens: Tensor,
-        out: Tensor,
-    ) -> None:
-        """Samples one token per row: the function of ``gumbel.gumbel_sample``.
-
-        Args:
-            logits: ``[S, vocab_size]``, not changed.
-            req_indices: ``[S]`` int64, each row's line in ``sampling``; -1 for a padded row.
-            positions: ``[S]`` int64, of the token before the one that is sampled.
-            last_sampled_tokens: ``[N + 1]`` int64; the token is written to the row's line, as 0
-                where it is -1.
-            out: ``[S]`` int64, written: -1 for a padded row, and for one that has NaN or
-                infinity, or no finite logit.
-        """
-        ...

@@ -35,8 +35,7 @@ class PrefillRows:
         block_table: ``[P, W]`` int32.
         query_starts: ``[P + 1]`` int32, the first query of each row, from 0 on.
         key_starts: ``[P + 1]`` int32, ``seq_lens`` added up, from 0 on.
-        max_queries: of a row.
-        max_keys: of a row.
+        max_queries, max_keys: of the longest row.
     """
 
     seq_lens: Tensor
@@ -167,5 +166,5 @@ class FlashAttention(ABC):
 
 
 def _span(window: int | None) -> tuple[int, int]:
-    """Our window counts the query's own key, theirs the keys before it."""
+    """``window_size`` of the libraries: keys before a query and after it, its own not counted."""
     return (-1, -1) if window is None else (window - 1, 0)

@@ -1,4 +1,4 @@
-"""Sampling as a race: the function that the Triton sampler computes, in plain torch.
+"""gumbel_sample: Gumbel-max sampling in plain torch, the function of the Triton sampler.
 
 Each token i of a row draws an exponential number ``E_i``, and the kept token with the least
 ``E_i / p_i`` wins: the exponential race, or Gumbel-max trick (Gumbel, 1954; Maddison et al.,

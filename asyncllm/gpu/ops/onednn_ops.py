@@ -33,7 +33,7 @@ def bucket(num_rows: int) -> int:
 
 
 class BucketedLinear:
-    """A linear layer with its rows padded to a bucket. A row's result is its own alone."""
+    """A linear layer with its rows padded to a bucket. No row's result depends on another row."""
 
     def __init__(self, linear: Linear) -> None:
         self.linear = linear

@@ -10,7 +10,7 @@ import torch
 
 from asyncllm.errors import EngineError, InvalidRequestError
 from asyncllm.gpu.ops.backend import AttentionBackend, AttentionRequest, Unmet
-from asyncllm.gpu.ops.base import Attention, OpSet
+from asyncllm.gpu.ops.base import Attention
 from asyncllm.gpu.ops.flash_attention_2 import FlashAttention2
 from asyncllm.gpu.ops.flash_attention_3 import FlashAttention3
 from asyncllm.gpu.ops.onednn_ops import OneDNNOps, onednn_works
@@ -34,15 +34,16 @@ BUILTIN: dict[str, AttentionBackend] = {
 def make_attention(name: str, request: AttentionRequest) -> tuple[Attention, int]:
     """The backend for a device and a model, and the tokens per KV block.
 
-    "auto" is "triton" on CUDA and "torch" elsewhere; the others are chosen by name only. What
-    cannot be had is an error, never another backend.
+    "auto" is "triton" on CUDA and "torch" elsewhere; the others are chosen by name only. A
+    backend that cannot be used is an error, never replaced by another.
 
     Raises:
         InvalidRequestError: no such backend, or one that does not cover the request.
         EngineError: the backend's library is missing, too old or does not work here, or the
             distribution that registered it is at fault.
     """
-    chosen = resolve(name, request.device)
+    default = "triton" if request.device.type == "cuda" else "torch"
+    chosen = default if name == "auto" else name
     backend = find_backend(chosen)
     block_size = request.block_size or backend.default_block_size(request.device)
     request = dataclasses.replace(request, block_size=block_size)
@@ -58,13 +59,6 @@ def make_attention(name: str, request: AttentionRequest) -> tuple[Attention, int
             "Attention (asyncllm.gpu.ops.base)"
         )
     return attention, block_size
-
-
-def resolve(name: str, device: torch.device) -> str:
-    """The name of a backend, "auto" being the device's own."""
-    if name != "auto":
-        return name
-    return "triton" if device.type == "cuda" else "torch"
 
 
 def find_backend(name: str) -> AttentionBackend:
@@ -94,7 +88,7 @@ def find_backend(name: str) -> AttentionBackend:
     )
 
 
-def make_ops(device: torch.device, attention: Attention) -> OpSet:
+def make_ops(device: torch.device, attention: Attention) -> TorchOps:
     """The op set for everything but attention.
 
     On CUDA these are Triton kernels, unless attention is plain torch: then nothing needs a
@@ -143,7 +137,7 @@ def _distribution(entry: EntryPoint) -> str:
 def _refusal(
     name: str, chosen: str, unmet: Unmet, request: AttentionRequest
 ) -> InvalidRequestError:
-    """The setting at fault, why, and what would do instead."""
+    """The error for a broken constraint: the setting, the reason, and an alternative."""
     which = f"attention_backend={name!r}"
     if name == "auto":
         which += f" is {chosen!r} on device {request.device}, which"

@@ -144,7 +144,7 @@ class TorchAttention:
         gathered = gathered.view(2, rows, -1, shape.num_kv_heads, shape.head_dim)
         gathered = gathered.masked_fill(plan.hidden[None, :, :, None, None], 0.0)
         k, v = gathered.transpose(2, 3)
-        # A padded row sees nothing; a softmax needs something.
+        # A padded row sees no key, and a softmax over none would be NaN.
         seen = ~plan.hidden
         seen = seen | (seen.sum(-1, keepdim=True) == 0)
         q = q.reshape(rows, shape.num_kv_heads, shape.group_size, shape.head_dim)

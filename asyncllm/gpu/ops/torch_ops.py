@@ -1,4 +1,4 @@
-"""TorchOps: the op set in plain torch, which runs anywhere and is the reference for the others.
+"""TorchOps: the op set in plain torch, the base of the others and their reference.
 
 Tiny models are bound by the number of ops, not by arithmetic, so each op here is written
 with as few torch calls as it takes.
@@ -90,11 +90,18 @@ def write_kv(cache: Tensor, slot_mapping: Tensor, kv: Tensor) -> None:
 
 
 class TorchOps:
-    """Plain torch on any device."""
+    """Ops of the decoder in plain torch, on any device. A subclass replaces those that its
+    device has better ones for; attention comes from a backend of its own."""
 
     name = "torch"
 
     def linear(self, weights: LinearWeights) -> Linear:
+        """A linear layer that takes over ``weights``: unless they are shared, the caller drops
+        its references, so that a packed copy replaces them.
+
+        Raises:
+            ModelLoadError: a scheme that the op set cannot compute with.
+        """
         if weights.scheme != "plain":
             raise ModelLoadError(
                 f"weights of scheme {weights.scheme!r}: the op set {self.name!r} takes 'plain' only"
@@ -114,16 +121,25 @@ class TorchOps:
         return TorchRopeAndCache(shape, q_norm, k_norm, eps)
 
     def rotary(self, table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The rotation of a step's positions for ``rope_and_cache``, shared by all layers of one
+        RoPE table.
+
+        Args:
+            table: ``[max_positions, D]``: cosines, then sines, of half a head each.
+            positions: ``[T]`` int64.
+        """
         cos, sin = table[positions].unsqueeze(1).chunk(2, -1)
         return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
     @staticmethod
     def silu_mul(gate_up: Tensor) -> Tensor:
+        """``[T, 2 * I] -> [T, I]``: SiLU of the first half times the second."""
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate).mul_(up)
 
     @staticmethod
     def decode_inputs(rows: DecodeInputs) -> None:
+        """Fills ``token_ids``, ``seq_lens`` and ``slot_mapping`` from the rest of ``rows``."""
         lines, padded = rows.state_indices(), rows.req_indices < 0
         tokens = torch.where(
             rows.host_token_ids < 0, rows.last_sampled_tokens[lines], rows.host_token_ids
@@ -144,6 +160,17 @@ class TorchOps:
         last_sampled_tokens: Tensor,
         out: Tensor,
     ) -> None:
+        """Samples one token per row: the function of ``gumbel.gumbel_sample``.
+
+        Args:
+            logits: ``[S, vocab_size]``, not changed.
+            req_indices: ``[S]`` int64, each row's line in ``sampling``; -1 for a padded row.
+            positions: ``[S]`` int64, of the token before the one that is sampled.
+            last_sampled_tokens: ``[N + 1]`` int64; the token is written to the row's line, as 0
+                where it is -1.
+            out: ``[S]`` int64, written: -1 for a padded row, and for one that has NaN or
+                infinity, or no finite logit.
+        """
         padded = req_indices < 0
         lines = torch.where(padded, len(last_sampled_tokens) - 1, req_indices)
         tokens = gumbel_sample(

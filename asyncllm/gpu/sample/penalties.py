@@ -62,9 +62,7 @@ class Penalties:
             rows, req_indices: rows of ``logits`` with a penalty, and their request indices.
         """
         index = self._index(rows)
-        table = self._index(
-            np.array([self.row_of[req_index] for req_index in req_indices.tolist()])
-        )
+        table = self._table_rows(req_indices)
         chosen, counts = logits[index], self.counts[table]
         used = counts > 0
         repetition = self._column(state.repetition[req_indices])
@@ -76,10 +74,7 @@ class Penalties:
 
     def count(self, req_indices: np.ndarray, tokens: np.ndarray) -> None:
         """Adds sampled tokens to the counts of their requests."""
-        table = self._index(
-            np.array([self.row_of[req_index] for req_index in req_indices.tolist()])
-        )
-        self.counts[table, self._index(tokens)] += 1
+        self.counts[self._table_rows(req_indices), self._index(tokens)] += 1
 
     def _grow(self) -> None:
         old = self.counts.shape[0]
@@ -88,6 +83,9 @@ class Penalties:
         self.counts = torch.cat((self.counts, self.counts.new_zeros(shape)))
         self.in_prompt = torch.cat((self.in_prompt, self.in_prompt.new_zeros(shape)))
         self._free = list(range(rows - 1, old - 1, -1))
+
+    def _table_rows(self, req_indices: np.ndarray) -> Tensor:
+        return self._index(np.array([self.row_of[index] for index in req_indices.tolist()]))
 
     def _index(self, values: np.ndarray) -> Tensor:
         return copy_to_device(values.astype(np.int64), self.device)

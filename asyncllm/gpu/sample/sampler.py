@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from asyncllm.core.batch import RequestAssignment
+from asyncllm.gpu.batch.decode_inputs import SamplingTensors
 from asyncllm.gpu.batch.input_batch import InputBatch
 from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.memory import is_device_failure
-from asyncllm.gpu.ops.base import OpSet
 from asyncllm.gpu.ops.gumbel import MIN_TEMPERATURE
-from asyncllm.gpu.sample.gumbel import GumbelSampler
+from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.sample.inverse_cdf import sample_inverse_cdf
 from asyncllm.gpu.sample.logprobs import gather_logprobs
 from asyncllm.gpu.sample.penalties import Penalties
@@ -61,14 +61,14 @@ class Sampler:
         vocab_size: int,
         inputs: InputBatch,
         device: torch.device,
-        ops: OpSet | None = None,
+        ops: TorchOps | None = None,
     ) -> None:
         self.inputs = inputs
         self.device = device
         self.state = SamplingState(max_num_seqs)
         self.penalties = Penalties(vocab_size, device)
         self.failures: dict[int, Exception] = {}
-        self.race = None if ops is None else GumbelSampler(ops, self.state, device)
+        self._ops = ops
 
     def assign(self, assignment: RequestAssignment) -> None:
         """Takes over a request's parameters. Its tokens are in the input batch already.
@@ -118,8 +118,8 @@ class Sampler:
         """
         output = SampleOutput(np.empty(0, dtype=np.int64))
         processed = self._process(logits, req_indices, positions, output.errors)
-        if self.race is not None:
-            output.token_ids = self.race(processed, req_indices, positions)
+        if self._ops is not None:
+            output.token_ids = self._sample_gumbel(self._ops, processed, req_indices, positions)
             broken = output.token_ids < 0
         else:
             best, tokens = processed.max(-1)
@@ -127,26 +127,12 @@ class Sampler:
             broken = ~np.isfinite(best.float().cpu().numpy())
         if broken.any():
             self._explain(logits, processed, np.flatnonzero(broken), output.errors)
-        if self.race is None:
-            self._draw_random(processed, req_indices, positions, output)
+        if self._ops is None:
+            self._draw(processed, req_indices, positions, output)
         if output.errors:
             output.token_ids[list(output.errors)] = -1
         self._finish(logits, req_indices, output)
         return output
-
-    def _draw_random(
-        self,
-        processed: Tensor,
-        req_indices: np.ndarray,
-        positions: np.ndarray,
-        output: SampleOutput,
-    ) -> None:
-        """Replaces the likeliest tokens of the rows that are not greedy."""
-        random = np.flatnonzero(self.state.temperature[req_indices] >= MIN_TEMPERATURE)
-        if output.errors:
-            random = np.setdiff1d(random, list(output.errors))
-        if len(random):
-            output.token_ids[random] = self._draw(processed, random, req_indices, positions)
 
     def _process(
         self,
@@ -239,22 +225,46 @@ class Sampler:
             else:
                 errors[row] = ValueError("a logits processor returned logits that are not finite")
 
-    def _draw(
-        self, logits: Tensor, rows: np.ndarray, req_indices: np.ndarray, positions: np.ndarray
+    def _sample_gumbel(
+        self, ops: TorchOps, logits: Tensor, req_indices: np.ndarray, positions: np.ndarray
     ) -> np.ndarray:
-        state, req_indices = self.state, req_indices[rows]
-        temperature = self._tensor(state.temperature[req_indices]).unsqueeze(1)
+        """Tokens of the op set's sampler, as a fused step draws them; -1 for a row that has NaN or
+        infinity, or no finite logit."""
+        state, rows = self.state, len(req_indices)
+        # Parameters are by row here; the last line is for padded rows, of which there are none.
+        lines = np.append(req_indices, req_indices[:1])
+        sampling = SamplingTensors(
+            states=self._tensor(state.seeds[lines].view(np.int64)),
+            temperature=self._tensor(state.temperature[lines]),
+            top_k=self._tensor(state.top_k[lines]),
+            top_p=self._tensor(state.top_p[lines].astype(np.float32)),
+            min_p=self._tensor(state.min_p[lines].astype(np.float32)),
+        )
+        row_indices, before = self._tensor(np.arange(rows)), self._tensor(positions - 1)
+        last_sampled_tokens, out = row_indices.new_empty(rows + 1), torch.empty_like(row_indices)
+        ops.sample(logits, sampling, row_indices, before, last_sampled_tokens, out)
+        return out.cpu().numpy()
+
+    def _draw(
+        self, logits: Tensor, req_indices: np.ndarray, positions: np.ndarray, output: SampleOutput
+    ) -> None:
+        """Replaces the likeliest tokens of the rows that are not greedy."""
+        state = self.state
+        rows = np.flatnonzero(state.temperature[req_indices] >= MIN_TEMPERATURE)
+        if output.errors:
+            rows = np.setdiff1d(rows, list(output.errors))
+        if not len(rows):
+            return
+        req_indices = req_indices[rows]
         chosen = logits if len(rows) == logits.shape[0] else logits[self._tensor(rows)]
-        scaled = chosen.float() / temperature
-        numbers = counter_uniform(state.seeds[req_indices], positions[rows])
         tokens = sample_inverse_cdf(
-            scaled,
-            numbers,
+            chosen.float() / self._tensor(state.temperature[req_indices]).unsqueeze(1),
+            counter_uniform(state.seeds[req_indices], positions[rows]),
             state.top_k[req_indices],
             state.top_p[req_indices],
             state.min_p[req_indices],
         )
-        return tokens.cpu().numpy()
+        output.token_ids[rows] = tokens.cpu().numpy()
 
     def _finish(self, logits: Tensor, req_indices: np.ndarray, output: SampleOutput) -> None:
         """Log-probabilities, and the counts for later penalties."""

@@ -11,24 +11,17 @@ from asyncllm.gpu.ops.triton.decode_inputs import decode_inputs
 from asyncllm.gpu.ops.triton.norm import TritonRMSNorm
 from asyncllm.gpu.ops.triton.rope_cache import TritonRopeAndCache
 from asyncllm.gpu.ops.triton.sampling import sample
-from asyncllm.gpu.ops.triton.toolchain import check_triton
 
 
 class TritonOps(TorchOps):
     """Fused kernels for everything that is bound by memory; matrix products are torch's, which
-    are cuBLAS's.
-
-    Raises:
-        EngineError: Triton cannot compile kernels here.
+    are cuBLAS's. ``check_triton`` comes before importing it.
     """
 
     name = "triton"
     silu_mul = staticmethod(silu_mul)
     decode_inputs = staticmethod(decode_inputs)
     sample = staticmethod(sample)
-
-    def __init__(self) -> None:
-        check_triton()
 
     def rms_norm(self, weight: Tensor, eps: float) -> TritonRMSNorm:
         return TritonRMSNorm(weight, eps)

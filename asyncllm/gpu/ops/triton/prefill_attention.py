@@ -1,9 +1,8 @@
 """Paged attention of rows with several query tokens, a prefix of them in the cache.
 
 The rows of a tile are query tokens times the query heads of one key/value head, the heads
-padded to a power of two. The grid is
-an upper bound that the host knows without looking at the lengths: each program finds its
-sequence by binary search, and leaves if it has none.
+padded to a power of two. The grid is an upper bound that the host knows without looking at
+the lengths: each program finds its sequence by binary search, and leaves if it has none.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false

@@ -16,7 +16,7 @@ TILE_ELEMENTS = 1024
 
 @triton.jit
 def rotate(first, second, cos, sin):
-    """Both halves of each head, turned (GPT-NeoX order; Su et al., 2021)."""
+    """Both halves of each head, rotated (GPT-NeoX order; Su et al., 2021)."""
     return first * cos - second * sin, second * cos + first * sin
 
 
@@ -74,12 +74,12 @@ def rope_cache_kernel(
     sin = tl.load(line + HALF + dims, mask=dims < HALF, other=0.0)
     cos = cos.to(tl.float32)[None, :]
     sin = sin.to(tl.float32)[None, :]
-    turned_first, turned_second = rotate(first, second, cos, sin)
-    is_turned = is_value[:, None] == 0
-    first = tl.where(is_turned, turned_first.to(kind), raw_first)
-    second = tl.where(is_turned, turned_second.to(kind), raw_second)
-    tl.store(at, first, mask=real & is_turned)
-    tl.store(at + HALF, second, mask=real & is_turned)
+    rotated_first, rotated_second = rotate(first, second, cos, sin)
+    is_rotated = is_value[:, None] == 0
+    first = tl.where(is_rotated, rotated_first.to(kind), raw_first)
+    second = tl.where(is_rotated, rotated_second.to(kind), raw_second)
+    tl.store(at, first, mask=real & is_rotated)
+    tl.store(at + HALF, second, mask=real & is_rotated)
 
     slot = tl.load(slot_mapping + token).to(tl.int64)
     block = slot // BLOCK_SIZE

@@ -1,4 +1,4 @@
-"""The sampler: two kernels over the vocabulary, without a sort.
+"""sample: Gumbel-max sampling in two kernels over the vocabulary, without a sort.
 
 They compute what ``gumbel_sample`` describes. The first kernel reduces the vocabulary to
 statistics of chunks of 256 tokens, winner of the race included. The second has one program
@@ -348,7 +348,7 @@ def sample(
     last_sampled_tokens: Tensor,
     out: Tensor,
 ) -> None:
-    """See ``OpSet.sample``. Rows of ``logits``, float32, bfloat16 or float16, are contiguous.
+    """See ``TorchOps.sample``. Rows of ``logits``, float32, bfloat16 or float16, are contiguous.
 
     A row's token depends on that row alone, not on the others of the batch.
     """

@@ -6,6 +6,7 @@ shared memory of each architecture. No GPU has measured them yet.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 SPLIT_TOKENS = 256
@@ -15,7 +16,8 @@ PROGRAMS_PER_SM = 4
 """Decode attention programs that a multiprocessor should have, by shared memory
 and registers."""
 
-MAX_HEAD_DIM = 256
+_HEAD_DIMS = (64, 128, 256)
+MAX_HEAD_DIM = _HEAD_DIMS[-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,42 +37,30 @@ class Tiles:
     stages: int
 
 
-# (lowest capability, largest padded head): tiles. K and V are found through the block table,
-# and the pipeline spends two stages on an indirection: 3 stages buffer one tile, 5 two.
+# Lowest capability: the tiles of heads of up to 64, 128 and 256 elements. K and V are found
+# through the block table, and the pipeline spends two stages on an indirection: 3 stages buffer
+# one tile, 5 two.
 _DECODE = {
-    (80, 64): Tiles(16, 64, 4, 3),
-    (80, 128): Tiles(16, 64, 4, 3),
-    (80, 256): Tiles(16, 64, 4, 3),
-    (86, 64): Tiles(16, 64, 4, 3),
-    (86, 128): Tiles(16, 64, 4, 3),
-    (86, 256): Tiles(16, 32, 4, 3),
-    (90, 64): Tiles(16, 64, 4, 5),
-    (90, 128): Tiles(16, 64, 4, 3),
-    (90, 256): Tiles(16, 32, 4, 5),
-    (100, 64): Tiles(16, 64, 4, 5),
-    (100, 128): Tiles(16, 64, 4, 3),
-    (100, 256): Tiles(16, 32, 4, 5),
+    80: (Tiles(16, 64, 4, 3), Tiles(16, 64, 4, 3), Tiles(16, 64, 4, 3)),
+    86: (Tiles(16, 64, 4, 3), Tiles(16, 64, 4, 3), Tiles(16, 32, 4, 3)),
+    90: (Tiles(16, 64, 4, 5), Tiles(16, 64, 4, 3), Tiles(16, 32, 4, 5)),
+    100: (Tiles(16, 64, 4, 5), Tiles(16, 64, 4, 3), Tiles(16, 32, 4, 5)),
 }
-
 _PREFILL = {
-    (80, 64): Tiles(128, 64, 8, 3),
-    (80, 128): Tiles(128, 64, 8, 3),
-    (80, 256): Tiles(64, 32, 8, 3),
-    (86, 64): Tiles(128, 64, 8, 3),
-    (86, 128): Tiles(128, 32, 8, 3),
-    (86, 256): Tiles(64, 32, 8, 2),
-    (90, 64): Tiles(128, 64, 8, 3),
-    (90, 128): Tiles(128, 64, 8, 3),
-    (90, 256): Tiles(64, 64, 8, 2),
-    (100, 64): Tiles(128, 64, 8, 3),
-    (100, 128): Tiles(128, 64, 8, 3),
-    (100, 256): Tiles(64, 64, 4, 2),
+    80: (Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3), Tiles(64, 32, 8, 3)),
+    86: (Tiles(128, 64, 8, 3), Tiles(128, 32, 8, 3), Tiles(64, 32, 8, 2)),
+    90: (Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3), Tiles(64, 64, 8, 2)),
+    100: (Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 2)),
 }
 
 
 def decode_tiles(capability: int, head_dim: int, element_size: int = 2) -> Tiles:
     """Launch shape of decode attention; see ``prefill_tiles``."""
-    return _widened(_find(_DECODE, capability, head_dim), element_size)
+    tiles = _find(_DECODE, capability, head_dim)
+    if element_size > 2:
+        # The same bytes per step for wider elements.
+        tiles = Tiles(tiles.rows, max(16, tiles.keys // 2), tiles.warps, 1)
+    return tiles
 
 
 def prefill_tiles(capability: int, head_dim: int, element_size: int = 2) -> Tiles:
@@ -91,25 +81,16 @@ def prefill_tiles(capability: int, head_dim: int, element_size: int = 2) -> Tile
     return tiles
 
 
-def _widened(tiles: Tiles, element_size: int) -> Tiles:
-    """The same bytes per step for wider elements."""
-    if element_size <= 2:
-        return tiles
-    return Tiles(tiles.rows, max(16, tiles.keys // 2), tiles.warps, 1)
-
-
-def _find(table: dict[tuple[int, int], Tiles], capability: int, head_dim: int) -> Tiles:
+def _find(table: dict[int, tuple[Tiles, Tiles, Tiles]], capability: int, head_dim: int) -> Tiles:
     if head_dim > MAX_HEAD_DIM:
         raise ValueError(f"head size {head_dim}: expected at most {MAX_HEAD_DIM}")
     if capability >= 110:
         # Blackwell without the shared memory of a data centre's.
         capability = 89
-    known = [arch for arch, _ in table if arch <= capability]
+    known = [arch for arch in table if arch <= capability]
     if not known:
         raise ValueError(f"compute capability {capability / 10}: expected at least 8.0")
-    arch = max(known)
-    size = min(size for found, size in table if found == arch and size >= head_dim)
-    return table[arch, size]
+    return table[max(known)][bisect_left(_HEAD_DIMS, head_dim)]
 
 
 def num_splits(batch: int, kv_heads: int, max_len: int, num_sms: int) -> int:
