@@ -40,7 +40,6 @@ class Admission:
         self._members: set[Request] = set()
         self._queued: dict[Request, int] = {}
         self._queued_tokens = 0
-        self._next_arrival_index = 0
         self._closed: Callable[[], AsyncLLMError] | None = None
         self._rate = 0.0
         self._rate_at = clock()
@@ -81,18 +80,18 @@ class Admission:
                     "expected one that is not in use",
                     param="request_id",
                 )
-            self._check_room(len(group.members), len(group.members) * num_tokens)
+            members = group.members
+            self._check_room(len(members), len(members) * num_tokens)
             if other is not None:
                 # Aborted, but the engine thread has yet to hear of it.
                 self._replaced.add(other)
             self._live[group.request_id] = group
-            self._members.update(group.members)
-            for request in group.members:
+            self._members.update(members)
+            for request in members:
                 self._queued[request] = num_tokens
-                self._queued_tokens += num_tokens
-                request.arrival_index = self._next_arrival_index
-                self._next_arrival_index += 1
+                request.arrival_index = self.num_requests
                 self.num_requests += 1
+            self._queued_tokens += len(members) * num_tokens
 
     def _check_room(self, num_requests: int, num_tokens: int) -> None:
         requests, tokens = len(self._queued), self._queued_tokens

@@ -19,6 +19,7 @@ from asyncllm.outputs import FinishReason
 from asyncllm.sampling_params import SamplingParams
 
 _DIGEST_SIZE = 16
+_ROOT = hashlib.blake2b(digest_size=_DIGEST_SIZE, person=b"asyncllm-kv").digest()
 
 
 class Status(enum.IntEnum):
@@ -34,8 +35,9 @@ class Status(enum.IntEnum):
 def root_hash(cache_salt: str | None) -> bytes:
     """Parent of a first block's hash. All else that changes the KV of equal tokens belongs
     in here; the chain carries it to every later block."""
-    salt = b"" if cache_salt is None else b"salt\0" + cache_salt.encode()
-    return hashlib.blake2b(salt, digest_size=_DIGEST_SIZE, person=b"asyncllm-kv").digest()
+    if cache_salt is None:
+        return _ROOT
+    return hashlib.blake2b(_ROOT + cache_salt.encode(), digest_size=_DIGEST_SIZE).digest()
 
 
 class Request:
@@ -192,11 +194,12 @@ class Request:
         num_full = len(self.token_ids) // block_size
         if len(hashes) < num_full:
             parent = hashes[-1] if hashes else root_hash(self.cache_salt)
-            for i in range(len(hashes), num_full):
-                tokens = array("I", self.token_ids[i * block_size : (i + 1) * block_size])
-                parent = hashlib.blake2b(
-                    parent + tokens.tobytes(), digest_size=_DIGEST_SIZE
-                ).digest()
+            begin = len(hashes) * block_size
+            tokens = array("I", self.token_ids[begin : num_full * block_size])
+            data, size = tokens.tobytes(), block_size * tokens.itemsize
+            for i in range(0, len(data), size):
+                block = parent + data[i : i + size]
+                parent = hashlib.blake2b(block, digest_size=_DIGEST_SIZE).digest()
                 hashes.append(parent)
         return hashes
 
