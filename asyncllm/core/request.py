@@ -19,7 +19,8 @@ from asyncllm.outputs import FinishReason
 from asyncllm.sampling_params import SamplingParams
 
 _DIGEST_SIZE = 16
-_ROOT = hashlib.blake2b(digest_size=_DIGEST_SIZE, person=b"asyncllm-kv").digest()
+_PERSON = b"asyncllm-kv"
+_ROOT = hashlib.blake2b(digest_size=_DIGEST_SIZE, person=_PERSON).digest()
 
 
 class Status(enum.IntEnum):
@@ -37,7 +38,9 @@ def root_hash(cache_salt: str | None) -> bytes:
     in here; the chain carries it to every later block."""
     if cache_salt is None:
         return _ROOT
-    return hashlib.blake2b(_ROOT + cache_salt.encode(), digest_size=_DIGEST_SIZE).digest()
+    # Personalised as no block's hash is: a salt cannot be made to equal one.
+    salt = b"salt\0" + cache_salt.encode()
+    return hashlib.blake2b(salt, digest_size=_DIGEST_SIZE, person=_PERSON).digest()
 
 
 class Request:
