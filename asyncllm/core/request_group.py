@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from asyncllm.observer import ObserverNotifier
 
 
+@dataclass(slots=True, eq=False)
 class RequestGroup:
     """One or more sequences with one id, one channel, one deadline and one end.
 
@@ -26,31 +28,13 @@ class RequestGroup:
         notifier: of the observers; None without any.
     """
 
-    __slots__ = (
-        "arrived_at",
-        "cancelled",
-        "channel",
-        "deadline",
-        "members",
-        "notifier",
-        "request_id",
-    )
-
-    def __init__(
-        self,
-        request_id: str,
-        channel: Channel | None = None,
-        *,
-        arrived_at: float = 0.0,
-        deadline: float = math.inf,
-    ) -> None:
-        self.request_id = request_id
-        self.channel = channel
-        self.arrived_at = arrived_at
-        self.deadline = deadline
-        self.members: list[Request] = []
-        self.cancelled = False
-        self.notifier: ObserverNotifier | None = None
+    request_id: str
+    channel: Channel | None = None
+    arrived_at: float = 0.0
+    deadline: float = math.inf
+    members: list[Request] = field(default_factory=list)
+    cancelled: bool = False
+    notifier: ObserverNotifier | None = None
 
     @property
     def unfinished(self) -> list[Request]:
