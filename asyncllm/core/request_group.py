@@ -6,8 +6,9 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from asyncllm.core.channel import Channel
+
 if TYPE_CHECKING:
-    from asyncllm.core.channel import Channel
     from asyncllm.core.request import Request
     from asyncllm.observer import ObserverNotifier
 
@@ -22,14 +23,14 @@ class RequestGroup:
     its first member.
 
     Attributes:
-        channel: to the reader of all members; None where no reader is (tests of the core).
+        channel: to the reader of all members.
         members: in order of their index. Added before the group is submitted.
         cancelled: set once, by any thread, before the abort itself travels.
         notifier: of the observers; None without any.
     """
 
     request_id: str
-    channel: Channel | None = None
+    channel: Channel = field(default_factory=Channel)
     arrived_at: float = 0.0
     deadline: float = math.inf
     members: list[Request] = field(default_factory=list)
