@@ -9,6 +9,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Self, overload
 
 from asyncllm.config import EngineConfig
@@ -26,13 +27,13 @@ Prompt = str | Sequence[int]
 Messages = Sequence[dict[str, Any]]
 
 
+@dataclass(eq=False, repr=False)
 class LLMStream(Iterator[Delta]):
     """A request as a plain iterator. One thread reads it at a time; ``close``, the end of a
     ``with`` block and losing the last reference abort it."""
 
-    def __init__(self, stream: TokenStream, mailbox: ThreadMailbox) -> None:
-        self._stream = stream
-        self._mailbox = mailbox
+    _stream: TokenStream
+    _mailbox: ThreadMailbox
 
     @property
     def request_id(self) -> str:

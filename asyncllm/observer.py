@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from asyncllm.logger import get_logger
@@ -58,35 +58,25 @@ class Observer(Protocol):
         """
 
 
+@dataclass(slots=True, eq=False)
 class ObserverNotifier:
     """One request and the observers that it was announced to. RequestInfo and end may meet
     on two threads (the engine may die in the middle of ``stream()``); the later of them
     reports the end. A first token that comes before the submission was announced is reported
     just before the end."""
 
-    __slots__ = (
-        "_end",
-        "_first_token_reports",
-        "_first_token_seen",
-        "_observers",
-        "_request",
-        "_submitted",
-        "_undelivered",
-    )
+    _request: Request
+    _observers: tuple[Observer, ...]
+    _submitted: bool = False
+    _first_token_seen: bool = False
+    _end: tuple[Usage, BaseException | None] | None = None
+    # Popping from a list is atomic: it settles who delivers.
+    _undelivered: list[bool] = field(default_factory=lambda: [True])
+    _first_token_reports: list[Callable[..., None]] = field(init=False)
 
-    def __init__(self, request: Request, observers: tuple[Observer, ...]) -> None:
-        self._request = request
-        self._observers = observers
-        self._submitted = False
-        self._first_token_seen = False
-        self._end: tuple[Usage, BaseException | None] | None = None
-        # Popping from a list is atomic: it settles who delivers.
-        self._undelivered = [True]
-        self._first_token_reports = [
-            report
-            for observer in observers
-            if (report := getattr(observer, "on_first_token", None)) is not None
-        ]
+    def __post_init__(self) -> None:
+        reports = (getattr(observer, "on_first_token", None) for observer in self._observers)
+        self._first_token_reports = [report for report in reports if report is not None]
 
     def submitted(self, submission: RequestInfo) -> None:
         for observer in self._observers:

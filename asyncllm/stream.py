@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import overload
 
 from asyncllm import validation as check
 from asyncllm.core.channel import Channel, End, merged
 from asyncllm.core.engine_core import EngineCore
+from asyncllm.core.request import Request
 from asyncllm.core.request_group import RequestGroup
 from asyncllm.errors import RequestError
 from asyncllm.outputs import (
@@ -26,6 +27,7 @@ from asyncllm.runtime.mailbox import LoopMailbox, ThreadMailbox
 _NO_TOKENS = Delta("", ())
 
 
+@dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
 class TokenStream:
     """The output of one request, delta by delta.
 
@@ -48,46 +50,27 @@ class TokenStream:
         usage: None until the last delta was read.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_backend",
-        "_channel",
-        "_core",
-        "_cut_off",
-        "_done",
-        "_error",
-        "_group",
-        "_logprobs",
-        "_mailbox_of_loop",
-        "_reading",
-        "_request",
-        "_stop_reason",
-        "_texts",
-        "finish_reason",
-        "request_id",
-        "usage",
-    )
+    _group: RequestGroup
+    _core: EngineCore
+    _mailbox_of_loop: Callable[[], LoopMailbox]
+    request_id: str = field(init=False)
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+    _request: Request = field(init=False)
+    _channel: Channel = field(init=False)
+    _backend: EventLoopBackend | None = None
+    _reading: bool = False
+    _cut_off: bool = False
+    _done: bool = False
+    _error: BaseException | None = None
+    _stop_reason: str | int | None = None
+    _texts: list[str] = field(default_factory=list)
+    _logprobs: list[TokenLogprobs] = field(default_factory=list)
 
-    def __init__(
-        self, group: RequestGroup, core: EngineCore, mailbox_of_loop: Callable[[], LoopMailbox]
-    ) -> None:
-        assert group.channel is not None
-        self.request_id = group.request_id
-        self.finish_reason: FinishReason | None = None
-        self.usage: Usage | None = None
-        self._group = group
-        self._request = group.members[0]
-        self._channel: Channel = group.channel
-        self._core = core
-        self._mailbox_of_loop = mailbox_of_loop
-        self._backend: EventLoopBackend | None = None
-        self._reading = False
-        self._cut_off = False
-        self._done = False
-        self._error: BaseException | None = None
-        self._stop_reason: str | int | None = None
-        self._texts: list[str] = []
-        self._logprobs: list[TokenLogprobs] = []
+    def __post_init__(self) -> None:
+        self.request_id = self._group.request_id
+        self._request = self._group.members[0]
+        self._channel = self._group.channel
 
     @property
     def prompt_token_ids(self) -> Sequence[int] | None:

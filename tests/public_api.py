@@ -44,11 +44,13 @@ def _describe(path: str, value: Any) -> Iterator[str]:
         return
     bases = ", ".join(base.__name__ for base in value.__bases__ if base is not object)
     yield f"class {path}({bases})"
-    if dataclasses.is_dataclass(value):
+    if value.__name__ in MADE_FOR_THE_CALLER:
+        pass
+    elif dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
             default = "" if field.default is dataclasses.MISSING else f" = {field.default!r}"
             yield f"    {field.name}: {field.type}{default}"
-    elif "__init__" in vars(value) and value.__name__ not in MADE_FOR_THE_CALLER:
+    elif "__init__" in vars(value):
         yield f"    __init__{inspect.signature(value.__init__)}"
     for name, member in sorted(_members(value)):
         if isinstance(member, property):

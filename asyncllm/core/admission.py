@@ -37,10 +37,10 @@ class Admission:
         self._lock = threading.Lock()
         self._live: dict[str, RequestGroup] = {}
         self._replaced: set[RequestGroup] = set()
-        self._members: set[Request] = set()
+        self._num_members = 0
+        self._ended: set[Request] = set()
         self._queued: dict[Request, int] = {}
         self._queued_tokens = 0
-        self._next_arrival_index = 0
         self._closed: Callable[[], AsyncLLMError] | None = None
         self._rate = 0.0
         self._rate_at = clock()
@@ -54,7 +54,7 @@ class Admission:
     @property
     def num_live(self) -> int:
         """Requests that have not ended."""
-        return len(self._members)
+        return self._num_members - len(self._ended)
 
     def get(self, request_id: str) -> RequestGroup | None:
         group = self._live.get(request_id)
@@ -81,18 +81,18 @@ class Admission:
                     "expected one that is not in use",
                     param="request_id",
                 )
-            self._check_room(len(group.members), len(group.members) * num_tokens)
+            members = group.members
+            self._check_room(len(members), len(members) * num_tokens)
             if other is not None:
                 # Aborted, but the engine thread has yet to hear of it.
                 self._replaced.add(other)
             self._live[group.request_id] = group
-            self._members.update(group.members)
-            for request in group.members:
+            self._num_members += len(members)
+            for request in members:
                 self._queued[request] = num_tokens
-                self._queued_tokens += num_tokens
-                request.arrival_index = self._next_arrival_index
-                self._next_arrival_index += 1
+                request.arrival_index = self.num_requests
                 self.num_requests += 1
+            self._queued_tokens += len(members) * num_tokens
 
     def _check_room(self, num_requests: int, num_tokens: int) -> None:
         requests, tokens = len(self._queued), self._queued_tokens
@@ -143,19 +143,24 @@ class Admission:
             self._rate_at = now
 
     def leave(self, request: Request) -> None:
-        """The request has ended; its group may go on."""
+        """The request has ended, and its group goes on."""
         self.leave_queue(request)
         with self._lock:
-            self._members.discard(request)
+            self._ended.add(request)
 
     def forget(self, group: RequestGroup) -> None:
         """The group has ended; its id is free, unless another has taken it already."""
         for request in group.members:
-            self.leave(request)
+            self.leave_queue(request)
         with self._lock:
-            self._replaced.discard(group)
             if self._live.get(group.request_id) is group:
                 del self._live[group.request_id]
+            elif group in self._replaced:
+                self._replaced.remove(group)
+            else:
+                return
+            self._num_members -= len(group.members)
+            self._ended.difference_update(group.members)
 
     def close(self, error: Callable[[], AsyncLLMError]) -> list[RequestGroup]:
         """From now on ``reserve`` raises ``error()``. Returns every group that has not ended,

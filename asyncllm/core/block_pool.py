@@ -43,13 +43,21 @@ class FreeList:
         for block in blocks:
             self.append(block)
 
-    def popleft(self) -> Block:
+    def popleft_n(self, count: int) -> list[Block]:
+        """The first ``count`` blocks, of which there are as many."""
+        taken = []
         block = self._head.next
+        for _ in range(count):
+            assert block is not None
+            taken.append(block)
+            successor = block.next
+            block.prev = block.next = None
+            block = successor
         assert block is not None
-        if block is self._tail:
-            raise IndexError("no free block")
-        self.remove(block)
-        return block
+        self._head.next = block
+        block.prev = self._head
+        self.count -= count
+        return taken
 
     def append(self, block: Block) -> None:
         self._insert_before(block, self._tail)
@@ -128,12 +136,11 @@ class BlockPool:
         """
         if count > self._free.count:
             raise IndexError(f"{count} blocks wanted, {self._free.count} are free")
-        taken = []
-        for _ in range(count):
-            block = self._free.popleft()
-            self.unpublish(block)
+        taken = self._free.popleft_n(count)
+        for block in taken:
+            if block.hash is not None:
+                self.unpublish(block)
             block.ref_count = 1
-            taken.append(block)
         return taken
 
     def touch(self, block: Block) -> None:

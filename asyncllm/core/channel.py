@@ -38,6 +38,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
 from asyncllm.errors import EngineError
@@ -87,6 +88,7 @@ class Mailbox(Protocol):
     def is_closed(self) -> bool: ...
 
 
+@dataclass(slots=True, eq=False)
 class Channel:
     """Output of one request group. Only neighbours of one index merge.
 
@@ -101,34 +103,21 @@ class Channel:
         is_backpressured: the request gets no tokens because ``max_unread`` are unread.
     """
 
-    __slots__ = (
-        "_ends",
-        "final",
-        "has_reader",
-        "is_backpressured",
-        "items",
-        "mailbox",
-        "max_merged",
-        "max_unread",
-        "num_read",
-        "num_written",
-        "on_slow",
-        "waiter",
-    )
+    max_unread: int = 256
+    on_slow: OnSlow = "coalesce"
+    items: deque[Delta | PendingDelta] = field(default_factory=deque)
+    final: End | BaseException | None = None
+    num_written: int = 0
+    num_read: int = 0
+    mailbox: Mailbox | None = None
+    waiter: Any = None
+    has_reader: bool = False
+    is_backpressured: bool = False
+    max_merged: int = field(init=False)
+    _ends: list[tuple[End | BaseException]] = field(default_factory=list)
 
-    def __init__(self, *, max_unread: int = 256, on_slow: OnSlow = "coalesce") -> None:
-        self.items: deque[Delta | PendingDelta] = deque()
-        self.final: End | BaseException | None = None
-        self.max_unread = max_unread
-        self.max_merged = max_unread if on_slow == "coalesce" else 1
-        self.on_slow: OnSlow = on_slow
-        self.num_written = 0
-        self.num_read = 0
-        self.mailbox: Mailbox | None = None
-        self.waiter: Any = None
-        self.has_reader = False
-        self.is_backpressured = False
-        self._ends: list[tuple[End | BaseException]] = []
+    def __post_init__(self) -> None:
+        self.max_merged = self.max_unread if self.on_slow == "coalesce" else 1
 
     @property
     def num_unread(self) -> int:

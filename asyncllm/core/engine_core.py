@@ -330,10 +330,6 @@ class EngineCore:
         if group.members[0].status is Status.NEW:
             self._watch(group)
 
-    def on_fail(self, group: RequestGroup, error: Exception) -> None:
-        """A group that turned out to be bad while it was prepared."""
-        self.output_processor.fail(group, error)
-
     def on_abort(self, group: RequestGroup) -> None:
         self.output_processor.abort(group)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from asyncllm.core.batch import RequestAssignment
 from asyncllm.sampling_params import LogitsProcessor, SamplingParams
 
 
+@dataclass(slots=True, eq=False)
 class InProcess:
     """Objects that do not travel: callables, and exceptions with their causes.
 
@@ -21,9 +22,8 @@ class InProcess:
         errors: by step and row, the exceptions behind the last results' errors.
     """
 
-    def __init__(self) -> None:
-        self.processors: dict[int, Sequence[LogitsProcessor]] = {}
-        self.errors: dict[int, dict[int, Exception]] = {}
+    processors: dict[int, Sequence[LogitsProcessor]] = field(default_factory=dict)
+    errors: dict[int, dict[int, Exception]] = field(default_factory=dict)
 
     def with_processors(self, assignment: RequestAssignment) -> RequestAssignment:
         """The assignment with the processors that its request has."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
+from collections.abc import Iterable, Sequence
 
 from asyncllm.core.block_pool import Block, BlockPool
 from asyncllm.core.kv_cache_spec import KVCacheSpec
@@ -21,11 +23,9 @@ class FullAttentionGroup:
 
     def __init__(self, spec: KVCacheSpec, index: int, pool: BlockPool) -> None:
         self.block_size = spec.block_size
+        self.index = index
         self.pool = pool
         self._suffix = index.to_bytes(index > 0, "big")
-
-    def num_blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
 
     def find_prefix(self, request: Request, num_tokens: int) -> list[Block]:
         """The longest run of cached blocks that the first ``num_tokens`` tokens begin with."""
@@ -39,15 +39,18 @@ class FullAttentionGroup:
             found.append(block)
         return found
 
-    def publish(self, request: Request, blocks: list[Block], begin: int, end: int) -> list[Block]:
-        """Makes the blocks findable that are full with ``end`` tokens and were not with
-        ``begin``. Returns those that no other block's contents were equal to."""
-        first, last = begin // self.block_size, end // self.block_size
-        if first == last:
-            return []
+    def publish(self, request: Request, end: int, published: list[Block]) -> None:
+        """Makes the blocks findable that are full with ``end`` tokens and were not before.
+        Those that no other block's contents were equal to are added to ``published``."""
+        blocks = request.blocks[self.index]
         hashes = request.extend_hashes(self.block_size)
-        publish, suffix = self.pool.publish, self._suffix
-        return [blocks[i] for i in range(first, last) if publish(blocks[i], hashes[i] + suffix)]
+        for i in range(request.num_published // self.block_size, end // self.block_size):
+            if self.pool.publish(blocks[i], hashes[i] + self._suffix):
+                published.append(blocks[i])
+
+
+def block_ids(tables: Iterable[list[Block]]) -> tuple[list[int], ...]:
+    return tuple([[block.block_id for block in blocks] for blocks in tables])
 
 
 _GROUPS = {"full_attention": FullAttentionGroup}
@@ -78,6 +81,9 @@ class KVCacheManager:
     ) -> None:
         self.pool = BlockPool(num_blocks)
         self.groups = [_GROUPS[spec.kind](spec, i, self.pool) for i, spec in enumerate(specs)]
+        # A full block of any group ends at a multiple of it.
+        every = math.gcd(*(spec.block_size for spec in specs))
+        self._publish_every = every if enable_prefix_caching else NEVER
         self.watermark = max(1, self.pool.num_usable // 100)
         self.enable_prefix_caching = enable_prefix_caching
         self.num_queried_tokens = 0
@@ -85,7 +91,15 @@ class KVCacheManager:
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks of all groups."""
-        return sum(group.num_blocks(num_tokens) for group in self.groups)
+        return sum(self._missing([[] for _ in self.groups], num_tokens))
+
+    def _missing(self, tables: Sequence[list[Block]], num_tokens: int) -> list[int]:
+        """Blocks per group that the tables lack to hold ``num_tokens``."""
+        missing = []
+        for group in self.groups:
+            count = -(-num_tokens // group.block_size) - len(tables[group.index])
+            missing.append(count if count > 0 else 0)
+        return missing
 
     def find_prefix(self, request: Request) -> tuple[list[Block], ...]:
         """The longest cached prefix that all groups have, as blocks per group. It leaves at
@@ -115,18 +129,20 @@ class KVCacheManager:
         of ``num_tokens``. The whole sequence gets its blocks at once, so that a prompt admitted
         in chunks never has to preempt another to go on. False, with nothing taken, if they
         do not fit with ``reserve`` blocks to spare."""
-        pool = self.pool
-        num_new = self.blocks_for(num_tokens) - sum(map(len, prefix))
-        num_revived = sum(1 for blocks in prefix for block in blocks if block.ref_count == 0)
-        if num_new + num_revived + reserve > pool.num_free:
+        missing = self._missing(prefix, num_tokens)
+        num_taken = sum(missing)
+        for blocks in prefix:
+            for block in blocks:
+                num_taken += block.ref_count == 0
+        if num_taken + reserve > self.pool.num_free:
             return False
         for blocks in prefix:
             for block in blocks:
-                pool.touch(block)
+                self.pool.touch(block)
         request.blocks = prefix
         request.num_computed_tokens = len(prefix[0]) * self.groups[0].block_size
         self._set_published(request, request.num_computed_tokens)
-        self.grow(request, num_tokens)
+        self._append(request, missing)
         if request.first_scheduled_at is None:
             request.num_cached_tokens = request.num_computed_tokens
             if self.enable_prefix_caching:
@@ -139,42 +155,41 @@ class KVCacheManager:
     ) -> tuple[list[int], ...] | None:
         """Block ids per group appended so that the tables hold ``num_tokens``; None if the
         pool has too few, with ``reserve`` blocks to spare."""
-        total, missing = 0, []
-        for group, blocks in zip(self.groups, request.blocks, strict=True):
-            count = max(0, -(-num_tokens // group.block_size) - len(blocks))
-            total += count
-            missing.append(count)
+        missing = self._missing(request.blocks, num_tokens)
+        total = sum(missing)
         if total and total + reserve > self.pool.num_free:
             return None
-        appended, request.num_slots = [], NEVER
-        for group, blocks, count in zip(self.groups, request.blocks, missing, strict=True):
-            new = self.pool.allocate(count)
-            blocks += new
-            appended.append([block.block_id for block in new])
-            request.num_slots = min(request.num_slots, len(blocks) * group.block_size)
-        return tuple(appended)
+        return block_ids(self._append(request, missing))
 
-    def block_ids(self, request: Request) -> tuple[list[int], ...]:
-        return tuple([block.block_id for block in blocks] for blocks in request.blocks)
+    def _append(self, request: Request, counts: list[int]) -> list[list[Block]]:
+        appended, num_slots = [], NEVER
+        for group in self.groups:
+            blocks = request.blocks[group.index]
+            new = self.pool.allocate(counts[group.index])
+            blocks += new
+            appended.append(new)
+            if len(blocks) * group.block_size < num_slots:
+                num_slots = len(blocks) * group.block_size
+        request.num_slots = num_slots
+        return appended
 
     def publish(self, request: Request) -> list[Block]:
         """Makes the request's full blocks findable whose tokens are all known and whose KV
         is computed by steps launched or about to be. Returns those newly findable."""
-        end = min(request.num_computed_tokens, len(request.token_ids))
+        end, known = request.num_computed_tokens, len(request.token_ids)
+        if end > known:
+            end = known
+        published: list[Block] = []
         if end < request.publish_at:
-            return []
-        published = []
-        for group, blocks in zip(self.groups, request.blocks, strict=True):
-            published += group.publish(request, blocks, request.num_published, end)
+            return published
+        for group in self.groups:
+            group.publish(request, end, published)
         self._set_published(request, end)
         return published
 
     def _set_published(self, request: Request, num_tokens: int) -> None:
-        request.num_published, request.publish_at = num_tokens, NEVER
-        if self.enable_prefix_caching:
-            for group in self.groups:
-                full = (num_tokens // group.block_size + 1) * group.block_size
-                request.publish_at = min(request.publish_at, full)
+        request.num_published = num_tokens
+        request.publish_at = (num_tokens // self._publish_every + 1) * self._publish_every
 
     def free(self, request: Request) -> None:
         """Gives back all blocks of the request; their contents stay findable."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from asyncllm.core.admission import Admission
@@ -33,6 +33,7 @@ class Detokenizer(Protocol):
     def finish(self) -> str: ...
 
 
+@dataclass(slots=True, eq=False)
 class Output:
     """A request's way from tokens to text.
 
@@ -41,13 +42,8 @@ class Output:
         detokenizer: None until the prompt is known; an output's text may depend on its end.
     """
 
-    __slots__ = ("decode", "detokenizer")
-
-    def __init__(
-        self, decode: Callable[[Sequence[int]], str], detokenizer: Detokenizer | None = None
-    ) -> None:
-        self.decode = decode
-        self.detokenizer = detokenizer
+    decode: Callable[[Sequence[int]], str]
+    detokenizer: Detokenizer | None = None
 
 
 class OutputProcessor:
@@ -85,7 +81,6 @@ class OutputProcessor:
             if group.notifier is not None and request.index == 0:
                 group.notifier.first_token()
         channel = group.channel
-        assert channel is not None
         try:
             text = self._detokenize(request, request.output.detokenizer, token_id)
         except BaseException as error:  # a panic of the tokenizer's Rust is no Exception
@@ -151,7 +146,6 @@ class OutputProcessor:
         stuck."""
         group = request.group
         channel = group.channel
-        assert channel is not None
         if not channel.ended:
             self._end(request, error, last)
             channel.end()
@@ -163,7 +157,6 @@ class OutputProcessor:
     def _end(self, request: Request, error: Exception | None, last: Delta | None) -> None:
         group, now = request.group, self._clock()
         usage = make_usage(group, now)
-        assert group.channel is not None
         reason: FinishReason = request.finish_reason or "abort"
         text = _remaining_text(request) if reason == "abort" and error is None else ""
         final = error or End(reason, request.stop_reason, usage, text, last)
@@ -208,7 +201,7 @@ class OutputProcessor:
         """The loop was closed: its streams will never be read."""
         for request in list(self._scheduler.requests()):
             group = request.group
-            if group.channel is not None and group.channel.mailbox is mailbox:
+            if group.channel.mailbox is mailbox:
                 self.abort(group)
 
     def flush_all_wakeups(self) -> None:
@@ -225,13 +218,12 @@ class OutputProcessor:
             self._scheduler.finish(request, "abort")
             if request is unfinished[-1]:
                 self.close(request, None)
-            elif group.channel is not None:
+            else:
                 held = Delta(_remaining_text(request), (), index=request.index)
                 self._end_member(request, group.channel, held)
 
     def fail(self, group: RequestGroup, error: Exception) -> None:
         """Ends the group with an exception; so does the failure of one member."""
-        assert group.channel is not None
         if not group.channel.ended:
             for request in group.members:
                 self._scheduler.finish(request, None)
@@ -240,7 +232,7 @@ class OutputProcessor:
     def release(self, group: RequestGroup) -> None:
         """A stream that held its requests up was read down far enough."""
         channel = group.channel
-        if channel is not None and channel.is_backpressured:
+        if channel.is_backpressured:
             channel.is_backpressured = False
             for request in group.members:
                 self._scheduler.resume(request)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import hashlib
 from array import array
-from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 from asyncllm.core.block_pool import Block
@@ -19,6 +19,8 @@ from asyncllm.outputs import FinishReason
 from asyncllm.sampling_params import SamplingParams
 
 _DIGEST_SIZE = 16
+_PERSON = b"asyncllm-kv"
+_ROOT = hashlib.blake2b(digest_size=_DIGEST_SIZE, person=_PERSON).digest()
 
 
 class Status(enum.IntEnum):
@@ -34,10 +36,14 @@ class Status(enum.IntEnum):
 def root_hash(cache_salt: str | None) -> bytes:
     """Parent of a first block's hash. All else that changes the KV of equal tokens belongs
     in here; the chain carries it to every later block."""
-    salt = b"" if cache_salt is None else b"salt\0" + cache_salt.encode()
-    return hashlib.blake2b(salt, digest_size=_DIGEST_SIZE, person=b"asyncllm-kv").digest()
+    if cache_salt is None:
+        return _ROOT
+    # Personalised as no block's hash is: a salt cannot be made to equal one.
+    salt = b"salt\0" + cache_salt.encode()
+    return hashlib.blake2b(salt, digest_size=_DIGEST_SIZE, person=_PERSON).digest()
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Request:
     """One sequence of a group.
 
@@ -61,94 +67,53 @@ class Request:
         output: its tokens' way to text; the core only passes it along.
     """
 
-    __slots__ = (
-        "arrival_index",
-        "arrived_at",
-        "block_hashes",
-        "blocks",
-        "cache_salt",
-        "eos_token_ids",
-        "epoch",
-        "finish_reason",
-        "finished_at",
-        "first_scheduled_at",
-        "first_token_at",
-        "group",
-        "index",
-        "max_model_len",
-        "max_total_tokens",
-        "min_total_tokens",
-        "num_cached_tokens",
-        "num_computed_tokens",
-        "num_placeholders",
-        "num_preemptions",
-        "num_prompt_tokens",
-        "num_published",
-        "num_slots",
-        "output",
-        "priority",
-        "publish_at",
-        "req_index",
-        "request_id",
-        "sampling",
-        "sort_key",
-        "status",
-        "stop_reason",
-        "stop_token_ids",
-        "token_ids",
-    )
+    group: RequestGroup
+    sampling: SamplingParams
+    token_ids: list[int] = field(default_factory=list)
+    max_model_len: int = field(kw_only=True)
+    arrival_index: int = 0
+    priority: int = 0
+    eos_token_ids: tuple[int, ...] = ()
+    cache_salt: str | None = None
+    output: Any = None
+    index: int = field(init=False)
+    request_id: str = field(init=False)
+    arrived_at: float = field(init=False)
+    stop_token_ids: frozenset[int] = field(init=False)
+    num_prompt_tokens: int = field(init=False, default=0)
+    min_total_tokens: int = field(init=False, default=0)
+    max_total_tokens: int = field(init=False, default=0)
+    status: Status = field(init=False, default=Status.NEW)
+    sort_key: tuple[float, ...] = field(init=False)
+    req_index: int = field(init=False, default=-1)
+    epoch: int = field(init=False, default=0)
+    num_computed_tokens: int = field(init=False, default=0)
+    num_placeholders: int = field(init=False, default=0)
+    blocks: tuple[list[Block], ...] = field(init=False, default=())
+    block_hashes: dict[int, list[bytes]] = field(init=False, default_factory=dict)
+    num_slots: int = field(init=False, default=0)
+    num_published: int = field(init=False, default=0)
+    publish_at: int = field(init=False, default=0)
+    num_cached_tokens: int = field(init=False, default=0)
+    num_preemptions: int = field(init=False, default=0)
+    first_scheduled_at: float | None = field(init=False, default=None)
+    first_token_at: float | None = field(init=False, default=None)
+    finished_at: float | None = field(init=False, default=None)
+    finish_reason: FinishReason | None = field(init=False, default=None)
+    stop_reason: str | int | None = field(init=False, default=None)
 
-    def __init__(
-        self,
-        group: RequestGroup,
-        sampling: SamplingParams,
-        *,
-        token_ids: list[int] | None = None,
-        max_model_len: int,
-        arrival_index: int = 0,
-        priority: int = 0,
-        eos_token_ids: Iterable[int] = (),
-        cache_salt: str | None = None,
-        output: Any = None,
-    ) -> None:
-        self.group = group
+    def __post_init__(self) -> None:
+        group, sampling = self.group, self.sampling
         self.index = len(group.members)
         group.members.append(self)
         self.request_id = group.request_id
         self.arrived_at = group.arrived_at
-        self.sampling = sampling
-        self.arrival_index = arrival_index
-        self.priority = priority
-        self.cache_salt = cache_salt
-        self.eos_token_ids = () if sampling.ignore_eos else tuple(eos_token_ids)
+        self.sort_key = (self.arrival_index,)
+        if sampling.ignore_eos:
+            self.eos_token_ids = ()
         self.stop_token_ids = frozenset((*sampling.stop_token_ids, *self.eos_token_ids))
-        self.max_model_len = max_model_len
-        self.token_ids: list[int] = []
-        self.num_prompt_tokens = 0
-        self.min_total_tokens = 0
-        self.max_total_tokens = 0
-        if token_ids is not None:
-            self.set_prompt(token_ids)
-
-        self.status = Status.NEW
-        self.sort_key: tuple[float, ...] = (arrival_index,)
-        self.req_index = -1
-        self.epoch = 0
-        self.num_computed_tokens = 0
-        self.num_placeholders = 0
-        self.blocks: tuple[list[Block], ...] = ()
-        self.block_hashes: dict[int, list[bytes]] = {}
-        self.num_slots = 0
-        self.num_published = 0
-        self.publish_at = 0
-        self.num_cached_tokens = 0
-        self.num_preemptions = 0
-        self.first_scheduled_at: float | None = None
-        self.first_token_at: float | None = None
-        self.finished_at: float | None = None
-        self.finish_reason: FinishReason | None = None
-        self.stop_reason: str | int | None = None
-        self.output = output
+        if self.token_ids:
+            self.set_prompt(self.token_ids)
 
     def set_prompt(self, token_ids: list[int]) -> None:
         """Gives the request its prompt, which may be known only after the request is, while
@@ -192,11 +157,12 @@ class Request:
         num_full = len(self.token_ids) // block_size
         if len(hashes) < num_full:
             parent = hashes[-1] if hashes else root_hash(self.cache_salt)
-            for i in range(len(hashes), num_full):
-                tokens = array("I", self.token_ids[i * block_size : (i + 1) * block_size])
-                parent = hashlib.blake2b(
-                    parent + tokens.tobytes(), digest_size=_DIGEST_SIZE
-                ).digest()
+            begin = len(hashes) * block_size
+            tokens = array("I", self.token_ids[begin : num_full * block_size])
+            data, size = tokens.tobytes(), block_size * tokens.itemsize
+            for i in range(0, len(data), size):
+                block = parent + data[i : i + size]
+                parent = hashlib.blake2b(block, digest_size=_DIGEST_SIZE).digest()
                 hashes.append(parent)
         return hashes
 

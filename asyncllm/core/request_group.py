@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from asyncllm.core.channel import Channel
+
 if TYPE_CHECKING:
-    from asyncllm.core.channel import Channel
     from asyncllm.core.request import Request
     from asyncllm.observer import ObserverNotifier
 
 
+@dataclass(slots=True, eq=False)
 class RequestGroup:
     """One or more sequences with one id, one channel, one deadline and one end.
 
@@ -20,37 +23,19 @@ class RequestGroup:
     its first member.
 
     Attributes:
-        channel: to the reader of all members; None where no reader is (tests of the core).
+        channel: to the reader of all members.
         members: in order of their index. Added before the group is submitted.
         cancelled: set once, by any thread, before the abort itself travels.
         notifier: of the observers; None without any.
     """
 
-    __slots__ = (
-        "arrived_at",
-        "cancelled",
-        "channel",
-        "deadline",
-        "members",
-        "notifier",
-        "request_id",
-    )
-
-    def __init__(
-        self,
-        request_id: str,
-        channel: Channel | None = None,
-        *,
-        arrived_at: float = 0.0,
-        deadline: float = math.inf,
-    ) -> None:
-        self.request_id = request_id
-        self.channel = channel
-        self.arrived_at = arrived_at
-        self.deadline = deadline
-        self.members: list[Request] = []
-        self.cancelled = False
-        self.notifier: ObserverNotifier | None = None
+    request_id: str
+    channel: Channel = field(default_factory=Channel)
+    arrived_at: float = 0.0
+    deadline: float = math.inf
+    members: list[Request] = field(default_factory=list)
+    cancelled: bool = False
+    notifier: ObserverNotifier | None = None
 
     @property
     def unfinished(self) -> list[Request]:

@@ -15,7 +15,7 @@ from asyncllm.core.batch import RequestAssignment, StepBatch, StepResult
 from asyncllm.core.block_pool import Block
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.in_process import InProcess, plain
-from asyncllm.core.kv_cache import KVCacheManager
+from asyncllm.core.kv_cache import KVCacheManager, block_ids
 from asyncllm.core.request import Request, Status
 from asyncllm.core.waiting_queue import WaitingQueue
 from asyncllm.errors import KVCacheTooSmallError, RequestError
@@ -301,7 +301,7 @@ class Scheduler:
             request_id=request.request_id,
             token_ids=request.token_ids.copy(),
             num_prompt_tokens=request.num_prompt_tokens,
-            block_ids=self.kv.block_ids(request),
+            block_ids=block_ids(request.blocks),
             sampling=plain(request.sampling),
             eos_token_ids=request.eos_token_ids,
             processors_key=processors_key,

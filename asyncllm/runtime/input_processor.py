@@ -7,7 +7,7 @@ import random
 import threading
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 from functools import partial
 from typing import Any, get_args
 
@@ -51,6 +51,7 @@ class RequestOptions:
         check.field(self, check.string, "cache_salt", empty=True)
 
 
+@dataclass(eq=False, repr=False)
 class InputProcessor:
     """Turns prompts into requests of one running engine.
 
@@ -62,24 +63,17 @@ class InputProcessor:
         seed: of the seeds drawn for requests without one; None is the operating system's.
     """
 
-    def __init__(
-        self,
-        loaded: LoadedModel,
-        core: EngineCore,
-        mailboxes: MailboxRegistry,
-        observers: Observers,
-        *,
-        policy: str,
-        seed: int | None,
-    ) -> None:
-        self._loaded = loaded
-        self._core = core
-        self._mailboxes = mailboxes
-        self._observers = observers
-        self._policy = policy
+    loaded: LoadedModel
+    core: EngineCore
+    mailboxes: MailboxRegistry
+    observers: Observers
+    policy: str
+    seed: InitVar[int | None]
+    _neutral_params: SamplingParams = field(default_factory=SamplingParams)
+    _worker: TokenizerThread = field(default_factory=partial(TokenizerThread, "asyncllm-text"))
+
+    def __post_init__(self, seed: int | None) -> None:
         self._random = random.Random(seed)
-        self._neutral_params = SamplingParams()
-        self._worker = TokenizerThread("asyncllm-text")
 
     def prompt(
         self,
@@ -93,11 +87,11 @@ class InputProcessor:
         if prompt is None or check.same(prompt, ""):
             raise check.invalid("prompt", prompt, "text or token ids, not empty")
         if not isinstance(prompt, str):
-            found = check.token_ids("prompt", prompt, self._loaded.executor.info.vocab_size)
+            found = check.token_ids("prompt", prompt, self.loaded.executor.info.vocab_size)
             request = self._request(params, sampling, options)
             return self._submit(request, asked, list(found))
         request = self._request(params, sampling, options)
-        tokenizer = self._loaded.tokenizer
+        tokenizer = self.loaded.tokenizer
         if len(prompt) < LONG_TEXT:
             return self._submit(request, asked, tokenizer.encode(prompt))
         least = tokenizer.min_tokens(len(prompt))
@@ -126,9 +120,9 @@ class InputProcessor:
         request = self._request(params, sampling, options)
         asked = RequestInfo("chat", messages)
         encode = partial(
-            self._loaded.tokenizer.encode_chat,
+            self.loaded.tokenizer.encode_chat,
             chat,
-            self._loaded.executor.info.max_model_len - 1,
+            self.loaded.executor.info.max_model_len - 1,
             split_special_tokens=split_special_tokens,
         )
         if chat.num_characters < LONG_TEXT and (token_ids := encode(at_once=True)) is not None:
@@ -143,25 +137,25 @@ class InputProcessor:
         self, params: SamplingParams | None, sampling: dict[str, Any], options: RequestOptions
     ) -> Request:
         """A request that is valid but for its prompt."""
-        if options.priority and self._policy == "fcfs":
+        if options.priority and self.policy == "fcfs":
             accepted = '0 with scheduling_policy="fcfs"; "priority" honours it'
             raise check.invalid("priority", options.priority, accepted)
         if params is not None and not isinstance(params, SamplingParams):
             raise check.invalid("params", params, "SamplingParams or None")
-        model = self._loaded.model_config
-        info = self._loaded.executor.info
+        model = self.loaded.model_config
+        info = self.loaded.executor.info
         resolved = (params or self._neutral_params).resolve(
             sampling,
             model.generation_defaults or {},
             draw_seed=lambda: self._random.getrandbits(64),
         )
         resolved.check_vocabulary(info.vocab_size)
-        executor = self._loaded.executor
+        executor = self.loaded.executor
         if resolved.logits_processors and getattr(executor, "in_process", None) is None:
             accepted = "none with an executor that runs in another process"
             raise check.invalid("logits_processors", resolved.logits_processors, accepted)
-        decode = self._loaded.tokenizer.decode
-        now = self._core.clock()
+        decode = self.loaded.tokenizer.decode
+        now = self.core.clock()
         group = RequestGroup(
             uuid.uuid4().hex if options.request_id is None else options.request_id,
             Channel(max_unread=options.max_unread, on_slow=options.on_slow),
@@ -186,7 +180,7 @@ class InputProcessor:
         encode: Callable[[], list[int] | None],
     ) -> TokenStream:
         """Submits a request whose tokens, about ``estimate``, ``encode`` makes on a thread."""
-        core, group = self._core, request.group
+        core, group = self.core, request.group
         stream = self._accept(request, asked, min(estimate, request.max_model_len))
         if group.deadline < math.inf:
             core.send(core.on_watch_deadline, group)
@@ -199,7 +193,7 @@ class InputProcessor:
             except BaseException as error:
                 if not isinstance(error, Exception):  # as a panic inside the tokenizer
                     error = InvalidRequestError(f"prompt: {error!r}", param="prompt")
-                core.send(core.on_fail, group, error)
+                core.send(core.output_processor.fail, group, error)
                 return
             core.admission.correct(request, request.num_prompt_tokens)
             core.send(core.on_add, group)
@@ -210,7 +204,7 @@ class InputProcessor:
     def _submit(self, request: Request, asked: RequestInfo, token_ids: list[int]) -> TokenStream:
         self._prepare(request, token_ids)
         stream = self._accept(request, asked, len(token_ids))
-        self._core.send(self._core.on_add, request.group)
+        self.core.send(self.core.on_add, request.group)
         return stream
 
     def _prepare(self, request: Request, token_ids: list[int]) -> None:
@@ -220,17 +214,17 @@ class InputProcessor:
                 "prompt: has no tokens, expected at least one", param="prompt"
             )
         self._check_length(len(token_ids))
-        vocab_size = self._loaded.executor.info.vocab_size
+        vocab_size = self.loaded.executor.info.vocab_size
         if max(token_ids) >= vocab_size:
             # A tokenizer may know more tokens than the model has embeddings.
             accepted = f"tokens that the model has, 0 to {vocab_size - 1}"
             raise check.invalid("prompt", max(token_ids), accepted)
-        tokenizer = self._loaded.tokenizer
+        tokenizer = self.loaded.tokenizer
         request.output.detokenizer = tokenizer.detokenizer(request.sampling, token_ids)
         request.set_prompt(token_ids)
 
     def _check_length(self, num_tokens: int, how: str = "") -> None:
-        longest = self._loaded.executor.info.max_model_len
+        longest = self.loaded.executor.info.max_model_len
         if num_tokens >= longest:
             raise ContextLengthExceededError(
                 f"prompt: has {how}{num_tokens} tokens, expected at most {longest - 1}, so "
@@ -240,10 +234,10 @@ class InputProcessor:
     def _accept(self, request: Request, asked: RequestInfo, num_tokens: int) -> TokenStream:
         """Takes a place in the queue for the request, and announces it."""
         group = request.group
-        self._observers.watch(group)
-        self._core.admission.reserve(group, num_tokens)
+        self.observers.watch(group)
+        self.core.admission.reserve(group, num_tokens)
         # Made first: an observer that is interrupted drops it, which aborts the request.
-        stream = TokenStream(group, self._core, self._mailboxes.of_running_loop)
+        stream = TokenStream(group, self.core, self.mailboxes.of_running_loop)
         if group.notifier is not None:
             group.notifier.submitted(asked)
         return stream

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 from asyncllm.core.channel import Channel
 from asyncllm.runtime.event_loop import EventLoopBackend, running_backend, running_loop
@@ -43,16 +44,14 @@ class LoopMailbox:
                 waiter.set_result(None)
 
 
+@dataclass(slots=True, eq=False)
 class ThreadWaiter:
     """Waiter of a thread without an event loop. It calls the step watchdog at intervals, because
     no background task does so for it."""
 
-    __slots__ = ("_event", "_interval", "_watchdog")
-
-    def __init__(self, interval: float, watchdog: Callable[[], None]) -> None:
-        self._event = threading.Event()
-        self._interval = interval
-        self._watchdog = watchdog
+    _interval: float
+    _watchdog: Callable[[], None]
+    _event: threading.Event = field(default_factory=threading.Event)
 
     def wait(self) -> None:
         if not self._event.wait(self._interval):
@@ -62,6 +61,7 @@ class ThreadWaiter:
         self._event.set()
 
 
+@dataclass(slots=True, eq=False)
 class ThreadMailbox:
     """Wakes threads that read streams without an event loop.
 
@@ -70,12 +70,11 @@ class ThreadMailbox:
         watchdog: notices a step that hangs.
     """
 
-    def __init__(self, interval: float, watchdog: Callable[[], None]) -> None:
-        self._interval = interval
-        self._watchdog = watchdog
+    interval: float
+    watchdog: Callable[[], None]
 
     def make_waiter(self) -> ThreadWaiter:
-        return ThreadWaiter(self._interval, self._watchdog)
+        return ThreadWaiter(self.interval, self.watchdog)
 
     def notify(self, channels: Iterable[Channel]) -> bool:
         for channel in channels:

@@ -6,6 +6,7 @@ import json
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from asyncllm.outputs import Delta, TokenLogprobs, Usage
@@ -18,6 +19,7 @@ def encode(event: Mapping[str, Any]) -> str:
     return json.dumps(event, ensure_ascii=False, separators=(",", ":"))
 
 
+@dataclass(eq=False, repr=False)
 class ResponseEvents:
     """Events of one response; every method returns those that are to be sent, in order.
 
@@ -33,25 +35,19 @@ class ResponseEvents:
         num_tokens: the number of its tokens.
     """
 
-    def __init__(
-        self,
-        request: ResponseRequest,
-        *,
-        model_name: str,
-        defaults: Mapping[str, Any],
-        decode: Callable[[Sequence[int]], str],
-    ) -> None:
-        self.id = f"resp_{uuid.uuid4().hex}"
-        self.num_tokens = 0
-        self._request = request
-        self._model_name = model_name
-        self._defaults = defaults
-        self._decode = decode
-        self._item_id = f"msg_{uuid.uuid4().hex}"
-        self._created_at = time.time()
-        self._sequence_number = 0
-        self._texts: list[str] = []
-        self._logprobs: list[dict[str, Any]] = []
+    _request: ResponseRequest
+    _model_name: str
+    _defaults: Mapping[str, Any]
+    _decode: Callable[[Sequence[int]], str]
+    id: str = field(default_factory=lambda: f"resp_{uuid.uuid4().hex}")
+    num_tokens: int = 0
+    _item_id: str = field(default_factory=lambda: f"msg_{uuid.uuid4().hex}")
+    _created_at: float = field(default_factory=time.time)
+    _sequence_number: int = 0
+    _texts: list[str] = field(default_factory=list)
+    _logprobs: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
         self._delta_head = (
             '{"type":"response.output_text.delta","item_id":"'
             + self._item_id

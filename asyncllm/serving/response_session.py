@@ -10,6 +10,8 @@ import contextlib
 import json
 import logging
 from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import anyio
@@ -44,6 +46,7 @@ class Connection(Protocol):
     def __aiter__(self) -> AsyncIterator[str | bytes]: ...
 
 
+@dataclass(eq=False, repr=False)
 class ResponseSession:
     """Reads requests of one connection and answers them, one at a time.
 
@@ -58,25 +61,16 @@ class ResponseSession:
         current: the response in flight, if any.
     """
 
-    def __init__(
-        self,
-        connection: Connection,
-        engine: AsyncLLMEngine,
-        *,
-        model_name: str,
-        timeout: float | None,
-        pacer: FramePacer,
-    ) -> None:
-        self._connection = connection
-        self._engine = engine
-        self._model_name = model_name
-        self._timeout = timeout
-        self._pacer = pacer
-        self._history = ResponseHistory(MAX_CONTINUABLE)
-        self._num_errors = 0
-        self._stream: TokenStream | None = None
-        self._tasks: TaskGroup
-        self.current: ResponseEvents | None = None
+    connection: Connection
+    engine: AsyncLLMEngine
+    model_name: str
+    timeout: float | None
+    pacer: FramePacer
+    current: ResponseEvents | None = None
+    _history: ResponseHistory = field(default_factory=partial(ResponseHistory, MAX_CONTINUABLE))
+    _num_errors: int = 0
+    _stream: TokenStream | None = None
+    _tasks: TaskGroup = field(init=False)
 
     async def run(self) -> None:
         """Until the connection is closed, by either side."""
@@ -84,7 +78,7 @@ class ResponseSession:
         # response ends what it has begun.
         async with anyio.create_task_group() as self._tasks:
             with contextlib.suppress(ConnectionClosed):
-                async for message in self._connection:
+                async for message in self.connection:
                     await self._receive(message)
             self._tasks.cancel_scope.cancel()
 
@@ -113,19 +107,19 @@ class ResponseSession:
             self._num_errors = 0
 
     async def _refuse(self, error: ProtocolError) -> None:
-        await self._connection.send(encode(error.event()))
+        await self.connection.send(encode(error.event()))
         if not error.is_clients_fault:
             return
         self._num_errors += 1
         if self._num_errors >= MAX_ERRORS:
-            await self._connection.close(1008, f"{MAX_ERRORS} invalid messages in a row")
+            await self.connection.close(1008, f"{MAX_ERRORS} invalid messages in a row")
 
     async def _close_with(self, error: AsyncLLMError) -> None:
         """An engine that is gone takes its connections with it."""
         if isinstance(error, EngineClosedError):
-            await self._connection.close(1001, "the engine is closed")
+            await self.connection.close(1001, "the engine is closed")
         elif isinstance(error, EngineDeadError):
-            await self._connection.close(1011, "the engine failed")
+            await self.connection.close(1011, "the engine failed")
 
     def _create(self, event: dict[str, Any]) -> None:
         if self.current is not None:
@@ -134,17 +128,14 @@ class ResponseSession:
                 code="response_already_in_flight",
                 status=409,
             )
-        request = ResponseRequest.parse(event, self._model_name)
+        request = ResponseRequest.parse(event, self.model_name)
         conversation = self._history.up_to(request.previous_response_id) + request.messages
         stream = self._submit(request, conversation)
-        events = ResponseEvents(
-            request,
-            model_name=self._model_name,
-            defaults=self._engine.model_config.generation_defaults or {},
-            decode=self._engine.tokenizer.decode,
-        )
+        defaults = self.engine.model_config.generation_defaults or {}
+        decode = self.engine.tokenizer.decode
+        events = ResponseEvents(request, self.model_name, defaults, decode)
         self.current, self._stream = events, stream
-        self._pacer.begin()
+        self.pacer.begin()
         self._tasks.start_soon(self._respond, stream, events, conversation)
 
     def _submit(self, request: ResponseRequest, conversation: Messages) -> TokenStream:
@@ -156,7 +147,7 @@ class ResponseSession:
             sampling["max_tokens"] = 1
         if request.instructions is not None:
             conversation = ({"role": "system", "content": request.instructions}, *conversation)
-        return self._engine.chat(conversation, timeout=self._timeout, **request.options, **sampling)
+        return self.engine.chat(conversation, timeout=self.timeout, **request.options, **sampling)
 
     def _cancel(self) -> None:
         if self._stream is None:
@@ -180,21 +171,21 @@ class ResponseSession:
             return
         except Exception:
             logger.exception("response %s failed", events.id)
-            await self._connection.close(1011, "internal error")
+            await self.connection.close(1011, "internal error")
         finally:
             self._end()
 
     async def _tell(
         self, stream: TokenStream, events: ResponseEvents, conversation: Messages
     ) -> None:
-        send = self._connection.send
+        send = self.connection.send
         await self._send_all(events.created())
         generate = events.generates
         async for delta in stream:
             if generate:
                 for event in events.delta(delta):
                     await send(event)
-                if delta.finish_reason is None and (pause := self._pacer.pause) > 0:
+                if delta.finish_reason is None and (pause := self.pacer.pause) > 0:
                     # What comes meanwhile is merged into one frame.
                     await anyio.sleep(pause)
         if generate:
@@ -207,11 +198,11 @@ class ResponseSession:
     def _end(self) -> None:
         if self.current is not None:
             self.current = self._stream = None
-            self._pacer.end()
+            self.pacer.end()
 
     async def _send_all(self, events: Iterable[str]) -> None:
         for event in events:
-            await self._connection.send(event)
+            await self.connection.send(event)
 
 
 def decode(message: str | bytes) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import anyio
@@ -16,6 +17,7 @@ from asyncllm.serving.response_session import Connection
 KEEP_ALIVE = 5.0
 
 
+@dataclass(eq=False, repr=False)
 class StatsSession:
     """Sends a snapshot whenever it differs from the last one, and now and then anyway.
 
@@ -25,12 +27,9 @@ class StatsSession:
         interval: seconds between two snapshots.
     """
 
-    def __init__(
-        self, connection: Connection, snapshot: Callable[[], dict[str, Any]], interval: float
-    ) -> None:
-        self._connection = connection
-        self._snapshot = snapshot
-        self._interval = interval
+    connection: Connection
+    snapshot: Callable[[], dict[str, Any]]
+    interval: float
 
     async def run(self) -> None:
         """Until the connection is closed. A client that sends anything is closed with
@@ -38,8 +37,8 @@ class StatsSession:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._send)
             with contextlib.suppress(ConnectionClosed):
-                async for _ in self._connection:
-                    await self._connection.close(1008, "this connection is read-only")
+                async for _ in self.connection:
+                    await self.connection.close(1008, "this connection is read-only")
             tasks.cancel_scope.cancel()
 
     async def _send(self) -> None:
@@ -47,11 +46,11 @@ class StatsSession:
         with contextlib.suppress(ConnectionClosed):
             while True:
                 try:
-                    event = {"type": "asyncllm.stats", **self._snapshot()}
+                    event = {"type": "asyncllm.stats", **self.snapshot()}
                 except AsyncLLMError:
-                    await self._connection.close(1001, "the engine is gone")
+                    await self.connection.close(1001, "the engine is gone")
                     return
                 if event != last or anyio.current_time() - sent_at > KEEP_ALIVE:
                     last, sent_at = event, anyio.current_time()
-                    await self._connection.send(encode(event))
-                await anyio.sleep(self._interval)
+                    await self.connection.send(encode(event))
+                await anyio.sleep(self.interval)

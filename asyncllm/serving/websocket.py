@@ -107,56 +107,49 @@ def serve(
         "close_timeout": check.seconds("close_timeout", close_timeout),
         "ssl": ssl,
     }
+    pacer = FramePacer(check.number("max_frame_rate", max_frame_rate, 0, 1e9, above=True))
+    name = model_name or _model_name(engine)
+    response_session = partial(
+        ResponseSession,
+        engine=engine,
+        model_name=name,
+        timeout=check.seconds("timeout", timeout, above=True, optional=True),
+        pacer=pacer,
+    )
     return WebSocketServer(
         engine,
         host,
         check.integer("port", port, 0, 65535),
-        rules=AccessRules(token=token, origins=origins, local=is_loopback(host)),
-        model_name=model_name or _model_name(engine),
-        page=page,
-        max_connections=check.integer("max_connections", max_connections, 1),
-        timeout=check.seconds("timeout", timeout, above=True, optional=True),
-        stats_interval=check.seconds("stats_interval", stats_interval, above=True),
-        max_frame_rate=check.number("max_frame_rate", max_frame_rate, 0, 1e9, above=True),
-        options=options,
+        name,
+        AccessRules(token=token, origins=origins, local=is_loopback(host)),
+        page,
+        check.integer("max_connections", max_connections, 1),
+        check.seconds("stats_interval", stats_interval, above=True),
+        pacer,
+        response_session,
+        options,
     )
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class WebSocketServer:
     """Made by ``serve``. ``async with`` starts and closes it; so do ``await`` and
     ``aclose``."""
 
-    def __init__(
-        self,
-        engine: AsyncLLMEngine,
-        host: str,
-        port: int,
-        *,
-        rules: AccessRules,
-        model_name: str,
-        page: Page | None,
-        max_connections: int,
-        timeout: float | None,
-        stats_interval: float,
-        max_frame_rate: float,
-        options: dict[str, Any],
-    ) -> None:
-        self.engine = engine
-        self.host = host
-        self.model_name = model_name
-        self._port = port
-        self._rules = rules
-        self._page = page
-        self._max_connections = max_connections
-        self._stats_interval = stats_interval
-        self._pacer = pacer = FramePacer(max_frame_rate)
-        self._response_session = partial(
-            ResponseSession, engine=engine, model_name=model_name, timeout=timeout, pacer=pacer
-        )
-        self._options = options
-        self._server: ws.Server | None = None
-        self._sessions: set[ResponseSession | StatsSession] = set()
-        self._num_refusing = 0
+    engine: AsyncLLMEngine
+    host: str
+    _port: int
+    model_name: str
+    _rules: AccessRules
+    _page: Page | None
+    _max_connections: int
+    _stats_interval: float
+    _pacer: FramePacer
+    _response_session: Callable[..., ResponseSession]
+    _options: dict[str, Any]
+    _server: ws.Server | None = None
+    _sessions: set[ResponseSession | StatsSession] = dataclasses.field(default_factory=set)
+    _num_refusing: int = 0
 
     # --- lifecycle ----------------------------------------------------------------------
 
