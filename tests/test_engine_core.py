@@ -130,7 +130,7 @@ class Rig:
         request = Request(
             group,
             SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=0),
-            token_ids=list(prompt) or None,
+            token_ids=list(prompt),
             max_model_len=128,
             output=Output(decode, Text()),
         )
@@ -253,7 +253,7 @@ def test_stats():
     rig.core.abort(running.group)
     rig.turns(1)
     assert rig.core.stats().num_aborted == 1
-    rig.core.on_fail(paused.group, RequestError("bad"))
+    rig.core.output_processor.fail(paused.group, RequestError("bad"))
     assert rig.core.stats().num_failed == 1
 
 

@@ -18,7 +18,7 @@ def request(
     return Request(
         group or RequestGroup("r", arrived_at=7.0),
         SamplingParams(**params),
-        token_ids=None if token_ids is None else list(token_ids),
+        token_ids=list(token_ids or ()),
         max_model_len=max_model_len,
         eos_token_ids=eos,
         cache_salt=cache_salt,

@@ -44,7 +44,9 @@ class FreeList:
             self.append(block)
 
     def popleft_n(self, count: int) -> list[Block]:
-        """The first ``count`` blocks, of which there are as many."""
+        """The first ``count`` blocks."""
+        if count > self.count:
+            raise IndexError(f"{count} blocks asked of a free list of {self.count}")
         taken = []
         block = self._head.next
         for _ in range(count):
