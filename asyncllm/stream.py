@@ -50,13 +50,13 @@ class TokenStream:
         usage: None until the last delta was read.
     """
 
-    _group: RequestGroup
+    _request: Request
     _core: EngineCore
     _mailbox_of_loop: Callable[[], LoopMailbox]
     request_id: str = field(init=False)
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
-    _request: Request = field(init=False)
+    _group: RequestGroup = field(init=False)
     _channel: Channel = field(init=False)
     _backend: EventLoopBackend | None = None
     _reading: bool = False
@@ -68,8 +68,8 @@ class TokenStream:
     _logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self._group = self._request.group
         self.request_id = self._group.request_id
-        self._request = self._group.members[0]
         self._channel = self._group.channel
 
     @property

@@ -110,7 +110,7 @@ def measure(report: Report, count: int) -> None:
             continue
         result = runner.collect()
         marks.append(time.thread_time())
-        scheduler.update(flying.pop(0), result)
+        deque(scheduler.update(flying.pop(0), result), maxlen=0)
         marks.append(time.thread_time())
         if number < 20 or step.batch.num_decodes < RUNNING:
             continue

@@ -142,7 +142,7 @@ class ChannelRig:
             on_drained=self.output_processor.release,
         )
         self.aborted = False
-        self.stream = TokenStream(self.group, core, lambda: self.mailbox)
+        self.stream = TokenStream(self.request, core, lambda: self.mailbox)
         self._reading = None
         self._waiter = None
 

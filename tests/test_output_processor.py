@@ -373,7 +373,8 @@ def test_an_abort_needs_no_text(detokenizer):
 def test_an_abort_ends_each_member_that_lives():
     rig = Rig()
     group = rig.group(4)
-    done, held, _, last = group.members
+    members = list(group.members)
+    done, held, _, last = members
     rig.deliver(done, 5, "length")
     rig.deliver(held, 99)
     group.channel.items.clear()
@@ -383,16 +384,17 @@ def test_an_abort_ends_each_member_that_lives():
         (2, "", "abort"),
     ]
     assert end_of(group) == ("abort", None, "")
-    assert [m.finish_reason for m in group.members] == ["length", "abort", "abort", "abort"]
-    assert (rig.left, rig.forgotten, last.finished) == (group.members[:3], [group], True)
+    assert [m.finish_reason for m in members] == ["length", "abort", "abort", "abort"]
+    assert (rig.left, rig.forgotten, last.finished) == (members[:3], [group], True)
 
 
 @pytest.mark.parametrize("own", [True, False])
 def test_an_error_ends_the_whole_group(own):
     rig = Rig()
     group = rig.group(2, name="name")
+    members = list(group.members)
     error = EngineOverloadedError("busy", retry_after=1.0) if own else ZeroDivisionError("why")
-    rig.processor.deliver((group.members[0], -1, None, error), rig.now)
+    rig.processor.deliver((members[0], -1, None, error), rig.now)
     final = end_of(group)
     if own:
         assert final is error
@@ -400,9 +402,9 @@ def test_an_error_ends_the_whole_group(own):
         assert type(final) is RequestError
         assert str(final) == "request 'name' failed: ZeroDivisionError('why')"
         assert final.__cause__ is error
-    assert all(member.finished for member in group.members)
-    assert all(member.finished_at == 10.0 for member in group.members)
-    assert [member.finish_reason for member in group.members] == [None, None]
+    assert all(member.finished for member in members)
+    assert all(member.finished_at == 10.0 for member in members)
+    assert [member.finish_reason for member in members] == [None, None]
     assert (rig.counts, rig.forgotten) == ((0, 0, 1), [group])
     assert group.notifier.told == [(6.0, final)]
 
@@ -441,7 +443,7 @@ def test_without_an_observer_an_end_is_told_to_its_reader_alone():
 def test_usage_is_of_all_members_from_the_earliest_on():
     group = Rig().group(3)
     first, second, _ = group.members
-    usage = make_usage(group, 20.0)
+    usage = make_usage(group, group.members, 20.0)
     assert (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) == (2, 0, 0)
     assert (usage.queue_time, usage.ttft, usage.total_time) == (16.0, None, 16.0)
     first.num_cached_tokens = 2
@@ -449,7 +451,7 @@ def test_usage_is_of_all_members_from_the_earliest_on():
     second.token_ids += [6, 7]
     first.first_scheduled_at, second.first_scheduled_at = 7.0, 6.0
     first.first_token_at, second.first_token_at = 9.0, 9.5
-    usage = make_usage(group, 20.0)
+    usage = make_usage(group, group.members, 20.0)
     assert (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) == (2, 3, 2)
     assert (usage.queue_time, usage.ttft, usage.total_time) == (2.0, 5.0, 16.0)
 

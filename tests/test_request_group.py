@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 from asyncllm import EngineOverloadedError, SamplingParams
@@ -30,6 +32,7 @@ class Rig:
         self.core = EngineCore(self.executor, self.scheduler, admission, clock=self.clock)
         self.core._wait_for_command = lambda: None  # there is no other thread
         self.observers = Observers()
+        self.members = {}
 
     def clock(self):
         return self.now
@@ -47,6 +50,7 @@ class Rig:
         if group.notifier is not None:
             group.notifier.submitted(RequestInfo("text_completion", PROMPT))
         self.core.send(self.core.on_add, group)
+        self.members[name] = list(group.members)
         return group
 
     def steps(self, count):
@@ -56,7 +60,7 @@ class Rig:
     def reference(self, group):
         return {
             m.index: self.executor.reference([*PROMPT, m.index], m.sampling.max_tokens)
-            for m in group.members
+            for m in self.members[group.request_id]
         }
 
 
@@ -118,7 +122,7 @@ def test_an_abort_ends_all():
     assert tokens == {i: t[:3] for i, t in rig.reference(group).items()}
     assert reasons == {0: "abort", 1: "length"}
     assert (final.finish_reason, final.usage.completion_tokens) == ("abort", 8)
-    assert all(member.finished for member in group.members)
+    assert all(member.finished for member in rig.members["g"])
     assert rig.core.stats().num_aborted == 1
     assert rig.core.stats().num_free_blocks == rig.core.stats().num_blocks
 
@@ -194,7 +198,7 @@ def test_members_share_the_prompt_in_the_prefix_cache():
     rig = Rig(block_size=2)
     group = rig.group(3, 3)
     rig.steps(3)
-    assert [member.num_cached_tokens for member in group.members] == [0, 2]
+    assert [member.num_cached_tokens for member in rig.members["g"]] == [0, 2]
     assert read(group)[0] == rig.reference(group)
 
 
@@ -230,3 +234,17 @@ def test_observers_are_told_once_by_the_first_member():
     rig.group(2, 5)
     rig.steps(5)
     assert seen == [("submit", 0), ("first", 0, 0.0), ("finish", 0, 7)]
+
+
+def test_an_ended_group_waits_for_no_garbage_collection():
+    gc.collect()
+    gc.disable()
+    try:
+        rig = Rig()
+        rig.group(2, 3, name="ends")
+        rig.core.abort(rig.group(9, name="is aborted"))
+        rig.steps(5)
+        rig.members.clear()
+        assert [one for one in gc.get_objects() if isinstance(one, Request)] == []
+    finally:
+        gc.enable()

@@ -60,7 +60,7 @@ class Rig:
         )
         self.loop = Loop()
         self.mailbox = LoopMailbox(self.loop)
-        self.stream = TokenStream(self.group, core, lambda: self.mailbox)
+        self.stream = TokenStream(self.request, core, lambda: self.mailbox)
 
     def abort(self, group):
         assert group is self.group

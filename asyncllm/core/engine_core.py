@@ -315,7 +315,7 @@ class EngineCore:
 
     def on_add(self, group: RequestGroup) -> None:
         """A group with its prompt. It may have been aborted before it got here."""
-        if group.members[0].status is not Status.NEW:
+        if all(member.status is not Status.NEW for member in group.members):
             return
         if group.cancelled:
             self.on_abort(group)
@@ -327,7 +327,7 @@ class EngineCore:
 
     def on_watch_deadline(self, group: RequestGroup) -> None:
         """A group whose prompt is not known yet has a deadline all the same."""
-        if group.members[0].status is Status.NEW:
+        if any(member.status is Status.NEW for member in group.members):
             self._watch(group)
 
     def on_abort(self, group: RequestGroup) -> None:
@@ -430,7 +430,8 @@ class EngineCore:
         later calls. On the engine thread, or on the one that declared it hung."""
         self._fail_calls()
         for group in self.admission.close(self.ending):
-            self.output_processor.close(group.members[-1], self.ending())
+            for request in group.members[-1:]:
+                self.output_processor.close(request, self.ending())
         self.output_processor.flush_all_wakeups()
 
     def _fail_calls(self) -> None:

@@ -153,16 +153,21 @@ class OutputProcessor:
         self._to_wake.append(channel)
         group.cancelled = True
         self._admission.forget(group)
+        # Members refer to the group: their tokens would wait for the garbage collector.
+        group.members = []
 
     def _end(self, request: Request, error: Exception | None, last: Delta | None) -> None:
         group, now = request.group, self._clock()
-        usage = make_usage(group, now)
+        members = group.members
+        if not members:
+            return  # another thread has ended it
+        usage = make_usage(group, members, now)
         reason: FinishReason = request.finish_reason or "abort"
         text = _remaining_text(request) if reason == "abort" and error is None else ""
         final = error or End(reason, request.stop_reason, usage, text, last)
         if not group.channel.offer_end(final):
             return
-        for member in group.members:
+        for member in members:
             member.finished_at = now
         if error is not None:
             self.num_failed += 1
@@ -238,8 +243,7 @@ class OutputProcessor:
                 self._scheduler.resume(request)
 
 
-def make_usage(group: RequestGroup, now: float) -> Usage:
-    members = group.members
+def make_usage(group: RequestGroup, members: Sequence[Request], now: float) -> Usage:
     scheduled = [m.first_scheduled_at for m in members if m.first_scheduled_at is not None]
     first = [m.first_token_at for m in members if m.first_token_at is not None]
     return Usage(
@@ -259,7 +263,7 @@ def make_partial(group: RequestGroup, now: float) -> Completion | None:
         return None
     prompt = members[0].token_ids[: members[0].num_prompt_tokens]
     outputs = tuple(map(_partial_output, members))
-    return Completion(group.request_id, tuple(prompt), outputs, make_usage(group, now))
+    return Completion(group.request_id, tuple(prompt), outputs, make_usage(group, members, now))
 
 
 def _partial_output(request: Request) -> CompletionOutput:

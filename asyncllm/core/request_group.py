@@ -24,7 +24,8 @@ class RequestGroup:
 
     Attributes:
         channel: to the reader of all members.
-        members: in order of their index. Added before the group is submitted.
+        members: in order of their index. Added before the group is submitted, none once it has
+            ended.
         cancelled: set once, by any thread, before the abort itself travels.
         notifier: of the observers; None without any.
     """

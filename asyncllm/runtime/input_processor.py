@@ -237,7 +237,7 @@ class InputProcessor:
         self.observers.watch(group)
         self.core.admission.reserve(group, num_tokens)
         # Made first: an observer that is interrupted drops it, which aborts the request.
-        stream = TokenStream(group, self.core, self.mailboxes.of_running_loop)
+        stream = TokenStream(request, self.core, self.mailboxes.of_running_loop)
         if group.notifier is not None:
             group.notifier.submitted(asked)
         return stream
