@@ -241,6 +241,7 @@ def test_stats():
     rig.turns(1)
     rig.core.send(rig.scheduler.pause, paused)
     rig.turns(1)
+    rig.scheduler.num_preemptions, rig.admission.num_rejected = 5, 7
     stats = rig.core.stats()
     assert (stats.num_running, stats.num_waiting, stats.num_paused) == (2, 0, 1)
     assert (stats.num_blocks, stats.num_free_blocks) == (32, 28)
@@ -248,7 +249,7 @@ def test_stats():
     assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (8 + 8 + 4, 4)
     assert (stats.prompt_tokens, stats.generation_tokens) == (8 + 8 + 4, 2 + 1 + 1)
     assert (stats.num_steps, stats.last_step_time) == (2, 0.25)
-    assert (stats.num_requests, stats.num_rejected, stats.num_preemptions) == (4, 0, 0)
+    assert (stats.num_requests, stats.num_rejected, stats.num_preemptions) == (4, 7, 5)
     assert (stats.num_finished, stats.num_aborted, stats.num_failed) == (1, 0, 0)
     rig.core.abort(running.group)
     rig.turns(1)
@@ -301,6 +302,12 @@ def test_a_request_that_arrives_twice_is_added_once():
     rig.core.send(rig.core.on_add, request.group)
     rig.turns(1)
     assert list(rig.scheduler.requests()) == [request]
+    # Once it runs, and once it ended, too.
+    rig.core.on_add(request.group)
+    assert list(rig.scheduler.requests()) == [request]
+    rig.core.on_fail(request.group, RequestError("bad"))
+    rig.core.on_add(request.group)
+    assert list(rig.scheduler.requests()) == []
 
 
 def test_a_destructor_aborts_in_its_own_process_only(monkeypatch):

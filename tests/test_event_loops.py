@@ -11,11 +11,13 @@ import sys
 import textwrap
 import threading
 import time
+from concurrent.futures import Future
 
 import anyio
 import anyio.from_thread
 import anyio.lowlevel
 import pytest
+import trio
 import uvloop
 
 from asyncllm import (
@@ -25,6 +27,7 @@ from asyncllm import (
     EngineOverloadedError,
     RequestError,
 )
+from asyncllm.runtime.event_loop import join, post_when_done, running_backend
 from tests.fakes import fake
 from tests.processes import hear_ctrl_c
 
@@ -336,6 +339,61 @@ def test_loop_that_was_closed_aborts_its_streams(run, other):
             await until(lambda: free(engine))
             result = await engine.generate([2], max_tokens=5)
             assert list(result.token_ids) == rig.executor.reference([2], 5)
+
+    run(main)
+
+
+def test_a_backend_makes_waiters_on_its_own_loop_alone(run):
+    async def bind():
+        backend = running_backend()
+        assert backend.make_waiter() is not None
+        assert await anyio.to_thread.run_sync(backend.make_waiter) is None
+        return backend
+
+    backend = run(bind)
+    assert backend.make_waiter() is None
+
+    async def on_the_next_loop():
+        return backend.make_waiter()
+
+    assert run(on_the_next_loop) is None
+
+
+def test_a_trio_run_has_one_thing_to_do_however_often_it_is_asked_for_its_end():
+    async def main():
+        backend = running_backend()
+        assert [backend.is_closed() for _ in range(5)] == [False] * 5
+        assert trio.lowlevel.current_statistics().run_sync_soon_queue_size == 1
+        return backend
+
+    assert trio.run(main).is_closed() is True
+
+
+def test_a_future_that_outlives_its_loop_calls_nothing(run, caplog):
+    future: Future[None] = Future()
+    called = []
+
+    async def main():
+        post_when_done(future, lambda: called.append(True))
+
+    run(main)
+    future.set_result(None)
+    # concurrent.futures logs what a callback raises.
+    assert (called, caplog.records) == ([], [])
+
+
+def test_join_lasts_until_the_thread_ends_or_the_time_is_up(run):
+    ended = threading.Event()
+    thread = threading.Thread(target=ended.wait, daemon=True)
+
+    async def main():
+        thread.start()
+        with anyio.fail_after(5):
+            await join(thread, 0.0)
+            assert thread.is_alive()
+            ended.set()
+            await join(thread, 1e6)
+            assert not thread.is_alive()
 
     run(main)
 

@@ -313,6 +313,22 @@ def test_deadline_policy_runs_the_earliest_within_a_priority():
     assert [r.request_id for r in finished] == ["r3", "r2", "r1", "r0"]
 
 
+def test_an_assignment_has_what_the_device_is_not_told_again():
+    rig = Rig()
+    rig.add(range(2))
+    request = rig.add(range(20, 26), eos=(7, 8))
+    step = rig.launch()
+    assert step is not None
+    assert step.batch.step == 0
+    found = step.batch.assignments[1]
+    assert (found.req_index, found.request_id) == (request.req_index, "r1")
+    assert (found.token_ids, found.num_prompt_tokens) == ([20, 21, 22, 23, 24, 25], 6)
+    assert found.block_ids == rig.scheduler.kv.block_ids(request)
+    assert [len(ids) for ids in found.block_ids] == [2]
+    assert (found.sampling, found.eos_token_ids) == (request.sampling, (7, 8))
+    assert found.processors_key == -1
+
+
 def test_request_that_can_never_fit_fails_and_the_next_runs():
     rig = Rig(num_blocks=4, max_model_len=100)
     big = rig.add(range(20), max_tokens=2)
@@ -332,7 +348,10 @@ def test_request_that_outgrows_the_pool_alone_fails():
     for _ in range(20):
         rig.step()
     assert request.finished
-    assert rig.scheduler.failed[0][0] is request
+    ((failed, error),) = rig.scheduler.failed
+    assert failed is request
+    assert "needs 4 KV blocks for 13 tokens, the cache has 3" in str(error)
+    assert rig.scheduler.num_preemptions == 0
     rig.scheduler.check_integrity()
     assert rig.scheduler.kv.pool.num_free == 3
 
@@ -394,6 +413,21 @@ def test_paused_request_is_the_first_victim():
     rig.finish_all()
     for request in (paused, *others):
         rig.expect(request)
+
+
+def test_a_step_that_takes_blocks_away_admits_nothing():
+    rig = Rig(num_blocks=8)
+    rig.add(range(11), max_tokens=12)
+    paused = rig.add(range(20, 31), max_tokens=12)
+    assert rig.step() == {"r0": 11, "r1": 11}
+    rig.scheduler.pause(paused)
+    for _ in range(5):
+        assert rig.step() == {"r0": 1}
+    assert rig.scheduler.kv.pool.num_free == paused.num_preemptions == 0
+    rig.add(range(3), max_tokens=1)
+    assert rig.step() == {"r0": 1}
+    assert paused.num_preemptions == 1
+    assert rig.step() == {"r0": 1, "r2": 3}
 
 
 def test_pause_while_a_token_is_in_flight():
