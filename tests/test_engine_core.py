@@ -305,7 +305,7 @@ def test_a_request_that_arrives_twice_is_added_once():
     # Once it runs, and once it ended, too.
     rig.core.on_add(request.group)
     assert list(rig.scheduler.requests()) == [request]
-    rig.core.on_fail(request.group, RequestError("bad"))
+    rig.core.output_processor.fail(request.group, RequestError("bad"))
     rig.core.on_add(request.group)
     assert list(rig.scheduler.requests()) == []
 

@@ -315,7 +315,7 @@ def test_loop_that_was_closed_aborts_its_streams(run, other):
     """A stream that outlives its loop can never be read again; the engine goes on."""
     rig = fake(max_model_len=250)
     # However long the loop takes to end, the request has not.
-    rig.executor.gate = threading.Semaphore(3)
+    rig.executor.gate = threading.Semaphore(0)
     backend, options = BACKENDS[other]
     kept = []
 
@@ -324,9 +324,17 @@ def test_loop_that_was_closed_aborts_its_streams(run, other):
 
             async def abandon():
                 stream = engine.stream([1], max_tokens=240)
-                await anext(stream)
                 # Held by the test, so that no destructor aborts it.
                 kept.append(stream)
+
+                async def let_it_run():
+                    # The stream is this loop's from its first wait on.
+                    await until(lambda: stream._channel.has_reader)
+                    rig.executor.gate.release(3)
+
+                async with anyio.create_task_group() as group:
+                    group.start_soon(let_it_run)
+                    await anext(stream)
 
             def second_loop():
                 anyio.run(abandon, backend=backend, backend_options=options)

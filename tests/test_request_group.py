@@ -244,7 +244,10 @@ def test_an_ended_group_waits_for_no_garbage_collection():
         rig.group(2, 3, name="ends")
         rig.core.abort(rig.group(9, name="is aborted"))
         rig.steps(5)
+        rig.group(9, name="runs")
+        rig.steps(2)
         rig.members.clear()
-        assert [one for one in gc.get_objects() if isinstance(one, Request)] == []
+        requests = [one for one in gc.get_objects() if isinstance(one, Request)]
+        assert [one.request_id for one in requests] == ["runs"]
     finally:
         gc.enable()

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from asyncllm.core.batch import RowError
 from asyncllm.core.executor import ExecutorInfo
+from asyncllm.core.kv_cache import block_ids
 from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.core.request import Request, Status
 from asyncllm.core.request_group import RequestGroup
@@ -323,7 +324,7 @@ def test_an_assignment_has_what_the_device_is_not_told_again():
     found = step.batch.assignments[1]
     assert (found.req_index, found.request_id) == (request.req_index, "r1")
     assert (found.token_ids, found.num_prompt_tokens) == ([20, 21, 22, 23, 24, 25], 6)
-    assert found.block_ids == rig.scheduler.kv.block_ids(request)
+    assert found.block_ids == block_ids(request.blocks)
     assert [len(ids) for ids in found.block_ids] == [2]
     assert (found.sampling, found.eos_token_ids) == (request.sampling, (7, 8))
     assert found.processors_key == -1
