@@ -197,8 +197,6 @@ class InputProcessor:
             try:
                 self._prepare(request, encode() or [])
             except BaseException as error:
-                if not isinstance(error, Exception):  # as a panic inside the tokenizer
-                    error = InvalidRequestError(f"prompt: {error!r}", param="prompt")
                 core.send(core.on_fail, group, error)
                 return
             core.admission.correct(request, request.num_prompt_tokens)
