@@ -22,7 +22,7 @@ class Meta(type):
 
 class Text(str):
     __slots__ = ()
-    __str__ = __format__ = __len__ = stop
+    __str__ = __format__ = __len__ = stop  # pyright: ignore[reportAssignmentType]
 
 
 UNPRINTABLE: dict[str, Any] = {

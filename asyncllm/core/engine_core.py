@@ -61,6 +61,7 @@ class EngineCore:
 
     Attributes:
         fatal_error: what killed the engine.
+        thread: the engine thread, which is refused to wait for itself.
         hung: it died because the engine thread did not come back from the executor.
         close_reason: what closed it; CLOSED is the application's own ``aclose``.
     """
@@ -79,7 +80,7 @@ class EngineCore:
         self.clock = clock
         self.output_processor = OutputProcessor(scheduler, admission, clock)
         self.pid = os.getpid()
-        self._thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None
         self.inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self.fatal_error: BaseException | None = None
         self.hung = False
@@ -120,7 +121,7 @@ class EngineCore:
 
     def check_waiting(self) -> None:
         """Raises RuntimeError on the engine thread, which would wait for itself for ever."""
-        if threading.current_thread() is self._thread:
+        if threading.current_thread() is self.thread:
             raise RuntimeError(
                 "the engine thread cannot wait for the engine: in a logits processor, an observer "
                 "or a log handler, expected to hand the call to another thread"
@@ -196,7 +197,6 @@ class EngineCore:
 
     def run(self) -> None:
         """Runs until it is told to close or a step fails. Never raises."""
-        self._thread = threading.current_thread()
         try:
             while not self._closed:
                 self.step()

@@ -86,6 +86,7 @@ class EngineThread:
         executor = self.loaded.executor
         try:
             self.core = self._make_core(executor)
+            self.core.thread = self._thread
             atexit.register(self._at_exit)
             self._log_start(time.monotonic() - began)
         except BaseException:
