@@ -160,8 +160,10 @@ class AsyncLLMEngine:
         drain = check.seconds("drain", drain, optional=True)
         if self.state == "starting":
             raise EngineError("aclose(): the engine is starting; cancel start() instead")
-        self._closed = True
         thread = self._thread
+        if thread is not None:
+            thread.core.check_waiting()
+        self._closed = True
         if thread is not None:
             thread.check_process()
             thread.close(drain)
@@ -186,6 +188,7 @@ class AsyncLLMEngine:
         if self._thread is not None or not self._closed:
             thread = self._started()
             thread.check_process()
+            thread.core.check_waiting()
             await wait_for(thread.exited)
         if self.error is not None:
             raise self.error

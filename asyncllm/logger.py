@@ -5,23 +5,33 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+import threading
 import traceback
 from typing import Any
 
 
 class GuardedLogger(logging.LoggerAdapter[logging.Logger]):
     """A logger whose calls do not raise: the application's filters and handlers run in them, and
-    an error in one of those must not end the engine. It is reported as
-    ``logging.Handler.handleError`` reports it."""
+    what one of those raises must not end the engine. It is reported as
+    ``logging.Handler.handleError`` reports it; a Ctrl-C is passed on."""
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
         try:
             # This frame is not the caller.
             super().log(level, msg, *args, stacklevel=2, **kwargs)
-        except (Exception, SystemExit):
-            with contextlib.suppress(Exception):
+        except BaseException as error:
+            if is_interrupt(error):
+                raise
+            with contextlib.suppress(BaseException):
                 if logging.raiseExceptions and sys.stderr is not None:
                     traceback.print_exc()
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Whether an exception is the user's Ctrl-C, which Python raises on the main thread only, and
+    not the called code's own."""
+    main = threading.current_thread() is threading.main_thread()
+    return main and issubclass(type(error), KeyboardInterrupt)
 
 
 def get_logger(name: str) -> GuardedLogger:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from asyncllm.logger import get_logger
+from asyncllm.logger import get_logger, is_interrupt
 from asyncllm.outputs import Usage
+from asyncllm.validation import type_name
 
 if TYPE_CHECKING:
     from asyncllm.core.request import Request
@@ -39,8 +39,10 @@ class Observer(Protocol):
     token comes.
 
     The methods must be quick, for the first runs in the application's call and the others
-    in the step loop. What they raise is logged and reaches no request. They may read the
-    request, and must not change it.
+    in the step loop. What they raise is logged and reaches no request, be it CancelledError
+    or SystemExit; but Ctrl-C during ``on_submit`` is the caller's, a KeyboardInterrupt on the
+    main thread. They may read the request, and must not change it. They run among steps and
+    cannot wait for the engine there: its verbs and reads raise RuntimeError.
     """
 
     def on_submit(self, request: Request, submission: RequestInfo) -> None:
@@ -72,16 +74,14 @@ class ObserverNotifier:
     _end: tuple[Usage, BaseException | None] | None = None
     # Popping from a list is atomic: it settles who delivers.
     _undelivered: list[bool] = field(default_factory=lambda: [True])
-    _first_token_reports: list[Callable[..., None]] = field(init=False)
+    _to_tell_of_first_token: list[Observer] = field(init=False)
 
     def __post_init__(self) -> None:
-        reports = (getattr(observer, "on_first_token", None) for observer in self._observers)
-        self._first_token_reports = [report for report in reports if report is not None]
+        self._to_tell_of_first_token = list(self._observers)
 
     def submitted(self, submission: RequestInfo) -> None:
         for observer in self._observers:
-            # In the caller's thread, where an interrupt is the host's own.
-            _guarded(Exception, observer.on_submit, self._request, submission)
+            _tell(observer, "on_submit", self._request, submission)
         self._submitted = True
         if self._end is not None:
             self._deliver()
@@ -105,15 +105,15 @@ class ObserverNotifier:
         if self._first_token_seen:
             self._deliver_first_token()
         for observer in self._observers:
-            _guarded(BaseException, observer.on_finish, self._request, *self._end)
+            _tell(observer, "on_finish", self._request, *self._end)
 
     def _deliver_first_token(self) -> None:
         while True:
             try:
-                report = self._first_token_reports.pop(0)
+                observer = self._to_tell_of_first_token.pop(0)
             except IndexError:
                 return
-            _guarded(BaseException, report, self._request)
+            _tell(observer, "on_first_token", self._request)
 
 
 class Observers:
@@ -140,8 +140,12 @@ class Observers:
             group.notifier = ObserverNotifier(group.members[0], self._all)
 
 
-def _guarded(caught: type[BaseException], report: Callable[..., None], *args: Any) -> None:
+def _tell(observer: Observer, method: str, *args: Any) -> None:
     try:
-        report(*args)
-    except caught:
-        logger.exception("an observer failed in %s", getattr(report, "__qualname__", report))
+        if method != "on_first_token" or getattr(observer, method, None) is not None:
+            getattr(observer, method)(*args)
+    except BaseException as error:
+        # An end that is being told has to be told to all: only the application's call can be left.
+        if method == "on_submit" and is_interrupt(error):
+            raise
+        logger.exception("an observer failed in %s.%s", type_name(observer), method)

@@ -154,6 +154,7 @@ class TokenStream:
 
     def _bind(self) -> EventLoopBackend:
         """The running loop, which is this stream's from its first wait on."""
+        self._core.check_waiting()
         mailbox = self._channel.mailbox
         if mailbox is None:
             self._channel.mailbox = mailbox = self._mailbox_of_loop()
@@ -176,6 +177,7 @@ class TokenStream:
             return None
         channel = self._channel
         if channel.mailbox is None:
+            self._core.check_waiting()
             channel.mailbox = mailbox
         elif not isinstance(channel.mailbox, ThreadMailbox):
             raise RuntimeError(f"stream {self.request_id!r} belongs to an event loop")

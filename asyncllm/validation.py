@@ -40,9 +40,23 @@ def describe(value: object) -> str:
     """A ``repr`` for messages: short, and without exceptions. Python raises ValueError for an
     integer of more than 4300 digits, and another object's ``__repr__`` may raise anything."""
     try:
-        return _Short().repr(value)
-    except Exception:
-        return f"<{type(value).__name__}>"
+        return str.__str__(_Short().repr(value))  # not a subclass, whose methods may raise too
+    except BaseException:
+        return f"<{type_name(value)}>"
+
+
+def type_name(value: object) -> str:
+    """Past the object and its metaclass, which may raise."""
+    return type.__dict__["__name__"].__get__(type(value))
+
+
+def explain(error: BaseException) -> str:
+    """An exception as a traceback ends, type and message, for messages: whole, and as
+    ``describe`` has it where it cannot be printed."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except BaseException:
+        return describe(error)
 
 
 def invalid(name: str, value: object, accepted: str) -> InvalidRequestError:

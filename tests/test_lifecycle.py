@@ -11,15 +11,25 @@ import pkgutil
 import sys
 import threading
 import time
+import weakref
 
 import anyio
 import pytest
+import uvloop
 
-from asyncllm import EngineClosedError, EngineDeadError, EngineError
+from asyncllm import (
+    LLM,
+    EngineClosedError,
+    EngineDeadError,
+    EngineError,
+    InvalidRequestError,
+    RequestError,
+)
 from asyncllm.core.executor import StepOutOfMemoryError
 from asyncllm.runtime.mailbox import MailboxRegistry
 from tests.fakes import fake
 from tests.test_event_loops import BACKENDS, run  # noqa: F401  # a fixture
+from tests.unprintable import UNPRINTABLE
 
 ENGINE_THREAD = "asyncllm.runtime.engine_thread"
 
@@ -186,7 +196,9 @@ def test_a_start_that_is_cancelled_leaves_nothing(stage, backend, monkeypatch):
     assert rig.executor.closed is (stage != "loader")
 
 
-@pytest.mark.parametrize("kind", [ValueError, SystemExit])
+@pytest.mark.parametrize(
+    "kind", [ValueError, SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError]
+)
 @pytest.mark.parametrize("place", ["filter", "handler"])
 def test_a_log_that_raises_does_not_end_the_engine(place, kind, monkeypatch, capsys):
     """In the middle of steps as well: of one that ran out of memory, of an observer that failed."""
@@ -316,6 +328,178 @@ def test_the_death_of_an_engine(run):  # noqa: F811
         assert len(told) == 5
 
     run(main)
+
+
+@pytest.mark.parametrize("how", UNPRINTABLE)
+def test_a_device_error_that_cannot_be_printed_ends_all(how):
+    rig = fake()
+    odd = rig.executor.faults[2] = UNPRINTABLE[how]()
+    gate = rig.executor.gate = threading.Semaphore(0)
+
+    async def main():
+        engine = rig.engine()
+        await engine.start()
+        streams = [engine.stream([i], max_tokens=9) for i in range(3)]
+        gate.release(9)
+        for ended in [*(stream.result() for stream in streams), engine.wait_closed()]:
+            with pytest.raises(EngineDeadError) as caught:
+                await asyncio.wait_for(ended, 10)
+            assert caught.value.__cause__ is odd
+        assert (engine.state, engine.error.__cause__) == ("dead", odd)
+        await engine.aclose()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("how", UNPRINTABLE)
+def test_a_start_that_fails_with_what_cannot_be_printed(how):
+    rig = fake()
+    rig.load_error = UNPRINTABLE[how]()
+    engine = rig.engine()
+    with pytest.raises(EngineError, match="could not start") as caught:
+        asyncio.run(asyncio.wait_for(engine.start(), 10))
+    assert caught.value.__cause__ is rig.load_error
+    assert engine.state == "new"
+
+
+@pytest.mark.parametrize("how", UNPRINTABLE)
+def test_an_error_of_a_row_that_cannot_be_printed_ends_that_request(how):
+    rig = fake()
+    odd = rig.executor.row_errors["bad"] = UNPRINTABLE[how]()
+
+    async def main():
+        async with rig.engine() as engine:
+            good = engine.stream([2], max_tokens=4)
+            with pytest.raises(RequestError, match="'bad' failed") as caught:
+                await asyncio.wait_for(engine.generate([1], request_id="bad"), 10)
+            assert caught.value.__cause__ is odd
+            return list((await good.result()).token_ids)
+
+    assert asyncio.run(main()) == rig.executor.reference([2], 4)
+
+
+@pytest.mark.parametrize("kind", [EngineDeadError, EngineClosedError, asyncio.CancelledError])
+def test_an_error_of_a_row_does_not_speak_of_the_engine(kind):
+    rig = fake()
+    own = rig.executor.row_errors["own"] = kind("the engine is gone")
+    told = rig.executor.row_errors["told"] = InvalidRequestError("not this")
+
+    async def main():
+        async with rig.engine() as engine:
+            with pytest.raises(RequestError, match=r"failed: .*the engine is gone") as caught:
+                await engine.generate([1], request_id="own")
+            assert caught.value.__cause__ is own
+            with pytest.raises(InvalidRequestError) as caught:
+                await engine.generate([1], request_id="told")
+            assert caught.value is told
+
+    asyncio.run(main())
+
+
+def test_a_text_that_cannot_be_tokenised_does_not_speak_of_the_engine():
+    """On the worker thread, where it meets a tokenizer of the application's."""
+    rig = fake(num_blocks=2000)
+    own = EngineClosedError("the engine is gone")
+
+    def encode(text):
+        raise own
+
+    async def main():
+        async with rig.engine() as engine:
+            rig.tokenizer.encode = encode
+            with pytest.raises(RequestError, match="the engine is gone") as caught:
+                await engine.generate("word " * 2000)
+            assert caught.value.__cause__ is own
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+@pytest.mark.parametrize("at_work", [False, True])
+@pytest.mark.filterwarnings("ignore:coroutine")
+def test_a_loop_that_is_closed_with_its_tasks_ends_the_engine(new_loop, at_work):
+    """At once: nothing has to ask, or to be collected."""
+    rig = fake(step_time=0.001)
+    engine, loop = rig.engine(), new_loop()
+    loop.run_until_complete(engine.start())
+    read = loop.run_until_complete(engine.generate([1], max_tokens=2))
+    assert len(read.token_ids) == 2
+    stream = engine.stream([1], max_tokens=200) if at_work else None
+    gc.disable()
+    try:
+        assert engine.state == "running"
+        loop.close()
+        assert engine.state == "closed"
+        until(lambda: rig.executor.closed)
+    finally:
+        gc.enable()
+    for call in (lambda: engine.stream([1]), lambda: asyncio.run(engine.wait_closed())):
+        with pytest.raises(EngineClosedError, match="event loop that the engine was started on"):
+            call()
+    if stream is not None:
+        assert asyncio.run(stream.result()).finish_reason == "abort"
+    asyncio.run(engine.aclose())
+    assert "event loop" in str(engine.error)
+
+
+def test_a_loop_that_outlives_the_engine_keeps_nothing_of_it():
+    async def main():
+        async with fake().engine() as engine:
+            thread = weakref.ref(engine._thread)
+        del engine
+        gc.collect()
+        assert thread() is None
+        assert not [h for h in asyncio.get_running_loop()._scheduled if not h.cancelled()]
+
+    asyncio.run(main())
+
+
+WAITS = {
+    "aclose": lambda engine: engine.aclose(),
+    "pause": lambda engine: engine.pause(),
+    "resume": lambda engine: engine.resume(),
+    "reset": lambda engine: engine.reset_prefix_cache(),
+    "wait_closed": lambda engine: engine.wait_closed(),
+    "generate": lambda engine: engine.generate([3], max_tokens=1),
+}
+
+
+@pytest.mark.parametrize("verb", [*WAITS, "close", "read"])
+def test_the_engine_thread_cannot_wait_for_itself(verb):
+    """The engine goes on, and every other thread may wait for it."""
+    rig = fake()
+    raised = []
+
+    class Observer:
+        def on_submit(self, request, submission):
+            pass
+
+        def on_finish(self, request, usage, error):
+            if raised or threading.current_thread().name != "asyncllm-engine":
+                return
+            try:
+                if verb == "close":
+                    engine._close_blocking()
+                elif verb == "read":
+                    LLM(engine=engine).generate([3], max_tokens=1)
+                else:
+                    raised.append(None)
+                    asyncio.run(WAITS[verb](engine))
+            except RuntimeError as error:
+                raised[:] = [error]
+
+    async def main():
+        engine.add_observer(Observer())
+        async with engine:
+            completion = await asyncio.wait_for(engine.generate([1], max_tokens=3), 10)
+            assert engine.state == "running"
+            assert list(completion.token_ids) == rig.executor.reference([1], 3)
+            await asyncio.wait_for(engine.pause(), 10)
+            await asyncio.wait_for(engine.resume(), 10)
+
+    engine = rig.engine()
+    asyncio.run(main())
+    assert "the engine thread cannot wait" in str(raised[0])
 
 
 def test_an_engine_whose_loop_has_ended_says_so(run):  # noqa: F811

@@ -182,6 +182,39 @@ async def test_what_an_observer_raises_on_the_engine_thread_kills_nothing(kind):
     assert list(result.token_ids) == rig.executor.reference([1], 4)
 
 
+@pytest.mark.parametrize(
+    "kind", [ValueError, SystemExit, GeneratorExit, asyncio.CancelledError, StopIteration]
+)
+async def test_what_an_observer_raises_in_the_callers_thread_reaches_no_request(kind, caplog):
+    class Failing:
+        def __getattr__(self, name):
+            raise kind(name)
+
+    rig = fake()
+    async with rig.engine() as engine:
+        engine.add_observer(Failing())
+        result = await engine.generate([1], max_tokens=4)
+    assert list(result.token_ids) == rig.executor.reference([1], 4)
+    for method in ("on_submit", "on_first_token", "on_finish"):
+        assert f"an observer failed in Failing.{method}" in caplog.text
+
+
+async def test_an_observer_interrupts_the_caller_on_the_main_thread_alone():
+    class Failing:
+        def on_submit(self, request, submission):
+            raise KeyboardInterrupt
+
+        def on_finish(self, request, usage, error):
+            pass
+
+    rig = fake()
+    async with rig.engine() as engine:
+        engine.add_observer(Failing())
+        stream = await asyncio.to_thread(engine.stream, [1], max_tokens=4)
+        result = await stream.result()
+    assert list(result.token_ids) == rig.executor.reference([1], 4)
+
+
 async def test_an_interrupt_during_on_submit_is_the_callers_and_leaves_no_request():
     class Interrupted:
         def on_submit(self, request, submission):

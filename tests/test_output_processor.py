@@ -10,7 +10,7 @@ from asyncllm.core.channel import Channel, End
 from asyncllm.core.output_processor import Output, OutputProcessor, make_partial, make_usage
 from asyncllm.core.request import Request, Status
 from asyncllm.core.request_group import RequestGroup
-from asyncllm.errors import EngineOverloadedError, RequestError
+from asyncllm.errors import RequestError
 from asyncllm.outputs import Delta
 from asyncllm.sampling_params import SamplingParams
 from tests.channels import logprobs_of
@@ -393,7 +393,7 @@ def test_an_error_ends_the_whole_group(own):
     rig = Rig()
     group = rig.group(2, name="name")
     members = list(group.members)
-    error = EngineOverloadedError("busy", retry_after=1.0) if own else ZeroDivisionError("why")
+    error = RequestError("busy") if own else ZeroDivisionError("why")
     rig.processor.deliver((members[0], -1, None, error), rig.now)
     final = end_of(group)
     if own:

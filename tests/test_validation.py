@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 
 from asyncllm import EngineConfig, InvalidRequestError, SamplingParams
 from asyncllm import validation as check
+from asyncllm.core.batch import RowError
+from tests.unprintable import UNPRINTABLE
 
 NO_INTEGERS = [True, np.bool_(True), 1.0, np.float32(1), "1", None, [1], math.nan, Decimal(1), 1j]
 NO_NUMBERS = [True, np.bool_(True), "1", None, [1.0], Decimal(1), 1j, math.nan, np.float32("nan")]
@@ -170,6 +172,16 @@ def test_descriptions_are_short_and_never_raise() -> None:
     assert check.describe(Unprintable()).startswith("<Unprintable")
     assert check.describe(10**5000) == "<int>"
     assert check.describe([1, "two", {"three": 3}]) == "[1, 'two', {'three': 3}]"
+
+
+@pytest.mark.parametrize("how", UNPRINTABLE)
+def test_an_exception_is_explained_whatever_its_methods_raise(how: str) -> None:
+    odd = UNPRINTABLE[how]()
+    for told in (check.describe(odd), check.explain(odd)):
+        assert type(told) is str
+        assert 0 < len(told) < 200
+    assert check.type_name(odd) == RowError.of(odd).kind == "Odd"
+    assert check.explain(KeyError("x" * 200)) == f"KeyError: {'x' * 200!r}"
 
 
 def test_equal_as_json_is() -> None:

@@ -11,6 +11,7 @@ from typing import Any, TypedDict, Unpack
 from asyncllm.checkpoint.config_file import ConfigFile
 from asyncllm.checkpoint.progress import Progress
 from asyncllm.errors import ModelLoadError
+from asyncllm.validation import explain
 
 _INDEX_FILE = "model.safetensors.index.json"
 _SINGLE_FILE = "model.safetensors"
@@ -211,7 +212,7 @@ def _explain(model: str, revision: str | None, error: Exception) -> str:
             f"HF_HUB_OFFLINE. Pass a local directory instead. ({error})"
         )
     else:
-        reason = f"the download failed ({type(error).__name__}: {error})"
+        reason = f"the download failed ({explain(error)})"
     return f"model={model!r}{at}: {reason}"
 
 

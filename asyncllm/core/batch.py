@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from asyncllm.outputs import TokenLogprobs
 from asyncllm.sampling_params import SamplingParams
-from asyncllm.validation import describe
+from asyncllm.validation import describe, type_name
 
 
 @dataclass(slots=True)
@@ -89,7 +89,7 @@ class RowError:
 
     @classmethod
     def of(cls, error: BaseException) -> RowError:
-        return cls(type(error).__name__, describe(error))
+        return cls(type_name(error), describe(error))
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from asyncllm.core.admission import Admission
 from asyncllm.core.executor import Executor, StepOutOfMemoryError
-from asyncllm.core.output_processor import OutputProcessor, make_partial
+from asyncllm.core.output_processor import OutputProcessor, as_request_error, make_partial
 from asyncllm.core.request import Status
 from asyncllm.core.request_group import RequestGroup
 from asyncllm.core.scheduler import ScheduledStep, Scheduler
@@ -31,6 +31,7 @@ from asyncllm.errors import (
 )
 from asyncllm.logger import get_logger
 from asyncllm.outputs import EngineStats
+from asyncllm.validation import explain
 
 CLOSED = "the engine is closed; expected a started one"
 _PAUSED_GRACE = 1.0
@@ -60,6 +61,7 @@ class EngineCore:
 
     Attributes:
         fatal_error: what killed the engine.
+        thread: the engine thread, which is refused to wait for itself.
         hung: it died because the engine thread did not come back from the executor.
         close_reason: what closed it; CLOSED is the application's own ``aclose``.
     """
@@ -78,6 +80,7 @@ class EngineCore:
         self.clock = clock
         self.output_processor = OutputProcessor(scheduler, admission, clock)
         self.pid = os.getpid()
+        self.thread: threading.Thread | None = None
         self.inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self.fatal_error: BaseException | None = None
         self.hung = False
@@ -103,8 +106,10 @@ class EngineCore:
         self.inbox.put(Command(run, args))
 
     def call(self, run: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Asks for ``run(*args)`` with no step in flight; any thread. The future gets what it
-        returns. It is completed in every case: if the loop ends first, with ``ending``."""
+        """Asks for ``run(*args)`` with no step in flight; any thread but the engine's. The
+        future gets what it returns. It is completed in every case: if the loop ends first, with
+        ``ending``."""
+        self.check_waiting()
         future: Future[Any] = Future()
         with self._lock:
             if self._calls is None:
@@ -113,6 +118,14 @@ class EngineCore:
             self._calls.add(future)
         self.send(self.on_call, future, run, args)
         return future
+
+    def check_waiting(self) -> None:
+        """Raises RuntimeError on the engine thread, which would wait for itself for ever."""
+        if threading.current_thread() is self.thread:
+            raise RuntimeError(
+                "the engine thread cannot wait for the engine: in a logits processor, an observer "
+                "or a log handler, expected to hand the call to another thread"
+            )
 
     def abort(self, group: RequestGroup) -> None:
         """Any thread, any number of times. The flag is set before the command travels, so
@@ -159,9 +172,7 @@ class EngineCore:
         """Why this engine takes nothing more; any thread, once it does not."""
         if self.fatal_error is None:
             return EngineClosedError(self.close_reason)
-        error = EngineDeadError(
-            f"the engine died: {type(self.fatal_error).__name__}: {self.fatal_error}"
-        )
+        error = EngineDeadError(f"the engine died: {explain(self.fatal_error)}")
         error.__cause__ = self.fatal_error
         return error
 
@@ -329,6 +340,10 @@ class EngineCore:
         """A group whose prompt is not known yet has a deadline all the same."""
         if any(member.status is Status.NEW for member in group.members):
             self._watch(group)
+
+    def on_fail(self, group: RequestGroup, error: BaseException) -> None:
+        """A group that turned out to be bad while it was prepared."""
+        self.output_processor.fail(group, as_request_error(group, error))
 
     def on_abort(self, group: RequestGroup) -> None:
         self.output_processor.abort(group)

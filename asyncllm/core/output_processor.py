@@ -11,7 +11,7 @@ from asyncllm.core.channel import Channel, End, Mailbox, check_gil
 from asyncllm.core.request import Request, Status
 from asyncllm.core.request_group import RequestGroup
 from asyncllm.core.scheduler import Scheduler, TokenEvent
-from asyncllm.errors import AsyncLLMError, RequestError
+from asyncllm.errors import RequestError
 from asyncllm.outputs import (
     Completion,
     CompletionOutput,
@@ -74,7 +74,7 @@ class OutputProcessor:
         request, token_id, logprobs, error = event
         group = request.group
         if error is not None:
-            self.fail(group, _as_request_error(request, error))
+            self.fail(group, as_request_error(group, error))
             return
         if request.first_token_at is None:
             request.first_token_at = now
@@ -84,7 +84,7 @@ class OutputProcessor:
         try:
             text = self._detokenize(request, request.output.detokenizer, token_id)
         except BaseException as error:  # a panic of the tokenizer's Rust is no Exception
-            self.fail(group, _as_request_error(request, error))
+            self.fail(group, as_request_error(group, error))
             return
         if request.status is Status.FINISHED:
             last = make_token_delta(token_id, text, logprobs, request.index)
@@ -275,10 +275,12 @@ def _partial_output(request: Request) -> CompletionOutput:
     return CompletionOutput(request.index, text, tuple(token_ids), None)
 
 
-def _as_request_error(request: Request, error: BaseException) -> Exception:
-    if isinstance(error, AsyncLLMError):
-        return error
-    wrapped = RequestError(f"request {request.request_id!r} failed: {describe(error)}")
+def as_request_error(group: RequestGroup, error: BaseException) -> Exception:
+    """What the reader gets for an exception of the request's own code: a RequestError as it is.
+    Any other would speak of the engine, or be the reader's own, as a cancellation is."""
+    if issubclass(type(error), RequestError):  # isinstance may ask its ``__class__``
+        return error  # pyright: ignore[reportReturnType]
+    wrapped = RequestError(f"request {group.request_id!r} failed: {describe(error)}")
     wrapped.__cause__ = error
     return wrapped
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import traceback
 
+_ATTRIBUTES = [vars(BaseException)[name] for name in ("__traceback__", "__cause__", "__context__")]
+
 
 def clear_frames(error: BaseException) -> None:
     """Clears the local variables of the frames that ``error``, and what led to it, came
@@ -15,5 +17,7 @@ def clear_frames(error: BaseException) -> None:
         if current is None or id(current) in seen:
             continue
         seen.add(id(current))
-        traceback.clear_frames(current.__traceback__)
-        pending += [current.__cause__, current.__context__]
+        # Past the attributes of a class of the application's, which may raise.
+        tb, *causes = (one.__get__(current) for one in _ATTRIBUTES)
+        traceback.clear_frames(tb)
+        pending += causes

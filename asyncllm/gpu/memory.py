@@ -19,6 +19,7 @@ import torch
 from asyncllm.config import EngineConfig
 from asyncllm.errors import EngineError, KVCacheTooSmallError
 from asyncllm.logger import get_logger
+from asyncllm.validation import explain
 
 logger = get_logger(__name__)
 
@@ -314,5 +315,5 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether a step failed for want of memory, so that a smaller one may succeed."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
-    message = str(error)
+    message = explain(error)
     return isinstance(error, RuntimeError) and any(text in message for text in _OUT_OF_MEMORY)

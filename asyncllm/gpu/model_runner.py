@@ -28,6 +28,7 @@ from asyncllm.gpu.memory import is_out_of_memory, release
 from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.sample.sampler import NOT_FINITE, SampleOutput, Sampler
 from asyncllm.gpu.threads import set_thread_count
+from asyncllm.validation import explain
 
 
 @dataclass(slots=True)
@@ -331,6 +332,8 @@ def _wait(step: _Step) -> SampleOutput:
 
 
 def _memory_error(error: Exception, step: _Step) -> StepOutOfMemoryError:
-    told = StepOutOfMemoryError(f"step {step.batch.step}, {step.batch.num_tokens} tokens: {error}")
+    told = StepOutOfMemoryError(
+        f"step {step.batch.step}, {step.batch.num_tokens} tokens: {explain(error)}"
+    )
     told.__cause__ = error
     return told

@@ -8,6 +8,7 @@ import contextlib
 import os
 import threading
 import time
+import weakref
 from concurrent.futures import Future, InvalidStateError
 from functools import partial
 
@@ -21,8 +22,11 @@ from asyncllm.errors import AsyncLLMError, EngineClosedError, EngineError
 from asyncllm.logger import get_logger
 from asyncllm.runtime.event_loop import post_when_done, running_backend, running_loop
 from asyncllm.runtime.loading import LoadedModel, Loader
+from asyncllm.validation import explain
 
 _JOIN_AT_EXIT = 2.0
+_FOREVER = 1e9
+"""Seconds: 31 years."""
 
 logger = get_logger("asyncllm")
 
@@ -82,6 +86,7 @@ class EngineThread:
         executor = self.loaded.executor
         try:
             self.core = self._make_core(executor)
+            self.core.thread = self._thread
             atexit.register(self._at_exit)
             self._log_start(time.monotonic() - began)
         except BaseException:
@@ -198,10 +203,25 @@ class EngineThread:
         if isinstance(loop, asyncio.AbstractEventLoop):
             # The loop keeps weak references to tasks only.
             self._task = loop.create_task(_watch(self), name="asyncllm-engine")
+            # A loop that is closed drops its timers, and forgets its tasks without ending them.
+            timer = loop.call_later(_FOREVER, bool)
+            alarm = weakref.finalize(timer, self.loop_ended)
+            alarm.atexit = False
+            del timer
+            self._task.add_done_callback(lambda _: (left := alarm.detach()) and left[0].cancel())
         else:
             from trio.lowlevel import spawn_system_task
 
             spawn_system_task(_watch, self, name="asyncllm-engine")
+
+    def loop_ended(self) -> None:
+        """Takes no lock: it may run wherever a loop is closed."""
+        if self.in_own_process() and not self.exited.done():
+            self.close(
+                0.0,
+                "the event loop that the engine was started on has ended, or cancelled the "
+                "engine's task; expected `await engine.aclose()` before that",
+            )
 
     @property
     def watch_interval(self) -> float:
@@ -238,17 +258,12 @@ async def _watch(thread: EngineThread) -> None:
             await backend.wait_at_most(exited, thread.watch_interval)
             thread.check_step()
     finally:
-        if not thread.exited.done():
-            thread.close(
-                0.0,
-                "the event loop that the engine was started on has ended, or cancelled the "
-                "engine's task; expected `await engine.aclose()` before that",
-            )
+        thread.loop_ended()
 
 
 def _as_start_error(error: BaseException) -> AsyncLLMError:
-    if isinstance(error, AsyncLLMError):
-        return error
-    wrapped = EngineError(f"the engine could not start: {type(error).__name__}: {error}")
+    if issubclass(type(error), AsyncLLMError):  # isinstance may ask its ``__class__``
+        return error  # pyright: ignore[reportReturnType]
+    wrapped = EngineError(f"the engine could not start: {explain(error)}")
     wrapped.__cause__ = error
     return wrapped

@@ -191,9 +191,7 @@ class InputProcessor:
             try:
                 self._prepare(request, encode() or [])
             except BaseException as error:
-                if not isinstance(error, Exception):  # as a panic inside the tokenizer
-                    error = InvalidRequestError(f"prompt: {error!r}", param="prompt")
-                core.send(core.output_processor.fail, group, error)
+                core.send(core.on_fail, group, error)
                 return
             core.admission.correct(request, request.num_prompt_tokens)
             core.send(core.on_add, group)

@@ -26,6 +26,7 @@ from asyncllm.text.text_decoder import (
     WindowDecoder,
 )
 from asyncllm.text.tokenizer_thread import LONG_TEXT
+from asyncllm.validation import explain
 
 _MAX_CHARACTERS = 1 << 24
 _AT_ONCE = RenderLimits(max_output=LONG_TEXT, max_value=16 * LONG_TEXT, seconds=0.005)
@@ -322,7 +323,7 @@ def _convert(path: Path, trust_remote_code: bool) -> tokenizers.Tokenizer:
     except Exception as error:  # it raises what its many backends raise
         raise ModelLoadError(
             f"{path}: no tokenizer.json, and transformers makes no tokenizer of the other files "
-            f"({type(error).__name__}: {error})"
+            f"({explain(error)})"
         ) from error
     backend: Any = getattr(loaded, "backend_tokenizer", None)
     if not isinstance(backend, tokenizers.Tokenizer):
