@@ -18,6 +18,7 @@ from asyncllm.observer import Observer, Observers
 from asyncllm.outputs import Completion, EngineStats
 from asyncllm.runtime.engine_thread import EngineThread
 from asyncllm.runtime.event_loop import join, wait_for
+from asyncllm.runtime.handle import Handle
 from asyncllm.runtime.input_processor import InputProcessor, RequestOptions
 from asyncllm.runtime.loading import Loader, load_model
 from asyncllm.runtime.mailbox import MailboxRegistry, ThreadMailbox
@@ -28,7 +29,7 @@ EngineState = Literal["new", "starting", "running", "dead", "closed"]
 _JOIN_TIMEOUT = 2.0
 
 
-class AsyncLLMEngine:
+class AsyncLLMEngine(Handle):
     """A streaming LLM engine inside the application.
 
         async with AsyncLLMEngine("path/or/hub-id") as engine:

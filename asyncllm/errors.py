@@ -17,14 +17,19 @@ Every message names the field, the value it had and what would have been accepte
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import copyreg
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from asyncllm.outputs import Completion
 
 
 class AsyncLLMError(Exception):
-    """Base of every exception that asyncllm raises on purpose."""
+    """Base of every exception that asyncllm raises on purpose. Each survives pickle and copy."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Exception's own would call the type with ``args`` alone, which lack what is keyword-only.
+        return copyreg.__newobj__, (type(self),), {**vars(self), "args": self.args}  # type: ignore[attr-defined]
 
 
 class RequestError(AsyncLLMError):

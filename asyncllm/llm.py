@@ -16,6 +16,7 @@ from asyncllm.config import EngineConfig
 from asyncllm.engine import AsyncLLMEngine, EngineState
 from asyncllm.errors import EngineError, EngineOverloadedError, InvalidRequestError
 from asyncllm.outputs import Completion, Delta, EngineStats, FinishReason, Usage
+from asyncllm.runtime.handle import Handle
 from asyncllm.runtime.mailbox import ThreadMailbox
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.stream import TokenStream
@@ -28,7 +29,7 @@ Messages = Sequence[dict[str, Any]]
 
 
 @dataclass(eq=False, repr=False)
-class LLMStream(Iterator[Delta]):
+class LLMStream(Handle, Iterator[Delta]):
     """A request as a plain iterator. One thread reads it at a time; ``close``, the end of a
     ``with`` block and losing the last reference abort it."""
 
@@ -77,7 +78,7 @@ class LLMStream(Iterator[Delta]):
         self.close()
 
 
-class LLM:
+class LLM(Handle):
     """The synchronous facade: the same engine, read by threads instead of tasks.
 
         with LLM() as llm:

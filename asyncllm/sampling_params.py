@@ -15,6 +15,9 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024
 """Characters. Each token's text is searched for every stop string, while the batch waits."""
 
+MAX_LOGITS_PROCESSORS = 64
+"""Each is called for each token, while the batch waits."""
+
 LogitsProcessor = Callable[[Sequence[int], Any], Any]
 """``(output_token_ids, logits) -> logits``: called for each token of the request, on the
 engine thread, with what was generated so far and a float32 tensor ``[vocab_size]`` that it
@@ -43,7 +46,8 @@ class SamplingParams:
             logits of tokens that the prompt or the output holds (Keskar et al. 2019, CTRL).
         seed: 64-bit seed; None draws one. A token depends on (seed, position) alone.
         stop: strings that end the output, 64 of 1024 characters at most; they may span tokens.
-        stop_token_ids: token ids that end the output.
+        stop_token_ids: token ids that end the output. This and every other field of token ids
+            has at most 524,288.
         ignore_eos: go on past the model's end-of-sequence tokens.
         max_tokens: output tokens at most; None goes up to the context.
         min_tokens: neither EOS nor a stop token or string before so many tokens.
@@ -53,7 +57,7 @@ class SamplingParams:
         allowed_token_ids: nothing else may be sampled.
         skip_special_tokens: leave special tokens out of the text.
         include_stop_str_in_output: keep the stop string at the end of the text.
-        logits_processors: callables ``(output_token_ids, logits) -> logits``.
+        logits_processors: callables ``(output_token_ids, logits) -> logits``, 64 at most.
         prompt_logprobs, bad_words, structured_outputs: not supported yet; setting one is an
             InvalidRequestError.
 
@@ -121,10 +125,10 @@ class SamplingParams:
         its list cannot reach a running request."""
         if isinstance(self.stop, str):
             self._set("stop", (self.stop,))
-        check.field(self, check.items, "stop", "strings")
+        accepted = f"strings of {MAX_STOP_LENGTH} characters at most"
+        check.field(self, check.items, "stop", accepted, MAX_STOP_STRINGS)
         lengths = [len(check.string("stop", one)) for one in self.stop]
-        if len(lengths) > MAX_STOP_STRINGS or max(lengths, default=0) > MAX_STOP_LENGTH:
-            accepted = f"at most {MAX_STOP_STRINGS} strings of {MAX_STOP_LENGTH} characters"
+        if max(lengths, default=0) > MAX_STOP_LENGTH:
             raise check.invalid("stop", self.stop, accepted)
         check.field(self, check.token_ids, "stop_token_ids")
         check.field(self, check.token_ids, "allowed_token_ids")
@@ -134,10 +138,10 @@ class SamplingParams:
             bias: Any = self.logit_bias
             if not isinstance(bias, Mapping):
                 raise check.invalid("logit_bias", bias, "a mapping of token id to number")
-            ids = check.token_ids("logit_bias", tuple(bias))
+            ids = check.token_ids("logit_bias", bias.keys())
             values = [check.number("logit_bias", value, -100, 100) for value in bias.values()]
             self._set("logit_bias", dict(zip(ids, values, strict=True)))
-        check.field(self, check.items, "logits_processors", "callables")
+        check.field(self, check.items, "logits_processors", "callables", MAX_LOGITS_PROCESSORS)
         if not all(callable(processor) for processor in self.logits_processors):
             raise check.invalid("logits_processors", self.logits_processors, "callables")
 

@@ -22,13 +22,14 @@ from asyncllm.outputs import (
     Usage,
 )
 from asyncllm.runtime.event_loop import EventLoopBackend
+from asyncllm.runtime.handle import Handle
 from asyncllm.runtime.mailbox import LoopMailbox, ThreadMailbox
 
 _NO_TOKENS = Delta("", ())
 
 
 @dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
-class TokenStream:
+class TokenStream(Handle):
     """The output of one request, delta by delta.
 
     Made by ``AsyncLLMEngine.stream``, which has submitted the request already. It ends in

@@ -9,6 +9,7 @@ exception where that is not an InvalidRequestError.
 
 from __future__ import annotations
 
+import itertools
 import math
 import numbers
 import operator
@@ -21,6 +22,10 @@ from typing import Any
 from asyncllm.errors import InvalidRequestError
 
 MAX_INTEGER = 2**63 - 1
+
+MAX_ITEMS = 2**19
+"""Of a field that lists tokens, which is read while an event loop waits: twice the largest
+vocabularies."""
 
 MAX_SECONDS = 1e7
 """115 days: less than the longest wait for a lock on every platform."""
@@ -141,26 +146,35 @@ def choice(name: str, value: Any, choices: Sequence[str], **how: Any) -> Any:
     return _refuse(name, value, " or ".join(map(repr, choices)), **how)
 
 
-def items(name: str, value: Any, accepted: str, **how: Any) -> Any:
-    """The items of a sequence or a set, as a tuple; None has none."""
-    if value is None or type(value) is tuple:
-        return value or ()
-    if not isinstance(value, (str, bytes, bytearray, Mapping)) and isinstance(value, Iterable):
+def items(name: str, value: Any, accepted: str, most: int = MAX_ITEMS, **how: Any) -> Any:
+    """The items of a sequence or a set, as a tuple; None has none. No more than ``most`` are
+    accepted, and of an endless iterable no more are read."""
+    found = value or () if value is None or type(value) is tuple else None
+    if (
+        found is None
+        and not isinstance(value, (str, bytes, bytearray, Mapping))
+        and isinstance(value, Iterable)
+    ):
         with suppress(Exception):  # an array without dimensions raises TypeError
-            return tuple(value)
-    return _refuse(name, value, accepted, **how)
+            found = tuple(itertools.islice(value, most + 1))
+    if found is not None and len(found) <= most:
+        return found
+    return _refuse(name, value, accepted if found is None else f"at most {most} {accepted}", **how)
 
 
-def token_ids(name: str, value: Any, below: int = MAX_INTEGER, **how: Any) -> Any:
+def token_ids(
+    name: str, value: Any, below: int = MAX_INTEGER, most: int = MAX_ITEMS, **how: Any
+) -> Any:
     """Ints in ``[0, below)`` from a sequence of integers, as a tuple; None has none."""
     accepted = f"token ids, integers from 0 to {below - 1}"
-    found = items(name, value, accepted, **how)
+    found = items(name, value, accepted, most, **how)
     with suppress(Exception):
         ids = tuple(array("q", found))
         if not ids or (min(ids) >= 0 and max(ids) < below and bool not in map(type, found)):
             return ids
     wrong = (one for one in found if _integer_in(one, 0, below - 1) is None)
-    return _refuse(name, next(wrong, value), accepted, **how)
+    # Where the field may be None, an item may not.
+    return _refuse(name, next(wrong, value), accepted, **{**how, "optional": False})
 
 
 def field(owner: Any, validator: Callable[..., Any], name: str, *limits: Any, **how: Any) -> None:

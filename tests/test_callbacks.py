@@ -13,10 +13,16 @@ import uuid
 from contextlib import redirect_stdout
 
 import anyio
+import anyio.lowlevel
 import numpy as np
 import pytest
 
-from asyncllm import DeadlineExceededError, InvalidRequestError, RequestError
+from asyncllm import (
+    ContextLengthExceededError,
+    DeadlineExceededError,
+    InvalidRequestError,
+    RequestError,
+)
 from asyncllm.callbacks import stream_with_callbacks
 from tests.fakes import fake
 
@@ -600,3 +606,122 @@ async def test_langchain_printing_handlers_accept_a_run(caplog):
     assert tokens.text.split()[0] in out.getvalue()
     assert "[llm/end]" in out.getvalue()
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+# --- what handlers raise that is no Exception, and what is not theirs --------------------
+
+
+class Raising:
+    """Raises in one of its methods; on the thread, inline, or asynchronously."""
+
+    def __init__(self, event, error, how, **attributes):
+        self.__dict__.update(attributes, calls=0, run_inline=how == "inline")
+
+        def fail(*args, **kwargs):
+            self.calls += 1
+            raise error
+
+        async def fail_later(*args, **kwargs):
+            await anyio.lowlevel.checkpoint()
+            fail()
+
+        setattr(self, event, fail_later if how == "async" else fail)
+
+
+HOWS = ["thread", "inline", "async"]
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("event", ["on_llm_start", "on_llm_new_token", "on_llm_end"])
+@pytest.mark.parametrize(
+    "kind", [SystemExit, asyncio.CancelledError, GeneratorExit, StopAsyncIteration]
+)
+async def test_whatever_a_handler_raises_is_logged_and_no_more(kind, event, how, caplog):
+    rig, handler = fake(), Raising(event, kind("own"), how)
+    async with rig.engine() as engine:
+        with caplog.at_level(logging.WARNING, logger="asyncllm.callbacks"):
+            stream = stream_with_callbacks(engine, [1], handlers=[handler], max_tokens=4)
+            assert len((await stream.result()).token_ids) == 4
+    assert handler.calls > 0
+    assert f"Raising.{event} raised" in caplog.text
+
+
+async def test_what_handlers_raise_under_trio_is_logged_and_no_more():
+    async def main():
+        async with fake().engine() as engine:
+            for kind in (SystemExit, asyncio.CancelledError, GeneratorExit):
+                for how in HOWS:
+                    handler = Raising("on_llm_new_token", kind("own"), how)
+                    stream = stream_with_callbacks(engine, [1], handlers=[handler], max_tokens=4)
+                    assert len((await stream.result()).token_ids) == 4
+                    assert handler.calls > 0
+
+    await asyncio.to_thread(_run_on_trio, main)
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("kind", [StopAsyncIteration, StopIteration])
+async def test_the_end_of_a_handlers_iteration_is_not_that_of_the_stream(kind, how):
+    handler = Raising("on_llm_new_token", kind("own"), how, raise_error=True)
+    async with fake().engine() as engine:
+        stream = stream_with_callbacks(engine, [1], handlers=[handler], max_tokens=4)
+        with pytest.raises(RuntimeError, match=kind.__name__):
+            await stream.result()
+
+
+async def test_a_handler_does_not_replace_the_exception_on_its_way():
+    handler = Raising("on_llm_error", SystemExit("own"), "thread", raise_error=True)
+    async with fake().engine() as engine:
+        with pytest.raises(InvalidRequestError):
+            await stream_with_callbacks(engine, [1], handlers=[handler], n=2).result()
+    assert handler.calls == 1
+
+
+@pytest.mark.parametrize("how", ["task", "scope", "timeout"])
+async def test_a_cancellation_within_a_handler_cancels_the_reader(how):
+    class Waiting:
+        async def on_llm_new_token(self, *args, **kwargs):
+            later = {
+                "task": task.cancel,
+                "scope": scope.cancel,
+                "timeout": lambda: timeout.reschedule(0),
+            }
+            asyncio.get_running_loop().call_soon(later[how])
+            await asyncio.sleep(3600)
+
+    async def read():
+        nonlocal scope, timeout
+        with anyio.CancelScope() as scope:
+            async with asyncio.timeout(None) as timeout:
+                await stream_with_callbacks(engine, [1], handlers=[Waiting()]).result()
+
+    scope = timeout = None
+    async with fake().engine() as engine:
+        task = asyncio.ensure_future(read())
+        (found,) = await asyncio.gather(task, return_exceptions=True)
+    expected = {"task": asyncio.CancelledError, "scope": type(None), "timeout": TimeoutError}
+    assert type(found) is expected[how]
+    assert scope.cancel_called == (how == "scope")
+
+
+async def test_a_handler_that_cannot_say_what_it_has():
+    class Odd:
+        def __getattr__(self, name):
+            raise ValueError(name)
+
+        def on_llm_end(self, *args, **kwargs):
+            ended.append(1)
+
+    ended = []
+    async with fake().engine() as engine:
+        result = await stream_with_callbacks(engine, [1], handlers=[Odd()], max_tokens=4).result()
+    assert (len(result.token_ids), ended) == (4, [1])
+
+
+async def test_a_refused_prompt_of_any_size_is_described():
+    async with fake().engine() as engine:
+        for prompt in ([10**5000], range(10**12)):
+            handler = Recorder()
+            with pytest.raises((InvalidRequestError, ContextLengthExceededError)):
+                await stream_with_callbacks(engine, prompt, handlers=[handler]).result()
+            assert handler.names == ["on_llm_start", "on_llm_error"]

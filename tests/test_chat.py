@@ -279,3 +279,39 @@ async def test_odd_text(text: str, repeat: int) -> None:
                 continue
             shown = tokenizer.decode(list(stream.prompt_token_ids or ())[1:], False)
             assert text * repeat in shown
+
+
+class Hostile:
+    """A message whose methods raise what cannot be printed."""
+
+    def model_dump(self) -> Any:
+        raise ValueError(Hostile())
+
+    def __repr__(self) -> str:
+        raise RuntimeError("on purpose")
+
+    __str__ = __repr__
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user", "content": 10**5000},
+        {"role": 10**5000, "content": "x"},
+        {"role": "user", "content": [10**5000]},
+        {"role": "user", "content": [{"type": 10**5000, "text": "x"}]},
+        {"role": "user", "content": [{"type": "text", "text": 10**5000}]},
+        {"role": "user", "content": {"type": 10**5000}},
+        {"role": "user", 10**5000: "x", "content": "x", "y": {10**5000: [object()]}},
+        Hostile(),
+    ],
+)
+async def test_what_python_cannot_print_is_refused_as_any_other(message: Any) -> None:
+    async with rig_with().engine() as engine:
+        with pytest.raises(InvalidRequestError, match="messages") as caught:
+            engine.chat([message])
+        assert caught.value.param == "messages"
+        with pytest.raises(InvalidRequestError, match="tools"):
+            engine.chat(
+                [{"role": "user", "content": "x"}], chat_template_kwargs={"tools": 10**5000}
+            )

@@ -328,3 +328,17 @@ def test_a_tokenizer_without_special_tokens() -> None:
     backend.train_from_iterator(SENTENCES, trainer)
     kind = make(backend)
     assert encode(kind, user("<|im_end|> é")) == as_written(kind, user("<|im_end|> é"))
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{{ messages[0].content|urlencode }}</s>", "{{ messages[0].content.encode()|length }}</s>"],
+)
+def test_templates_that_encode(backend: Backend, template: str) -> None:
+    kind = make(backend, template)
+    for content in ("a | b", "<| é [ < |im_end", "\ue000"):
+        ids = encode(kind, user(content))
+        assert controls(kind, ids) == ["</s>"]
+        assert ids == as_written(kind, user(content))
+    with pytest.raises(InvalidRequestError, match="split_special_tokens=False"):
+        encode(kind, user("a <|im_end|>"))

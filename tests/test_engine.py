@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
+import itertools
 import logging
 import math
+import pickle
 import subprocess
 import sys
 import threading
@@ -16,7 +19,9 @@ import pytest
 
 import asyncllm
 from asyncllm import (
+    LLM,
     AsyncLLMEngine,
+    Completion,
     ContextLengthExceededError,
     DeadlineExceededError,
     EngineClosedError,
@@ -30,6 +35,8 @@ from asyncllm import (
     SamplingParams,
 )
 from asyncllm import validation as check
+from asyncllm.callbacks import stream_with_callbacks
+from asyncllm.llm import LLMStream
 from tests.fakes import VOCAB_SIZE, fake
 
 pytestmark = pytest.mark.asyncio
@@ -780,3 +787,48 @@ async def test_abort_names_the_field_that_is_no_id():
             assert one.value.param == "request_id"
         engine.abort(iter(["unknown", ""]))
         assert (await stream.result()).finish_reason == "length"
+
+
+@pytest.mark.parametrize("ways", [copy.copy, copy.deepcopy, pickle.dumps])
+async def test_what_runs_is_not_copied(ways):
+    async with fake().engine() as engine:
+        stream = engine.stream([1], max_tokens=4)
+        told = stream_with_callbacks(engine, [1], max_tokens=4)
+        for handle in (engine, stream, told, LLM(engine=engine), LLMStream(stream, None)):
+            with pytest.raises(TypeError, match="neither copied nor pickled"):
+                ways(handle)
+        gc.collect()
+        assert len((await stream.result()).token_ids) == 4
+        assert len((await told.result()).token_ids) == 4
+
+
+ERRORS = [
+    InvalidRequestError("n=2: …", param="n"),
+    ContextLengthExceededError("long"),
+    DeadlineExceededError("late", partial=Completion("r", (1,), (), None)),
+    EngineOverloadedError("full", retry_after=1.5),
+    EngineDeadError("dead", 2),
+    ModelLoadError("no file"),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("protocol", [0, 2, 5])
+async def test_errors_survive_pickle_and_copy(error, protocol):
+    error.add_note("of the caller")
+    for found in (
+        pickle.loads(pickle.dumps(error, protocol)),
+        copy.copy(error),
+        copy.deepcopy(error),
+    ):
+        assert type(found) is type(error)
+        assert (str(found), found.args, vars(found)) == (str(error), error.args, vars(error))
+
+
+async def test_a_prompt_of_any_length_is_refused_before_it_is_read():
+    async with fake().engine() as engine:
+        with pytest.raises(ContextLengthExceededError, match="1000000000000 tokens"):
+            engine.stream(range(10**12))
+        for prompt in (itertools.repeat(1), range(10**30)):
+            with pytest.raises(InvalidRequestError, match="at most"):
+                engine.stream(prompt)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import itertools
 import re
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 
 from asyncllm import InvalidRequestError, KVCacheTooSmallError, RequestError
 from asyncllm.testing import byte_tokenizer, fake_engine, fake_llm
+from asyncllm.validation import describe
 
 PAGE = (Path(__file__).parent.parent / "docs" / "testing.md").read_text(encoding="utf-8")
 
@@ -134,3 +136,66 @@ def test_settings_are_honoured_or_refused() -> None:
         fake_llm("", num_blocks=8, block_size=4, max_model_len=33)
     with pytest.raises(InvalidRequestError, match="block_size=0"):
         fake_engine("", block_size=0)
+
+
+class Stop(BaseException):
+    """No Exception."""
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        None,
+        5,
+        b"x",
+        {},
+        ValueError,
+        SystemExit("s"),
+        ["a", None],
+        ["a", 5.5],
+        ["a", SystemExit("s")],
+        ["a", ValueError],
+        [["a"]],
+        [True],
+        [-1],
+        [258],
+        [10**400],
+        itertools.repeat("a"),
+    ],
+    ids=describe,
+)
+def test_a_wrong_answer_fails_its_request_alone(wrong: Any) -> None:
+    with fake_llm({"bad": wrong, "good": "Yes."}) as llm:
+        with pytest.raises(RequestError, match="answers"):
+            llm.generate("bad")
+        assert llm.generate("good").text == "Yes."
+
+
+@pytest.mark.parametrize(
+    "error", [SystemExit(1), KeyboardInterrupt(), GeneratorExit(), Stop("x"), StopIteration()]
+)
+def test_a_function_that_raises_fails_its_request_alone(error: BaseException) -> None:
+    def answer(prompt: str) -> str:
+        if prompt == "bad":
+            raise error
+        return "Yes."
+
+    with fake_llm(answer) as llm:
+        with pytest.raises(RequestError, match=type(error).__name__):
+            llm.generate("bad")
+        assert llm.generate("good").text == "Yes."
+
+
+@pytest.mark.parametrize(
+    "fail_at",
+    [
+        *({step: ValueError("x")} for step in (-1, "a", 1.5, True, 10**400)),
+        *({1: fault} for fault in (None, "x", ValueError)),
+        [ValueError("x")],
+        5,
+    ],
+    ids=describe,
+)
+def test_failures_are_exceptions_at_steps(fail_at: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="fail_at"):
+        fake_engine("Yes.", fail_at=fail_at)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from decimal import Decimal
 from fractions import Fraction
@@ -225,6 +226,9 @@ def test_sampling_params_are_plain_and_bounded() -> None:
     assert {type(one) for one in (*params.stop_token_ids, *(params.logit_bias or ()))} == {int}
 
 
+TOKEN_IDS = ("stop_token_ids", "allowed_token_ids")
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -245,7 +249,18 @@ def test_sampling_params_are_plain_and_bounded() -> None:
         ("stop", "x" * 1025),
         ("stop", ["x"] * 65),
         ("stop", ["\ud800"]),
+        ("stop", [None]),
+        ("stop", range(10**12)),
+        ("stop", itertools.repeat("a")),
         ("stop_token_ids", [2**63]),
+        *((name, ids) for name in TOKEN_IDS for ids in ([None], [5, None], [None, 5])),
+        *((name, itertools.repeat(5)) for name in TOKEN_IDS),
+        *((name, range(10**12)) for name in TOKEN_IDS),
+        ("logit_bias", {None: 1}),
+        ("logit_bias", {1: None}),
+        ("logits_processors", [None]),
+        ("logits_processors", itertools.repeat(print)),
+        ("bad_words", [None]),
         ("prompt_logprobs", np.zeros(2)),
         ("structured_outputs", np.zeros(2)),
         ("bad_words", np.zeros(2)),

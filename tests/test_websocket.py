@@ -14,6 +14,7 @@ import threading
 
 import httpx
 import pytest
+from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from asyncllm import EngineClosedError, EngineDeadError, InvalidRequestError
@@ -868,3 +869,19 @@ async def test_nothing_of_ours_is_left_behind():
     while len(asyncio.all_tasks()) > 1:
         await asyncio.sleep(0)
     assert not [t for t in threading.enumerate() if t.name.startswith("asyncllm")]
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/stats"])
+async def test_a_close_is_completed_behind_messages_that_nothing_reads(path):
+    rig = fake()
+    async with (
+        served(rig.engine(), close_timeout=3600) as server,
+        connect(f"ws://127.0.0.1:{server.port}{path}") as connection,
+    ):
+        for _ in range(300):
+            await connection.send("{}")
+        async with asyncio.timeout(60):
+            with contextlib.suppress(ConnectionClosed):
+                async for _ in connection:
+                    pass
+        assert connection.close_code == 1008

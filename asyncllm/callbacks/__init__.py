@@ -36,8 +36,10 @@ from asyncllm.callbacks.messages import (
 from asyncllm.callbacks.run import CallbackRun
 from asyncllm.engine import AsyncLLMEngine
 from asyncllm.outputs import Completion, Delta, FinishReason, Usage
+from asyncllm.runtime.handle import Handle
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.stream import TokenStream
+from asyncllm.validation import describe
 
 
 def stream_with_callbacks(
@@ -73,8 +75,8 @@ def stream_with_callbacks(
     Handlers are called one after the other, and the next delta is read when all are through;
     the engine does not wait for them, unread deltas merge meanwhile. A synchronous method runs
     on a thread that belongs to this stream, unless the handler has ``run_inline = True``. An
-    exception in a handler is logged and goes no further, unless the handler has
-    ``raise_error = True``: then it ends the stream, which raises it.
+    exception in a handler, but for a KeyboardInterrupt, is logged and goes no further, unless the
+    handler has ``raise_error = True``: then it ends the stream, which raises it.
     """
     chat = not isinstance(prompt, str) and len(prompt) > 0
     chat = chat and not isinstance(prompt[0], numbers.Integral)
@@ -89,7 +91,10 @@ def stream_with_callbacks(
             stream = engine.stream(prompt, params, **options)  # type: ignore[arg-type]
     except Exception as error:
         refusal = error
-    text = prompt if isinstance(prompt, str) else " ".join(map(str, prompt))
+    if isinstance(prompt, str):
+        text = prompt
+    else:  # token ids that were refused may be anything, and any number
+        text = " ".join(map(str, prompt)) if stream is not None else describe(prompt)
     run = CallbackRun(
         handlers=tuple(handlers),
         run_id=run_id or uuid.uuid4(),
@@ -111,7 +116,7 @@ def _params(params: SamplingParams | None) -> dict[str, Any]:
     return {name: getattr(params, name) for name in params.__dataclass_fields__}
 
 
-class CallbackStream:
+class CallbackStream(Handle):
     """A token stream that calls handlers as it is read. Made by ``stream_with_callbacks``.
 
     It is read and aborted as a ``TokenStream`` is. Each run ends with one call:
@@ -202,7 +207,7 @@ class CallbackStream:
         try:
             # Where a cancel scope has ended the reading, nothing else can be awaited.
             with anyio.CancelScope(shield=True):
-                await self._run.tell_quietly("on_llm_error", error, **partial)
+                await self._run.tell("on_llm_error", error, quiet=True, **partial)
         finally:
             self._run.close()
 

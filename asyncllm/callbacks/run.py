@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import contextvars
 import functools
@@ -13,6 +14,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
+
+import anyio
 
 from asyncllm.callbacks.messages import CallbackMessage
 from asyncllm.runtime.event_loop import wait_for
@@ -43,7 +46,7 @@ class CallbackRun:
 
     def __post_init__(self) -> None:
         # A handler that wants to run inline (a tracer, which others build upon) comes first.
-        self.handlers = sorted(self.handlers, key=lambda h: not getattr(h, "run_inline", False))
+        self.handlers = sorted(self.handlers, key=lambda h: not _attribute(h, "run_inline"))
 
     @property
     def ids(self) -> dict[str, Any]:
@@ -71,32 +74,32 @@ class CallbackRun:
             ):
                 await self._call(handler, "on_llm_start", "ignore_llm", llm, extra)
 
-    async def tell(self, event: str, *args: Any, **extra: Any) -> None:
-        """Calls ``event`` of every handler, in order."""
+    async def tell(self, event: str, *args: Any, quiet: bool = False, **extra: Any) -> None:
+        """Calls ``event`` of every handler, in order; ``quiet`` while an exception is on its way,
+        which a handler's own does not replace."""
         for handler in self.handlers:
-            await self._call(handler, event, "ignore_llm", args, {**self.ids, **extra})
-
-    async def tell_quietly(self, event: str, *args: Any, **extra: Any) -> None:
-        """``tell`` while an exception is on its way: a handler's own does not replace it."""
-        for handler in self.handlers:
-            # _call has logged what it raises.
-            with contextlib.suppress(Exception):
-                await self._call(handler, event, "ignore_llm", args, {**self.ids, **extra})
+            await self._call(handler, event, "ignore_llm", args, {**self.ids, **extra}, quiet)
 
     async def _call(
-        self, handler: Any, event: str, ignore: str, args: tuple[Any, ...], extra: dict[str, Any]
+        self,
+        handler: Any,
+        event: str,
+        ignore: str,
+        args: tuple[Any, ...],
+        extra: dict[str, Any],
+        quiet: bool = False,
     ) -> bool:
         """False if the handler does not have this event, or says so by
         NotImplementedError."""
-        method = getattr(handler, event, None)
+        method = _attribute(handler, event)
         if method is None:
             return False
-        if getattr(handler, ignore, False):
+        if _attribute(handler, ignore):
             return True
         try:
             if inspect.iscoroutinefunction(method):
                 await method(*args, **extra)
-            elif getattr(handler, "run_inline", False):
+            elif _attribute(handler, "run_inline"):
                 method(*args, **extra)
             else:
                 await self._on_thread(functools.partial(method, *args, **extra))
@@ -104,9 +107,14 @@ class CallbackRun:
             if event == "on_chat_model_start":
                 return False
             _log(handler, event)
-        except Exception:
+        except BaseException as error:
+            if _ends_the_reading(error):
+                raise
             _log(handler, event)
-            if getattr(handler, "raise_error", False):
+            if _attribute(handler, "raise_error") and not quiet:
+                if isinstance(error, StopAsyncIteration):  # to the reader, the end of the stream
+                    name = type(handler).__name__
+                    raise RuntimeError(f"{name}.{event} raised StopAsyncIteration") from error
                 raise
         return True
 
@@ -125,6 +133,31 @@ class CallbackRun:
         if self._thread is not None:
             self._thread.shutdown(wait=False)
             self._thread = None
+
+
+def _attribute(handler: Any, name: str) -> Any:
+    """None for what the handler does not have, or cannot say: ``__getattr__`` may raise
+    anything."""
+    try:
+        return getattr(handler, name, None)
+    except Exception:
+        _log(handler, f"__getattr__({name!r})")
+        return None
+
+
+def _ends_the_reading(error: BaseException) -> bool:
+    """Whether an exception came to the reading task from outside, and not from the handler."""
+    if isinstance(error, GeneratorExit):
+        # Thrown in, it closes the handler, and passes through none of its frames.
+        assert error.__traceback__ is not None
+        return error.__traceback__.tb_next is None
+    if isinstance(error, asyncio.CancelledError):
+        with contextlib.suppress(RuntimeError):  # on trio it is an exception as any other
+            task = asyncio.current_task()
+            return task is None or task.cancelling() > 0
+    elif isinstance(error, anyio.get_cancelled_exc_class()):
+        return True  # only trio itself can make one
+    return isinstance(error, KeyboardInterrupt)
 
 
 def _log(handler: Any, event: str) -> None:

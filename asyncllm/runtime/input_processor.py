@@ -7,6 +7,7 @@ import random
 import threading
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import InitVar, dataclass, field
 from functools import partial
 from typing import Any, get_args
@@ -87,7 +88,12 @@ class InputProcessor:
         if prompt is None or check.same(prompt, ""):
             raise check.invalid("prompt", prompt, "text or token ids, not empty")
         if not isinstance(prompt, str):
-            found = check.token_ids("prompt", prompt, self.loaded.executor.info.vocab_size)
+            info = self.loaded.executor.info
+            length = 0
+            with suppress(Exception):  # of what has no length, or too large a one
+                length = len(prompt)
+            self._check_length(length)
+            found = check.token_ids("prompt", prompt, info.vocab_size, info.max_model_len)
             request = self._request(params, sampling, options)
             return self._submit(request, asked, list(found))
         request = self._request(params, sampling, options)

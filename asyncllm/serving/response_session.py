@@ -69,6 +69,7 @@ class ResponseSession:
     current: ResponseEvents | None = None
     _history: ResponseHistory = field(default_factory=partial(ResponseHistory, MAX_CONTINUABLE))
     _num_errors: int = 0
+    _closing: bool = False
     _stream: TokenStream | None = None
     _tasks: TaskGroup = field(init=False)
 
@@ -79,7 +80,8 @@ class ResponseSession:
         async with anyio.create_task_group() as self._tasks:
             with contextlib.suppress(ConnectionClosed):
                 async for message in self.connection:
-                    await self._receive(message)
+                    if not self._closing:
+                        await self._receive(message)
             self._tasks.cancel_scope.cancel()
 
     # --- requests -----------------------------------------------------------------------
@@ -102,7 +104,7 @@ class ResponseSession:
             await self._refuse(error)
         except AsyncLLMError as error:
             await self._refuse(from_engine_error(error, ENGINE_NAMES))
-            await self._close_with(error)
+            self._close_with(error)
         else:
             self._num_errors = 0
 
@@ -112,14 +114,20 @@ class ResponseSession:
             return
         self._num_errors += 1
         if self._num_errors >= MAX_ERRORS:
-            await self.connection.close(1008, f"{MAX_ERRORS} invalid messages in a row")
+            self._close(1008, f"{MAX_ERRORS} invalid messages in a row")
 
-    async def _close_with(self, error: AsyncLLMError) -> None:
+    def _close_with(self, error: AsyncLLMError) -> None:
         """An engine that is gone takes its connections with it."""
         if isinstance(error, EngineClosedError):
-            await self.connection.close(1001, "the engine is closed")
+            self._close(1001, "the engine is closed")
         elif isinstance(error, EngineDeadError):
-            await self.connection.close(1011, "the engine failed")
+            self._close(1011, "the engine failed")
+
+    def _close(self, code: int, reason: str) -> None:
+        """Starts to close. The reader goes on, and drops what comes: behind unread messages the
+        client's answer to the close would not be read."""
+        self._closing = True
+        self._tasks.start_soon(self.connection.close, code, reason)
 
     def _create(self, event: dict[str, Any]) -> None:
         if self.current is not None:
@@ -166,12 +174,12 @@ class ResponseSession:
             self._end()
             with contextlib.suppress(ConnectionClosed):
                 await self._send_all(events.failed(from_engine_error(error, ENGINE_NAMES)))
-                await self._close_with(error)
+                self._close_with(error)
         except ConnectionClosed:
             return
         except Exception:
             logger.exception("response %s failed", events.id)
-            await self.connection.close(1011, "internal error")
+            self._close(1011, "internal error")
         finally:
             self._end()
 

@@ -37,8 +37,13 @@ class StatsSession:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._send)
             with contextlib.suppress(ConnectionClosed):
+                closing = False
                 async for _ in self.connection:
-                    await self.connection.close(1008, "this connection is read-only")
+                    if not closing:  # not awaited: behind unread messages its answer is not read
+                        tasks.start_soon(
+                            self.connection.close, 1008, "this connection is read-only"
+                        )
+                        closing = True
             tasks.cancel_scope.cancel()
 
     async def _send(self) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from asyncllm import validation as check
 from asyncllm.checkpoint.progress import Progress
 from asyncllm.config import EngineConfig
 from asyncllm.core.batch import StepBatch, StepResult
@@ -29,6 +30,7 @@ Answers = Answer | Mapping[str, Answer] | Callable[[str], Answer]
 """One answer for every prompt; an answer by prompt; or a function of the prompt. The prompt is
 its text, of a conversation the last message of the user."""
 
+_PIECE = "a text, an exception, or a sequence of texts, token ids and exceptions"
 _USER = b"user\n"
 
 
@@ -96,13 +98,25 @@ class ScriptedExecutor(FakeExecutor):
     def _answer(self, prompt: Sequence[int]) -> list[int | Exception]:
         try:
             answer = self._look_up(self._question(prompt))
-            pieces = [answer] if isinstance(answer, (str, Exception)) else answer
-            tokens: list[int | Exception] = []
-            for piece in pieces:
-                tokens += self._tokenizer.encode(piece) if isinstance(piece, str) else [piece]
-            return tokens
+            if isinstance(answer, (str, Exception)):
+                return self._piece(answer)
+            if answer is None:
+                raise check.invalid("answers", answer, _PIECE)
+            pieces = check.items("answers", answer, _PIECE, self.info.max_model_len)
+            return [token for piece in pieces for token in self._piece(piece)]
         except Exception as error:  # of the test's own function
             return [error]
+        except BaseException as error:  # which would end the engine
+            failure = RuntimeError(f"answers raised {check.describe(error)}")
+            failure.__cause__ = error
+            return [failure]
+
+    def _piece(self, piece: str | int | Exception) -> list[int | Exception]:
+        if isinstance(piece, str):
+            return [*self._tokenizer.encode(piece)]
+        if isinstance(piece, Exception):
+            return [piece]
+        return list(check.token_ids("answers", [piece], self.info.vocab_size))
 
     def _look_up(self, question: str) -> Answer:
         if callable(self._script):
@@ -146,6 +160,13 @@ def fake_engine(
             devices have no effect.
     """
     config = EngineConfig(**overrides)
+    faults = {} if fail_at is None else fail_at
+    if not isinstance(faults, Mapping):
+        raise check.invalid("fail_at", faults, "a mapping of step to exception, or None")
+    for step, fault in faults.items():
+        check.integer("fail_at", step, 0)
+        if not isinstance(fault, BaseException):
+            raise check.invalid("fail_at", fault, "an exception for each step")
     pause = _pause(step_time, sleep)
 
     def load(config: EngineConfig, progress: Progress) -> LoadedModel:
@@ -156,7 +177,7 @@ def fake_engine(
         info = _limits(config, tokenizer.vocab_size)
         executor = ScriptedExecutor(info, tokenizer, answers, pause)
         executor.gate = gate
-        executor.faults.update(fail_at or {})
+        executor.faults.update(faults)
         return LoadedModel(executor, tokenizer, FakeModelConfig(info.max_model_len))
 
     return AsyncLLMEngine._with_loader(load, config=config)

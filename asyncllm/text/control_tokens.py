@@ -15,6 +15,7 @@ import tokenizers
 from asyncllm.errors import InvalidRequestError
 
 _FIRST_SURROGATE = 0xD800
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
 # From the most to the least telling sign in ordinary text; any other is more so.
 _COMMON_SIGNS = "[]<>{}()#*=\"'`-/:;!?.,\n "
 
@@ -45,6 +46,10 @@ class ControlTokens:
             text: text.replace(sign, surrogates[sign], 1) for text, sign in signs.items()
         }
         self._surrogates = surrogates
+        spelling = set("".join(self._ids))
+        self._encodable = next(
+            sign for sign in map(chr, range(0xE000, 0xF8FF)) if sign not in spelling
+        )
         # A token that is a word is hidden where it is spelled out, and only there: templates
         # know fields and roles by words.
         self._delimiters = [sign for sign in surrogates if not _in_words(sign)]
@@ -101,7 +106,7 @@ class ControlTokens:
             render: gives the prompt, with a function made to all of them.
         """
         text = "".join(texts)
-        if re.search(r"[\ud800-\udfff]", text):
+        if _SURROGATE.search(text):
             raise InvalidRequestError(
                 "messages: have a lone surrogate, expected Unicode text", param="messages"
             )
@@ -121,7 +126,22 @@ class ControlTokens:
         """A prompt with the control tokens that it has with all delimiters hidden. Templates
         look into messages, as for the thoughts in old turns, and find what is not hidden: at
         first nothing is, then what messages brought too much of, then all that they spell."""
-        strict = render(self._hide_all)
+        refusal = None
+        try:
+            strict = render(self._hide_all)
+        except InvalidRequestError as error:
+            if not isinstance(error.__cause__, UnicodeEncodeError):
+                raise
+            refusal = InvalidRequestError(
+                "messages: the chat template encodes text that spells a special token; "
+                "split_special_tokens=False lets it",
+                param="messages",
+            )
+            if spelled:
+                raise refusal from error
+            # A filter that encodes, as urlencode, refuses surrogates. With no token to hide, this
+            # prompt is there to be compared alone, and one sign may stand for all delimiters.
+            strict = render(lambda text: _SURROGATE.sub(self._encodable, self._hide_all(text)))
         written = self._pattern.findall(strict)
         hidden: set[str] = set()
         for everything in (set(), set(), spelled):
@@ -131,6 +151,8 @@ class ControlTokens:
             if found == written and (spelled <= hidden or self._is_part(prompt, strict)):
                 return prompt
             hidden |= set(Counter(found) - Counter(written))
+        if refusal is not None:
+            raise refusal
         return strict
 
     def _is_part(self, prompt: str, strict: str) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from asyncllm.errors import InvalidRequestError
+from asyncllm.validation import describe
 
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _RESERVED = ("messages", "continue_final_message", "tokenize", "return_dict", "documents")
@@ -102,7 +103,7 @@ class _Copier:
         # The methods of the application's own types may raise anything.
         except Exception as error:
             raise InvalidRequestError(
-                f"{where}: cannot be read ({type(error).__name__}: {error!s:.200})", param=param
+                f"{where}: cannot be read ({describe(error)})", param=param
             ) from error
 
     def _copy(self, value: Any, where: str, depth: int) -> Any:
@@ -157,7 +158,7 @@ def _check_messages(messages: Any, copier: _Copier) -> list[dict[str, Any]]:
         plain = {key: value for key, value in plain.items() if value is not None}
         role = plain.get("role")
         if not isinstance(role, str):
-            raise _bad(f"{where}.role", repr(role), "a string, as 'user'")
+            raise _bad(f"{where}.role", describe(role), "a string, as 'user'")
         if "content" in plain:
             plain["content"] = _content(plain["content"], f"{where}.content")
         chat.append(_with_reasoning(plain))
@@ -168,12 +169,12 @@ def _content(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, (list, tuple)):
-        raise _bad(where, repr(content), "a string or a list of text parts")
+        raise _bad(where, describe(content), "a string or a list of text parts")
     texts = []
     for i, part in enumerate(content):
         text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part
         if not isinstance(text, str):
-            raise _bad(f"{where}[{i}]", repr(part), "{'type': 'text', 'text': …}")
+            raise _bad(f"{where}[{i}]", describe(part), "{'type': 'text', 'text': …}")
         texts.append(text)
     return "\n".join(texts)
 
@@ -191,7 +192,7 @@ def _check_tools(tools: Any, copier: _Copier) -> list[Any] | None:
         return None
     plain = copier.copy_of(tools, "tools", "tools")
     if not isinstance(plain, (list, tuple)) or not all(isinstance(t, dict) for t in plain):
-        raise _bad("tools", repr(plain), "a list of JSON schemas (dicts)", "tools")
+        raise _bad("tools", describe(plain), "a list of JSON schemas (dicts)", "tools")
     return list(plain)
 
 
