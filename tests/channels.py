@@ -140,6 +140,7 @@ class ChannelRig:
             abandon=lambda _: None,
             send=lambda run, *args: run(*args),
             on_drained=self.output_processor.release,
+            check_waiting=lambda: None,
         )
         self.aborted = False
         self.stream = TokenStream(self.request, core, lambda: self.mailbox)

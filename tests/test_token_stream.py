@@ -57,6 +57,7 @@ class Rig:
             abandon=self.abandoned.append,
             send=lambda *command: self.sent.append(command),
             on_drained="on_drained",
+            check_waiting=lambda: None,
         )
         self.loop = Loop()
         self.mailbox = LoopMailbox(self.loop)

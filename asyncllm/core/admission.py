@@ -82,17 +82,18 @@ class Admission:
                     param="request_id",
                 )
             members = group.members
-            self._check_room(len(members), len(members) * num_tokens)
+            count = len(members)
+            self._check_room(count, count * num_tokens)
             if other is not None:
                 # Aborted, but the engine thread has yet to hear of it.
                 self._replaced.add(other)
             self._live[group.request_id] = group
-            self._num_members += len(members)
+            self._num_members += count
+            self._queued_tokens += count * num_tokens
             for request in members:
                 self._queued[request] = num_tokens
                 request.arrival_index = self.num_requests
                 self.num_requests += 1
-            self._queued_tokens += len(members) * num_tokens
 
     def _check_room(self, num_requests: int, num_tokens: int) -> None:
         requests, tokens = len(self._queued), self._queued_tokens

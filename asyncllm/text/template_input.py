@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from asyncllm.errors import InvalidRequestError
-from asyncllm.validation import describe
+from asyncllm.validation import describe, explain
 
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _RESERVED = ("messages", "continue_final_message", "tokenize", "return_dict", "documents")
@@ -103,7 +103,7 @@ class _Copier:
         # The methods of the application's own types may raise anything.
         except Exception as error:
             raise InvalidRequestError(
-                f"{where}: cannot be read ({describe(error)})", param=param
+                f"{where}: cannot be read ({explain(error)})", param=param
             ) from error
 
     def _copy(self, value: Any, where: str, depth: int) -> Any:
