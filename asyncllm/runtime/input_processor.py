@@ -197,6 +197,8 @@ class InputProcessor:
             try:
                 self._prepare(request, encode() or [])
             except BaseException as error:
+                if not issubclass(type(error), Exception):  # as a panic inside the tokenizer
+                    error = InvalidRequestError(f"prompt: {check.describe(error)}", param="prompt")
                 core.send(core.on_fail, group, error)
                 return
             core.admission.correct(request, request.num_prompt_tokens)
