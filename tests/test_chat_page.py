@@ -118,7 +118,7 @@ def test_stop_aborts_within_a_step(monkeypatch):
     cancel = ResponseSession._cancel
 
     def noting(self):
-        steps.append(self._engine.stats().num_steps)
+        steps.append(self.engine.stats().num_steps)
         cancel(self)
 
     monkeypatch.setattr(ResponseSession, "_cancel", noting)
