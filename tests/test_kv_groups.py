@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncllm.core.kv_cache import KVCacheManager
+from asyncllm.core import kv_cache, scheduler
 from tests.test_scheduler import Rig
 
 
@@ -26,10 +26,7 @@ def test_every_group_has_a_table_of_its_own(block_size):
 
 def test_a_wrong_group_is_a_wrong_output(monkeypatch):
     """What the tests with several groups stand on."""
-    block_ids = KVCacheManager.block_ids
-    monkeypatch.setattr(
-        KVCacheManager, "block_ids", lambda self, request: block_ids(self, request)[:1] * 2
-    )
+    monkeypatch.setattr(scheduler, "block_ids", lambda tables: kv_cache.block_ids(tables)[:1] * 2)
     rig = Rig(block_size=(4, 4), num_blocks=60)
     request = rig.add(range(9), max_tokens=9)
     rig.finish_all()

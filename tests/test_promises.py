@@ -83,7 +83,7 @@ def submission_waits_for_the_first_read(patch):
     def later(self, request, asked, token_ids):
         self._prepare(request, token_ids)
         stream = self._accept(request, asked, len(token_ids))
-        waiting[request] = self._core
+        waiting[request] = self.core
         return stream
 
     async def first_submit(self):
