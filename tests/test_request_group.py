@@ -247,7 +247,7 @@ def test_an_ended_group_waits_for_no_garbage_collection():
         rig.group(9, name="runs")
         rig.steps(2)
         rig.members.clear()
-        requests = [one for one in gc.get_objects() if isinstance(one, Request)]
+        requests = [one for one in gc.get_objects() if type(one) is Request]
         assert [one.request_id for one in requests] == ["runs"]
     finally:
         gc.enable()
