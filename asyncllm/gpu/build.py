@@ -31,7 +31,7 @@ from asyncllm.gpu.models.dense import attention_kinds, build_decoder
 from asyncllm.gpu.ops.backend import AttentionRequest
 from asyncllm.gpu.ops.registry import make_attention, make_ops
 from asyncllm.gpu.profile import profile_run
-from asyncllm.gpu.threads import set_thread_count
+from asyncllm.gpu.threads import available_cpus, set_thread_count
 from asyncllm.gpu.token_budget import calibrate_token_budget
 from asyncllm.gpu.weights import dummy_weights, load_weights, weights_bytes
 from asyncllm.sampling_params import SamplingParams
@@ -81,7 +81,7 @@ def _create(
     max_num_seqs = config.max_num_seqs or mode.max_num_seqs
     sizes = graph_sizes(config, mode, max_num_seqs)
     num_threads = resolve_threads(config.num_threads, model, device)
-    decoder, block_size, free_at_start = _load(config, model, device, progress)
+    decoder, block_size, free_at_start = _load(config, model, device, num_threads, progress)
     dtype = decoder.embedding.dtype
     budget = config.max_num_batched_tokens
     token_budget = mode.token_budget if budget == "auto" else budget
@@ -119,7 +119,8 @@ def _create(
         decoder,
         KVCache(model, size, dtype, device),
         info,
-        num_threads=num_threads,
+        # Native ops have threads of their own, and torch's would spin beside them.
+        num_threads=1 if decoder.ops.name == "native" else num_threads,
         stream=mode.stream,
         capturer=mode.make_capturer() if mode.make_capturer else None,
         graph_sizes=sizes,
@@ -133,7 +134,11 @@ def _create(
 
 
 def _load(
-    config: EngineConfig, model: ModelConfig, device: torch.device, progress: Progress | None
+    config: EngineConfig,
+    model: ModelConfig,
+    device: torch.device,
+    num_threads: int | None,
+    progress: Progress | None,
 ) -> tuple[Decoder, int, int]:
     """The model with its weights, the tokens per KV block, and on a GPU the bytes that were
     free before."""
@@ -141,7 +146,15 @@ def _load(
     attention, block_size = {}, config.block_size
     for kind in attention_kinds(model):
         windows = frozenset({kind.window})
-        request = AttentionRequest(kind.shape, dtype, device, block_size, windows)
+        request = AttentionRequest(
+            kind.shape,
+            dtype,
+            device,
+            block_size,
+            windows,
+            num_threads=num_threads or available_cpus(),
+            peer=next(iter(attention.values()), None),
+        )
         attention[kind], block_size = make_attention(config.attention_backend, request)
     assert block_size is not None
     ops = make_ops(device, next(iter(attention.values())))
