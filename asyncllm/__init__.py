@@ -48,37 +48,19 @@ __version__ = "0.1.0"
 logging.getLogger("asyncllm").addHandler(logging.NullHandler())
 
 _HOMES = {
-    "asyncllm.config": ("EngineConfig",),
-    "asyncllm.observer": ("Observer",),
-    "asyncllm.engine": ("AsyncLLMEngine",),
-    "asyncllm.errors": (
-        "AsyncLLMError",
-        "ContextLengthExceededError",
-        "DeadlineExceededError",
-        "EngineClosedError",
-        "EngineDeadError",
-        "EngineError",
-        "EngineOverloadedError",
-        "InvalidRequestError",
-        "KVCacheTooSmallError",
-        "ModelLoadError",
-        "RequestError",
-    ),
-    "asyncllm.llm": ("LLM",),
-    "asyncllm.outputs": (
-        "Completion",
-        "CompletionOutput",
-        "Delta",
-        "EngineStats",
-        "FinishReason",
-        "Logprob",
-        "TokenLogprobs",
-        "Usage",
-    ),
-    "asyncllm.sampling_params": ("SamplingParams",),
-    "asyncllm.stream": ("TokenStream",),
+    "asyncllm.config": "EngineConfig",
+    "asyncllm.observer": "Observer",
+    "asyncllm.engine": "AsyncLLMEngine",
+    "asyncllm.errors": "AsyncLLMError ContextLengthExceededError DeadlineExceededError "
+    "EngineClosedError EngineDeadError EngineError EngineOverloadedError InvalidRequestError "
+    "KVCacheTooSmallError ModelLoadError RequestError",
+    "asyncllm.llm": "LLM",
+    "asyncllm.outputs": "Completion CompletionOutput Delta EngineStats FinishReason Logprob "
+    "TokenLogprobs Usage",
+    "asyncllm.sampling_params": "SamplingParams",
+    "asyncllm.stream": "TokenStream",
 }
-_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
 
 __all__ = sorted(_HOME_OF)  # pyright: ignore[reportUnsupportedDunderAll]
 

@@ -16,7 +16,7 @@ CudaGraphs = Literal["auto", "startup", "lazy", "off"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 
 PACKAGED_MODEL = "asyncllm/demo"
-"""What the model in the package is called: in metrics, by servers, on screens."""
+"""Name of the model in the package: in metrics, by servers, on screens."""
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -41,8 +41,8 @@ class EngineConfig:
         dtype: of weights and KV; "auto" is the checkpoint's on a GPU, and on a CPU bfloat16
             only where the processor computes in it and the model has 32 million parameters
             or more, else float32.
-        device: "auto", "cpu", "cuda" or "cuda:N"; without a number it is the first GPU, whatever
-            the caller's thread has chosen, because the engine has a thread of its own.
+        device: "auto", "cpu", "cuda" or "cuda:N"; without a number it is the first GPU, not
+            the one current in the caller's thread, because the engine has a thread of its own.
         max_model_len: longest sequence in tokens; None is the model's context or what the
             KV cache holds, whichever is less.
         max_num_seqs: requests in a batch; None is 256 on a GPU, 64 on a CPU.

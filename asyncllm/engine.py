@@ -1,4 +1,4 @@
-"""AsyncLLMEngine: lifecycle, submission, and what an application asks of the engine."""
+"""AsyncLLMEngine: lifecycle, submission, and the verbs of the engine as a whole."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, Self
 
 from asyncllm import validation as check
@@ -78,20 +78,27 @@ class AsyncLLMEngine:
         if it had never been called.
 
         Raises:
-            ModelLoadError, InvalidRequestError, KVCacheTooSmallError: what is wrong with the
-                model, or the configuration for it.
+            ModelLoadError, InvalidRequestError, KVCacheTooSmallError: for a model that cannot be
+                loaded, or not with this configuration.
             EngineError: if the engine was started already.
         """
-        thread = self._begin()
-        try:
+        with self._starting() as thread:
             await wait_for(thread.ready)
             self._take_in(thread)
             thread.supervise()
-        except BaseException:
-            self._forget(thread)
-            raise
 
-    def _begin(self) -> EngineThread:
+    def _start_blocking(self) -> ThreadMailbox:
+        """``start`` for a thread without an event loop; returns what its streams are read
+        with."""
+        with self._starting() as thread:
+            thread.ready.result()
+            self._take_in(thread)
+            return self._thread_mailbox()
+
+    @contextlib.contextmanager
+    def _starting(self) -> Iterator[EngineThread]:
+        """A new engine thread. If the start fails or is cancelled, the engine is as if it had
+        never been called."""
         if self.state == "closed":
             raise EngineClosedError("start(): the engine is closed; expected a new engine")
         if self.state != "new":
@@ -99,7 +106,12 @@ class AsyncLLMEngine:
         thread = EngineThread(self.config, self._loader)
         thread.start()
         self._thread = thread
-        return thread
+        try:
+            yield thread
+        except BaseException:
+            thread.give_up()
+            self._thread = self._intake = None
+            raise
 
     def _take_in(self, thread: EngineThread) -> None:
         self._intake = InputProcessor(
@@ -111,23 +123,6 @@ class AsyncLLMEngine:
             seed=self.config.seed,
         )
 
-    def _forget(self, thread: EngineThread) -> None:
-        """The start failed or was cancelled: as if it had never been called."""
-        thread.give_up()
-        self._thread = self._intake = None
-
-    def _start_blocking(self) -> ThreadMailbox:
-        """``start`` for a thread without an event loop; returns what its streams are read
-        with."""
-        thread = self._begin()
-        try:
-            thread.ready.result()
-            self._take_in(thread)
-            return self._thread_mailbox()
-        except BaseException:
-            self._forget(thread)
-            raise
-
     def _thread_mailbox(self) -> ThreadMailbox:
         self._running()
         assert self._thread is not None
@@ -138,7 +133,7 @@ class AsyncLLMEngine:
 
         Args:
             drain: seconds that live requests may go on; 0 aborts them at once, None lets
-                them finish. Paused streams that nobody reads are aborted after any drain.
+                them finish. Paused streams that are not read are aborted after any drain.
 
         Idempotent, and safe to call from several tasks. If it is cancelled, the closing goes
         on without it.
@@ -173,15 +168,15 @@ class AsyncLLMEngine:
         return thread
 
     def _clean_up(self, thread: EngineThread) -> list[threading.Thread]:
-        """Lets go of what the engine thread has left behind. Returns the threads that have
-        still to end."""
+        """Drops the mailboxes and ends the tokenizer thread. Returns the threads that have still
+        to end."""
         assert self._intake is not None
         self._mailboxes.clear()
         leftovers = (thread.leftover, self._intake.close())
         return [leftover for leftover in leftovers if leftover is not None]
 
     async def wait_closed(self) -> None:
-        """Waits until the engine has ended, in whatever way; any number of tasks, any loop.
+        """Waits until the engine has ended, by ``aclose`` or otherwise; any task, any loop.
 
         Raises:
             EngineDeadError, EngineClosedError: ``error``, if it ended by anything but
@@ -239,7 +234,7 @@ class AsyncLLMEngine:
 
     @property
     def load_stage(self) -> LoadStage:
-        """What ``load_progress`` counts."""
+        """Stage of the start, which is the unit of ``load_progress``."""
         return self._thread.stage if self._thread is not None else "weights"
 
     # --- requests ----------------------------------------------------------------------
@@ -278,8 +273,8 @@ class AsyncLLMEngine:
             EngineOverloadedError: if the queue is full.
             EngineClosedError, EngineDeadError: if there is no engine to serve it.
 
-        A text of more than a few thousand characters is tokenised on a worker thread; what
-        is wrong with such a one raises at the first read, except what its length proves.
+        A text of more than a few thousand characters is tokenised on a worker thread; an error
+        in such a one raises at the first read, unless its length proves it at once.
         """
         self._running()
         assert self._intake is not None
@@ -342,13 +337,24 @@ class AsyncLLMEngine:
 
     def abort(self, request_id: str | Iterable[str]) -> None:
         """Aborts one request or several; unknown and finished ids are ignored. Any thread,
-        any number of times. The id is free again when this returns."""
+        any number of times. The id is free again when this returns.
+
+        Raises:
+            InvalidRequestError: for anything but a string, or strings; none is aborted then.
+        """
         core = self._running().core
-        ids = (request_id,) if isinstance(request_id, str) else request_id
+        accepted = "a string, or several"
+        ids: Iterable[Any] = (request_id,)
+        if request_id is not None and not isinstance(request_id, str):
+            ids = check.items("request_id", request_id, accepted)
+        groups = []
         for one in ids:
-            request = core.admission.get(one)
-            if request is not None:
-                core.abort(request)
+            if not isinstance(one, str):
+                raise check.invalid("request_id", one, accepted)
+            groups.append(core.admission.get(one))
+        for group in groups:
+            if group is not None:
+                core.abort(group)
 
     # --- the engine as a whole ---------------------------------------------------------
 

@@ -8,8 +8,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import TracebackType
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self, overload
 
 from asyncllm.config import EngineConfig
@@ -73,12 +72,7 @@ class LLMStream(Iterator[Delta]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
 
@@ -162,7 +156,7 @@ class LLM:
             EngineOverloadedError: only if not even the first prompt is accepted.
         """
         if isinstance(prompts, str) or _begins_with(prompts, "prompts", numbers.Integral):
-            return self._one(self.engine.stream, prompts, params, progress, options)
+            return self._batch(self.engine.stream, [prompts], [params], bool(progress), options)[0]
         return self._batch(self.engine.stream, prompts, params, progress, options)
 
     def chat(
@@ -176,7 +170,7 @@ class LLM:
         """Answers one conversation, or a sequence of conversations as one batch; the rest is
         that of ``generate`` and of ``AsyncLLMEngine.chat``."""
         if _begins_with(messages, "messages", Mapping) or len(messages) == 0:
-            return self._one(self.engine.chat, messages, params, progress, options)
+            return self._batch(self.engine.chat, [messages], [params], bool(progress), options)[0]
         return self._batch(self.engine.chat, messages, params, progress, options)
 
     def stream(
@@ -190,20 +184,6 @@ class LLM:
     ) -> LLMStream:
         """``stream`` for a conversation."""
         return LLMStream(self.engine.chat(messages, params, **options), self._mailbox)
-
-    def _one(
-        self,
-        submit: Callable[..., TokenStream],
-        prompt: Any,
-        params: Any,
-        progress: bool | None,
-        options: dict[str, Any],
-    ) -> Completion:
-        stream = LLMStream(submit(prompt, params, **options), self._mailbox)
-        with stream, _progress_bar(1, bool(progress)) as advance:
-            result = stream.result()
-            advance()
-        return result
 
     def _batch(
         self,
@@ -220,13 +200,49 @@ class LLM:
                 f"params: {len(params)} for {len(prompts)} prompts, expected one for each",
                 param="params",
             )
+        requests = zip(prompts, params, strict=True)
+        results: list[Completion] = []
         with (
             _progress_bar(len(prompts), progress) as advance,
-            _Batch(submit, self._mailbox, advance) as batch,
+            contextlib.closing(self._completions(submit, requests, options)) as completions,
         ):
-            for prompt, one in zip(prompts, params, strict=True):
-                batch.add(prompt, one, options)
-            return batch.finish()
+            for completion in completions:
+                results.append(completion)
+                advance()
+        return results
+
+    def _completions(
+        self,
+        submit: Callable[..., TokenStream],
+        requests: Iterable[tuple[Any, Any]],
+        options: dict[str, Any],
+    ) -> Generator[Completion]:
+        """In order, with as many requests submitted at a time as the queue takes."""
+        live: deque[LLMStream] = deque()
+        begun = False
+        try:
+            for prompt, params in requests:
+                while True:
+                    try:
+                        live.append(LLMStream(submit(prompt, params, **options), self._mailbox))
+                        break
+                    except EngineOverloadedError as refused:
+                        if live:
+                            yield live[0].result()
+                            live.popleft()
+                            begun = True
+                        elif begun:
+                            # The queue is full of other callers' requests.
+                            time.sleep(min(refused.retry_after, _MAX_WAIT))
+                        else:
+                            raise
+            while live:
+                yield live[0].result()
+                live.popleft()
+        finally:
+            # Not left to destructors: an exception that is kept keeps the streams as well.
+            for stream in live:
+                stream.close()
 
     def stats(self) -> EngineStats:
         return self.engine.stats()
@@ -249,67 +265,8 @@ class LLM:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-
-class _Batch:
-    """Requests that were submitted together, as many at a time as the queue takes."""
-
-    def __init__(
-        self,
-        submit: Callable[..., TokenStream],
-        mailbox: ThreadMailbox,
-        advance: Callable[[], None],
-    ) -> None:
-        self._submit = submit
-        self._mailbox = mailbox
-        self._advance = advance
-        self._live: deque[LLMStream] = deque()
-        self._results: list[Completion] = []
-
-    def add(self, prompt: Any, params: Any, options: dict[str, Any]) -> None:
-        while True:
-            try:
-                stream = self._submit(prompt, params, **options)
-            except EngineOverloadedError as refused:
-                self._make_room(refused)
-            else:
-                self._live.append(LLMStream(stream, self._mailbox))
-                return
-
-    def _make_room(self, refused: EngineOverloadedError) -> None:
-        """Reads the oldest request to its end. With none left, the queue is full of other
-        callers' requests: a batch that has begun waits, one that has not is refused."""
-        if self._live:
-            self._read_oldest()
-        elif self._results:
-            time.sleep(min(refused.retry_after, _MAX_WAIT))
-        else:
-            raise refused
-
-    def _read_oldest(self) -> None:
-        self._results.append(self._live[0].result())
-        self._live.popleft()
-        self._advance()
-
-    def finish(self) -> list[Completion]:
-        while self._live:
-            self._read_oldest()
-        return self._results
-
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *exc_info: object) -> None:
-        # Not left to destructors: whoever keeps the exception keeps the streams as well.
-        for stream in self._live:
-            stream.close()
+        self.close()
 
 
 def _begins_with(value: Any, name: str, kind: type) -> bool:

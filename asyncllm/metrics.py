@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Literal, Self, TypeVar
 
 from asyncllm.core.request import Request
 from asyncllm.errors import EngineClosedError, InvalidRequestError
@@ -29,9 +29,11 @@ try:
     from prometheus_client.registry import Collector
 except ImportError as error:
     raise ImportError(
-        "asyncllm.metrics needs prometheus-client: pip install 'asyncllm[metrics]'",
-        name=error.name,
+        "asyncllm.metrics needs prometheus-client: pip install 'asyncllm[metrics]'", name=error.name
     ) from error
+
+
+F = TypeVar("F", bound=Metric)
 
 
 def _one_two_five(highest: float) -> Iterator[float]:
@@ -62,146 +64,48 @@ _VLLM_LATENCY = (
 )
 
 
-class _HistogramSpec(NamedTuple):
-    """``observe`` yields a value and how often it counts, or None for nothing. Without it, the
-    value is known before the request ends."""
-
-    name: str
-    documentation: str
-    vllm_buckets: tuple[float, ...]
-    observe: Callable[[Request, Usage], tuple[float, int] | None] | None
-
-
-def _per_token(_: Request, usage: Usage) -> tuple[float, int] | None:
-    mean = usage.inter_token_time
-    return None if mean is None else (mean, 1)
-
-
-def _between_tokens(_: Request, usage: Usage) -> tuple[float, int] | None:
-    mean = usage.inter_token_time
-    return None if mean is None else (mean, usage.completion_tokens - 1)
-
-
-def _prefill(_: Request, usage: Usage) -> tuple[float, int] | None:
-    return None if usage.ttft is None else (usage.ttft - usage.queue_time, 1)
-
-
-def _decode(_: Request, usage: Usage) -> tuple[float, int] | None:
-    return None if usage.ttft is None else (usage.total_time - usage.ttft, 1)
-
-
-def _max_tokens(request: Request, _: Usage) -> tuple[float, int] | None:
-    limit = request.sampling.max_tokens
-    return None if limit is None else (limit, 1)
-
-
 _HISTOGRAMS = (
-    _HistogramSpec(
-        "time_to_first_token_seconds",
-        "From submission to the first token.",
-        _VLLM_FIRST_TOKEN,
-        None,
-    ),
-    _HistogramSpec(
+    ("time_to_first_token_seconds", "From submission to the first token.", _VLLM_FIRST_TOKEN),
+    (
         "inter_token_latency_seconds",
         "Time between two tokens: a request's mean, counted once for each of its intervals.",
         _VLLM_PER_TOKEN,
-        _between_tokens,
     ),
-    _HistogramSpec(
+    (
         "request_time_per_output_token_seconds",
         "Mean time between two tokens of a request.",
         _VLLM_PER_TOKEN,
-        _per_token,
     ),
-    _HistogramSpec(
-        "e2e_request_latency_seconds",
-        "From submission to the end of the request.",
-        _VLLM_LATENCY,
-        lambda _, usage: (usage.total_time, 1),
-    ),
-    _HistogramSpec(
-        "request_queue_time_seconds",
-        "From submission to the first step.",
-        _VLLM_LATENCY,
-        lambda _, usage: (usage.queue_time, 1),
-    ),
-    _HistogramSpec(
-        "request_prefill_time_seconds",
-        "From the first step to the first token.",
-        _VLLM_LATENCY,
-        _prefill,
-    ),
-    _HistogramSpec(
-        "request_decode_time_seconds",
-        "From the first token to the end.",
-        _VLLM_LATENCY,
-        _decode,
-    ),
-    _HistogramSpec(
-        "request_inference_time_seconds",
-        "From the first step to the end.",
-        _VLLM_LATENCY,
-        lambda _, usage: (usage.total_time - usage.queue_time, 1),
-    ),
-    _HistogramSpec(
-        "request_prompt_tokens",
-        "Prompt tokens of a request.",
-        TOKENS,
-        lambda _, usage: (usage.prompt_tokens, 1),
-    ),
-    _HistogramSpec(
-        "request_generation_tokens",
-        "Output tokens of a request.",
-        TOKENS,
-        lambda _, usage: (usage.completion_tokens, 1),
-    ),
-    _HistogramSpec(
-        "request_max_num_generation_tokens",
-        "Tokens of a request's longest output.",
-        TOKENS,
-        lambda _, usage: (usage.completion_tokens, 1),
-    ),
-    _HistogramSpec(
-        "request_params_max_tokens",
-        "The max_tokens of requests that set it.",
-        TOKENS,
-        _max_tokens,
-    ),
+    ("e2e_request_latency_seconds", "From submission to the end of the request.", _VLLM_LATENCY),
+    ("request_queue_time_seconds", "From submission to the first step.", _VLLM_LATENCY),
+    ("request_prefill_time_seconds", "From the first step to the first token.", _VLLM_LATENCY),
+    ("request_decode_time_seconds", "From the first token to the end.", _VLLM_LATENCY),
+    ("request_inference_time_seconds", "From the first step to the end.", _VLLM_LATENCY),
+    ("request_prompt_tokens", "Prompt tokens of a request.", TOKENS),
+    ("request_generation_tokens", "Output tokens of a request.", TOKENS),
+    ("request_max_num_generation_tokens", "Tokens of a request's longest output.", TOKENS),
+    ("request_params_max_tokens", "The max_tokens of requests that set it.", TOKENS),
 )
+"""Name, documentation, and vLLM's buckets."""
 
-
-class _StatSpec(NamedTuple):
-    """A number that is read from ``engine.stats()`` at scrape time. ``own`` is one that vLLM
-    does not have; its name begins with "asyncllm:" in every case."""
-
-    name: str
-    documentation: str
-    field: str
-    counter: bool
-    own: bool = False
-
-
-_STATS = (
-    _StatSpec("num_requests_running", "Requests in the batch.", "num_running", False),
-    _StatSpec("num_requests_waiting", "Requests waiting for a place.", "num_waiting", False),
-    _StatSpec(
-        "num_requests_paused", "Requests held back: nobody reads.", "num_paused", False, True
-    ),
-    _StatSpec("kv_cache_usage_perc", "KV blocks in use; 1 is all.", "kv_cache_usage", False),
-    _StatSpec("prompt_tokens", "Prompt tokens scheduled.", "prompt_tokens", True),
-    _StatSpec("generation_tokens", "Tokens generated.", "generation_tokens", True),
-    _StatSpec("num_preemptions", "Requests that lost their blocks.", "num_preemptions", True),
-    _StatSpec(
+# Name, field of EngineStats, documentation. A name with a colon is one that vLLM lacks.
+_GAUGES = (
+    ("num_requests_running", "num_running", "Requests in the batch."),
+    ("num_requests_waiting", "num_waiting", "Requests waiting for a place."),
+    ("asyncllm:num_requests_paused", "num_paused", "Requests held back: their readers are late."),
+    ("kv_cache_usage_perc", "kv_cache_usage", "KV blocks in use; 1 is all."),
+)
+_COUNTERS = (
+    ("prompt_tokens", "prompt_tokens", "Prompt tokens scheduled."),
+    ("generation_tokens", "generation_tokens", "Tokens generated."),
+    ("num_preemptions", "num_preemptions", "Requests that lost their blocks."),
+    (
+        "prefix_cache_queries",
         "prefix_cache_queries",
         "Prompt tokens looked up in the prefix cache.",
-        "prefix_cache_queries",
-        True,
     ),
-    _StatSpec("prefix_cache_hits", "Of these, tokens found.", "prefix_cache_hits", True),
-    _StatSpec(
-        "requests_rejected", "Requests refused: the queue was full.", "num_rejected", True, True
-    ),
+    ("prefix_cache_hits", "prefix_cache_hits", "Of these, tokens found."),
+    ("asyncllm:requests_rejected", "num_rejected", "Requests refused: the queue was full."),
 )
 
 _REASONS = ("stop", "length", "tool_calls", "abort", "error")
@@ -217,7 +121,7 @@ class _Histogram:
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
 
-    def observe(self, value: float, times: int) -> None:
+    def observe(self, value: float, times: int = 1) -> None:
         self.counts[bisect.bisect_left(self.bounds, value)] += times
         self.total += value * times
 
@@ -228,22 +132,17 @@ class _Histogram:
 
 
 class _EngineRecord:
-    """What was observed of one engine. The step loop writes, a scrape reads."""
+    """Observations of one engine. The step loop writes, a scrape reads."""
 
     def __init__(self, engine: AsyncLLMEngine, labels: tuple[str, ...], vllm_buckets: bool) -> None:
         # Weak: the engine thread knows its requests, and a request its observers.
         self.engine = weakref.ref(engine)
         self.labels = labels
         self.lock = threading.Lock()
-        self.histograms = [
-            _Histogram(spec.vllm_buckets if vllm_buckets or spec.vllm_buckets is TOKENS else FINE)
-            for spec in _HISTOGRAMS
-        ]
-        (self._first_token,) = (
-            histogram
-            for spec, histogram in zip(_HISTOGRAMS, self.histograms, strict=True)
-            if spec.observe is None
-        )
+        self.histograms = {
+            name: _Histogram(buckets if vllm_buckets or buckets is TOKENS else FINE)
+            for name, _, buckets in _HISTOGRAMS
+        }
         self.finished = dict.fromkeys(_REASONS, 0)
         self.errors: dict[str, int] = {}
         self._stats = EngineStats()
@@ -254,8 +153,9 @@ class _EngineRecord:
     def on_first_token(self, request: Request) -> None:
         """At once: of the requests that are slow to end, the end would tell too late."""
         assert request.first_token_at is not None
+        waited = request.first_token_at - request.arrived_at
         with self.lock:
-            self._first_token.observe(request.first_token_at - request.arrived_at, 1)
+            self.histograms["time_to_first_token_seconds"].observe(waited)
 
     def on_finish(self, request: Request, usage: Usage, error: BaseException | None) -> None:
         reason = "error" if error is not None else request.finish_reason or "abort"
@@ -264,10 +164,11 @@ class _EngineRecord:
             if error is not None:
                 name = type(error).__name__
                 self.errors[name] = self.errors.get(name, 0) + 1
-            for spec, histogram in zip(_HISTOGRAMS, self.histograms, strict=True):
-                observed = spec.observe(request, usage) if spec.observe is not None else None
-                if observed is not None:
-                    histogram.observe(*observed)
+            for name, value in _figures(request, usage):
+                self.histograms[name].observe(value)
+            if usage.inter_token_time is not None:
+                intervals = self.histograms["inter_token_latency_seconds"]
+                intervals.observe(usage.inter_token_time, usage.completion_tokens - 1)
 
     def stats(self) -> EngineStats:
         """The engine's numbers; once it is closed, the last ones seen, with nothing live."""
@@ -283,6 +184,23 @@ class _EngineRecord:
         return self._stats
 
 
+def _figures(request: Request, usage: Usage) -> Iterator[tuple[str, float]]:
+    """The histograms that a request counts in once, with its values."""
+    yield "e2e_request_latency_seconds", usage.total_time
+    yield "request_queue_time_seconds", usage.queue_time
+    yield "request_inference_time_seconds", usage.total_time - usage.queue_time
+    yield "request_prompt_tokens", usage.prompt_tokens
+    yield "request_generation_tokens", usage.completion_tokens
+    yield "request_max_num_generation_tokens", usage.completion_tokens
+    if request.sampling.max_tokens is not None:
+        yield "request_params_max_tokens", request.sampling.max_tokens
+    if usage.ttft is not None:
+        yield "request_prefill_time_seconds", usage.ttft - usage.queue_time
+        yield "request_decode_time_seconds", usage.total_time - usage.ttft
+    if usage.inter_token_time is not None:
+        yield "request_time_per_output_token_seconds", usage.inter_token_time
+
+
 class EngineMetrics(Collector):
     """Metrics of one engine or of several, for Prometheus.
 
@@ -290,8 +208,8 @@ class EngineMetrics(Collector):
         body = metrics.render()
 
     Histograms are filled as requests end, that of the time to the first token when it comes;
-    gauges and counters are read from the engine when
-    somebody scrapes, so that an idle engine costs nothing.
+    gauges and counters are read from the engine at each scrape, so that an idle engine costs
+    nothing.
 
     Args:
         engine: an engine in any state, or several; the label ``engine`` counts them from 0.
@@ -365,58 +283,50 @@ class EngineMetrics(Collector):
 
     def describe(self) -> Iterable[Metric]:
         """The names, so that a registry refuses them a second time."""
-        return self._families()
+        return self._families(())
 
     def collect(self) -> Iterable[Metric]:
-        stats = [(record, record.stats()) for record in self._records]
-        families = self._families()
-        for spec, family in zip(_STATS, families, strict=False):
-            assert isinstance(family, (CounterMetricFamily, GaugeMetricFamily))
-            for record, snapshot in stats:
-                family.add_metric(record.labels, getattr(snapshot, spec.field))
-        success, errors, *histograms = families[len(_STATS) :]
-        assert isinstance(success, CounterMetricFamily)
-        assert isinstance(errors, CounterMetricFamily)
-        for record in self._records:
+        return self._families(self._records)
+
+    def _families(self, records: Sequence[_EngineRecord]) -> list[Metric]:
+        """Every family, with the samples of ``records``."""
+        stats = [(record.labels, record.stats()) for record in records]
+        families: list[Metric] = []
+        for kind, table in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
+            for name, field, documentation in table:
+                family = self._family(kind, name, documentation)
+                for labels, snapshot in stats:
+                    family.add_metric(labels, getattr(snapshot, field))
+                families.append(family)
+        success = self._family(
+            CounterMetricFamily,
+            "request_success",
+            "Requests that ended, by finish reason; error is an exception.",
+            "finished_reason",
+        )
+        errors = self._family(
+            CounterMetricFamily,
+            "asyncllm:request_errors",
+            "Requests that ended with an exception, by its type.",
+            "error_type",
+        )
+        histograms = {
+            name: self._family(HistogramMetricFamily, name, documentation)
+            for name, documentation, _ in _HISTOGRAMS
+        }
+        for record in records:
             with record.lock:
                 for reason, count in record.finished.items():
                     success.add_metric((*record.labels, reason), count)
-                for name, count in record.errors.items():
-                    errors.add_metric((*record.labels, name), count)
-                for family, histogram in zip(histograms, record.histograms, strict=True):
-                    assert isinstance(family, HistogramMetricFamily)
-                    family.add_metric(record.labels, histogram.buckets(), histogram.total)
-        return families
+                for error, count in record.errors.items():
+                    errors.add_metric((*record.labels, error), count)
+                for name, histogram in record.histograms.items():
+                    histograms[name].add_metric(record.labels, histogram.buckets(), histogram.total)
+        return [*families, success, errors, *histograms.values()]
 
-    def _families(self) -> list[Metric]:
-        """Every family, without samples: those of ``_STATS``, the requests by reason, the
-        errors by type, those of ``_HISTOGRAMS``."""
-        families: list[Metric] = []
-        for stat in _STATS:
-            kind = CounterMetricFamily if stat.counter else GaugeMetricFamily
-            prefix = "asyncllm:" if stat.own else self._prefix
-            families.append(kind(prefix + stat.name, stat.documentation, labels=self._label_names))
-        families.append(
-            CounterMetricFamily(
-                self._prefix + "request_success",
-                "Requests that ended, by finish reason; error is an exception.",
-                labels=(*self._label_names, "finished_reason"),
-            )
-        )
-        families.append(
-            CounterMetricFamily(
-                "asyncllm:request_errors",
-                "Requests that ended with an exception, by its type.",
-                labels=(*self._label_names, "error_type"),
-            )
-        )
-        for spec in _HISTOGRAMS:
-            families.append(
-                HistogramMetricFamily(
-                    self._prefix + spec.name, spec.documentation, labels=self._label_names
-                )
-            )
-        return families
+    def _family(self, kind: Callable[..., F], name: str, documentation: str, *labels: str) -> F:
+        name = name if ":" in name else self._prefix + name
+        return kind(name, documentation, labels=(*self._label_names, *labels))
 
 
 def _checked(labels: Mapping[str, str] | None) -> dict[str, str]:

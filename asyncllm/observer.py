@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from asyncllm.logger import get_logger
 from asyncllm.outputs import Usage
 
 if TYPE_CHECKING:
     from asyncllm.core.request import Request
+    from asyncllm.core.request_group import RequestGroup
 
-logger = logging.getLogger("asyncllm")
+logger = get_logger("asyncllm")
 
 
 @dataclass(frozen=True, slots=True)
 class RequestInfo:
-    """What the application asked for.
+    """The call behind a request.
 
     Attributes:
         operation: "chat" for a conversation, else "text_completion".
@@ -59,7 +60,7 @@ class Observer(Protocol):
 
 class ObserverNotifier:
     """One request and the observers that it was announced to. RequestInfo and end may meet
-    on two threads (the engine may die in the middle of ``stream()``); whoever comes second
+    on two threads (the engine may die in the middle of ``stream()``); the later of them
     reports the end. A first token that comes before the submission was announced is reported
     just before the end."""
 
@@ -143,10 +144,10 @@ class Observers:
         with self._lock:
             self._all = tuple(one for one in self._all if one is not observer)
 
-    def watch(self, request: Request) -> None:
-        """Notes on ``request`` who observes it; nobody, as a rule."""
+    def watch(self, group: RequestGroup) -> None:
+        """Gives the group a notifier, if there are observers."""
         if self._all:
-            request.notifier = ObserverNotifier(request, self._all)
+            group.notifier = ObserverNotifier(group.members[0], self._all)
 
 
 def _guarded(caught: type[BaseException], report: Callable[..., None], *args: Any) -> None:

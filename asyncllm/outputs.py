@@ -1,4 +1,4 @@
-"""What a stream yields and what a request amounts to in the end."""
+"""Outputs: deltas of a stream, whole completions, usage and statistics."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What is new since the last delta of this stream; ``str(delta)`` is its text.
+    """New text and tokens since the last delta of this stream; ``str(delta)`` is the text.
 
     ``text`` may be empty: half a character is never handed out, nor is text that may yet
     become a stop string. ``token_ids`` are the new tokens whether their text is out or not.
@@ -93,16 +93,18 @@ class Delta:
 
 
 class _DeltaOfOneToken:
-    """What becomes a Delta once its fields are set. A frozen dataclass sets each of them
-    through ``object.__setattr__``, which takes four times as long, and a step makes as many
-    as it has streams."""
+    """Mutable twin of Delta, turned into one by assigning ``__class__``. A frozen dataclass sets
+    each field through ``object.__setattr__``, which takes four times as long, and a step makes
+    as many as it has streams."""
 
     __slots__ = tuple(field.name for field in fields(Delta))
 
-    def __init__(self, token_id: int, text: str, logprobs: TokenLogprobs | None) -> None:
+    def __init__(
+        self, token_id: int, text: str, logprobs: TokenLogprobs | None, index: int
+    ) -> None:
         self.text = text
         self.token_ids = (token_id,)
-        self.index = 0
+        self.index = index
         self.logprobs = None if logprobs is None else (logprobs,)
         self.finish_reason = None
         self.stop_reason = None
@@ -110,9 +112,11 @@ class _DeltaOfOneToken:
         self.tool_calls = ()
 
 
-def make_token_delta(token_id: int, text: str, logprobs: TokenLogprobs | None) -> Delta:
+def make_token_delta(
+    token_id: int, text: str, logprobs: TokenLogprobs | None, index: int = 0
+) -> Delta:
     """The usual delta: not the last one, of a reader that keeps up."""
-    delta: Any = _DeltaOfOneToken(token_id, text, logprobs)
+    delta: Any = _DeltaOfOneToken(token_id, text, logprobs, index)
     delta.__class__ = Delta
     return delta
 
@@ -175,7 +179,7 @@ class EngineStats:
         num_running: requests in the running batch.
         num_waiting: requests accepted and not yet in the batch, those being tokenised and
             those that were preempted included.
-        num_paused: requests held back because nobody reads them.
+        num_paused: requests held back because their readers are late.
         num_blocks: KV blocks that requests can use (the null block is not counted).
         num_free_blocks: blocks that no request holds; cached ones are free as well.
         kv_cache_usage: share of the blocks that requests hold, 0 to 1.

@@ -1,4 +1,4 @@
-"""How one request is sampled, and when it ends."""
+"""SamplingParams: sampling of one request, and its end."""
 
 from __future__ import annotations
 

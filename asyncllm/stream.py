@@ -10,7 +10,7 @@ from typing import overload
 from asyncllm import validation as check
 from asyncllm.core.channel import Channel, End, merged
 from asyncllm.core.engine_core import EngineCore
-from asyncllm.core.request import Request
+from asyncllm.core.request_group import RequestGroup
 from asyncllm.errors import RequestError
 from asyncllm.outputs import (
     Completion,
@@ -56,6 +56,7 @@ class TokenStream:
         "_cut_off",
         "_done",
         "_error",
+        "_group",
         "_logprobs",
         "_mailbox_of_loop",
         "_reading",
@@ -68,13 +69,15 @@ class TokenStream:
     )
 
     def __init__(
-        self, request: Request, core: EngineCore, mailbox_of_loop: Callable[[], LoopMailbox]
+        self, group: RequestGroup, core: EngineCore, mailbox_of_loop: Callable[[], LoopMailbox]
     ) -> None:
-        self.request_id = request.request_id
+        assert group.channel is not None
+        self.request_id = group.request_id
         self.finish_reason: FinishReason | None = None
         self.usage: Usage | None = None
-        self._request = request
-        self._channel: Channel = request.output.channel
+        self._group = group
+        self._request = group.members[0]
+        self._channel: Channel = group.channel
         self._core = core
         self._mailbox_of_loop = mailbox_of_loop
         self._backend: EventLoopBackend | None = None
@@ -144,7 +147,7 @@ class TokenStream:
                         return None
                     waiter = backend.make_waiter()
             except BaseException:
-                if not self._request.cancelled:
+                if not self._group.cancelled:
                     self._cut_off = True
                     self.abort()
                 raise
@@ -229,7 +232,7 @@ class TokenStream:
         channel.num_read += len(delta.token_ids)
         if channel.is_backpressured and channel.num_unread <= channel.max_unread // 2:
             # Lets a held request go on once it was read down far enough.
-            self._core.send(self._core.on_drained, self._request)
+            self._core.send(self._core.on_drained, self._group)
         return delta
 
     def _finish(self, delta: Delta, final: End | BaseException) -> Delta:
@@ -272,7 +275,7 @@ class TokenStream:
     def abort(self) -> None:
         """Ends the request with finish reason ``abort``; any thread, any number of times.
         What was generated can still be read. Its blocks are free before the next step."""
-        self._core.abort(self._request)
+        self._core.abort(self._group)
 
     def close(self) -> None:
         """Aborts the request and ends the iteration. Idempotent; waits for nothing."""
@@ -332,10 +335,10 @@ class TokenStream:
         return tuple(request.token_ids[begin : begin + self._channel.num_read])
 
     def __del__(self) -> None:
-        # Half-made streams, whose __init__ raised, have no request to abort.
-        request = getattr(self, "_request", None)
-        if request is not None and not request.cancelled:
-            self._core.abandon(request)
+        # Half-made streams, whose __init__ raised, have no group to abort.
+        group = getattr(self, "_group", None)
+        if group is not None and not group.cancelled:
+            self._core.abandon(group)
 
     def __repr__(self) -> str:
         state = self.finish_reason or ("closed" if self._done else "open")

@@ -19,8 +19,7 @@ try:
     from opentelemetry.trace import Span, SpanKind, Status, StatusCode, TracerProvider, get_tracer
 except ImportError as error:
     raise ImportError(
-        "asyncllm.tracing needs opentelemetry-api: pip install 'asyncllm[tracing]'",
-        name=error.name,
+        "asyncllm.tracing needs opentelemetry-api: pip install 'asyncllm[tracing]'", name=error.name
     ) from error
 
 _SCHEMA_URL = "https://opentelemetry.io/schemas/1.37.0"
@@ -76,7 +75,7 @@ class EngineTracing:
     # --- the observer ------------------------------------------------------------------
 
     def on_submit(self, request: Request, submission: RequestInfo) -> None:
-        # The request counts on a monotonic clock, a span on that of the calendar.
+        # Request timestamps are monotonic, span timestamps are wall-clock.
         age = time.monotonic() - request.arrived_at
         start = time.time_ns() - int(age * _NANOSECONDS)
         attributes = _request_attributes(request, submission, self._model)
@@ -101,12 +100,7 @@ class EngineTracing:
             span.end(start + int(usage.total_time * _NANOSECONDS))
 
     def _describe_end(
-        self,
-        span: Span,
-        start: int,
-        request: Request,
-        usage: Usage,
-        error: BaseException | None,
+        self, span: Span, start: int, request: Request, usage: Usage, error: BaseException | None
     ) -> None:
         if usage.ttft is not None:
             at = start + int(usage.ttft * _NANOSECONDS)
@@ -129,7 +123,7 @@ def trace_engine(
 
 
 def _request_attributes(request: Request, submission: RequestInfo, model: str) -> dict[str, Any]:
-    """What is known when a request comes. Settings that change nothing are left out, as the
+    """Attributes known when a request comes. Settings that change nothing are left out, as the
     conventions have it; the seed is the one in use, drawn or given, by which a sampled
     output can be had again."""
     sampling = request.sampling
@@ -195,19 +189,14 @@ def _message(message: Any) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         return {"role": "user", "parts": [message]}
     content = message.get("content")
-    if content is None:
-        parts = []
-    elif isinstance(content, (list, tuple)):
-        parts = [_part(item) for item in content]
-    else:
-        parts = [_text_part(content)]
-    return {"role": message.get("role", "user"), "parts": parts}
+    items = content if isinstance(content, (list, tuple)) else () if content is None else (content,)
+    return {"role": message.get("role", "user"), "parts": [_part(item) for item in items]}
 
 
 def _part(item: Any) -> Any:
-    if isinstance(item, Mapping) and item.get("type") == "text":
-        return _text_part(item.get("text", ""))
-    return item
+    if isinstance(item, Mapping):
+        return _text_part(item.get("text", "")) if item.get("type") == "text" else item
+    return _text_part(item)
 
 
 def _output_messages(request: Request, error: BaseException | None) -> str:

@@ -133,13 +133,20 @@ async def measure_wakes(bench: Bench) -> None:
     """Each event loop in turn, in a thread of its own."""
     steps, rounds = (50, 1) if bench.quick else (100, 5)
     engine_times: list[float] = []
-    for name, new_loop in (("asyncio", asyncio.new_event_loop), ("uvloop", uvloop.new_event_loop)):
-        wakes = await asyncio.to_thread(Wakes.measured_on, new_loop, steps, rounds)
+    for name, backend, loop in (
+        ("asyncio", "asyncio", {}),
+        ("uvloop", "asyncio", {"loop_factory": uvloop.new_event_loop}),
+        ("trio", "trio", {}),
+    ):
+        wakes = await asyncio.to_thread(Wakes.measured_on, backend, loop, steps, rounds)
         engine_times += wakes.engine_times
-        ratio = statistics.median(wakes.ratios())
-        bench.report.add_times(f"{name}, CPU time of the loop a step", wakes.of_streams, "ms")
-        bench.report.add_times(f"{name}, the same of bare futures", wakes.of_futures, "ms")
-        bench.report.add(f"{name}, streams to bare futures", ratio, "×")
+        bare = "trio's own events" if name == "trio" else "bare futures"
+        report = bench.report
+        report.add_times(f"{name}, CPU time of the loop a step", wakes.of_streams, "ms")
+        report.add_times(f"{name}, the same of {bare}", wakes.of_futures, "ms")
+        report.add_times(f"{name}, the same of anyio.Event", wakes.of_events, "ms")
+        report.add(f"{name}, streams to {bare}", wakes.ratio("of_streams", "of_futures"), "×")
+        report.add(f"{name}, anyio.Event to {bare}", wakes.ratio("of_events", "of_futures"), "×")
     bench.report.add_times("engine thread, CPU time a step", engine_times, "ms")
 
 

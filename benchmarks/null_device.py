@@ -38,8 +38,9 @@ class NullDevice:
         batch = self._queue.popleft()
         self.cpu_times.append(time.thread_time())
         time.sleep(self._step_time)
-        token_ids = [300 + (batch.step + row) % 1000 for row in range(len(batch))]
-        return StepResult(batch.step, token_ids)
+        counts = [int(samples) for samples in batch.samples]
+        token_ids = [300 + (batch.step + row) % 1000 for row in range(sum(counts))]
+        return StepResult(batch.step, token_ids, counts)
 
     def discard(self) -> None:
         self._queue.clear()

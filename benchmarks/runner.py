@@ -11,20 +11,20 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
 
 from asyncllm.checkpoint.model_config import ModelConfig, RopeConfig
 from asyncllm.core.executor import ExecutorInfo
-from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.core.scheduler import Scheduler
+from asyncllm.gpu.batch.step_buffers import PinnedStepBuffer
 from asyncllm.gpu.graph.cuda_graphs import EagerCapturer
-from asyncllm.gpu.kv_cache import KVCache, KVCacheSize
+from asyncllm.gpu.graph.decode_runner import DecodeRunner
+from asyncllm.gpu.graph.streams import SyncStream
+from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.model_runner import ModelRunner
-from asyncllm.gpu.models.dense import attention_kinds, build_decoder
+from asyncllm.gpu.models.dense import attention_kinds, build_decoder, kv_groups
 from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.weights import dummy_weights
@@ -36,18 +36,16 @@ MAX_LEN = 4096
 TOKEN = 7
 
 
-class NullStream:
-    """Runs nothing, and is never waited for."""
+class NullStream(SyncStream):
+    """Is never waited for."""
 
     is_async = True
 
-    def context(self) -> AbstractContextManager[object]:
-        return nullcontext()
 
-    def submit(self, work: Callable[[], None]) -> NullStream:
-        return self
+class NullDecodeRunner(DecodeRunner):
+    """Runs nothing; every token is there at once."""
 
-    def synchronize(self) -> None:
+    def run(self, host: PinnedStepBuffer, num_rows: int, inputs: object) -> None:
         pass
 
 
@@ -72,22 +70,21 @@ def make_runner() -> ModelRunner:
     attention = {kind: TorchAttention(kind.shape, dtype) for kind in attention_kinds(model)}
     decoder = build_decoder(model, TorchOps(), attention, dummy_weights(model, dtype, cpu))
     decoder.set_max_positions(MAX_LEN)
+    groups = kv_groups(model, attention, BLOCK_SIZE)
     info = ExecutorInfo(
         vocab_size=50_000,
         num_blocks=NUM_BLOCKS,
-        kv_groups=(KVCacheSpec((0,), BLOCK_SIZE),),
+        kv_groups=tuple(group.spec for group in groups),
         max_model_len=MAX_LEN,
         max_num_seqs=RUNNING,
         max_num_batched_tokens=8192,
         pipeline_depth=2,
     )
-    cache = KVCache(model, KVCacheSize(NUM_BLOCKS, BLOCK_SIZE, MAX_LEN, 1), dtype, cpu)
-    runner = ModelRunner(decoder, cache, info, stream=NullStream(), capturer=EagerCapturer())
-    assert runner._state is not None
-    assert runner._state.decode is not None
-    for block in runner._state.decode.step_buffers.buffers:
-        block.tokens.fill_(TOKEN)
-    return runner
+    cache = KVCache(groups, NUM_BLOCKS, dtype, cpu)
+    decode = NullDecodeRunner(decoder, cache, info, EagerCapturer(), ())
+    for _ in range(info.pipeline_depth + 1):
+        next(decode.host_buffers).tokens.fill_(TOKEN)
+    return ModelRunner(decoder, cache, info, stream=NullStream(), decode=decode)
 
 
 def measure(report: Report, count: int) -> None:

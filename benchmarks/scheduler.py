@@ -18,6 +18,7 @@ from asyncllm.core.batch import StepResult
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.core.request import Request
+from asyncllm.core.request_group import RequestGroup
 from asyncllm.core.scheduler import ScheduledStep, Scheduler
 from asyncllm.sampling_params import SamplingParams
 from benchmarks.common import Report, cpu_time_of, options
@@ -47,7 +48,7 @@ def make_request(rank: int, length: int, rng: random.Random) -> Request:
     sampling = SamplingParams(seed=0, ignore_eos=True, max_tokens=100_000)
     tokens = [rng.randrange(VOCAB_SIZE) for _ in range(length)]
     return Request(
-        f"r{rank}",
+        RequestGroup(f"r{rank}"),
         sampling.resolve({}, {}, lambda: 0),
         token_ids=tokens,
         max_model_len=1 << 20,
@@ -56,7 +57,8 @@ def make_request(rank: int, length: int, rng: random.Random) -> Request:
 
 
 def result_of(step: ScheduledStep) -> StepResult:
-    return StepResult(step.batch.step, [7] * len(step.requests))
+    counts = [int(samples) for samples in step.batch.samples]
+    return StepResult(step.batch.step, [7] * sum(counts), counts)
 
 
 @dataclass
@@ -87,12 +89,12 @@ def decode(scheduler: Scheduler, count: int, depth: int) -> Steps:
         oldest = in_flight.popleft()
         result = result_of(oldest)
         started = clock()
-        scheduler.update(oldest, result)
+        deque(scheduler.update(oldest, result), maxlen=0)
         steps.update.append(clock() - started)
         steps.schedule.append(scheduled - began)
     while in_flight:
         oldest = in_flight.popleft()
-        scheduler.update(oldest, result_of(oldest))
+        deque(scheduler.update(oldest, result_of(oldest)), maxlen=0)
     return steps
 
 
@@ -148,7 +150,7 @@ def measure_admission(report: Report, repeats: int) -> None:
 
         def reserve(admission: Admission = admission, requests=requests) -> None:
             for request in requests:
-                admission.reserve(request, 64)
+                admission.reserve(request.group, 64)
 
         def enter(scheduler: Scheduler = scheduler, requests=requests) -> None:
             for request in requests:

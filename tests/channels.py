@@ -12,7 +12,7 @@ import asyncllm
 from asyncllm.core.channel import Channel
 from asyncllm.core.output_processor import Output, OutputProcessor
 from asyncllm.core.request import Request, Status
-from asyncllm.core.scheduler import TokenEvent
+from asyncllm.core.request_group import RequestGroup
 from asyncllm.errors import RequestError
 from asyncllm.observer import ObserverNotifier
 from asyncllm.outputs import Delta, Logprob, TokenLogprobs
@@ -60,6 +60,12 @@ class Waiter:
     def __await__(self):
         yield
 
+    def done(self) -> bool:
+        return self.woken
+
+    def set_result(self, _: None) -> None:
+        self.woken = True
+
 
 class Host:
     """A loop that runs what was posted when it is told to."""
@@ -72,9 +78,6 @@ class Host:
 
     def make_waiter(self) -> Waiter:
         return Waiter()
-
-    def wake(self, waiter: Waiter) -> None:
-        waiter.woken = True
 
     def is_closed(self) -> bool:
         return False
@@ -114,23 +117,24 @@ class ChannelRig:
         self.mailbox = LoopMailbox(self.host)
         self.channel = Channel(max_unread=max_unread, on_slow=on_slow)
         detokenizer = SimpleNamespace(push=text_of, finish=lambda: "", stopped=None)
+        self.group = RequestGroup("r", self.channel)
         self.request = Request(
-            "r",
+            self.group,
             SamplingParams(logprobs=0 if logprobs else None),
             token_ids=[1],
             max_model_len=10**9,
-            output=Output(self.channel, str, detokenizer),
+            output=Output(str, detokenizer),
         )
         self.request.status = Status.RUNNING
         self.scheduler = SimpleNamespace(
             finish=self._on_finish, pause=lambda _: None, resume=lambda _: None
         )
-        self.forgotten: list[Request] = []
+        self.forgotten: list[RequestGroup] = []
         admission = SimpleNamespace(forget=self.forgotten.append)
         self.output_processor = OutputProcessor(self.scheduler, admission, lambda: 0.0)
         self.observed = Ends()
-        self.request.notifier = ObserverNotifier(self.request, (self.observed,))
-        self.request.notifier.submitted(None)
+        self.group.notifier = ObserverNotifier(self.request, (self.observed,))
+        self.group.notifier.submitted(None)
         core = SimpleNamespace(
             abort=self._on_abort,
             abandon=lambda _: None,
@@ -138,7 +142,7 @@ class ChannelRig:
             on_drained=self.output_processor.release,
         )
         self.aborted = False
-        self.stream = TokenStream(self.request, core, lambda: self.mailbox)
+        self.stream = TokenStream(self.group, core, lambda: self.mailbox)
         self._reading = None
         self._waiter = None
 
@@ -159,10 +163,10 @@ class ChannelRig:
         self.tokens.append(token)
         self.request.token_ids.append(token)
         logprobs = logprobs_of(token) if self.logprobs else None
-        self.output_processor.deliver(TokenEvent(self.request, token, logprobs, None), 0.0)
+        self.output_processor.deliver((self.request, token, logprobs, None), 0.0)
 
     def abort(self) -> None:
-        self.output_processor.abort(self.request)
+        self.output_processor.abort(self.group)
 
     def announce_and_read(self) -> None:
         self.output_processor.flush_wakeups()
@@ -212,8 +216,8 @@ class ChannelRig:
         self._reading.close()
         self._reading = None
 
-    def _on_abort(self, request) -> None:
-        request.cancelled = True
+    def _on_abort(self, group) -> None:
+        group.cancelled = True
         self.aborted = True
 
     # --- both ---------------------------------------------------------------------------

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from asyncllm.core.batch import RequestAssignment, StepBatch, StepResult
+from asyncllm.core.batch import RequestAssignment, RowError, StepBatch, StepResult
 from asyncllm.core.executor import Executor
+from asyncllm.core.in_process import plain
 from asyncllm.outputs import TokenLogprobs
 from asyncllm.sampling_params import SamplingParams
 
@@ -43,7 +44,7 @@ class Sequence:
     tokens: list[int]
     eos: tuple[int, ...] = ()
     req_index: int | None = None
-    blocks: list[int] = field(default_factory=list)
+    blocks: list[list[int]] = field(default_factory=list)  # per KV group
     computed: int = 0
     in_flight: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -67,7 +68,7 @@ class Driver:
     def __init__(self, executor: Executor) -> None:
         self.executor = executor
         info = executor.info
-        self.block_size = info.block_size
+        self.kv_groups = info.kv_groups
         # Not in order, so that a table that is read wrongly cannot be right by accident.
         self.free_blocks = deque(sorted(range(1, info.num_blocks), key=lambda b: b * 7919 % 1009))
         self.free_slots = deque(reversed(range(info.max_num_seqs)))
@@ -107,17 +108,19 @@ class Driver:
 
     def collect(self) -> StepResult:
         result = self.executor.collect()
+        token_ids = iter(result.token_ids)
         for row, (seq, samples) in enumerate(self.in_flight.popleft()):
-            assert (result.token_ids[row] >= 0) == (samples and row not in result.errors)
+            assert result.counts[row] == (samples and row not in result.errors)
             seq.in_flight -= samples
             if row in result.errors:
-                seq.error = result.errors[row]
+                seq.error = self.executor.in_process.errors[result.step][row]
+                assert result.errors[row] == RowError.of(seq.error)
                 continue
             if not samples:
                 continue
-            seq.tokens.append(result.token_ids[row])
-            if row in result.logprobs:
-                seq.logprobs.append(result.logprobs[row])
+            seq.tokens.append(next(token_ids))
+            seq.logprobs += result.logprobs.get(row, ())
+        assert list(token_ids) == []
         return result
 
     def run(self, seqs: list[Sequence], chunk: int = 0, depth: int = 1) -> None:
@@ -138,35 +141,44 @@ class Driver:
         if seq.req_index is not None:
             self.released.append(seq.req_index)
             self.free_slots.append(seq.req_index)
-            self.free_blocks.extend(reversed(seq.blocks))
+            for blocks in seq.blocks:
+                self.free_blocks.extend(reversed(blocks))
             seq.req_index, seq.blocks, seq.computed = None, [], 0
 
     def share(self, source: Sequence, seq: Sequence, num_blocks: int) -> None:
         """A prefix hit: the first blocks of ``source``, which keeps them, go to ``seq``."""
-        seq.blocks = source.blocks[:num_blocks]
-        seq.computed = num_blocks * self.block_size
+        seq.blocks = [blocks[:num_blocks] for blocks in source.blocks]
+        seq.computed = num_blocks * self.executor.info.block_size
 
     def _next(self, seq: Sequence, chunk: int) -> int:
         missing = seq.known - seq.computed
         return min(missing, chunk) if chunk else missing
 
     def _allocate(self, batch: StepBatch, seq: Sequence, length: int) -> None:
-        missing = -(-length // self.block_size) - len(seq.blocks)
-        new = [self.free_blocks.popleft() for _ in range(missing)]
-        seq.blocks += new
+        seq.blocks = seq.blocks or [[] for _ in self.kv_groups]
+        new: list[list[int]] = []
+        for spec, blocks in zip(self.kv_groups, seq.blocks, strict=True):
+            missing = -(-length // spec.block_size) - len(blocks)
+            new.append([self.free_blocks.popleft() for _ in range(missing)])
+            blocks += new[-1]
         if seq.req_index is not None:
-            if new:
-                batch.new_blocks.append((seq.req_index, (new,)))
+            if any(new):
+                batch.new_blocks.append((seq.req_index, tuple(new)))
             return
         seq.req_index = self.free_slots.popleft()
+        processors_key = -1
+        if seq.sampling.logits_processors:
+            processors_key = id(seq)
+            self.executor.in_process.processors[id(seq)] = seq.sampling.logits_processors
         batch.assignments.append(
             RequestAssignment(
                 req_index=seq.req_index,
                 request_id=f"seq-{seq.req_index}",
-                token_ids=seq.tokens,
+                token_ids=seq.tokens.copy(),
                 num_prompt_tokens=len(seq.prompt),
-                block_ids=(list(seq.blocks),),
-                sampling=seq.sampling,
+                block_ids=tuple(list(blocks) for blocks in seq.blocks),
+                sampling=plain(seq.sampling),
                 eos_token_ids=seq.eos,
+                processors_key=processors_key,
             )
         )

@@ -119,6 +119,7 @@ def fake(
     max_num_seqs: int = 16,
     max_num_batched_tokens: int = 64,
     pipeline_depth: int = 1,
+    max_tokens_per_row: int = 1,
     step_time: float = 0.0,
     eos_token_ids: tuple[int, ...] = (),
     record: bool = False,
@@ -131,6 +132,7 @@ def fake(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         pipeline_depth=pipeline_depth,
+        max_tokens_per_row=max_tokens_per_row,
     )
     executor = FakeExecutor(info, step_time=step_time, record=record)
     return Fake(info, executor, FakeTokenizer(), FakeModelConfig(eos_token_ids))

@@ -23,6 +23,7 @@ MODULES = {
     "asyncllm.tracing": ("EngineTracing", "trace_engine"),
     "asyncllm.gpu.ops.backend": ("AttentionBackend", "AttentionRequest", "Constraints"),
     "asyncllm.llm": ("LLMStream",),
+    "asyncllm.testing": ("FakeExecutor", "byte_tokenizer", "fake_engine", "fake_llm"),
 }
 
 MADE_FOR_THE_CALLER = {"CallbackStream", "LLMStream", "TokenStream", "WebSocketServer"}

@@ -2,39 +2,49 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
+import numpy as np
+import pytest
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.kv_cache_spec import KVCacheSpec
+from asyncllm.gpu.batch.step_buffers import PinnedStepBuffer
+from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.graph.cuda_graphs import GraphCapturer, default_sizes
 from asyncllm.gpu.graph.decode_runner import DecodeRunner
-from asyncllm.gpu.kv_cache import KVCache, KVCacheSize, block_bytes
+from asyncllm.gpu.kv_cache import KVCache, KVGroup
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.models.dense import attention_kinds, build_decoder
+from asyncllm.gpu.ops.base import BlockLayout
 from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.weights import dummy_weights
+from asyncllm.sampling_params import SamplingParams
+from tests.driver import Driver
 
 CPU = torch.device("cpu")
 
 
-class LateTicket:
-    def __init__(self, stream: LateStream, work: Callable[[], None]) -> None:
-        self._stream, self._work = stream, work
-        self.done = False
+class LateEvent:
+    """A point in a LateStream: done once all that was queued before it has run."""
 
-    def run(self) -> None:
-        self._work()
-        self.done = True
+    def __init__(self, stream: LateStream) -> None:
+        self._stream = stream
+        self.done = False
 
     def synchronize(self) -> None:
         while not self.done:
@@ -44,32 +54,74 @@ class LateTicket:
 class LateStream:
     """Work runs in order, as late as it may: when somebody waits for it.
 
-    Whatever the host changes between submitting and waiting, the work sees changed, as a GPU
-    might. ``most`` is how much was queued at once.
+    The work is a DecodeRunner's, behind a LateDecodeRunner. ``most`` is how many steps were
+    queued at once.
     """
 
     is_async = True
 
     def __init__(self) -> None:
-        self._queue: deque[LateTicket] = deque()
+        self._queue: deque[Callable[[], None] | LateEvent] = deque()
         self.most = 0
 
     def context(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def submit(self, work: Callable[[], None]) -> LateTicket:
-        ticket = LateTicket(self, work)
-        self._queue.append(ticket)
-        self.most = max(self.most, len(self._queue))
-        return ticket
+    def queue(self, work: Callable[[], None]) -> None:
+        self._queue.append(work)
+
+    def record(self) -> LateEvent:
+        event = LateEvent(self)
+        self._queue.append(event)
+        self.most = max(self.most, sum(isinstance(item, LateEvent) for item in self._queue))
+        return event
 
     def advance(self) -> None:
+        item = self._queue.popleft()
+        if isinstance(item, LateEvent):
+            item.done = True
+            return
         with torch.inference_mode():
-            self._queue.popleft().run()
+            item()
 
     def synchronize(self) -> None:
         while self._queue:
             self.advance()
+
+
+class LateDecodeRunner:
+    """A DecodeRunner on a LateStream: a step reads the host's memory when it runs, and finds
+    there whatever has been changed since it was queued, as on a GPU.
+
+    Only what attention plans from is of the moment: a plan is made on the host, at launch.
+    """
+
+    def __init__(self, runner: DecodeRunner, stream: LateStream) -> None:
+        self._runner, self._stream = runner, stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def run(
+        self, host: PinnedStepBuffer, num_rows: int, inputs: tuple[ModelInputs, ...] | None
+    ) -> None:
+        inputs = inputs and tuple(replace(i, host_table=i.host_table.copy()) for i in inputs)
+        self._stream.queue(partial(self._runner.run, host, num_rows, inputs))
+
+    def logits(
+        self, host: PinnedStepBuffer, num_rows: int, inputs: tuple[ModelInputs, ...] | None
+    ) -> Tensor:
+        self._stream.synchronize()
+        return self._runner.logits(host, num_rows, inputs)
+
+
+def run_late(runner: ModelRunner, stream: LateStream) -> ModelRunner:
+    """The same runner, whose steps run late on ``stream``."""
+    state = runner._state
+    assert state is not None
+    late: Any = LateDecodeRunner(decode_step(runner), stream)
+    state.decode = late
+    return runner
 
 
 class TraceRecorder:
@@ -124,6 +176,21 @@ def make_decoder(
     return decoder
 
 
+def in_groups(decoder: Decoder, *groups: tuple[int, ...]) -> Decoder:
+    """The same decoder with these layers in KV groups."""
+    group_of = {layer: group for group, layers in enumerate(groups) for layer in layers}
+    layers: list[Any] = list(decoder.layers)
+    kinds = [replace(layer.kind, kv_group=group_of[i]) for i, layer in enumerate(layers)]
+    attention = {kind: decoder.attention[replace(kind, kv_group=0)] for kind in kinds}
+    grouped = copy.copy(decoder)
+    grouped.attention, indices = attention, list(attention)
+    grouped.layers = [
+        replace(layer, kind=kind, mixer=replace(layer.mixer, attention_index=indices.index(kind)))
+        for layer, kind in zip(layers, kinds, strict=True)
+    ]
+    return grouped
+
+
 def make_runner(
     decoder: Decoder,
     *,
@@ -135,31 +202,84 @@ def make_runner(
     block_size: int = 4,
     max_len: int = 96,
     depth: int = 2,
+    layers: tuple[tuple[int, ...], ...] = (),
 ) -> ModelRunner:
     """A runner with its state on the "device"; with no recorder the plain one, which draws
-    tokens by the same function."""
+    tokens by the same function. ``layers`` of KV groups, if there are several."""
     model = decoder.model
-    size = KVCacheSize(
-        num_blocks + 1, block_size, max_len, block_bytes(model, block_size, torch.float32)
-    )
+    groups = kv_groups(model, block_size, *layers)
+    if layers:
+        decoder = in_groups(decoder, *layers)
     info = ExecutorInfo(
         vocab_size=model.vocab_size,
         num_blocks=num_blocks + 1,
-        kv_groups=(KVCacheSpec(tuple(range(model.num_layers)), block_size),),
+        kv_groups=tuple(group.spec for group in groups),
         max_model_len=max_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=512,
         pipeline_depth=depth,
     )
-    return ModelRunner(
-        decoder,
-        KVCache(model, size, torch.float32, CPU),
-        info,
-        stream=stream,
-        capturer=capturer,
-        graph_sizes=default_sizes(max_num_seqs) if sizes is None else sizes,
-        races=True,
-    )
+    cache = KVCache(groups, num_blocks + 1, torch.float32, CPU)
+    decode = None
+    if capturer is not None:
+        graphs = default_sizes(max_num_seqs) if sizes is None else sizes
+        decode = DecodeRunner(decoder, cache, info, capturer, graphs)
+    runner = ModelRunner(decoder, cache, info, stream=stream, decode=decode, gumbel=True)
+    return runner if stream is None else run_late(runner, stream)
+
+
+def kv_groups(model: ModelConfig, block_size: int, *layers: tuple[int, ...]) -> list[KVGroup]:
+    """Groups of these layers, one of all layers if none are given, in the default layout."""
+    layout = BlockLayout((2, block_size, model.num_kv_heads, model.head_dim))
+    return [
+        KVGroup(KVCacheSpec(group, block_size), layout)
+        for group in layers or (tuple(range(model.num_layers)),)
+    ]
+
+
+class SentBytes(TorchDispatchMode):
+    """Counts what goes from host to device: arrays, and copies of step buffers."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        super().__init__()
+        self.total = 0
+        buffers = decode_step(runner).host_buffers
+        self._buffers = {next(buffers).memory.data_ptr() for _ in range(6)}
+
+    def __enter__(self) -> SentBytes:
+        self._patch = pytest.MonkeyPatch()
+        from_numpy = torch.from_numpy
+
+        def counted(array: np.ndarray) -> Tensor:
+            self.total += array.nbytes
+            return from_numpy(array)
+
+        self._patch.setattr(torch, "from_numpy", counted)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._patch.undo()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and args[1].data_ptr() in self._buffers:
+            self.total += args[1].nbytes
+        return func(*args, **(kwargs or {}))
+
+
+def sent_in_a_mixed_step(runner: ModelRunner, stream: LateStream) -> int:
+    """Bytes sent for a step of three decode rows and two prompts of 9 and 21 tokens."""
+    driver = Driver(runner)
+    params = SamplingParams(temperature=0.0, seed=0)
+    decoding = [driver.add([1, 2, 3] * count, 9, params) for count in (1, 3, 8)]
+    driver.launch([(seq, 0) for seq in decoding])
+    stream.synchronize()
+    entering = [driver.add([5] * count, 9, params) for count in (9, 21)]
+    with SentBytes(runner) as sent:
+        driver.launch([(seq, 0) for seq in decoding + entering])
+        stream.synchronize()
+    return sent.total
 
 
 def decode_step(runner: ModelRunner) -> DecodeRunner:

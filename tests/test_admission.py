@@ -10,6 +10,7 @@ import pytest
 from asyncllm import EngineClosedError, EngineOverloadedError, InvalidRequestError, SamplingParams
 from asyncllm.core.admission import Admission
 from asyncllm.core.request import Request
+from asyncllm.core.request_group import RequestGroup
 
 
 class Clock:
@@ -21,7 +22,10 @@ class Clock:
 
 
 def request(request_id):
-    return Request(request_id, SamplingParams(), token_ids=[1], max_model_len=10)
+    """A group of one."""
+    group = RequestGroup(request_id)
+    Request(group, SamplingParams(), token_ids=[1], max_model_len=10)
+    return group
 
 
 @pytest.fixture
@@ -92,7 +96,7 @@ def test_an_estimate_is_corrected(clock):
     admission.reserve(long, 95)
     with pytest.raises(EngineOverloadedError):
         admission.reserve(request("b"), 10)
-    admission.correct(long, 20)
+    admission.correct(long.members[0], 20)
     admission.reserve(request("b"), 80)
 
 
@@ -101,7 +105,7 @@ def test_ids_ranks_and_closing(clock):
     first, second = request("a"), request("b")
     admission.reserve(first, 1)
     admission.reserve(second, 1)
-    assert (first.arrival_index, second.arrival_index) == (0, 1)
+    assert (first.members[0].arrival_index, second.members[0].arrival_index) == (0, 1)
     with pytest.raises(InvalidRequestError):
         admission.reserve(request("a"), 1)
     first.cancelled = True

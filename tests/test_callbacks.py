@@ -12,6 +12,7 @@ import threading
 import uuid
 from contextlib import redirect_stdout
 
+import anyio
 import numpy as np
 import pytest
 
@@ -227,6 +228,32 @@ async def test_a_slow_handler_leaves_the_loop_and_the_engine_alone():
     assert len(other.token_ids) == len(result.token_ids) == 20
 
 
+async def test_a_call_that_was_left_behind_ends_before_the_next_begins():
+    entered, gate, order = threading.Event(), threading.Event(), []
+
+    class Slow:
+        def on_llm_new_token(self, token, **kwargs):
+            entered.set()
+            assert gate.wait(10)
+            order.append("token")
+
+        def on_llm_error(self, error, **kwargs):
+            order.append("error")
+
+    async with fake().engine() as engine:
+        stream = stream_with_callbacks(engine, [1], handlers=[Slow()], max_tokens=20)
+        reading = asyncio.ensure_future(stream.result())
+        while not entered.is_set():
+            await asyncio.sleep(0.001)
+        reading.cancel()
+        await asyncio.sleep(0.02)
+        assert (order, reading.done()) == ([], False)
+        gate.set()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+    assert order == ["token", "error"]
+
+
 async def test_context_variables_reach_handlers():
     import contextvars
 
@@ -242,6 +269,29 @@ async def test_context_variables_reach_handlers():
         variable.set("mine")
         await stream_with_callbacks(engine, [1], handlers=[Reader()], max_tokens=1).result()
     assert seen == ["mine"]
+
+
+async def test_a_handler_may_run_a_loop_of_its_own_below_any_other():
+    completions = []
+
+    class Nested:
+        def on_llm_start(self, *args, **kwargs):
+            async def generate():
+                async with fake().engine() as engine:
+                    completions.append(await engine.generate([1], max_tokens=3))
+
+            asyncio.run(generate())
+
+    async def main():
+        async with fake().engine() as engine:
+            stream = stream_with_callbacks(engine, [1], handlers=[Nested()], max_tokens=2)
+            await stream.result()
+
+    for backend in ("asyncio", "trio"):
+        thread = threading.Thread(target=anyio.run, args=(main,), kwargs={"backend": backend})
+        thread.start()
+        await asyncio.to_thread(thread.join)
+    assert [len(completion.token_ids) for completion in completions] == [3, 3]
 
 
 # --- errors -----------------------------------------------------------------------------
@@ -420,6 +470,35 @@ async def test_works_under_trio():
     for one in (cancelled, other):
         ((error,), _), *_ = one.of("on_llm_error")
         assert isinstance(error, trio.Cancelled)
+
+
+async def test_a_cancel_scope_of_anyio_leaves_on_llm_error_its_awaits():
+    """It cancels again at each of them, on asyncio too."""
+
+    class Awaiting(AsyncRecorder):
+        async def on_llm_error(self, *args, **kwargs):
+            await anyio.sleep(0.001)
+            await super().on_llm_error(*args, **kwargs)
+
+    handler = Awaiting()
+    async with fake(step_time=0.001).engine() as engine:
+        with anyio.CancelScope() as scope:
+            async for _ in stream_with_callbacks(engine, [1], handlers=[handler], max_tokens=200):
+                scope.cancel()
+    ((error,), _), *_ = handler.of("on_llm_error")
+    assert isinstance(error, asyncio.CancelledError)
+
+
+async def test_a_read_that_is_destroyed_awaits_no_handler():
+    handler = AsyncRecorder()
+    async with fake().engine() as engine:
+        await engine.pause()
+        stream = stream_with_callbacks(engine, [1], handlers=[handler], max_tokens=2)
+        read = stream.__anext__()
+        read.send(None)
+        read.close()  # as the collector does with a task of a loop that was closed
+        assert handler.names == ["on_llm_start"]
+        await engine.resume()
 
 
 # --- LangChain's own handlers -----------------------------------------------------------

@@ -127,7 +127,7 @@ def ended_once(rig):
     delivery = rig.output_processor
     assert delivery.num_finished + delivery.num_aborted + delivery.num_failed == 1
     assert delivery.num_failed == isinstance(rig.end, RuntimeError)
-    assert set(rig.forgotten) == {rig.request}
+    assert set(rig.forgotten) == {rig.group}
     rig.read()
     with pytest.raises(StopAsyncIteration):
         rig.stream.__anext__().send(None)

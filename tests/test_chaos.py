@@ -35,12 +35,12 @@ def test_the_ledger_sees_a_wrong_token(seed, monkeypatch):
     """The check bites: one wrong token in a prefix hit is noticed."""
     from asyncllm.testing import FakeExecutor
 
-    write_row = FakeExecutor._write_row
+    write = FakeExecutor._write
 
-    def wrong(self, slot, start, count):
-        return write_row(self, slot, start, count) ^ (start % 7 == 3)
+    def wrong(self, group, req_index, start, tokens):
+        return write(self, group, req_index, start, tokens) ^ (start % 7 == 3)
 
-    monkeypatch.setattr(FakeExecutor, "_write_row", wrong)
+    monkeypatch.setattr(FakeExecutor, "_write", wrong)
     outcome = asyncio.run(run(fake_subject(), seconds=2.0, seed=seed, clients=10))
     assert any("instead of" in what for what in outcome.ledger.wrong)
 

@@ -333,7 +333,8 @@ def test_head_and_layers_apart_give_the_same_bits(monkeypatch, static):
     def checked(method: str, plan: str) -> Any:
         run = getattr(Decoder, method)
 
-        def forward(self: Decoder, inputs: Any, cache: Any) -> Tensor:
+        def forward(self: Decoder, groups: Any, cache: Any) -> Tensor:
+            (inputs,) = groups
             other = SimpleNamespace(layers=[layer.clone() for layer in cache.layers])
             plans = {
                 kind.window: getattr(attention, plan)(inputs, kind.window)
@@ -341,7 +342,7 @@ def test_head_and_layers_apart_give_the_same_bits(monkeypatch, static):
             }
             rows = getattr(inputs, "logits_indices", None)
             expected = straight_line(self, inputs, plans, other, rows)
-            hidden = run(self, inputs, cache)
+            hidden = run(self, groups, cache)
             found = self.logits(hidden)
             assert torch.equal(found, expected)
             assert all(map(torch.equal, cache.layers, other.layers))

@@ -246,9 +246,9 @@ def test_prompt_ends_inside_a_character(name: str) -> None:
 
 
 def byte_level_alphabet() -> dict[str, int]:
-    from asyncllm.text.text_decoder import _byte_of_character
+    from asyncllm.text.text_decoder import byte_alphabet
 
-    return _byte_of_character()
+    return byte_alphabet()
 
 
 def test_alphabet_is_the_librarys() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from asyncllm.errors import EngineError
-from asyncllm.gpu.devices import CudaDriver, TorchCudaDriver, resolve_device
+from asyncllm.gpu.devices import CudaDriver, resolve_device
 
 NO_DRIVER = (
     "Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU and "
@@ -156,7 +156,7 @@ def test_what_is_no_refusal_of_cuda_is_not_swallowed():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_torch_itself_gives_the_reason_here(caplog):
     """With a build of torch for CUDA this takes torch's own text through the same path."""
-    driver = TorchCudaDriver()
+    driver = CudaDriver()
     error = refused(driver)
     if driver.built():
         assert isinstance(error.__cause__, RuntimeError)

@@ -768,3 +768,15 @@ async def test_import_is_cheap():
 async def test_public_names_resolve():
     for name in asyncllm.__all__:
         assert getattr(asyncllm, name).__name__ == name or name == "FinishReason"
+
+
+async def test_abort_names_the_field_that_is_no_id():
+    rig = fake(step_time=0.001)
+    async with rig.engine() as engine:
+        stream = engine.stream([1], request_id="x", max_tokens=5)
+        for wrong in (5, None, ["x", 5], [["x"]], b"x", {"x": 1}):
+            with pytest.raises(InvalidRequestError, match="expected a string, or") as one:
+                engine.abort(wrong)
+            assert one.value.param == "request_id"
+        engine.abort(iter(["unknown", ""]))
+        assert (await stream.result()).finish_reason == "length"

@@ -310,7 +310,9 @@ def test_one_engine_from_two_loops_at_once(run, other):
 @pytest.mark.parametrize("other", BACKENDS)
 def test_loop_that_was_closed_aborts_its_streams(run, other):
     """A stream that outlives its loop can never be read again; the engine goes on."""
-    rig = fake(step_time=0.002, max_model_len=250)
+    rig = fake(max_model_len=250)
+    # However long the loop takes to end, the request has not.
+    rig.executor.gate = threading.Semaphore(3)
     backend, options = BACKENDS[other]
     kept = []
 
@@ -329,6 +331,7 @@ def test_loop_that_was_closed_aborts_its_streams(run, other):
             thread = threading.Thread(target=second_loop)
             thread.start()
             await anyio.to_thread.run_sync(thread.join)
+            rig.executor.gate.release(1000)
             await until(lambda: engine.stats().num_aborted == 1)
             await until(lambda: free(engine))
             result = await engine.generate([2], max_tokens=5)

@@ -25,7 +25,7 @@ from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.ops import registry
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.runtime.loading import LoadedModel, load_model
-from tests.static_runner import CPU, LateStream, TraceRecorder
+from tests.static_runner import CPU, LateStream, TraceRecorder, run_late
 from tests.test_model_runner import MODEL
 
 PROMPTS = [
@@ -55,7 +55,8 @@ class AheadOnCPU:
             progress(done, total, stage)
 
         plain = load_model(replace(config, cuda_graphs="auto", cuda_graph_sizes=None), progress)
-        self.runner = build_model_runner(config, plain.model_config, tell, self.mode(config))
+        runner = build_model_runner(config, plain.model_config, tell, self.mode(config))
+        self.runner = run_late(runner, self.stream)
         return LoadedModel(self.runner, plain.tokenizer, plain.model_config)
 
     def engine(self, **fields: Any) -> AsyncLLMEngine:

@@ -47,7 +47,10 @@ FAULTS = {
     "collect is interrupted": Fault("collect", KeyboardInterrupt),
     "launch hangs": Fault("launch", hangs=True),
     "collect hangs": Fault("collect", hangs=True),
-    "too few rows": Fault("collect", result=lambda r: dataclasses.replace(r, token_ids=[])),
+    "too few rows": Fault(
+        "collect", result=lambda r: dataclasses.replace(r, token_ids=[], counts=[])
+    ),
+    "too few tokens": Fault("collect", result=lambda r: dataclasses.replace(r, token_ids=[1])),
     "no such token": Fault("collect", result=lambda r: dataclasses.replace(r, token_ids=[1, 1000])),
     "another step": Fault("collect", result=lambda r: dataclasses.replace(r, step=r.step + 1)),
     "one row fails": Fault("collect", row_error=True),
@@ -58,8 +61,9 @@ CAUSES = {
     "launch hangs": "longer than step_timeout=600 s",
     "collect hangs": "longer than step_timeout=600 s",
     "too few rows": "step 4 has 2 rows, its result 0",
-    "no such token": "step 4 sampled token 1000 in row 1",
-    "another step": "expected the result of step 4, got that of step 5",
+    "too few tokens": "step 4 counts 2 tokens, its result has 1",
+    "no such token": "step 4 sampled token 1000; the vocabulary has 1000 tokens",
+    "another step": "expected the result of step 4, got that of 5",
 }
 
 

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from asyncllm.errors import EngineError
 from asyncllm.gpu.batch.decode_inputs import DecodeInputs
 from asyncllm.gpu.batch.step_inputs import ModelInputs
+from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.ops import flash_attention
 from asyncllm.gpu.ops.base import Attention, AttentionShape
 from asyncllm.gpu.ops.flash_attention import FlashAttention, FlashPlan
@@ -70,8 +71,9 @@ class Step:
         """The decode rows by slot, in another order of slots, and padded ones."""
         inputs, count = self.inputs, self.inputs.num_rows
         slots = torch.arange(count).flip(0) + 2
-        table = torch.zeros((count + 4, inputs.block_table.shape[1]), dtype=torch.int32)
-        table[slots] = torch.from_numpy(inputs.block_table)
+        lines = torch.from_numpy(inputs.host_table[inputs.host_req_indices])
+        table = torch.zeros((count + 4, lines.shape[1]), dtype=torch.int32)
+        table[slots] = lines
         zeros = torch.zeros(padded, dtype=torch.int32)
         return DecodeInputs(
             req_indices=torch.cat((slots, torch.full((padded,), -1))),
@@ -107,16 +109,24 @@ def make_step(name: str, block_size: int) -> Step:
     ends = np.concatenate(([0], np.cumsum(counts)))
     decodes = next((row for row, count in enumerate(counts) if count > 1), len(rows))
     tokens = torch.zeros(int(counts.sum()), dtype=torch.int64)
+    # A line per request index, in another order than the rows, of unused ones too.
+    lines = np.arange(len(rows))[::-1] * 2 + 1
+    lines = np.ascontiguousarray(lines)
+    by_request = np.full((2 * len(rows) + 1, table.shape[1]), order.pop(), dtype=np.int32)
+    by_request[lines] = table
     inputs = ModelInputs(
         num_decodes=decodes,
         token_ids=tokens,
         positions=tokens,
-        slot_mapping=tokens,
         logits_indices=None,
+        req_indices=torch.from_numpy(lines),
+        host_req_indices=lines,
         query_start_loc=ends,
         seq_lens=lengths,
         starts=starts,
-        block_table=table,
+        slot_mapping=tokens,
+        host_table=by_request,
+        device_table=torch.from_numpy(by_request),
         block_size=block_size,
     )
     return Step(merged[:, :6], cache, inputs)
@@ -232,6 +242,26 @@ def test_a_decode_step_reads_nothing_on_the_host(version, block_size, monkeypatc
     assert table.shape == (8, rows.block_table.shape[1])
     assert options["cache_seqlens"] is rows.seq_lens
     assert options["num_splits"] == 0
+
+
+@pytest.mark.parametrize(("version", "block_size"), VERSIONS)
+def test_a_plan_sends_no_block_tables(version, block_size, monkeypatch):
+    """Lengths and starts alone; the tables are on the device, and are cut to the longest row."""
+    sent = []
+
+    def noting(array, device):
+        sent.append(array.nbytes)
+        return copy_to_device(array, device)
+
+    monkeypatch.setattr(flash_attention, "copy_to_device", noting)
+    inputs = make_step("mixed", block_size).inputs
+    wide = torch.nn.functional.pad(inputs.device_table, (0, 8000))
+    plan = version(SHAPE).plan(replace(inputs, device_table=wide), None)
+    # Lengths of eight rows; query and key starts of the four that prefill.
+    assert sent == [4 * (8 + 4 + 1 + 4 + 1)]
+    width = -(-int(inputs.seq_lens.max()) // block_size)
+    assert plan.block_table.shape == (4, width)
+    assert plan.prefill.block_table.shape == (4, width)
 
 
 def test_paged_rows_are_never_split_where_flash_attn_would_choose_to(monkeypatch):

@@ -52,7 +52,7 @@ class PlainAttention(TritonAttention):
             starts = plan.query_start_loc.tolist()
         out = []
         for row, length in enumerate(plan.seq_lens.tolist()):
-            line = row if plan.table_rows is None else int(plan.table_rows[row])
+            line = int(plan.table_rows[row])
             keys, values = cache[:, plan.block_table[line].long()].flatten(1, 2)[:, :length]
             queries = q[starts[row] : starts[row + 1]]
             out.append(attend(queries, keys, values, self.shape.scale, None, None))

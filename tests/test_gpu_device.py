@@ -10,7 +10,7 @@ import torch
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.config import EngineConfig
 from asyncllm.gpu.build import build_model_runner
-from asyncllm.gpu.memory import CudaProbe, cuda_cache_bytes, release
+from asyncllm.gpu.memory import MemoryProbe, cuda_cache_bytes, release
 from asyncllm.gpu.weights import load_weights
 from tests.checkpoints import make_checkpoint
 from tests.driver import Driver
@@ -26,7 +26,7 @@ MIB = 2**20
 
 
 def test_a_pool_counts_what_it_took_and_gives_it_back():
-    probe = CudaProbe()
+    probe = MemoryProbe()
     probe.trim(GPU)
     torch.ones(1, device=GPU)
     before = probe.info(GPU)[0]
@@ -47,7 +47,7 @@ def test_measuring_leaves_the_hosts_peak_statistics():
     del peak
     held = torch.cuda.max_memory_allocated(GPU)
     assert held >= 256 * MIB
-    probe = CudaProbe()
+    probe = MemoryProbe()
     probe.trim(GPU)
     free, total = probe.info(GPU)
     found = cuda_cache_bytes(

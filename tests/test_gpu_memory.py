@@ -25,7 +25,7 @@ from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.kv_cache import block_bytes, min_cache_bytes, size_cache
 from asyncllm.gpu.memory import (
     SEGMENT_BYTES,
-    CudaProbe,
+    MemoryProbe,
     check_cache,
     check_weights,
     cuda_cache_bytes,
@@ -41,6 +41,7 @@ from asyncllm.gpu.weights import dummy_weights
 from tests.driver import Driver
 from tests.fakes import Fake, fake
 from tests.live_bytes import LiveBytes
+from tests.static_runner import kv_groups
 from tests.test_model_runner import MODEL, make
 
 CPU = torch.device("cpu")
@@ -204,14 +205,10 @@ def test_blocks_follow_from_the_bytes():
     """The formula of the whole: (budget - weights - peak) // bytes per block."""
     config = EngineConfig(max_model_len=256)
     available = size(SimulatedGPU(total=GIB), weights=500 * MIB, step=100 * MIB)
-    per_block = block_bytes(MODEL, 16, torch.bfloat16)
+    groups = kv_groups(MODEL, 16)
+    per_block = block_bytes(groups, torch.bfloat16)
     sized = size_cache(
-        config,
-        MODEL,
-        block_size=16,
-        max_num_seqs=10**6,
-        dtype=torch.bfloat16,
-        available=available,
+        config, MODEL, groups, torch.bfloat16, max_num_seqs=10**6, available=available
     )
     assert sized.num_blocks == available // per_block
     assert (int(0.9 * GIB) - 600 * MIB - available) < SEGMENT_BYTES
@@ -327,12 +324,12 @@ def test_a_configured_cache_that_does_not_fit_names_its_knob():
 @pytest.mark.parametrize(("asked", "blocks"), [(None, 2), (16, 2), (17, 3), (256, 17)])
 def test_the_least_cache_has_the_null_block_and_one_sequence(asked, blocks):
     config = EngineConfig(max_model_len=asked)
-    least = min_cache_bytes(config, MODEL, 16, torch.bfloat16)
-    assert least == blocks * block_bytes(MODEL, 16, torch.bfloat16)
-    settings = {"block_size": 16, "max_num_seqs": 4, "dtype": torch.bfloat16}
-    size_cache(config, MODEL, **settings, available=least)
+    sized = (kv_groups(MODEL, 16), torch.bfloat16)
+    least = min_cache_bytes(config, *sized)
+    assert least == blocks * block_bytes(*sized)
+    size_cache(config, MODEL, *sized, max_num_seqs=4, available=least)
     with pytest.raises(KVCacheTooSmallError):
-        size_cache(config, MODEL, **settings, available=least - 1)
+        size_cache(config, MODEL, *sized, max_num_seqs=4, available=least - 1)
 
 
 def test_nothing_is_measured_where_the_configuration_says(monkeypatch):
@@ -350,11 +347,11 @@ def available(decoder: Decoder, **fields) -> int:
     return factory.available_cache_bytes(
         EngineConfig(**fields),
         decoder,
+        kv_groups(MODEL, 16),
         free_at_start=0,
         graph_reserve=0,
         token_budget=64,
         max_num_seqs=4,
-        block_size=16,
     )
 
 
@@ -437,7 +434,11 @@ def test_the_largest_step_runs_prefill_mixed_and_decode_at_the_end_of_long_seque
     decoder = make_decoder(dtype=dtype)
     layers = list(decoder.layers)
     profile_run(
-        decoder, max_num_batched_tokens=100, max_num_seqs=6, max_model_len=60, block_size=16
+        decoder,
+        kv_groups(MODEL, 16),
+        max_num_batched_tokens=100,
+        max_num_seqs=6,
+        max_model_len=60,
     )
     (attention,) = decoder.attention.values()
     assert attention.steps == [
@@ -453,14 +454,15 @@ def test_one_layer_of_each_window_stands_for_all():
     sliding = tuple(index >= 4 for index in range(8))
     model = replace(MODEL, num_layers=8, sliding_window=20, sliding_layers=sliding)
     decoder = make_decoder(model)
-    profile_run(decoder, max_num_batched_tokens=40, max_num_seqs=1, max_model_len=40, block_size=8)
+    run = {"max_num_batched_tokens": 40, "max_num_seqs": 1, "max_model_len": 40}
+    profile_run(decoder, kv_groups(model, 8), **run)
     # Layers 0 and 1 see all, 4 and 7 a window, in two steps of which both kinds were planned.
     assert [kind.window for kind in decoder.attention] == [None, 20]
     for attention in decoder.attention.values():
         assert attention.calls == 2 * 2
         assert len(attention.steps) == 2
     single = make_decoder(replace(MODEL, num_layers=1))
-    profile_run(single, max_num_batched_tokens=40, max_num_seqs=1, max_model_len=40, block_size=8)
+    profile_run(single, kv_groups(single.model, 8), **run)
     (attention,) = single.attention.values()
     assert attention.calls == 2
 
@@ -471,9 +473,10 @@ def test_few_layers_take_as_much_as_all_of_them():
     for count in (3, 12):
         decoder = make_decoder(replace(MODEL, num_layers=count))
         run = {"max_num_batched_tokens": 96, "max_num_seqs": 4, "max_model_len": 64}
-        profile_run(decoder, **run, block_size=16)
+        groups = kv_groups(decoder.model, 16)
+        profile_run(decoder, groups, **run)
         with LiveBytes() as live:
-            profile_run(decoder, **run, block_size=16)
+            profile_run(decoder, groups, **run)
         peaks.append(live.peak)
         assert live.now == 0
     assert peaks[0] == peaks[1] > 0
@@ -492,21 +495,21 @@ def test_the_factory_measures_the_step_that_the_scheduler_will_make(monkeypatch)
 
     monkeypatch.setattr(factory, "cpu_cache_bytes", lambda: 1 / 0)
     monkeypatch.setattr(factory, "cuda_cache_bytes", measure)
-    monkeypatch.setattr(factory, "profile_run", lambda decoder, **kw: asked.append(kw))
+    monkeypatch.setattr(factory, "profile_run", lambda decoder, groups, **kw: asked.append(kw))
     decoder = make_decoder()
     decoder.embedding = OnGPU(torch.bfloat16)  # type: ignore[assignment]
     monkeypatch.setattr(decoder, "set_max_positions", lambda count: asked.append(count))
     found = factory.available_cache_bytes(
         EngineConfig(max_model_len=100),
         decoder,
+        kv_groups(MODEL, 16),
         free_at_start=10,
         graph_reserve=7,
         token_budget=64,
         max_num_seqs=4,
-        block_size=16,
     )
     assert found == 123
-    common = {"max_model_len": 100, "block_size": 16}
+    common = {"max_model_len": 100}
     assert asked == [
         100,
         {"max_num_batched_tokens": 1, "max_num_seqs": 1} | common,
@@ -516,7 +519,7 @@ def test_the_factory_measures_the_step_that_the_scheduler_will_make(monkeypatch)
         "free_at_start": 10,
         "weights_bytes": factory.weights_bytes(MODEL, torch.bfloat16),
         "graph_reserve": 7,
-        "least": 8 * block_bytes(MODEL, 16, torch.bfloat16),
+        "least": 8 * block_bytes(kv_groups(MODEL, 16), torch.bfloat16),
     }
 
 
@@ -612,7 +615,7 @@ def test_an_exception_of_a_step_does_not_keep_the_model(monkeypatch, failure):
     embedding = weakref.ref(state.decoder.embedding)
 
     def fail(self, inputs, cache):
-        activation = inputs.token_ids + 1
+        activation = inputs[0].token_ids + 1
         raise RuntimeError("CUDA out of memory" if failure == "memory" else f"{activation.shape}")
 
     monkeypatch.setattr(type(state.decoder), "forward", fail)
@@ -672,7 +675,7 @@ def test_the_pool_is_torchs_own_and_counts_its_segments_alone(monkeypatch):
     ]
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 7))
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
-    with CudaProbe().pool(torch.device("cuda", 1)) as reserved:
+    with MemoryProbe().pool(torch.device("cuda", 1)) as reserved:
         assert reserved() == 22
         assert calls == [("_cuda_beginAllocateCurrentThreadToPool", 1, (0, 7))]
     assert calls[1:] == [
@@ -694,9 +697,9 @@ def test_waiting_for_the_device_is_bounded(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the current one")
-    assert CudaProbe().finish(GPU, 10.0)
+    assert MemoryProbe().finish(GPU, 10.0)
     Event.left = 10**9
-    assert not CudaProbe().finish(GPU, 0.02)
+    assert not MemoryProbe().finish(GPU, 0.02)
 
 
 # --- errors of the device --------------------------------------------------------------

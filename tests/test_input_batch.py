@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncllm.core.batch import RequestAssignment, StepBatch
+from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.gpu.batch.input_batch import InputBatch
 from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.h2d import copy_to_device
@@ -35,6 +36,18 @@ def assignment(
     return RequestAssignment(req_index, f"r{req_index}", tokens, prompt, (blocks,), PARAMS)
 
 
+def make_inputs(max_num_seqs: int, max_model_len: int, *block_sizes: int) -> InputBatch:
+    """With a KV group per block size."""
+    groups = [KVCacheSpec((layer,), size) for layer, size in enumerate(block_sizes)]
+    return InputBatch(max_num_seqs, max_model_len, groups)
+
+
+def prepare(inputs: InputBatch, batch: StepBatch) -> ModelInputs:
+    """The inputs of the only group."""
+    (step,) = inputs.prepare(batch, CPU)
+    return step
+
+
 def make_batch(rows: list[tuple[int, int, int, bool]], **changes) -> StepBatch:
     """Rows of (slot, start, count, samples)."""
     rows = sorted(rows, key=lambda row: not (row[2] == 1 and row[3]))
@@ -55,7 +68,7 @@ def make_batch(rows: list[tuple[int, int, int, bool]], **changes) -> StepBatch:
 def test_prepare_matches_a_plain_loop(data):
     block_size = data.draw(st.sampled_from([1, 3, 16]))
     lengths = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=6))
-    inputs = InputBatch(8, 64, block_size)
+    inputs = make_inputs(8, 64, block_size)
     draw = np.random.default_rng(data.draw(st.integers(0, 1000)))
     req_indices = draw.permutation(8)[: len(lengths)].tolist()
     free = draw.permutation(np.arange(1, 400)).tolist()
@@ -69,7 +82,7 @@ def test_prepare_matches_a_plain_loop(data):
         entering.append(assignment(req_index, tokens[req_index], held[req_index], length))
     batch = make_batch(rows, assignments=entering)
     inputs.apply(batch)
-    step = ModelInputs.from_arrays(inputs.prepare(batch), CPU)
+    step = prepare(inputs, batch)
     ids, positions, mapping, last = [], [], [], []
     for req_index, start, count, samples in zip(
         batch.req_indices, batch.starts, batch.counts, batch.samples, strict=True
@@ -93,28 +106,31 @@ def test_prepare_matches_a_plain_loop(data):
         s + c for s, c in zip(batch.starts, batch.counts, strict=True)
     ]
     for row, req_index in enumerate(batch.req_indices):
-        assert step.block_table[row, : len(held[req_index])].tolist() == held[req_index]
+        blocks = held[req_index]
+        assert step.host_table[req_index, : len(blocks)].tolist() == blocks
+        used = -(-int(step.seq_lens[row]) // block_size)
+        assert step.block_table[row, :used].tolist() == blocks[:used]
 
 
 def test_released_slots_start_anew_and_blocks_are_appended():
-    inputs = InputBatch(2, 64, 4)
+    inputs = make_inputs(2, 64, 4)
     first = make_batch([(1, 0, 6, True)], assignments=[assignment(1, [5] * 6, [9, 8], 6)])
     # The second block is filled to half: what an earlier owner left there has to go.
     assert inputs.apply(first).tolist() == [8]
     inputs.write_sampled(np.array([1]), np.array([6]), np.array([77]))
     grown = make_batch([(1, 6, 3, True)], new_blocks=[(1, ([3],))])
     assert inputs.apply(grown).tolist() == [3]
-    assert inputs.block_table[1, :3].tolist() == [9, 8, 3]
-    assert inputs.prepare(make_batch([(1, 6, 1, True)])).token_ids.tolist() == [77]
+    assert inputs.tables[0].table[1, :3].tolist() == [9, 8, 3]
+    assert prepare(inputs, make_batch([(1, 6, 1, True)])).token_ids.tolist() == [77]
     assert inputs.output_token_ids(1, 7).tolist() == [77]
     again = make_batch(
         [(1, 8, 3, True)], released=[1], assignments=[assignment(1, [6] * 11, [2, 4, 7], 11)]
     )
     # Two blocks come from the prefix cache and belong to others as well.
     assert inputs.apply(again).tolist() == [7]
-    assert inputs.block_table[1, :3].tolist() == [2, 4, 7]
-    assert inputs.num_blocks.tolist() == [0, 3]
-    assert inputs.prepare(again).slot_mapping.tolist() == [28, 29, 30]
+    assert inputs.tables[0].table[1, :3].tolist() == [2, 4, 7]
+    assert inputs.tables[0].num_blocks.tolist() == [0, 3]
+    assert prepare(inputs, again).slot_mapping.tolist() == [28, 29, 30]
 
 
 @settings(max_examples=200, deadline=None)
@@ -157,7 +173,7 @@ def test_paged_attention_matches_the_plain_one(data):
     kv_heads, group = data.draw(st.sampled_from([(1, 4), (2, 1), (2, 3)]))
     window = data.draw(st.sampled_from([None, 1, 5, 1000]))
     head_dim, num_blocks = 8, 120
-    inputs = InputBatch(8, 96, block_size)
+    inputs = make_inputs(8, 96, block_size)
     free = torch.randperm(num_blocks - 1, generator=generator).add(1).tolist()
     rows, entering = [], []
     for req_index in range(data.draw(st.integers(1, 5))):
@@ -168,7 +184,7 @@ def test_paged_attention_matches_the_plain_one(data):
         entering.append(assignment(req_index, [0] * length, blocks, length))
     batch = make_batch(rows, assignments=entering)
     inputs.apply(batch)
-    step = ModelInputs.from_arrays(inputs.prepare(batch), CPU)
+    step = prepare(inputs, batch)
     shape = (2, num_blocks, block_size, kv_heads, head_dim)
     cache = torch.randn(shape, generator=generator)
     kv = torch.randn(2, step.num_tokens, kv_heads, head_dim, generator=generator)
@@ -193,7 +209,7 @@ def test_a_plan_is_uploaded_without_waiting_for_the_device(monkeypatch):
         return tensor
 
     monkeypatch.setattr(torch_attention, "copy_to_device", noting)
-    inputs = InputBatch(8, 96, 4)
+    inputs = make_inputs(8, 96, 4)
     # Decodes, a chunk behind others, and prompts of unequal and of equal length.
     rows = [(0, 9, 1, True), (1, 30, 1, True), (2, 20, 7, True), (3, 0, 5, True), (4, 8, 3, True)]
     rows += [(5, 8, 3, True)]
@@ -208,7 +224,7 @@ def test_a_plan_is_uploaded_without_waiting_for_the_device(monkeypatch):
     ]
     batch = make_batch(rows, assignments=entering)
     inputs.apply(batch)
-    step = ModelInputs.from_arrays(inputs.prepare(batch), CPU)
+    step = prepare(inputs, batch)
     attention = TorchAttention(AttentionShape(2, 1, 8, 1.0), torch.float32)
     groups = attention.plan(step, None)
     found = [part for g in groups for part in (g.tokens, g.blocks, g.mask, *(g.outputs or ()))]

@@ -16,6 +16,7 @@ import anyio
 import pytest
 
 from asyncllm import EngineClosedError, EngineDeadError, EngineError
+from asyncllm.core.executor import StepOutOfMemoryError
 from asyncllm.runtime.mailbox import MailboxRegistry
 from tests.fakes import fake
 from tests.test_event_loops import BACKENDS, run  # noqa: F401  # a fixture
@@ -67,14 +68,15 @@ def named(target):
     return patch_it
 
 
+def listen(patch, heard):
+    """Has a filter of the application's on every record of the package's own logger."""
+    log = logging.getLogger("asyncllm")
+    patch.setattr(log, "isEnabledFor", lambda level: True)
+    patch.setattr(log, "filters", [lambda record: heard(record.getMessage()) or True])
+
+
 def the_log(rig, patch, stop):
-    """The application's own handler, which is told that the engine has started."""
-
-    def info(message, *args):
-        if message.startswith("engine started"):
-            stop()
-
-    patch.setattr(logging.getLogger("asyncllm"), "info", info)
+    listen(patch, lambda message: message.startswith("engine started") and stop() and None)
 
 
 # Where a start can be met on the engine thread.
@@ -85,7 +87,6 @@ STAGES = {
     "admission": named(f"{ENGINE_THREAD}.Admission"),
     "core": named(f"{ENGINE_THREAD}.EngineCore"),
     "exit hook": named("atexit.register"),
-    "log": the_log,
 }
 # And on the caller's.
 CALLERS = {
@@ -130,7 +131,7 @@ def test_a_start_that_fails_says_so_and_can_be_tried_again(stage, kind, monkeypa
     assert asyncio.run(again()) == rig.executor.reference([1], 3)
 
 
-@pytest.mark.parametrize("stage", ["scheduler", "log", "intake"])
+@pytest.mark.parametrize("stage", ["scheduler", "exit hook", "intake"])
 def test_a_start_that_fails_without_a_loop(stage, monkeypatch):
     rig = fake()
     with monkeypatch.context() as patch:
@@ -155,14 +156,12 @@ def test_an_executor_whose_numbers_make_no_sense():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("stage", [*STAGES, "ready"])
+@pytest.mark.parametrize("stage", [*STAGES, "log", "ready"])
 def test_a_start_that_is_cancelled_leaves_nothing(stage, backend, monkeypatch):
     """In each stage, and between the end of the last and the caller's return."""
     rig = fake()
     reached, go = threading.Event(), threading.Event()
-    STAGES["log" if stage == "ready" else stage](
-        rig, monkeypatch, lambda: (reached.set(), go.wait(10))
-    )
+    STAGES.get(stage, the_log)(rig, monkeypatch, lambda: (reached.set(), go.wait(10)))
     engine = rig.engine()
 
     async def main():
@@ -185,6 +184,47 @@ def test_a_start_that_is_cancelled_leaves_nothing(stage, backend, monkeypatch):
     go.set()
     until(lambda: not engine_threads())
     assert rig.executor.closed is (stage != "loader")
+
+
+@pytest.mark.parametrize("kind", [ValueError, SystemExit])
+@pytest.mark.parametrize("place", ["filter", "handler"])
+def test_a_log_that_raises_does_not_end_the_engine(place, kind, monkeypatch, capsys):
+    """In the middle of steps as well: of one that ran out of memory, of an observer that failed."""
+    rig, heard = fake(), []
+    prompt = list(range(9))
+    rig.executor.faults[0] = StepOutOfMemoryError("on purpose")
+    rig.executor.close = lambda: 1 / 0
+
+    def hear(message):
+        heard.append(message)
+        raise kind("in the log")
+
+    if place == "filter":
+        listen(monkeypatch, hear)
+    else:
+        listen(monkeypatch, lambda message: None)
+        handler = type("", (logging.Handler,), {"emit": lambda _, r: hear(r.getMessage())})()
+        monkeypatch.setattr(logging.getLogger("asyncllm"), "handlers", [handler])
+
+    class Observer:
+        def on_submit(self, request, info):
+            pass
+
+        on_first_token = on_finish = None  # calling None fails
+
+    async def main():
+        engine = rig.engine()
+        engine.add_observer(Observer())
+        async with engine:
+            completion = await engine.generate(prompt, max_tokens=9)
+        assert (engine.state, engine.error) == ("closed", None)
+        return list(completion.token_ids)
+
+    assert asyncio.run(main()) == rig.executor.reference(prompt, 9)
+    until(lambda: not engine_threads())
+    for told in ("engine started", "a step ran out", "an observer", "the executor", "engine ended"):
+        assert any(message.startswith(told) for message in heard), heard
+    assert capsys.readouterr().err.count(f"{kind.__name__}: in the log") == len(heard)
 
 
 # --- an ending that is told -------------------------------------------------------------

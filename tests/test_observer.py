@@ -218,7 +218,7 @@ async def test_a_removed_observer_hears_the_end_of_what_it_knows():
 async def test_without_observers_a_request_carries_nothing():
     async with fake().engine() as engine:
         stream = engine.stream([1], max_tokens=1)
-        assert stream._request.notifier is None
+        assert stream._group.notifier is None
         await stream.result()
 
 
@@ -249,7 +249,7 @@ class FirstTokens(Recorder):
 
     def on_first_token(self, request):
         assert request.first_token_at is not None
-        assert request.output.channel.num_written == 0
+        assert request.group.channel.num_written == 0
         self.order.append(("first token", request.request_id))
 
     def on_finish(self, request, usage, error):
@@ -312,7 +312,7 @@ async def test_the_end_is_observed_before_it_can_be_read():
             pass
 
         def on_finish(self, request, usage, error):
-            readable.append(request.output.channel.ended)
+            readable.append(request.group.channel.ended)
 
     rig = fake()
     rig.executor.row_errors["bad"] = ValueError("no")

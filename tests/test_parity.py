@@ -218,8 +218,8 @@ def test_prefix_hit_on_blocks_of_the_same_step(load_case, tally):
     # Both enter in one step: the second reads what the first writes in the same layer.
     driver.free_blocks.rotate(5)
     blocks = [driver.free_blocks.popleft() for _ in range(12)]
-    first.blocks = list(blocks)
-    second.blocks, second.computed = blocks[:11], 44
+    first.blocks = [list(blocks)]
+    second.blocks, second.computed = [blocks[:11]], 44
     driver.launch([(first, 0), (second, 0)])
     driver.collect()
     while not second.done:
@@ -304,11 +304,11 @@ def _swapped_kv_heads(monkeypatch):
 def _wrong_slot(monkeypatch):
     prepare = InputBatch.prepare
 
-    def wrong(self, batch):
-        inputs = prepare(self, batch)
+    def wrong(self, batch, device):
+        (inputs,) = prepare(self, batch, device)
         if batch.starts[0] == 20:
-            return replace(inputs, slot_mapping=inputs.slot_mapping + 1)
-        return inputs
+            inputs = replace(inputs, slot_mapping=inputs.slot_mapping + 1)
+        return (inputs,)
 
     monkeypatch.setattr(InputBatch, "prepare", wrong)
 
@@ -316,11 +316,11 @@ def _wrong_slot(monkeypatch):
 def _late_position(monkeypatch):
     prepare = InputBatch.prepare
 
-    def late(self, batch):
-        inputs = prepare(self, batch)
+    def late(self, batch, device):
+        (inputs,) = prepare(self, batch, device)
         if batch.counts == [1]:
-            return replace(inputs, positions=inputs.positions + 1)
-        return inputs
+            inputs = replace(inputs, positions=inputs.positions + 1)
+        return (inputs,)
 
     monkeypatch.setattr(InputBatch, "prepare", late)
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncllm.core.batch import RequestAssignment, StepBatch
+from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.gpu.batch.input_batch import InputBatch
 from asyncllm.gpu.sample.inverse_cdf import CANDIDATES, sample_inverse_cdf
 from asyncllm.gpu.sample.rng import counter_uniform, mix_seed
@@ -33,7 +34,7 @@ class Bench:
     """A sampler with requests in its slots, without a model."""
 
     def __init__(self, vocab_size: int, req_indices: int = 32) -> None:
-        self.inputs = InputBatch(req_indices, 256, 16)
+        self.inputs = InputBatch(req_indices, 256, [KVCacheSpec((0,), 16)])
         self.sampler = Sampler(req_indices, vocab_size, self.inputs, CPU)
         self.length = dict.fromkeys(range(req_indices), 0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 
@@ -10,20 +11,24 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from asyncllm.core.batch import RowError
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.core.request import Request, Status
+from asyncllm.core.request_group import RequestGroup
 from asyncllm.core.scheduler import ScheduledStep, Scheduler
 from asyncllm.errors import KVCacheTooSmallError
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.testing import FakeExecutor
 
 
-def info(block_size: int = 4, **changes) -> ExecutorInfo:
+def info(block_size: int | tuple[int, ...] = 4, **changes) -> ExecutorInfo:
+    """Of one KV group, or of one with each of the block sizes."""
+    sizes = (block_size,) if isinstance(block_size, int) else block_size
     values = dict(
         vocab_size=997,
         num_blocks=17,
-        kv_groups=(KVCacheSpec((0,), block_size),),
+        kv_groups=tuple(KVCacheSpec((i,), size) for i, size in enumerate(sizes)),
         max_model_len=64,
         max_num_seqs=8,
         max_num_batched_tokens=32,
@@ -44,13 +49,12 @@ class Rig:
 
     def add(self, prompt, max_tokens=8, *, priority=0, deadline=math.inf, eos=(), salt=None):
         request = Request(
-            f"r{self.arrival_index}",
+            RequestGroup(f"r{self.arrival_index}", deadline=deadline),
             SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=0),
             token_ids=list(prompt),
             max_model_len=self.info.max_model_len,
             arrival_index=self.arrival_index,
             priority=priority,
-            deadline=deadline,
             eos_token_ids=eos,
             cache_salt=salt,
         )
@@ -67,7 +71,7 @@ class Rig:
 
     def collect(self):
         step = self.in_flight.pop(0)
-        return self.scheduler.update(step, self.executor.collect())
+        return list(self.scheduler.update(step, self.executor.collect()))
 
     def step(self) -> dict[str, int]:
         """Launches and collects one step; what each request computed in it."""
@@ -252,7 +256,7 @@ def test_blocks_of_a_paused_request_are_spare_enough():
     rig.step()
     rig.scheduler.pause(paused)
     rig.step()
-    assert (len(paused.blocks), len(running.blocks)) == (1, 2)
+    assert (len(paused.blocks[0]), len(running.blocks[0])) == (1, 2)
     # The last four blocks: what the running request needs next is the paused one's.
     rig.add(range(60, 76), max_tokens=1)
     assert rig.step() == {"r1": 1, "r2": 16}
@@ -268,7 +272,7 @@ def test_a_resumed_request_grows_by_what_another_can_spare():
     rig.scheduler.pause(request)
     rig.collect()
     rig.scheduler.resume(request)
-    assert (len(request.token_ids), len(request.blocks)) == (5, 1)
+    assert (len(request.token_ids), len(request.blocks[0])) == (5, 1)
     assert rig.scheduler.kv.pool.num_free == 1
     assert [rig.step() for _ in range(4)] == [{"r1": 1}, {"r1": 1}, {"r1": 1}, {"r0": 1}]
     rig.finish_all()
@@ -473,10 +477,25 @@ def test_garbage_from_the_device_is_noticed():
     assert step is not None
     result = rig.executor.collect()
     result.token_ids[0] = 5000
-    with pytest.raises(ValueError, match="sampled token 5000 in row 0"):
+    with pytest.raises(ValueError, match="sampled token 5000; the vocabulary has 997"):
+        rig.scheduler.update(step, result)
+    result.token_ids[0] = -1
+    with pytest.raises(ValueError, match="sampled token -1"):
         rig.scheduler.update(step, result)
     result.token_ids.append(1)
+    with pytest.raises(ValueError, match="counts 1 tokens, its result has 2"):
+        rig.scheduler.update(step, result)
+    result.counts = [2]
+    with pytest.raises(ValueError, match="has 2 tokens in row 0; expected 1 to 1"):
+        rig.scheduler.update(step, result)
+    result.counts = [0]
+    with pytest.raises(ValueError, match="has 0 tokens in row 0; expected 1 to 1"):
+        rig.scheduler.update(step, result)
+    result.counts = [1, 1]
     with pytest.raises(ValueError, match="has 1 rows, its result 2"):
+        rig.scheduler.update(step, result)
+    result.counts, result.errors = [1], {0: RowError.of(ZeroDivisionError())}
+    with pytest.raises(ValueError, match="has 1 tokens in row 0; expected none"):
         rig.scheduler.update(step, result)
 
 
@@ -594,16 +613,24 @@ def test_decisions_equal_the_plain_model(seed):
 # --- everything at once -----------------------------------------------------------------
 
 
+def longest(num_blocks: int, block_size) -> int:
+    """Tokens whose KV the blocks hold in every group."""
+    sizes = [group.block_size for group in info(block_size).kv_groups]
+    fits = (n for n in itertools.count(1) if sum(-(-n // s) for s in sizes) > num_blocks)
+    return next(fits) - 1
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """Tiny pools, few distinct tokens (so that prefixes are shared), aborts, pauses, failed
-    steps, depth 1 and 2, every policy. Outputs must equal those without any cache."""
+    steps, several KV groups, depth 1 and 2, several tokens per row, every policy. Outputs
+    must equal those without any cache."""
 
     @initialize(
         num_blocks=st.integers(5, 14),
-        block_size=st.sampled_from([1, 2, 3, 4]),
+        block_size=st.sampled_from([1, 2, 3, 4, (2, 2), (1, 3), (4, 2), (2, 3, 4)]),
         seqs=st.integers(1, 5),
         budget=st.integers(1, 24),
-        depth=st.sampled_from([1, 2]),
+        depth=st.sampled_from([(1, 1), (2, 1), (1, 2), (1, 4)]),
         policy=st.sampled_from(["fcfs", "priority", "deadline"]),
         caching=st.booleans(),
     )
@@ -613,10 +640,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             caching=caching,
             num_blocks=num_blocks,
             block_size=block_size,
-            max_model_len=(num_blocks - 1) * block_size,
+            max_model_len=longest(num_blocks - 1, block_size),
             max_num_seqs=seqs,
             max_num_batched_tokens=budget,
-            pipeline_depth=depth,
+            pipeline_depth=depth[0],
+            max_tokens_per_row=depth[1],
         )
         self.requests: list[Request] = []
 

@@ -7,6 +7,7 @@ import gc
 import random
 import weakref
 from dataclasses import replace
+from itertools import cycle, repeat
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,8 @@ from asyncllm.core.batch import RequestAssignment, StepBatch
 from asyncllm.core.executor import StepOutOfMemoryError
 from asyncllm.errors import RequestError
 from asyncllm.gpu import model_runner as model_runner_module
-from asyncllm.gpu.batch.input_batch import InputBatch
-from asyncllm.gpu.batch.step_buffers import PinnedStepBuffer, StepBufferRing
+from asyncllm.gpu.batch.block_table import BlockTable
+from asyncllm.gpu.batch.step_buffers import PinnedStepBuffer
 from asyncllm.gpu.graph import decode_runner as decode_step_module
 from asyncllm.gpu.graph.cuda_graphs import (
     CudaGraphCapturer,
@@ -34,6 +35,7 @@ from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.ops.torch_attention import FixedPlan, TorchAttention
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.sample.penalties import Penalties
+from asyncllm.gpu.sample.sampling_state import SamplingState
 from asyncllm.gpu.threads import set_thread_count
 from asyncllm.runtime.loading import LoadedModel
 from asyncllm.sampling_params import SamplingParams
@@ -129,12 +131,13 @@ def poisoning(runner: ModelRunner) -> None:
     assert isinstance(capturer, TraceRecorder)
 
     def poison() -> None:
-        for values in (step.token_ids, step.slot_mapping, step.seq_lens, step.sampled):
+        for values in (step.token_ids, *step.slot_mappings, step.seq_lens, step.sampled):
             values.fill_(77)
         if step._logits is not None:
             step._logits.fill_(torch.nan)
         step.last_sampled_tokens[-1] = 127
-        step.block_table[-1] = 3
+        for table in step.block_tables:
+            table[-1] = 3
         # Finite, because plain attention weights what it does not see with zero.
         step.cache.tensor[:, :, 0] = 1e4
 
@@ -177,6 +180,26 @@ def test_steps_that_need_the_host_give_the_same_tokens(llama: Decoder) -> None:
     # Asking for log-probabilities does not change a draw.
     without = [replace(kind, logprobs=None) for kind in HOST_KINDS[:1]]
     assert alone(llama, asked[:3], without) == alone(llama, asked[:3], HOST_KINDS[:1])
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_layers_in_two_kv_groups(llama: Decoder, depth: int) -> None:
+    """A block table for each of the two layers, on the host (depth 0) and on the device."""
+    asked = prompts(7, seed=8)
+    expected = alone(llama, asked)
+    settings: dict[str, Any] = {"layers": ((1,), (0,)), "num_blocks": 200}
+    runner = make_runner(llama, capturer=None, **settings)
+    if depth:
+        runner = traced(llama, sizes=(2, 8), depth=depth, **settings)
+    assert [spec.layers for spec in runner.info.kv_groups] == [(1,), (0,)]
+    for chunk in (0, 5):
+        assert outputs(runner, asked, depth=max(depth, 1), chunk=chunk) == expected
+    assert runner._state is not None
+    # With the same blocks the second layer would overwrite the first one's.
+    same = make_runner(llama, capturer=None, **settings)
+    assert same._state is not None
+    same._state.decoder = llama
+    assert outputs(same, asked, depth=1) != expected
 
 
 def test_prefill_in_chunks_beside_decodes(decoder: Decoder) -> None:
@@ -245,7 +268,7 @@ def test_a_row_whose_logits_are_not_numbers_ends_alone(llama: Decoder) -> None:
     good, bad = driver.add([1, 2, 3], 6, GREEDY), driver.add([4, 5, 6], 6, GREEDY)
     driver.launch([(good, 0), (bad, 0)])
     driver.collect()
-    decode_step(runner).cache.tensor[:, :, bad.blocks[0]] = torch.nan
+    decode_step(runner).cache.tensor[:, :, bad.blocks[0][0]] = torch.nan
     driver.launch([(good, 0), (bad, 0)])
     driver.collect()
     assert str(bad.error) == "the model's logits are not finite numbers"
@@ -333,11 +356,11 @@ def test_a_trace_touches_nothing_but_what_stays_where_it_is(decoder: Decoder) ->
     step = decode_step(runner)
     allowed = storages(
         [
-            step.block.memory,
-            step.block_table,
+            step.buffer.memory,
+            *step.block_tables,
             step.last_sampled_tokens,
             step.token_ids,
-            step.slot_mapping,
+            *step.slot_mappings,
             step.seq_lens,
             step.sampled,
             *([] if step._logits is None else [step._logits]),
@@ -458,7 +481,9 @@ def test_closing_drops_every_tensor_at_once(llama: Decoder) -> None:
     runner = make_runner(llama, capturer=EagerCapturer(), stream=LateStream(), sizes=(2, 8))
     outputs(runner, prompts(5), KINDS + HOST_KINDS, depth=2)
     step = decode_step(runner)
-    kept = [weakref.ref(tensor) for tensor in (step.block_table, step.sampled, step.cache.tensor)]
+    kept = [
+        weakref.ref(tensor) for tensor in (step.block_tables[0], step.sampled, step.cache.tensor)
+    ]
     del step
     gc.collect()
     gc.disable()
@@ -473,6 +498,21 @@ def test_closing_drops_every_tensor_at_once(llama: Decoder) -> None:
 @pytest.mark.parametrize("block_size", [1, 16])
 def test_the_plain_step_state(block_size: int) -> None:
     check_step_state(TorchOps().decode_inputs, "cpu", block_size)
+
+
+def test_every_host_buffer_sees_every_change_of_the_sampling_parameters() -> None:
+    """Three buffers take turns, of which each change finds other ones behind."""
+    state = SamplingState(2)
+    buffers = cycle([PinnedStepBuffer(2, [8], pinned=False) for _ in range(3)])
+    for number, uses in enumerate((1, 3, 1, 2, 4)):
+        params = SamplingParams(temperature=0.5 + number, top_k=number, seed=number)
+        state.assign(RequestAssignment(number % 2, "r", [1], 1, ([1],), params))
+        for _ in range(uses):
+            buffer = next(buffers)
+            buffer.set_sampling(state)
+            assert buffer.sampling.temperature[:2].tolist() == state.temperature.tolist()
+            assert buffer.sampling.top_k[:2].tolist() == state.top_k.tolist()
+            assert buffer.sampling.states[:2].tolist() == state.seeds.view(np.int64).tolist()
 
 
 # --- one step ahead ----------------------------------------------------------------------
@@ -494,7 +534,7 @@ def test_a_step_that_needs_the_host_waits_for_the_one_before(llama: Decoder) -> 
 
 
 def test_running_ahead_takes_state_on_the_device(llama: Decoder) -> None:
-    with pytest.raises(ValueError, match="needs a recorder"):
+    with pytest.raises(ValueError, match="needs a DecodeRunner"):
         make_runner(llama, capturer=None, stream=LateStream())
 
 
@@ -616,26 +656,19 @@ async def test_aborts_and_preemptions_under_the_scheduler(
 
 
 def _one_host_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Single(StepBufferRing):
-        def __init__(
-            self, max_num_seqs: int, padding_index: int, count: int, *, pinned: bool
-        ) -> None:
-            super().__init__(max_num_seqs, padding_index, 1, pinned=pinned)
-
-    monkeypatch.setattr(decode_step_module, "StepBufferRing", Single)
+    monkeypatch.setattr(decode_step_module, "cycle", lambda buffers: repeat(buffers[0]))
 
 
 def _token_zero_for_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_runner_module, "UNKNOWN", 0)
+    monkeypatch.setattr(model_runner_module, "PLACEHOLDER_TOKEN", 0)
 
 
 def _rows_stay_behind_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     def set_rows(
         self: PinnedStepBuffer, req_indices: np.ndarray, known: np.ndarray, positions: np.ndarray
     ) -> None:
-        count = len(req_indices)
-        self._req_indices[:count], self._known[:count] = req_indices, known
-        self._positions[:count] = positions
+        for section, values in zip(self._rows, (req_indices, known, positions), strict=True):
+            section[: len(values)] = values
 
     monkeypatch.setattr(PinnedStepBuffer, "set_rows", set_rows)
 
@@ -651,13 +684,13 @@ def _lengths_baked_in(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _blocks_of_the_last_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
-    take = InputBatch.take_table_changes
+    take = BlockTable.take_changes
 
-    def late(self: InputBatch) -> tuple[np.ndarray, np.ndarray]:
-        cells, blocks = take(self)
-        return cells[1:], blocks[1:]
+    def late(self: BlockTable) -> tuple[np.ndarray, np.ndarray]:
+        indices, values = take(self)
+        return indices[1:], values[1:]
 
-    monkeypatch.setattr(InputBatch, "take_table_changes", late)
+    monkeypatch.setattr(BlockTable, "take_changes", late)
 
 
 def _same_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -711,12 +744,12 @@ def test_a_late_token_of_a_slots_last_tenant_is_void(
 
     expected = alone_greedy(llama, [9, 8, 7, 6, 5, 4, 3, 2], 6)
     assert tokens(traced(llama, max_num_seqs=1)) == expected
-    file = ModelRunner._write_back_tokens
+    write_back = ModelRunner._write_back
 
-    def forgetful(self: ModelRunner, state: Any, step: Any, sampled: np.ndarray) -> None:
-        state.inputs.epochs[:] = 0
-        step.epochs = np.zeros_like(step.req_indices)
-        file(self, state, step, sampled)
+    def forgetful(self: ModelRunner, step: Any, sampled: np.ndarray) -> None:
+        assert self._state is not None
+        step.epochs = self._state.inputs.epochs[step.req_indices]
+        write_back(self, step, sampled)
 
-    monkeypatch.setattr(ModelRunner, "_write_back_tokens", forgetful)
+    monkeypatch.setattr(ModelRunner, "_write_back", forgetful)
     assert tokens(traced(llama, max_num_seqs=1)) != expected

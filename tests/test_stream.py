@@ -569,7 +569,7 @@ async def test_aborted_stream_whose_id_was_taken_over_ends_when_the_engine_dies(
         core = engine._thread.core
         # The abort's own command is lost in the death of the engine.
         first = engine.stream("5 " * 3000, request_id="x")
-        first._request.cancelled = True
+        first._group.cancelled = True
         second = engine.stream([1], request_id="x", max_tokens=200)
         rig.executor.faults |= {i: OSError("gone") for i in range(300)}
         for stream in (second, first):

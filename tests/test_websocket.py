@@ -19,6 +19,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from asyncllm import EngineClosedError, EngineDeadError, InvalidRequestError
 from asyncllm.serving.frame_pacer import FramePacer
 from asyncllm.serving.response_request import _NEUTRAL, _OPTIONS, SAMPLING
+from asyncllm.serving.response_session import ResponseSession
 from asyncllm.serving.websocket import serve
 from tests.fakes import fake
 from tests.websocket_clients import ENDS, client_of, served, text_of
@@ -233,6 +234,23 @@ async def test_many_responses_share_a_number_of_frames():
     assert len(texts) < 60
     expected = rig.executor.reference([1, 2, 3], 60)
     assert "".join(texts).split() == [str(token) for token in expected]
+
+
+async def test_a_connection_that_ends_in_the_turn_of_a_request_leaves_nothing():
+    rig, pacer = fake(), FramePacer(1000)
+
+    class Connection:
+        async def __aiter__(self):
+            yield json.dumps({"type": "response.create", "input": "1"})
+
+        async def send(self, message):
+            await asyncio.sleep(10)
+
+    async with rig.engine() as engine:
+        session = ResponseSession(Connection(), engine, model_name="m", timeout=None, pacer=pacer)
+        await session.run()
+        assert (session.current, pacer._num_responses) == (None, 0)
+        assert (await idle(engine)).num_aborted == 1
 
 
 async def test_frames_are_shared_out():

@@ -20,11 +20,11 @@ from __future__ import annotations
 
 import contextlib
 import numbers
-import sys
 import uuid
 from collections.abc import Iterable, Sequence
-from types import TracebackType
 from typing import Any, Self
+
+import anyio
 
 from asyncllm.callbacks.messages import (
     CallbackMessage,
@@ -33,7 +33,7 @@ from asyncllm.callbacks.messages import (
     messages_from_chat,
     result_of,
 )
-from asyncllm.callbacks.run import CallbackRun, RunStart
+from asyncllm.callbacks.run import CallbackRun
 from asyncllm.engine import AsyncLLMEngine
 from asyncllm.outputs import Completion, Delta, FinishReason, Usage
 from asyncllm.sampling_params import SamplingParams
@@ -76,16 +76,8 @@ def stream_with_callbacks(
     exception in a handler is logged and goes no further, unless the handler has
     ``raise_error = True``: then it ends the stream, which raises it.
     """
-    run = CallbackRun(
-        handlers=tuple(handlers),
-        run_id=run_id or uuid.uuid4(),
-        parent_run_id=parent_run_id,
-        tags=list(tags),
-        metadata=dict(metadata or {}),
-        name=run_name or "AsyncLLMEngine",
-    )
-    is_text = isinstance(prompt, str)
-    chat = not is_text and len(prompt) > 0 and not isinstance(prompt[0], numbers.Integral)
+    chat = not isinstance(prompt, str) and len(prompt) > 0
+    chat = chat and not isinstance(prompt[0], numbers.Integral)
     stream: TokenStream | None = None
     refusal: Exception | None = None
     messages: list[CallbackMessage] = []
@@ -98,13 +90,19 @@ def stream_with_callbacks(
     except Exception as error:
         refusal = error
     text = prompt if isinstance(prompt, str) else " ".join(map(str, prompt))
-    start = RunStart(
+    run = CallbackRun(
+        handlers=tuple(handlers),
+        run_id=run_id or uuid.uuid4(),
+        parent_run_id=parent_run_id,
+        tags=list(tags),
+        metadata=dict(metadata or {}),
+        name=run_name or "AsyncLLMEngine",
+        model_name=engine.config.model_name,
         messages=messages if chat else None,
         prompt=buffer_string(messages) if chat else text,
-        model_name=engine.config.model_name,
         invocation_params={**_params(params), **options},
     )
-    return CallbackStream(stream, refusal, run, start)
+    return CallbackStream(stream, refusal, run)
 
 
 def _params(params: SamplingParams | None) -> dict[str, Any]:
@@ -114,31 +112,24 @@ def _params(params: SamplingParams | None) -> dict[str, Any]:
 
 
 class CallbackStream:
-    """A request whose handlers are told what is read from it. Made by
-    ``stream_with_callbacks``.
+    """A token stream that calls handlers as it is read. Made by ``stream_with_callbacks``.
 
-    It is read and aborted as a ``TokenStream`` is. Whatever ends the reading, the handlers
-    are told once: ``on_llm_end`` after the last delta, and with what was generated so far
-    after ``aclose()`` or the end of ``async with``; ``on_llm_error`` after an exception,
-    cancellation included. Only a stream that is dropped unfinished, as by ``break``, can
-    tell nobody: end it with ``aclose()``.
+    It is read and aborted as a ``TokenStream`` is. Each run ends with one call:
+    ``on_llm_end`` after the last delta, and with the partial result after ``aclose()`` or the
+    end of ``async with``; ``on_llm_error`` after an exception, cancellation included. A stream
+    that is dropped unfinished, as by ``break``, ends without one: use ``aclose()``.
 
     Attributes:
         run_id: of this run, as the handlers see it.
     """
 
     def __init__(
-        self,
-        stream: TokenStream | None,
-        refusal: Exception | None,
-        run: CallbackRun,
-        start: RunStart,
+        self, stream: TokenStream | None, refusal: Exception | None, run: CallbackRun
     ) -> None:
         self.run_id = run.run_id
         self._stream = stream
         self._refusal = refusal
         self._run = run
-        self._start = start
         self._started = False
         self._ended = False
 
@@ -169,27 +160,26 @@ class CallbackStream:
             raise StopAsyncIteration
         try:
             return await self._next()
+        except GeneratorExit:
+            raise  # the task was destroyed with its loop: there is none to call handlers on
         except BaseException as error:
             await self._fail(error)
             raise
 
     async def _next(self) -> Delta:
-        await self._begin()
+        if not self._started:
+            self._started = True
+            await self._run.start()
         if self._refusal is not None:
             raise self._refusal
         assert self._stream is not None
         delta = await anext(self._stream)
         if delta.text or delta.token_ids:
-            chunk = make_chunk(delta, chat=self._chat, run_id=self._message_id)
+            chunk = make_chunk(delta, chat=self._chat, run_id=self.run_id)
             await self._run.tell("on_llm_new_token", delta.text, chunk=chunk)
         if delta.finish_reason is not None:
             await self._finish(self._stream)
         return delta
-
-    async def _begin(self) -> None:
-        if not self._started:
-            self._started = True
-            await self._run.start(self._start)
 
     async def _finish(self, stream: TokenStream) -> None:
         self._ended = True
@@ -210,25 +200,19 @@ class CallbackStream:
                 completion = self._stream.completion()
         partial = {} if completion is None else {"response": self._result(completion)}
         try:
-            with _shielded():
+            # Where a cancel scope has ended the reading, nothing else can be awaited.
+            with anyio.CancelScope(shield=True):
                 await self._run.tell_quietly("on_llm_error", error, **partial)
         finally:
             self._run.close()
 
     @property
     def _chat(self) -> bool:
-        return self._start.messages is not None
-
-    @property
-    def _message_id(self) -> str:
-        return f"run-{self.run_id}"
+        return self._run.messages is not None
 
     def _result(self, completion: Completion) -> Any:
         return result_of(
-            completion,
-            chat=self._chat,
-            run_id=self._message_id,
-            model_name=self._start.model_name,
+            completion, chat=self._chat, run_id=self.run_id, model_name=self._run.model_name
         )
 
     def abort(self) -> None:
@@ -250,12 +234,7 @@ class CallbackStream:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         await self.aclose()
 
     async def result(self) -> Completion:
@@ -271,12 +250,3 @@ class CallbackStream:
         run = getattr(self, "_run", None)
         if run is not None:
             run.close()
-
-
-def _shielded() -> contextlib.AbstractContextManager[Any]:
-    """Under trio a cancelled task cannot await anything unless it is shielded; an asyncio
-    task is told once and may go on."""
-    trio = sys.modules.get("trio")
-    if trio is not None and trio.lowlevel.in_trio_run():
-        return trio.CancelScope(shield=True)
-    return contextlib.nullcontext()

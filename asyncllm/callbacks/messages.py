@@ -1,5 +1,4 @@
-"""What callback handlers are handed: the shapes of LangChain's messages and results, without
-LangChain.
+"""Messages, generations and results for callback handlers: LangChain's shapes without LangChain.
 
 Handlers written for LangChain read attributes (``message.content``,
 ``result.generations[0][0].text``) and call ``model_dump()``; nothing here is one of
@@ -9,6 +8,7 @@ LangChain's own types, so that LangChain need not be installed.
 from __future__ import annotations
 
 import copy
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal, Self
@@ -114,7 +114,7 @@ class CallbackChatGeneration(CallbackGeneration):
 
 @dataclass
 class CallbackResult(_Dumps):
-    """What ``on_llm_end`` gets, with the attributes of LangChain's ``LLMResult``.
+    """The argument of ``on_llm_end``, with the attributes of LangChain's ``LLMResult``.
 
     Attributes:
         generations: for each prompt its outputs; here always one prompt.
@@ -146,50 +146,49 @@ def buffer_string(messages: Sequence[CallbackMessage]) -> str:
     return "\n".join(f"{_SPEAKERS.get(m.type, m.role)}: {m.text}" for m in messages)
 
 
-def make_chunk(delta: Delta, *, chat: bool, run_id: str) -> CallbackGeneration:
+def make_chunk(delta: Delta, *, chat: bool, run_id: uuid.UUID) -> CallbackGeneration:
     """A delta as a handler gets it."""
-    info = _generation_info(delta.finish_reason, delta.stop_reason)
-    if not chat:
-        return CallbackGeneration(delta.text, info, "GenerationChunk")
-    message = CallbackMessage(
-        delta.text,
-        "ai",
-        "assistant",
-        id=run_id,
-        response_metadata=dict(info or {}),
-        usage_metadata=usage_metadata(delta.usage),
-    )
-    return CallbackChatGeneration(delta.text, info, "ChatGenerationChunk", message)
+    return _generation(delta, delta.usage, chat, run_id, "Chunk")
 
 
 def result_of(
-    completion: Completion, *, chat: bool, run_id: str, model_name: str
+    completion: Completion, *, chat: bool, run_id: uuid.UUID, model_name: str
 ) -> CallbackResult:
     """A whole or partial completion as a handler gets it."""
-    output = completion.outputs[0]
-    info = _generation_info(output.finish_reason, output.stop_reason)
-    usage = usage_metadata(completion.usage)
-    generation: CallbackGeneration
-    if chat:
-        message = CallbackMessage(
-            output.text,
-            "ai",
-            "assistant",
-            id=run_id,
-            response_metadata={**(info or {}), "model_name": model_name},
-            usage_metadata=usage,
-        )
-        generation = CallbackChatGeneration(output.text, info, message=message)
-    else:
-        generation = CallbackGeneration(output.text, info)
+    usage = completion.usage
+    generation = _generation(completion, usage, chat, run_id, model_name=model_name)
     llm_output: dict[str, Any] = {"model_name": model_name}
-    if completion.usage is not None:
+    if usage is not None:
         llm_output["token_usage"] = {
-            "prompt_tokens": completion.usage.prompt_tokens,
-            "completion_tokens": completion.usage.completion_tokens,
-            "total_tokens": completion.usage.total_tokens,
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "total_tokens": usage.total_tokens,
         }
     return CallbackResult([[generation]], llm_output)
+
+
+def _generation(
+    output: Delta | Completion,
+    usage: Usage | None,
+    chat: bool,
+    run_id: uuid.UUID,
+    suffix: str = "",
+    **metadata: Any,
+) -> CallbackGeneration:
+    """The output's text; of a conversation as a message, with ``metadata`` in its own."""
+    info = {"finish_reason": output.finish_reason, "stop_reason": output.stop_reason}
+    info = {name: value for name, value in info.items() if value is not None}
+    if not chat:
+        return CallbackGeneration(output.text, info or None, f"Generation{suffix}")
+    message = CallbackMessage(
+        output.text,
+        "ai",
+        "assistant",
+        id=f"run-{run_id}",
+        response_metadata=info | metadata,
+        usage_metadata=usage_metadata(usage),
+    )
+    return CallbackChatGeneration(output.text, info or None, f"ChatGeneration{suffix}", message)
 
 
 def usage_metadata(usage: Usage | None) -> dict[str, Any] | None:
@@ -202,12 +201,3 @@ def usage_metadata(usage: Usage | None) -> dict[str, Any] | None:
         "total_tokens": usage.total_tokens,
         "input_token_details": {"cache_read": usage.cached_tokens},
     }
-
-
-def _generation_info(finish_reason: str | None, stop_reason: Any) -> dict[str, Any] | None:
-    if finish_reason is None:
-        return None
-    info: dict[str, Any] = {"finish_reason": finish_reason}
-    if stop_reason is not None:
-        info["stop_reason"] = stop_reason
-    return info

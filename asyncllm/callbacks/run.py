@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
 import inspect
 import logging
+import sys
 import uuid
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 from asyncllm.callbacks.messages import CallbackMessage
@@ -16,78 +20,56 @@ from asyncllm.runtime.event_loop import wait_for
 logger = logging.getLogger("asyncllm.callbacks")
 
 
-class RunStart:
-    """What the handlers are told first."""
+@dataclass(eq=False)
+class CallbackRun:
+    """The handlers of one run, what they are called with, and how.
 
-    def __init__(
-        self,
-        *,
-        messages: list[CallbackMessage] | None,
-        prompt: str,
-        model_name: str,
-        invocation_params: dict[str, Any],
-    ) -> None:
-        self.messages = messages
-        self.prompt = prompt
-        self.model_name = model_name
-        self.invocation_params = invocation_params
+    Attributes:
+        messages: the conversation; None for a prompt.
+        prompt: the prompt, or the conversation as one text.
+    """
+
+    handlers: Sequence[Any]
+    run_id: uuid.UUID
+    parent_run_id: uuid.UUID | None
+    tags: list[str]
+    metadata: dict[str, Any]
+    name: str
+    model_name: str
+    messages: list[CallbackMessage] | None
+    prompt: str
+    invocation_params: dict[str, Any]
+    _thread: ThreadPoolExecutor | None = None
+
+    def __post_init__(self) -> None:
+        # A handler that wants to run inline (a tracer, which others build upon) comes first.
+        self.handlers = sorted(self.handlers, key=lambda h: not getattr(h, "run_inline", False))
 
     @property
-    def serialized(self) -> dict[str, Any]:
-        return {
+    def ids(self) -> dict[str, Any]:
+        return {"run_id": self.run_id, "parent_run_id": self.parent_run_id, "tags": self.tags}
+
+    async def start(self) -> None:
+        """Calls ``on_chat_model_start``, or ``on_llm_start``, of every handler."""
+        model = {
             "lc": 1,
             "type": "not_implemented",
             "id": ["asyncllm", "AsyncLLMEngine"],
             "name": "AsyncLLMEngine",
             "repr": f"AsyncLLMEngine({self.model_name!r})",
         }
-
-
-class CallbackRun:
-    """The handlers of one run, and how they are called."""
-
-    def __init__(
-        self,
-        *,
-        handlers: tuple[Any, ...],
-        run_id: uuid.UUID,
-        parent_run_id: uuid.UUID | None,
-        tags: list[str],
-        metadata: dict[str, Any],
-        name: str,
-    ) -> None:
-        # A handler that wants to run inline (a tracer, which others build upon) comes first.
-        self.handlers = sorted(handlers, key=lambda h: not getattr(h, "run_inline", False))
-        self.run_id = run_id
-        self.parent_run_id = parent_run_id
-        self.tags = tags
-        self.metadata = metadata
-        self.name = name
-        self._thread: ThreadPoolExecutor | None = None
-
-    @property
-    def ids(self) -> dict[str, Any]:
-        return {"run_id": self.run_id, "parent_run_id": self.parent_run_id, "tags": self.tags}
-
-    async def start(self, start: RunStart) -> None:
         extra = {
             **self.ids,
             "metadata": self.metadata,
             "name": self.name,
-            "invocation_params": start.invocation_params,
+            "invocation_params": self.invocation_params,
         }
+        chat, llm = (model, [self.messages]), (model, [self.prompt])
         for handler in self.handlers:
-            if start.messages is not None and await self._call(
-                handler,
-                "on_chat_model_start",
-                "ignore_chat_model",
-                (start.serialized, [start.messages]),
-                extra,
+            if self.messages is None or not await self._call(
+                handler, "on_chat_model_start", "ignore_chat_model", chat, extra
             ):
-                continue
-            await self._call(
-                handler, "on_llm_start", "ignore_llm", (start.serialized, [start.prompt]), extra
-            )
+                await self._call(handler, "on_llm_start", "ignore_llm", llm, extra)
 
     async def tell(self, event: str, *args: Any, **extra: Any) -> None:
         """Calls ``event`` of every handler, in order."""
@@ -95,14 +77,11 @@ class CallbackRun:
             await self._call(handler, event, "ignore_llm", args, {**self.ids, **extra})
 
     async def tell_quietly(self, event: str, *args: Any, **extra: Any) -> None:
-        """``tell`` on the way out: nothing that a handler raises replaces what is raised
-        already."""
+        """``tell`` while an exception is on its way: a handler's own does not replace it."""
         for handler in self.handlers:
-            try:
+            # _call has logged what it raises.
+            with contextlib.suppress(Exception):
                 await self._call(handler, event, "ignore_llm", args, {**self.ids, **extra})
-            except Exception:
-                # _call has logged it.
-                continue
 
     async def _call(
         self, handler: Any, event: str, ignore: str, args: tuple[Any, ...], extra: dict[str, Any]
@@ -132,9 +111,15 @@ class CallbackRun:
         return True
 
     async def _on_thread(self, call: Any) -> None:
+        """A thread of this run's own, and not anyio's: a call that a cancelled task has left
+        behind ends before the next one begins, and handlers find what they keep by thread."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="asyncllm-callbacks")
-        await wait_for(self._thread.submit(contextvars.copy_context().run, call))
+        context = contextvars.copy_context()
+        if (sniffio := sys.modules.get("sniffio")) is not None:
+            # anyio.run notes its loop in the context; a handler may run another on this thread.
+            context.run(sniffio.current_async_library_cvar.set, None)
+        await wait_for(self._thread.submit(context.run, call))
 
     def close(self) -> None:
         if self._thread is not None:

@@ -1,4 +1,4 @@
-"""ModelConfig: what a checkpoint says about itself, read without torch."""
+"""ModelConfig: a checkpoint's description of itself, read without torch."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class ModelConfig:
         sliding_layers: one entry per layer.
         eos_token_ids: ids that end an output, those of ``generation_config`` first.
         generation_defaults: ``temperature``, ``top_p``, ``top_k``, ``min_p`` and
-            ``repetition_penalty`` where ``generation_config`` sets them, whatever its
-            ``do_sample`` says, as in vLLM.
+            ``repetition_penalty`` where ``generation_config`` sets them, with any
+            ``do_sample``, as in vLLM.
     """
 
     path: Path
@@ -111,9 +111,8 @@ class ModelConfig:
             mlp_bias=architecture == "LlamaForCausalLM" and config.boolean("mlp_bias", False),
             sliding_window=window,
             sliding_layers=sliding_layers,
-            eos_token_ids=_eos_token_ids(config, generation, architecture),
-            bos_token_id=_bos_token_id(config, architecture),
             generation_defaults=_generation_defaults(generation),
+            **_token_ids(config, generation, architecture, vocab_size),
             **_heads(config, architecture),
             **_attention_biases(config, architecture),
         )
@@ -156,7 +155,7 @@ def _positions(config: ConfigFile) -> int:
     return config.integer("max_position_embeddings", high=MAX_POSITIONS)
 
 
-def _heads(config: ConfigFile, architecture: str) -> dict[str, int]:
+def _heads(config: ConfigFile, architecture: str) -> dict[str, Any]:
     hidden_size = config.integer("hidden_size")
     num_heads = config.integer("num_attention_heads")
     # null means "as many as query heads" everywhere, absence only for Llama: the others'
@@ -184,7 +183,7 @@ def _heads(config: ConfigFile, architecture: str) -> dict[str, int]:
     }
 
 
-def _attention_biases(config: ConfigFile, architecture: str) -> dict[str, bool]:
+def _attention_biases(config: ConfigFile, architecture: str) -> dict[str, Any]:
     if architecture == "Qwen2ForCausalLM":
         return {"attention_bias": True, "output_bias": False}
     if architecture == "MistralForCausalLM":
@@ -228,25 +227,20 @@ def _rope(config: ConfigFile) -> RopeConfig:
 def _sliding_window(
     config: ConfigFile, architecture: str, num_layers: int
 ) -> tuple[int | None, tuple[bool, ...]]:
-    nowhere = (False,) * num_layers
     if architecture == "LlamaForCausalLM":
-        return None, nowhere
-    if architecture == "MistralForCausalLM":
+        return None, (False,) * num_layers
+    in_all_or_none = architecture == "MistralForCausalLM"
+    window = None
+    if in_all_or_none or config.boolean("use_sliding_window", False):
         # Absent is 4096 in transformers; null switches it off, as from Mistral 7B v0.2 on.
         absent = "sliding_window" not in config.values
         window = config.integer("sliding_window", 4096 if absent else None, high=MAX_POSITIONS)
-        layers = nowhere if window is None else (True,) * num_layers
-        if _layer_types(config, layers) != layers:
-            kind = "full_attention" if window is None else "sliding_attention"
-            raise config.bad("layer_types", f"{kind!r} alone, as sliding_window={window} implies")
-        return window, layers
-    window = None
-    if config.boolean("use_sliding_window", False):
-        absent = "sliding_window" not in config.values
-        window = config.integer("sliding_window", 4096 if absent else None, high=MAX_POSITIONS)
-    first = config.integer("max_window_layers", 28, low=0)
-    layers = tuple(window is not None and i >= first for i in range(num_layers))
-    layers = _layer_types(config, layers)
+    first = 0 if in_all_or_none else config.integer("max_window_layers", 28, low=0)
+    implied = tuple(window is not None and i >= first for i in range(num_layers))
+    layers = _layer_types(config, implied)
+    if in_all_or_none and layers != implied:
+        kind = "full_attention" if window is None else "sliding_attention"
+        raise config.bad("layer_types", f"{kind!r} alone, as sliding_window={window} implies")
     if any(layers) and window is None:
         raise config.bad("layer_types", "full_attention alone where no sliding window is in use")
     return (window if any(layers) else None), layers
@@ -270,25 +264,20 @@ def _dtype(config: ConfigFile) -> str:
     return config.choice(name, ("float32", "bfloat16", "float16"), "float32")
 
 
-_HAS_DEFAULT_TOKENS = ("LlamaForCausalLM", "MistralForCausalLM")
-"""Architectures whose BOS is 1 and whose EOS is 2 in a file that says nothing of them."""
-
-
-def _eos_token_ids(
-    config: ConfigFile, generation: ConfigFile, architecture: str
-) -> tuple[int, ...]:
-    vocab_size = config.integer("vocab_size")
-    ids = generation.token_ids("eos_token_id", vocab_size)
-    ids += config.token_ids("eos_token_id", vocab_size)
-    if not ids and "eos_token_id" not in config.values and architecture in _HAS_DEFAULT_TOKENS:
-        return (2,)
-    return tuple(dict.fromkeys(ids))
-
-
-def _bos_token_id(config: ConfigFile, architecture: str) -> int | None:
-    if "bos_token_id" not in config.values and architecture in _HAS_DEFAULT_TOKENS:
-        return 1
-    return config.integer("bos_token_id", None, low=0, high=config.integer("vocab_size") - 1)
+def _token_ids(
+    config: ConfigFile, generation: ConfigFile, architecture: str, vocab_size: int
+) -> dict[str, Any]:
+    # In a file that says nothing of them, these have a BOS of 1 and an EOS of 2.
+    defaults = architecture in ("LlamaForCausalLM", "MistralForCausalLM")
+    eos = generation.token_ids("eos_token_id", vocab_size)
+    eos += config.token_ids("eos_token_id", vocab_size)
+    if not eos and defaults and "eos_token_id" not in config.values:
+        eos = (2,)
+    bos = 1 if defaults and "bos_token_id" not in config.values else None
+    return {
+        "eos_token_ids": tuple(dict.fromkeys(eos)),
+        "bos_token_id": config.integer("bos_token_id", bos, low=0, high=vocab_size - 1),
+    }
 
 
 def _generation_defaults(generation: ConfigFile) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Where a model's files are: in the package, in a directory, or on the hub."""
+"""Model files: in the package, in a directory, or on the hub."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib.resources
 import os
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from asyncllm.checkpoint.config_file import ConfigFile
 from asyncllm.checkpoint.progress import Progress
@@ -16,28 +16,31 @@ _INDEX_FILE = "model.safetensors.index.json"
 _SINGLE_FILE = "model.safetensors"
 _CONFIG_PATTERNS = ("config.json", "generation_config.json")
 _WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json")
-_TOKENIZER_PATTERNS = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "*.tiktoken",
-    "chat_template*",
-    "additional_chat_templates/*.jinja",
-    "tokenization_*.py",
+_TOKENIZER_PATTERNS = tuple(
+    "tokenizer* special_tokens_map.json added_tokens.json vocab.json vocab.txt merges.txt "
+    "*.tiktoken chat_template* additional_chat_templates/*.jinja tokenization_*.py".split()
 )
 # Shell patterns match across slashes, so these would bring a second copy of the weights, and
 # whole folders of other formats.
 _IGNORED_PATTERNS = ("consolidated*.safetensors", "*/*.safetensors", "*.bin", "*.pth", "*.pt")
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "vocab.json",
-    "vocab.txt",
+_TOKENIZER_FILES = tuple(
+    "tokenizer.json tokenizer.model tokenizer_config.json vocab.json vocab.txt".split()
 )
+
+
+class HubOptions(TypedDict, total=False):
+    """Options of a download.
+
+    Attributes:
+        progress: called as bytes arrive; no progress bar is ever printed.
+        endpoint: the hub's address, if it is not huggingface_hub's default.
+        cache_dir: where downloads are kept, if it is not huggingface_hub's default. A cached
+            revision is used as it is when the hub cannot be reached.
+    """
+
+    progress: Progress | None
+    endpoint: str
+    cache_dir: Path
 
 
 def resolve_model(
@@ -45,9 +48,7 @@ def resolve_model(
     revision: str | None = None,
     *,
     weights: bool = True,
-    progress: Progress | None = None,
-    endpoint: str | None = None,
-    cache_dir: str | os.PathLike[str] | None = None,
+    **hub: Unpack[HubOptions],
 ) -> Path:
     """The directory that holds a model, after a download where it is needed.
 
@@ -59,10 +60,6 @@ def resolve_model(
             file, is taken for a path.
         revision: branch, tag or commit; for hub ids only.
         weights: fetch and require safetensors; False for random weights.
-        progress: called as bytes arrive; no progress bar is ever printed.
-        endpoint: the hub's address, if it is not huggingface_hub's default.
-        cache_dir: where downloads are kept, if it is not huggingface_hub's default. A cached
-            revision is used as it is when the hub cannot be reached.
 
     Raises:
         ModelLoadError: nothing usable is there; ``__cause__`` is the hub's error.
@@ -72,7 +69,7 @@ def resolve_model(
         directory = _bundled_model()
         _refuse_revision("the model in the package", revision)
     else:
-        directory = _resolve(model, revision, patterns, progress, endpoint, cache_dir)
+        directory = _resolve(model, revision, patterns, hub)
     if not (directory / "config.json").is_file():
         raise ModelLoadError(f"{directory}: config.json is missing; {_contents(directory)}")
     if weights:
@@ -81,17 +78,12 @@ def resolve_model(
 
 
 def resolve_tokenizer(
-    tokenizer: str | os.PathLike[str],
-    revision: str | None = None,
-    *,
-    progress: Progress | None = None,
-    endpoint: str | None = None,
-    cache_dir: str | os.PathLike[str] | None = None,
+    tokenizer: str | os.PathLike[str], revision: str | None = None, **hub: Unpack[HubOptions]
 ) -> Path:
     """The directory that holds a tokenizer; arguments and errors as for ``resolve_model``."""
     # config.json tells transformers the class of a tokenizer that has no tokenizer.json.
     patterns = ("config.json", *_TOKENIZER_PATTERNS)
-    directory = _resolve(tokenizer, revision, patterns, progress, endpoint, cache_dir)
+    directory = _resolve(tokenizer, revision, patterns, hub)
     if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
         raise ModelLoadError(
             f"{directory}: holds no tokenizer, expected tokenizer.json; {_contents(directory)}"
@@ -103,9 +95,7 @@ def _resolve(
     location: str | os.PathLike[str],
     revision: str | None,
     patterns: tuple[str, ...],
-    progress: Progress | None,
-    endpoint: str | None,
-    cache_dir: str | os.PathLike[str] | None,
+    hub: HubOptions,
 ) -> Path:
     path = Path(location).expanduser()
     if str(location) and path.is_dir():
@@ -114,7 +104,7 @@ def _resolve(
     if isinstance(location, os.PathLike) or _looks_like_a_path(location):
         what = "is a file" if path.is_file() else "does not exist"
         raise ModelLoadError(f"{location!s}: {what}, expected a directory or a hub id")
-    return _download(location, revision, patterns, progress, endpoint, cache_dir)
+    return _download(location, revision, patterns, hub)
 
 
 def _looks_like_a_path(location: str) -> bool:
@@ -175,14 +165,7 @@ def weight_files(directory: Path) -> list[Path]:
     return [directory / shard for shard in shards]
 
 
-def _download(
-    model: str,
-    revision: str | None,
-    patterns: tuple[str, ...],
-    progress: Progress | None,
-    endpoint: str | None,
-    cache_dir: str | os.PathLike[str] | None,
-) -> Path:
+def _download(model: str, revision: str | None, patterns: tuple[str, ...], hub: HubOptions) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
@@ -191,9 +174,9 @@ def _download(
             revision=revision,
             allow_patterns=list(patterns),
             ignore_patterns=list(_IGNORED_PATTERNS),
-            cache_dir=None if cache_dir is None else Path(cache_dir),
-            endpoint=endpoint,
-            tqdm_class=_quiet_bar(progress),
+            cache_dir=hub.get("cache_dir"),
+            endpoint=hub.get("endpoint"),
+            tqdm_class=_quiet_bar(hub.get("progress")),
             library_name="asyncllm",
         )
     # The transport's exceptions are those of an HTTP library that is huggingface_hub's affair.
@@ -207,27 +190,29 @@ def _explain(model: str, revision: str | None, error: Exception) -> str:
 
     at = "" if revision is None else f" at revision {revision!r}"
     if isinstance(error, errors.HFValidationError):
-        return f"model={model!r}: neither a directory nor a valid hub id ({error})"
-    if isinstance(error, errors.GatedRepoError):
-        return (
-            f"model={model!r}: gated on the hub; accept its terms on its page, then set HF_TOKEN "
-            "or run `hf auth login`"
+        at, reason = "", f"neither a directory nor a valid hub id ({error})"
+    elif isinstance(error, errors.GatedRepoError):
+        reason = (
+            "gated on the hub; accept its terms on its page, then set HF_TOKEN or run "
+            "`hf auth login`"
         )
-    if isinstance(error, errors.RevisionNotFoundError):
-        return f"model={model!r}: the hub has no revision {revision!r} of it"
-    if isinstance(error, errors.RepositoryNotFoundError):
-        return (
-            f"model={model!r}: no such directory here, and no such model on the hub or a private "
-            "one (for which HF_TOKEN or `hf auth login` is needed)"
+    elif isinstance(error, errors.RevisionNotFoundError):
+        at, reason = "", f"the hub has no revision {revision!r} of it"
+    elif isinstance(error, errors.RepositoryNotFoundError):
+        reason = (
+            "no such directory here, and no such model on the hub or a private one (for which "
+            "HF_TOKEN or `hf auth login` is needed)"
         )
-    if isinstance(error, errors.IncompleteSnapshotError):
-        return f"model={model!r}{at}: only a part of it is in the cache ({error})"
-    if isinstance(error, errors.LocalEntryNotFoundError):
-        return (
-            f"model={model!r}{at}: not in the cache, and the hub cannot be reached or is switched "
-            f"off by HF_HUB_OFFLINE. Pass a local directory instead. ({error})"
+    elif isinstance(error, errors.IncompleteSnapshotError):
+        reason = f"only a part of it is in the cache ({error})"
+    elif isinstance(error, errors.LocalEntryNotFoundError):
+        reason = (
+            "not in the cache, and the hub cannot be reached or is switched off by "
+            f"HF_HUB_OFFLINE. Pass a local directory instead. ({error})"
         )
-    return f"model={model!r}{at}: the download failed ({type(error).__name__}: {error})"
+    else:
+        reason = f"the download failed ({type(error).__name__}: {error})"
+    return f"model={model!r}{at}: {reason}"
 
 
 def _quiet_bar(progress: Progress | None) -> type[Any]:
@@ -244,24 +229,18 @@ def _quiet_bar(progress: Progress | None) -> type[Any]:
         monitor_interval = 0  # no thread of tqdm's that outlives the download
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            counts_bytes = kwargs.get("unit") == "B"
+            self.counts_bytes = kwargs.get("unit") == "B"
             super().__init__(*args, **kwargs | {"disable": True})
             self.total = kwargs.get("total")
-            if counts_bytes:
+            if self.counts_bytes:
                 bars.append(self)
 
         def update(self, n: float | None = 1) -> bool | None:
             self.n += n or 0  # a disabled bar does not count by itself
-            if progress is not None and self in bars:
+            if progress is not None and self.counts_bytes:
                 furthest = max(bars, key=lambda bar: bar.n)
                 progress(int(furthest.n), int(furthest.total or 0))
             return None
-
-        def __hash__(self) -> int:
-            return id(self)
-
-        def __eq__(self, other: object) -> bool:
-            return self is other
 
     # tqdm's own lock is one between processes, which may start a process to track it.
     QuietBar.set_lock(threading.RLock())

@@ -4,33 +4,39 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from asyncllm import __version__
 from asyncllm.validation import describe
 
-_ENGINE_OPTIONS = (
-    "device",
-    "dtype",
-    "max_model_len",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "kv_cache_memory",
-    "num_threads",
-    "load_format",
+_Option = tuple[str, type, str, str | None]
+"""Field, type, metavar, help."""
+
+_SAMPLING_OPTIONS: tuple[_Option, ...] = (
+    ("temperature", float, "X", "0 is greedy"),
+    ("top_p", float, "X", None),
+    ("top_k", int, "N", None),
+    ("min_p", float, "X", None),
+    ("repetition_penalty", float, "X", None),
+    ("max_tokens", int, "N", "per answer"),
+)
+_ENGINE_OPTIONS: tuple[_Option, ...] = (
+    ("device", str, "NAME", "auto, cpu, cuda or cuda:N"),
+    ("dtype", str, "NAME", "auto, float32, bfloat16 or float16"),
+    ("max_model_len", int, "N", "longest sequence"),
+    ("max_num_seqs", int, "N", "requests in a batch"),
+    ("max_num_batched_tokens", int, "N", "token budget of a step"),
+    ("kv_cache_memory", str, "SIZE", 'bytes, or text as "4GiB"'),
+    ("num_threads", int, "N", "CPU threads of the model"),
+    ("load_format", str, "NAME", "auto, safetensors, or dummy for random weights"),
 )
 _MAX_COUNT = 1_000_000
-_SAMPLING_OPTIONS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The arguments, with ``run``, the function of the command, among them. Exits with code 2
     for a command line that cannot be read, 0 after ``--help`` and ``--version``."""
-    return make_parser().parse_args(argv)
-
-
-def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="asyncllm",
         description="A streaming LLM engine that runs inside your application. Without a model "
@@ -41,7 +47,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_chat(commands)
     _add_bench(commands)
-    return parser
+    return parser.parse_args(argv)
 
 
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -54,8 +60,8 @@ def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
     return _given(arguments, _SAMPLING_OPTIONS)
 
 
-def _given(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
-    values = {name: getattr(arguments, name, None) for name in names}
+def _given(arguments: argparse.Namespace, options: Sequence[_Option]) -> dict[str, Any]:
+    values = {name: getattr(arguments, name, None) for name, *_ in options}
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -68,9 +74,7 @@ def _add_demo(commands: Any) -> None:
         "Runs stories, questions, sums, JSON, a chat and a tool call at once and shows them "
         "as they stream.",
     )
-    parser.add_argument(
-        "--streams", type=_count, default=8, metavar="N", help="streams at once (8)"
-    )
+    _add_count(parser, "--streams", 8, "streams at once")
     _add_sampling(parser)
     _add_engine(parser)
 
@@ -105,15 +109,9 @@ def _add_bench(commands: Any) -> None:
         metavar="N,N,…",
         help="streams at once, one row each (1,4,16,64)",
     )
-    parser.add_argument(
-        "--prompt-len", type=_count, default=64, metavar="N", help="tokens per prompt (64)"
-    )
-    parser.add_argument(
-        "--output-len", type=_count, default=64, metavar="N", help="tokens per answer (64)"
-    )
-    parser.add_argument(
-        "--rounds", type=_count, default=2, metavar="N", help="requests per stream and row (2)"
-    )
+    _add_count(parser, "--prompt-len", 64, "tokens per prompt")
+    _add_count(parser, "--output-len", 64, "tokens per answer")
+    _add_count(parser, "--rounds", 2, "requests per stream and row")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the prompts (0)")
     parser.add_argument("--json", metavar="FILE", help="write the figures there as well")
     _add_engine(parser)
@@ -126,40 +124,30 @@ def _command(
     parser.add_argument(
         "model", nargs="?", help="directory or hub id; the model in the package if left out"
     )
-    parser.set_defaults(run=_imported(module))
+    parser.set_defaults(run=lambda arguments: importlib.import_module(module).run(arguments))
     return parser
 
 
-def _imported(module: str) -> Callable[[argparse.Namespace], int]:
-    return lambda arguments: importlib.import_module(module).run(arguments)
-
-
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("sampling (default: the model's own)")
-    group.add_argument("--temperature", type=float, metavar="X", help="0 is greedy")
-    group.add_argument("--top-p", type=float, metavar="X")
-    group.add_argument("--top-k", type=int, metavar="N")
-    group.add_argument("--min-p", type=float, metavar="X")
-    group.add_argument("--repetition-penalty", type=float, metavar="X")
-    group.add_argument("--max-tokens", type=int, metavar="N", help="per answer")
+    group = _add_group(parser, "sampling (default: the model's own)", _SAMPLING_OPTIONS)
     group.add_argument("--seed", type=int, metavar="N", help="the same answers every time")
 
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("engine")
-    group.add_argument("--device", metavar="NAME", help="auto, cpu, cuda or cuda:N")
-    group.add_argument("--dtype", metavar="NAME", help="auto, float32, bfloat16 or float16")
-    group.add_argument("--max-model-len", type=int, metavar="N", help="longest sequence")
-    group.add_argument("--max-num-seqs", type=int, metavar="N", help="requests in a batch")
-    group.add_argument(
-        "--max-num-batched-tokens", type=int, metavar="N", help="token budget of a step"
-    )
-    group.add_argument("--kv-cache-memory", metavar="SIZE", help='bytes, or text as "4GiB"')
-    group.add_argument("--num-threads", type=int, metavar="N", help="CPU threads of the model")
-    group.add_argument(
-        "--load-format", metavar="NAME", help="auto, safetensors, or dummy for random weights"
-    )
+    group = _add_group(parser, "engine", _ENGINE_OPTIONS)
     group.add_argument("--uvloop", action="store_true", help="run on uvloop, if it is installed")
+
+
+def _add_group(parser: argparse.ArgumentParser, title: str, options: Sequence[_Option]) -> Any:
+    group = parser.add_argument_group(title)
+    for name, kind, metavar, text in options:
+        flag = "--" + name.replace("_", "-")
+        group.add_argument(flag, type=kind, metavar=metavar, help=text)
+    return group
+
+
+def _add_count(parser: argparse.ArgumentParser, flag: str, default: int, text: str) -> None:
+    parser.add_argument(flag, type=_count, default=default, metavar="N", help=f"{text} ({default})")
 
 
 def _count(text: str) -> int:

@@ -211,6 +211,6 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
 
 
 def _progress(text: str) -> None:
-    """What is being measured, for somebody who watches."""
+    """The measurement in progress, on a terminal."""
     if sys.stderr.isatty():
         print(f"\r\033[2K{text}", end="", file=sys.stderr, flush=True)

@@ -17,13 +17,7 @@ from asyncllm.cli.arguments import sampling_options
 from asyncllm.cli.conversation import Conversation, count_tokens, room_for_messages
 from asyncllm.cli.flow import Flow
 from asyncllm.cli.prompt_line import read_message, without_echo
-from asyncllm.cli.session import (
-    LoopThread,
-    checked_config,
-    loop_factory,
-    model_name,
-    open_engine,
-)
+from asyncllm.cli.session import LoopThread, checked_config, loop_factory, model_name, open_engine
 from asyncllm.cli.text import printable, rate, seconds
 from asyncllm.engine import AsyncLLMEngine
 from asyncllm.errors import ContextLengthExceededError, EngineOverloadedError, RequestError
@@ -136,12 +130,12 @@ class Chat:
         try:
             start, answer = self._stream_answer()
         except (RequestError, EngineOverloadedError) as error:
-            self._conversation.take_back()
+            self._conversation.messages.pop()
             self._fail(f"asyncllm: {' '.join(str(error).split())}")
             return
         if start:
             self._note("The context is full: the oldest messages were forgotten.")
-            self._conversation.forget(start)
+            del self._conversation.messages[:start]
         self._conversation.say("assistant", answer.text)
         if self._terminal and answer.usage is not None:
             self._note(_figures(answer.usage, answer.finish_reason))
@@ -204,7 +198,7 @@ class Chat:
         self._note("A backslash at the end of a line goes on in the next; Ctrl-C stops an answer.")
 
     def _reset(self, _: str) -> None:
-        self._conversation.reset()
+        self._conversation.messages.clear()
         self._note("Forgotten.")
 
     def _set_system(self, text: str) -> None:

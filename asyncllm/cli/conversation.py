@@ -13,7 +13,7 @@ Message = dict[str, str]
 
 
 class Conversation:
-    """What was said so far.
+    """Messages of a chat so far.
 
     Attributes:
         system: the system prompt, if there is one; it is never left out.
@@ -32,20 +32,9 @@ class Conversation:
     def say(self, role: str, text: str) -> None:
         self.messages.append({"role": role, "content": text})
 
-    def take_back(self) -> None:
-        """Forgets the last message, which could not be sent."""
-        self.messages.pop()
-
     def turn_starts(self) -> list[int]:
-        """Where the turns begin: the indices of the user's messages."""
+        """Starts of the turns: the indices of the user's messages."""
         return [i for i, message in enumerate(self.messages) if message["role"] == "user"]
-
-    def forget(self, start: int) -> None:
-        """Forgets the messages before ``start``."""
-        del self.messages[:start]
-
-    def reset(self) -> None:
-        self.messages.clear()
 
     def save(self, file: Path) -> None:
         """Writes the messages as JSON, as the chat function takes them."""

@@ -1,4 +1,4 @@
-"""What benchmarks measure with: percentiles, the lag of an event loop, the machine's name."""
+"""Measuring: percentiles, the lag of an event loop, the machine's name."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def percentile(values: Sequence[float], share: float) -> float | None:
 
 
 class LagMeter:
-    """How late the running event loop is: a task that asks to be woken every millisecond and
-    notes how much later it was.
+    """Lag of the running event loop: a task asks to be woken every millisecond and notes how
+    much later it was.
 
         async with LagMeter() as meter:
             ...
@@ -56,7 +56,7 @@ class LagMeter:
 
 
 def machine(device: str = "cpu") -> dict[str, str]:
-    """What a figure has to be quoted with: processor or GPU, system, versions."""
+    """The machine that a figure holds for: processor or GPU, system, versions."""
     facts = {
         "processor": _processor(),
         "cores": str(_cores()),

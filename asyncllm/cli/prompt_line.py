@@ -31,7 +31,7 @@ def read_message(prompt: str | None) -> str:
 
 @contextmanager
 def without_echo() -> Iterator[None]:
-    """What is typed in here is not shown, where the system has a switch for that, and waits
+    """Keyboard input is not shown in here, where the system has a switch for that, and waits
     for the next prompt."""
     if termios is None:
         yield

@@ -1,4 +1,4 @@
-"""What the demo asks: things that the packaged model is good at."""
+"""Prompts of the demo: things that the packaged model is good at."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every command does around its own work: an event loop, an engine, a progress bar."""
+"""Session: the event loop, engine and progress bar around a command's own work."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _POLL_SECONDS = 0.05
 
 
 def loop_factory(arguments: argparse.Namespace) -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """What makes the event loop; None is asyncio's own.
+    """Factory of the event loop; None is asyncio's own.
 
     Raises:
         InvalidRequestError: for ``--uvloop`` where it is not installed.
@@ -58,7 +58,7 @@ def checked_config(arguments: argparse.Namespace) -> EngineConfig:
 
 @asynccontextmanager
 async def open_engine(config: EngineConfig) -> AsyncIterator[AsyncLLMEngine]:
-    """A started engine; its weights' progress is shown where somebody can see it."""
+    """A started engine; a terminal is shown the progress of its weights."""
     engine = AsyncLLMEngine(config=config)
     if sys.stderr.isatty():
         await _start_with_bar(engine)

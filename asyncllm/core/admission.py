@@ -1,8 +1,9 @@
 """Admission: which requests the engine has accepted, and how many more it takes.
 
 This is the one place that several threads share behind a lock: submission from any loop,
-and the engine thread. Aborts and destructors never come here; they set the request's
-``cancelled`` flag, which frees its id at once, and put a command into the queue.
+and the engine thread. Aborts and destructors take no lock; they set the group's
+``cancelled`` flag, which frees its id at once, and put a command into the queue. The id is a
+group's, the places in the queue are its members'.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import threading
 from collections.abc import Callable
 
 from asyncllm.core.request import Request
+from asyncllm.core.request_group import RequestGroup
 from asyncllm.errors import AsyncLLMError, EngineOverloadedError, InvalidRequestError
 
 _RATE_HALF_LIFE = 5.0
@@ -33,8 +35,9 @@ class Admission:
         self.max_queued_tokens = max_queued_tokens
         self._clock = clock
         self._lock = threading.Lock()
-        self._live: dict[str, Request] = {}
-        self._replaced: set[Request] = set()
+        self._live: dict[str, RequestGroup] = {}
+        self._replaced: set[RequestGroup] = set()
+        self._members: set[Request] = set()
         self._queued: dict[Request, int] = {}
         self._queued_tokens = 0
         self._next_arrival_index = 0
@@ -50,14 +53,15 @@ class Admission:
 
     @property
     def num_live(self) -> int:
-        return len(self._live) + len(self._replaced)
+        """Requests that have not ended."""
+        return len(self._members)
 
-    def get(self, request_id: str) -> Request | None:
-        request = self._live.get(request_id)
-        return None if request is None or request.cancelled else request
+    def get(self, request_id: str) -> RequestGroup | None:
+        group = self._live.get(request_id)
+        return None if group is None or group.cancelled else group
 
-    def reserve(self, request: Request, num_tokens: int) -> None:
-        """Takes a place in the queue for ``request`` and gives it its rank.
+    def reserve(self, group: RequestGroup, num_tokens: int) -> None:
+        """Takes a place in the queue for each member and gives it its arrival index.
 
         Args:
             num_tokens: tokens of the prompt, or an estimate until it is tokenised.
@@ -65,34 +69,36 @@ class Admission:
         Raises:
             EngineOverloadedError: if the queue is full.
             InvalidRequestError: if a live request has this id.
-            EngineError: once the engine takes no more, whatever ``close`` was given.
+            EngineError: once the engine takes no more; the one that ``close`` was given.
         """
         with self._lock:
             if self._closed is not None:
                 raise self._closed()
-            other = self._live.get(request.request_id)
+            other = self._live.get(group.request_id)
             if other is not None and not other.cancelled:
                 raise InvalidRequestError(
-                    f"request_id={request.request_id!r}: a live request has this id; "
+                    f"request_id={group.request_id!r}: a live request has this id; "
                     "expected one that is not in use",
                     param="request_id",
                 )
-            self._check_room(num_tokens)
+            self._check_room(len(group.members), len(group.members) * num_tokens)
             if other is not None:
                 # Aborted, but the engine thread has yet to hear of it.
                 self._replaced.add(other)
-            self._live[request.request_id] = request
-            self._queued[request] = num_tokens
-            self._queued_tokens += num_tokens
-            request.arrival_index = self._next_arrival_index
-            self._next_arrival_index += 1
-            self.num_requests += 1
+            self._live[group.request_id] = group
+            self._members.update(group.members)
+            for request in group.members:
+                self._queued[request] = num_tokens
+                self._queued_tokens += num_tokens
+                request.arrival_index = self._next_arrival_index
+                self._next_arrival_index += 1
+                self.num_requests += 1
 
-    def _check_room(self, num_tokens: int) -> None:
+    def _check_room(self, num_requests: int, num_tokens: int) -> None:
         requests, tokens = len(self._queued), self._queued_tokens
-        if requests >= self.max_queued_requests:
+        if requests + num_requests > self.max_queued_requests:
             what = f"{requests} requests are queued, max_queued_requests={self.max_queued_requests}"
-            surplus = requests - self.max_queued_requests + 1
+            surplus = requests + num_requests - self.max_queued_requests
         elif self._queued and tokens + num_tokens > self.max_queued_tokens:
             what = (
                 f"{tokens} prompt tokens are queued and {num_tokens} more do not fit into "
@@ -136,16 +142,23 @@ class Admission:
             self._rate = self._rate * decay + 0.6931 / _RATE_HALF_LIFE
             self._rate_at = now
 
-    def forget(self, request: Request) -> None:
-        """The request has ended; its id is free, unless another has taken it already."""
+    def leave(self, request: Request) -> None:
+        """The request has ended; its group may go on."""
         self.leave_queue(request)
         with self._lock:
-            self._replaced.discard(request)
-            if self._live.get(request.request_id) is request:
-                del self._live[request.request_id]
+            self._members.discard(request)
 
-    def close(self, error: Callable[[], AsyncLLMError]) -> list[Request]:
-        """From now on ``reserve`` raises ``error()``. Returns every request that has not ended,
+    def forget(self, group: RequestGroup) -> None:
+        """The group has ended; its id is free, unless another has taken it already."""
+        for request in group.members:
+            self.leave(request)
+        with self._lock:
+            self._replaced.discard(group)
+            if self._live.get(group.request_id) is group:
+                del self._live[group.request_id]
+
+    def close(self, error: Callable[[], AsyncLLMError]) -> list[RequestGroup]:
+        """From now on ``reserve`` raises ``error()``. Returns every group that has not ended,
         aborted ones included."""
         with self._lock:
             self._closed = error

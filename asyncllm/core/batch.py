@@ -1,6 +1,7 @@
 """What crosses between the core and the device, and what comes back.
 
-These are the only types that the scheduler and a model runner share. A step is described
+These are the only types that the scheduler and a model runner share: plain data that can be
+pickled, none of which the core changes or keeps once a step is launched. A step is described
 by parallel lists, one entry per row, because a step of 256 rows is scheduled in well under
 a millisecond only if a row costs no object.
 """
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 
 from asyncllm.outputs import TokenLogprobs
 from asyncllm.sampling_params import SamplingParams
+from asyncllm.validation import describe
 
 
 @dataclass(slots=True)
@@ -21,15 +23,16 @@ class RequestAssignment:
     Attributes:
         req_index: index from 0 to ``max_num_seqs - 1``; the request keeps it while it runs.
         request_id: for messages only.
-        token_ids: every known token, prompt and output. The runner copies them when it
-            executes the step; the list may have grown by then, never changed.
+        token_ids: every token, prompt and output; none is in flight when a request is assigned.
         num_prompt_tokens: how many of them are the prompt.
         block_ids: per KV group the blocks it holds, this step's included, in order of
             position.
         sampling: resolved parameters: no None among the fields that have a neutral value,
-            and ``seed`` set.
+            and ``seed`` set; without ``logits_processors``.
         eos_token_ids: what ``min_tokens`` has to suppress beside ``stop_token_ids``; empty
             with ``ignore_eos``.
+        processors_key: of its logits processors, which stay with the engine
+            (``InProcess.processors``); -1 if it has none.
     """
 
     req_index: int
@@ -39,6 +42,7 @@ class RequestAssignment:
     block_ids: tuple[list[int], ...]
     sampling: SamplingParams
     eos_token_ids: tuple[int, ...] = ()
+    processors_key: int = -1
 
 
 @dataclass(slots=True)
@@ -47,13 +51,14 @@ class StepBatch:
 
     Row i computes ``counts[i]`` tokens of the request in ``req_indices[i]``, from position
     ``starts[i]`` on, after ``starts[i]`` tokens whose KV is in its blocks. Rows with
-    ``samples[i]`` yield one token, which belongs at position ``starts[i] + counts[i]``;
-    the runner keeps it, because the next step may be launched before the core has seen it.
+    ``samples[i]`` yield one token, which belongs at position ``starts[i] + counts[i]``, and
+    up to ``ExecutorInfo.max_tokens_per_row - 1`` more behind it; the runner keeps them,
+    because the next step may be launched before the core has seen them.
     Decode rows (one token, sampled) come first: ``num_decodes`` of them.
 
     Attributes:
         step: number of the step, from 0.
-        released: slots that nobody holds any more since the last step.
+        released: slots given up since the last step.
         assignments: requests that enter slots, to be applied after ``released``.
         new_blocks: ``(req_index, block ids per KV group)`` appended to tables of requests that
             had a slot.
@@ -75,6 +80,18 @@ class StepBatch:
         return len(self.req_indices)
 
 
+@dataclass(frozen=True, slots=True)
+class RowError:
+    """An exception as data: the name of its type, and a short ``repr`` of it."""
+
+    kind: str
+    message: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> RowError:
+        return cls(type(error).__name__, describe(error))
+
+
 @dataclass(slots=True)
 class StepResult:
     """What a step yielded, row by row in the order of its StepBatch.
@@ -82,13 +99,18 @@ class StepResult:
     Attributes:
         step: number of that StepBatch. Results come in the order of the launches, and one
             that is out of order would give every request another's tokens.
-        token_ids: the sampled token; -1 for a row that samples none or is in ``errors``.
-        logprobs: row to log-probabilities, for rows whose request asked for them.
-        errors: row to the exception that ends this row's request and no other (a logits
-            processor that raised, logits that are not numbers).
+        token_ids: sampled tokens of all rows, row after row.
+        counts: tokens of each row: none for a row that does not sample or is in ``errors``,
+            else 1 to ``max_tokens_per_row``. The KV of all of them but the last is written.
+        logprobs: row to log-probabilities of each of its tokens, for rows whose request asked
+            for them.
+        errors: row to the error that ends this row's request and no other (a logits
+            processor that raised, logits that are not numbers). An executor in the engine's
+            process leaves the exceptions in ``InProcess.errors``.
     """
 
     step: int
     token_ids: list[int]
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
-    errors: dict[int, Exception] = field(default_factory=dict)
+    counts: list[int]
+    logprobs: dict[int, Sequence[TokenLogprobs]] = field(default_factory=dict)
+    errors: dict[int, RowError] = field(default_factory=dict)

@@ -61,17 +61,18 @@ class End(NamedTuple):
     last: Delta | None = None
 
 
-PendingDelta = tuple[int, list[str], list[int], list[TokenLogprobs]]
+PendingDelta = tuple[int, list[str], list[int], list[TokenLogprobs], int]
 """Unread tokens that become one Delta when they are read: how many, then their texts, ids and
-log-probabilities (of each token, or none at all) in lists that may go on behind that. A plain
-tuple, because one is made with every token, and a NamedTuple takes seven times as long."""
+log-probabilities (of each token, or none at all) in lists that may go on behind that, and the
+index of their request in its group. A plain tuple, because one is made with every token, and a
+NamedTuple takes seven times as long."""
 
 
 def merged(pending: PendingDelta) -> Delta:
     """The one Delta."""
-    size, texts, token_ids, logprobs = pending
+    size, texts, token_ids, logprobs, index = pending
     return Delta(
-        "".join(texts[:size]), tuple(token_ids[:size]), logprobs=tuple(logprobs[:size]) or None
+        "".join(texts[:size]), tuple(token_ids[:size]), index, tuple(logprobs[:size]) or None
     )
 
 
@@ -87,7 +88,7 @@ class Mailbox(Protocol):
 
 
 class Channel:
-    """Output of one request.
+    """Output of one request group. Only neighbours of one index merge.
 
     Attributes:
         max_unread: tokens that may be unread before ``on_slow`` applies.
@@ -137,31 +138,40 @@ class Channel:
     def ended(self) -> bool:
         return self.final is not None
 
-    def put(self, token_id: int, text: str, logprobs: TokenLogprobs | None) -> None:
-        """Engine thread. A token that is not the last; after the end it is dropped."""
+    def put(self, token_id: int, text: str, logprobs: TokenLogprobs | None, index: int = 0) -> None:
+        """Engine thread. A token that is not its request's last; after the end it is dropped."""
         if self.final is not None:
             return
         items = self.items
-        if not items or self.max_merged == 1 or not self._merge(token_id, text, logprobs):
-            items.append(make_token_delta(token_id, text, logprobs))
+        if not items or self.max_merged == 1 or not self._merge(token_id, text, logprobs, index):
+            items.append(make_token_delta(token_id, text, logprobs, index))
         self.num_written += 1
 
-    def _merge(self, token_id: int, text: str, logprobs: TokenLogprobs | None) -> bool:
-        """Has the last unread item take the token in; False if that is full, or read by now."""
+    def append(self, last: Delta) -> None:
+        """Engine thread. The last delta of a request whose group goes on."""
+        if self.final is None:
+            self.items.append(last)
+            self.num_written += len(last.token_ids)
+
+    def _merge(self, token_id: int, text: str, logprobs: TokenLogprobs | None, index: int) -> bool:
+        """Has the last unread item take the token in; False if that is full, another
+        request's, or read by now."""
         items = self.items
         try:
             last = items[-1]
             if isinstance(last, Delta):
-                if len(last.token_ids) == self.max_merged:
+                if len(last.token_ids) == self.max_merged or last.finish_reason is not None:
                     return False
-                last = (1, [last.text], [*last.token_ids], [*(last.logprobs or ())])
-            size, texts, token_ids, all_logprobs = last
+                last = (1, [last.text], [*last.token_ids], [*(last.logprobs or ())], last.index)
+            size, texts, token_ids, all_logprobs, last_index = last
+            if last_index != index:
+                return False
             texts.append(text)
             token_ids.append(token_id)
             if logprobs is not None:
                 all_logprobs.append(logprobs)
             size += 1
-            pending = (size, texts, token_ids, all_logprobs)
+            pending = (size, texts, token_ids, all_logprobs, index)
             items[-1] = pending if size < self.max_merged else merged(pending)
         except IndexError:
             return False

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import heapq
-import logging
 import math
 import os
 import queue
@@ -19,7 +18,8 @@ from typing import Any, NamedTuple
 from asyncllm.core.admission import Admission
 from asyncllm.core.executor import Executor, StepOutOfMemoryError
 from asyncllm.core.output_processor import OutputProcessor, make_partial
-from asyncllm.core.request import Request, Status
+from asyncllm.core.request import Status
+from asyncllm.core.request_group import RequestGroup
 from asyncllm.core.scheduler import ScheduledStep, Scheduler
 from asyncllm.core.tracebacks import clear_frames
 from asyncllm.errors import (
@@ -29,16 +29,17 @@ from asyncllm.errors import (
     EngineError,
     RequestError,
 )
+from asyncllm.logger import get_logger
 from asyncllm.outputs import EngineStats
 
 CLOSED = "the engine is closed; expected a started one"
 _PAUSED_GRACE = 1.0
 
-logger = logging.getLogger("asyncllm")
+logger = get_logger("asyncllm")
 
 
 class Command(NamedTuple):
-    """What other threads ask of the engine thread: a bound method and its arguments."""
+    """Request of another thread to the engine thread: a bound method and its arguments."""
 
     run: Callable[..., None]
     args: tuple[Any, ...]
@@ -86,7 +87,7 @@ class EngineCore:
         self._calls: set[Future[Any]] | None = set()
         self._due: deque[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]] = deque()
         self._in_flight: deque[tuple[ScheduledStep, float]] = deque()
-        self._deadlines: list[tuple[float, int, Request]] = []
+        self._deadlines: list[tuple[float, int, RequestGroup]] = []
         self._suspended = False
         self._closing_at: float | None = None
         self._only_paused_since: float | None = None
@@ -113,18 +114,18 @@ class EngineCore:
         self.send(self.on_call, future, run, args)
         return future
 
-    def abort(self, request: Request) -> None:
+    def abort(self, group: RequestGroup) -> None:
         """Any thread, any number of times. The flag is set before the command travels, so
-        that an abort is seen even if it overtakes the request's own arrival."""
-        if not request.cancelled:
-            request.cancelled = True
-            self.send(self.on_abort, request)
+        that an abort is seen even if it overtakes the group's own arrival."""
+        if not group.cancelled:
+            group.cancelled = True
+            self.send(self.on_abort, group)
 
-    def abandon(self, request: Request) -> None:
+    def abandon(self, group: RequestGroup) -> None:
         """``abort`` for destructors: in a forked child, where no engine thread lives and the
         queue may have been copied in mid-operation, it does nothing."""
         if os.getpid() == self.pid:
-            self.abort(request)
+            self.abort(group)
 
     def stats(self) -> EngineStats:
         scheduler, pool = self.scheduler, self.scheduler.kv.pool
@@ -258,7 +259,7 @@ class EngineCore:
             return False
         step = self.scheduler.schedule()
         for request, error in self.scheduler.failed:
-            self.output_processor.close(request, error)
+            self.output_processor.fail(request.group, error)
         self.scheduler.failed.clear()
         if step is None:
             # Requests that could not run were failed; the next turn sees what is left.
@@ -308,36 +309,37 @@ class EngineCore:
                 "step of this request alone"
             )
             failure.__cause__ = error
-            self.output_processor.fail(request, failure)
+            self.output_processor.fail(request.group, failure)
 
     # --- commands ----------------------------------------------------------------------
 
-    def on_add(self, request: Request) -> None:
-        """A request with its prompt. It may have been aborted before it got here."""
-        if request.status is not Status.NEW:
+    def on_add(self, group: RequestGroup) -> None:
+        """A group with its prompt. It may have been aborted before it got here."""
+        if group.members[0].status is not Status.NEW:
             return
-        if request.cancelled:
-            self.on_abort(request)
+        if group.cancelled:
+            self.on_abort(group)
             return
-        if request.deadline < math.inf:
-            self._watch(request)
-        self.scheduler.add(request)
+        if group.deadline < math.inf:
+            self._watch(group)
+        for request in group.members:
+            self.scheduler.add(request)
 
-    def on_watch_deadline(self, request: Request) -> None:
-        """A request whose prompt is not known yet has a deadline all the same."""
-        if request.status is Status.NEW:
-            self._watch(request)
+    def on_watch_deadline(self, group: RequestGroup) -> None:
+        """A group whose prompt is not known yet has a deadline all the same."""
+        if group.members[0].status is Status.NEW:
+            self._watch(group)
 
-    def on_fail(self, request: Request, error: Exception) -> None:
-        """A request that turned out to be bad while it was prepared."""
-        self.output_processor.fail(request, error)
+    def on_fail(self, group: RequestGroup, error: Exception) -> None:
+        """A group that turned out to be bad while it was prepared."""
+        self.output_processor.fail(group, error)
 
-    def on_abort(self, request: Request) -> None:
-        self.output_processor.abort(request)
+    def on_abort(self, group: RequestGroup) -> None:
+        self.output_processor.abort(group)
 
-    def on_drained(self, request: Request) -> None:
-        """A held request was read down far enough."""
-        self.output_processor.release(request)
+    def on_drained(self, group: RequestGroup) -> None:
+        """A stream that held its requests up was read down far enough."""
+        self.output_processor.release(group)
 
     def on_call(self, future: Future[Any], run: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self._due.append((future, run, args))
@@ -354,8 +356,8 @@ class EngineCore:
             future.set_result(result)
 
     def suspend(self, suspended: bool) -> None:
-        """Stops or resumes scheduling; through ``call``. A closing engine goes on: nobody
-        could resume it."""
+        """Stops or resumes scheduling; through ``call``. A closing engine goes on: it
+        cannot be resumed any more."""
         self._suspended = suspended and self._closing_at is None
 
     def on_close(self, drain: float | None) -> None:
@@ -368,31 +370,31 @@ class EngineCore:
 
     # --- endings -----------------------------------------------------------------------
 
-    def _watch(self, request: Request) -> None:
+    def _watch(self, group: RequestGroup) -> None:
         deadlines = self._deadlines
         if len(deadlines) > 64 and len(deadlines) > 4 * self.admission.num_live:
             # Most ended long before their deadline; their prompts need not be kept till then.
-            deadlines[:] = [entry for entry in deadlines if not entry[2].finished]
+            deadlines[:] = [entry for entry in deadlines if entry[2].unfinished]
             heapq.heapify(deadlines)
-        heapq.heappush(deadlines, (request.deadline, request.arrival_index, request))
+        heapq.heappush(deadlines, (group.deadline, group.members[0].arrival_index, group))
 
     def _expire_deadlines(self) -> None:
         deadlines = self._deadlines
         if not deadlines:
             return
         now = self.clock()
-        while deadlines and (deadlines[0][0] <= now or deadlines[0][2].status is Status.FINISHED):
-            request = heapq.heappop(deadlines)[2]
-            if request.status is Status.FINISHED:
+        while deadlines and (deadlines[0][0] <= now or not deadlines[0][2].unfinished):
+            group = heapq.heappop(deadlines)[2]
+            if not group.unfinished:
                 continue
-            where = request.status.name.lower() if request.status else "being tokenised"
-            partial = make_partial(request, now)
+            status = group.unfinished[0].status
+            where = status.name.lower() if status else "being tokenised"
             self.output_processor.fail(
-                request,
+                group,
                 DeadlineExceededError(
-                    f"request {request.request_id!r} passed its deadline while {where}, "
-                    f"{now - request.arrived_at:.3f} s after it was submitted",
-                    partial=partial,
+                    f"request {group.request_id!r} passed its deadline while {where}, "
+                    f"{now - group.arrived_at:.3f} s after it was submitted",
+                    partial=make_partial(group, now),
                 ),
             )
 
@@ -410,9 +412,9 @@ class EngineCore:
             self._only_paused_since is not None and now - self._only_paused_since >= _PAUSED_GRACE
         )
         if live == 0 or now >= self._closing_at or unread:
-            for request in self.admission.close(self.ending):
-                request.cancelled = True
-                self.on_abort(request)
+            for group in self.admission.close(self.ending):
+                group.cancelled = True
+                self.on_abort(group)
             self._closed = True
 
     def _time_to_next_event(self) -> float | None:
@@ -428,11 +430,11 @@ class EngineCore:
         return None if soonest == math.inf else min(soonest - now, 3600.0)
 
     def _fail_all(self) -> None:
-        """The engine is dead: fails every live request, in whatever state it is, and all
+        """The engine is dead: fails every live request, in any state, and all
         later calls. On the engine thread, or on the one that declared it hung."""
         self._fail_calls()
-        for request in self.admission.close(self.ending):
-            self.output_processor.close(request, self.ending())
+        for group in self.admission.close(self.ending):
+            self.output_processor.close(group.members[-1], self.ending())
         self.output_processor.flush_all_wakeups()
 
     def _fail_calls(self) -> None:
@@ -443,7 +445,7 @@ class EngineCore:
 
 
 def close_executor(executor: Executor) -> None:
-    """A device that has failed may fail again here, when nobody is left to be told."""
+    """Closes a device that may have failed, and may fail again; that is only logged."""
     try:
         executor.close()
     except BaseException:

@@ -26,6 +26,15 @@ class ExecutorInfo:
         max_num_seqs: slots.
         max_num_batched_tokens: token budget of a step.
         pipeline_depth: steps that may be in flight at once, 1 or 2.
+        max_tokens_per_row: the most tokens that a sampling row yields in a step. All but the
+            first are drafts that the executor made and verified itself. The scheduler
+            reserves blocks for the KV of ``max_tokens_per_row - 1`` of them, within
+            ``max_model_len`` (vLLM's lookahead slots). ``max_num_batched_tokens`` does not
+            count them.
+
+    Raises:
+        ValueError: for several tokens per row with steps in flight. A second step starts
+            where the first one ends, which would be known on the device alone.
     """
 
     vocab_size: int
@@ -35,6 +44,14 @@ class ExecutorInfo:
     max_num_seqs: int
     max_num_batched_tokens: int
     pipeline_depth: int = 1
+    max_tokens_per_row: int = 1
+
+    def __post_init__(self) -> None:
+        if self.max_tokens_per_row > 1 and self.pipeline_depth > 1:
+            raise ValueError(
+                f"max_tokens_per_row={self.max_tokens_per_row} with pipeline_depth="
+                f"{self.pipeline_depth}: expected pipeline_depth=1"
+            )
 
     @property
     def block_size(self) -> int:
@@ -49,7 +66,8 @@ class Executor(Protocol):
     ``launch`` starts a step and returns; ``collect`` waits for the oldest step launched and
     returns its result, with the GIL released while it waits. Up to
     ``info.pipeline_depth`` steps are in flight. An executor that has no device of its own
-    to run ahead (the CPU) does the work in ``collect``.
+    to run ahead (the CPU) does the work in ``collect``. One in the engine's process has an
+    ``InProcess`` as its attribute ``in_process``.
 
     Raises:
         StepOutOfMemoryError: from ``launch`` or ``collect``; the step left nothing behind that

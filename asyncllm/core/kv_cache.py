@@ -1,17 +1,67 @@
-"""KVCacheManager: which blocks a request holds, and what it finds in the prefix cache."""
+"""KVCacheManager: the blocks that a request holds, and its hits in the prefix cache."""
 
 from __future__ import annotations
 
+import sys
+
 from asyncllm.core.block_pool import Block, BlockPool
+from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.core.request import Request
+
+NEVER = sys.maxsize
+
+
+class FullAttentionGroup:
+    """Block accounting of one KV group whose layers keep the KV of every token.
+
+    Args:
+        index: the group's number, which its blocks are hashed with: equal tokens have other KV
+            in another group.
+    """
+
+    def __init__(self, spec: KVCacheSpec, index: int, pool: BlockPool) -> None:
+        self.block_size = spec.block_size
+        self.pool = pool
+        self._suffix = index.to_bytes(index > 0, "big")
+
+    def num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def find_prefix(self, request: Request, num_tokens: int) -> list[Block]:
+        """The longest run of cached blocks that the first ``num_tokens`` tokens begin with."""
+        found: list[Block] = []
+        find, suffix = self.pool.find, self._suffix
+        hashes = request.extend_hashes(self.block_size)
+        for i in range(num_tokens // self.block_size):
+            block = find(hashes[i] + suffix)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def publish(self, request: Request, blocks: list[Block], begin: int, end: int) -> list[Block]:
+        """Makes the blocks findable that are full with ``end`` tokens and were not with
+        ``begin``. Returns those that no other block's contents were equal to."""
+        first, last = begin // self.block_size, end // self.block_size
+        if first == last:
+            return []
+        hashes = request.extend_hashes(self.block_size)
+        publish, suffix = self.pool.publish, self._suffix
+        return [blocks[i] for i in range(first, last) if publish(blocks[i], hashes[i] + suffix)]
+
+
+_GROUPS = {"full_attention": FullAttentionGroup}
 
 
 class KVCacheManager:
-    """Block tables over one pool.
+    """Block tables of all KV groups over one pool.
+
+    All groups draw from one pool, in which a block is a number of bytes; the tokens that it
+    holds are the group's business, and its layout is the executor's.
 
     Args:
         num_blocks: blocks in all, the null block included.
-        block_size: tokens per block.
+        specs: the groups.
         enable_prefix_caching: publish full blocks and look prefixes up.
 
     Attributes:
@@ -20,49 +70,63 @@ class KVCacheManager:
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True
+        self,
+        num_blocks: int,
+        specs: tuple[KVCacheSpec, ...],
+        *,
+        enable_prefix_caching: bool = True,
     ) -> None:
         self.pool = BlockPool(num_blocks)
+        self.groups = [_GROUPS[spec.kind](spec, i, self.pool) for i, spec in enumerate(specs)]
         self.watermark = max(1, self.pool.num_usable // 100)
-        self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
 
     def blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+        """Blocks of all groups."""
+        return sum(group.num_blocks(num_tokens) for group in self.groups)
 
-    def find_prefix(self, request: Request) -> list[Block]:
-        """The longest run of cached blocks that the request's tokens begin with, capped so
-        that at least one token is left to compute: a step without one yields no logits."""
+    def find_prefix(self, request: Request) -> tuple[list[Block], ...]:
+        """The longest cached prefix that all groups have, as blocks per group. It leaves at
+        least one token to compute: a step without one yields no logits."""
         if not self.enable_prefix_caching:
-            return []
-        found: list[Block] = []
-        find = self.pool.find
-        limit = (len(request.token_ids) - 1) // self.block_size
-        hashes = request.extend_hashes(self.block_size)
-        for i in range(limit):
-            block = find(hashes[i])
-            if block is None:
-                break
-            found.append(block)
-        return found
+            return tuple([] for _ in self.groups)
+        length, agreed = len(request.token_ids) - 1, False
+        found: list[list[Block]] = []
+        while not agreed:
+            found, agreed = [], True
+            for group in self.groups:
+                blocks = group.find_prefix(request, length)
+                # Of the groups before this one, those that found more look again.
+                agreed = agreed and (not found or len(blocks) * group.block_size == length)
+                length = len(blocks) * group.block_size
+                found.append(blocks)
+        return tuple(found)
 
-    def admit(self, request: Request, prefix: list[Block], reserve: int = 0) -> bool:
+    def admit(
+        self,
+        request: Request,
+        num_tokens: int,
+        prefix: tuple[list[Block], ...],
+        reserve: int = 0,
+    ) -> bool:
         """Gives a request without blocks the cached ``prefix`` and new blocks for the rest
-        of its tokens. The whole sequence gets its blocks at once, so that a prompt admitted
+        of ``num_tokens``. The whole sequence gets its blocks at once, so that a prompt admitted
         in chunks never has to preempt another to go on. False, with nothing taken, if they
         do not fit with ``reserve`` blocks to spare."""
         pool = self.pool
-        num_new = self.blocks_for(len(request.token_ids)) - len(prefix)
-        num_revived = sum(1 for block in prefix if block.ref_count == 0)
+        num_new = self.blocks_for(num_tokens) - sum(map(len, prefix))
+        num_revived = sum(1 for blocks in prefix for block in blocks if block.ref_count == 0)
         if num_new + num_revived + reserve > pool.num_free:
             return False
-        for block in prefix:
-            pool.touch(block)
-        request.blocks = prefix + pool.allocate(num_new)
-        request.num_computed_tokens = len(prefix) * self.block_size
-        request.num_published = len(prefix)
+        for blocks in prefix:
+            for block in blocks:
+                pool.touch(block)
+        request.blocks = prefix
+        request.num_computed_tokens = len(prefix[0]) * self.groups[0].block_size
+        self._set_published(request, request.num_computed_tokens)
+        self.grow(request, num_tokens)
         if request.first_scheduled_at is None:
             request.num_cached_tokens = request.num_computed_tokens
             if self.enable_prefix_caching:
@@ -70,38 +134,63 @@ class KVCacheManager:
                 self.num_hit_tokens += request.num_computed_tokens
         return True
 
-    def grow(self, request: Request, num_tokens: int, reserve: int = 0) -> list[int] | None:
-        """Block ids appended so that the table holds ``num_tokens``; None if the pool has
-        too few, with ``reserve`` blocks to spare."""
-        missing = self.blocks_for(num_tokens) - len(request.blocks)
-        if missing <= 0:
-            return []
-        if missing + reserve > self.pool.num_free:
+    def grow(
+        self, request: Request, num_tokens: int, reserve: int = 0
+    ) -> tuple[list[int], ...] | None:
+        """Block ids per group appended so that the tables hold ``num_tokens``; None if the
+        pool has too few, with ``reserve`` blocks to spare."""
+        total, missing = 0, []
+        for group, blocks in zip(self.groups, request.blocks, strict=True):
+            count = max(0, -(-num_tokens // group.block_size) - len(blocks))
+            total += count
+            missing.append(count)
+        if total and total + reserve > self.pool.num_free:
             return None
-        blocks = self.pool.allocate(missing)
-        request.blocks.extend(blocks)
-        return [block.block_id for block in blocks]
+        appended, request.num_slots = [], NEVER
+        for group, blocks, count in zip(self.groups, request.blocks, missing, strict=True):
+            new = self.pool.allocate(count)
+            blocks += new
+            appended.append([block.block_id for block in new])
+            request.num_slots = min(request.num_slots, len(blocks) * group.block_size)
+        return tuple(appended)
+
+    def block_ids(self, request: Request) -> tuple[list[int], ...]:
+        return tuple([block.block_id for block in blocks] for blocks in request.blocks)
 
     def publish(self, request: Request) -> list[Block]:
         """Makes the request's full blocks findable whose tokens are all known and whose KV
         is computed by steps launched or about to be. Returns those newly findable."""
-        if not self.enable_prefix_caching:
+        end = min(request.num_computed_tokens, len(request.token_ids))
+        if end < request.publish_at:
             return []
-        num_full = min(request.num_computed_tokens, len(request.token_ids)) // self.block_size
-        if num_full <= request.num_published:
-            return []
-        hashes = request.extend_hashes(self.block_size)
         published = []
-        for i in range(request.num_published, num_full):
-            block = request.blocks[i]
-            if self.pool.publish(block, hashes[i]):
-                published.append(block)
-        request.num_published = num_full
+        for group, blocks in zip(self.groups, request.blocks, strict=True):
+            published += group.publish(request, blocks, request.num_published, end)
+        self._set_published(request, end)
         return published
+
+    def _set_published(self, request: Request, num_tokens: int) -> None:
+        request.num_published, request.publish_at = num_tokens, NEVER
+        if self.enable_prefix_caching:
+            for group in self.groups:
+                full = (num_tokens // group.block_size + 1) * group.block_size
+                request.publish_at = min(request.publish_at, full)
 
     def free(self, request: Request) -> None:
         """Gives back all blocks of the request; their contents stay findable."""
-        self.pool.release(request.blocks)
-        request.blocks = []
-        request.num_computed_tokens = 0
-        request.num_published = 0
+        for blocks in request.blocks:
+            self.pool.release(blocks)
+        request.blocks = ()
+        request.num_slots = request.num_computed_tokens = 0
+        request.publish_at = NEVER
+
+    def check_integrity(self, requests: list[Request]) -> None:
+        """Raises AssertionError unless every block of the pool is accounted for, and every
+        token computed has a place in each group."""
+        self.pool.check_integrity([b for blocks in r.blocks for b in blocks] for r in requests)
+        for request in requests:
+            assert len(request.blocks) in (0, len(self.groups)), request
+            assert bool(request.blocks) or request.num_computed_tokens == 0, request
+            for group, blocks in zip(self.groups, request.blocks, strict=False):
+                assert request.num_computed_tokens <= len(blocks) * group.block_size, request
+                assert request.num_slots <= len(blocks) * group.block_size, request

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from asyncllm.core.admission import Admission
 from asyncllm.core.channel import Channel, End, Mailbox, check_gil
 from asyncllm.core.request import Request, Status
+from asyncllm.core.request_group import RequestGroup
 from asyncllm.core.scheduler import Scheduler, TokenEvent
 from asyncllm.errors import AsyncLLMError, RequestError
 from asyncllm.outputs import (
@@ -32,31 +34,25 @@ class Detokenizer(Protocol):
 
 
 class Output:
-    """What a Request carries as ``output``: where its tokens become text, and where the text
-    goes.
+    """A request's way from tokens to text.
 
     Attributes:
-        channel: to the reader.
         decode: token ids to text, whole.
         detokenizer: None until the prompt is known; an output's text may depend on its end.
     """
 
-    __slots__ = ("channel", "decode", "detokenizer")
+    __slots__ = ("decode", "detokenizer")
 
     def __init__(
-        self,
-        channel: Channel,
-        decode: Callable[[Sequence[int]], str],
-        detokenizer: Detokenizer | None = None,
+        self, decode: Callable[[Sequence[int]], str], detokenizer: Detokenizer | None = None
     ) -> None:
-        self.channel = channel
         self.decode = decode
         self.detokenizer = detokenizer
 
 
 class OutputProcessor:
-    """What becomes of results. On the engine thread; ``close`` and ``flush_all_wakeups`` on those
-    that watch it as well, which it may come back to meet.
+    """Results to deltas, and ends. On the engine thread; ``close`` and ``flush_all_wakeups`` on
+    the threads that watch it as well, which it may come back to meet.
 
     Attributes:
         num_finished, num_aborted, num_failed: requests that ended in that way.
@@ -79,32 +75,43 @@ class OutputProcessor:
         self._unread_in: set[Mailbox] = set()
 
     def deliver(self, event: TokenEvent, now: float) -> None:
-        request = event.request
-        if event.error is not None:
-            self.close(request, _as_request_error(request, event.error))
+        request, token_id, logprobs, error = event
+        group = request.group
+        if error is not None:
+            self.fail(group, _as_request_error(request, error))
             return
         if request.first_token_at is None:
             request.first_token_at = now
-            if request.notifier is not None:
-                request.notifier.first_token()
-        channel: Channel = request.output.channel
+            if group.notifier is not None and request.index == 0:
+                group.notifier.first_token()
+        channel = group.channel
+        assert channel is not None
         try:
-            text = self._detokenize(request, request.output.detokenizer, event.token_id)
+            text = self._detokenize(request, request.output.detokenizer, token_id)
         except BaseException as error:  # a panic of the tokenizer's Rust is no Exception
-            self.fail(request, _as_request_error(request, error))
+            self.fail(group, _as_request_error(request, error))
             return
         if request.status is Status.FINISHED:
-            last = make_token_delta(event.token_id, text, event.logprobs)
-            self.close(request, None, last)
+            last = make_token_delta(token_id, text, logprobs, request.index)
+            if not group.unfinished:
+                self.close(request, None, last)
+                return
+            self._end_member(request, channel, last)
         else:
-            channel.put(event.token_id, text, event.logprobs)
-            if channel.has_reader:
-                channel.has_reader = False
-                self._to_wake.append(channel)
-            elif channel.mailbox is not None:
-                self._unread_in.add(channel.mailbox)
-            if channel.on_slow != "coalesce" and channel.num_unread >= channel.max_unread:
-                self._apply_backpressure(request, channel)
+            channel.put(token_id, text, logprobs, request.index)
+        if channel.has_reader:
+            channel.has_reader = False
+            self._to_wake.append(channel)
+        elif channel.mailbox is not None:
+            self._unread_in.add(channel.mailbox)
+        if channel.on_slow != "coalesce" and channel.num_unread >= channel.max_unread:
+            self._apply_backpressure(group, channel)
+
+    def _end_member(self, request: Request, channel: Channel, last: Delta) -> None:
+        """The end of a member whose group goes on, as a delta of its own."""
+        reason, stop_reason = request.finish_reason, request.stop_reason
+        channel.append(replace(last, finish_reason=reason, stop_reason=stop_reason))
+        self._admission.leave(request)
 
     def _detokenize(self, request: Request, detokenizer: Detokenizer, token_id: int) -> str:
         """The new text. A stop token's own text is left out, as in vLLM, unless asked for;
@@ -123,51 +130,57 @@ class OutputProcessor:
             text += detokenizer.finish()
         return text
 
-    def _apply_backpressure(self, request: Request, channel: Channel) -> None:
-        """Nobody reads: the request is aborted, or gets no more tokens until it is read."""
+    def _apply_backpressure(self, group: RequestGroup, channel: Channel) -> None:
+        """For a stream that is not read: aborts the group, or pauses it until it is read."""
         if channel.on_slow == "abort":
-            request.cancelled = True
-            self.abort(request)
+            group.cancelled = True
+            self.abort(group)
             return
         if channel.is_backpressured:
             return
-        self._scheduler.pause(request)
+        for request in group.members:
+            self._scheduler.pause(request)
         channel.is_backpressured = True
         if channel.num_unread < channel.max_unread:
             # Read in the moment between the test and the flag: the reader saw no flag.
-            self.release(request)
+            self.release(group)
 
     def close(self, request: Request, error: Exception | None, last: Delta | None = None) -> None:
-        """Ends the channel of a request that the scheduler has finished, or that ends with the
-        engine. Of several threads that do so, the first says how, counts it and reports it;
-        each has the reader woken, for the others may be stuck."""
-        channel: Channel = request.output.channel
+        """Ends the channel of a group with its last member, ``request``, which the scheduler
+        has finished or which ends with the engine. Of several threads that do so, the first
+        says how, counts it and reports it; each has the reader woken, for the others may be
+        stuck."""
+        group = request.group
+        channel = group.channel
+        assert channel is not None
         if not channel.ended:
             self._end(request, error, last)
             channel.end()
-        # Before the request is forgotten, so that whoever looks for those that live wakes it.
+        # Before the group is forgotten, so that a thread that looks for live ones wakes it.
         self._to_wake.append(channel)
-        request.cancelled = True
-        self._admission.forget(request)
+        group.cancelled = True
+        self._admission.forget(group)
 
     def _end(self, request: Request, error: Exception | None, last: Delta | None) -> None:
-        now = self._clock()
-        usage = make_usage(request, now)
+        group, now = request.group, self._clock()
+        usage = make_usage(group, now)
+        assert group.channel is not None
         reason: FinishReason = request.finish_reason or "abort"
         text = _remaining_text(request) if reason == "abort" and error is None else ""
         final = error or End(reason, request.stop_reason, usage, text, last)
-        if not request.output.channel.offer_end(final):
+        if not group.channel.offer_end(final):
             return
-        request.finished_at = now
+        for member in group.members:
+            member.finished_at = now
         if error is not None:
             self.num_failed += 1
         elif reason == "abort":
             self.num_aborted += 1
         else:
             self.num_finished += 1
-        if request.notifier is not None:
-            # Before the reader can see the end: who has read a result finds it in the metrics.
-            request.notifier.finished(usage, error)
+        if group.notifier is not None:
+            # Before the reader can see the end: a result that was read is in the metrics.
+            group.notifier.finished(usage, error)
 
     def flush_wakeups(self) -> None:
         """Wakes the readers of what was delivered, one call for each of their loops. A loop
@@ -193,11 +206,12 @@ class OutputProcessor:
                 self._abort_readers_of(mailbox)
 
     def _abort_readers_of(self, mailbox: Mailbox) -> None:
-        """The loop was closed: nobody will ever read its streams."""
+        """The loop was closed: its streams will never be read."""
         for request in list(self._scheduler.requests()):
-            if request.output.channel.mailbox is mailbox:
-                request.cancelled = True
-                self.abort(request)
+            group = request.group
+            if group.channel is not None and group.channel.mailbox is mailbox:
+                group.cancelled = True
+                self.abort(group)
 
     def flush_all_wakeups(self) -> None:
         """``flush_wakeups`` for an engine that is dead: a loop that is gone matters no more."""
@@ -207,48 +221,63 @@ class OutputProcessor:
 
     # --- ends --------------------------------------------------------------------------
 
-    def abort(self, request: Request) -> None:
-        if request.status is not Status.FINISHED:
+    def abort(self, group: RequestGroup) -> None:
+        unfinished = group.unfinished
+        for request in unfinished:
             self._scheduler.finish(request, "abort")
-            self.close(request, None)
+            if request is unfinished[-1]:
+                self.close(request, None)
+            elif group.channel is not None:
+                self._end_member(request, group.channel, Delta(_remaining_text(request), ()))
 
-    def fail(self, request: Request, error: Exception) -> None:
-        if request.status is not Status.FINISHED:
-            self._scheduler.finish(request, None)
-            self.close(request, error)
+    def fail(self, group: RequestGroup, error: Exception) -> None:
+        """Ends the group with an exception; so does the failure of one member."""
+        assert group.channel is not None
+        if not group.channel.ended:
+            for request in group.members:
+                self._scheduler.finish(request, None)
+            self.close(group.members[-1], error)
 
-    def release(self, request: Request) -> None:
-        """A held request was read down far enough."""
-        channel: Channel = request.output.channel
-        if channel.is_backpressured:
+    def release(self, group: RequestGroup) -> None:
+        """A stream that held its requests up was read down far enough."""
+        channel = group.channel
+        if channel is not None and channel.is_backpressured:
             channel.is_backpressured = False
-            self._scheduler.resume(request)
+            for request in group.members:
+                self._scheduler.resume(request)
 
 
-def make_usage(request: Request, now: float) -> Usage:
-    scheduled, first = request.first_scheduled_at, request.first_token_at
+def make_usage(group: RequestGroup, now: float) -> Usage:
+    members = group.members
+    scheduled = [m.first_scheduled_at for m in members if m.first_scheduled_at is not None]
+    first = [m.first_token_at for m in members if m.first_token_at is not None]
     return Usage(
-        prompt_tokens=request.num_prompt_tokens,
-        completion_tokens=request.num_output_tokens,
-        cached_tokens=request.num_cached_tokens,
-        queue_time=(now if scheduled is None else scheduled) - request.arrived_at,
-        ttft=None if first is None else first - request.arrived_at,
-        total_time=now - request.arrived_at,
+        prompt_tokens=members[0].num_prompt_tokens,
+        completion_tokens=sum(member.num_output_tokens for member in members),
+        cached_tokens=members[0].num_cached_tokens,
+        queue_time=min(scheduled, default=now) - group.arrived_at,
+        ttft=min(first) - group.arrived_at if first else None,
+        total_time=now - group.arrived_at,
     )
 
 
-def make_partial(request: Request, now: float) -> Completion | None:
-    """What a request had generated so far; None if that is nothing."""
-    if not request.num_output_tokens:
+def make_partial(group: RequestGroup, now: float) -> Completion | None:
+    """What a group had generated so far; None if that is nothing."""
+    members = group.members
+    if not any(member.num_output_tokens for member in members):
         return None
-    prompt = request.token_ids[: request.num_prompt_tokens]
+    prompt = members[0].token_ids[: members[0].num_prompt_tokens]
+    outputs = tuple(map(_partial_output, members))
+    return Completion(group.request_id, tuple(prompt), outputs, make_usage(group, now))
+
+
+def _partial_output(request: Request) -> CompletionOutput:
     token_ids = request.output_token_ids
     try:
         text = request.output.decode(token_ids)
     except BaseException:
         text = ""  # it has ended, whether that can be decoded or not
-    output = CompletionOutput(0, text, tuple(token_ids), None)
-    return Completion(request.request_id, tuple(prompt), (output,), make_usage(request, now))
+    return CompletionOutput(request.index, text, tuple(token_ids), None)
 
 
 def _as_request_error(request: Request, error: BaseException) -> Exception:

@@ -1,27 +1,28 @@
-"""Request: what the engine knows about one request. Touched on the engine thread only,
-but for ``cancelled``, which any thread may set."""
+"""Request: one sequence, from its prompt to its last token.
+
+A request is filled in by the thread that submits it (or the tokenizer's), and is the engine
+thread's from its command on. The reader of its stream reads the first tokens of ``token_ids``,
+to which the engine thread only appends.
+"""
 
 from __future__ import annotations
 
 import enum
 import hashlib
-import math
 from array import array
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from asyncllm.core.block_pool import Block
+from asyncllm.core.request_group import RequestGroup
 from asyncllm.outputs import FinishReason
 from asyncllm.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from asyncllm.observer import ObserverNotifier
 
 _DIGEST_SIZE = 16
 
 
 class Status(enum.IntEnum):
-    """Where a request is. PAUSED: nobody reads it, so it gets no tokens for now."""
+    """State of a request. PAUSED: it gets no tokens until its stream is read."""
 
     NEW = 0
     WAITING = 1
@@ -31,30 +32,33 @@ class Status(enum.IntEnum):
 
 
 def root_hash(cache_salt: str | None) -> bytes:
-    """Parent of a first block's hash. Whatever else changes the KV of equal tokens belongs
+    """Parent of a first block's hash. All else that changes the KV of equal tokens belongs
     in here; the chain carries it to every later block."""
     salt = b"" if cache_salt is None else b"salt\0" + cache_salt.encode()
     return hashlib.blake2b(salt, digest_size=_DIGEST_SIZE, person=b"asyncllm-kv").digest()
 
 
 class Request:
-    """One request.
+    """One sequence of a group.
 
     Attributes:
+        group: what it shares with the other sequences of its call.
+        index: its place in the group, the ``index`` of its deltas.
         token_ids: prompt, then output; empty until the prompt is tokenised.
         sampling: resolved: every field with a neutral value is set, and ``seed``.
-        arrival_index: order of the ``stream()`` calls; ties in every policy are broken by it.
+        arrival_index: order of submission; ties in every policy are broken by it.
         max_total_tokens: prompt and output together at most.
         num_computed_tokens: tokens whose KV is computed by steps already launched; chases
             ``len(token_ids) + num_placeholders``.
         num_placeholders: sampled tokens of steps in flight, whose values are not known yet.
         epoch: bumped when in-flight results become void, by preemption or rollback.
-        blocks: KV blocks held, in order of position.
-        block_hashes: of the full blocks of ``token_ids``, as far as computed so far.
-        num_published: leading blocks whose hash was offered to the pool.
-        cancelled: set once, by any thread, before the abort itself travels.
-        notifier: who is told of its end; None if nobody is.
-        output: the way back to whoever reads; the core only passes it along.
+        blocks: per KV group the blocks held, in order of position; empty if none are. With
+            the next four, the KV cache manager's.
+        block_hashes: by block size, of the full blocks of ``token_ids``, as far as computed.
+        num_slots: tokens that every group has blocks for.
+        num_published: leading tokens whose full blocks were offered to the pool.
+        publish_at: tokens with which the next block is full and can be offered.
+        output: its tokens' way to text; the core only passes it along.
     """
 
     __slots__ = (
@@ -63,26 +67,27 @@ class Request:
         "block_hashes",
         "blocks",
         "cache_salt",
-        "cancelled",
-        "deadline",
         "eos_token_ids",
         "epoch",
         "finish_reason",
         "finished_at",
         "first_scheduled_at",
         "first_token_at",
+        "group",
+        "index",
         "max_model_len",
         "max_total_tokens",
         "min_total_tokens",
-        "notifier",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_placeholders",
         "num_preemptions",
         "num_prompt_tokens",
         "num_published",
+        "num_slots",
         "output",
         "priority",
+        "publish_at",
         "req_index",
         "request_id",
         "sampling",
@@ -95,25 +100,25 @@ class Request:
 
     def __init__(
         self,
-        request_id: str,
+        group: RequestGroup,
         sampling: SamplingParams,
         *,
         token_ids: list[int] | None = None,
         max_model_len: int,
         arrival_index: int = 0,
         priority: int = 0,
-        arrived_at: float = 0.0,
-        deadline: float = math.inf,
         eos_token_ids: Iterable[int] = (),
         cache_salt: str | None = None,
         output: Any = None,
     ) -> None:
-        self.request_id = request_id
+        self.group = group
+        self.index = len(group.members)
+        group.members.append(self)
+        self.request_id = group.request_id
+        self.arrived_at = group.arrived_at
         self.sampling = sampling
         self.arrival_index = arrival_index
         self.priority = priority
-        self.arrived_at = arrived_at
-        self.deadline = deadline
         self.cache_salt = cache_salt
         self.eos_token_ids = () if sampling.ignore_eos else tuple(eos_token_ids)
         self.stop_token_ids = frozenset((*sampling.stop_token_ids, *self.eos_token_ids))
@@ -131,9 +136,11 @@ class Request:
         self.epoch = 0
         self.num_computed_tokens = 0
         self.num_placeholders = 0
-        self.blocks: list[Block] = []
-        self.block_hashes: list[bytes] = []
+        self.blocks: tuple[list[Block], ...] = ()
+        self.block_hashes: dict[int, list[bytes]] = {}
+        self.num_slots = 0
         self.num_published = 0
+        self.publish_at = 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0
         self.first_scheduled_at: float | None = None
@@ -141,8 +148,6 @@ class Request:
         self.finished_at: float | None = None
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
-        self.cancelled = False
-        self.notifier: ObserverNotifier | None = None
         self.output = output
 
     def set_prompt(self, token_ids: list[int]) -> None:
@@ -183,7 +188,7 @@ class Request:
     def extend_hashes(self, block_size: int) -> list[bytes]:
         """Hashes of all full blocks of ``token_ids``, each computed once: a 128-bit BLAKE2b
         of the parent's hash and the token ids, equal in every process."""
-        hashes = self.block_hashes
+        hashes = self.block_hashes.setdefault(block_size, [])
         num_full = len(self.token_ids) // block_size
         if len(hashes) < num_full:
             parent = hashes[-1] if hashes else root_hash(self.cache_salt)

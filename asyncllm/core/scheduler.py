@@ -8,17 +8,17 @@ a head start, and a preempted request simply starts over.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from asyncllm.core.batch import RequestAssignment, StepBatch, StepResult
 from asyncllm.core.block_pool import Block
 from asyncllm.core.executor import ExecutorInfo
+from asyncllm.core.in_process import InProcess, plain
 from asyncllm.core.kv_cache import KVCacheManager
 from asyncllm.core.request import Request, Status
 from asyncllm.core.waiting_queue import WaitingQueue
-from asyncllm.errors import KVCacheTooSmallError
+from asyncllm.errors import KVCacheTooSmallError, RequestError
 from asyncllm.outputs import FinishReason, TokenLogprobs
 
 _STEPS_TO_RECOVER = 32
@@ -37,13 +37,9 @@ class ScheduledStep:
     published: list[Block] = field(default_factory=list)
 
 
-class TokenEvent(NamedTuple):
-    """A request got a token, or the exception that ends it."""
-
-    request: Request
-    token_id: int
-    logprobs: TokenLogprobs | None
-    error: Exception | None
+TokenEvent = tuple[Request, int, TokenLogprobs | None, Exception | None]
+"""A request, and the token that it got with its log-probabilities, or the exception that ends
+it. A plain tuple: one is made with every token, and a NamedTuple takes five times as long."""
 
 
 class Scheduler:
@@ -53,15 +49,23 @@ class Scheduler:
         info: the executor's limits.
         policy: "fcfs", "priority" or "deadline".
         enable_prefix_caching: find and publish shared prefixes.
+        in_process: the executor's, if it has one.
     """
 
     def __init__(
-        self, info: ExecutorInfo, *, policy: str = "fcfs", enable_prefix_caching: bool = True
+        self,
+        info: ExecutorInfo,
+        *,
+        policy: str = "fcfs",
+        enable_prefix_caching: bool = True,
+        in_process: InProcess | None = None,
     ) -> None:
         self.info = info
         self.kv = KVCacheManager(
-            info.num_blocks, info.block_size, enable_prefix_caching=enable_prefix_caching
+            info.num_blocks, info.kv_groups, enable_prefix_caching=enable_prefix_caching
         )
+        self.in_process = in_process or InProcess()
+        self.num_lookahead_tokens = info.max_tokens_per_row - 1
         self.token_budget = info.max_num_batched_tokens
         self.waiting = WaitingQueue(policy)
         self.running: dict[Request, None] = {}
@@ -84,7 +88,7 @@ class Scheduler:
         self.waiting.push(request)
 
     def finish(self, request: Request, reason: FinishReason | None) -> None:
-        """Ends a request in whatever state it is and takes its blocks back. ``reason`` is
+        """Ends a request in any state and takes its blocks back. ``reason`` is
         None if it ends with an exception. Idempotent."""
         if request.status is Status.FINISHED:
             return
@@ -95,10 +99,11 @@ class Scheduler:
         request.num_placeholders = 0
         request.status = Status.FINISHED
         request.finish_reason = reason
+        self.in_process.processors.pop(request.arrival_index, None)
 
     def pause(self, request: Request) -> None:
         """The request gets no more tokens until ``resume``. It gives up its slot, keeps its
-        blocks while nobody needs them, and takes a token that is in flight."""
+        blocks until another needs them, and takes a token that is in flight."""
         if request.status in (Status.FINISHED, Status.PAUSED):
             return
         self._leave(request)
@@ -139,7 +144,7 @@ class Scheduler:
         never run are put into ``failed``."""
         step = ScheduledStep(StepBatch(self._num_steps))
         scheduled: dict[Request, int] = {}
-        grown: dict[Request, list[int]] = {}
+        grown: dict[Request, tuple[list[int], ...]] = {}
         budget, preempted = self._schedule_running(scheduled, grown)
         for request, count in scheduled.items():
             self._commit(request, count, step)
@@ -149,7 +154,7 @@ class Scheduler:
             return None
         self._order_decodes_first(step)
         batch = step.batch
-        batch.new_blocks = [(r.req_index, (ids,)) for r, ids in grown.items() if r in scheduled]
+        batch.new_blocks = [(r.req_index, ids) for r, ids in grown.items() if r in scheduled]
         batch.released, self._released_req_indices = self._released_req_indices, []
         batch.assignments = [self._assignment(r) for r in step.admitted]
         self._num_steps += 1
@@ -157,12 +162,12 @@ class Scheduler:
         return step
 
     def _schedule_running(
-        self, scheduled: dict[Request, int], grown: dict[Request, list[int]]
+        self, scheduled: dict[Request, int], grown: dict[Request, tuple[list[int], ...]]
     ) -> tuple[int, bool]:
         """Chooses running requests in order; preempts where blocks run out. Returns the
-        budget left and whether anybody was preempted."""
+        budget left and whether a request was preempted."""
         budget = self.token_budget
-        block_size = self.kv.block_size
+        lookahead = self.num_lookahead_tokens
         preempted = False
         for request in list(self.running):
             if budget <= 0:
@@ -173,8 +178,9 @@ class Scheduler:
             if request.num_placeholders and total >= request.max_total_tokens:
                 continue
             count = min(total - request.num_computed_tokens, budget)
-            end = request.num_computed_tokens + count
-            if end > len(request.blocks) * block_size:
+            end = request.num_computed_tokens + count + lookahead
+            if end > request.num_slots:
+                end = min(end, self.info.max_model_len)
                 block_ids = self.kv.grow(request, end)
                 while block_ids is None:
                     victim = self._victim()
@@ -204,7 +210,7 @@ class Scheduler:
                 break
             if request.num_placeholders:
                 # Its last token is still in flight: it can enter a slot only when that is
-                # known, which is at most a step away, and holds up nobody meanwhile.
+                # known, which is at most a step away, and holds up no other meanwhile.
                 self.waiting.discard(request)
                 awaiting_last_token.append(request)
                 continue
@@ -227,7 +233,7 @@ class Scheduler:
             victim = self._evictable_victim(besides=request)
             if victim is None:
                 if not self.running:
-                    self._fail_too_large(request, len(request.token_ids))
+                    self._fail_too_large(request, self._num_reserved_tokens(request))
                 return False
             self._preempt(victim)
         self.waiting.discard(request)
@@ -240,9 +246,14 @@ class Scheduler:
         return True
 
     def _take_blocks(self, request: Request, reserve: int) -> bool:
+        num_tokens = self._num_reserved_tokens(request)
         if request.blocks:
-            return self.kv.grow(request, len(request.token_ids), reserve) is not None
-        return self.kv.admit(request, self.kv.find_prefix(request), reserve)
+            return self.kv.grow(request, num_tokens, reserve) is not None
+        return self.kv.admit(request, num_tokens, self.kv.find_prefix(request), reserve)
+
+    def _num_reserved_tokens(self, request: Request) -> int:
+        """Tokens that an admitted request has blocks for, drafts included."""
+        return min(len(request.token_ids) + self.num_lookahead_tokens, self.info.max_model_len)
 
     def _commit(self, request: Request, count: int, step: ScheduledStep) -> None:
         """Adds a row. From here on the accounts assume that the step will have run."""
@@ -262,7 +273,7 @@ class Scheduler:
             request.num_placeholders += 1
             if count == 1:
                 batch.num_decodes += 1
-        if end // self.kv.block_size > request.num_published:
+        if end >= request.publish_at:
             step.published += self.kv.publish(request)
 
     def _order_decodes_first(self, step: ScheduledStep) -> None:
@@ -281,72 +292,103 @@ class Scheduler:
         batch.samples = [batch.samples[i] for i in order]
 
     def _assignment(self, request: Request) -> RequestAssignment:
+        processors_key = -1
+        if request.sampling.logits_processors:
+            processors_key = request.arrival_index
+            self.in_process.processors[processors_key] = request.sampling.logits_processors
         return RequestAssignment(
             req_index=request.req_index,
             request_id=request.request_id,
-            token_ids=request.token_ids,
+            token_ids=request.token_ids.copy(),
             num_prompt_tokens=request.num_prompt_tokens,
-            block_ids=([block.block_id for block in request.blocks],),
-            sampling=request.sampling,
+            block_ids=self.kv.block_ids(request),
+            sampling=plain(request.sampling),
             eos_token_ids=request.eos_token_ids,
+            processors_key=processors_key,
         )
 
     # --- results -----------------------------------------------------------------------
 
-    def update(self, step: ScheduledStep, result: StepResult) -> list[TokenEvent]:
-        """Takes the results of a step in. Requests that end by a token are finished here;
-        one that ends by its text is up to the caller.
+    def update(self, step: ScheduledStep, result: StepResult) -> Iterator[TokenEvent]:
+        """Takes the results of a step in, token by token, as the events are iterated over.
+        A request that ends by a token is finished here. One that the caller ends for its text,
+        or for anything else, before the next event gets none of its row's later tokens.
 
         Raises:
             ValueError: if the result does not fit the step: the executor is broken.
         """
         self._check_result(step, result)
-        events: list[TokenEvent] = []
-        logprobs, errors = result.logprobs, result.errors
-        samples = step.batch.samples
-        block_size = self.kv.block_size
+        return self._accept(step, result)
+
+    def _accept(self, step: ScheduledStep, result: StepResult) -> Iterator[TokenEvent]:
+        token_ids, counts, logprobs = result.token_ids, result.counts, result.logprobs
+        epochs = step.epochs
+        exceptions = self.in_process.errors.pop(result.step, {})
+        end = 0
         for row, request in enumerate(step.requests):
-            if request.epoch != step.epochs[row]:
+            i = first = end
+            end += counts[row]
+            epoch = epochs[row]
+            if request.epoch != epoch:
                 continue
-            if errors and (error := errors.get(row)) is not None:
-                self.finish(request, None)
-                events.append(TokenEvent(request, -1, None, error))
+            if first == end:
+                if row in result.errors:
+                    self.finish(request, None)
+                    error = exceptions.get(row)
+                    if error is None:
+                        told = result.errors[row].message
+                        error = RequestError(f"request {request.request_id!r} failed: {told}")
+                    yield request, -1, None, error
                 continue
-            if not samples[row]:
-                continue
-            token_id = result.token_ids[row]
             request.num_placeholders -= 1
-            request.token_ids.append(token_id)
-            self.num_generated_tokens += 1
-            if request.num_placeholders and len(request.token_ids) % block_size == 0:
-                assert self._latest is not None
-                self._latest.published += self.kv.publish(request)
-            reason = request.check_stop(token_id)
-            if reason is not None:
-                self.finish(request, reason)
-            events.append(
-                TokenEvent(request, token_id, logprobs.get(row) if logprobs else None, None)
-            )
-        return events
+            while True:
+                token_id = token_ids[i]
+                request.token_ids.append(token_id)
+                self.num_generated_tokens += 1
+                if request.num_computed_tokens >= request.publish_at:
+                    assert self._latest is not None
+                    self._latest.published += self.kv.publish(request)
+                reason = request.check_stop(token_id)
+                if reason is not None:
+                    self.finish(request, reason)
+                found = logprobs[row][i - first] if logprobs and row in logprobs else None
+                yield request, token_id, found, None
+                i += 1
+                if i == end or request.epoch != epoch:
+                    break
+                # It was a draft, whose KV the step has written.
+                request.num_computed_tokens += 1
 
     def _check_result(self, step: ScheduledStep, result: StepResult) -> None:
-        if result.step != step.batch.step:
+        number = step.batch.step
+        if result.step != number:
+            raise ValueError(f"expected the result of step {number}, got that of {result.step}")
+        samples, counts, token_ids = step.batch.samples, result.counts, result.token_ids
+        if counts != samples or result.errors:
+            self._check_counts(step, result)
+        if len(token_ids) != sum(counts):
             raise ValueError(
-                f"expected the result of step {step.batch.step}, got that of step {result.step}"
-            )
-        rows = len(step.requests)
-        if len(result.token_ids) != rows:
-            raise ValueError(
-                f"step {step.batch.step} has {rows} rows, its result {len(result.token_ids)}"
+                f"step {number} counts {sum(counts)} tokens, its result has {len(token_ids)}"
             )
         vocab_size = self.info.vocab_size
-        for row, token_id in enumerate(result.token_ids):
-            if not 0 <= token_id < vocab_size and (
-                step.batch.samples[row] and row not in result.errors
-            ):
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+            token_id = next(t for t in token_ids if not 0 <= t < vocab_size)
+            raise ValueError(
+                f"step {number} sampled token {token_id}; the vocabulary has {vocab_size} tokens"
+            )
+
+    def _check_counts(self, step: ScheduledStep, result: StepResult) -> None:
+        """For a result that is anything but one token of each sampling row."""
+        number, rows = step.batch.step, len(step.requests)
+        if len(result.counts) != rows:
+            raise ValueError(f"step {number} has {rows} rows, its result {len(result.counts)}")
+        most = self.info.max_tokens_per_row
+        for row, count in enumerate(result.counts):
+            yields = step.batch.samples[row] and row not in result.errors
+            if not (1 <= count <= most if yields else count == 0):
                 raise ValueError(
-                    f"step {step.batch.step} sampled token {token_id} in row {row}; the "
-                    f"vocabulary has {vocab_size} tokens"
+                    f"step {number} has {count} tokens in row {row}; expected "
+                    f"{f'1 to {most}' if yields else 'none'}"
                 )
 
     def rollback(self, steps: Iterable[ScheduledStep]) -> None:
@@ -403,7 +445,7 @@ class Scheduler:
 
     def _reset_for_recompute(self, request: Request) -> None:
         """Takes blocks and results in flight away; the tokens known so far stay. A running
-        request goes back to waiting, where its rank puts it ahead of later ones."""
+        request goes back to waiting, where its arrival index puts it ahead of later ones."""
         if request.status is Status.RUNNING:
             self._leave(request)
             self.add(request)
@@ -431,17 +473,14 @@ class Scheduler:
         """Raises AssertionError unless every block, slot and count is accounted for."""
         live = list(self.requests())
         assert len(live) == len(set(live)), "a request is in two places"
-        self.kv.pool.check_integrity(r.blocks for r in live)
+        self.kv.check_integrity(live)
         held = {r.req_index for r in self.running}
         assert len(held) == len(self.running), "two requests share a slot"
         assert held.isdisjoint(self._free_req_indices), "a slot is both held and free"
         assert len(held) + len(self._free_req_indices) == self.info.max_num_seqs, "a slot leaked"
-        block_size = self.kv.block_size
         for request in live:
-            assert request.num_computed_tokens <= len(request.blocks) * block_size, request
             assert request.num_computed_tokens <= len(request.token_ids) + request.num_placeholders
             assert request.num_placeholders >= 0, request
-            assert bool(request.blocks) or request.num_computed_tokens == 0, request
             idle = bool(request.blocks) and request.status is not Status.RUNNING
             assert (request in self._evictable_requests) == idle, request
         assert len(self._evictable_requests) <= len(live), "a finished request is an idle holder"

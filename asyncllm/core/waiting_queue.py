@@ -12,7 +12,7 @@ SortKey = Callable[[Request], tuple[float, ...]]
 POLICIES: Mapping[str, SortKey] = {
     "fcfs": lambda r: (r.arrival_index,),
     "priority": lambda r: (r.priority, r.arrival_index),
-    "deadline": lambda r: (r.priority, r.deadline, r.arrival_index),
+    "deadline": lambda r: (r.priority, r.group.deadline, r.arrival_index),
 }
 """Smaller comes first. The same key chooses victims: the largest is preempted first."""
 

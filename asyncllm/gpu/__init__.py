@@ -1,1 +1,1 @@
-"""The device side: weights, KV memory, kernels and the model runner. Knows nothing of streams."""
+"""The device side: weights, KV memory, kernels and the model runner."""

@@ -1,9 +1,10 @@
-"""build_model_runner: a runner on a device from a configuration and a model."""
+"""build_model_runner: a ModelRunner from a configuration and a model."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -13,7 +14,6 @@ from asyncllm.checkpoint.progress import Progress
 from asyncllm.config import EngineConfig
 from asyncllm.core.batch import RequestAssignment, StepBatch
 from asyncllm.core.executor import ExecutorInfo
-from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.core.tracebacks import clear_frames
 from asyncllm.gpu.devices import resolve_device, resolve_dtype, set_current_device
 from asyncllm.gpu.execution_mode import (
@@ -22,13 +22,23 @@ from asyncllm.gpu.execution_mode import (
     graph_reserve,
     graph_sizes,
 )
-from asyncllm.gpu.kv_cache import KVCache, cpu_cache_bytes, min_cache_bytes, size_cache
+from asyncllm.gpu.graph.decode_runner import DecodeRunner
+from asyncllm.gpu.kv_cache import (
+    KVCache,
+    KVGroup,
+    block_bytes,
+    cpu_cache_bytes,
+    min_cache_bytes,
+    size_cache,
+)
 from asyncllm.gpu.memory import check_cache, check_weights, cuda_cache_bytes, release
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.models.architectures import find_architecture, is_small
 from asyncllm.gpu.models.decoder import Decoder
-from asyncllm.gpu.models.dense import attention_kinds, build_decoder
+from asyncllm.gpu.models.dense import attention_kinds, build_decoder, kv_groups
+from asyncllm.gpu.models.layers import AttentionKind
 from asyncllm.gpu.ops.backend import AttentionRequest
+from asyncllm.gpu.ops.base import Attention
 from asyncllm.gpu.ops.registry import make_attention, make_ops
 from asyncllm.gpu.profile import profile_run
 from asyncllm.gpu.threads import available_cpus, set_thread_count
@@ -44,13 +54,13 @@ def build_model_runner(
     progress: Progress | None = None,
     mode: ExecutionMode | None = None,
 ) -> ModelRunner:
-    """Loads the model and makes everything that is fixed while the engine runs.
+    """Loads the model and makes all that is fixed while the engine runs.
 
     Call it on the thread that will run the steps: thread counts and CUDA graphs are that
     thread's.
 
     Args:
-        progress: told of the bytes of weights that are read, and of graphs captured.
+        progress: called with the bytes of weights that are read, and the graphs captured.
         mode: how steps run; the device's own unless given.
 
     Raises:
@@ -68,7 +78,7 @@ def build_model_runner(
         try:
             return _create(config, model, mode, progress)
         except BaseException as error:
-            # Its frames refer to the weights, which a kept exception would keep.
+            # An exception that is kept would keep the weights, which its frames refer to.
             clear_frames(error)
             release(mode.device)
             raise
@@ -81,49 +91,45 @@ def _create(
     max_num_seqs = config.max_num_seqs or mode.max_num_seqs
     sizes = graph_sizes(config, mode, max_num_seqs)
     num_threads = resolve_threads(config.num_threads, model, device)
-    decoder, block_size, free_at_start = _load(config, model, device, num_threads, progress)
+    decoder, groups, free_at_start = _load(config, model, device, num_threads, progress)
     dtype = decoder.embedding.dtype
     budget = config.max_num_batched_tokens
     token_budget = mode.token_budget if budget == "auto" else budget
     available = available_cache_bytes(
         config,
         decoder,
+        groups,
         free_at_start=free_at_start,
         graph_reserve=graph_reserve(sizes, max_num_seqs, model.vocab_size, dtype.itemsize),
         token_budget=token_budget,
         max_num_seqs=max_num_seqs,
-        block_size=block_size,
     )
-    size = size_cache(
-        config,
-        model,
-        block_size=block_size,
-        max_num_seqs=max_num_seqs,
-        dtype=dtype,
-        available=available,
-    )
+    size = size_cache(config, model, groups, dtype, max_num_seqs=max_num_seqs, available=available)
     if mode.on_cuda:
-        check_cache(config, device, size.num_blocks * size.block_bytes)
+        check_cache(config, device, size.num_blocks * block_bytes(groups, dtype))
     decoder.set_max_positions(size.max_model_len)
     ahead = config.async_scheduling
     info = ExecutorInfo(
         vocab_size=model.vocab_size,
         num_blocks=size.num_blocks,
-        kv_groups=(KVCacheSpec(tuple(range(model.num_layers)), block_size),),
+        kv_groups=tuple(group.spec for group in groups),
         max_model_len=size.max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=token_budget,
         pipeline_depth=mode.pipeline_depth if ahead is None else 1 + ahead,
     )
+    cache = KVCache(groups, size.num_blocks, dtype, device)
+    decode = None
+    if mode.make_capturer is not None:
+        decode = DecodeRunner(decoder, cache, info, mode.make_capturer(), sizes)
     runner = ModelRunner(
         decoder,
-        KVCache(model, size, dtype, device),
+        cache,
         info,
         # Native ops have threads of their own, and torch's would spin beside them.
         num_threads=1 if decoder.ops.name == "native" else num_threads,
         stream=mode.stream,
-        capturer=mode.make_capturer() if mode.make_capturer else None,
-        graph_sizes=sizes,
+        decode=decode,
     )
     if budget == "auto" and not mode.stream.is_async:
         measured = calibrate_token_budget(lambda count: time_prefill(runner, count))
@@ -139,11 +145,12 @@ def _load(
     device: torch.device,
     num_threads: int | None,
     progress: Progress | None,
-) -> tuple[Decoder, int, int]:
-    """The model with its weights, the tokens per KV block, and on a GPU the bytes that were
-    free before."""
+) -> tuple[Decoder, list[KVGroup], int]:
+    """The model with its weights, its KV groups, and on a GPU the bytes that were free
+    before."""
     dtype = resolve_dtype(config.dtype, model, device)
-    attention, block_size = {}, config.block_size
+    attention: dict[AttentionKind, Attention] = {}
+    block_size = config.block_size
     for kind in attention_kinds(model):
         windows = frozenset({kind.window})
         request = AttentionRequest(
@@ -158,12 +165,13 @@ def _load(
         attention[kind], block_size = make_attention(config.attention_backend, request)
     assert block_size is not None
     ops = make_ops(device, next(iter(attention.values())))
+    groups = kv_groups(model, attention, block_size)
     free_at_start = 0
     if device.type == "cuda":
         free_at_start = check_weights(config, device, weights_bytes(model, dtype))
     load = dummy_weights if config.load_format == "dummy" else load_weights
     weights = load(model, dtype, device, progress)
-    return build_decoder(model, ops, attention, weights), block_size, free_at_start
+    return build_decoder(model, ops, attention, weights), groups, free_at_start
 
 
 def _say_nothing(done: int, total: int) -> None:
@@ -195,12 +203,12 @@ def resolve_threads(count: int | None, model: ModelConfig, device: torch.device)
 def available_cache_bytes(
     config: EngineConfig,
     decoder: Decoder,
+    groups: Sequence[KVGroup],
     *,
     free_at_start: int,
     graph_reserve: int,
     token_budget: int,
     max_num_seqs: int,
-    block_size: int,
 ) -> int:
     """Bytes for the KV cache; 0, with nothing measured, where the configuration says."""
     if config.num_blocks is not None or config.kv_cache_memory is not None:
@@ -212,25 +220,19 @@ def available_cache_bytes(
     longest = min(config.max_model_len or context, context)
     decoder.set_max_positions(longest)
 
-    def run(tokens: int, rows: int) -> None:
-        profile_run(
-            decoder,
-            max_num_batched_tokens=tokens,
-            max_num_seqs=rows,
-            max_model_len=longest,
-            block_size=block_size,
-        )
-
-    # What libraries allocate at their first call and keep is not a step's.
-    run(1, 1)
+    profile = partial(profile_run, decoder, groups, max_model_len=longest)
+    # Memory that libraries allocate at their first call and keep is not a step's.
+    profile(max_num_batched_tokens=1, max_num_seqs=1)
     return cuda_cache_bytes(
         config,
         weight.device,
         free_at_start=free_at_start,
         weights_bytes=weights_bytes(model, weight.dtype),
-        profile_run=lambda: run(token_budget, max_num_seqs),
+        profile_run=partial(
+            profile, max_num_batched_tokens=token_budget, max_num_seqs=max_num_seqs
+        ),
         graph_reserve=graph_reserve,
-        least=min_cache_bytes(config, model, block_size, weight.dtype),
+        least=min_cache_bytes(config, groups, weight.dtype),
     )
 
 
@@ -242,7 +244,7 @@ def time_prefill(runner: ModelRunner, num_tokens: int) -> float:
     info = runner.info
     rows = -(-num_tokens // info.max_model_len)
     count = num_tokens // rows
-    blocks = list(range(1, -(-count // info.block_size) + 1))
+    blocks = tuple(list(range(1, -(-count // g.block_size) + 1)) for g in info.kv_groups)
     sampling = SamplingParams(temperature=0.0, seed=0).resolve({}, {}, lambda: 0)
     rows = min(rows, info.max_num_seqs)
     batch = StepBatch(
@@ -253,7 +255,7 @@ def time_prefill(runner: ModelRunner, num_tokens: int) -> float:
         samples=[True] * rows,
         num_tokens=rows * count,
         assignments=[
-            RequestAssignment(req_index, "warm-up", [0] * count, count, (blocks,), sampling)
+            RequestAssignment(req_index, "warm-up", [0] * count, count, blocks, sampling)
             for req_index in range(rows)
         ],
     )

@@ -1,18 +1,17 @@
-"""Devices: which one an engine runs on, and in which data type."""
+"""resolve_device, resolve_dtype: device and data type of an engine."""
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.errors import EngineError, InvalidRequestError
 from asyncllm.gpu.models.architectures import is_small
+from asyncllm.logger import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 MIN_CAPABILITY = (8, 0)
 """Compute capability from which a GPU computes in bfloat16 and the kernels are compiled."""
@@ -22,39 +21,19 @@ _NO_GPU = ("Found no NVIDIA driver", "No CUDA GPUs are available")
 """How torch's reasons begin where there is no GPU at all (c10/cuda/CUDAFunctions.cpp)."""
 
 
-class CudaDriver(Protocol):
-    """What is asked of CUDA to choose a device."""
-
-    def built(self) -> bool:
-        """Whether this torch was compiled with CUDA."""
-        ...
-
-    def start(self) -> None:
-        """Initialises CUDA. Raises RuntimeError with torch's reason where it cannot."""
-        ...
-
-    def count(self) -> int: ...
-
-    def current(self) -> int:
-        """Index of the calling thread's current device."""
-        ...
-
-    def capability(self, index: int) -> tuple[int, int]: ...
-
-    def name(self, index: int) -> str: ...
-
-
-class TorchCudaDriver:
-    """torch's CUDA.
+class CudaDriver:
+    """CUDA as torch has it; tests put a simulated machine in its place.
 
     ``torch.cuda.is_available()`` is not asked: it turns every reason into False, and a driver
     that is too old into a Python warning beside it, while ``torch.cuda.init()`` raises them.
     """
 
     def built(self) -> bool:
+        """Whether this torch was compiled with CUDA."""
         return torch.backends.cuda.is_built()
 
     def start(self) -> None:
+        """Initialises CUDA. Raises RuntimeError with torch's reason where it cannot."""
         try:
             torch.cuda.init()
         except torch.cuda.DeferredCudaCallError as error:
@@ -64,6 +43,7 @@ class TorchCudaDriver:
         return torch.cuda.device_count()
 
     def current(self) -> int:
+        """Index of the calling thread's current device."""
         return torch.cuda.current_device()
 
     def capability(self, index: int) -> tuple[int, int]:
@@ -75,7 +55,7 @@ class TorchCudaDriver:
 
 @dataclass(frozen=True, slots=True)
 class _Obstacle:
-    """Why CUDA cannot be used, and whether there is a GPU all the same."""
+    """The reason why CUDA cannot be used, and whether there is a GPU all the same."""
 
     reason: str
     gpu_is_there: bool
@@ -100,7 +80,7 @@ def resolve_device(name: str, driver: CudaDriver | None = None) -> torch.device:
     """
     if name == "cpu":
         return torch.device("cpu")
-    driver = driver or TorchCudaDriver()
+    driver = driver or CudaDriver()
     obstacle = _start(driver)
     if obstacle is None:
         wanted = None if name == "auto" else torch.device(name).index

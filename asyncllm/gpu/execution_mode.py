@@ -1,4 +1,4 @@
-"""ExecutionMode: how steps run on a device, and what that needs."""
+"""ExecutionMode: how steps run on a device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from asyncllm.config import EngineConfig
-from asyncllm.errors import InvalidRequestError
 from asyncllm.gpu.graph.cuda_graphs import (
     CudaGraphCapturer,
     EagerCapturer,
@@ -24,12 +23,12 @@ GRAPH_BYTES = 8 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class ExecutionMode:
-    """Where steps run.
+    """Device, stream and limits of an engine's steps.
 
     Attributes:
-        stream: their work is queued there.
-        make_capturer: how decode steps become graphs; None keeps the state between steps on
-            the host.
+        stream: where their work is queued.
+        make_capturer: makes the capturer of decode steps; None keeps the state between steps
+            on the host.
         max_num_seqs, token_budget, pipeline_depth: where the configuration leaves them open.
     """
 
@@ -46,7 +45,7 @@ class ExecutionMode:
 
 
 def execution_mode_for(config: EngineConfig, device: torch.device) -> ExecutionMode:
-    """In step with the engine on a CPU, one step ahead of it on a GPU."""
+    """Synchronous on a CPU, one step of run-ahead on a GPU."""
     if device.type != "cuda":
         return ExecutionMode(device, SyncStream(), None, 64, 8192, 1)
     make = EagerCapturer if config.cuda_graphs == "off" else lambda: CudaGraphCapturer(device)
@@ -61,10 +60,11 @@ def graph_sizes(config: EngineConfig, mode: ExecutionMode, max_num_seqs: int) ->
     """
     sizes = config.cuda_graph_sizes
     if mode.make_capturer is None:
+        eagerly = f"steps run eagerly on device {mode.device}"
         if config.cuda_graphs in ("startup", "lazy"):
-            raise _refused("cuda_graphs", config.cuda_graphs, '"auto" or "off"', mode.device)
+            raise invalid("cuda_graphs", config.cuda_graphs, f'"auto" or "off": {eagerly}')
         if sizes is not None:
-            raise _refused("cuda_graph_sizes", sizes, "None", mode.device)
+            raise invalid("cuda_graph_sizes", sizes, f"None: {eagerly}")
         return ()
     if config.cuda_graphs == "off":
         if sizes is not None:
@@ -76,14 +76,10 @@ def graph_sizes(config: EngineConfig, mode: ExecutionMode, max_num_seqs: int) ->
 
 
 def graph_reserve(sizes: tuple[int, ...], max_num_seqs: int, vocab_size: int, width: int) -> int:
-    """Bytes to keep beside the largest step: graphs, and the logits of a step that is sampled
-    with the host, as they came and in float32.
+    """Bytes to keep beside the largest step: graphs, and the logits of a step with the eager
+    sampler, as they came and in float32.
 
     Args:
         width: bytes of an element of the logits.
     """
     return len(sizes) * GRAPH_BYTES + max_num_seqs * vocab_size * (width + 4)
-
-
-def _refused(name: str, value: object, accepted: str, device: torch.device) -> InvalidRequestError:
-    return invalid(name, value, f"{accepted}: steps run eagerly on device {device}")

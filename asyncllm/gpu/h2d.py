@@ -1,4 +1,4 @@
-"""upload: a host array on a device, without waiting for the device."""
+"""copy_to_device: a host array on a device, without waiting for the device."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""The KV cache: one allocation, and how large it is."""
+"""KVCache: the keys and values of all layers in one allocation, and its size."""
 
 from __future__ import annotations
 
 import ctypes
-import logging
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,10 +15,14 @@ from torch import Tensor
 
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.config import EngineConfig
+from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.errors import KVCacheTooSmallError
+from asyncllm.gpu.h2d import copy_to_device
+from asyncllm.gpu.ops.base import BlockLayout
+from asyncllm.logger import get_logger
 from asyncllm.validation import invalid
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 CPU_CACHE_LIMIT = 4 * 2**30
 CPU_CACHE_SHARE = 4
@@ -26,23 +30,31 @@ _ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
+class KVGroup:
+    """A KVCacheSpec on the device: ``layout`` is that of each of its layers."""
+
+    spec: KVCacheSpec
+    layout: BlockLayout
+
+
+@dataclass(frozen=True, slots=True)
 class KVCacheSize:
-    """What the cache holds.
+    """Size of the cache.
 
     Attributes:
         num_blocks: with the null block 0.
         max_model_len: longest sequence in tokens.
-        block_bytes: of one block, K and V of all layers.
     """
 
     num_blocks: int
-    block_size: int
     max_model_len: int
-    block_bytes: int
 
 
 class KVCache:
-    """``[num_layers, 2, num_blocks, block_size, kv_heads, head_dim]`` in one allocation.
+    """One allocation, viewed as a tensor per layer.
+
+    All groups draw on the same blocks: layer i of each group lies in part i of the allocation,
+    and a block belongs to one group at a time.
 
     Layers come first because torch gathers blocks of one contiguous layer 40 times faster on
     a CPU than blocks of a strided one.
@@ -51,30 +63,33 @@ class KVCache:
     unused cache costs no memory on a CPU.
 
     Attributes:
-        layers: per layer a view ``[2, num_blocks, block_size, kv_heads, head_dim]``.
+        tensor: ``[parts, ...]``, the whole as the first group sees it.
+        layers: a view per layer, see BlockLayout.
     """
 
     def __init__(
-        self, model: ModelConfig, size: KVCacheSize, dtype: torch.dtype, device: torch.device
+        self, groups: Sequence[KVGroup], num_blocks: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        shape = (
-            model.num_layers,
-            2,
-            size.num_blocks,
-            size.block_size,
-            model.num_kv_heads,
-            model.head_dim,
-        )
-        self.tensor = _zeros(shape, dtype, device)
-        self.layers: list[Tensor] = list(self.tensor.unbind(0))
+        depth = len(groups[0].spec.layers)
+        size = num_blocks * block_bytes(groups, dtype) // (depth * dtype.itemsize)
+        memory = _zeros((depth, size), dtype, device)
+        views = [group.layout.view(memory, num_blocks) for group in groups]
+        self.tensor = views[0]
+        by_layer = {
+            layer: part
+            for group, view in zip(groups, views, strict=True)
+            for layer, part in zip(group.spec.layers, view, strict=True)
+        }
+        self.layers: list[Tensor] = [by_layer[layer] for layer in sorted(by_layer)]
 
-    def clear(self, block_ids: Tensor) -> None:
+    def clear(self, block_ids: np.ndarray) -> None:
         """Zeroes blocks before a new owner writes them.
 
         Attention in plain torch reads whole blocks and masks what lies beyond a sequence,
         and zero times what a broken request left there (NaN) would still be NaN.
         """
-        self.tensor.index_fill_(2, block_ids, 0.0)
+        if len(block_ids):
+            self.tensor.index_fill_(2, copy_to_device(block_ids, self.tensor.device), 0.0)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -93,28 +108,41 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return torch.from_numpy(raw[first : first + size]).view(dtype).view(shape)
 
 
-def block_bytes(model: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block: K and V of ``block_size`` tokens in all layers."""
-    per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim
-    return per_token * block_size * dtype.itemsize
+def block_bytes(groups: Sequence[KVGroup], dtype: torch.dtype) -> int:
+    """Bytes of one block, in all layers of the group that it belongs to.
+
+    Raises:
+        ValueError: groups that cannot share blocks, because theirs differ.
+    """
+    sizes = {(len(group.spec.layers), group.layout.num_elements) for group in groups}
+    if len(sizes) > 1 or len({group.layout.order[:2] for group in groups}) > 1:
+        raise ValueError(
+            f"KV groups {groups}: expected the same number of layers, size of a block and order "
+            "of its outer dimensions in all of them"
+        )
+    ((depth, num_elements),) = sizes
+    return depth * num_elements * dtype.itemsize
 
 
-def min_cache_bytes(
-    config: EngineConfig, model: ModelConfig, block_size: int, dtype: torch.dtype
-) -> int:
+def blocks_per_seq(groups: Sequence[KVGroup], num_tokens: int) -> int:
+    """Blocks of a sequence, in all groups."""
+    return sum(-(-num_tokens // group.spec.block_size) for group in groups)
+
+
+def min_cache_bytes(config: EngineConfig, groups: Sequence[KVGroup], dtype: torch.dtype) -> int:
     """Bytes of the smallest cache that will do: the null block, and the blocks of one sequence
-    of a ``max_model_len`` that was asked for, else a single one."""
-    blocks = 1 if config.max_model_len is None else -(-config.max_model_len // block_size)
-    return (blocks + 1) * block_bytes(model, block_size, dtype)
+    of a ``max_model_len`` that was asked for, else of a single token."""
+    blocks = blocks_per_seq(groups, config.max_model_len or 1)
+    return (blocks + 1) * block_bytes(groups, dtype)
 
 
 def size_cache(
     config: EngineConfig,
     model: ModelConfig,
-    *,
-    block_size: int,
-    max_num_seqs: int,
+    groups: Sequence[KVGroup],
     dtype: torch.dtype,
+    *,
+    max_num_seqs: int,
     available: int,
 ) -> KVCacheSize:
     """Chooses the number of blocks and the longest sequence.
@@ -134,20 +162,23 @@ def size_cache(
     context = model.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > context:
         raise invalid("max_model_len", config.max_model_len, f"at most the model's {context}")
-    per_block = block_bytes(model, block_size, dtype)
+    per_block, block_size = block_bytes(groups, dtype), groups[0].spec.block_size
     longest = config.max_model_len or context
-    blocks_per_seq = -(-longest // block_size)
     if config.num_blocks is not None:
         usable, knob = config.num_blocks, "num_blocks"
     elif config.kv_cache_memory is not None:
         usable, knob = int(config.kv_cache_memory) // per_block - 1, "kv_cache_memory"
     else:
-        useful = 2 * max_num_seqs * blocks_per_seq
+        useful = 2 * max_num_seqs * blocks_per_seq(groups, longest)
         usable, knob = min(available // per_block - 1, useful), "kv_cache_memory"
-    needed = blocks_per_seq if config.max_model_len is not None else 1
+    needed = blocks_per_seq(groups, config.max_model_len or 1)
     if usable < needed:
         raise _too_small(config.max_model_len, usable, needed, block_size, per_block, knob)
-    max_model_len = min(longest, usable * block_size)
+    # Tokens that fill their blocks in every group; one block of each holds the fewest.
+    sizes = [group.spec.block_size for group in groups]
+    whole = math.lcm(*sizes)
+    most = max(usable // blocks_per_seq(groups, whole) * whole, min(sizes))
+    max_model_len = min(longest, most)
     if max_model_len < longest:
         logger.warning(
             "max_model_len is %d of the model's %d tokens: the KV cache holds %d blocks of "
@@ -158,16 +189,11 @@ def size_cache(
             block_size,
             knob,
         )
-    return KVCacheSize(usable + 1, block_size, max_model_len, per_block)
+    return KVCacheSize(usable + 1, max_model_len)
 
 
 def _too_small(
-    max_model_len: int | None,
-    usable: int,
-    needed: int,
-    block_size: int,
-    per_block: int,
-    knob: str,
+    max_model_len: int | None, usable: int, needed: int, block_size: int, per_block: int, knob: str
 ) -> KVCacheTooSmallError:
     """The null block comes on top of what is needed where the memory is given in bytes."""
     if max_model_len is None:

@@ -1,25 +1,25 @@
-"""Device memory: what is left for the KV cache, and how all of it is given back.
+"""Device memory: the budget of the KV cache, and the release of everything at the end.
 
-On a GPU the weights are loaded first, then one largest step is run to see what a step takes
+On a GPU the weights are loaded first, then one largest step is run to measure its memory
 beside them, and the KV cache gets the rest of the engine's share. Steps, weights and cache
 live in torch's own caching allocator, with the host application's tensors.
 """
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from asyncllm.config import EngineConfig
 from asyncllm.errors import EngineError, KVCacheTooSmallError
+from asyncllm.logger import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 SEGMENT_BYTES = 2 * 2**20
 """torch takes large allocations from the device in multiples of this."""
@@ -38,48 +38,26 @@ _OUT_OF_MEMORY = (
 ("Triton Error [CUDA]: out of memory"), of the CPU's allocators, and of NVIDIA's libraries."""
 
 
-class MemoryProbe(Protocol):
-    """What is asked of a GPU's memory; tests put a simulated device in its place."""
+class MemoryProbe:
+    """The memory of NVIDIA GPUs, through torch; tests put a simulated device in its place."""
 
     def info(self, device: torch.device) -> tuple[int, int]:
-        """Bytes free on the device for anybody, and bytes in all."""
-        ...
-
-    def has_pools(self) -> bool:
-        """Whether ``pool`` works with the allocator that the process has chosen."""
-        ...
-
-    def pool(self, device: torch.device) -> AbstractContextManager[Callable[[], int]]:
-        """Sends the calling thread's allocations to a pool of their own. The value says how
-        many bytes that has taken from the device, which never shrinks within the context."""
-        ...
-
-    def finish(self, device: torch.device, seconds: float) -> bool:
-        """Waits for what the thread's current stream was given; False if it takes longer.
-        Raises RuntimeError if the device has failed."""
-        ...
-
-    def trim(self, device: torch.device) -> None:
-        """Returns what torch has cached and nobody uses to the device."""
-        ...
-
-
-class CudaProbe:
-    """The memory of NVIDIA GPUs, through torch."""
-
-    def info(self, device: torch.device) -> tuple[int, int]:
+        """Bytes free on the device, and bytes in all."""
         return torch.cuda.mem_get_info(device)
 
     def has_pools(self) -> bool:
+        """Whether ``pool`` works with the allocator that the process has chosen."""
         return torch.cuda.get_allocator_backend() == "native"
 
     @contextmanager
     def pool(self, device: torch.device) -> Iterator[Callable[[], int]]:
-        """A pool that nobody owns once the context ends, so that ``trim`` may empty it.
+        """Sends the calling thread's allocations to a pool of their own. The value returns how
+        many bytes that has taken from the device, which never shrinks within the context.
 
-        It is not a ``torch.cuda.MemPool``: that empties itself in its C++ destructor, where a
-        failure ends the process, and up to torch 2.12 it is one that any thread is inside
-        ``use_mem_pool`` at that moment, later that one captures a CUDA graph.
+        The pool has no owner once the context ends, so that ``trim`` may empty it. It is not a
+        ``torch.cuda.MemPool``: that empties itself in its C++ destructor, where a failure ends
+        the process, and up to torch 2.12 it is one that any thread is inside ``use_mem_pool``
+        at that moment, later that one captures a CUDA graph.
         """
         handle: Any = _PoolHandle(torch.cuda.graph_pool_handle())
 
@@ -94,6 +72,8 @@ class CudaProbe:
             yield reserved
 
     def finish(self, device: torch.device, seconds: float) -> bool:
+        """Waits for the work on the thread's current stream; False if it takes longer. Raises
+        RuntimeError if the device has failed."""
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(device))
         deadline = time.monotonic() + seconds
@@ -104,6 +84,7 @@ class CudaProbe:
         return True
 
     def trim(self, device: torch.device) -> None:
+        """Returns the blocks that torch has cached and no tensor uses to the device."""
         torch.cuda.empty_cache()
 
 
@@ -116,14 +97,14 @@ class _PoolHandle:
 
 @dataclass(frozen=True, slots=True)
 class CacheBudget:
-    """How the memory of a GPU is divided, in bytes.
+    """Division of a GPU's memory, in bytes.
 
     Attributes:
         total: of the device.
         free_at_start: before the engine took anything.
         utilization: share of ``total`` that the engine may use.
         weights: of the model.
-        peak: what the largest step takes beside weights and cache.
+        peak: of the largest step, beside weights and cache.
         graph_reserve: kept for CUDA graphs.
         free: now, with the weights on the device and no step running.
     """
@@ -145,9 +126,9 @@ class CacheBudget:
     def available(self) -> int:
         """Bytes for the KV cache; negative if there is not even room for the rest.
 
-        The engine's share is counted from what was free when it began: what the host
-        application or another process holds is taken from the device, not from the share.
-        What they, or the driver for its kernels, have taken since is not there to be given.
+        The engine's share is counted from the memory that was free when it began: memory of the
+        host application or another process is taken from the device, not from the share.
+        Memory taken since then, by others or by the driver, is subtracted.
         """
         share = min(self.allowed, self.free_at_start) - self.graph_reserve
         left = min(share - self.weights, self.free - self.graph_reserve) - self.peak
@@ -162,7 +143,7 @@ class CacheBudget:
         )
 
     def remedy(self) -> str:
-        """What would leave more."""
+        """Settings that would leave more."""
         smaller = "lower max_num_batched_tokens, max_num_seqs or max_model_len"
         if self.allowed < self.free_at_start:
             return f"raise gpu_memory_utilization, or {smaller}"
@@ -200,7 +181,7 @@ def cuda_cache_bytes(
         EngineError: the step does not fit beside the weights, or the process has an
             allocator without pools, in which it cannot be measured.
     """
-    probe = probe or CudaProbe()
+    probe = probe or MemoryProbe()
     if not probe.has_pools():
         raise EngineError(
             "what a step takes can be measured only in torch's native allocator, and the process "
@@ -236,7 +217,7 @@ def cuda_cache_bytes(
 def _measure(
     run: Callable[[], None], device: torch.device, probe: MemoryProbe
 ) -> tuple[int, Exception | None]:
-    """Bytes that ``run`` takes, and what it raised if that was for want of memory."""
+    """Bytes that ``run`` takes, and its error if that was for want of memory."""
     with probe.pool(device) as reserved:
         try:
             run()
@@ -249,14 +230,11 @@ def _measure(
 
 
 def check_weights(
-    config: EngineConfig,
-    device: torch.device,
-    weights_bytes: int,
-    probe: MemoryProbe | None = None,
+    config: EngineConfig, device: torch.device, weights_bytes: int, probe: MemoryProbe | None = None
 ) -> int:
     """Whether the weights will fit, before gigabytes of them are read.
 
-    torch's cache is emptied first: what it keeps of the host application's earlier tensors is
+    torch's cache is emptied first: the blocks of the host application's earlier tensors are
     free. ``gpu_memory_utilization`` limits the weights only where it decides the size of the
     KV cache.
 
@@ -266,7 +244,7 @@ def check_weights(
     Raises:
         EngineError: they will not.
     """
-    probe = probe or CudaProbe()
+    probe = probe or MemoryProbe()
     probe.trim(device)
     free, total = probe.info(device)
     measured = config.num_blocks is None and config.kv_cache_memory is None
@@ -291,7 +269,7 @@ def check_cache(
     configured, does not fit."""
     if config.num_blocks is None and config.kv_cache_memory is None:
         return
-    free, total = (probe or CudaProbe()).info(device)
+    free, total = (probe or MemoryProbe()).info(device)
     if num_bytes > free:
         knob = "kv_cache_memory" if config.num_blocks is None else "num_blocks"
         value = getattr(config, knob)
@@ -302,7 +280,7 @@ def check_cache(
 
 
 def release(device: torch.device, probe: MemoryProbe | None = None) -> None:
-    """Gives the memory of tensors that nobody refers to any more back to the device.
+    """Returns the memory of tensors without references to the device.
 
     Call it last, on the thread and stream that ran the steps. It neither raises nor waits for
     more than ``RELEASE_SECONDS``: a device that has failed, or hangs, is left as it is, with
@@ -318,7 +296,7 @@ def release(device: torch.device, probe: MemoryProbe | None = None) -> None:
     """
     if device.type != "cuda":
         return
-    probe = probe or CudaProbe()
+    probe = probe or MemoryProbe()
     try:
         if probe.finish(device, RELEASE_SECONDS):
             probe.trim(device)

@@ -1,27 +1,28 @@
-"""ModelRunner: the executor of a model, on a device in step with the engine or ahead of it."""
+"""ModelRunner: the executor of one model."""
 
 from __future__ import annotations
 
 import contextlib
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import get_ident
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from asyncllm.core.batch import StepBatch, StepResult
+from asyncllm.core.batch import RowError, StepBatch, StepResult
 from asyncllm.core.executor import ExecutorInfo, StepOutOfMemoryError
+from asyncllm.core.in_process import InProcess
 from asyncllm.core.tracebacks import clear_frames
-from asyncllm.gpu.batch.input_batch import UNKNOWN, InputBatch
+from asyncllm.gpu.batch.block_table import NO_BLOCKS
+from asyncllm.gpu.batch.input_batch import PLACEHOLDER_TOKEN, InputBatch
 from asyncllm.gpu.batch.step_buffers import PinnedStepBuffer
 from asyncllm.gpu.batch.step_inputs import ModelInputs
-from asyncllm.gpu.graph.cuda_graphs import GraphCapturer, StepGraphs
+from asyncllm.gpu.graph.cuda_graphs import StepGraphs
 from asyncllm.gpu.graph.decode_runner import DecodeRunner
-from asyncllm.gpu.graph.streams import Stream, SyncStream, Ticket
-from asyncllm.gpu.h2d import copy_to_device
+from asyncllm.gpu.graph.streams import Event, Stream, SyncStream
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.memory import is_out_of_memory, release
 from asyncllm.gpu.models.decoder import Decoder
@@ -31,7 +32,7 @@ from asyncllm.gpu.threads import set_thread_count
 
 @dataclass(slots=True)
 class _Device:
-    """All that holds memory, in one place so that closing drops it whole."""
+    """State that holds memory, in one place so that closing drops it whole."""
 
     decoder: Decoder
     cache: KVCache
@@ -40,45 +41,45 @@ class _Device:
     decode: DecodeRunner | None
 
 
+@dataclass(eq=False, slots=True)
 class _Step:
     """A step between launch and collect.
 
     Attributes:
         rows: ``[S]``, rows of the batch that are sampled.
         req_indices, positions: ``[S]``, of these rows, and where their tokens will be.
-        epochs: ``[S]``, of the slots, of a step that runs ahead of the host.
+        epochs: ``[S]``, of the request indices.
         blocks_to_zero: blocks to be cleared before it runs.
-        ticket, host: of a step that runs ahead of the host.
-        error: what went wrong when it was to be started.
-        failures: by row, errors of requests that could not be assigned to their slots.
+        started: its changes have been applied, and its work queued if it can run ahead.
+        event, tokens: of a step that runs ahead: its end, and where its tokens arrive.
+        error: raised when it was to be started.
+        failures: by row, errors of requests that could not be assigned.
     """
 
-    __slots__ = (
-        "batch",
-        "blocks_to_zero",
-        "epochs",
-        "error",
-        "failures",
-        "host",
-        "positions",
-        "req_indices",
-        "rows",
-        "started",
-        "ticket",
-    )  # fmt: skip
+    batch: StepBatch
+    rows: np.ndarray = field(init=False)
+    req_indices: np.ndarray = field(init=False)
+    positions: np.ndarray = field(init=False)
+    epochs: np.ndarray = field(init=False)
+    blocks_to_zero: np.ndarray = field(init=False)
+    started: bool = False
+    event: Event | None = None
+    tokens: Tensor | None = None
+    error: Exception | None = None
+    failures: dict[int, Exception] = field(default_factory=dict)
 
-    def __init__(self, batch: StepBatch) -> None:
-        self.batch = batch
-        self.rows = np.flatnonzero(batch.samples)
-        self.req_indices = np.array(batch.req_indices, dtype=np.int64)[self.rows]
-        ends = np.array(batch.starts, dtype=np.int64) + np.array(batch.counts, dtype=np.int64)
-        self.positions = ends[self.rows]
-        self.epochs = self.blocks_to_zero = self.rows[:0]
-        self.started = False
-        self.ticket: Ticket | None = None
-        self.host: PinnedStepBuffer | None = None
-        self.error: Exception | None = None
-        self.failures: dict[int, Exception] = {}
+    def __post_init__(self) -> None:
+        batch = self.batch
+        req_indices = np.array(batch.req_indices, dtype=np.int64)
+        starts = np.array(batch.starts, dtype=np.int64)
+        if self.is_decode:
+            self.rows, self.req_indices = np.arange(len(batch)), req_indices
+            self.positions = starts + 1
+        else:
+            self.rows = np.flatnonzero(batch.samples)
+            self.req_indices = req_indices[self.rows]
+            self.positions = (starts + np.array(batch.counts, dtype=np.int64))[self.rows]
+        self.epochs = self.blocks_to_zero = NO_BLOCKS
 
     @property
     def is_decode(self) -> bool:
@@ -86,26 +87,26 @@ class _Step:
 
 
 class ModelRunner:
-    """Runs steps in the order in which they were launched.
+    """Executor for one model: synchronous on a CPU, one step of run-ahead on CUDA.
 
-    On a CPU, ``launch`` only queues; ``collect`` runs the oldest step, changes of slots and
-    blocks included.
+    Steps run in the order in which they were launched. On a synchronous stream ``launch``
+    only queues; ``collect`` starts the oldest step and runs it.
 
-    On a device that runs ahead, ``launch`` queues the step's work on the device's stream,
-    behind the step before it, whose tokens it finds there. A step with a row that needs the
-    host (penalties, log-probabilities, rules) is run by ``collect``, and a step behind it is
-    started only then. What the host learns late it files by the epoch of the slot, so that a
-    token of a request that is gone does not become its successor's.
+    On an asynchronous one ``launch`` starts the step: its work is queued on the device behind
+    the step before it, whose tokens it finds there. A step with a row that needs the eager
+    sampler (penalties, log-probabilities, rules) is run by ``collect``, and a step behind it
+    starts only then. A late result is written back only if the request index still has the
+    step's epoch, so that a finished request's token cannot reach the next one.
 
     Args:
-        stream: where work is queued; None is in step with the caller.
-        capturer: makes graphs of decode steps; None keeps the state between steps on the
-            host, which a stream that runs ahead cannot do with.
-        graph_sizes: batch sizes that get a graph.
-        races: tokens are drawn by the op set's sampler even where the host draws them.
+        stream: where work is queued; None is synchronous.
+        decode: the state between steps on the device, which an asynchronous stream needs; None
+            keeps it on the host.
+        gumbel: the eager path draws tokens with the op set's sampler, as it always does with
+            ``decode``; without, it inverts the distribution.
 
     Attributes:
-        info: what the scheduler has to know.
+        info: limits for the scheduler.
         dtype: of weights and KV.
         device: where they are.
     """
@@ -118,52 +119,27 @@ class ModelRunner:
         *,
         num_threads: int | None = None,
         stream: Stream | None = None,
-        capturer: GraphCapturer | None = None,
-        graph_sizes: tuple[int, ...] = (),
-        races: bool = False,
+        decode: DecodeRunner | None = None,
+        gumbel: bool = False,
     ) -> None:
         self.info = info
+        self.in_process = InProcess()
         self.dtype = decoder.embedding.dtype
         self.device = decoder.embedding.device
         self._stream = SyncStream() if stream is None else stream
-        if self._stream.is_async and capturer is None:
-            raise ValueError("a stream that runs ahead needs a recorder")
+        if self._stream.is_async and decode is None:
+            raise ValueError("an asynchronous stream needs a DecodeRunner")
+        has_decode = decode is not None
+        inputs = InputBatch(
+            info.max_num_seqs, info.max_model_len, info.kv_groups, tracks_tables=has_decode
+        )
+        ops = decoder.ops if gumbel or has_decode else None
         with self._stream.context():
-            self._state: _Device | None = self._make_state(
-                decoder, cache, capturer, graph_sizes, races or capturer is not None
-            )
+            sampler = Sampler(info.max_num_seqs, info.vocab_size, inputs, self.device, ops)
+        self._state: _Device | None = _Device(decoder, cache, inputs, sampler, decode)
         self._steps: deque[_Step] = deque()
         self._num_threads = num_threads
         self._thread: int | None = None
-
-    def _make_state(
-        self,
-        decoder: Decoder,
-        cache: KVCache,
-        capturer: GraphCapturer | None,
-        graph_sizes: tuple[int, ...],
-        races: bool,
-    ) -> _Device:
-        info = self.info
-        static = capturer is not None
-        inputs = InputBatch(
-            info.max_num_seqs, info.max_model_len, info.block_size, tracks_table=static
-        )
-        ops = decoder.ops if races else None
-        sampler = Sampler(info.max_num_seqs, info.vocab_size, inputs, self.device, ops)
-        if capturer is None:
-            return _Device(decoder, cache, inputs, sampler, None)
-        decode = DecodeRunner(
-            decoder,
-            cache,
-            max_num_seqs=info.max_num_seqs,
-            max_len=info.max_model_len,
-            block_size=info.block_size,
-            steps_in_flight=info.pipeline_depth,
-            capturer=capturer,
-            sizes=graph_sizes,
-        )
-        return _Device(decoder, cache, inputs, sampler, decode)
 
     @property
     def graphs(self) -> StepGraphs | None:
@@ -190,7 +166,7 @@ class ModelRunner:
         self._open()
         self._steps.append(_Step(batch))
         if self._stream.is_async:
-            self._start_next()
+            self._start_steps()
 
     def collect(self) -> StepResult:
         self._open()
@@ -204,16 +180,16 @@ class ModelRunner:
         try:
             with torch.inference_mode(), self._stream.context():
                 if not step.started:
-                    self._apply(self._open(), step)
-                result = self._finish(self._open(), step)
+                    self._apply(step)
+                result = self._finish(step)
         except (RuntimeError, MemoryError) as error:
-            # Whoever keeps the exception would keep the model, which its frames refer to.
+            # An exception that is kept would keep the model, which its frames refer to.
             clear_frames(error)
             if is_out_of_memory(error):
                 raise _memory_error(error, step) from error
             raise
         if self._stream.is_async:
-            self._start_next()
+            self._start_steps()
         return result
 
     def discard(self) -> None:
@@ -244,160 +220,124 @@ class ModelRunner:
             set_thread_count(self._num_threads)
         self._thread = thread
 
-    # --- starting a step ---------------------------------------------------------------
+    # --- a step ------------------------------------------------------------------------
 
-    def _start_next(self) -> None:
-        """Starts what can run now. A step that needs the host, or that failed, holds up those
-        behind it until it is collected."""
+    def _start_steps(self) -> None:
+        """Starts what can run now. A step that needs the eager sampler, or that failed, holds
+        up those behind it until it is collected, where its error is raised: the step before
+        it may have gone well."""
         for step in self._steps:
             if not step.started:
-                self._start(step)
-            if step.ticket is None and len(step.batch):
+                step.started = True
+                try:
+                    with torch.inference_mode(), self._stream.context():
+                        self._apply(step)
+                        self._run_ahead(step)
+                except Exception as error:
+                    step.error = _memory_error(error, step) if is_out_of_memory(error) else error
+            if step.event is None and len(step.batch):
                 return
 
-    def _start(self, step: _Step) -> None:
-        """Takes over what changed, and queues the step if it can run ahead. An error is
-        raised when the step is collected: the one before it may have gone well."""
-        state = self._open()
-        step.started = True
-        try:
-            with torch.inference_mode(), self._stream.context():
-                self._apply(state, step)
-                if not state.sampler.needs_eager_sampler(step.req_indices):
-                    self._queue(state, step)
-        except Exception as error:
-            step.error = _memory_error(error, step) if is_out_of_memory(error) else error
-
-    def _apply(self, state: _Device, step: _Step) -> None:
-        batch = step.batch
-        step.blocks_to_zero = state.inputs.apply(batch)
+    def _apply(self, step: _Step) -> None:
+        """Applies the step's changes of the batch."""
+        state, batch = self._open(), step.batch
+        unfilled = state.inputs.apply(batch)
+        if state.decoder.needs_zeroed_blocks:
+            step.blocks_to_zero = unfilled
         for req_index in batch.released:
             state.sampler.release(req_index)
         for assignment in batch.assignments:
-            state.sampler.assign(assignment)
+            state.sampler.assign(self.in_process.with_processors(assignment))
+        step.epochs = state.inputs.epochs[step.req_indices]
         if failures := state.sampler.failures:
-            # Kept with the step: its slots may have other requests when it is collected.
+            # Kept with the step: its indices may have other requests when it is collected.
             step.failures = {
                 row: failures[req_index]
                 for row, req_index in enumerate(batch.req_indices)
                 if req_index in failures
             }
 
-    def _queue(self, state: _Device, step: _Step) -> None:
-        """A step that needs nothing of the host until its tokens are read."""
-        batch, decode = step.batch, state.decode
-        assert decode is not None
-        if not len(batch):
+    def _run_ahead(self, step: _Step) -> None:
+        """Queues the step, tokens included, unless a row needs the eager sampler."""
+        state = self._open()
+        if not len(step.batch) or state.sampler.needs_eager_sampler(step.req_indices):
             return
-        host, prepare = self._stage(state, decode, step)
-        req_indices = np.array(batch.req_indices[: batch.num_decodes], dtype=np.int64)
-        arrays = None if step.is_decode else state.inputs.prepare(batch)
+        assert state.decode is not None
+        host, inputs = self._stage(state.decode, step)
         # From here on only the device knows these tokens.
-        state.inputs.write_sampled(step.req_indices, step.positions, UNKNOWN)
+        state.inputs.write_sampled(step.req_indices, step.positions, PLACEHOLDER_TOKEN)
+        state.decode.run(host, len(step.rows), inputs)
+        step.tokens, step.event = host.tokens, self._stream.record()
 
-        def work() -> None:
-            prepare()
-            if arrays is None:
-                decode.decode(host, len(batch))
-            else:
-                decode.mixed(host, arrays, req_indices)
-
-        step.host, step.epochs = host, state.inputs.epochs[step.req_indices]
-        step.ticket = self._stream.submit(work)
+    def _run(self, step: _Step) -> SampleOutput:
+        """Runs a step synchronously, sampling on the eager path."""
+        state = self._open()
+        if state.decode is None:
+            state.cache.clear(step.blocks_to_zero)
+            inputs = state.inputs.prepare(step.batch, self.device)
+            logits = state.decoder.logits(state.decoder.forward(inputs, state.cache))
+        else:
+            host, inputs = self._stage(state.decode, step)
+            logits = state.decode.logits(host, len(step.rows), inputs)
+        output = SampleOutput(step.rows)
+        if len(step.rows):
+            output = state.sampler.sample(logits, step.req_indices, step.positions)
+        self._stream.record().synchronize()
+        return output
 
     def _stage(
-        self, state: _Device, decode: DecodeRunner, step: _Step
-    ) -> tuple[PinnedStepBuffer, Callable[[], None]]:
-        """Writes what the device has to know. Returns that, and what comes before the step."""
-        inputs, host = state.inputs, decode.step_buffers.next()
-        before = step.positions - 1
+        self, decode: DecodeRunner, step: _Step
+    ) -> tuple[PinnedStepBuffer, tuple[ModelInputs, ...] | None]:
+        """Writes the step to a host buffer, and prepares the inputs of a mixed one."""
+        state, host, before = self._open(), next(decode.host_buffers), step.positions - 1
+        inputs = state.inputs
         host.set_rows(step.req_indices, inputs.token_ids[step.req_indices, before], before)
         host.set_sampling(state.sampler.state)
-        cells, blocks = inputs.take_table_changes()
-        fits = len(cells) <= self.info.max_num_seqs
-        host.set_table_changes(cells if fits else cells[:0], blocks if fits else blocks[:0])
+        host.set_table_changes([table.take_changes() for table in inputs.tables])
+        host.blocks_to_zero = step.blocks_to_zero
+        if step.is_decode:
+            return host, None
+        return host, inputs.prepare(step.batch, self.device, decode.block_tables)
 
-        def prepare() -> None:
-            self._clear(state, step)
-            if not fits:
-                decode.change_table(cells, blocks)
-
-        return host, prepare
-
-    def _clear(self, state: _Device, step: _Step) -> None:
-        if len(step.blocks_to_zero) and state.decoder.needs_zeroed_blocks:
-            state.cache.clear(copy_to_device(step.blocks_to_zero, self.device))
-
-    # --- finishing a step --------------------------------------------------------------
-
-    def _finish(self, state: _Device, step: _Step) -> StepResult:
-        result = StepResult(step.batch.step, [-1] * len(step.batch))
+    def _finish(self, step: _Step) -> StepResult:
+        """Waits for the step's tokens, and keeps them for later steps."""
+        result = StepResult(step.batch.step, [], [int(one) for one in step.batch.samples])
         if not len(step.batch):
             return result
-        output = self._run(state, step) if step.ticket is None else self._read_tokens(step)
-        self._write_back_tokens(state, step, output.token_ids)
-        row_of = step.rows.tolist()
-        for row, token in zip(row_of, output.token_ids.tolist(), strict=True):
-            result.token_ids[row] = token
+        output = self._run(step) if step.event is None else _wait(step)
+        self._write_back(step, output.token_ids)
+        row_of, result.token_ids = step.rows.tolist(), output.token_ids.tolist()
         if output.logprobs:
-            result.logprobs = {row_of[i]: value for i, value in output.logprobs.items()}
+            result.logprobs = {row_of[i]: (value,) for i, value in output.logprobs.items()}
         if output.errors or step.failures:
-            result.errors = {row_of[i]: error for i, error in output.errors.items()}
-            result.errors |= step.failures
-            for row, error in result.errors.items():
-                result.token_ids[row] = -1
+            errors = {row_of[i]: error for i, error in output.errors.items()} | step.failures
+            self.in_process.errors[result.step] = errors
+            for row, error in errors.items():
+                result.errors[row] = RowError.of(error)
+                result.counts[row] = 0
                 clear_frames(error)
+            tokens = zip(row_of, result.token_ids, strict=True)
+            result.token_ids = [token for row, token in tokens if row not in errors]
         return result
 
-    def _write_back_tokens(self, state: _Device, step: _Step, tokens: np.ndarray) -> None:
-        """Keeps the tokens for later steps. One that failed becomes a token that the embedding
-        has: what is computed from it is void."""
-        tokens, req_indices, positions = np.maximum(tokens, 0), step.req_indices, step.positions
-        if step.ticket is not None:
-            same = state.inputs.epochs[req_indices] == step.epochs
-            tokens, req_indices, positions = tokens[same], req_indices[same], positions[same]
-        state.inputs.write_sampled(req_indices, positions, tokens)
+    def _write_back(self, step: _Step, tokens: np.ndarray) -> None:
+        """Writes tokens to the batch, where their request still has its index. One that failed
+        becomes a token that the embedding has: results computed from it are void."""
+        inputs = self._open().inputs
+        same = inputs.epochs[step.req_indices] == step.epochs
+        inputs.write_sampled(
+            step.req_indices[same], step.positions[same], np.maximum(tokens[same], 0)
+        )
 
-    def _read_tokens(self, step: _Step) -> SampleOutput:
-        """The tokens of a step that ran ahead."""
-        assert step.ticket is not None
-        assert step.host is not None
-        step.ticket.synchronize()
-        tokens = step.host.tokens[: len(step.rows)].numpy().copy()
-        broken = np.flatnonzero(tokens < 0).tolist()
-        return SampleOutput(tokens, errors={row: ValueError(NOT_FINITE) for row in broken})
 
-    def _run(self, state: _Device, step: _Step) -> SampleOutput:
-        """A step in step with the host."""
-        if state.decode is None:
-            self._clear(state, step)
-            arrays = state.inputs.prepare(step.batch)
-            inputs = ModelInputs.from_arrays(arrays, self.device)
-            hidden = state.decoder.forward(inputs, state.cache)
-            return self._sample(state, step, state.decoder.logits(hidden))
-        return self._run_on_device(state, state.decode, step)
-
-    def _run_on_device(self, state: _Device, decode: DecodeRunner, step: _Step) -> SampleOutput:
-        batch = step.batch
-        host, prepare = self._stage(state, decode, step)
-        outputs: list[SampleOutput] = []
-
-        def work() -> None:
-            prepare()
-            if step.is_decode:
-                logits = decode.decode_logits(host, len(batch))
-            else:
-                req_indices = np.array(batch.req_indices[: batch.num_decodes], dtype=np.int64)
-                logits = decode.mixed_logits(host, state.inputs.prepare(batch), req_indices)
-            outputs.append(self._sample(state, step, logits))
-
-        self._stream.submit(work).synchronize()
-        return outputs[0]
-
-    def _sample(self, state: _Device, step: _Step, logits: Tensor) -> SampleOutput:
-        if not len(step.rows):
-            return SampleOutput(step.rows)
-        return state.sampler.sample(logits, step.req_indices, step.positions)
+def _wait(step: _Step) -> SampleOutput:
+    """The tokens of a step that ran ahead."""
+    assert step.event is not None
+    assert step.tokens is not None
+    step.event.synchronize()
+    tokens = step.tokens[: len(step.rows)].numpy().copy()
+    broken = np.flatnonzero(tokens < 0).tolist()
+    return SampleOutput(tokens, errors={row: ValueError(NOT_FINITE) for row in broken})
 
 
 def _memory_error(error: Exception, step: _Step) -> StepOutOfMemoryError:

@@ -1,46 +1,45 @@
-"""Profile run: the largest steps, whose memory is measured before the KV cache is sized."""
+"""profile_run: the largest steps, whose memory is measured before the KV cache is sized."""
 
 from __future__ import annotations
 
 import copy
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
+from asyncllm.core.batch import StepBatch
 from asyncllm.gpu.batch.decode_inputs import SamplingTensors
+from asyncllm.gpu.batch.input_batch import InputBatch
 from asyncllm.gpu.batch.step_inputs import ModelInputs
+from asyncllm.gpu.kv_cache import KVCache, KVGroup
 from asyncllm.gpu.models.decoder import Decoder
-from asyncllm.gpu.models.dense import attention_shape
 
 
 def profile_run(
     decoder: Decoder,
+    groups: Sequence[KVGroup],
     *,
     max_num_batched_tokens: int,
     max_num_seqs: int,
     max_model_len: int,
-    block_size: int,
 ) -> None:
     """Runs a prefill, a mixed and a decode step, each as large as the scheduler makes them,
     at the end of the longest sequences, and samples from their logits.
 
-    All rows write and read one KV block, so no cache is needed. Layers have the same shapes
-    and run one after the other: the first of each kind, the second and the last have the peak
-    of all of them, in a fraction of the time. ``set_max_positions`` comes first.
+    All rows write and read one KV block. Layers have the same shapes and run one after the
+    other: the first of each kind, the second and the last have the peak of all of them, in a
+    fraction of the time. ``set_max_positions`` comes first.
     """
-    few = _with_few_layers(decoder)
-    weight = decoder.embedding
-    shape = attention_shape(decoder.model)
-    tile = (2, 1, block_size, shape.num_kv_heads, shape.head_dim)
-    block = torch.zeros(tile, dtype=weight.dtype, device=weight.device)
-    cache: Any = SimpleNamespace(layers=[block] * len(decoder.layers))
+    few, weight = _with_few_layers(decoder), decoder.embedding
+    cache = KVCache(groups, 1, weight.dtype, weight.device)
     with torch.inference_mode():
         for num_decodes, counts in largest_rows(
             max_num_batched_tokens, max_num_seqs, max_model_len
         ):
-            inputs = _inputs(decoder, num_decodes, counts, max_num_seqs, max_model_len, block_size)
+            inputs = _inputs(
+                groups, num_decodes, counts, max_num_seqs, max_model_len, weight.device
+            )
             _sample(decoder, few.logits(few.forward(inputs, cache)))
 
 
@@ -72,35 +71,31 @@ def _with_few_layers(decoder: Decoder) -> Decoder:
 
 
 def _inputs(
-    decoder: Decoder,
+    groups: Sequence[KVGroup],
     num_decodes: int,
     counts: np.ndarray,
     max_num_seqs: int,
     max_model_len: int,
-    block_size: int,
-) -> ModelInputs:
+    device: torch.device,
+) -> Sequence[ModelInputs]:
     """The step's inputs. As many logits are wanted as sequences can be sampled, whether or
     not this step has as many rows."""
-    device = decoder.embedding.device
-    ends = np.cumsum(counts)
-    starts = max_model_len - counts
-    num_tokens = int(ends[-1])
-    positions = np.arange(num_tokens) + np.repeat(starts - (ends - counts), counts)
-    wanted = None
-    if num_decodes != len(counts):
-        wanted = torch.arange(min(max_num_seqs, num_tokens), device=device)
-    return ModelInputs(
+    rows = len(counts)
+    batch = StepBatch(
+        step=0,
+        req_indices=list(range(rows)),
+        starts=(max_model_len - counts).tolist(),
+        counts=counts.tolist(),
+        samples=[True] * rows,
         num_decodes=num_decodes,
-        token_ids=torch.zeros(num_tokens, dtype=torch.int64, device=device),
-        positions=torch.from_numpy(positions).to(device),
-        slot_mapping=torch.from_numpy(positions % block_size).to(device),
-        logits_indices=wanted,
-        query_start_loc=np.concatenate((np.zeros(1, dtype=np.int64), ends)),
-        seq_lens=np.full(len(counts), max_model_len, dtype=np.int64),
-        starts=starts,
-        block_table=np.zeros((len(counts), -(-max_model_len // block_size)), dtype=np.int32),
-        block_size=block_size,
     )
+    persistent = InputBatch(rows, max_model_len, [group.spec for group in groups])
+    tables = [torch.from_numpy(table.table).to(device) for table in persistent.tables]
+    inputs = persistent.prepare(batch, device, tables)
+    if num_decodes != rows:
+        for each in inputs:
+            each.logits_indices = torch.arange(min(max_num_seqs, each.num_tokens), device=device)
+    return inputs
 
 
 def _sample(decoder: Decoder, logits: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""CPU threads of the calling thread's torch ops, without a word to the rest of the process."""
+"""set_thread_count: the intra-op thread count of the calling thread only."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,27 +14,16 @@ CHUNK_BYTES = 16 * 2**20
 _NUM_BUFFERS = 2
 
 
-class CopyEngine(Protocol):
-    """Asynchronous copies to a device, which run in the order of the calls."""
+class CopyEngine:
+    """Asynchronous copies on the thread's current stream, in the order of the calls; tests put
+    one in its place that copies late."""
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Queues a copy, which may convert. ``source`` must not change until it is done."""
-        ...
-
-    def mark(self) -> Any:
-        """An event that is complete when all copies queued before it are."""
-        ...
-
-    def wait(self, mark: Any) -> None: ...
-
-
-class CudaCopyEngine:
-    """Copies on the thread's current stream."""
-
-    def copy(self, source: Tensor, target: Tensor) -> None:
         target.copy_(source, non_blocking=True)
 
     def mark(self) -> torch.cuda.Event:
+        """An event that is complete when all copies queued before it are."""
         event = torch.cuda.Event()
         event.record()
         return event
@@ -69,7 +58,7 @@ class PinnedUploader:
         device: of the targets.
         chunk_bytes: size of a buffer.
         pin: page-lock the buffers; a GPU's copies are asynchronous only then.
-        transfers: None is CUDA's.
+        transfers: copies of its own; None is CUDA's.
     """
 
     def __init__(
@@ -82,7 +71,7 @@ class PinnedUploader:
     ) -> None:
         self.device = device
         self.chunk_bytes = chunk_bytes
-        self.transfers = transfers or CudaCopyEngine()
+        self.transfers = transfers or CopyEngine()
         self._buffers = [
             _Buffer(torch.empty(chunk_bytes, dtype=torch.uint8, device="cpu", pin_memory=pin))
             for _ in range(_NUM_BUFFERS)

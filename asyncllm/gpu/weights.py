@@ -75,10 +75,7 @@ def load_weights(
 
 
 def dummy_weights(
-    model: ModelConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    progress: Progress | None = None,
+    model: ModelConfig, dtype: torch.dtype, device: torch.device, progress: Progress | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """Random parameters, the same in every run: norms are 1, biases 0, and matrices
     normal with variance ``1 / columns``, which keeps activations of order 1."""

@@ -1,15 +1,15 @@
-"""EngineThread: the one daemon thread of an engine, and who watches it."""
+"""EngineThread: the daemon thread that runs the step loop, and the task that watches it."""
 
 from __future__ import annotations
 
 import asyncio
 import atexit
 import contextlib
-import logging
 import os
 import threading
 import time
 from concurrent.futures import Future, InvalidStateError
+from functools import partial
 
 from asyncllm.checkpoint.progress import LoadStage
 from asyncllm.config import EngineConfig
@@ -18,12 +18,13 @@ from asyncllm.core.engine_core import CLOSED, EngineCore, close_executor
 from asyncllm.core.executor import Executor
 from asyncllm.core.scheduler import Scheduler
 from asyncllm.errors import AsyncLLMError, EngineClosedError, EngineError
-from asyncllm.runtime.event_loop import ThreadFuture, running_trio
+from asyncllm.logger import get_logger
+from asyncllm.runtime.event_loop import post_when_done, running_backend, running_loop
 from asyncllm.runtime.loading import LoadedModel, Loader
 
 _JOIN_AT_EXIT = 2.0
 
-logger = logging.getLogger("asyncllm")
+logger = get_logger("asyncllm")
 
 
 class _GivenUp(BaseException):
@@ -36,8 +37,8 @@ class EngineThread:
     Attributes:
         ready: done when the model is loaded, or with what went wrong.
         exited: done when the thread has given everything back.
-        progress: bytes of weights read, and bytes in all; or graphs captured, of all.
-        stage: which of them.
+        progress: (done, total) bytes of weights, or CUDA graphs.
+        stage: the unit of ``progress``.
         closing: ``close`` was called.
         loaded, core: valid once ``ready`` is.
     """
@@ -93,6 +94,7 @@ class EngineThread:
             executor.info,
             policy=config.scheduling_policy,
             enable_prefix_caching=config.enable_prefix_caching,
+            in_process=getattr(executor, "in_process", None),
         )
         admission = Admission(config.max_queued_requests, config.max_queued_tokens, time.monotonic)
         return EngineCore(executor, scheduler, admission)
@@ -113,7 +115,7 @@ class EngineThread:
         )
 
     def _log_end(self) -> None:
-        # A step that hung was reported by whoever noticed.
+        # A step that hung was reported when it was declared.
         if self.core.fatal_error is not None and not self.core.hung:
             logger.error("the engine died", exc_info=self.core.fatal_error)
         stats = self.core.stats()
@@ -142,7 +144,7 @@ class EngineThread:
         self._thread.start()
 
     def give_up(self) -> None:
-        """Ends a thread whose ``ready`` nobody waits for any more."""
+        """Ends a thread whose start failed or was cancelled."""
         self._given_up = True
         if self.ready.done() and self.ready.exception() is None:
             self.close(0.0)
@@ -157,7 +159,7 @@ class EngineThread:
 
     @property
     def error(self) -> EngineError | None:
-        """What ended the engine, if that was not the application's own ``aclose``."""
+        """Cause of the engine's end, unless that was the application's own ``aclose``."""
         if not self.in_own_process():
             return self._forked()
         closed_by_application = self.core.fatal_error is None and self.core.close_reason == CLOSED
@@ -192,14 +194,14 @@ class EngineThread:
     def supervise(self) -> None:
         """One background task on the starting loop: it ends with the thread, closes the
         engine when the loop goes away, and notices a step that hangs."""
-        trio = running_trio()
-        if trio is not None:
-            trio.lowlevel.spawn_system_task(_watch, self, name="asyncllm-engine")
-        else:
+        loop = running_loop()
+        if isinstance(loop, asyncio.AbstractEventLoop):
             # The loop keeps weak references to tasks only.
-            self._task = asyncio.get_running_loop().create_task(
-                _watch(self), name="asyncllm-engine"
-            )
+            self._task = loop.create_task(_watch(self), name="asyncllm-engine")
+        else:
+            from trio.lowlevel import spawn_system_task
+
+            spawn_system_task(_watch, self, name="asyncllm-engine")
 
     @property
     def watch_interval(self) -> float:
@@ -209,11 +211,9 @@ class EngineThread:
     async def unwatch(self) -> None:
         """Lets the background task end, if it belongs to the running loop. It has nothing
         left to do once the thread is gone, and takes a turn of the loop to notice."""
-        task: asyncio.Task[None] | None = self._task
-        if task is not None and running_trio() is None:
-            loop = asyncio.get_running_loop()
-            if task.get_loop() is loop and not task.done() and loop.is_running():
-                await asyncio.wait({task})
+        task = self._task
+        if task is not None and not task.done() and task.get_loop() is running_loop():
+            await asyncio.wait({task})
 
     def check_step(self) -> None:
         """Declares the engine dead if the device has not answered for ``step_timeout``."""
@@ -229,11 +229,13 @@ class EngineThread:
 
 async def _watch(thread: EngineThread) -> None:
     """The background task. It refers to the thread and not to the engine, so that an engine
-    that nobody holds is collected."""
-    exited = ThreadFuture(thread.exited)
+    without other references is collected."""
+    backend = running_backend()
+    exited = backend.make_waiter()
+    post_when_done(thread.exited, partial(exited.set_result, None))
     try:
         while not thread.exited.done():
-            await exited.wait_at_most(thread.watch_interval)
+            await backend.wait_at_most(exited, thread.watch_interval)
             thread.check_step()
     finally:
         if not thread.exited.done():

@@ -16,6 +16,7 @@ from asyncllm.core.channel import Channel, OnSlow
 from asyncllm.core.engine_core import EngineCore
 from asyncllm.core.output_processor import Output
 from asyncllm.core.request import Request
+from asyncllm.core.request_group import RequestGroup
 from asyncllm.errors import ContextLengthExceededError, InvalidRequestError
 from asyncllm.observer import Observers, RequestInfo
 from asyncllm.runtime.loading import LoadedModel
@@ -28,7 +29,7 @@ from asyncllm.text.tokenizer_thread import LONG_TEXT, TokenizerThread
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """How a request is treated, whatever it asks; see ``AsyncLLMEngine.stream``.
+    """Scheduling and delivery of a request; see ``AsyncLLMEngine.stream``.
 
     Raises:
         InvalidRequestError: for a value that makes no sense, with ``param`` set.
@@ -54,7 +55,7 @@ class InputProcessor:
     """Turns prompts into requests of one running engine.
 
     Short texts are tokenised in the call. Long ones take their place in the queue at once and
-    go to a worker thread: they keep their rank and hold nobody up.
+    go to a worker thread: they keep their arrival index and hold up no other.
 
     Args:
         policy: the scheduling policy; with "fcfs" a priority is refused.
@@ -155,21 +156,26 @@ class InputProcessor:
             draw_seed=lambda: self._random.getrandbits(64),
         )
         resolved.check_vocabulary(info.vocab_size)
+        executor = self._loaded.executor
+        if resolved.logits_processors and getattr(executor, "in_process", None) is None:
+            accepted = "none with an executor that runs in another process"
+            raise check.invalid("logits_processors", resolved.logits_processors, accepted)
         decode = self._loaded.tokenizer.decode
         now = self._core.clock()
-        return Request(
+        group = RequestGroup(
             uuid.uuid4().hex if options.request_id is None else options.request_id,
+            Channel(max_unread=options.max_unread, on_slow=options.on_slow),
+            arrived_at=now,
+            deadline=math.inf if options.timeout is None else now + options.timeout,
+        )
+        return Request(
+            group,
             resolved,
             max_model_len=info.max_model_len,
             priority=options.priority,
-            arrived_at=now,
-            deadline=math.inf if options.timeout is None else now + options.timeout,
             eos_token_ids=model.eos_token_ids,
             cache_salt=options.cache_salt,
-            output=Output(
-                Channel(max_unread=options.max_unread, on_slow=options.on_slow),
-                lambda token_ids: decode(token_ids, resolved.skip_special_tokens),
-            ),
+            output=Output(lambda token_ids: decode(token_ids, resolved.skip_special_tokens)),
         )
 
     def _submit_later(
@@ -180,23 +186,23 @@ class InputProcessor:
         encode: Callable[[], list[int] | None],
     ) -> TokenStream:
         """Submits a request whose tokens, about ``estimate``, ``encode`` makes on a thread."""
-        core = self._core
+        core, group = self._core, request.group
         stream = self._accept(request, asked, min(estimate, request.max_model_len))
-        if request.deadline < math.inf:
-            core.send(core.on_watch_deadline, request)
+        if group.deadline < math.inf:
+            core.send(core.on_watch_deadline, group)
 
         def job() -> None:
-            if request.cancelled:
+            if group.cancelled:
                 return
             try:
                 self._prepare(request, encode() or [])
             except BaseException as error:
                 if not isinstance(error, Exception):  # as a panic inside the tokenizer
                     error = InvalidRequestError(f"prompt: {error!r}", param="prompt")
-                core.send(core.on_fail, request, error)
+                core.send(core.on_fail, group, error)
                 return
             core.admission.correct(request, request.num_prompt_tokens)
-            core.send(core.on_add, request)
+            core.send(core.on_add, group)
 
         self._worker.submit(job)
         return stream
@@ -204,7 +210,7 @@ class InputProcessor:
     def _submit(self, request: Request, asked: RequestInfo, token_ids: list[int]) -> TokenStream:
         self._prepare(request, token_ids)
         stream = self._accept(request, asked, len(token_ids))
-        self._core.send(self._core.on_add, request)
+        self._core.send(self._core.on_add, request.group)
         return stream
 
     def _prepare(self, request: Request, token_ids: list[int]) -> None:
@@ -233,10 +239,11 @@ class InputProcessor:
 
     def _accept(self, request: Request, asked: RequestInfo, num_tokens: int) -> TokenStream:
         """Takes a place in the queue for the request, and announces it."""
-        self._observers.watch(request)
-        self._core.admission.reserve(request, num_tokens)
+        group = request.group
+        self._observers.watch(group)
+        self._core.admission.reserve(group, num_tokens)
         # Made first: an observer that is interrupted drops it, which aborts the request.
-        stream = TokenStream(request, self._core, self._mailboxes.of_running_loop)
-        if request.notifier is not None:
-            request.notifier.submitted(asked)
+        stream = TokenStream(group, self._core, self._mailboxes.of_running_loop)
+        if group.notifier is not None:
+            group.notifier.submitted(asked)
         return stream

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 
 from asyncllm.core.channel import Channel
-from asyncllm.runtime.event_loop import EventLoopBackend, running_backend, running_trio
+from asyncllm.runtime.event_loop import EventLoopBackend, running_backend, running_loop
 
 
 class LoopMailbox:
@@ -37,11 +36,11 @@ class LoopMailbox:
         # The flag goes first: what is added from here on either is seen below or posts anew.
         self._posted = False
         ready = self._ready
-        wake = self.backend.wake
         while ready:
             waiter = ready.popleft().waiter
-            if waiter is not None:
-                wake(waiter)
+            # A waiter that was woken or cancelled before is left as it is.
+            if waiter is not None and not waiter.done():
+                waiter.set_result(None)
 
 
 class ThreadWaiter:
@@ -101,8 +100,7 @@ class MailboxRegistry:
         Raises:
             RuntimeError: if no event loop runs in this thread.
         """
-        trio = running_trio()
-        key = trio.lowlevel.current_trio_token() if trio else asyncio.get_running_loop()
+        key = running_loop()
         mailbox = self._by_loop.get(key)
         if mailbox is None:
             # A copy, which is made in one piece: other loops come and go meanwhile.

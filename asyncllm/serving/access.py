@@ -1,4 +1,4 @@
-"""AccessRules: who may open a connection."""
+"""AccessRules: which clients may open a connection."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class AccessRules:
     """Origin allow-list and bearer token.
 
     Args:
-        token: what ``Authorization: Bearer …`` must say, or None. A browser, whose
+        token: the value of ``Authorization: Bearer …``; None asks for none. A browser, whose
             WebSockets have no such header, offers the subprotocols ``asyncllm`` and
             ``bearer.`` + base64url of the token instead.
         origins: pages that may connect, as "https://app.example"; "*" is any. None is the
-            pages of this very server. What is no browser sends no origin and may connect.
+            pages of this very server. Programs that are no browser send no origin and may connect.
         local: the server is bound to a loopback address. Then a Host header must name one,
             so that no page reaches it under a name that it made resolve to here.
     """
@@ -39,6 +39,11 @@ class AccessRules:
         self._token = None if token is None else token.encode()
         self._origins = None if origins is None else frozenset(origins)
         self._local = local
+
+    @property
+    def open_to_all(self) -> bool:
+        """Any machine that reaches the address may connect."""
+        return self._token is None and not self._local
 
     def check(
         self,

@@ -1,4 +1,4 @@
-"""ProtocolError: what a client did wrong, or what it has to be told, as an error event."""
+"""ProtocolError: an error as the protocol's event, and the engine's errors as such."""
 
 from __future__ import annotations
 
@@ -10,10 +10,15 @@ from asyncllm.errors import (
     ContextLengthExceededError,
     DeadlineExceededError,
     EngineClosedError,
-    EngineError,
     EngineOverloadedError,
     InvalidRequestError,
-    RequestError,
+)
+
+_ANSWERS: tuple[tuple[type[AsyncLLMError], str, int], ...] = (
+    (DeadlineExceededError, "deadline_exceeded", 504),
+    (EngineOverloadedError, "server_overloaded", 503),
+    (EngineClosedError, "server_shutting_down", 503),
+    (AsyncLLMError, "server_error", 500),
 )
 
 
@@ -60,7 +65,7 @@ class ProtocolError(Exception):
 
 
 def from_engine_error(error: AsyncLLMError, names: dict[str, str]) -> ProtocolError:
-    """What a client is told of an engine's exception.
+    """The protocol's error for an exception of the engine.
 
     Args:
         names: the engine's parameters that the protocol calls otherwise.
@@ -74,15 +79,8 @@ def from_engine_error(error: AsyncLLMError, names: dict[str, str]) -> ProtocolEr
         return ProtocolError(message, code="invalid_value", param=param)
     if isinstance(error, ContextLengthExceededError):
         return ProtocolError(message, code="context_length_exceeded", param="input")
-    if isinstance(error, DeadlineExceededError):
-        return ProtocolError(message, code="deadline_exceeded", status=504)
+    headers = None
     if isinstance(error, EngineOverloadedError):
-        seconds = str(max(1, math.ceil(error.retry_after)))
-        return ProtocolError(
-            message, code="server_overloaded", status=503, headers={"Retry-After": seconds}
-        )
-    if isinstance(error, EngineClosedError):
-        return ProtocolError(message, code="server_shutting_down", status=503)
-    if isinstance(error, (EngineError, RequestError)):
-        return ProtocolError(message, code="server_error", status=500)
-    return ProtocolError("the server failed", code="server_error", status=500)
+        headers = {"Retry-After": str(max(1, math.ceil(error.retry_after)))}
+    code, status = next((c, s) for kind, c, s in _ANSWERS if isinstance(error, kind))
+    return ProtocolError(message, code=code, status=status, headers=headers)

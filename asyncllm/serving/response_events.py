@@ -19,18 +19,18 @@ def encode(event: Mapping[str, Any]) -> str:
 
 
 class ResponseEvents:
-    """Makes the events of one response; every method returns what is to be sent, in order.
+    """Events of one response; every method returns those that are to be sent, in order.
 
     Args:
-        request: what was asked for.
+        request: the client's.
         model_name: the model's name in the protocol.
         defaults: the values of sampling fields that the request leaves open.
         decode: token ids to text, for log-probabilities.
 
     Attributes:
         id: the response's.
-        text: what was generated so far.
-        num_tokens: as many tokens as that is.
+        text: generated so far.
+        num_tokens: the number of its tokens.
     """
 
     def __init__(

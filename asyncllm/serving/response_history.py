@@ -14,7 +14,7 @@ class ResponseHistory:
     """The last ``limit`` responses of one connection, each with the whole conversation up to
     its end. Instructions are not part of it: each response has its own.
 
-    What they share is stored once; what one of them holds is bounded by the context.
+    Shared messages are stored once; each conversation is bounded by the context.
     """
 
     def __init__(self, limit: int) -> None:

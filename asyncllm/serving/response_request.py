@@ -67,7 +67,7 @@ _TEXT_PARTS = ("input_text", "output_text", "text")
 
 @dataclass(frozen=True, slots=True)
 class ResponseRequest:
-    """What a client asks for.
+    """Arguments for the engine, and the fields of the response that come from the request.
 
     Attributes:
         messages: the new ones, in the engine's form.

@@ -6,13 +6,14 @@ request while a response is on its way, and is the one that ends it.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import logging
 from collections.abc import AsyncIterator, Iterable
 from typing import Any, Protocol
 
+import anyio
+from anyio.abc import TaskGroup
 from websockets.exceptions import ConnectionClosed
 
 from asyncllm.engine import AsyncLLMEngine
@@ -34,7 +35,7 @@ MAX_ERRORS = 64
 
 
 class Connection(Protocol):
-    """What is used of a WebSocket connection of the ``websockets`` library."""
+    """A WebSocket connection of the ``websockets`` library: the part that is used."""
 
     async def send(self, message: str) -> None: ...
 
@@ -47,8 +48,7 @@ class ResponseSession:
     """Reads requests of one connection and answers them, one at a time.
 
     Args:
-        connection: open; it is closed by whoever opened it, but for the reasons that only
-            the protocol knows.
+        connection: open. It is closed here only for the protocol's own reasons.
         engine: shared with the other connections.
         model_name: the only value of ``model`` that is accepted.
         timeout: seconds a response may take, or None.
@@ -75,25 +75,18 @@ class ResponseSession:
         self._history = ResponseHistory(MAX_CONTINUABLE)
         self._num_errors = 0
         self._stream: TokenStream | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: TaskGroup
         self.current: ResponseEvents | None = None
 
     async def run(self) -> None:
         """Until the connection is closed, by either side."""
-        try:
+        # A task of the group runs up to its first wait even if it is cancelled before, so each
+        # response ends what it has begun.
+        async with anyio.create_task_group() as self._tasks:
             with contextlib.suppress(ConnectionClosed):
                 async for message in self._connection:
                     await self._receive(message)
-        finally:
-            await self._stop()
-
-    async def _stop(self) -> None:
-        # The abort comes first: the task may be waiting for a client that does not read.
-        if self._stream is not None:
-            self._stream.abort()
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait({self._task})
+            self._tasks.cancel_scope.cancel()
 
     # --- requests -----------------------------------------------------------------------
 
@@ -152,7 +145,7 @@ class ResponseSession:
         )
         self.current, self._stream = events, stream
         self._pacer.begin()
-        self._task = asyncio.create_task(self._respond(stream, events, conversation))
+        self._tasks.start_soon(self._respond, stream, events, conversation)
 
     def _submit(self, request: ResponseRequest, conversation: Messages) -> TokenStream:
         sampling = dict(request.sampling)
@@ -161,14 +154,9 @@ class ResponseSession:
         if not request.generate:
             # One token is the least that has the whole prompt computed, and so cached.
             sampling["max_tokens"] = 1
-        system = (
-            []
-            if request.instructions is None
-            else [{"role": "system", "content": request.instructions}]
-        )
-        return self._engine.chat(
-            [*system, *conversation], timeout=self._timeout, **request.options, **sampling
-        )
+        if request.instructions is not None:
+            conversation = ({"role": "system", "content": request.instructions}, *conversation)
+        return self._engine.chat(conversation, timeout=self._timeout, **request.options, **sampling)
 
     def _cancel(self) -> None:
         if self._stream is None:
@@ -208,7 +196,7 @@ class ResponseSession:
                     await send(event)
                 if delta.finish_reason is None and (pause := self._pacer.pause) > 0:
                     # What comes meanwhile is merged into one frame.
-                    await asyncio.sleep(pause)
+                    await anyio.sleep(pause)
         if generate:
             conversation = (*conversation, {"role": "assistant", "content": events.text})
         self._history.add(events.id, conversation)

@@ -1,12 +1,12 @@
-"""StatsSession: one connection that watches the engine and may say nothing."""
+"""StatsSession: a read-only connection that is sent the engine's statistics."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Callable
 from typing import Any
 
+import anyio
 from websockets.exceptions import ConnectionClosed
 
 from asyncllm.errors import AsyncLLMError
@@ -21,8 +21,8 @@ class StatsSession:
 
     Args:
         connection: open.
-        snapshot: what there is to tell.
-        interval: seconds between two looks.
+        snapshot: makes the event's fields.
+        interval: seconds between two snapshots.
     """
 
     def __init__(
@@ -35,28 +35,23 @@ class StatsSession:
     async def run(self) -> None:
         """Until the connection is closed. A client that sends anything is closed with
         1008."""
-        sending = asyncio.create_task(self._send())
-        try:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._send)
             with contextlib.suppress(ConnectionClosed):
                 async for _ in self._connection:
                     await self._connection.close(1008, "this connection is read-only")
-        finally:
-            sending.cancel()
-            await asyncio.wait({sending})
+            tasks.cancel_scope.cancel()
 
     async def _send(self) -> None:
-        loop = asyncio.get_running_loop()
         last, sent_at = None, 0.0
-        while True:
-            try:
-                event = {"type": "asyncllm.stats", **self._snapshot()}
-            except AsyncLLMError:
-                await self._connection.close(1001, "the engine is gone")
-                return
-            if event != last or loop.time() - sent_at > KEEP_ALIVE:
-                last, sent_at = event, loop.time()
+        with contextlib.suppress(ConnectionClosed):
+            while True:
                 try:
-                    await self._connection.send(encode(event))
-                except ConnectionClosed:
+                    event = {"type": "asyncllm.stats", **self._snapshot()}
+                except AsyncLLMError:
+                    await self._connection.close(1001, "the engine is gone")
                     return
-            await asyncio.sleep(self._interval)
+                if event != last or anyio.current_time() - sent_at > KEEP_ALIVE:
+                    last, sent_at = event, anyio.current_time()
+                    await self._connection.send(encode(event))
+                await anyio.sleep(self._interval)

@@ -15,8 +15,8 @@ import dataclasses
 import logging
 import os
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from http import HTTPStatus
-from types import TracebackType
 from typing import Any, Self
 
 try:
@@ -75,10 +75,10 @@ def serve(
         engine: started; it is not closed with the server.
         host, port: where to listen; port 0 takes a free one. Bound to anything but a
             loopback address without a token, the server logs a warning.
-        token: what clients must send as ``Authorization: Bearer …``; None asks for nothing.
+        token: bearer token that clients must send in ``Authorization``; None asks for none.
         origins: pages that may connect, as "https://app.example"; None is those that this
             server serves itself, "*" is any. Programs send no origin and may connect.
-        model_name: what clients call the model; None is the configured name.
+        model_name: the model's name to clients; None is the configured one.
         page: called with the path of every other GET request; returns a content type and a
             body, or None for 404.
         max_connections: at once; more are closed with 1013.
@@ -118,7 +118,6 @@ def serve(
         timeout=check.seconds("timeout", timeout, above=True, optional=True),
         stats_interval=check.seconds("stats_interval", stats_interval, above=True),
         max_frame_rate=check.number("max_frame_rate", max_frame_rate, 0, 1e9, above=True),
-        unprotected=token is None and not is_loopback(host),
         options=options,
     )
 
@@ -140,7 +139,6 @@ class WebSocketServer:
         timeout: float | None,
         stats_interval: float,
         max_frame_rate: float,
-        unprotected: bool,
         options: dict[str, Any],
     ) -> None:
         self.engine = engine
@@ -150,10 +148,11 @@ class WebSocketServer:
         self._rules = rules
         self._page = page
         self._max_connections = max_connections
-        self._timeout = timeout
         self._stats_interval = stats_interval
-        self._pacer = FramePacer(max_frame_rate)
-        self._unprotected = unprotected
+        self._pacer = pacer = FramePacer(max_frame_rate)
+        self._response_session = partial(
+            ResponseSession, engine=engine, model_name=model_name, timeout=timeout, pacer=pacer
+        )
         self._options = options
         self._server: ws.Server | None = None
         self._sessions: set[ResponseSession | StatsSession] = set()
@@ -168,10 +167,10 @@ class WebSocketServer:
             OSError: if the address is taken, or not this machine's.
         """
         self.engine.stats()  # an engine that is not running is refused here, not to clients
-        if self._unprotected:
+        if self._rules.open_to_all:
             logger.warning(
-                "listening on %s WITHOUT A TOKEN: whoever reaches this address uses the model "
-                "and reads its statistics. Pass token=…, or bind to 127.0.0.1.",
+                "listening on %s WITHOUT A TOKEN: all who reach this address use the model "
+                "and read its statistics. Pass token=…, or bind to 127.0.0.1.",
                 self.host,
             )
         self._server = await ws.serve(
@@ -230,12 +229,7 @@ class WebSocketServer:
     async def __aenter__(self) -> Self:
         return await self.start()
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         await self.aclose()
 
     # --- connections --------------------------------------------------------------------
@@ -255,13 +249,7 @@ class WebSocketServer:
         assert connection.request is not None
         if _path(connection.request) == STATS_PATH:
             return StatsSession(connection, self.snapshot, self._stats_interval)
-        return ResponseSession(
-            connection,
-            self.engine,
-            model_name=self.model_name,
-            timeout=self._timeout,
-            pacer=self._pacer,
-        )
+        return self._response_session(connection)
 
     async def _refuse(self, connection: ws.ServerConnection) -> None:
         self._num_refusing += 1
@@ -303,7 +291,8 @@ class WebSocketServer:
         return _response(200, *found)
 
     def snapshot(self) -> dict[str, Any]:
-        """What ``/v1/stats`` sends: the engine's statistics, and the responses in flight."""
+        """Fields of an event of ``/v1/stats``: the engine's statistics, and the responses in
+        flight."""
         responses = [
             {"id": events.id, "tokens": events.num_tokens}
             for session in self._sessions

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from asyncllm.core.batch import StepBatch, StepResult
+from asyncllm.core.batch import RowError, StepBatch, StepResult
 from asyncllm.core.executor import ExecutorInfo
+from asyncllm.core.in_process import InProcess
 
 _MASK = (1 << 64) - 1
 
@@ -24,10 +27,14 @@ def mix(state: int, value: int) -> int:
 class FakeExecutor:
     """An executor without a model, for tests of everything above it.
 
-    It has a KV cache of its own: what it keeps for a position is a digest of all tokens up
-    to there, made from the digest that it reads, through the block table, at the position
-    before. The token it samples is taken from the last digest. A wrong block, slot, start or
-    stale token therefore changes the output, and ``reference`` says what it should be.
+    It has a KV cache of its own: a position keeps a digest of all tokens up to there, made
+    from the digest that is read, through the block table, at the position before. The sampled
+    token is taken from the last digest. A wrong block, request index, start or stale token
+    therefore changes the output, and ``reference`` says what it should be.
+
+    Each KV group keeps digests of its own, so that a block of another group is a wrong one.
+    With ``info.max_tokens_per_row`` above 1 it drafts as speculative decoding does: the digest
+    says how many drafts are accepted, and the rejected ones leave wrong KV behind.
 
     Args:
         info: limits to report.
@@ -43,6 +50,7 @@ class FakeExecutor:
 
     def __init__(self, info: ExecutorInfo, *, step_time: float = 0.0, record: bool = False) -> None:
         self.info = info
+        self.in_process = InProcess()
         self.step_time = step_time
         self.record = record
         self.batches: list[StepBatch] = []
@@ -51,22 +59,26 @@ class FakeExecutor:
         self.gate: threading.Semaphore | None = None
         self.closed = False
         self._queue: deque[StepBatch] = deque()
-        self._kv: list[int | None] = [None] * (info.num_blocks * info.block_size)
+        self._block_size = max(group.block_size for group in info.kv_groups)
+        self._kv: list[int | None] = [None] * (info.num_blocks * self._block_size)
         self._tokens: dict[int, list[int]] = {}
-        self._blocks: dict[int, list[int]] = {}
+        self._blocks: dict[int, tuple[list[int], ...]] = {}
         self._ids: dict[int, str] = {}
 
     def reference(self, prompt: Sequence[int], count: int) -> list[int]:
         """The ``count`` tokens that follow ``prompt``, computed without any cache."""
-        state = 0
+        states = list(range(len(self.info.kv_groups)))
+        tokens = list(prompt)
         for token_id in prompt:
-            state = mix(state, token_id)
-        output = []
+            states = [mix(state, token_id) for state in states]
         for _ in range(count):
-            token_id = state % self.info.vocab_size
-            output.append(token_id)
-            state = mix(state, token_id)
-        return output
+            tokens.append(self._token(states))
+            states = [mix(state, tokens[-1]) for state in states]
+        return tokens[len(prompt) :]
+
+    def _token(self, states: Sequence[int]) -> int:
+        """Of the digests of all groups."""
+        return functools.reduce(operator.xor, states) % self.info.vocab_size
 
     def launch(self, batch: StepBatch) -> None:
         if len(self._queue) >= self.info.pipeline_depth:
@@ -103,23 +115,26 @@ class FakeExecutor:
             self._blocks.pop(req_index, None)
         for assignment in batch.assignments:
             self._tokens[assignment.req_index] = list(assignment.token_ids)
-            (block_ids,) = assignment.block_ids
-            self._blocks[assignment.req_index] = list(block_ids)
+            self._blocks[assignment.req_index] = tuple(map(list, assignment.block_ids))
             self._ids[assignment.req_index] = assignment.request_id
-        for req_index, (block_ids,) in batch.new_blocks:
-            self._blocks[req_index].extend(block_ids)
-        result = StepResult(batch.step, [-1] * len(batch))
-        for row, state in enumerate(self._forward(batch)):
+        for req_index, block_ids in batch.new_blocks:
+            for blocks, new in zip(self._blocks[req_index], block_ids, strict=True):
+                blocks.extend(new)
+        result = StepResult(batch.step, [], [0] * len(batch))
+        groups = range(len(self.info.kv_groups))
+        for row, states in enumerate(
+            zip(*(self._forward(batch, group) for group in groups), strict=True)
+        ):
             if batch.samples[row]:
-                self._sample(batch, row, state, result)
+                self._sample(batch, row, states, result)
         return result
 
-    def _forward(self, batch: StepBatch) -> list[int]:
+    def _forward(self, batch: StepBatch, group: int) -> list[int]:
         """The digest at the last position of each row. A row may read what another writes
         in the same step (a model writes a layer's KV before it reads it), so a writer goes
         before its readers."""
         writer = {
-            self._index(batch.req_indices[row], position): row
+            self._index(group, batch.req_indices[row], position): row
             for row in range(len(batch))
             for position in range(batch.starts[row], batch.starts[row] + batch.counts[row])
         }
@@ -127,43 +142,63 @@ class FakeExecutor:
         for row in range(len(batch)):
             pending = [row]
             while pending:
-                req_index, start = batch.req_indices[pending[-1]], batch.starts[pending[-1]]
-                before = writer.get(self._index(req_index, start - 1)) if start else None
+                current = pending[-1]
+                req_index, start = batch.req_indices[current], batch.starts[current]
+                before = writer.get(self._index(group, req_index, start - 1)) if start else None
                 if before is not None and before not in states:
                     pending.append(before)
                     continue
-                current = pending.pop()
+                pending.pop()
                 if current not in states:
-                    states[current] = self._write_row(req_index, start, batch.counts[current])
+                    end = start + batch.counts[current]
+                    tokens = self._tokens[req_index][start:end]
+                    states[current] = self._write(group, req_index, start, tokens)
         return [states[row] for row in range(len(batch))]
 
-    def _write_row(self, req_index: int, start: int, count: int) -> int:
-        tokens = self._tokens[req_index]
-        state = self._kv[self._index(req_index, start - 1)] if start else 0
-        for position in range(start, start + count):
+    def _write(self, group: int, req_index: int, start: int, tokens: Sequence[int]) -> int:
+        """Digests of ``tokens`` from position ``start`` on; returns the last."""
+        state = self._kv[self._index(group, req_index, start - 1)] if start else group
+        for position, token_id in enumerate(tokens, start):
             if state is None:
-                raise RuntimeError(f"slot {req_index} reads KV at {position - 1} that nobody wrote")
-            state = mix(state, tokens[position])
-            self._kv[self._index(req_index, position)] = state
+                raise RuntimeError(
+                    f"request index {req_index} reads KV at {position - 1} that no step wrote"
+                )
+            state = mix(state, token_id)
+            self._kv[self._index(group, req_index, position)] = state
         assert state is not None
         return state
 
-    def _index(self, req_index: int, position: int) -> int:
-        block_id = self._blocks[req_index][position // self.info.block_size]
+    def _index(self, group: int, req_index: int, position: int) -> int:
+        block_size = self.info.kv_groups[group].block_size
+        block_id = self._blocks[req_index][group][position // block_size]
         if block_id == 0:
-            raise RuntimeError(f"slot {req_index} has the null block at position {position}")
-        return block_id * self.info.block_size + position % self.info.block_size
+            raise RuntimeError(
+                f"request index {req_index} has the null block at position {position}"
+            )
+        return block_id * self._block_size + position % block_size
 
-    def _sample(self, batch: StepBatch, row: int, state: int, result: StepResult) -> None:
-        req_index = batch.req_indices[row]
-        token_id = state % self.info.vocab_size
+    def _sample(
+        self, batch: StepBatch, row: int, states: Sequence[int], result: StepResult
+    ) -> None:
+        req_index, info = batch.req_indices[row], self.info
+        position = batch.starts[row] + batch.counts[row]
+        yielded = [self._token(states)]
+        drafts = min(info.max_tokens_per_row, info.max_model_len - position) - 1
+        accepted = mix(states[0], 0) % (drafts + 1) if drafts > 0 else 0
+        for i in range(drafts):
+            draft = yielded[-1] if i < accepted else ~yielded[-1] % info.vocab_size
+            groups = range(len(states))
+            states = [self._write(g, req_index, position + i, [draft]) for g in groups]
+            if i < accepted:
+                yielded.append(self._token(states))
         error = self.row_errors.get(self._ids[req_index])
         if error is None:
-            result.token_ids[row] = token_id
+            result.token_ids += yielded
+            result.counts[row] = len(yielded)
         else:
             # The next step may be launched already, and needs a token to go on with.
-            result.errors[row] = error
-        position = batch.starts[row] + batch.counts[row]
+            result.errors[row] = RowError.of(error)
+            self.in_process.errors.setdefault(batch.step, {})[row] = error
         tokens = self._tokens[req_index]
         del tokens[position:]
-        tokens.append(token_id)
+        tokens += yielded

@@ -90,7 +90,7 @@ class ChatTemplate:
             return self._sandbox.render(template, {**self.special_tokens, **values}, limits)
         except TemplateLimitError:
             raise
-        # A template is a program from elsewhere: whatever it raises ends this request alone.
+        # A template is a program from elsewhere: any exception of its ends this request alone.
         except Exception as error:
             raise InvalidRequestError(
                 f"messages: the chat template refused them "

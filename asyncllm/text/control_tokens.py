@@ -53,19 +53,20 @@ class ControlTokens:
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         normalizers = {step["type"] for step in steps_of(backend.normalizer)}
         self._rewrites = not normalizers <= {"NFC", "Prepend", "Replace"}
-        self._own = backend
-        self._add_marks(added)
+        self._add_marks(backend, added)
         # What stands for characters that the model does not know is a part of ordinary text.
         unknown = self._marking.encode("\U0010fffd\ufffe", add_special_tokens=False).ids
         self._controls = frozenset(self._ids.values()).difference(unknown)
 
-    def _add_marks(self, added: list[tuple[int, tokenizers.AddedToken]]) -> None:
+    def _add_marks(
+        self, backend: tokenizers.Tokenizer, added: list[tuple[int, tokenizers.AddedToken]]
+    ) -> None:
         # Its parts are shared, not copied.
-        self._marking = tokenizers.Tokenizer(self._own.model)
-        if self._own.normalizer is not None:
-            self._marking.normalizer = self._own.normalizer
-        if self._own.pre_tokenizer is not None:
-            self._marking.pre_tokenizer = self._own.pre_tokenizer
+        self._marking = tokenizers.Tokenizer(backend.model)
+        if backend.normalizer is not None:
+            self._marking.normalizer = backend.normalizer
+        if backend.pre_tokenizer is not None:
+            self._marking.pre_tokenizer = backend.pre_tokenizer
         # A message cannot spell a mark, because it cannot know the number in it.
         number = secrets.token_hex(8)
         self._break = f"\U0010fffd{number}\U0010fffd"
@@ -170,13 +171,8 @@ class ControlTokens:
             InvalidRequestError: for text of a message that would be a control token however it
                 is encoded, as one that the tokenizer's normalizer makes.
         """
-        text = self._show(prompt)
         written = self._pattern.findall(prompt)
         controls = [i for i in map(self._ids.__getitem__, written) if i in self._controls]
-        if len(self._pattern.findall(text)) == len(written):
-            ids = encode(self._own, text)
-            if not self._rewrites or len(self._controls_in(ids)) <= len(controls):
-                return ids
         marked = self._pattern.sub(lambda match: self._marks[match[0]], prompt)
         # A vocabulary may hold a special token's text as a piece of text as well.
         for around in ("", self._break):

@@ -49,7 +49,7 @@ class StopMatcher:
         return buffer[: len(buffer) - held]
 
     def finish(self) -> str:
-        """What was held back, when no more text will come."""
+        """The text held back, when no more will come."""
         held, self._held = self._held, ""
         return held
 
@@ -109,8 +109,9 @@ class Detokenizer:
     def push(self, token_id: int) -> str:
         """Takes the next token and returns the text that may be handed out now.
 
-        Raises whatever the decoder raises; that concerns this output alone. RuntimeError
-        after a stop string was found.
+        Raises:
+            Exception: any of the decoder; it concerns this output alone.
+            RuntimeError: after a stop string was found.
         """
         text = self._decoder.push(token_id)
         matcher = self._matcher

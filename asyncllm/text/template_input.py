@@ -48,11 +48,8 @@ class TemplateInput:
         tools = others.pop("tools", None)
         template = others.pop("chat_template", None)
         if template is not None and not isinstance(template, str):
-            raise InvalidRequestError(
-                f"chat_template: is a {type(template).__name__}, expected the name or the source "
-                "of one",
-                param="chat_template",
-            )
+            kind = f"a {type(template).__name__}"
+            raise _bad("chat_template", kind, "the name or the source of one", "chat_template")
         self.chat_template: str | None = template
         copier = _Copier()
         chat = _check_messages(messages, copier)
@@ -109,12 +106,12 @@ class _Copier:
             ) from error
 
     def _copy(self, value: Any, where: str, depth: int) -> Any:
-        kind = type(value)
         self._left -= 1
         if depth > _MAX_DEPTH:
             raise _NotJson(f"{where:.80}: nested more than {_MAX_DEPTH} levels deep")
         if self._left < 0:
             raise _NotJson(f"{where:.80}: beyond {_MAX_VALUES} values")
+        kind = type(value)
         if kind is str:
             self.texts.append(value)
             return value
@@ -130,9 +127,6 @@ class _Copier:
         if isinstance(value, (list, tuple)):
             items = [self._copy(v, f"{where}[{i}]", depth + 1) for i, v in enumerate(value)]
             return tuple(items) if isinstance(value, tuple) else items
-        return self._copy_object(value, where, depth)
-
-    def _copy_object(self, value: Any, where: str, depth: int) -> Any:
         if isinstance(value, str):
             return self._copy(str.__str__(value), where, depth)
         if isinstance(value, (int, float)):
@@ -140,9 +134,8 @@ class _Copier:
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
             return self._copy(fields, where, depth)
-        dump = getattr(value, "model_dump", None)
-        if callable(dump) and not isinstance(value, type):
-            return self._copy(dump(), where, depth + 1)
+        if hasattr(value, "model_dump") and not isinstance(value, type):
+            return self._copy(value.model_dump(), where, depth + 1)
         raise _NotJson(f"{where}: a {type(value).__name__}")
 
 
@@ -153,18 +146,18 @@ class _NotJson(Exception):
 def _check_messages(messages: Any, copier: _Copier) -> list[dict[str, Any]]:
     if not isinstance(messages, (list, tuple)) or not messages:
         kind = "empty" if isinstance(messages, (list, tuple)) else f"a {type(messages).__name__}"
-        raise _bad_messages("messages", kind, "a list of at least one message")
+        raise _bad("messages", kind, "a list of at least one message")
     chat = []
     for i, message in enumerate(messages):
         where = f"messages[{i}]"
         plain = copier.copy_of(message, where, "messages")
         if not isinstance(plain, dict):
-            raise _bad_messages(where, f"a {type(message).__name__}", "a dict with a role")
+            raise _bad(where, f"a {type(message).__name__}", "a dict with a role")
         # Clients send null for what is not there, and templates only test for presence.
         plain = {key: value for key, value in plain.items() if value is not None}
         role = plain.get("role")
         if not isinstance(role, str):
-            raise _bad_messages(f"{where}.role", repr(role), "a string, as 'user'")
+            raise _bad(f"{where}.role", repr(role), "a string, as 'user'")
         if "content" in plain:
             plain["content"] = _content(plain["content"], f"{where}.content")
         chat.append(_with_reasoning(plain))
@@ -175,19 +168,18 @@ def _content(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, (list, tuple)):
-        raise _bad_messages(where, repr(content), "a string or a list of text parts")
+        raise _bad(where, repr(content), "a string or a list of text parts")
     texts = []
     for i, part in enumerate(content):
         text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part
         if not isinstance(text, str):
-            raise _bad_messages(f"{where}[{i}]", repr(part), "{'type': 'text', 'text': …}")
+            raise _bad(f"{where}[{i}]", repr(part), "{'type': 'text', 'text': …}")
         texts.append(text)
     return "\n".join(texts)
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """Reasoning goes by several names; templates read ``reasoning_content``, or
-    ``thinking``."""
+    """Reasoning goes by several names; templates read ``reasoning_content``, or ``thinking``."""
     for name in _REASONING_FIELDS:
         if message.get(name) is not None:
             return {"thinking": message[name], **message, "reasoning_content": message[name]}
@@ -199,9 +191,9 @@ def _check_tools(tools: Any, copier: _Copier) -> list[Any] | None:
         return None
     plain = copier.copy_of(tools, "tools", "tools")
     if not isinstance(plain, (list, tuple)) or not all(isinstance(t, dict) for t in plain):
-        raise InvalidRequestError("tools: expected a list of JSON schemas (dicts)", param="tools")
+        raise _bad("tools", repr(plain), "a list of JSON schemas (dicts)", "tools")
     return list(plain)
 
 
-def _bad_messages(where: str, value: str, accepted: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{where}: is {value:.200}, expected {accepted}", param="messages")
+def _bad(where: str, value: str, accepted: str, param: str = "messages") -> InvalidRequestError:
+    return InvalidRequestError(f"{where}: is {value:.200}, expected {accepted}", param=param)

@@ -46,7 +46,7 @@ class TemplateOutputError(TemplateLimitError):
 
 @dataclass(frozen=True, slots=True)
 class RenderLimits:
-    """What one rendering may use.
+    """Limits of one rendering.
 
     Attributes:
         max_output: characters of the text.
@@ -64,27 +64,26 @@ class Meter:
     """Counts what one rendering uses, and raises TemplateLimitError before memory is taken for
     what is too much."""
 
-    __slots__ = ("_deadline", "_left", "_limits", "_ticks")
+    __slots__ = ("_charges", "_deadline", "_left", "_limits")
 
     def __init__(self, limits: RenderLimits) -> None:
         self._limits = limits
         self._left = 16 * limits.max_value
-        self._ticks = 0
+        self._charges = 0
         self._deadline = time.thread_time() + limits.seconds
 
-    def tick(self) -> None:
-        """One step of a loop, one call, one operator. The clock is dearer than most."""
-        self._ticks += 1
-        if self._ticks % 32 == 0 and time.thread_time() > self._deadline:
-            raise TemplateLimitError(f"takes more than {self._limits.seconds} s")
-
     def charge(self, size: int) -> None:
+        """One operation that makes a value of ``size``, or one step of a loop."""
         self._left -= max(size, 0)
         if size > self._limits.max_value or self._left < 0:
             raise TemplateLimitError(f"makes more than {self._limits.max_value} characters")
+        self._charges += 1
+        # The clock is dearer than most operations.
+        if self._charges % 32 == 0 and time.thread_time() > self._deadline:
+            raise TemplateLimitError(f"takes more than {self._limits.seconds} s")
 
     def charge_text(self, *values: Any) -> int:
-        """Charges what ``values`` are as text: a list may hold another many times over."""
+        """Charges ``values`` as text: a list may hold another many times over."""
         stack, size = list(values), 0
         while stack and size <= self._limits.max_value:
             value = stack.pop()
@@ -99,21 +98,26 @@ class Meter:
         self.charge(size)
         return size
 
-    def charge_growth(self, name: str, text: Any, size: int, given: tuple[Any, ...]) -> None:
-        """Charges what a filter, a method or "%" may make of ``text``, of ``size``."""
+    def charge_growth(self, name: str, value: Any, given: tuple[Any, ...]) -> None:
+        """Charges the most that filter or method ``name`` may make of ``value``."""
+        size = _size(value)
+        if name not in _READERS and not isinstance(value, (str, bytes)):
+            size = self.charge_text(value)
+        grown = 0
         if name in _WIDENING:
-            self.charge((size + 1) * (max(map(self._width, given), default=0) + 1))
+            grown = (size + 1) * (max(map(self._width, given), default=0) + 1)
         elif name == "replace":
-            texts = [str(value) for value in given]
-            times = max(map(str(text).count, texts), default=0)
-            self.charge(size + times * max(map(len, texts), default=0))
-        elif name in ("%", "format", "format_map"):
-            text = str(text)
+            texts = [str(one) for one in given]
+            times = max(map(str(value).count, texts), default=0)
+            grown = size + times * max(map(len, texts), default=0)
+        elif name in ("format", "format_map"):
+            text = str(value)
             if _COMPUTED_WIDTH.search(text):
                 raise TemplateLimitError("formats with a width that it computes")
             widths = sum(map(int, re.findall(r"\d+", text)))
             fields = text.count("%") + text.count("{")
-            self.charge(size + widths + fields * self.charge_text(given))
+            grown = size + widths + fields * self.charge_text(given)
+        self.charge(grown)
 
     def _width(self, value: Any) -> int:
         if isinstance(value, int):
@@ -143,7 +147,7 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         for name, function in self.filters.items():
             self.filters[name] = self._metered(name, function)
         # The blanks keep templates from calling these by name.
-        self.filters |= {" each": self._each, " text": self._text, " slice": self._slice}
+        self.filters |= {" each": self._each, " text": self.concat, " slice": self._charged}
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
         self.globals["namespace"] = _Namespace
@@ -157,7 +161,7 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
         Raises:
             TemplateLimitError: for a template that needs more than ``limits``.
-            Exception: whatever else the template raises.
+            Exception: any other that the template raises.
         """
         self._rendering.meter = Meter(limits)
         pieces, length = [], 0
@@ -182,34 +186,24 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def _generate(self, source: Any, *args: Any, **kwargs: Any) -> str:
         return super()._generate(_MeterNodes().visit(source), *args, **kwargs)
 
-    def concat(self, pieces: Iterable[str]) -> str:
-        return self._text(list(pieces))
+    def concat(self, pieces: Iterable[Any]) -> str:
+        values = list(pieces)
+        self._meter.charge_text(*values)
+        return "".join(map(str, values))
 
     def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        meter = self._meter
-        meter.tick()
         # Jinja wraps str.format.
         method = getattr(function, "__wrapped__", function)
         owner = getattr(method, "__self__", None)
         if isinstance(owner, (str, bytes, int)):
-            given = (*args, *kwargs.values())
-            meter.charge_growth(method.__name__, owner, _size(owner), given)
-        result = super().call(context, function, *args, **kwargs)
-        meter.charge(_size(result))
-        return result
+            self._meter.charge_growth(method.__name__, owner, (*args, *kwargs.values()))
+        return self._charged(super().call(context, function, *args, **kwargs))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        meter = self._meter
-        meter.tick()
-        if operator == "+":
-            meter.charge(_size(left) + _size(right))
-        elif operator == "%":
-            if isinstance(left, (str, bytes)):
-                meter.charge_growth("%", left, len(left), (right,))
-        elif isinstance(left, int) and isinstance(right, int):
-            meter.charge(_size(left) * (right if operator == "**" else right.bit_length()))
-        else:
-            meter.charge(max(_repeated(left, right), _repeated(right, left)))
+        if operator != "%":
+            self._meter.charge(_combined(operator, left, right))
+        elif isinstance(left, (str, bytes)):
+            self._meter.charge_growth("format", left, (right,))
         return super().call_binop(context, operator, left, right)
 
     def _finalize(self, value: Any) -> Any:
@@ -223,37 +217,22 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
         @functools.wraps(function)
         def metered(*args: Any, **kwargs: Any) -> Any:
-            meter = self._meter
-            meter.tick()
-            value = args[before]
-            size = _size(value)
-            if name not in _READERS and not isinstance(value, str):
-                size = meter.charge_text(value)
-            meter.charge_growth(name, value, size, (*args[before + 1 :], *kwargs.values()))
-            result = _listed(function(*args, **kwargs))
-            meter.charge(_size(result))
-            return result
+            given = (*args[before + 1 :], *kwargs.values())
+            self._meter.charge_growth(name, args[before], given)
+            result = function(*args, **kwargs)
+            # What a filter leaves to be computed later is computed, so that it has a size.
+            return self._charged(list(result) if isinstance(result, Iterator) else result)
 
         return metered
 
     def _each(self, values: Iterable[Any]) -> Iterator[Any]:
-        meter = self._meter
         for value in values:
-            meter.tick()
+            self._meter.charge(0)
             yield value
 
-    def _text(self, values: list[Any]) -> str:
-        self._meter.charge_text(*values)
-        return "".join(map(str, values))
-
-    def _slice(self, value: Any) -> Any:
+    def _charged(self, value: Any) -> Any:
         self._meter.charge(_size(value))
         return value
-
-
-def _listed(value: Any) -> Any:
-    """What a filter leaves to be computed later is computed, so that it has a size."""
-    return list(value) if isinstance(value, Iterator) else value
 
 
 def _size(value: Any) -> int:
@@ -261,12 +240,17 @@ def _size(value: Any) -> int:
         return len(value)
     if isinstance(value, int):
         return _ITEM * value.bit_length()
-    return _ITEM * len(value) if isinstance(value, (list, tuple, dict)) else 1
+    return _ITEM * len(value) if isinstance(value, (list, tuple, dict)) else 0
 
 
-def _repeated(value: Any, count: Any) -> int:
-    sequence = isinstance(value, (str, bytes, list, tuple)) and isinstance(count, int)
-    return _size(value) * count if sequence else 0
+def _combined(operator: str, left: Any, right: Any) -> int:
+    """The size of a sum, a product or a power, at most."""
+    integers = isinstance(left, int) and isinstance(right, int)
+    if operator == "+" or (operator == "*" and integers):
+        return _size(left) + _size(right)
+    if isinstance(right, int):
+        return _size(left) * right
+    return left * _size(right) if isinstance(left, int) else 0
 
 
 class _MeterNodes(jinja2.visitor.NodeTransformer):
@@ -321,7 +305,8 @@ class _Namespace(jinja2.utils.Namespace):
 
 
 class _DictFactory:
-    """What templates use of ``dict``; the type itself has attributes that lead further."""
+    """The uses that templates have for ``dict``. The type itself, and ``dict[0]``, have methods
+    that would change what they are given."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -339,11 +324,7 @@ def _to_json(
 ) -> str:
     # Jinja's own filter escapes HTML, which a prompt is not.
     return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 

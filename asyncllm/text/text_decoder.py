@@ -35,7 +35,7 @@ class TextDecoder(Protocol):
         ...
 
     def flush(self) -> str:
-        """What is left at the end: replacement characters for an unfinished character."""
+        """The rest at the end: replacement characters for an unfinished character."""
         ...
 
 
@@ -50,7 +50,7 @@ class ByteTable(dict[int, bytes]):
     def __init__(self, id_to_token: IdToToken, skip: Collection[int] = ()) -> None:
         super().__init__(dict.fromkeys(skip, b""))
         self._id_to_token = id_to_token
-        self._byte_of = _byte_of_character()
+        self._byte_of = byte_alphabet()
 
     def __missing__(self, token_id: int) -> bytes:
         token = self._id_to_token(token_id)
@@ -66,7 +66,7 @@ class ByteTable(dict[int, bytes]):
         return data
 
 
-def _byte_of_character() -> dict[str, int]:
+def byte_alphabet() -> dict[str, int]:
     """GPT-2's bijection between bytes and printable characters (Radford et al. 2019):
     printable bytes stand for themselves, the others for the code points from 256 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -296,7 +296,7 @@ class WindowDecoder:
         return self._without_prompt(text)
 
     def _finished_part(self, token_ids: list[int]) -> tuple[int, str]:
-        """How many of the ids to keep, and their text, so that it ends in no unfinished
+        """The number of ids to keep, and their text, so that it ends in no unfinished
         character."""
         text = self._decode(token_ids) if token_ids else ""
         if not text.endswith(REPLACEMENT):

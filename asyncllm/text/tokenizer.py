@@ -30,15 +30,7 @@ from asyncllm.text.tokenizer_thread import LONG_TEXT
 _MAX_CHARACTERS = 1 << 24
 _AT_ONCE = RenderLimits(max_output=LONG_TEXT, max_value=16 * LONG_TEXT, seconds=0.005)
 
-_NAMED_TOKENS = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
+_NAMED_TOKENS = tuple(f"{name}_token" for name in "bos eos unk sep pad cls mask".split())
 
 
 class Tokenizer:
@@ -210,11 +202,6 @@ class Tokenizer:
     def eos_token_id(self) -> int | None:
         return self._id_of("eos_token")
 
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """The tokenizer's own EOS, if it has one; a model may have more (see ModelConfig)."""
-        return () if self.eos_token_id is None else (self.eos_token_id,)
-
     def _id_of(self, name: str) -> int | None:
         token = self.special_tokens.get(name)
         return None if token is None else self.backend.token_to_id(token)
@@ -248,7 +235,7 @@ def _encode(
     Texts from LONG_TEXT characters on are encoded without the interpreter lock, so that a
     worker thread does not stop the others: ``tokenizers`` holds it in ``encode`` (483 ms for
     1.2 MB) and gives it up in its batched calls (14 ms at most), of which the "fast" one also
-    leaves out offsets that nobody reads.
+    leaves out offsets, which are not needed.
     """
     try:
         if len(text) < LONG_TEXT:

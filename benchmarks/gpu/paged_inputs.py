@@ -112,7 +112,8 @@ def prefill_calls(attention: TritonAttention, inputs: PagedInputs) -> list[Calla
         TritonPlan(
             num_decodes=0,
             seq_lens=inputs.seq_lens,
-            block_table=inputs.table(number),
+            block_table=inputs.tables,
+            table_rows=torch.arange(load.batch, device=device) + number * load.batch,
             query_start_loc=starts,
         )
         for number in range(inputs.count)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from asyncllm.gpu.batch.decode_inputs import DecodeInputs
+from asyncllm.gpu.batch.decode_inputs import DecodeInputs, SamplingTensors
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.gumbel import exponentials, gumbel_keys, gumbel_sample
 from asyncllm.gpu.ops.triton import tuning
@@ -26,10 +26,7 @@ def check_decode(module: ModuleType, case: AttentionCase, device: str, capabilit
     """Decode attention against float64, with a poisoned output."""
     batch = make_batch(case, device)
     scale = case.head_dim**-0.5
-    rows = len(case.lengths)
-    shuffled = torch.randperm(rows, generator=torch.Generator().manual_seed(1)).to(device)
-    table = torch.empty_like(batch.block_table)
-    table[shuffled] = batch.block_table
+    shuffled, table = shuffle_table(batch.block_table)
     out = torch.full(batch.q.shape, torch.nan, dtype=case.dtype, device=device)
     tiles = tuning.decode_tiles(capability, case.head_dim, case.dtype.itemsize)
     kwargs: dict[str, Any] = {
@@ -39,34 +36,51 @@ def check_decode(module: ModuleType, case: AttentionCase, device: str, capabilit
         "softcap": case.softcap,
         "window": case.window,
     }
-    caches = batch.cache[0], batch.cache[1]
-    module.decode_attention(batch.q, *caches, batch.block_table, batch.seq_lens, out=out, **kwargs)
+    lines = torch.arange(len(batch.block_table), device=device)
+    module.decode_attention(
+        batch.q, batch.cache, batch.block_table, lines, batch.seq_lens, out=out, **kwargs
+    )
     for row, expected in enumerate(expected_rows(case, batch, scale)):
         assert_close(out[row : row + 1], expected, case.dtype, f"row {row}")
     indexed = module.decode_attention(
-        batch.q, *caches, table, batch.seq_lens, table_rows=shuffled, **kwargs
+        batch.q, batch.cache, table, shuffled, batch.seq_lens, **kwargs
     )
     assert torch.equal(indexed, out)
+
+
+def shuffle_table(block_table: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row's line in a table of another order, and that table."""
+    count, random = len(block_table), torch.Generator().manual_seed(1)
+    shuffled = torch.randperm(count, generator=random).to(block_table.device)
+    table = torch.empty_like(block_table)
+    table[shuffled] = block_table
+    return shuffled, table
 
 
 def check_prefill(module: ModuleType, case: AttentionCase, device: str, capability: int) -> None:
     """Prefill attention against float64; what is padding keeps its poison."""
     batch = make_batch(case, device)
     scale = case.head_dim**-0.5
-    out = torch.full(batch.q.shape, torch.nan, dtype=case.dtype, device=device)
-    module.prefill_attention(
-        batch.q,
-        batch.cache[0],
-        batch.cache[1],
-        batch.block_table,
-        batch.seq_lens,
-        batch.query_start_loc,
-        scale=scale,
-        tiles=tuning.prefill_tiles(capability, case.head_dim, case.dtype.itemsize),
-        softcap=case.softcap,
-        window=case.window,
-        out=out,
-    )
+    shuffled, table = shuffle_table(batch.block_table)
+    out, indexed = torch.full(
+        (2, *batch.q.shape), torch.nan, dtype=case.dtype, device=device
+    ).unbind(0)
+    in_order = torch.arange(len(table), device=device)
+    for found, lines, blocks in ((out, in_order, batch.block_table), (indexed, shuffled, table)):
+        module.prefill_attention(
+            batch.q,
+            batch.cache,
+            blocks,
+            lines,
+            batch.seq_lens,
+            batch.query_start_loc,
+            scale=scale,
+            tiles=tuning.prefill_tiles(capability, case.head_dim, case.dtype.itemsize),
+            softcap=case.softcap,
+            window=case.window,
+            out=found,
+        )
+    assert torch.equal(indexed.nan_to_num(-7.0), out.nan_to_num(-7.0))
     starts = batch.query_start_loc.tolist()
     for row, expected in enumerate(expected_rows(case, batch, scale)):
         assert_close(out[starts[row] : starts[row + 1]], expected, case.dtype, f"row {row}")
@@ -84,9 +98,9 @@ def check_decode_replays(module: ModuleType, capability: int) -> None:
     def run(target: Tensor) -> None:
         module.decode_attention(
             batch.q,
-            batch.cache[0],
-            batch.cache[1],
+            batch.cache,
             batch.block_table,
+            torch.arange(3, device="cuda"),
             batch.seq_lens,
             scale=0.1,
             tiles=tiles,
@@ -258,11 +272,19 @@ def sampling_rows(
     return logits, states, positions, temperature, top_k, pick(1.0, 0.95, 0.4, 0.01), pick(0, 0.05)
 
 
-def check_sampling(
-    sample: Callable[..., Tensor], arguments: tuple[Tensor, ...], device: str
-) -> None:
+def draw(sample: Callable[..., None], arguments: Sequence[Tensor]) -> Tensor:
+    """The tokens of an op set's ``sample`` for the arguments of ``gumbel_sample``."""
+    logits, states, positions, *parameters = arguments
+    lines = torch.arange(len(logits), device=logits.device)
+    out = torch.empty_like(lines)
+    sampling = SamplingTensors(states, *parameters)
+    sample(logits, sampling, lines, positions - 1, torch.empty_like(lines), out)
+    return out
+
+
+def check_sampling(sample: Callable[..., None], arguments: tuple[Tensor, ...], device: str) -> None:
     """Equal to the plain function, token for token."""
-    found = sample(*(value.to(device) for value in arguments)).cpu()
+    found = draw(sample, [value.to(device) for value in arguments]).cpu()
     expected = gumbel_sample(*arguments)
     differing = (found != expected).nonzero().flatten().tolist()
     for row in differing:
@@ -279,7 +301,7 @@ def _explain(row: int, found: int, expected: int, arguments: tuple[Tensor, ...])
     assert abs(gap) < 1e-4, f"row {row}: token {found} instead of {expected}, gap {gap:.3g}"
 
 
-def check_odd_rows(sample: Callable[..., Tensor], device: str) -> None:
+def check_odd_rows(sample: Callable[..., None], device: str) -> None:
     """Ties go to the first token; rows that are no numbers have no token, and harm nobody."""
     vocab_size = 700
     logits = torch.zeros(8, vocab_size)
@@ -295,31 +317,23 @@ def check_odd_rows(sample: Callable[..., Tensor], device: str) -> None:
     top_p = torch.tensor([1.0, 1.0, 0.5, 0.5, 0.9, 1.0, 1.0, 1e-6])
     seeds = torch.arange(8) * 977
     arguments = (logits, seeds, torch.arange(8), temperature, top_k, top_p, torch.zeros(8))
-    found = sample(*(value.to(device) for value in arguments)).tolist()
+    found = draw(sample, [value.to(device) for value in arguments]).tolist()
     assert found == [0, -1, -1, -1, 699, 7, 256, 0]
     assert gumbel_sample(*arguments).tolist() == found
 
 
-def check_company(sample: Callable[..., Tensor], device: str) -> None:
+def check_company(sample: Callable[..., None], device: str) -> None:
     """A row's token is the same alone, in a batch, in another order, and by slot."""
     arguments = sampling_rows(8, 1300, seed=5)
     there = [value.to(device) for value in arguments]
-    together = sample(*there)
+    together = draw(sample, there)
     for row in (0, 3, 7):
-        assert sample(*(value[row : row + 1] for value in there)) == together[row]
+        assert draw(sample, [value[row : row + 1] for value in there]) == together[row]
     slots = torch.tensor([6, 2, -1, 5], device=device)
     rows = slots.clamp(min=0)
     last_sampled_tokens = torch.full((8,), -5, device=device)
-    parameters = [there[1], *there[3:]]
-    found = sample(
-        there[0][rows],
-        parameters[0],
-        there[2][rows] - 1,
-        *parameters[1:],
-        req_indices=slots,
-        last_sampled_tokens=last_sampled_tokens,
-        position_shift=1,
-    )
+    sampling, found = SamplingTensors(there[1], *there[3:]), torch.empty_like(slots)
+    sample(there[0][rows], sampling, slots, there[2][rows] - 1, last_sampled_tokens, found)
     assert found.tolist() == torch.where(slots >= 0, together[rows], -1).tolist()
     expected = torch.full((8,), -5)
     expected[[6, 2, 5]] = together[[6, 2, 5]].cpu()

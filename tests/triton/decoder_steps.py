@@ -10,10 +10,10 @@ from torch import Tensor
 
 from asyncllm.checkpoint.model_config import ModelConfig, RopeConfig
 from asyncllm.gpu.batch.step_inputs import ModelInputs
-from asyncllm.gpu.kv_cache import KVCache, KVCacheSize
-from asyncllm.gpu.models.dense import attention_kinds, build_decoder
+from asyncllm.gpu.kv_cache import KVCache
+from asyncllm.gpu.models.dense import attention_kinds, build_decoder, kv_groups
 from asyncllm.gpu.models.layers import AttentionKind
-from asyncllm.gpu.ops.base import Attention, OpSet
+from asyncllm.gpu.ops.base import Attention, BlockLayout, OpSet
 from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.ops.triton.attention import TritonAttention
@@ -52,8 +52,20 @@ def small_model() -> ModelConfig:
     )
 
 
+class BlocksFirst(TritonAttention):
+    """With a layout of its own: K and V of a block lie side by side."""
+
+    def block_layout(self, block_size: int) -> BlockLayout:
+        shape = (2, block_size, self.shape.num_kv_heads, self.shape.head_dim)
+        return BlockLayout(shape, order=(1, 0, 2, 3, 4))
+
+
 def run_steps(
-    backend: str, dtype: torch.dtype, device: torch.device, capability: int | None = None
+    backend: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    capability: int | None = None,
+    made: type[TritonAttention] = TritonAttention,
 ) -> list[Tensor]:
     """Logits of each step's rows at their last token, on the CPU."""
     model = small_model()
@@ -61,9 +73,7 @@ def run_steps(
     for kind in attention_kinds(model):
         if backend == "triton":
             sms = 16 if capability else None
-            attention[kind] = TritonAttention(
-                kind.shape, dtype, device, capability=capability, num_sms=sms
-            )
+            attention[kind] = made(kind.shape, dtype, device, capability=capability, num_sms=sms)
         else:
             attention[kind] = TorchAttention(kind.shape, dtype)
     ops: OpSet = TritonOps() if backend == "triton" else TorchOps()
@@ -73,7 +83,7 @@ def run_steps(
         model, ops, attention, ((n, tensor.to(device)) for n, tensor in weights)
     )
     decoder.set_max_positions(128)
-    cache = KVCache(model, KVCacheSize(32, BLOCK_SIZE, 128, 1), dtype, device)
+    cache = KVCache(kv_groups(model, attention, BLOCK_SIZE), 32, dtype, device)
     if not decoder.needs_zeroed_blocks:
         cache.tensor.fill_(torch.nan)
     random = np.random.default_rng(0)
@@ -81,7 +91,7 @@ def run_steps(
     tokens = random.integers(0, model.vocab_size, (3, 128))
     with torch.inference_mode():
         return [
-            decoder.logits(decoder.forward(_inputs(step, blocks, tokens, device), cache))
+            decoder.logits(decoder.forward([_inputs(step, blocks, tokens, device)], cache))
             .float()
             .cpu()
             for step in STEPS
@@ -104,11 +114,14 @@ def _inputs(
         num_decodes=int((counts == 1).sum()),
         token_ids=there(tokens[rows, positions]),
         positions=there(positions),
-        slot_mapping=there(slots + positions % BLOCK_SIZE),
         logits_indices=there(query_start_loc[1:] - 1),
+        req_indices=there(np.arange(len(step))),
+        host_req_indices=np.arange(len(step)),
         query_start_loc=query_start_loc,
         seq_lens=starts + counts,
         starts=starts,
-        block_table=blocks,
+        slot_mapping=there(slots + positions % BLOCK_SIZE),
+        host_table=blocks,
+        device_table=there(blocks),
         block_size=BLOCK_SIZE,
     )

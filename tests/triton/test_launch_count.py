@@ -13,10 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
+from asyncllm.core.executor import ExecutorInfo
 from asyncllm.gpu.graph.cuda_graphs import EagerCapturer
 from asyncllm.gpu.graph.decode_runner import DecodeRunner
-from asyncllm.gpu.kv_cache import KVCache, KVCacheSize
-from asyncllm.gpu.models.dense import attention_kinds, build_decoder
+from asyncllm.gpu.kv_cache import KVCache
+from asyncllm.gpu.models.dense import attention_kinds, build_decoder, kv_groups
 from asyncllm.gpu.ops.triton import (
     activation,
     decode_attention,
@@ -64,23 +65,26 @@ def nodes(num_layers: int, rows: int, *, samples: bool = True) -> Counter[str]:
     weights = dummy_weights(model, torch.bfloat16, CPU)
     decoder = build_decoder(model, TritonOps(), attention, weights)
     decoder.set_max_positions(4096)
-    step = DecodeRunner(
-        decoder,
-        KVCache(model, KVCacheSize(32, 16, 4096, 1), torch.bfloat16, CPU),
+    groups = kv_groups(model, attention, 16)
+    info = ExecutorInfo(
+        vocab_size=model.vocab_size,
+        num_blocks=32,
+        kv_groups=tuple(group.spec for group in groups),
+        max_model_len=4096,
         max_num_seqs=256,
-        max_len=4096,
-        block_size=16,
-        steps_in_flight=2,
-        capturer=EagerCapturer(),
-        sizes=(),
+        max_num_batched_tokens=8192,
+        pipeline_depth=2,
+    )
+    step = DecodeRunner(
+        decoder, KVCache(groups, 32, torch.bfloat16, CPU), info, EagerCapturer(), ()
     )
     if not samples:
-        step.decode_logits(step.step_buffers.next(), rows)
+        step.logits(next(step.host_buffers), rows, None)
     modules = (activation, decode_attention, norm, rope_cache, sampling, decode_inputs)
     with ExitStack() as stack, torch.inference_mode():
         launches = [stack.enter_context(recording(module)) for module in modules]
         counting = stack.enter_context(Counting())
-        step._run(rows, samples)
+        step._decode(rows, samples)
     kernels = Counter(launch.kernel.fn.__name__ for found in launches for launch in found)
     return counting.ops + kernels
 

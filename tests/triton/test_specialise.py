@@ -14,6 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import create_function_from_signature
 
+from asyncllm.gpu.batch.decode_inputs import SamplingTensors
 from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.triton import decode_attention, prefill_attention, sampling
@@ -41,16 +42,20 @@ def mixed_step(decodes: int, counts: list[int], width: int) -> ModelInputs:
     tokens = np.array([1] * decodes + counts, dtype=np.int64)
     ends = np.cumsum(tokens)
     positions = torch.zeros(int(ends[-1]), dtype=torch.int64)
+    table = np.zeros((len(tokens), width), dtype=np.int32)
     return ModelInputs(
         num_decodes=decodes,
         token_ids=positions,
         positions=positions,
-        slot_mapping=positions,
         logits_indices=None,
+        req_indices=torch.arange(len(tokens)),
+        host_req_indices=np.arange(len(tokens)),
         query_start_loc=np.concatenate((np.zeros(1, dtype=np.int64), ends)),
         seq_lens=tokens,
         starts=np.zeros_like(tokens),
-        block_table=np.zeros((len(tokens), width), dtype=np.int32),
+        slot_mapping=positions,
+        host_table=table,
+        device_table=torch.from_numpy(table),
         block_size=BLOCK_SIZE,
     )
 
@@ -77,7 +82,7 @@ def test_attention_of_mixed_steps(width: int) -> None:
 
 def test_split_attention() -> None:
     """With a number of heads, as of Qwen2.5 0.5B, that is no multiple of four."""
-    cache = torch.zeros((4, BLOCK_SIZE, 2, 64), dtype=torch.bfloat16)
+    cache = torch.zeros((2, 4, BLOCK_SIZE, 2, 64), dtype=torch.bfloat16)
     table = torch.zeros((8, 16), dtype=torch.int32)
     with recording(decode_attention) as launches:
         for rows in range(1, 6):
@@ -85,7 +90,14 @@ def test_split_attention() -> None:
             lengths = torch.ones(rows, dtype=torch.int32)
             for splits in (2, 3, 5):
                 decode_attention.decode_attention(
-                    q, cache, cache, table, lengths, scale=0.125, tiles=TILES, splits=splits
+                    q,
+                    cache,
+                    table,
+                    torch.arange(rows),
+                    lengths,
+                    scale=0.125,
+                    tiles=TILES,
+                    splits=splits,
                 )
     check_one_of_each(launches, {"decode_kernel", "merge_kernel"})
 
@@ -101,7 +113,7 @@ def test_sampling(vocab_size: int) -> None:
             logits = torch.zeros((rows, vocab_size), dtype=torch.bfloat16)
             slots = torch.arange(rows)
             sampling.sample(
-                logits, states, slots, lines[0], top_k, *lines[1:],
-                req_indices=slots, last_sampled_tokens=last_sampled_tokens, position_shift=1,
+                logits, SamplingTensors(states, lines[0], top_k, *lines[1:]), slots, slots,
+                last_sampled_tokens, torch.empty_like(slots),
             )  # fmt: skip
     check_one_of_each(launches, {"chunk_kernel", "choose_kernel"})

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asyncllm.gpu.batch.decode_inputs import DecodeInputs
+from asyncllm.gpu.batch.decode_inputs import DecodeInputs, SamplingTensors
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.triton import (
     activation,
@@ -81,14 +81,13 @@ def decode(
         with recording(decode_attention) as found:
             decode_attention.decode_attention(
                 merged[:, : 8 * group],
-                cache[0],
-                cache[1],
+                cache,
                 ints(256, 256),
+                ints(64),
                 ints(64),
                 scale=0.1,
                 tiles=tuning.decode_tiles(capability, head_dim, dtype.itemsize),
                 splits=splits,
-                table_rows=ints(64),
                 **options,
             )
         return found
@@ -109,9 +108,9 @@ def prefill(
         with recording(prefill_attention) as found:
             prefill_attention.prefill_attention(
                 merged[:, : 8 * group],
-                cache[0],
-                cache[1],
-                ints(64, 256),
+                cache,
+                ints(256, 256),
+                longs(64),
                 ints(64),
                 ints(65),
                 scale=0.1,
@@ -162,15 +161,11 @@ def sample(vocab_size: int, dtype: torch.dtype) -> Callable[[int], list[Launch]]
         with recording(sampling) as found:
             sampling.sample(
                 empty(64, vocab_size, dtype=dtype),
+                SamplingTensors(longs(256), floats(256), ints(256), floats(256), floats(256)),
+                longs(64),
+                longs(64),
                 longs(256),
                 longs(64),
-                floats(256),
-                ints(256),
-                floats(256),
-                floats(256),
-                req_indices=ints(64),
-                last_sampled_tokens=longs(256),
-                position_shift=1,
             )
         return found
 

@@ -1,4 +1,4 @@
-"""DecodeInputs: what a decode step reads on the device, at addresses that never change."""
+"""DecodeInputs: the inputs of a decode step, on the device at fixed addresses."""
 
 from __future__ import annotations
 
@@ -10,22 +10,25 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class DecodeInputs:
-    """B rows of one token each, padded to the size of a bucket; N slots, W blocks a sequence.
+    """B rows of one token each, padded to the size of a bucket; N request indices, W blocks a
+    sequence.
 
-    The first four come from the host, the rest is computed on the device. Row N of what is
-    kept by slot belongs to nobody: padded rows may write it, and nobody reads it.
+    The first four come from the host, the rest is computed on the device. A step has one of
+    these per KV group: they share all fields but the KV slots and the table. Index N is a dummy
+    for padded rows: they may write its line, and no row reads it.
 
     Attributes:
-        req_indices: ``[B]`` int64, the slot of each row; -1 for a padded row.
+        req_indices: ``[B]`` int64; -1 for a padded row.
         host_token_ids: ``[B]`` int64, the token that a row goes on from, -1 where the step
             before sampled it and only the device has it.
         positions: ``[B]`` int64, of that token in its sequence; 0 in a padded row.
-        block_table: ``[N + 1, W]`` int32, by slot; what lies beyond a sequence is undefined.
+        block_table: ``[N + 1, W]`` int32, by request index; what lies beyond a sequence is
+            undefined.
         token_ids: ``[B]`` int64.
         seq_lens: ``[B]`` int32, tokens of each sequence after the step; 0 in a padded row.
-        slot_mapping: ``[B]`` int64, where K and V go; slot 0 of the null block in a padded
+        slot_mapping: ``[B]`` int64, KV slot of each token; slot 0 of the null block in a padded
             row.
-        last_sampled_tokens: ``[N + 1]`` int64, by slot, what was sampled last.
+        last_sampled_tokens: ``[N + 1]`` int64, by request index.
         block_size: tokens per block.
         max_len: longest sequence in tokens.
     """
@@ -46,7 +49,7 @@ class DecodeInputs:
         return self.req_indices.shape[0]
 
     def state_indices(self) -> Tensor:
-        """``[B]`` int64: each row's line in what is kept by slot, N for a padded row."""
+        """``[B]`` int64: each row's request index, N for a padded row."""
         return torch.where(
             self.req_indices < 0, len(self.last_sampled_tokens) - 1, self.req_indices
         )
@@ -58,7 +61,7 @@ class DecodeInputs:
 
 @dataclass(frozen=True, slots=True)
 class SamplingTensors:
-    """Sampling parameters by slot on the device, ``[N + 1]`` each.
+    """Sampling parameters by request index on the device, ``[N + 1]`` each.
 
     Attributes:
         states: int64, the bits of the seeds' 64-bit states.

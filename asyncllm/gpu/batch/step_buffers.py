@@ -1,10 +1,13 @@
-"""StepBuffer: everything that the host tells the device about a step, in one piece of memory."""
+"""StepBuffer: the host's part of a step, in one piece of memory."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
+from asyncllm.gpu.batch.block_table import NO_BLOCKS
 from asyncllm.gpu.batch.decode_inputs import SamplingTensors
 from asyncllm.gpu.sample.sampling_state import SamplingState
 
@@ -12,120 +15,100 @@ _ALIGNMENT = 16
 
 
 class StepBuffer:
-    """One copy from host to device instead of a dozen. N slots.
+    """Sections of one allocation, so that a step takes one copy from host to device instead of
+    a dozen. N is ``max_num_seqs``.
 
-    On the device there is one block, whose addresses a CUDA graph holds. On the host there is
-    one more than there may be steps in flight, because a copy that is queued reads the host's
-    memory late.
+    The one on the device has addresses that a CUDA graph holds.
 
     Attributes:
         memory: all of it, uint8.
         req_indices, host_token_ids, positions: ``[N]`` int64, see DecodeInputs.
-        table_indices: ``[N]`` int64, entries of the flat block table that change.
-        table_values: ``[N]`` int32, what they become.
-        sampling: by slot, ``[N + 1]`` each.
+        sampling: by request index, ``[N + 1]`` each.
+        table_changes: per KV group ``[N]`` int64, indices into the flat block table, and
+            ``[N]`` int32, their new values.
     """
 
-    def __init__(self, max_num_seqs: int, device: torch.device, *, pinned: bool = False) -> None:
-        lines = max_num_seqs + 1
-        sections = {
-            "req_indices": (torch.int64, max_num_seqs),
-            "host_token_ids": (torch.int64, max_num_seqs),
-            "positions": (torch.int64, max_num_seqs),
-            "table_indices": (torch.int64, max_num_seqs),
-            "states": (torch.int64, lines),
-            "table_values": (torch.int32, max_num_seqs),
-            "top_k": (torch.int32, lines),
-            "temperature": (torch.float32, lines),
-            "top_p": (torch.float32, lines),
-            "min_p": (torch.float32, lines),
-        }
-        spans: dict[str, tuple[int, int]] = {}
+    def __init__(
+        self, max_num_seqs: int, num_groups: int, device: torch.device, *, pinned: bool = False
+    ) -> None:
+        rows, lines = max_num_seqs, max_num_seqs + 1
+        sections = [
+            *[(torch.int64, rows)] * 3,
+            (torch.int64, lines),
+            (torch.float32, lines),
+            (torch.int32, lines),
+            *[(torch.float32, lines)] * 2,
+            *[(torch.int64, rows), (torch.int32, rows)] * num_groups,
+        ]
+        spans: list[tuple[int, int]] = []
         end = 0
-        for name, (dtype, count) in sections.items():
+        for dtype, count in sections:
             start = -(-end // _ALIGNMENT) * _ALIGNMENT
             end = start + count * dtype.itemsize
-            spans[name] = start, end
+            spans.append((start, end))
         self.memory = torch.zeros(end, dtype=torch.uint8, device=device, pin_memory=pinned)
-        views = {
-            name: self.memory[slice(*spans[name])].view(dtype)
-            for name, (dtype, _) in sections.items()
-        }
-        self.req_indices, self.host_token_ids = views["req_indices"], views["host_token_ids"]
-        self.positions = views["positions"]
-        self.table_indices, self.table_values = views["table_indices"], views["table_values"]
-        self.sampling = SamplingTensors(
-            views["states"], views["temperature"], views["top_k"], views["top_p"], views["min_p"]
-        )
+        self._sections = views = [
+            self.memory[start:end].view(dtype)
+            for (start, end), (dtype, _) in zip(spans, sections, strict=True)
+        ]
+        self.req_indices, self.host_token_ids, self.positions = views[:3]
+        self.sampling = SamplingTensors(*views[3:8])
+        self.table_changes = list(zip(views[8::2], views[9::2], strict=True))
         self.req_indices.fill_(-1)
         self.sampling.top_p.fill_(1.0)
 
 
-class PinnedStepBuffer:
-    """A StepBuffer in host memory, and where the step's tokens come back to.
+class PinnedStepBuffer(StepBuffer):
+    """A StepBuffer in host memory, with the rest of what a step has queued from there.
 
     Args:
-        padding_index: an entry of the block table that nobody reads.
+        padding_indices: per KV group an entry of the flat block table that is never read.
 
     Attributes:
-        block: to be copied to the device.
-        tokens: ``[N]`` int64, sampled tokens.
+        tokens: ``[N]`` int64, where the step's sampled tokens arrive.
+        blocks_to_zero: KV blocks to clear ahead of the step.
+        overflow: ``(group, indices, values)`` of table changes that are more than N.
     """
 
-    def __init__(self, max_num_seqs: int, padding_index: int, *, pinned: bool) -> None:
-        self.block = StepBuffer(max_num_seqs, torch.device("cpu"), pinned=pinned)
+    def __init__(self, max_num_seqs: int, padding_indices: Sequence[int], *, pinned: bool) -> None:
+        super().__init__(max_num_seqs, len(padding_indices), torch.device("cpu"), pinned=pinned)
         self.tokens = torch.full((max_num_seqs,), -1, dtype=torch.int64, pin_memory=pinned)
-        self._spare_cell = padding_index
-        self._req_indices, self._known = (
-            self.block.req_indices.numpy(),
-            self.block.host_token_ids.numpy(),
-        )
-        self._positions = self.block.positions.numpy()
-        self._table_indices, self._table_values = (
-            self.block.table_indices.numpy(),
-            self.block.table_values.numpy(),
-        )
-        sampling = self.block.sampling
-        self._states = sampling.states.numpy()
-        self._temperature, self._top_k = sampling.temperature.numpy(), sampling.top_k.numpy()
-        self._top_p, self._min_p = sampling.top_p.numpy(), sampling.min_p.numpy()
+        self.blocks_to_zero = NO_BLOCKS
+        self.overflow: list[tuple[int, np.ndarray, np.ndarray]] = []
+        self._padding_indices = padding_indices
+        sections = [section.numpy() for section in self._sections]
+        self._rows, self._sampling = sections[:3], sections[3:8]
+        self._changes = list(zip(sections[8::2], sections[9::2], strict=True))
+        self._sampling_version = -1
 
-    def set_rows(self, req_indices: np.ndarray, known: np.ndarray, positions: np.ndarray) -> None:
+    def set_rows(
+        self, req_indices: np.ndarray, token_ids: np.ndarray, positions: np.ndarray
+    ) -> None:
         """The rows of a step, ``[B]`` each; the rest is padding."""
         count = len(req_indices)
-        self._req_indices[:count], self._req_indices[count:] = req_indices, -1
-        self._known[:count], self._known[count:] = known, 0
-        self._positions[:count], self._positions[count:] = positions, 0
+        for section, values, padding in zip(
+            self._rows, (req_indices, token_ids, positions), (-1, 0, 0), strict=True
+        ):
+            section[:count], section[count:] = values, padding
 
-    def set_table_changes(self, table_indices: np.ndarray, table_values: np.ndarray) -> None:
-        """Changes of the block table, at most N; no cell twice."""
-        count = len(table_indices)
-        self._table_indices[:count], self._table_indices[count:] = table_indices, self._spare_cell
-        self._table_values[:count], self._table_values[count:] = table_values, 0
+    def set_table_changes(self, changes: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+        """Changes of each group's block table; no index twice."""
+        self.overflow = []
+        for group, (indices, values) in enumerate(changes):
+            to, new = self._changes[group]
+            count = len(indices)
+            if count > len(to):
+                self.overflow.append((group, indices, values))
+                count = 0
+            to[:count], to[count:] = indices[:count], self._padding_indices[group]
+            new[:count], new[count:] = values[:count], 0
 
     def set_sampling(self, state: SamplingState) -> None:
-        """The parameters of all slots."""
-        self._states[:-1] = state.seeds.view(np.int64)
-        self._temperature[:-1] = state.temperature
-        self._top_k[:-1] = state.top_k
-        self._top_p[:-1] = state.top_p
-        self._min_p[:-1] = state.min_p
-
-
-class StepBufferRing:
-    """Host blocks that take turns.
-
-    Args:
-        count: one more than steps in flight.
-    """
-
-    def __init__(self, max_num_seqs: int, padding_index: int, count: int, *, pinned: bool) -> None:
-        self.buffers = [
-            PinnedStepBuffer(max_num_seqs, padding_index, pinned=pinned) for _ in range(count)
-        ]
-        self._turn = -1
-
-    def next(self) -> PinnedStepBuffer:
-        """The block that was handed out longest ago."""
-        self._turn = (self._turn + 1) % len(self.buffers)
-        return self.buffers[self._turn]
+        """The parameters of all request indices, unless this buffer has them already."""
+        if state.version == self._sampling_version:
+            return
+        self._sampling_version = state.version
+        seeds = state.seeds.view(np.int64)
+        values = (seeds, state.temperature, state.top_k, state.top_p, state.min_p)
+        for section, value in zip(self._sampling, values, strict=True):
+            section[:-1] = value

@@ -1,1 +1,1 @@
-"""Streams, CUDA graphs and the decode step that is captured into them."""
+"""Device streams, CUDA graphs, and the decode step that graphs hold."""

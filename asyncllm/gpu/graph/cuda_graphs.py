@@ -1,9 +1,8 @@
-"""CUDA graphs of decode steps: batch-size buckets, capture and replay."""
+"""StepGraphs: CUDA graphs of decode steps, their batch-size buckets, capture and replay."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -14,13 +13,14 @@ from typing import Protocol
 import torch
 
 from asyncllm.gpu.memory import is_out_of_memory
+from asyncllm.logger import get_logger
 
-logger = logging.getLogger("asyncllm")
+logger = get_logger("asyncllm")
 
 
 @dataclass(frozen=True, slots=True)
 class GraphKey:
-    """All that a graph has baked in and that differs between the graphs of one engine.
+    """Constants of a graph that differ between the graphs of one engine.
 
     Addresses, the block size, the longest sequence and the number of splits that attention
     chooses for (bucket, longest sequence) are fixed while the engine lives.
@@ -36,7 +36,7 @@ class GraphKey:
 
 @dataclass(frozen=True, slots=True)
 class CaptureStats:
-    """What a graph cost: seconds to capture, and bytes that the process took for it."""
+    """Cost of a graph: seconds to capture, and bytes that the process took for it."""
 
     key: GraphKey
     seconds: float
@@ -44,10 +44,10 @@ class CaptureStats:
 
 
 class GraphCapturer(Protocol):
-    """Makes something that can be repeated of a function that works on fixed tensors."""
+    """Captures a function over static tensors into a replayable callable."""
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Runs ``run`` once, and returns what repeats it from then on."""
+        """Runs ``run`` once, and returns a function that repeats it."""
         ...
 
     def memory(self) -> int:
@@ -56,7 +56,7 @@ class GraphCapturer(Protocol):
 
 
 class EagerCapturer:
-    """No graphs: every step is launched kernel by kernel."""
+    """No graphs: every step runs eagerly."""
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         run()
@@ -71,8 +71,8 @@ class CudaGraphCapturer:
 
     ``torch.cuda.graph`` would synchronise the device, collect garbage and empty the caching
     allocator of the whole process, so the graph's own methods are called. The capture is
-    "thread_local": CUDA allows what other threads of the application do meanwhile. torch 2.11
-    does not allow all of it: see docs/gpu.md.
+    "thread_local": CUDA then lets other threads of the application work meanwhile. torch 2.11
+    does not let them do everything: see docs/gpu.md.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -90,8 +90,8 @@ class CudaGraphCapturer:
             if not is_out_of_memory(error):
                 raise
             logger.warning(
-                "there is no memory for another CUDA graph, its steps are launched kernel by "
-                "kernel: lower gpu_memory_utilization or kv_cache_memory (%s)",
+                "there is no memory for another CUDA graph, its steps run eagerly: lower "
+                "gpu_memory_utilization or kv_cache_memory (%s)",
                 error,
             )
             return run
@@ -125,7 +125,7 @@ class StepGraphs:
 
     Attributes:
         buckets: ``sizes`` in ascending order.
-        captured: of what was captured, in that order.
+        captured: the cost of each graph, in the order of capture.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class StepGraphs:
         return self.buckets[index] if index < len(self.buckets) else None
 
     def run(self, num_rows: int, samples: bool) -> None:
-        """Runs a step of ``num_rows``: by graph, or kernel by kernel above all buckets."""
+        """Runs a step of ``num_rows``: by graph, or eagerly above all buckets."""
         bucket = self.bucket(num_rows)
         if bucket is None:
             self._run(num_rows, samples)
@@ -155,7 +155,7 @@ class StepGraphs:
         elif self._graphs:
             self._capture(key)
         else:
-            # Load grows, and a pool that began with small blocks cannot hold the large ones.
+            # The largest bucket first, so that later graphs fit into the shared graph pool.
             self._capture(GraphKey(self.buckets[-1], samples))
 
     def capture_all(self, progress: Callable[[int, int], None]) -> None:

@@ -1,19 +1,18 @@
-"""Where a step's work is queued: at once on a CPU, on a stream of its own on a GPU."""
+"""Stream: the order of a device's work, synchronous on a CPU, a CUDA stream on a GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
 
 
-class Ticket(Protocol):
-    """Work that was queued."""
+class Event(Protocol):
+    """A point in a stream's work."""
 
     def synchronize(self) -> None:
-        """Waits until it is done, without the GIL."""
+        """Waits, without the GIL, until the work before it is done."""
         ...
 
 
@@ -21,39 +20,36 @@ class Stream(Protocol):
     """Runs work in the order in which it was queued.
 
     Attributes:
-        is_async: ``submit`` returns before the work is done, so that a second step can be
-            queued behind it.
+        is_async: queueing returns before the work is done, so that a second step can be queued
+            behind the first.
     """
 
     is_async: bool
 
     def context(self) -> AbstractContextManager[object]:
-        """Within it, what torch allocates and runs belongs to this stream."""
+        """Within it, the tensors that torch allocates and the work that it queues belong to
+        this stream."""
         ...
 
-    def submit(self, work: Callable[[], None]) -> Ticket: ...
+    def record(self) -> Event:
+        """An event behind everything that was queued."""
+        ...
 
     def synchronize(self) -> None:
         """Waits for everything that was queued."""
         ...
 
 
-class _Done:
-    def synchronize(self) -> None:
-        pass
-
-
 class SyncStream:
-    """A CPU: work is done when it is queued."""
+    """A CPU: work is done once it is queued. It is its own event."""
 
     is_async = False
 
     def context(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def submit(self, work: Callable[[], None]) -> Ticket:
-        work()
-        return _Done()
+    def record(self) -> Event:
+        return self
 
     def synchronize(self) -> None:
         pass
@@ -70,12 +66,10 @@ class CudaStream:
     def context(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._stream)
 
-    def submit(self, work: Callable[[], None]) -> Ticket:
-        with torch.cuda.stream(self._stream):
-            work()
-            # torch.Event ignores ``blocking`` and would spin.
-            event = torch.cuda.Event(blocking=True)
-            event.record(self._stream)
+    def record(self) -> Event:
+        # torch.Event ignores ``blocking`` and would spin.
+        event = torch.cuda.Event(blocking=True)
+        event.record(self._stream)
         return event
 
     def synchronize(self) -> None:

@@ -1,1 +1,1 @@
-"""Decoder models: layers, the families made of them, and the table of architectures."""
+"""Decoder models: layers, the families composed of them, and the table of architectures."""

@@ -51,23 +51,29 @@ class Decoder:
             rope_table(rope, head_dim, count, dtype, device) for rope, head_dim in self.ropes
         ]
 
-    def forward(self, inputs: ModelInputs, cache: KVCache) -> Tensor:
-        """Runs a step and writes its KV.
+    def forward(self, inputs: Sequence[ModelInputs], cache: KVCache) -> Tensor:
+        """Runs a step, whose inputs are given per KV group, and writes its KV.
 
         Returns:
             Hidden states ``[S, H]`` behind the final norm, at ``inputs.logits_indices``.
         """
-        plans = [each.plan(inputs, kind.window) for kind, each in self.attention.items()]
-        return self._run(inputs, plans, cache, inputs.logits_indices)
+        plans = [
+            attention.plan(inputs[kind.kv_group], kind.window)
+            for kind, attention in self.attention.items()
+        ]
+        return self._run(inputs, plans, cache, inputs[0].logits_indices)
 
-    def decode(self, rows: DecodeInputs, cache: KVCache) -> Tensor:
+    def decode(self, inputs: Sequence[DecodeInputs], cache: KVCache) -> Tensor:
         """Runs a decode step on buffers that stay where they are; reads nothing on the host.
 
         Returns:
             Hidden states ``[B, H]`` behind the final norm; undefined for padded rows.
         """
-        plans = [each.plan_decode(rows, kind.window) for kind, each in self.attention.items()]
-        return self._run(rows, plans, cache, None)
+        plans = [
+            attention.plan_decode(inputs[kind.kv_group], kind.window)
+            for kind, attention in self.attention.items()
+        ]
+        return self._run(inputs, plans, cache, None)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``[S, H] -> [S, vocab_size]`` in the model's dtype."""
@@ -75,21 +81,22 @@ class Decoder:
 
     def _run(
         self,
-        inputs: ModelInputs | DecodeInputs,
+        inputs: Sequence[ModelInputs] | Sequence[DecodeInputs],
         plans: Sequence[Any],
         cache: KVCache,
         rows: Tensor | None,
     ) -> Tensor:
         if self.rope_tables is None:
             raise RuntimeError("set_max_positions has to come first")
+        positions = inputs[0].positions
         step = StepContext(
-            positions=inputs.positions,
-            slot_mappings=[inputs.slot_mapping] * len(plans),
+            positions=positions,
+            slot_mappings=[inputs[kind.kv_group].slot_mapping for kind in self.attention],
             plans=plans,
-            rotary=[self.ops.rotary(table, inputs.positions) for table in self.rope_tables],
+            rotary=[self.ops.rotary(table, positions) for table in self.rope_tables],
             kv=cache.layers,
         )
-        x, residual = F.embedding(inputs.token_ids, self.embedding), None
+        x, residual = F.embedding(inputs[0].token_ids, self.embedding), None
         for layer in self.layers:
             if layer is self.layers[-1]:
                 # Past the last KV write only the rows that are sampled matter.

@@ -9,10 +9,12 @@ from typing import Any
 from torch import Tensor
 
 from asyncllm.checkpoint.model_config import ModelConfig
+from asyncllm.core.kv_cache_spec import KVCacheSpec
+from asyncllm.gpu.kv_cache import KVGroup
 from asyncllm.gpu.models.architectures import parameters
 from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.models.layers import AttentionKind, AttentionMixer, DecoderLayer, GatedMLP
-from asyncllm.gpu.ops.base import Attention, AttentionShape, Linear, OpSet, RMSNorm
+from asyncllm.gpu.ops.base import Attention, AttentionShape, Linear, OpSet, RMSNorm, block_layout
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 
 
@@ -22,7 +24,8 @@ def attention_shape(model: ModelConfig) -> AttentionShape:
 
 
 def attention_kind(model: ModelConfig, layer: int) -> AttentionKind:
-    """The kind of one layer's attention."""
+    """The kind of one layer's attention, in one KV group with all others: layers with a window
+    keep the KV of all tokens, and mask it."""
     slides = bool(model.sliding_layers) and model.sliding_layers[layer]
     return AttentionKind(attention_shape(model), model.sliding_window if slides else None)
 
@@ -30,6 +33,20 @@ def attention_kind(model: ModelConfig, layer: int) -> AttentionKind:
 def attention_kinds(model: ModelConfig) -> tuple[AttentionKind, ...]:
     """The kinds of attention that the layers have, each once."""
     return tuple(dict.fromkeys(attention_kind(model, i) for i in range(model.num_layers)))
+
+
+def kv_groups(
+    model: ModelConfig, attention: Mapping[AttentionKind, Attention], block_size: int
+) -> list[KVGroup]:
+    """The KV groups, in the block layout that their attention chooses.
+
+    Raises:
+        ValueError: kinds of attention in one group whose layouts differ.
+    """
+    layouts = {block_layout(each, kind.shape, block_size) for kind, each in attention.items()}
+    if len(layouts) > 1:
+        raise ValueError(f"all layers share KV blocks: expected one layout, not {layouts}")
+    return [KVGroup(KVCacheSpec(tuple(range(model.num_layers)), block_size), *layouts)]
 
 
 def build_decoder(

@@ -17,10 +17,12 @@ class AttentionKind:
 
     Attributes:
         window: keys that a query sees, itself included; None is all.
+        kv_group: index of the KV group that the layers belong to.
     """
 
     shape: AttentionShape
     window: int | None = None
+    kv_group: int = 0
 
 
 @dataclass(slots=True)

@@ -31,11 +31,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def rope_table(
-    rope: RopeConfig,
-    head_dim: int,
-    max_positions: int,
-    dtype: torch.dtype,
-    device: torch.device,
+    rope: RopeConfig, head_dim: int, max_positions: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """Cosines and sines of every position below ``max_positions``.
 

@@ -1,1 +1,1 @@
-"""The op set of the decoder: what every backend provides, and the backends."""
+"""The op set of the decoder: its protocols, and the backends that implement them."""

@@ -41,7 +41,7 @@ class Unmet:
     """A constraint that a request breaks.
 
     Attributes:
-        field: what it is about, "block_size" for the only one that is a setting of its own.
+        field: of the request; "block_size" is the only one that is a setting of its own.
         found: the request's value.
         expected: the limit, with the field: "head size at most 256".
     """
@@ -63,8 +63,8 @@ class Constraints:
         max_head_dim: elements of a head.
         head_dim_multiple: divisor of a head's elements.
         block_multiple: divisor of the tokens of a KV block.
-        window: it has sliding windows.
-        softcap: it has a cap on the scores.
+        window: sliding windows are supported.
+        softcap: a soft cap on the scores is supported.
     """
 
     device_types: frozenset[str] | None = None
@@ -144,7 +144,7 @@ class AttentionBackend(Protocol):
         """The attention of one kind of layer, once per engine; ``request.block_size`` is set.
 
         Raises:
-            EngineError: what the backend needs is not installed, or does not work here.
+            EngineError: a library that the backend needs is not installed, or does not work here.
         """
         ...
 

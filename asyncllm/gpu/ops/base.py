@@ -1,4 +1,4 @@
-"""OpSet: the ops that a backend provides for the decoder to run on it.
+"""OpSet: the ops of the decoder, which a backend implements.
 
 Ops are made once, when the model is built; a step only calls them. The shapes below use T
 tokens of a step, Hq query heads, Hk key/value heads and D, the size of a head.
@@ -6,6 +6,7 @@ tokens of a step, Hq query heads, Hk key/value heads and D, the size of a head.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -35,6 +36,31 @@ class AttentionShape:
     def group_size(self) -> int:
         """Query heads that share a key/value head."""
         return self.num_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLayout:
+    """The part of a KV block that belongs to one layer, as its attention lays it out.
+
+    Attributes:
+        shape: the cache of a layer has it with the blocks in second place: ``[shape[0],
+            num_blocks, *shape[1:]]``.
+        order: its dimensions as they lie in memory, the outermost first; () for their own.
+    """
+
+    shape: tuple[int, ...]
+    order: tuple[int, ...] = ()
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    def view(self, memory: Tensor, num_blocks: int) -> Tensor:
+        """``memory [layers, num_blocks * num_elements]`` as the caches of layers."""
+        shape = (self.shape[0], num_blocks, *self.shape[1:])
+        order = self.order or tuple(range(len(shape)))
+        stored = memory.view(len(memory), *(shape[dim] for dim in order))
+        return stored.permute(0, *(1 + order.index(dim) for dim in range(len(shape))))
 
 
 class Linear(Protocol):
@@ -74,30 +100,42 @@ class RopeAndCache(Protocol):
 class Attention(Protocol):
     """Paged attention of one step's rows over the KV cache.
 
+    A method ``block_layout(block_size) -> BlockLayout`` is optional: the layout of its KV
+    blocks where it is not ``[2, num_blocks, block_size, Hk, D]`` in that order. Plain torch
+    ops write K and V in that order only; the Triton ops take any.
+
     Attributes:
-        needs_zeroed_blocks: it reads past the end of a sequence in its last block, and masks
-            that; blocks have to be cleared for a new owner then.
+        needs_zeroed_blocks: it reads past the end of a sequence in its last block and masks
+            that part, so blocks have to be cleared for a new owner.
     """
 
     name: str
     needs_zeroed_blocks: bool
 
     def plan(self, inputs: ModelInputs, window: int | None) -> Any:
-        """What all layers with this ``window`` share in a step; made once per step."""
+        """The plan that all layers with this ``window`` share in a step; made once per step."""
         ...
 
     def plan_decode(self, rows: DecodeInputs, window: int | None) -> Any:
-        """The same for a decode step on buffers that stay where they are.
+        """The plan of a decode step on tensors at fixed addresses.
 
         Called while a CUDA graph is captured, once per graph: no tensor may be read on the
-        host, and what is computed on the device is part of the graph. Whatever depends on
-        lengths has to be chosen for ``rows.max_len``.
+        host, and what is computed on the device is part of the graph. A choice that
+        depends on lengths has to be made for ``rows.max_len``.
         """
         ...
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, plan: Any) -> Tensor:
         """Returns ``[T, Hq * D]``. The step's own k and v are in ``cache`` already."""
         ...
+
+
+def block_layout(attention: Attention, shape: AttentionShape, block_size: int) -> BlockLayout:
+    """The layout of the attention's KV blocks."""
+    choose = getattr(attention, "block_layout", None)
+    if choose is not None:
+        return choose(block_size)
+    return BlockLayout((2, block_size, shape.num_kv_heads, shape.head_dim))
 
 
 class OpSet(Protocol):

@@ -1,4 +1,4 @@
-"""FlashAttention: what the backends on Dao's FlashAttention libraries share.
+"""FlashAttention: the common part of the backends on Dao's FlashAttention libraries.
 
 The step's keys and values are in the paged cache already, so both libraries only read: decode
 rows through ``flash_attn_with_kvcache`` with one query each, the other rows as sequences of
@@ -19,7 +19,7 @@ from torch import Tensor
 from asyncllm.gpu.batch.decode_inputs import DecodeInputs
 from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.h2d import copy_to_device
-from asyncllm.gpu.ops.backend import AttentionRequest, Constraints
+from asyncllm.gpu.ops.backend import CUDA, HALF, AttentionRequest, Constraints
 from asyncllm.gpu.ops.base import AttentionShape
 
 AttentionFunction = Callable[..., Tensor]
@@ -75,8 +75,12 @@ class FlashAttention(ABC):
 
     name: ClassVar[str]
     needs_zeroed_blocks: ClassVar[bool]
-    constraints: ClassVar[Constraints]
+    table_argument: ClassVar[str]
+    constraints: ClassVar = Constraints(
+        device_types=CUDA, min_capability=(8, 0), dtypes=HALF, max_head_dim=256, head_dim_multiple=8
+    )
     block_size: ClassVar[int]
+    _with_cache: AttentionFunction
 
     @classmethod
     def default_block_size(cls, device: torch.device) -> int:
@@ -91,21 +95,21 @@ class FlashAttention(ABC):
         self.softcap = shape.softcap or 0.0
 
     def plan(self, inputs: ModelInputs, window: int | None) -> FlashPlan:
-        """One copy to the device for the step's lengths, starts and block tables.
+        """One copy to the device for the step's lengths and starts.
 
-        The tables are cut to the step's longest row, because the libraries take their width
-        for the longest sequence.
+        The rows' block tables are gathered there, cut to the step's longest row, because the
+        libraries take their width for the longest sequence.
         """
         rows, decodes, device = inputs.num_rows, inputs.num_decodes, inputs.token_ids.device
         lengths = inputs.seq_lens
-        width = -(-int(lengths.max()) // inputs.block_size)
         query_starts = inputs.query_start_loc[decodes:] - decodes
         key_starts = np.concatenate(([0], np.cumsum(lengths[decodes:])))
-        table = inputs.block_table[:, :width].reshape(-1)
-        sizes = [rows, len(query_starts), len(key_starts), len(table)]
-        flat = np.concatenate((lengths, query_starts, key_starts, table)).astype(np.int32)
-        seq_lens, starts, keys, blocks = copy_to_device(flat, device).split(sizes)
-        blocks = blocks.view(rows, width)
+        flat = np.concatenate((lengths, query_starts, key_starts)).astype(np.int32)
+        sizes = [rows, len(query_starts), len(key_starts)]
+        seq_lens, starts, keys = copy_to_device(flat, device).split(sizes)
+        assert inputs.device_table is not None
+        table = inputs.device_table[:, : inputs.table_width]
+        blocks = table.index_select(0, inputs.req_indices)
         prefill = None
         if decodes < rows:
             prefill = PrefillRows(
@@ -133,9 +137,18 @@ class FlashAttention(ABC):
         out[decodes:] = self.prefill(q[decodes:], cache, plan.prefill, plan.window)
         return out.view(q.shape[0], -1)
 
-    @abstractmethod
     def decode(self, q: Tensor, cache: Tensor, plan: FlashPlan) -> Tensor:
         """``[num_decodes, Hq, D]`` to the same; finite for a padded row."""
+        out = self._with_cache(
+            q.unsqueeze(1),
+            cache[0],
+            cache[1],
+            cache_seqlens=plan.seq_lens,
+            num_splits=0,
+            **{self.table_argument: plan.block_table},
+            **self.options(plan.window),
+        )
+        return out.squeeze(1)
 
     @abstractmethod
     def prefill(
@@ -144,7 +157,7 @@ class FlashAttention(ABC):
         """``[tokens of the rows, Hq, D]`` to the same."""
 
     def options(self, window: tuple[int, int]) -> dict[str, Any]:
-        """What every call of either library is given."""
+        """Arguments of every call of either library."""
         return {
             "softmax_scale": self.shape.scale,
             "causal": True,

@@ -5,20 +5,15 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+from dataclasses import replace
 from types import ModuleType
 from typing import ClassVar
 
 from torch import Tensor
 
 from asyncllm.errors import EngineError
-from asyncllm.gpu.ops.backend import CUDA, HALF, Constraints
 from asyncllm.gpu.ops.base import AttentionShape
-from asyncllm.gpu.ops.flash_attention import (
-    AttentionFunction,
-    FlashAttention,
-    FlashPlan,
-    PrefillRows,
-)
+from asyncllm.gpu.ops.flash_attention import AttentionFunction, FlashAttention, PrefillRows
 
 MIN_VERSION = (2, 7)
 
@@ -35,36 +30,18 @@ class FlashAttention2(FlashAttention):
 
     name = "flash_attn"
     needs_zeroed_blocks = False
+    table_argument = "block_table"
     block_size = 256
-    constraints: ClassVar = Constraints(
-        device_types=CUDA,
-        min_capability=(8, 0),
-        dtypes=HALF,
-        max_head_dim=256,
-        head_dim_multiple=8,
-        block_multiple=256,
-    )
+    constraints: ClassVar = replace(FlashAttention.constraints, block_multiple=256)
 
     def __init__(self, shape: AttentionShape) -> None:
         super().__init__(shape)
         library = _import()
-        self._with_cache: AttentionFunction = library.flash_attn_with_kvcache
+        self._with_cache = library.flash_attn_with_kvcache
         self._varlen: AttentionFunction = library.flash_attn_varlen_func
         # Some versions let this function split keys by themselves, and lose paged rows then.
         splits = "num_splits" in inspect.signature(self._varlen).parameters
         self._varlen_options = {"num_splits": 1} if splits else {}
-
-    def decode(self, q: Tensor, cache: Tensor, plan: FlashPlan) -> Tensor:
-        out = self._with_cache(
-            q.unsqueeze(1),
-            cache[0],
-            cache[1],
-            cache_seqlens=plan.seq_lens,
-            block_table=plan.block_table,
-            num_splits=0,
-            **self.options(plan.window),
-        )
-        return out.squeeze(1)
 
     def prefill(
         self, q: Tensor, cache: Tensor, rows: PrefillRows, window: tuple[int, int]

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from dataclasses import replace
 from typing import ClassVar
 
 from torch import Tensor
 
 from asyncllm.errors import EngineError
-from asyncllm.gpu.ops.backend import CUDA, HALF, Constraints
 from asyncllm.gpu.ops.base import AttentionShape
-from asyncllm.gpu.ops.flash_attention import (
-    AttentionFunction,
-    FlashAttention,
-    FlashPlan,
-    PrefillRows,
-)
+from asyncllm.gpu.ops.flash_attention import AttentionFunction, FlashAttention, PrefillRows
 
 ARGUMENTS = frozenset(
     {
@@ -37,8 +32,8 @@ ARGUMENTS = frozenset(
 class FlashAttention3(FlashAttention):
     """Attention by FlashAttention 3, for Hopper.
 
-    By reports on its repository the library may load a last block whole: what is past the
-    sequence has weight zero, but is multiplied, so it must not be NaN.
+    By reports on its repository the library may load a last block whole: values past the
+    sequence have weight zero, but are multiplied, so they must not be NaN.
 
     Raises:
         EngineError: flash_attn_interface is not there, or too old.
@@ -46,31 +41,15 @@ class FlashAttention3(FlashAttention):
 
     name = "flash_attn_3"
     needs_zeroed_blocks = True
+    table_argument = "page_table"
     block_size = 16
-    constraints: ClassVar = Constraints(
-        device_types=CUDA,
-        min_capability=(9, 0),
-        max_capability=(9, 0),
-        dtypes=HALF,
-        max_head_dim=256,
-        head_dim_multiple=8,
+    constraints: ClassVar = replace(
+        FlashAttention.constraints, min_capability=(9, 0), max_capability=(9, 0)
     )
 
     def __init__(self, shape: AttentionShape) -> None:
         super().__init__(shape)
         self._with_cache = _import()
-
-    def decode(self, q: Tensor, cache: Tensor, plan: FlashPlan) -> Tensor:
-        out = self._with_cache(
-            q.unsqueeze(1),
-            cache[0],
-            cache[1],
-            cache_seqlens=plan.seq_lens,
-            page_table=plan.block_table,
-            num_splits=0,
-            **self.options(plan.window),
-        )
-        return out.squeeze(1)
 
     def prefill(
         self, q: Tensor, cache: Tensor, rows: PrefillRows, window: tuple[int, int]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import logging
 from importlib.metadata import EntryPoint, entry_points
 
 import torch
@@ -20,9 +19,10 @@ from asyncllm.gpu.ops.onednn_ops import OneDNNOps, onednn_works
 from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.ops.triton.attention import TritonAttention
+from asyncllm.logger import get_logger
 from asyncllm.native import Library, NativeUnavailableError
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 GROUP = "asyncllm.attention_backends"
 """The entry point group of backends from other distributions."""

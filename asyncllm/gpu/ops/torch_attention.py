@@ -1,4 +1,4 @@
-"""Paged attention in plain torch.
+"""TorchAttention: paged attention in plain torch.
 
 The rows of a step are put into groups of similar shape; each group is gathered from the
 cache into one padded batch and handed to scaled_dot_product_attention. So neither a batch
@@ -24,7 +24,7 @@ from asyncllm.gpu.ops.backend import AttentionRequest, Constraints
 from asyncllm.gpu.ops.base import AttentionShape
 
 GROUP_COST = 256
-"""What a further group costs in every layer, as a number of gathered tokens."""
+"""Cost of a further group in every layer, as a number of gathered tokens."""
 
 GROUP_BYTES = 8 * 2**20
 """Gathered K and V of one group at most, if it has more than one row."""
@@ -35,7 +35,7 @@ PADDED_SCORES = 1 << 16
 
 @dataclass(slots=True)
 class AttentionGroup:
-    """Rows that are computed together.
+    """Rows of a step that are computed together.
 
     Attributes:
         num_rows, num_queries: of the padded batch.
@@ -58,7 +58,7 @@ class AttentionGroup:
 
 @dataclass(slots=True)
 class FixedPlan:
-    """Decode rows whose lengths only the device knows.
+    """Plan of decode rows whose lengths only the device knows.
 
     Attributes:
         blocks: ``[B, W]`` int64, every row's whole table.
@@ -137,7 +137,8 @@ class TorchAttention:
         return out.view(q.shape[0], -1)
 
     def _attend_fixed(self, q: Tensor, cache: Tensor, plan: FixedPlan) -> Tensor:
-        """What is hidden may be NaN, so it is replaced and not only weighted with zero."""
+        """Decode rows by their whole tables. Hidden keys and values may be NaN, so they are
+        replaced and not only weighted with zero."""
         shape, rows = self.shape, plan.blocks.shape[0]
         gathered = cache.index_select(1, plan.blocks.view(-1))
         gathered = gathered.view(2, rows, -1, shape.num_kv_heads, shape.head_dim)
@@ -313,6 +314,6 @@ def _block_index(
     width = -(-int(lengths.max()) // block)
     columns = np.arange(width)
     used = columns < -(-lengths[:, None] // block)
-    columns = np.minimum(columns + (first_keys // block)[:, None], inputs.block_table.shape[1] - 1)
-    blocks = np.where(used, inputs.block_table[rows[:, None], columns], 0)
+    columns = np.minimum(columns + (first_keys // block)[:, None], inputs.host_table.shape[1] - 1)
+    blocks = np.where(used, inputs.host_table[inputs.host_req_indices[rows, None], columns], 0)
     return copy_to_device(blocks.reshape(-1).astype(np.int64), inputs.token_ids.device)

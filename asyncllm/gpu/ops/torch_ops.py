@@ -66,11 +66,7 @@ class TorchRopeAndCache:
             self.norm = TorchRMSNorm(weight, eps)
 
     def __call__(
-        self,
-        qkv: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        cache: Tensor,
-        slot_mapping: Tensor,
+        self, qkv: Tensor, rotary: tuple[Tensor, Tensor], cache: Tensor, slot_mapping: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See ``RopeAndCache``; ``rotary`` is the cosine and the sine of each token's angles,
         ``[T, 1, D]``, the sine negated in its first half."""
@@ -125,7 +121,8 @@ class TorchOps:
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate).mul_(up)
 
-    def decode_inputs(self, rows: DecodeInputs) -> None:
+    @staticmethod
+    def decode_inputs(rows: DecodeInputs) -> None:
         lines, padded = rows.state_indices(), rows.req_indices < 0
         tokens = torch.where(
             rows.host_token_ids < 0, rows.last_sampled_tokens[lines], rows.host_token_ids
@@ -137,8 +134,8 @@ class TorchOps:
         rows.seq_lens.copy_((rows.positions + 1).masked_fill(padded, 0))
         rows.slot_mapping.copy_(slots.masked_fill(padded, 0))
 
+    @staticmethod
     def sample(
-        self,
         logits: Tensor,
         sampling: SamplingTensors,
         req_indices: Tensor,

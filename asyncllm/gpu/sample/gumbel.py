@@ -1,4 +1,4 @@
-"""GumbelSampler: draws rows whose logits the host has changed, as a GPU's fast path draws them."""
+"""GumbelSampler: the fused Gumbel-max sampler on logits that the eager path modified."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asyncllm.gpu.sample.sampling_state import SamplingState
 
 
 class GumbelSampler:
-    """The op set's sampler on any rows: the same logits give the same token on either path."""
+    """The op set's sampler on the eager path: both paths give the same token."""
 
     def __init__(self, ops: OpSet, state: SamplingState, device: torch.device) -> None:
         self._ops, self._state, self._device = ops, state, device
@@ -25,8 +25,8 @@ class GumbelSampler:
 
         Args:
             logits: ``[S, vocab_size]``.
-            req_indices: ``[S]``, whose parameters count.
-            positions: ``[S]``, where in its sequence the token will be.
+            req_indices: ``[S]``, of the parameters.
+            positions: ``[S]``, of the sampled token in its sequence.
 
         Returns:
             ``[S]`` int64; -1 for a row that has NaN or infinity, or no finite logit.

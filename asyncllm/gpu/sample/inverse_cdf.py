@@ -1,4 +1,4 @@
-"""Drawing a token from each row by inverse CDF, whole or truncated by top-k and top-p."""
+"""Inverse-CDF sampling of a token per row, from the whole distribution or a truncated one."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _log(values: np.ndarray) -> np.ndarray:
 
 
 def _widths(top_k: np.ndarray, vocab_size: int) -> np.ndarray:
-    """How many candidates each row starts with: the fewest that hold its top_k."""
+    """Number of candidates that each row starts with: the fewest that hold its top_k."""
     steps = [width for width in CANDIDATES if width < vocab_size] + [vocab_size]
     bounded = np.where(top_k < vocab_size, top_k, 1)
     return np.array(steps)[np.searchsorted(steps, bounded)]

@@ -13,10 +13,10 @@ _FIRST_ROWS = 4
 
 
 class Penalties:
-    """Token counts of the slots that need them, and their effect on logits.
+    """Token counts of requests with a penalty, and their effect on logits.
 
-    Counts live in a table that grows with the number of such slots and is dropped when there
-    are none, because most engines never need it.
+    Counts are rows of a table that grows with the number of such requests and is dropped when
+    there are none, because most engines never need it.
 
     Attributes:
         counts: ``[rows, vocab_size]`` int32, how often the output holds each token.
@@ -32,7 +32,7 @@ class Penalties:
         self._free: list[int] = []
 
     def assign(self, req_index: int, prompt: np.ndarray, output: np.ndarray) -> None:
-        """Starts counting for a slot whose tokens so far are given."""
+        """Starts the counts of a request index from the tokens so far."""
         self.release(req_index)
         if not self._free:
             self._grow()
@@ -59,7 +59,7 @@ class Penalties:
 
         Args:
             logits: ``[S, vocab_size]`` float32.
-            rows, req_indices: rows of ``logits`` with a penalty, and the slots they are of.
+            rows, req_indices: rows of ``logits`` with a penalty, and their request indices.
         """
         index = self._index(rows)
         table = self._index(
@@ -75,7 +75,7 @@ class Penalties:
         logits[index] = chosen
 
     def count(self, req_indices: np.ndarray, tokens: np.ndarray) -> None:
-        """Adds sampled tokens to the counts of their slots."""
+        """Adds sampled tokens to the counts of their requests."""
         table = self._index(
             np.array([self.row_of[req_index] for req_index in req_indices.tolist()])
         )

@@ -28,7 +28,7 @@ NOT_FINITE = "the model's logits are not finite numbers"
 
 @dataclass(slots=True)
 class SampleOutput:
-    """What was sampled, by row of the logits.
+    """Sampled tokens by row of the logits.
 
     Attributes:
         token_ids: ``[S]`` int64, -1 where the row is in ``errors``.
@@ -40,19 +40,19 @@ class SampleOutput:
 
 
 class Sampler:
-    """Samples one token per row, by the parameters of the row's slot.
+    """The eager sampler: one token per row, by the parameters of its request index.
 
-    Stages, each skipped where nobody asks for it, in vLLM's order: allowed tokens,
-    min_tokens, logit_bias, penalties, the request's processors; greedy rows end here with
-    the likeliest token; temperature, min_p, top_k, top_p, and a draw keyed by (seed,
-    position). Log-probabilities are those of the logits as the model gave them.
+    Stages, each skipped unless a row needs it, in vLLM's order: allowed tokens, min_tokens,
+    logit_bias, penalties, the request's processors; greedy rows end here with the likeliest
+    token; temperature, min_p, top_k, top_p, and a draw keyed by (seed, position).
+    Log-probabilities are those of the logits as the model gave them.
 
     Args:
-        ops: draws tokens by the op set's sampler, as steps do that sample on a device without
-            the host; None inverts the distribution, which is faster on a CPU.
+        ops: draws tokens by the op set's sampler, as fused steps do; None inverts the
+            distribution, which is faster on a CPU.
 
     Attributes:
-        failures: by slot, why its request cannot be sampled.
+        failures: by request index, the error for which it cannot be sampled.
     """
 
     def __init__(
@@ -71,10 +71,10 @@ class Sampler:
         self.race = None if ops is None else GumbelSampler(ops, self.state, device)
 
     def assign(self, assignment: RequestAssignment) -> None:
-        """Takes a request's parameters. Its tokens are in the input batch already.
+        """Takes over a request's parameters. Its tokens are in the input batch already.
 
-        What raises here is the request's own failure: the slot is left neutral, because steps
-        may compute it until the core has been told, and the error goes to ``failures``.
+        An error is the request's own: its index is left neutral, because steps may compute it
+        until the core has been told, and the error goes to ``failures``.
         """
         req_index = assignment.req_index
         self.release(req_index)
@@ -113,8 +113,8 @@ class Sampler:
 
         Args:
             logits: ``[S, vocab_size]``; not changed.
-            req_indices: ``[S]``, no slot twice.
-            positions: ``[S]``, where in its sequence the token will be.
+            req_indices: ``[S]``, none twice.
+            positions: ``[S]``, of the sampled token in its sequence.
         """
         output = SampleOutput(np.empty(0, dtype=np.int64))
         processed = self._process(logits, req_indices, positions, output.errors)
@@ -155,8 +155,8 @@ class Sampler:
         positions: np.ndarray,
         errors: dict[int, Exception],
     ) -> Tensor:
-        """Logits after everything that may change the likeliest token; ``logits`` itself
-        where nobody asks for that."""
+        """Logits after the stages that may change the likeliest token; ``logits`` itself if no
+        row needs one."""
         penalised = np.flatnonzero(self.state.penalised(req_indices))
         ruled = [
             (row, req_index)
@@ -224,8 +224,8 @@ class Sampler:
     def _explain(
         self, logits: Tensor, processed: Tensor, rows: np.ndarray, errors: dict[int, Exception]
     ) -> None:
-        """Says what is wrong with rows whose maximum is no number: it is NaN if any logit
-        is, infinite if one is, and minus infinity if no token is left."""
+        """The errors of rows whose maximum is not finite: it is NaN if any logit is, infinite if
+        one is, and minus infinity if no token is left."""
         for row in rows.tolist():
             if row in errors:
                 continue

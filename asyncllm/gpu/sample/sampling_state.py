@@ -1,4 +1,4 @@
-"""SamplingState: the sampling parameters of every slot, as arrays."""
+"""SamplingState: the sampling parameters of every request index, as arrays."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _MAX_TOP_K = 2**31 - 1
 
 @dataclass(slots=True)
 class LogitsRules:
-    """What few requests ask for, and what has no fixed size.
+    """Sampling parameters that few requests set, or that have no fixed size.
 
     Attributes:
-        bias: token ids and what is added to their logits, or None.
+        bias: token ids and the numbers added to their logits, or None.
         allowed: the only token ids that may be sampled, or None.
         processors: the request's own, in order.
-        stop_ids: what ``min_tokens`` suppresses.
+        stop_ids: tokens that ``min_tokens`` suppresses.
         min_tokens: output tokens before one of ``stop_ids`` may come.
     """
 
@@ -34,8 +34,8 @@ class LogitsRules:
 
 
 class SamplingState:
-    """Parameters by slot, filled when a request enters it, in the dtypes that steps compute
-    with: what does not fit raises there, for that request, and not when the batch is converted.
+    """Sampling parameters by request index, set when a request enters, in the dtypes that steps
+    compute with: a value that does not fit raises then, for its request, and not in a step.
 
     Attributes:
         temperature, presence, frequency, repetition: ``[max_num_seqs]`` float32.
@@ -44,7 +44,8 @@ class SamplingState:
         seeds: ``[max_num_seqs]`` uint64, mixed.
         logprobs: ``[max_num_seqs]`` int64, -1 for none.
         num_prompt_tokens: ``[max_num_seqs]``.
-        rules: by slot, for slots that have any.
+        rules: by request index, for those that have any.
+        version: changes of the parameters so far, so that a copy knows whether it is current.
     """
 
     def __init__(self, max_num_seqs: int) -> None:
@@ -59,10 +60,13 @@ class SamplingState:
         self.logprobs = np.full(max_num_seqs, -1, dtype=np.int64)
         self.num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.rules: dict[int, LogitsRules] = {}
+        self.version = 0
 
     def assign(self, assignment: RequestAssignment) -> None:
-        """Raises for what no array holds; the slot is to be released then."""
+        """Sets the parameters of a request. Raises for a value that no array holds; the index has
+        to be released then."""
         req_index = assignment.req_index
+        self.version += 1
         params: Any = assignment.sampling
         with np.errstate(over="raise", invalid="raise"):
             self.temperature[req_index] = params.temperature
@@ -97,7 +101,7 @@ class SamplingState:
         )
 
     def release(self, req_index: int) -> None:
-        """Leaves neutral values, so that a row of the slot asks for nothing."""
+        """Sets neutral values, with which a row needs no stage but the draw."""
         self.temperature[req_index] = self.repetition[req_index] = self.top_p[req_index] = 1.0
         self.presence[req_index] = self.frequency[req_index] = self.min_p[req_index] = 0.0
         self.top_k[req_index], self.logprobs[req_index] = 0, -1

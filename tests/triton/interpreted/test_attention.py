@@ -33,16 +33,23 @@ def test_backend(counts: tuple[int, ...], window: int | None) -> None:
     case = AttentionCase("step", 4, 64, lengths, counts, window=window, dtype=torch.float16)
     batch = make_batch(case, "cpu")
     starts = np.array([0, *np.cumsum(counts)])
+    # By request index, in another order than the rows.
+    lines = np.array([4, 0, 3])[: len(counts)]
+    table = np.full((6, batch.block_table.shape[1]), 2**30, dtype=np.int32)
+    table[lines] = batch.block_table
     inputs = ModelInputs(
         num_decodes=sum(count == 1 for count in counts),
         token_ids=torch.zeros(sum(counts), dtype=torch.int64),
         positions=torch.zeros(0),
-        slot_mapping=torch.zeros(0),
         logits_indices=None,
+        req_indices=torch.from_numpy(lines),
+        host_req_indices=lines,
         query_start_loc=starts,
         seq_lens=np.array(lengths),
         starts=np.array(lengths) - np.array(counts),
-        block_table=batch.block_table.numpy(),
+        slot_mapping=torch.zeros(0),
+        host_table=table,
+        device_table=torch.from_numpy(table),
         block_size=16,
     )
     shape = AttentionShape(8, 2, 64, 0.125)

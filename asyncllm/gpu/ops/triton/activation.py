@@ -33,12 +33,6 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     out = gate_up.new_empty((rows, width))
     if rows:
         silu_mul_kernel[(rows, cdiv(width, BLOCK))](
-            out,
-            gate_up,
-            width,
-            out.stride(0),
-            gate_up.stride(0),
-            BLOCK=BLOCK,
-            num_warps=4,
+            out, gate_up, width, out.stride(0), gate_up.stride(0), BLOCK=BLOCK, num_warps=4
         )
     return out

@@ -19,32 +19,32 @@ from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.ops.backend import CUDA, HALF, AttentionRequest, Constraints
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.triton.toolchain import check_triton
-from asyncllm.gpu.ops.triton.tuning import decode_tiles, num_splits, prefill_tiles
+from asyncllm.gpu.ops.triton.tuning import decode_tiles, num_splits, prefill_tiles, workspace_size
 
 
 @dataclass(slots=True)
 class TritonPlan:
-    """What the kernels read of a step, on the device; decode rows come first.
+    """A step's metadata on the device; decode rows come first.
 
     Attributes:
         num_decodes: leading rows of one token each, padded ones included.
         seq_lens: ``[R]`` int32, 0 for a padded row.
-        block_table: ``[R, W]`` int32, or ``[max_num_seqs, W]`` with ``table_rows``.
+        block_table: ``[N, W]`` int32.
+        table_rows: ``[R]``, the rows' lines of ``block_table``; any number for a padded row.
         splits: programs per decode row and key/value head.
         workspace: float32, for the partials of the splits; shared by all layers.
         query_start_loc: ``[R - num_decodes + 1]`` int32 from 0 on, of the other rows; None if
             there are none.
-        table_rows: ``[num_decodes]``, the decode rows' lines of ``block_table``, or None.
         window: keys that a query sees, or None.
     """
 
     num_decodes: int
     seq_lens: Tensor
     block_table: Tensor
+    table_rows: Tensor
     splits: int = 1
     workspace: Tensor | None = None
     query_start_loc: Tensor | None = None
-    table_rows: Tensor | None = None
     window: int | None = None
 
 
@@ -98,11 +98,10 @@ class TritonAttention:
         num_sms: int | None = None,
     ) -> None:
         check_triton()
-        from asyncllm.gpu.ops.triton.decode_attention import decode_attention, workspace_size
+        from asyncllm.gpu.ops.triton.decode_attention import decode_attention
         from asyncllm.gpu.ops.triton.prefill_attention import prefill_attention
 
         self._decode, self._prefill = decode_attention, prefill_attention
-        self._workspace_size = workspace_size
         self.shape = shape
         self.device = device
         self.softcap = shape.softcap
@@ -121,43 +120,40 @@ class TritonAttention:
             max_len = min(max_len, window)
         return num_splits(batch, self.shape.num_kv_heads, max_len, self.num_sms)
 
-    def workspace(self, batch: int, splits: int) -> Tensor | None:
-        """Memory for the partials of one decode launch, or None if it needs none."""
-        size = self._workspace_size(batch, self.shape.num_heads, self.shape.head_dim, splits)
-        return torch.empty(size, dtype=torch.float32, device=self.device) if size else None
-
     def plan(self, inputs: ModelInputs, window: int | None) -> TritonPlan:
-        """One copy to the device for the step's lengths, starts and block tables."""
+        """One copy to the device for the step's lengths and starts; the block tables are there
+        already."""
         rows, decodes = inputs.num_rows, inputs.num_decodes
         starts = inputs.query_start_loc[decodes:] - decodes
-        head = np.concatenate((inputs.seq_lens, starts)).astype(np.int32)
-        # Padded to 16 bytes, so that every step's table is aligned and compiles the same.
-        head = np.pad(head, (0, -len(head) % 4))
-        flat = np.concatenate((head, inputs.block_table.reshape(-1).astype(np.int32)))
-        packed = copy_to_device(flat, self.device)
-        splits = 1
-        if decodes:
-            splits = self.splits(decodes, int(inputs.seq_lens[:decodes].max()), window)
-        return TritonPlan(
-            num_decodes=decodes,
-            seq_lens=packed[:rows],
-            block_table=packed[len(head) :].view(rows, -1),
-            splits=splits,
-            workspace=self.workspace(decodes, splits),
-            query_start_loc=packed[rows : rows + len(starts)] if decodes < rows else None,
-            window=window,
+        packed = np.concatenate((inputs.seq_lens, starts)).astype(np.int32)
+        seq_lens, query_start_loc = copy_to_device(packed, self.device).split((rows, len(starts)))
+        max_len = int(inputs.seq_lens[:decodes].max(initial=0))
+        assert inputs.device_table is not None
+        plan = self._plan(
+            decodes, seq_lens, inputs.device_table, inputs.req_indices, max_len, window
         )
+        plan.query_start_loc = query_start_loc if decodes < rows else None
+        return plan
 
     def plan_decode(self, rows: DecodeInputs, window: int | None) -> TritonPlan:
-        splits = self.splits(rows.num_rows, rows.max_len, window)
+        return self._plan(
+            rows.num_rows, rows.seq_lens, rows.block_table, rows.req_indices, rows.max_len, window
+        )
+
+    def _plan(
+        self,
+        decodes: int,
+        seq_lens: Tensor,
+        block_table: Tensor,
+        table_rows: Tensor,
+        max_len: int,
+        window: int | None,
+    ) -> TritonPlan:
+        splits = self.splits(decodes, max_len, window) if decodes else 1
+        size = workspace_size(decodes, self.shape.num_heads, self.shape.head_dim, splits)
+        workspace = torch.empty(size, dtype=torch.float32, device=self.device) if size else None
         return TritonPlan(
-            num_decodes=rows.num_rows,
-            seq_lens=rows.seq_lens,
-            block_table=rows.block_table,
-            splits=splits,
-            workspace=self.workspace(rows.num_rows, splits),
-            table_rows=rows.req_indices,
-            window=window,
+            decodes, seq_lens, block_table, table_rows, splits, workspace, window=window
         )
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, plan: TritonPlan) -> Tensor:
@@ -167,14 +163,13 @@ class TritonAttention:
         if decodes:
             self._decode(
                 q[:decodes],
-                cache[0],
-                cache[1],
+                cache,
                 plan.block_table,
+                plan.table_rows[:decodes],
                 plan.seq_lens[:decodes],
                 scale=self.shape.scale,
                 tiles=self.decode_tiles,
                 splits=plan.splits,
-                table_rows=plan.table_rows,
                 softcap=self.softcap,
                 window=plan.window,
                 workspace=plan.workspace,
@@ -183,9 +178,9 @@ class TritonAttention:
         if plan.query_start_loc is not None:
             self._prefill(
                 q[decodes:],
-                cache[0],
-                cache[1],
-                plan.block_table[decodes:],
+                cache,
+                plan.block_table,
+                plan.table_rows[decodes:],
                 plan.seq_lens[decodes:],
                 plan.query_start_loc,
                 scale=self.shape.scale,

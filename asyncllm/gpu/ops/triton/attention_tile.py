@@ -38,18 +38,15 @@ def attend_tile(
     k_cache,
     v_cache,
     table,
+    stride_block,
+    stride_slot,
+    stride_dim,
     first_key,
     positions,
     kv_len,
     score_scale,
     softcap,
     window,
-    stride_k_block,
-    stride_k_slot,
-    stride_k_dim,
-    stride_v_block,
-    stride_v_slot,
-    stride_v_dim,
     HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     KEYS: tl.constexpr,
@@ -65,7 +62,7 @@ def attend_tile(
     Args:
         q: ``[rows, BLOCK_DIM]``.
         acc, row_max, row_sum: the state, float32; the maximum is in base 2.
-        k_cache, v_cache: of this key/value head.
+        k_cache, v_cache: of this key/value head, with the same strides.
         table: the sequence's block table.
         positions: ``[rows]``, the last key each row sees.
         kv_len: tokens in the cache; what lies beyond is stale and never read.
@@ -80,10 +77,9 @@ def attend_tile(
     # A large cache has more than 2**31 elements.
     blocks = blocks.to(tl.int64)
     slots = (keys % BLOCK_SIZE).to(tl.int64)
-    k_at = k_cache + (blocks * stride_k_block + slots * stride_k_slot)[None, :]
-    k_at += dims[:, None] * stride_k_dim
-    v_at = v_cache + (blocks * stride_v_block + slots * stride_v_slot)[:, None]
-    v_at += dims[None, :] * stride_v_dim
+    at = blocks * stride_block + slots * stride_slot
+    k_at = k_cache + at[None, :] + dims[:, None] * stride_dim
+    v_at = v_cache + at[:, None] + dims[None, :] * stride_dim
     if MASKED:
         real = exists[None, :] & (dims < HEAD_DIM)[:, None]
         k = tl.load(k_at, mask=real, other=0.0)

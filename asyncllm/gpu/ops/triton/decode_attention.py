@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from asyncllm.gpu.ops.triton.attention_tile import attend_tile, score_factors
-from asyncllm.gpu.ops.triton.tuning import Tiles, cdiv, next_power_of_2
+from asyncllm.gpu.ops.triton.tuning import Tiles, cdiv, next_power_of_2, workspace_size
 
 MERGED_SPLITS = 8
 
@@ -50,14 +50,10 @@ def decode_kernel(
     stride_out_head,
     stride_q_row,
     stride_q_head,
-    stride_k_block,
-    stride_k_slot,
-    stride_k_head,
-    stride_k_dim,
-    stride_v_block,
-    stride_v_slot,
-    stride_v_head,
-    stride_v_dim,
+    stride_block,
+    stride_slot,
+    stride_head,
+    stride_dim,
     stride_table,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -68,7 +64,6 @@ def decode_kernel(
     BLOCK_SIZE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
-    INDEXED: tl.constexpr,
     ONE_SPLIT: tl.constexpr,
 ):
     """Grid ``(batch, kv_heads * ROW_TILES, splits)``.
@@ -97,48 +92,21 @@ def decode_kernel(
         return
 
     q_at = q + row.to(tl.int64) * stride_q_row
-    queries = tl.load(
-        q_at + heads[:, None] * stride_q_head + dims[None, :],
-        mask=real,
-        other=0.0,
-    )
-    line = tl.load(table_rows + row).to(tl.int64) if INDEXED else row.to(tl.int64)
+    queries = tl.load(q_at + heads[:, None] * stride_q_head + dims[None, :], mask=real, other=0.0)
+    line = tl.load(table_rows + row).to(tl.int64)
     table = block_table + line * stride_table
-    k_cache += kv_head.to(tl.int64) * stride_k_head
-    v_cache += kv_head.to(tl.int64) * stride_v_head
+    at_head = kv_head.to(tl.int64) * stride_head
+    cache = (k_cache + at_head, v_cache + at_head, table, stride_block, stride_slot, stride_dim)
+    factors = (score_scale, softcap, window)
     positions = tl.full([ROWS], 0, tl.int32) + (kv_len - 1)
     acc = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
     for first_key in range(start, end, KEYS):
         acc, row_max, row_sum = attend_tile(
-            queries,
-            acc,
-            row_max,
-            row_sum,
-            k_cache,
-            v_cache,
-            table,
-            first_key,
-            positions,
-            kv_len,
-            score_scale,
-            softcap,
-            window,
-            stride_k_block,
-            stride_k_slot,
-            stride_k_dim,
-            stride_v_block,
-            stride_v_slot,
-            stride_v_dim,
-            HEAD_DIM,
-            BLOCK_DIM,
-            KEYS,
-            BLOCK_SIZE,
-            SOFTCAP,
-            WINDOW,
-            True,
-        )
+            queries, acc, row_max, row_sum, *cache, first_key, positions, kv_len, *factors,
+            HEAD_DIM, BLOCK_DIM, KEYS, BLOCK_SIZE, SOFTCAP, WINDOW, True,
+        )  # fmt: skip
     if ONE_SPLIT:
         result = acc / row_sum[:, None]
         tl.store(out_at, result.to(out.dtype.element_ty), mask=real)
@@ -200,24 +168,16 @@ def merge_kernel(
     tl.store(out_at, result.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
 
 
-def workspace_size(batch: int, num_heads: int, head_dim: int, splits: int) -> int:
-    """Float32 elements that decode attention needs for its partials."""
-    if splits == 1:
-        return 0
-    return batch * num_heads * splits * (max(16, next_power_of_2(head_dim)) + 2)
-
-
 def decode_attention(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    cache: Tensor,
     block_table: Tensor,
+    table_rows: Tensor,
     seq_lens: Tensor,
     *,
     scale: float,
     tiles: Tiles,
     splits: int = 1,
-    table_rows: Tensor | None = None,
     softcap: float | None = None,
     window: int | None = None,
     workspace: Tensor | None = None,
@@ -227,14 +187,14 @@ def decode_attention(
 
     Args:
         q: ``[B, Hq, D]``, the last dimension contiguous; D up to 256.
-        k_cache, v_cache: ``[num_blocks, block_size, Hk, D]``, any strides; ``block_size`` a
-            multiple of 16. The row's own key is in it already.
-        block_table: ``[B, W]`` int32; entries past a sequence are never read.
+        cache: ``[2, num_blocks, block_size, Hk, D]``, any strides; ``block_size`` a multiple
+            of 16. The row's own key is in it already.
+        block_table: ``[N, W]`` int32; entries past a sequence are never read.
+        table_rows: ``[B]``, each row's line of ``block_table``.
         seq_lens: ``[B]`` int32 or int64, the row's own token included; 0 for a padded row,
             whose output is zero.
         scale: factor on ``q @ k``.
         splits: programs per row and key/value head, from ``num_splits``.
-        table_rows: ``[B]``, each row's line of ``block_table``; row i has line i if None.
         softcap: scores become ``softcap * tanh(score / softcap)``.
         window: keys that a query sees, its own included; None is all.
         workspace: at least ``workspace_size`` float32 elements, made here if None.
@@ -244,7 +204,7 @@ def decode_attention(
         ``[B, Hq, D]`` in the dtype of ``q``.
     """
     batch, num_heads, head_dim = q.shape
-    block_size, kv_heads = k_cache.shape[1:3]
+    block_size, kv_heads = cache.shape[2:4]
     group = num_heads // kv_heads
     row_tiles = cdiv(group, tiles.rows)
     block_dim = max(16, next_power_of_2(head_dim))
@@ -258,18 +218,17 @@ def decode_attention(
         out,
         *partials,
         q,
-        k_cache,
-        v_cache,
+        cache[0],
+        cache[1],
         block_table,
-        seq_lens if table_rows is None else table_rows,
+        table_rows,
         seq_lens,
         score_scale,
         cap,
         window or 0,
         *out.stride()[:2],
         *q.stride()[:2],
-        *k_cache.stride(),
-        *v_cache.stride(),
+        *cache.stride()[1:],
         block_table.stride(0),
         GROUP=group,
         HEAD_DIM=head_dim,
@@ -280,7 +239,6 @@ def decode_attention(
         BLOCK_SIZE=block_size,
         SOFTCAP=softcap is not None,
         WINDOW=window is not None,
-        INDEXED=table_rows is not None,
         ONE_SPLIT=splits == 1,
         num_warps=tiles.warps,
         num_stages=tiles.stages,

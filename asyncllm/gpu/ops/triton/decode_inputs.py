@@ -17,7 +17,7 @@ def decode_inputs_kernel(
     token_ids,
     seq_lens,
     slot_mapping,
-    slots,
+    req_indices,
     host_token_ids,
     positions,
     last_sampled_tokens,
@@ -30,18 +30,18 @@ def decode_inputs_kernel(
     """Grid ``(rows / BLOCK,)``."""
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     real = rows < num_rows
-    slot = tl.load(slots + rows, mask=real, other=-1).to(tl.int64)
-    live = slot >= 0
+    line = tl.load(req_indices + rows, mask=real, other=-1).to(tl.int64)
+    live = line >= 0
     position = tl.load(positions + rows, mask=live, other=0).to(tl.int64)
     known = tl.load(host_token_ids + rows, mask=live, other=0).to(tl.int64)
-    sampled = tl.load(last_sampled_tokens + slot, mask=live, other=0).to(tl.int64)
-    at = block_table + slot * stride_table + position // BLOCK_SIZE
+    sampled = tl.load(last_sampled_tokens + line, mask=live, other=0).to(tl.int64)
+    at = block_table + line * stride_table + position // BLOCK_SIZE
     block = tl.load(at, mask=live, other=0).to(tl.int64)
-    cache_slot = tl.where(live, block * BLOCK_SIZE + position % BLOCK_SIZE, 0)
+    slot = tl.where(live, block * BLOCK_SIZE + position % BLOCK_SIZE, 0)
     seq_len = tl.where(live, position + 1, 0)
     tl.store(token_ids + rows, tl.where(known < 0, sampled, known), mask=real)
     tl.store(seq_lens + rows, seq_len.to(seq_lens.dtype.element_ty), mask=real)
-    tl.store(slot_mapping + rows, cache_slot, mask=real)
+    tl.store(slot_mapping + rows, slot, mask=real)
 
 
 def decode_inputs(rows: DecodeInputs) -> None:

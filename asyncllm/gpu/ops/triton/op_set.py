@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from asyncllm.gpu.batch.decode_inputs import DecodeInputs, SamplingTensors
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.ops.triton.activation import silu_mul
@@ -24,6 +23,9 @@ class TritonOps(TorchOps):
     """
 
     name = "triton"
+    silu_mul = staticmethod(silu_mul)
+    decode_inputs = staticmethod(decode_inputs)
+    sample = staticmethod(sample)
 
     def __init__(self) -> None:
         check_triton()
@@ -39,32 +41,3 @@ class TritonOps(TorchOps):
     def rotary(self, table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The kernel looks the rows up: nothing is copied."""
         return table, positions
-
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        return silu_mul(gate_up)
-
-    def decode_inputs(self, rows: DecodeInputs) -> None:
-        decode_inputs(rows)
-
-    def sample(
-        self,
-        logits: Tensor,
-        sampling: SamplingTensors,
-        req_indices: Tensor,
-        positions: Tensor,
-        last_sampled_tokens: Tensor,
-        out: Tensor,
-    ) -> None:
-        sample(
-            logits,
-            sampling.states,
-            positions,
-            sampling.temperature,
-            sampling.top_k,
-            sampling.top_p,
-            sampling.min_p,
-            req_indices=req_indices,
-            last_sampled_tokens=last_sampled_tokens,
-            position_shift=1,
-            out=out,
-        )

@@ -41,7 +41,7 @@ def find_sequence(query_start_loc, num_seqs, tile, TOKENS: tl.constexpr):
 # are: specialised on it, the kernel would be compiled again in the middle of serving.
 @triton.jit(
     do_not_specialize=["num_seqs", "window"],
-    do_not_specialize_on_alignment=["block_table", "seq_lens", "query_start_loc"],
+    do_not_specialize_on_alignment=["table_rows", "seq_lens", "query_start_loc"],
 )
 def prefill_kernel(
     out,
@@ -49,6 +49,7 @@ def prefill_kernel(
     k_cache,
     v_cache,
     block_table,
+    table_rows,
     seq_lens,
     query_start_loc,
     num_seqs,
@@ -59,14 +60,10 @@ def prefill_kernel(
     stride_out_head,
     stride_q_row,
     stride_q_head,
-    stride_k_block,
-    stride_k_slot,
-    stride_k_head,
-    stride_k_dim,
-    stride_v_block,
-    stride_v_slot,
-    stride_v_head,
-    stride_v_dim,
+    stride_block,
+    stride_slot,
+    stride_head,
+    stride_dim,
     stride_table,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -116,71 +113,25 @@ def prefill_kernel(
     else:
         unmasked_end = (prefix + offset + 1) // KEYS * KEYS
 
-    table = block_table + seq.to(tl.int64) * stride_table
-    k_cache += kv_head.to(tl.int64) * stride_k_head
-    v_cache += kv_head.to(tl.int64) * stride_v_head
+    line = tl.load(table_rows + seq).to(tl.int64)
+    table = block_table + line * stride_table
+    at_head = kv_head.to(tl.int64) * stride_head
+    cache = (k_cache + at_head, v_cache + at_head, table, stride_block, stride_slot, stride_dim)
+    factors = (score_scale, softcap, window)
     acc = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
     if not WINDOW:
         for first_key in range(start, unmasked_end, KEYS):
             acc, row_max, row_sum = attend_tile(
-                queries,
-                acc,
-                row_max,
-                row_sum,
-                k_cache,
-                v_cache,
-                table,
-                first_key,
-                positions,
-                kv_len,
-                score_scale,
-                softcap,
-                window,
-                stride_k_block,
-                stride_k_slot,
-                stride_k_dim,
-                stride_v_block,
-                stride_v_slot,
-                stride_v_dim,
-                HEAD_DIM,
-                BLOCK_DIM,
-                KEYS,
-                BLOCK_SIZE,
-                SOFTCAP,
-                WINDOW,
-                False,
-            )
+                queries, acc, row_max, row_sum, *cache, first_key, positions, kv_len, *factors,
+                HEAD_DIM, BLOCK_DIM, KEYS, BLOCK_SIZE, SOFTCAP, WINDOW, False,
+            )  # fmt: skip
     for first_key in range(unmasked_end, end, KEYS):
         acc, row_max, row_sum = attend_tile(
-            queries,
-            acc,
-            row_max,
-            row_sum,
-            k_cache,
-            v_cache,
-            table,
-            first_key,
-            positions,
-            kv_len,
-            score_scale,
-            softcap,
-            window,
-            stride_k_block,
-            stride_k_slot,
-            stride_k_dim,
-            stride_v_block,
-            stride_v_slot,
-            stride_v_dim,
-            HEAD_DIM,
-            BLOCK_DIM,
-            KEYS,
-            BLOCK_SIZE,
-            SOFTCAP,
-            WINDOW,
-            True,
-        )
+            queries, acc, row_max, row_sum, *cache, first_key, positions, kv_len, *factors,
+            HEAD_DIM, BLOCK_DIM, KEYS, BLOCK_SIZE, SOFTCAP, WINDOW, True,
+        )  # fmt: skip
     result = (acc / row_sum[:, None]).to(out.dtype.element_ty)
     out_at = out + at[:, None] * stride_out_row + heads[:, None] * stride_out_head
     tl.store(out_at + dims[None, :], result, mask=real)
@@ -188,9 +139,9 @@ def prefill_kernel(
 
 def prefill_attention(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    cache: Tensor,
     block_table: Tensor,
+    table_rows: Tensor,
     seq_lens: Tensor,
     query_start_loc: Tensor,
     *,
@@ -204,9 +155,10 @@ def prefill_attention(
 
     Args:
         q: ``[T, Hq, D]``, the last dimension contiguous; D up to 256.
-        k_cache, v_cache: ``[num_blocks, block_size, Hk, D]``, any strides; ``block_size`` a
-            multiple of 16. The queries' own keys are in it already.
-        block_table: ``[R, W]`` int32.
+        cache: ``[2, num_blocks, block_size, Hk, D]``, any strides; ``block_size`` a multiple
+            of 16. The queries' own keys are in it already.
+        block_table: ``[N, W]`` int32.
+        table_rows: ``[R]``, each row's line of ``block_table``.
         seq_lens: ``[R]`` int32 or int64, tokens of each sequence up to its last query.
         query_start_loc: ``[R + 1]`` int32 or int64, ascending, the first query of each row;
             rows may be empty, and tokens from the last entry on are padding.
@@ -221,7 +173,7 @@ def prefill_attention(
         ValueError: more query heads per key/value head than a tile has rows.
     """
     num_tokens, num_heads, head_dim = q.shape
-    block_size, kv_heads = k_cache.shape[1:3]
+    block_size, kv_heads = cache.shape[2:4]
     num_seqs = seq_lens.shape[0]
     group = num_heads // kv_heads
     group_rows = next_power_of_2(group)
@@ -236,9 +188,10 @@ def prefill_attention(
     prefill_kernel[(num_tokens // tokens + num_seqs, kv_heads)](
         out,
         q,
-        k_cache,
-        v_cache,
+        cache[0],
+        cache[1],
         block_table,
+        table_rows,
         seq_lens,
         query_start_loc,
         num_seqs,
@@ -247,8 +200,7 @@ def prefill_attention(
         window or 0,
         *out.stride()[:2],
         *q.stride()[:2],
-        *k_cache.stride(),
-        *v_cache.stride(),
+        *cache.stride()[1:],
         block_table.stride(0),
         GROUP=group,
         HEAD_DIM=head_dim,

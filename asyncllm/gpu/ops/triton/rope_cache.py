@@ -33,14 +33,10 @@ def rope_cache_kernel(
     eps,
     stride_qkv,
     stride_table,
-    stride_k_block,
-    stride_k_slot,
-    stride_k_head,
-    stride_k_dim,
-    stride_v_block,
-    stride_v_slot,
-    stride_v_head,
-    stride_v_dim,
+    stride_block,
+    stride_slot,
+    stride_head,
+    stride_dim,
     NUM_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -90,17 +86,16 @@ def rope_cache_kernel(
     offset = slot % BLOCK_SIZE
     k_head = (heads - NUM_HEADS).to(tl.int64)
     is_key = (k_head >= 0) & (k_head < KV_HEADS)
-    k_at = k_cache + block * stride_k_block + offset * stride_k_slot
-    k_at += k_head[:, None] * stride_k_head + dims[None, :] * stride_k_dim
+    cache_at = block * stride_block + offset * stride_slot + dims[None, :] * stride_dim
+    k_at = k_cache + cache_at + k_head[:, None] * stride_head
     tl.store(k_at, first.to(k_cache.dtype.element_ty), mask=real & is_key[:, None])
     second_k = second.to(k_cache.dtype.element_ty)
-    tl.store(k_at + HALF * stride_k_dim, second_k, mask=real & is_key[:, None])
+    tl.store(k_at + HALF * stride_dim, second_k, mask=real & is_key[:, None])
     v_head = k_head - KV_HEADS
-    v_at = v_cache + block * stride_v_block + offset * stride_v_slot
-    v_at += v_head[:, None] * stride_v_head + dims[None, :] * stride_v_dim
+    v_at = v_cache + cache_at + v_head[:, None] * stride_head
     tl.store(v_at, first.to(v_cache.dtype.element_ty), mask=real & is_value[:, None])
     second_v = second.to(v_cache.dtype.element_ty)
-    tl.store(v_at + HALF * stride_v_dim, second_v, mask=real & is_value[:, None])
+    tl.store(v_at + HALF * stride_dim, second_v, mask=real & is_value[:, None])
 
 
 class TritonRopeAndCache:
@@ -115,11 +110,7 @@ class TritonRopeAndCache:
         self.eps = eps
 
     def __call__(
-        self,
-        qkv: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        cache: Tensor,
-        slot_mapping: Tensor,
+        self, qkv: Tensor, rotary: tuple[Tensor, Tensor], cache: Tensor, slot_mapping: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns q ``[T, Hq, D]``, k and v ``[T, Hk, D]``: views of ``qkv``.
 
@@ -149,7 +140,6 @@ class TritonRopeAndCache:
                 self.eps,
                 qkv.stride(0),
                 table.stride(0),
-                *cache.stride()[1:],
                 *cache.stride()[1:],
                 NUM_HEADS=num_q,
                 KV_HEADS=num_k,

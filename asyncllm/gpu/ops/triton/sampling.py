@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from asyncllm.gpu.batch.decode_inputs import SamplingTensors
 from asyncllm.gpu.ops import gumbel
 from asyncllm.gpu.ops.triton.tuning import cdiv, next_power_of_2
 
@@ -30,10 +31,10 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 PRIORITY = tl.constexpr(0x9E3779B1)
 PRIORITY_INVERSE = tl.constexpr(pow(0x9E3779B1, -1, 2**32))
 
-COUNTERS = 4
+COUNTERS = tl.constexpr(4)
 """Rows of counters per program of the first kernel: each is four chunks."""
 
-SCANNED = 4
+SCANNED = tl.constexpr(4)
 """Chunks that the second kernel reads at once."""
 
 PER_CHUNK = ["listed", "chunk_max", "chunk_sum", "chunk_score", "chunk_token"]
@@ -42,10 +43,11 @@ specialised on it, the kernels would be compiled again in the middle of serving.
 
 
 @triton.jit
-def race_key(states, positions, row, line, shift):
-    """Output number ``position`` of SplitMix64 at the row's state."""
+def race_key(states, positions, row, line):
+    """Output of SplitMix64 at the row's state, whose number is the position of the token that is
+    sampled: one behind ``positions``."""
     state = tl.load(states + line).to(tl.uint64, bitcast=True)
-    steps = (tl.load(positions + row).to(tl.int64) + shift + 1).to(tl.uint64, bitcast=True)
+    steps = (tl.load(positions + row).to(tl.int64) + 2).to(tl.uint64, bitcast=True)
     z = state + steps * 0x9E3779B97F4A7C15
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB
@@ -78,16 +80,13 @@ def chunk_kernel(
     positions,
     temperatures,
     req_indices,
-    shift,
     vocab_size,
     num_chunks,
     stride_logits,
-    COUNTERS: tl.constexpr,
-    INDEXED: tl.constexpr,
 ):
     """Grid ``(rows, num_chunks / (4 * COUNTERS))``."""
     row = tl.program_id(0).to(tl.int64)
-    line = tl.load(req_indices + row).to(tl.int64) if INDEXED else row
+    line = tl.load(req_indices + row).to(tl.int64)
     if line < 0:
         return
     group = tl.program_id(1) * COUNTERS + tl.arange(0, COUNTERS)
@@ -95,7 +94,7 @@ def chunk_kernel(
     greedy, factor = temperature_factor(tl.load(temperatures + line))
     counter = (group[:, None] * CHUNK + lane[None, :]).to(tl.uint32)
     zero = counter * 0
-    key = race_key(states, positions, row, line, shift)
+    key = race_key(states, positions, row, line)
     word0, word1, word2, word3 = tl.philox(key, counter, zero, zero, zero)
     for index in tl.static_range(4):
         chunk = group * 4 + index
@@ -145,7 +144,7 @@ def kth_largest(order, k):
 
 
 @triton.jit
-def listed_values(logits, listed, start, count, factor, vocab_size, SCANNED: tl.constexpr):
+def listed_values(logits, listed, count, factor, vocab_size, start):
     """Tokens and logits of the listed chunks ``start`` to ``start + SCANNED``."""
     entry = start + tl.arange(0, SCANNED)
     chunk = tl.load(listed + entry, mask=entry < count, other=0)
@@ -167,26 +166,13 @@ def value_of(logits, token, factor):
 
 
 @triton.jit
-def race_ahead(
-    logits,
-    listed,
-    count,
-    factor,
-    largest,
-    key,
-    pivot_value,
-    pivot,
-    vocab_size,
-    SCANNED: tl.constexpr,
-):
+def race_ahead(logits, listed, count, factor, vocab_size, largest, key, pivot_value, pivot):
     """Mass of the listed tokens ahead of a pivot, and the winner of the race among them."""
     mass = tl.zeros([SCANNED, CHUNK], tl.float32)
     best = tl.full([SCANNED, CHUNK], float("-inf"), tl.float32)
     winner = tl.full([SCANNED, CHUNK], 0, tl.int32)
     for start in range(0, count, SCANNED):
-        token, value, real = listed_values(
-            logits, listed, start, count, factor, vocab_size, SCANNED
-        )
+        token, value, real = listed_values(logits, listed, count, factor, vocab_size, start)
         chunk = token // CHUNK
         counter = (chunk // 4 * CHUNK + token % CHUNK).to(tl.uint32)
         zero = counter * 0
@@ -208,18 +194,7 @@ def race_ahead(
 
 @triton.jit
 def rank_of(
-    logits,
-    listed,
-    count,
-    factor,
-    pivot_value,
-    pivot,
-    high_value,
-    high,
-    low_value,
-    low,
-    vocab_size,
-    SCANNED: tl.constexpr,
+    logits, listed, count, factor, vocab_size, pivot_value, pivot, high_value, high, low_value, low
 ):
     """How many listed tokens are ahead of the pivot, and a random token on each side of it.
 
@@ -229,9 +204,7 @@ def rank_of(
     above = tl.full([SCANNED, CHUNK], -2147483648, tl.int32)
     below = tl.full([SCANNED, CHUNK], -2147483648, tl.int32)
     for start in range(0, count, SCANNED):
-        token, value, real = listed_values(
-            logits, listed, start, count, factor, vocab_size, SCANNED
-        )
+        token, value, real = listed_values(logits, listed, count, factor, vocab_size, start)
         # An odd factor permutes the numbers of 32 bits: no two tokens have one priority.
         priority = (token.to(tl.uint32) * PRIORITY).to(tl.int32, bitcast=True)
         ahead = is_ahead(value, token, pivot_value, pivot)
@@ -253,9 +226,10 @@ def token_of(priority):
 
 
 @triton.jit
-def top_k_cut(logits, listed, count, factor, floor_value, k, vocab_size, SCANNED: tl.constexpr):
+def top_k_cut(logits, listed, count, factor, vocab_size, floor_value, k):
     """The token that is first to be left out: k listed tokens at or above the floor, or all
     of them if they are fewer, are ahead of it."""
+    among = (logits, listed, count, factor, vocab_size)
     infinite = floor_value * 0.0 + float("inf")
     pivot_value = floor_value
     pivot = vocab_size
@@ -263,20 +237,7 @@ def top_k_cut(logits, listed, count, factor, floor_value, k, vocab_size, SCANNED
     low = vocab_size
     high_value = infinite
     high = vocab_size * 0 - 1
-    rank, above, below = rank_of(
-        logits,
-        listed,
-        count,
-        factor,
-        pivot_value,
-        pivot,
-        high_value,
-        high,
-        low_value,
-        low,
-        vocab_size,
-        SCANNED,
-    )
+    rank, above, below = rank_of(*among, pivot_value, pivot, high_value, high, low_value, low)
     searching = rank > k
     while searching:
         if rank > k:
@@ -288,20 +249,7 @@ def top_k_cut(logits, listed, count, factor, floor_value, k, vocab_size, SCANNED
             high = pivot
             pivot = below
         pivot_value = value_of(logits, pivot, factor)
-        rank, above, below = rank_of(
-            logits,
-            listed,
-            count,
-            factor,
-            pivot_value,
-            pivot,
-            high_value,
-            high,
-            low_value,
-            low,
-            vocab_size,
-            SCANNED,
-        )
+        rank, above, below = rank_of(*among, pivot_value, pivot, high_value, high, low_value, low)
         searching = rank != k
     return pivot_value, pivot
 
@@ -323,18 +271,14 @@ def choose_kernel(
     top_ps,
     min_ps,
     req_indices,
-    shift,
     vocab_size,
     num_chunks,
     stride_logits,
     CHUNKS: tl.constexpr,
-    SCANNED: tl.constexpr,
-    INDEXED: tl.constexpr,
-    REMEMBER: tl.constexpr,
 ):
     """Grid ``(rows,)``."""
     row = tl.program_id(0).to(tl.int64)
-    line = tl.load(req_indices + row).to(tl.int64) if INDEXED else row
+    line = tl.load(req_indices + row).to(tl.int64)
     if line < 0:
         tl.store(out + row, tl.full([], -1, tl.int64))
         return
@@ -360,7 +304,7 @@ def choose_kernel(
     if valid & (greedy == 0) & (cut | (top_p < 1.0)):
         logits += row * stride_logits
         listed += row * num_chunks
-        key = race_key(states, positions, row, line, shift)
+        key = race_key(states, positions, row, line)
         floor_value = tl.maximum(largest + tl.log(min_p), LOWEST)
         bound = value_of(logits, token, factor)
         order = order_of(maxima)
@@ -375,139 +319,62 @@ def choose_kernel(
         tl.store(listed + place, chunk, mask=wanted)
         count = tl.sum(wanted.to(tl.int32), 0)
         tl.debug_barrier()
+        among = (logits, listed, count, factor, vocab_size)
         if cut:
             cut_value = floor_value
             cut_token = vocab_size
             if limited:
-                cut_value, cut_token = top_k_cut(
-                    logits, listed, count, factor, floor_value, k, vocab_size, SCANNED
-                )
-            total, token = race_ahead(
-                logits,
-                listed,
-                count,
-                factor,
-                largest,
-                key,
-                cut_value,
-                cut_token,
-                vocab_size,
-                SCANNED,
-            )
+                cut_value, cut_token = top_k_cut(*among, floor_value, k)
+            total, token = race_ahead(*among, largest, key, cut_value, cut_token)
         if top_p < 1.0:
             mass, following = race_ahead(
-                logits,
-                listed,
-                count,
-                factor,
-                largest,
-                key,
-                value_of(logits, token, factor),
-                token,
-                vocab_size,
-                SCANNED,
+                *among, largest, key, value_of(logits, token, factor), token
             )
-            # Nothing ahead ends it, whatever the rounding.
+            # With nothing ahead it ends, for any rounding.
             while (mass > 0.0) & (mass >= top_p * total):
                 token = following
                 mass, following = race_ahead(
-                    logits,
-                    listed,
-                    count,
-                    factor,
-                    largest,
-                    key,
-                    value_of(logits, token, factor),
-                    token,
-                    vocab_size,
-                    SCANNED,
+                    *among, largest, key, value_of(logits, token, factor), token
                 )
     tl.store(out + row, tl.where(valid, token, -1).to(tl.int64))
-    if REMEMBER:
-        remembered = tl.where(valid, token, 0).to(last_sampled_tokens.dtype.element_ty)
-        tl.store(last_sampled_tokens + line, remembered)
+    tl.store(last_sampled_tokens + line, tl.where(valid, token, 0).to(tl.int64))
 
 
 def sample(
     logits: Tensor,
-    states: Tensor,
+    sampling: SamplingTensors,
+    req_indices: Tensor,
     positions: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    *,
-    req_indices: Tensor | None = None,
-    last_sampled_tokens: Tensor | None = None,
-    position_shift: int = 0,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Samples one token per row: the function of ``gumbel.gumbel_sample``.
+    last_sampled_tokens: Tensor,
+    out: Tensor,
+) -> None:
+    """See ``OpSet.sample``. Rows of ``logits``, float32, bfloat16 or float16, are contiguous.
 
-    A row's token depends on the row alone, whatever else is in the batch.
-
-    Args:
-        logits: ``[S, V]`` float32, bfloat16 or float16, rows contiguous.
-        states: ``[N]`` int64, the bits of the seeds' 64-bit states.
-        positions: ``[S]``; the token's own position is ``positions + position_shift``.
-        temperature, top_p, min_p: ``[N]`` float32.
-        top_k: ``[N]`` int32.
-        req_indices: ``[S]``, each row's line in the tensors of length N; -1 for a padded row. None
-            if S is N and row i has line i.
-        last_sampled_tokens: ``[N]``; if given, the token is written to the row's line too, as 0
-            where it is -1.
-        out: ``[S]`` int64; made here if None.
-
-    Returns:
-        ``[S]`` int64; -1 for a padded row, and for one that has NaN or infinity, or no
-        finite logit.
+    A row's token depends on that row alone, not on the others of the batch.
     """
     rows, vocab_size = logits.shape
-    num_chunks = cdiv(vocab_size, gumbel.CHUNK)
-    if out is None:
-        out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if not rows:
-        return out
+        return
+    num_chunks = cdiv(vocab_size, gumbel.CHUNK)
     floats = torch.empty((3, rows, num_chunks), dtype=torch.float32, device=logits.device)
     indices = torch.empty((2, rows, num_chunks), dtype=torch.int32, device=logits.device)
     chunks = (*floats, indices[0])
-    lines = positions if req_indices is None else req_indices
-    chunk_kernel[(rows, cdiv(num_chunks, 4 * COUNTERS))](
-        *chunks,
-        logits,
-        states,
-        positions,
-        temperature,
-        lines,
-        position_shift,
-        vocab_size,
-        num_chunks,
-        logits.stride(0),
-        COUNTERS=COUNTERS,
-        INDEXED=req_indices is not None,
-        num_warps=4,
+    of_rows = (logits, sampling.states, positions, sampling.temperature)
+    sizes = (vocab_size, num_chunks, logits.stride(0))
+    chunk_kernel[(rows, cdiv(num_chunks, 4 * COUNTERS.value))](
+        *chunks, *of_rows, req_indices, *sizes, num_warps=4
     )
     choose_kernel[(rows,)](
         out,
-        out if last_sampled_tokens is None else last_sampled_tokens,
+        last_sampled_tokens,
         indices[1],
         *chunks,
-        logits,
-        states,
-        positions,
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        lines,
-        position_shift,
-        vocab_size,
-        num_chunks,
-        logits.stride(0),
+        *of_rows,
+        sampling.top_k,
+        sampling.top_p,
+        sampling.min_p,
+        req_indices,
+        *sizes,
         CHUNKS=next_power_of_2(num_chunks),
-        SCANNED=SCANNED,
-        INDEXED=req_indices is not None,
-        REMEMBER=last_sampled_tokens is not None,
         num_warps=4,
     )
-    return out

@@ -138,3 +138,10 @@ def cdiv(numerator: int, denominator: int) -> int:
 
 def next_power_of_2(value: int) -> int:
     return 1 << (value - 1).bit_length()
+
+
+def workspace_size(batch: int, num_heads: int, head_dim: int, splits: int) -> int:
+    """Float32 elements that decode attention needs for its partials."""
+    if splits == 1:
+        return 0
+    return batch * num_heads * splits * (max(16, next_power_of_2(head_dim)) + 2)

@@ -1,0 +1,49 @@
+"""InProcess: what an executor in the engine's process shares with it beside the wire types."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import replace
+
+from asyncllm.core.batch import RequestAssignment
+from asyncllm.sampling_params import LogitsProcessor, SamplingParams
+
+
+class InProcess:
+    """Objects that do not travel: callables, and exceptions with their causes.
+
+    The executor makes one, as its attribute ``in_process``, and the scheduler fills it in. An
+    executor in another process has none: its errors arrive as text.
+
+    Attributes:
+        processors: by ``RequestAssignment.processors_key``, of requests that have not ended.
+        errors: by step and row, the exceptions behind the last results' errors.
+    """
+
+    def __init__(self) -> None:
+        self.processors: dict[int, Sequence[LogitsProcessor]] = {}
+        self.errors: dict[int, dict[int, Exception]] = {}
+
+    def with_processors(self, assignment: RequestAssignment) -> RequestAssignment:
+        """The assignment with the processors that its request has."""
+        processors = self.processors.get(assignment.processors_key, ())
+        if not processors:
+            return assignment
+        return replace(assignment, sampling=_changed(assignment.sampling, processors))
+
+
+def plain(sampling: SamplingParams) -> SamplingParams:
+    """Parameters that travel: no callable, and no mapping that the engine has as well."""
+    if not sampling.logits_processors and not sampling.logit_bias:
+        return sampling
+    found = _changed(sampling, ())
+    object.__setattr__(found, "logit_bias", copy(sampling.logit_bias))
+    return found
+
+
+def _changed(sampling: SamplingParams, processors: Sequence[LogitsProcessor]) -> SamplingParams:
+    # Not ``replace``, which would check all of it again.
+    found = copy(sampling)
+    object.__setattr__(found, "logits_processors", processors)
+    return found

@@ -1,0 +1,67 @@
+"""BlockTable: the KV blocks of every request in one KV group."""
+
+from __future__ import annotations
+
+import numpy as np
+
+NO_BLOCKS = np.zeros(0, dtype=np.int64)
+
+
+class BlockTable:
+    """A line of block ids per request index, as wide as the longest sequence.
+
+    Args:
+        tracks_changes: changes are kept until they are taken, for a copy on the device.
+
+    Attributes:
+        table: ``[max_num_seqs, blocks per sequence]`` int32.
+        num_blocks: ``[max_num_seqs]``, entries of each line in use.
+    """
+
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        *,
+        tracks_changes: bool = False,
+    ) -> None:
+        self.block_size = block_size
+        self.tracks_changes = tracks_changes
+        width = -(-max_model_len // block_size)
+        self.table = np.zeros((max_num_seqs, width), dtype=np.int32)
+        self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
+        self._changes: list[np.ndarray] = []
+
+    def append(self, req_index: int, block_ids: list[int]) -> None:
+        start = int(self.num_blocks[req_index])
+        end = start + len(block_ids)
+        self.table[req_index, start:end] = block_ids
+        self.num_blocks[req_index] = end
+        if self.tracks_changes and block_ids:
+            first = req_index * self.table.shape[1]
+            self._changes.append(np.arange(first + start, first + end))
+
+    def unfilled(self, req_index: int, first: int, length: int) -> np.ndarray:
+        """Block ids from entry ``first`` on that a sequence of ``length`` does not fill."""
+        first = max(first, length // self.block_size)
+        return self.table[req_index, first : int(self.num_blocks[req_index])]
+
+    def take_changes(self) -> tuple[np.ndarray, np.ndarray]:
+        """Changes since the last call.
+
+        Returns:
+            Indices into the flat table, int64, none twice, and their values, int32.
+        """
+        if not self._changes:
+            return NO_BLOCKS, NO_BLOCKS.astype(np.int32)
+        changes = self._changes
+        indices = changes[0] if len(changes) == 1 else np.unique(np.concatenate(changes))
+        changes.clear()
+        return indices, self.table.reshape(-1)[indices]
+
+    def slot_mapping(self, req_indices: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """KV slots ``[T]`` int64 of tokens: for a token at position p of request r
+        ``table[r][p // block_size] * block_size + p % block_size``."""
+        blocks, offsets = np.divmod(positions, self.block_size)
+        return self.table[req_indices, blocks] * np.int64(self.block_size) + offsets

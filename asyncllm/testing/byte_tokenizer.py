@@ -1,0 +1,35 @@
+"""byte_tokenizer: a tokenizer with one token for each byte of UTF-8."""
+
+from __future__ import annotations
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from asyncllm.text.chat_template import ChatTemplate
+from asyncllm.text.text_decoder import byte_alphabet
+from asyncllm.text.tokenizer import Tokenizer
+
+TURN_START, TURN_END = 256, 257
+"""Ids of ``<|im_start|>`` and ``<|im_end|>``; the second is the EOS token."""
+
+_SPECIAL = {"<|im_start|>": TURN_START, "<|im_end|>": TURN_END}
+_TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """The engine's own Tokenizer with 258 ids: a byte's id is the byte, and two special tokens
+    mark the turns of a ChatML template.
+
+    So ``encode("Hé")`` is ``[72, 195, 169]``, a text has as many tokens as bytes, and half a
+    character, a stop string or a special token in a message is met as with a real model.
+    """
+    backend = tokenizers.Tokenizer(models.BPE(byte_alphabet() | _SPECIAL, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([tokenizers.AddedToken(text, normalized=False) for text in _SPECIAL])
+    names = {"eos_token": "<|im_end|>"}
+    return Tokenizer(backend, ChatTemplate({"default": _TEMPLATE}, names), names)

@@ -1,0 +1,197 @@
+"""fake_engine: a whole engine that answers from a script, for tests of applications."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncllm.checkpoint.progress import Progress
+from asyncllm.config import EngineConfig
+from asyncllm.core.batch import StepBatch, StepResult
+from asyncllm.core.executor import ExecutorInfo
+from asyncllm.core.kv_cache_spec import KVCacheSpec
+from asyncllm.engine import AsyncLLMEngine
+from asyncllm.errors import KVCacheTooSmallError
+from asyncllm.llm import LLM
+from asyncllm.runtime.loading import LoadedModel
+from asyncllm.testing.byte_tokenizer import TURN_END, TURN_START, byte_tokenizer
+from asyncllm.testing.fake_executor import FakeExecutor
+from asyncllm.text.tokenizer import Tokenizer
+
+Answer = str | Exception | Sequence[str | int | Exception]
+"""Text, an exception that ends the request, or a sequence of texts, token ids and exceptions.
+An exception in it counts when the output has come so far."""
+
+Answers = Answer | Mapping[str, Answer] | Callable[[str], Answer]
+"""One answer for every prompt; an answer by prompt; or a function of the prompt. The prompt is
+its text, of a conversation the last message of the user."""
+
+_USER = b"user\n"
+
+
+@dataclass(frozen=True)
+class FakeModelConfig:
+    """The part of a ModelConfig that engines, servers and commands read."""
+
+    max_position_embeddings: int
+    vocab_size: int = TURN_END + 1
+    eos_token_ids: tuple[int, ...] = (TURN_END,)
+    generation_defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+class ScriptedExecutor(FakeExecutor):
+    """FakeExecutor whose tokens are those of a script; sampling parameters change none of
+    them. Its KV cache is the fake's, so that a wrong block shows as an error.
+
+    Args:
+        info: limits to report.
+        answers: the script. A prompt that it lacks fails its request.
+        sleep: called before each step's result, on the engine thread.
+    """
+
+    def __init__(
+        self,
+        info: ExecutorInfo,
+        tokenizer: Tokenizer,
+        answers: Answers,
+        sleep: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(info)
+        self._tokenizer = tokenizer
+        self._script = answers
+        self._sleep = sleep
+        self._answers: dict[str, list[int | Exception]] = {}
+        self._rows: dict[int, tuple[str, int]] = {}
+
+    def collect(self) -> StepResult:
+        self._sleep()
+        return super().collect()
+
+    def _execute(self, batch: StepBatch) -> StepResult:
+        for assignment in batch.assignments:
+            request_id, length = assignment.request_id, assignment.num_prompt_tokens
+            self._rows[assignment.req_index] = request_id, length
+            # A request that was preempted comes back with its output, and goes on with it.
+            if len(assignment.token_ids) == length or request_id not in self._answers:
+                self._answers[request_id] = self._answer(assignment.token_ids[:length])
+        return super()._execute(batch)
+
+    def _sample(
+        self, batch: StepBatch, row: int, states: Sequence[int], result: StepResult
+    ) -> None:
+        request_id, num_prompt_tokens = self._rows[batch.req_indices[row]]
+        answer = self._answers[request_id]
+        position = batch.starts[row] + batch.counts[row] - num_prompt_tokens
+        token_id = answer[position] if position < len(answer) else TURN_END
+        if isinstance(token_id, Exception):
+            self.row_errors[request_id] = token_id
+            token_id = TURN_END
+        else:
+            self.row_errors.pop(request_id, None)
+        super()._sample(batch, row, (token_id,), result)
+
+    def _answer(self, prompt: Sequence[int]) -> list[int | Exception]:
+        try:
+            answer = self._look_up(self._question(prompt))
+            pieces = [answer] if isinstance(answer, (str, Exception)) else answer
+            tokens: list[int | Exception] = []
+            for piece in pieces:
+                tokens += self._tokenizer.encode(piece) if isinstance(piece, str) else [piece]
+            return tokens
+        except Exception as error:  # of the test's own function
+            return [error]
+
+    def _look_up(self, question: str) -> Answer:
+        if callable(self._script):
+            return self._script(question)
+        if not isinstance(self._script, Mapping):
+            return self._script
+        if question not in self._script:
+            known = ", ".join(map(repr, self._script))
+            raise LookupError(f"no answer to {question!r}, expected one of {known}")
+        return self._script[question]
+
+    def _question(self, prompt: Sequence[int]) -> str:
+        for start in reversed(range(len(prompt))):
+            begin = start + 1 + len(_USER)
+            if prompt[start] == TURN_START and list(prompt[start + 1 : begin]) == list(_USER):
+                return self._tokenizer.decode(prompt[begin : prompt.index(TURN_END, begin)])
+        return self._tokenizer.decode(prompt, skip_special_tokens=False)
+
+
+def fake_engine(
+    answers: Answers,
+    *,
+    step_time: float = 0.0,
+    sleep: Callable[[float], None] = time.sleep,
+    gate: threading.Semaphore | None = None,
+    fail_at: Mapping[int, BaseException] | None = None,
+    load_error: BaseException | None = None,
+    **overrides: Any,
+) -> AsyncLLMEngine:
+    """An engine that is real but for its device: it needs no model and no torch, and gives the
+    answers of a script, one token (a byte) a step. Start it as any other.
+
+    Args:
+        answers: what the prompts get; see ``Answers``. An answer ends with EOS.
+        step_time: seconds of each step, handed to ``sleep`` on the engine thread.
+        sleep: what makes them pass, or counts them.
+        gate: each step waits for a permit of it. Grant enough before the engine closes.
+        fail_at: number of a step, from 0, to the exception with which the device fails then.
+        load_error: raised when the engine starts.
+        overrides: fields of EngineConfig. The scheduler's are honoured; those about weights and
+            devices have no effect.
+    """
+    config = EngineConfig(**overrides)
+    pause = _pause(step_time, sleep)
+
+    def load(config: EngineConfig, progress: Progress) -> LoadedModel:
+        if load_error is not None:
+            raise load_error
+        tokenizer = byte_tokenizer()
+        tokenizer.chat_template.compile()
+        info = _limits(config, tokenizer.vocab_size)
+        executor = ScriptedExecutor(info, tokenizer, answers, pause)
+        executor.gate = gate
+        executor.faults.update(fail_at or {})
+        return LoadedModel(executor, tokenizer, FakeModelConfig(info.max_model_len))
+
+    return AsyncLLMEngine._with_loader(load, config=config)
+
+
+def fake_llm(answers: Answers, **options: Any) -> LLM:
+    """``LLM`` on a ``fake_engine``, started; arguments as there."""
+    engine = fake_engine(answers, **options)
+    engine._start_blocking()
+    llm = LLM(engine=engine)
+    llm._owned = True
+    return llm
+
+
+def _pause(seconds: float, sleep: Callable[[float], None]) -> Callable[[], None]:
+    return lambda: sleep(seconds) if seconds else None
+
+
+def _limits(config: EngineConfig, vocab_size: int) -> ExecutorInfo:
+    block_size = config.block_size or 16
+    num_blocks = config.num_blocks or 1024
+    capacity = num_blocks * block_size
+    max_model_len = config.max_model_len or min(capacity, 4096)
+    if max_model_len > capacity:
+        raise KVCacheTooSmallError(
+            f"max_model_len={max_model_len}: expected at most {capacity}, the tokens of "
+            f"num_blocks={num_blocks} of {block_size}"
+        )
+    budget = config.max_num_batched_tokens
+    return ExecutorInfo(
+        vocab_size=vocab_size,
+        num_blocks=num_blocks + 1,
+        kv_groups=(KVCacheSpec((0,), block_size),),
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs or 64,
+        max_num_batched_tokens=2048 if budget == "auto" else budget,
+        pipeline_depth=2 if config.async_scheduling else 1,
+    )

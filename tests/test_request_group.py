@@ -1,0 +1,232 @@
+"""Groups of several requests, driven through the core by hand: one id, one channel, one end."""
+
+from __future__ import annotations
+
+import pytest
+
+from asyncllm import EngineOverloadedError, SamplingParams
+from asyncllm.core.admission import Admission
+from asyncllm.core.batch import RowError
+from asyncllm.core.channel import Channel, End, merged
+from asyncllm.core.engine_core import EngineCore
+from asyncllm.core.output_processor import Output
+from asyncllm.core.request import Request
+from asyncllm.core.request_group import RequestGroup
+from asyncllm.core.scheduler import Scheduler
+from asyncllm.observer import Observers, RequestInfo
+from asyncllm.outputs import Delta
+from tests.fakes import FakeTokenizer, fake
+
+PROMPT = [3, 1, 4]
+
+
+class Rig:
+    def __init__(self, max_queued_requests=10, max_queued_tokens=1000, **limits):
+        self.now = 0.0
+        self.tokenizer = FakeTokenizer()
+        self.executor = fake(**limits).executor
+        self.scheduler = Scheduler(self.executor.info)
+        admission = Admission(max_queued_requests, max_queued_tokens, self.clock)
+        self.core = EngineCore(self.executor, self.scheduler, admission, clock=self.clock)
+        self.core._wait_for_command = lambda: None  # there is no other thread
+        self.observers = Observers()
+
+    def clock(self):
+        return self.now
+
+    def group(self, *lengths, name="g", deadline=float("inf"), on_slow="coalesce", max_unread=64):
+        """A member with a prompt of its own for each length of output."""
+        channel = Channel(on_slow=on_slow, max_unread=max_unread)
+        group = RequestGroup(name, channel, deadline=deadline)
+        for i, length in enumerate(lengths):
+            params = SamplingParams(max_tokens=length, temperature=0.0, seed=0)
+            output = Output(self.tokenizer.decode, self.tokenizer.detokenizer(params))
+            Request(group, params, token_ids=[*PROMPT, i], max_model_len=256, output=output)
+        self.observers.watch(group)
+        self.core.admission.reserve(group, len(PROMPT) + 1)
+        if group.notifier is not None:
+            group.notifier.submitted(RequestInfo("text_completion", PROMPT))
+        self.core.send(self.core.on_add, group)
+        return group
+
+    def steps(self, count):
+        for _ in range(count):
+            self.core.step()
+
+    def reference(self, group):
+        return {
+            m.index: self.executor.reference([*PROMPT, m.index], m.sampling.max_tokens)
+            for m in group.members
+        }
+
+
+def read(group):
+    """Tokens and finish reasons by index, and the end."""
+    deltas = [one if isinstance(one, Delta) else merged(one) for one in group.channel.items]
+    group.channel.items.clear()
+    final = group.channel.final
+    if isinstance(final, End) and final.last is not None:
+        deltas.append(final.last)
+    tokens, reasons = {}, {}
+    for delta in deltas:
+        tokens.setdefault(delta.index, []).extend(delta.token_ids)
+        if delta.finish_reason is not None:
+            reasons[delta.index] = delta.finish_reason
+    return tokens, reasons, final
+
+
+def test_one_end_after_the_last_member():
+    rig = Rig()
+    group = rig.group(2, 6, 4)
+    for step in range(1, 6):
+        rig.steps(1)
+        assert group.channel.final is None
+        assert rig.core.stats().num_running == 3 - (step >= 2) - (step >= 4)
+        assert rig.core.admission.num_live == 3 - (step >= 2) - (step >= 4)
+        assert rig.core.admission.get("g") is group
+    rig.steps(1)
+    tokens, reasons, final = read(group)
+    assert tokens == rig.reference(group)
+    assert reasons == {0: "length", 2: "length"}
+    assert (final.finish_reason, final.last.index) == ("length", 1)
+    assert (final.usage.prompt_tokens, final.usage.completion_tokens) == (4, 12)
+    assert rig.core.admission.get("g") is None
+    assert rig.core.admission.num_live == 0
+    assert rig.core.stats().num_finished == 1
+    assert rig.core.stats().num_free_blocks == rig.core.stats().num_blocks
+
+
+def test_deltas_of_two_members_do_not_merge():
+    rig = Rig()
+    group = rig.group(5, 5)
+    rig.steps(3)
+    found = [one if isinstance(one, Delta) else merged(one) for one in group.channel.items]
+    assert [delta.index for delta in found] == [0, 1, 0, 1, 0, 1]
+    alone = rig.group(1, 9, name="alone")
+    rig.steps(4)
+    found = [one if isinstance(one, Delta) else merged(one) for one in alone.channel.items]
+    assert [(d.index, len(d.token_ids)) for d in found] == [(0, 1), (1, 4)]
+
+
+def test_an_abort_ends_all():
+    rig = Rig()
+    group = rig.group(9, 2, 9)
+    rig.steps(3)
+    rig.core.abort(group)
+    rig.steps(1)
+    tokens, reasons, final = read(group)
+    assert tokens == {i: t[:3] for i, t in rig.reference(group).items()}
+    assert reasons == {0: "abort", 1: "length"}
+    assert (final.finish_reason, final.usage.completion_tokens) == ("abort", 8)
+    assert all(member.finished for member in group.members)
+    assert rig.core.stats().num_aborted == 1
+    assert rig.core.stats().num_free_blocks == rig.core.stats().num_blocks
+
+
+def test_an_abort_that_overtakes_the_arrival_ends_all():
+    rig = Rig()
+    group = rig.group(9, 9)
+    group.cancelled = True
+    rig.core.step()
+    assert group.channel.final.finish_reason == "abort"
+    assert rig.core.stats().num_steps == 0
+    assert rig.core.admission.num_live == 0
+
+
+def test_a_deadline_ends_all():
+    rig = Rig()
+    group = rig.group(9, 9, deadline=5.0)
+    rig.steps(2)
+    rig.now = 5.0
+    rig.steps(1)
+    tokens, reasons, final = read(group)
+    assert (tokens, reasons) == ({i: t[:2] for i, t in rig.reference(group).items()}, {})
+    assert "passed its deadline while running" in str(final)
+    assert [list(one.token_ids) for one in final.partial.outputs] == [tokens[0], tokens[1]]
+    assert [one.index for one in final.partial.outputs] == [0, 1]
+    assert rig.core.stats().num_failed == 1
+    assert not rig.scheduler.has_work()
+
+
+def test_a_member_that_fails_fails_the_group():
+    rig = Rig()
+    group = rig.group(9, 9)
+    rig.steps(2)
+    rig.executor.faults[2] = lambda result: fail_row(result, 1)
+    rig.steps(1)
+    tokens, _, final = read(group)
+    expected = rig.reference(group)
+    assert tokens == {0: expected[0][:3], 1: expected[1][:2]}
+    assert "on purpose" in str(final)
+    assert rig.core.admission.num_live == 0
+    rig.steps(1)
+    assert rig.core.stats().num_failed == 1
+    assert rig.core.stats().num_free_blocks == rig.core.stats().num_blocks
+
+
+def fail_row(result, row):
+    result.errors[row] = RowError.of(ZeroDivisionError("on purpose"))
+    del result.token_ids[row]
+    result.counts[row] = 0
+    return result
+
+
+def test_limits_count_members():
+    rig = Rig(max_queued_requests=5, max_num_seqs=2)
+    rig.group(4, 4, 4)
+    with pytest.raises(EngineOverloadedError, match="3 requests are queued, max_queued_requests=5"):
+        rig.group(4, 4, 4, name="h")
+    rig.group(4, 4, name="h")
+    rig.steps(1)
+    stats = rig.core.stats()
+    assert (stats.num_running, stats.num_waiting, stats.num_requests) == (2, 3, 5)
+    assert rig.core.admission.num_queued == 3
+
+    rig = Rig(max_queued_tokens=15)
+    rig.group(4, 4, 4)
+    with pytest.raises(EngineOverloadedError, match="12 prompt tokens are queued and 8 more"):
+        rig.group(4, 4, name="h")
+    rig = Rig(max_queued_tokens=7)
+    rig.group(4, 4)  # as a single request that is too long is, alone in the queue
+
+
+def test_members_share_the_prompt_in_the_prefix_cache():
+    rig = Rig(block_size=2)
+    group = rig.group(3, 3)
+    rig.steps(3)
+    assert [member.num_cached_tokens for member in group.members] == [0, 2]
+    assert read(group)[0] == rig.reference(group)
+
+
+def test_backpressure_holds_and_releases_all():
+    rig = Rig()
+    group = rig.group(8, 8, on_slow="pause", max_unread=4)
+    rig.steps(2)
+    assert rig.core.stats().num_paused == 2
+    assert group.channel.num_unread == 4
+    tokens = read(group)[0]
+    group.channel.num_read = 4
+    rig.core.send(rig.core.on_drained, group)
+    rig.steps(2)
+    for index, more in read(group)[0].items():
+        tokens[index] += more
+    assert tokens == {i: t[:4] for i, t in rig.reference(group).items()}
+
+
+def test_observers_are_told_once_by_the_first_member():
+    rig, seen = Rig(), []
+
+    class Watch:
+        def on_submit(self, request, submission):
+            seen.append(("submit", request.index))
+
+        def on_first_token(self, request):
+            seen.append(("first", request.index, request.first_token_at))
+
+        def on_finish(self, request, usage, error):
+            seen.append(("finish", request.index, usage.completion_tokens))
+
+    rig.observers.add(Watch())
+    rig.group(2, 5)
+    rig.steps(5)
+    assert seen == [("submit", 0), ("first", 0, 0.0), ("finish", 0, 7)]
