@@ -117,7 +117,8 @@ class TorchOps:
         cos, sin = table[positions].unsqueeze(1).chunk(2, -1)
         return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
+    @staticmethod
+    def silu_mul(gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate).mul_(up)
 
