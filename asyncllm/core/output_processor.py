@@ -279,7 +279,7 @@ def as_request_error(group: RequestGroup, error: BaseException) -> Exception:
     """What the reader gets for an exception of the request's own code: a RequestError as it is.
     Any other would speak of the engine, or be the reader's own, as a cancellation is."""
     if issubclass(type(error), RequestError):  # isinstance may ask its ``__class__``
-        return error  # pyright: ignore[reportReturnType]
+        return error  # pyright: ignore[reportReturnType]  # narrows by isinstance only
     wrapped = RequestError(f"request {group.request_id!r} failed: {describe(error)}")
     wrapped.__cause__ = error
     return wrapped
