@@ -4,29 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import threading
 import time
 
 import pytest
 import uvloop
-from hypothesis import HealthCheck, Phase, settings
 
-settings.register_profile(
-    "default", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.register_profile(
-    "thorough", parent=settings.get_profile("default"), max_examples=2000, stateful_step_count=120
-)
-# The same examples for every mutant, none of them shrunk: that it fails is enough.
-settings.register_profile(
-    "mutation",
-    parent=settings.get_profile("default"),
-    derandomize=True,
-    database=None,
-    phases=[Phase.explicit, Phase.generate],
-)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+import tests.hypothesis_settings  # noqa: F401  (loads the profile)
 
 
 @pytest.hookimpl(optionalhook=True)
