@@ -33,3 +33,9 @@ def no_leftovers():
         gc.collect()
         time.sleep(0.01)
     pytest.fail(f"threads left: {left}")
+
+
+def pytest_collection_finish(session):
+    """What was imported until here is left out of the many collections to come."""
+    gc.collect()
+    gc.freeze()
