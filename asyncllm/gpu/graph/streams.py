@@ -13,7 +13,6 @@ class Event(Protocol):
 
     def synchronize(self) -> None:
         """Waits, without the GIL, until the work before it is done."""
-        ...
 
 
 class Stream(Protocol):
@@ -37,7 +36,6 @@ class Stream(Protocol):
 
     def synchronize(self) -> None:
         """Waits for everything that was queued."""
-        ...
 
 
 class SyncStream:
