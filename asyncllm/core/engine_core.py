@@ -116,7 +116,7 @@ class EngineCore:
                 future.set_exception(self.ending())
                 return future
             self._calls.add(future)
-        self.send(self.on_call, future, run, args)
+        self.send(self._due.append, (future, run, args))
         return future
 
     def check_waiting(self) -> None:
@@ -351,9 +351,6 @@ class EngineCore:
     def on_drained(self, group: RequestGroup) -> None:
         """A stream that held its requests up was read down far enough."""
         self.output_processor.release(group)
-
-    def on_call(self, future: Future[Any], run: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        self._due.append((future, run, args))
 
     def _run_calls(self) -> None:
         """No step is in flight: the loop has collected them, so that a device that fails in
