@@ -13,14 +13,7 @@ from asyncllm.core.engine_core import EngineCore
 from asyncllm.core.request import Request
 from asyncllm.core.request_group import RequestGroup
 from asyncllm.errors import RequestError
-from asyncllm.outputs import (
-    Completion,
-    CompletionOutput,
-    Delta,
-    FinishReason,
-    TokenLogprobs,
-    Usage,
-)
+from asyncllm.outputs import Completion, CompletionOutput, Delta, FinishReason, TokenLogprobs, Usage
 from asyncllm.runtime.event_loop import EventLoopBackend
 from asyncllm.runtime.handle import Handle
 from asyncllm.runtime.mailbox import LoopMailbox, ThreadMailbox
