@@ -397,14 +397,12 @@ class EngineCore:
                 continue
             status = group.unfinished[0].status
             where = status.name.lower() if status else "being tokenised"
-            self.output_processor.fail(
-                group,
-                DeadlineExceededError(
-                    f"request {group.request_id!r} passed its deadline while {where}, "
-                    f"{now - group.arrived_at:.3f} s after it was submitted",
-                    partial=make_partial(group, now),
-                ),
+            error = DeadlineExceededError(
+                f"request {group.request_id!r} passed its deadline while {where}, "
+                f"{now - group.arrived_at:.3f} s after it was submitted",
+                partial=make_partial(group, now),
             )
+            self.output_processor.fail(group, error)
 
     def _check_closing(self) -> None:
         if self._closing_at is None:

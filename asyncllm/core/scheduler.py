@@ -457,15 +457,11 @@ class Scheduler:
     def _fail_too_large(self, request: Request, num_tokens: int) -> None:
         needed, usable = self.kv.blocks_for(num_tokens), self.kv.pool.num_usable
         self.finish(request, None)
-        self.failed.append(
-            (
-                request,
-                KVCacheTooSmallError(
-                    f"request {request.request_id!r} needs {needed} KV blocks for {num_tokens} "
-                    f"tokens, the cache has {usable}; raise kv_cache_memory or num_blocks"
-                ),
-            )
+        error = KVCacheTooSmallError(
+            f"request {request.request_id!r} needs {needed} KV blocks for {num_tokens} tokens, "
+            f"the cache has {usable}; raise kv_cache_memory or num_blocks"
         )
+        self.failed.append((request, error))
 
     # --- invariants --------------------------------------------------------------------
 

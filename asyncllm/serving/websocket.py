@@ -310,14 +310,12 @@ def _select_subprotocol(connection: ws.ServerConnection, offered: Sequence[str])
 def _response(
     status: int, content_type: str, body: bytes, extra: dict[str, str] | None = None
 ) -> Response:
-    headers = Headers(
-        {
-            "Content-Type": f"{content_type}; charset=utf-8",
-            "Content-Length": str(len(body)),
-            "Cache-Control": "no-store",
-            "X-Content-Type-Options": "nosniff",
-            "Connection": "close",
-            **(extra or {}),
-        }
-    )
-    return Response(status, HTTPStatus(status).phrase, headers, body)
+    headers = {
+        "Content-Type": f"{content_type}; charset=utf-8",
+        "Content-Length": str(len(body)),
+        "Cache-Control": "no-store",
+        "X-Content-Type-Options": "nosniff",
+        "Connection": "close",
+        **(extra or {}),
+    }
+    return Response(status, HTTPStatus(status).phrase, Headers(headers), body)
