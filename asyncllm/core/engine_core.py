@@ -13,7 +13,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 from asyncllm.core.admission import Admission
 from asyncllm.core.executor import Executor, StepOutOfMemoryError
@@ -37,13 +38,6 @@ CLOSED = "the engine is closed; expected a started one"
 _PAUSED_GRACE = 1.0
 
 logger = get_logger("asyncllm")
-
-
-class Command(NamedTuple):
-    """Request of another thread to the engine thread: a bound method and its arguments."""
-
-    run: Callable[..., None]
-    args: tuple[Any, ...]
 
 
 class _DeclaredHung(BaseException):
@@ -81,7 +75,7 @@ class EngineCore:
         self.output_processor = OutputProcessor(scheduler, admission, clock)
         self.pid = os.getpid()
         self.thread: threading.Thread | None = None
-        self.inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
         self.fatal_error: BaseException | None = None
         self.hung = False
         self.close_reason = CLOSED
@@ -103,7 +97,7 @@ class EngineCore:
     def send(self, run: Callable[..., None], *args: Any) -> None:
         """Asks the engine thread to call ``run(*args)``. ``SimpleQueue.put`` is re-entrant,
         so a destructor may come here from within any other call of it."""
-        self.inbox.put(Command(run, args))
+        self.inbox.put(partial(run, *args))
 
     def call(self, run: Callable[..., Any], *args: Any) -> Future[Any]:
         """Asks for ``run(*args)`` with no step in flight; any thread but the engine's. The
@@ -249,8 +243,7 @@ class EngineCore:
     def _drain(self) -> None:
         try:
             while True:
-                command = self.inbox.get_nowait()
-                command.run(*command.args)
+                self.inbox.get_nowait()()
         except queue.Empty:
             return
 
@@ -263,7 +256,7 @@ class EngineCore:
             command = self.inbox.get(timeout=timeout)
         except queue.Empty:
             return
-        command.run(*command.args)
+        command()
 
     def _launch(self) -> bool:
         if self._suspended or self._due or self._pipeline_full() or not self.scheduler.has_work():

@@ -124,9 +124,8 @@ class Tokenizer:
         conversation = TemplateInput(
             messages, kwargs | {"add_generation_prompt": add_generation_prompt}
         )
-        limits = self._render_limits(None)
         try:
-            return self.chat_template.render(conversation, limits)
+            return self.chat_template.render(conversation, self._render_limits(None))
         except TemplateLimitError as error:
             raise _refused(error) from None
 
