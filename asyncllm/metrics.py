@@ -259,8 +259,7 @@ class EngineMetrics(Collector):
             return
         self._closed = True
         for record in self._records:
-            engine = record.engine()
-            if engine is not None:
+            if (engine := record.engine()) is not None:
                 engine.remove_observer(record)
         self.registry.unregister(self)
 

@@ -96,9 +96,8 @@ async def _start_with_bar(engine: AsyncLLMEngine) -> None:
 
 def model_name(engine: AsyncLLMEngine) -> str:
     """The model as a person would call it."""
-    config = engine.config
-    name = config.model_name
-    return name if config.model is None else name.rstrip("/").split("/")[-1]
+    name = engine.config.model_name
+    return name if engine.config.model is None else name.rstrip("/").split("/")[-1]
 
 
 def context_length(engine: AsyncLLMEngine) -> int:

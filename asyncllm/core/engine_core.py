@@ -407,9 +407,8 @@ class EngineCore:
             self._only_paused_since = None
         elif self._only_paused_since is None:
             self._only_paused_since = now
-        unread = (
-            self._only_paused_since is not None and now - self._only_paused_since >= _PAUSED_GRACE
-        )
+        since = self._only_paused_since
+        unread = since is not None and now - since >= _PAUSED_GRACE
         if live == 0 or now >= self._closing_at or unread:
             for group in self.admission.close(self.ending):
                 group.cancelled = True

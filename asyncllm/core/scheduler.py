@@ -434,9 +434,7 @@ class Scheduler:
     def _evictable_victim(self, besides: Request | None = None) -> Request | None:
         """Who loses its blocks before any running request does: paused ones first."""
         candidates = [r for r in self._evictable_requests if r is not besides]
-        if not candidates:
-            return None
-        return max(candidates, key=lambda r: (r.status is Status.PAUSED, r.sort_key))
+        return max(candidates, key=lambda r: (r.status is Status.PAUSED, r.sort_key), default=None)
 
     def _preempt(self, request: Request) -> None:
         self.num_preemptions += 1

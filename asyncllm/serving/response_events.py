@@ -144,7 +144,7 @@ class ResponseEvents:
 
     def _response(self, status: str, usage: Usage | None = None) -> dict[str, Any]:
         request, sampling = self._request, self._request.sampling
-        output = []
+        output, details = [], {"reason": "max_output_tokens"}
         if self.generates and status != "in_progress":
             item_status = "completed" if status == "completed" else "incomplete"
             output = [self._item(item_status, [self._part()])]
@@ -155,9 +155,7 @@ class ResponseEvents:
             "completed_at": time.time() if status == "completed" else None,
             "status": status,
             "error": None,
-            "incomplete_details": (
-                {"reason": "max_output_tokens"} if status == "incomplete" else None
-            ),
+            "incomplete_details": details if status == "incomplete" else None,
             "model": self._model_name,
             "instructions": request.instructions,
             "previous_response_id": request.previous_response_id,
