@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import overload
 
 from asyncllm import validation as check
@@ -13,14 +13,7 @@ from asyncllm.core.engine_core import EngineCore
 from asyncllm.core.request import Request
 from asyncllm.core.request_group import RequestGroup
 from asyncllm.errors import RequestError
-from asyncllm.outputs import (
-    Completion,
-    CompletionOutput,
-    Delta,
-    FinishReason,
-    TokenLogprobs,
-    Usage,
-)
+from asyncllm.outputs import Completion, CompletionOutput, Delta, FinishReason, TokenLogprobs, Usage
 from asyncllm.runtime.event_loop import EventLoopBackend
 from asyncllm.runtime.handle import Handle
 from asyncllm.runtime.mailbox import LoopMailbox, ThreadMailbox
@@ -186,10 +179,10 @@ class TokenStream(Handle):
         self._reading = True
         try:
             while not items and channel.final is None:
-                channel.waiter = waiter = mailbox.make_waiter()
+                channel.waiter = waiter = threading.Event()
                 channel.has_reader = True
                 if not items and channel.final is None:
-                    waiter.wait()
+                    mailbox.wait(waiter)
             delta = self._take()
         except BaseException:
             self.abort()
@@ -275,12 +268,7 @@ class TokenStream(Handle):
     async def __aenter__(self) -> TokenStream:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         await self.aclose()
 
     async def result(self) -> Completion:
