@@ -167,8 +167,9 @@ def token_ids(
     accepted = f"token ids, integers from 0 to {below - 1}"
     found = items(name, value, accepted, most, **how)
     with suppress(Exception):
-        ids = tuple(array("q", found))
-        if not ids or (min(ids) >= 0 and max(ids) < below and bool not in map(type, found)):
+        kinds = set(map(type, found))
+        ids = found if kinds <= {int} else tuple(array("q", found))
+        if not ids or (min(ids) >= 0 and max(ids) < below and bool not in kinds):
             return ids
     wrong = (one for one in found if _integer_in(one, 0, below - 1) is None)
     # Where the field may be None, an item may not.

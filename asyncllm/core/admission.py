@@ -90,10 +90,10 @@ class Admission:
             self._live[group.request_id] = group
             self._num_members += count
             self._queued_tokens += count * num_tokens
-            for request in members:
+            for i, request in enumerate(members, self.num_requests):
                 self._queued[request] = num_tokens
-                request.arrival_index = self.num_requests
-                self.num_requests += 1
+                request.arrival_index = i
+            self.num_requests += count
 
     def _check_room(self, num_requests: int, num_tokens: int) -> None:
         requests, tokens = len(self._queued), self._queued_tokens
