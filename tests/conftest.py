@@ -15,7 +15,7 @@ import tests.hypothesis_settings  # noqa: F401  (loads the profile)
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_asyncio_loop_factories(config, item):
-    """Every asyncio test runs on both loops."""
+    """Every asyncio test runs on both loops, but for those of the model alone, which name one."""
     return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 
 
@@ -33,6 +33,11 @@ def no_leftovers():
         gc.collect()
         time.sleep(0.01)
     pytest.fail(f"threads left: {left}")
+
+
+def pytest_collection_modifyitems(items):
+    """The longest test comes first: at the end it would keep one worker busy alone."""
+    items.sort(key=lambda item: "test_kernels_in_the_interpreter" not in item.nodeid)
 
 
 def pytest_collection_finish(session):

@@ -580,7 +580,7 @@ def serve(decoder: Decoder, depth: int, **settings: Any) -> tuple[AsyncLLMEngine
     return AsyncLLMEngine._with_loader(lambda config, progress: loaded), stream
 
 
-@pytest.mark.asyncio
+@pytest.mark.asyncio(loop_factories=["asyncio"])
 @pytest.mark.parametrize("ahead", [False, True])
 async def test_slots_of_requests_that_cannot_be_assigned_are_taken_by_others(
     llama: Decoder, ahead: bool
@@ -611,7 +611,7 @@ async def test_slots_of_requests_that_cannot_be_assigned_are_taken_by_others(
             assert list(result.token_ids) == seq.outputs
 
 
-@pytest.mark.asyncio
+@pytest.mark.asyncio(loop_factories=["asyncio"])
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("seed", [12, pytest.param(11, marks=pytest.mark.slow)])
 async def test_aborts_and_preemptions_under_the_scheduler(
