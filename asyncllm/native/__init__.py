@@ -1,0 +1,170 @@
+"""Native ops for CPUs: a small C++ library behind a plain C interface (``src/interface.h``).
+
+It is called through ctypes, without the GIL, on addresses and strides: it links against
+neither Python nor torch, and one build serves every version of both.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
+from pathlib import Path
+from typing import NoReturn
+
+from asyncllm.native.build import LIBRARY
+
+ABI = 1
+DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
+
+_P, _I, _N, _F = c_void_p, c_int64, c_int32, c_float
+_STATUS = {
+    1: "shapes, strides or an alignment that no kernel takes",
+    2: "out of memory for scratch space",
+    3: "it is closed, or this is a forked child of the process that made it",
+    4: "a slot, block or position beyond its table",
+}
+
+
+class AttentionArgs(ctypes.Structure):
+    """``AttentionArgs`` of the interface."""
+
+    _fields_ = [
+        *[(name, _P) for name in ("q",)],
+        *[(name, _I) for name in ("q_token_stride", "q_head_stride")],
+        ("cache", _P),
+        *[(name, _I) for name in ("kv_stride", "block_stride", "slot_stride", "head_stride")],
+        *[(name, _P) for name in ("out", "block_table")],
+        *[(name, _I) for name in ("table_stride", "table_width")],
+        *[(name, _P) for name in ("query_start", "seq_lens")],
+        *[(name, _I) for name in ("rows", "num_tokens", "heads", "kv_heads", "head_dim")],
+        *[(name, _I) for name in ("num_blocks", "block_size", "window")],
+        *[(name, _F) for name in ("scale", "softcap")],
+        ("sinks", _P),
+        ("dtype", _N),
+    ]
+
+
+class RopeArgs(ctypes.Structure):
+    """``RopeArgs`` of the interface."""
+
+    _fields_ = [
+        ("qkv", _P),
+        ("token_stride", _I),
+        ("table", _P),
+        ("table_rows", _I),
+        *[(name, _P) for name in ("positions", "q_norm", "k_norm")],
+        ("eps", _F),
+        ("cache", _P),
+        *[(name, _I) for name in ("kv_stride", "block_stride", "slot_stride", "head_stride")],
+        ("slots", _P),
+        *[(name, _I) for name in ("num_tokens", "heads", "kv_heads", "head_dim")],
+        *[(name, _I) for name in ("num_blocks", "block_size")],
+        ("dtype", _N),
+    ]
+
+
+_SIGNATURES = {
+    "best_isa": (c_char_p, []),
+    "create": (_P, [_N, c_char_p]),
+    "close": (None, [_P]),
+    "isa": (c_char_p, [_P]),
+    "pack": (_P, [_P, _P, _N, _I, _I, _I, _P]),
+    "free_weights": (None, [_P]),
+    "weights_bytes": (_I, [_P]),
+    "linear": (_N, [_P, _P, _P, _I, _P, _I, _I, _N]),
+    "linear_plain": (_N, [_P, _P, _N, _I, _I, _I, _P, _P, _I, _P, _I, _I, _N]),
+    "attention": (_N, [_P, POINTER(AttentionArgs)]),
+    "rms_norm": (_N, [_P, _P, _I, _P, _I, _P, _F, _P, _I, _I, _N]),
+    "rope_and_cache": (_N, [_P, POINTER(RopeArgs)]),
+    "silu_mul": (_N, [_P, _P, _I, _P, _I, _I, _N]),
+}
+
+
+class NativeUnavailableError(Exception):
+    """There is no library that works here; the message says why."""
+
+
+class Library:
+    """The library's functions, by their names without the prefix.
+
+    Raises:
+        NativeUnavailableError: it has not been built, or was built for another machine or by
+            other sources.
+    """
+
+    def __init__(self, path: Path = LIBRARY) -> None:
+        if not path.exists():
+            raise NativeUnavailableError("they have not been compiled")
+        try:
+            self._library = ctypes.CDLL(str(path))
+            found = self._library.asyncllm_abi()
+        except (OSError, AttributeError) as error:
+            raise NativeUnavailableError(f"they cannot be loaded: {error}") from error
+        if found != ABI:
+            raise NativeUnavailableError(f"{path} has interface {found}, expected {ABI}")
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(self._library, f"asyncllm_{name}")
+            function.restype, function.argtypes = result, arguments
+            setattr(self, name, function)
+
+    def __getattr__(self, name: str) -> ctypes._NamedFuncPointer:
+        raise AttributeError(name)
+
+
+class Context:
+    """Threads and scratch memory of one engine, and the kernels of one instruction set.
+
+    One thread at a time calls ops with it. The threads end when the last reference is gone,
+    so that none can be at work on what has been freed.
+
+    Args:
+        num_threads: with the caller's.
+        isa: instruction set; the best that the processor has unless given.
+
+    Raises:
+        NativeUnavailableError: this processor or build does not have ``isa``, or the threads
+            cannot be started.
+    """
+
+    def __init__(self, library: Library, num_threads: int, isa: str | None = None) -> None:
+        self.library = library
+        self.num_threads = num_threads
+        self.handle = library.create(num_threads, None if isa is None else isa.encode())
+        if not self.handle:
+            what = isa or library.best_isa().decode()
+            raise NativeUnavailableError(f"{what} with {num_threads} threads cannot be started")
+        self.isa = library.isa(self.handle).decode()
+        self._end = weakref.finalize(self, library.close, self.handle)
+        self._end.atexit = False
+
+
+class PackedWeights:
+    """Weights in the layout of a context's kernels.
+
+    Args:
+        values: address of ``[n, k]``, rows ``stride`` elements apart.
+        dtype: of ``DTYPES``.
+        bias: address of ``[n]``, or None.
+
+    Raises:
+        MemoryError: they do not fit.
+    """
+
+    def __init__(
+        self, context: Context, values: int, dtype: int, n: int, k: int, stride: int,
+        bias: int | None,
+    ) -> None:  # fmt: skip
+        library = context.library
+        self.handle = library.pack(context.handle, values, dtype, n, k, stride, bias)
+        if not self.handle:
+            raise MemoryError(f"weights of {n} x {k} cannot be packed")
+        self.num_bytes: int = library.weights_bytes(self.handle)
+        weakref.finalize(self, library.free_weights, self.handle).atexit = False
+
+
+def fail(op: str, status: int) -> NoReturn:
+    """Raises what a status other than 0 means; running out of memory as torch does it."""
+    if status == 2:
+        raise MemoryError(f"native {op}: {_STATUS[status]}")
+    raise RuntimeError(f"native {op}: {_STATUS[status]}")
