@@ -24,7 +24,7 @@ FLAGS = (
     "-fno-exceptions -fno-rtti -fvisibility=hidden -pthread -Wall -Wextra"
 ).split()
 LINK = "-shared -pthread -static-libstdc++ -static-libgcc -Wl,-z,defs -Wl,-s".split()
-UNITS: dict[str, dict[str, list[str]]] = {
+UNITS: dict[str, dict[str, Sequence[str]]] = {
     "x86_64": {
         "avx2": ["-mavx2", "-mfma", "-mf16c"],
         # -Wmaybe-uninitialized takes GCC's own _mm512_undefined_ps for a mistake.
@@ -57,6 +57,7 @@ def build(
     *,
     compiler: Sequence[str] | None = None,
     machine: str | None = None,
+    only: Sequence[str] | None = None,
     flags: Sequence[str] = (),
 ) -> list[str]:
     """Compiles and links the library, and puts it in its place whole.
@@ -64,6 +65,7 @@ def build(
     Args:
         compiler: command, ``find_compiler`` unless given.
         machine: what it compiles for, as ``platform.machine()`` says; this one unless given.
+        only: the instruction sets to compile for beside the baseline; all unless given.
         flags: further ones for every unit and the link.
 
     Returns:
@@ -76,13 +78,14 @@ def build(
         raise BuildError(f"native ops are for Linux, and this is {sys.platform}")
     command = list(compiler or find_compiler())
     units = UNITS.get(machine or platform.machine(), {})
-    sets = [name for name, own in units.items() if _takes(command, own)]
+    wanted = units if only is None else [name for name in units if name in only]
+    sets = [name for name in wanted if _takes(command, units[name])]
     defines = [f"-DASYNCLLM_{name.upper()}" for name in sets]
-    sources = {"library": defines, "pool": [], "kernels_baseline": []}
+    sources: dict[str, Sequence[str]] = {"library": defines, "pool": [], "kernels_baseline": []}
     sources |= {f"kernels_{name}": units[name] for name in sets}
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as threads:
 
-        def compile_unit(item: tuple[str, list[str]]) -> str:
+        def compile_unit(item: tuple[str, Sequence[str]]) -> str:
             name, own = item
             target = f"{folder}/{name}.o"
             source = str(SOURCES / f"{name}.cpp")
@@ -99,7 +102,7 @@ def build(
     return [*sets, "baseline"]
 
 
-def _takes(command: list[str], flags: list[str]) -> bool:
+def _takes(command: list[str], flags: Sequence[str]) -> bool:
     probe = [*command, *flags, "-x", "c++", "-fsyntax-only", os.devnull]
     return subprocess.run(probe, capture_output=True, check=False).returncode == 0
 

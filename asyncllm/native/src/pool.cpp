@@ -64,6 +64,9 @@ bool Pool::start(int count) {
     worker.pool = this;
     worker.index = count_;
     if (pthread_create(&worker.thread, nullptr, enter, &worker)) break;
+    char name[16];
+    snprintf(name, sizeof(name), "asyncllm-op%d", worker.index & 1023);
+    pthread_setname_np(worker.thread, name);
     ++count_;
   }
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
@@ -109,9 +112,6 @@ void Pool::run(int64_t total, Function fn, void* context) {
 
 void* Pool::enter(void* at) {
   Worker* worker = static_cast<Worker*>(at);
-  char name[16];
-  snprintf(name, sizeof(name), "asyncllm-op%d", worker->index & 1023);
-  pthread_setname_np(pthread_self(), name);
   worker->pool->serve(worker->index);
   return nullptr;
 }
