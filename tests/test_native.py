@@ -19,6 +19,7 @@ from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.native_attention import NativeAttention
 from asyncllm.gpu.ops.native_ops import NativeOps
+from asyncllm.gpu.threads import available_cpus
 from asyncllm.native import ABI, Library, NativeUnavailableError
 from asyncllm.native.build import FLAGS, SOURCES, UNITS, BuildError, build, find_compiler
 from tests.native_library import context, isas
@@ -434,3 +435,19 @@ def test_neon_computes_the_same(tmp_path):
         )
         assert done.returncode == 0, done.stderr[-4000:]
         assert done.stdout.startswith(f"{isa}: 8 rounds")
+
+
+def test_threads_by_affinity_and_quota(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)))
+    assert available_cpus(tmp_path) == 6
+    for text, expected in (("max 100000", 6), ("250000 100000", 2), ("50000 100000", 1)):
+        (tmp_path / "cpu.max").write_text(f"{text}\n")
+        assert available_cpus(tmp_path) == expected
+    (tmp_path / "cpu.max").write_text("900000 100000\n")
+    assert available_cpus(tmp_path) == 6
+    (tmp_path / "cpu.max").unlink()
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
+    for quota, expected in (("-1", 6), ("300000", 3)):
+        (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text(f"{quota}\n")
+        assert available_cpus(tmp_path) == expected

@@ -41,7 +41,7 @@ from asyncllm.gpu.ops.backend import AttentionRequest
 from asyncllm.gpu.ops.base import Attention
 from asyncllm.gpu.ops.registry import make_attention, make_ops
 from asyncllm.gpu.profile import profile_run
-from asyncllm.gpu.threads import set_thread_count
+from asyncllm.gpu.threads import available_cpus, set_thread_count
 from asyncllm.gpu.token_budget import calibrate_token_budget
 from asyncllm.gpu.weights import dummy_weights, load_weights, weights_bytes
 from asyncllm.sampling_params import SamplingParams
@@ -90,7 +90,7 @@ def _create(
     max_num_seqs = config.max_num_seqs or mode.max_num_seqs
     sizes = graph_sizes(config, mode, max_num_seqs)
     num_threads = resolve_threads(config.num_threads, model, device)
-    decoder, groups, free_at_start = _load(config, model, device, progress)
+    decoder, groups, free_at_start = _load(config, model, device, num_threads, progress)
     dtype = decoder.embedding.dtype
     budget = config.max_num_batched_tokens
     token_budget = mode.token_budget if budget == "auto" else budget
@@ -122,7 +122,13 @@ def _create(
     if mode.make_capturer is not None:
         decode = DecodeRunner(decoder, cache, info, mode.make_capturer(), sizes)
     runner = ModelRunner(
-        decoder, cache, info, num_threads=num_threads, stream=mode.stream, decode=decode
+        decoder,
+        cache,
+        info,
+        # Native ops have threads of their own, and torch's would spin beside them.
+        num_threads=1 if decoder.ops.name == "native" else num_threads,
+        stream=mode.stream,
+        decode=decode,
     )
     if budget == "auto" and not mode.stream.is_async:
         measured = calibrate_token_budget(lambda count: time_prefill(runner, count))
@@ -133,7 +139,11 @@ def _create(
 
 
 def _load(
-    config: EngineConfig, model: ModelConfig, device: torch.device, progress: Progress | None
+    config: EngineConfig,
+    model: ModelConfig,
+    device: torch.device,
+    num_threads: int | None,
+    progress: Progress | None,
 ) -> tuple[Decoder, list[KVGroup], int]:
     """The model with its weights, its KV groups, and on a GPU the bytes that were free
     before."""
@@ -142,7 +152,15 @@ def _load(
     block_size = config.block_size
     for kind in attention_kinds(model):
         windows = frozenset({kind.window})
-        request = AttentionRequest(kind.shape, dtype, device, block_size, windows)
+        request = AttentionRequest(
+            kind.shape,
+            dtype,
+            device,
+            block_size,
+            windows,
+            num_threads=num_threads or available_cpus(),
+            peer=next(iter(attention.values()), None),
+        )
         attention[kind], block_size = make_attention(config.attention_backend, request)
     assert block_size is not None
     ops = make_ops(device, next(iter(attention.values())))

@@ -95,12 +95,12 @@ class Library:
 
     def __init__(self, path: Path = LIBRARY) -> None:
         if not path.exists():
-            raise NativeUnavailableError("they have not been compiled")
+            raise NativeUnavailableError("the native ops have not been compiled")
         try:
             self._library = ctypes.CDLL(str(path))
             found = self._library.asyncllm_abi()
         except (OSError, AttributeError) as error:
-            raise NativeUnavailableError(f"they cannot be loaded: {error}") from error
+            raise NativeUnavailableError(f"the native ops cannot be loaded: {error}") from error
         if found != ABI:
             raise NativeUnavailableError(f"{path} has interface {found}, expected {ABI}")
         for name, (result, arguments) in _SIGNATURES.items():

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from asyncllm.errors import EngineError
 from asyncllm.gpu.batch.decode_inputs import DecodeInputs
 from asyncllm.gpu.batch.step_inputs import ModelInputs
+from asyncllm.gpu.ops.backend import AttentionRequest, Constraints
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.native_ops import DTYPES, check_cache
-from asyncllm.native import AttentionArgs, Context, fail
+from asyncllm.native import AttentionArgs, Context, Library, NativeUnavailableError, fail
+
+REMEDY = "`python -m asyncllm.native.build` compiles them, with a C++ compiler"
 
 
 @dataclass(slots=True)
@@ -42,6 +46,25 @@ class NativeAttention:
 
     name = "native"
     needs_zeroed_blocks = False
+    constraints: ClassVar = Constraints(
+        device_types=frozenset({"cpu"}), dtypes=frozenset(DTYPES), max_head_dim=512
+    )
+
+    @staticmethod
+    def default_block_size(device: torch.device) -> int:
+        return 32
+
+    @classmethod
+    def make(cls, request: AttentionRequest) -> Self:
+        """Raises EngineError where the library is missing or does not work here."""
+        peer = request.peer
+        if isinstance(peer, NativeAttention):
+            return cls(peer.context, request.shape, request.dtype)
+        try:
+            context = Context(Library(), request.num_threads)
+        except NativeUnavailableError as error:
+            raise EngineError(f'attention_backend="native": {error}; {REMEDY}') from error
+        return cls(context, request.shape, request.dtype)
 
     def __init__(
         self, context: Context, shape: AttentionShape, dtype: torch.dtype,
