@@ -81,7 +81,12 @@ def build(
     wanted = units if only is None else [name for name in units if name in only]
     sets = [name for name in wanted if _takes(command, units[name])]
     defines = [f"-DASYNCLLM_{name.upper()}" for name in sets]
-    sources: dict[str, Sequence[str]] = {"library": defines, "pool": [], "kernels_baseline": []}
+    sources: dict[str, Sequence[str]] = {
+        "library": defines,
+        "sequences": [],
+        "pool": [],
+        "kernels_baseline": [],
+    }
     sources |= {f"kernels_{name}": units[name] for name in sets}
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as threads:
 
