@@ -188,6 +188,11 @@ INLINE void find_block(const AttentionArgs& args, const AttentionTask& task, int
   }
 }
 
+template <class T> INLINE void prefetch_rows(const T* const* rows, int64_t count, int64_t dim) {
+  for (int64_t i = 0; i < count; ++i)
+    for (int64_t j = 0; j < dim; j += 64 / (int64_t)sizeof(T)) __builtin_prefetch(rows[i] + j);
+}
+
 // Converts a block once for all rows of a tile.
 template <class T>
 static void widen_block(float* to, int64_t stride, const T* const* from, const float** rows,
@@ -211,13 +216,22 @@ template <class T>
 static void attend_block(const AttentionTask& task, const Tile& tile, const Sight& sight,
                          int64_t rows, int64_t first, int64_t last) {
   const AttentionArgs& args = *task.args;
+  // A few rows are done with a block before the next has come from memory.
+  bool few = rows <= 2 * ROWS;
   const T *keys[KEYS], *values[KEYS];
   // The block starts at an absolute position, a window within it.
   int64_t start = first / KEYS * KEYS, skip = first - start, count = last - start;
   find_block(args, task, first, last - first, keys + skip, values + skip);
   for (int64_t i = 0; i < skip; ++i) keys[i] = keys[skip];
+  if (few) {
+    prefetch_rows(values + skip, count - skip, args.head_dim);
+    const T *next_keys[KEYS], *next_values[KEYS];
+    int64_t next = least(KEYS, task.last_key - last);
+    find_block(args, task, last, next, next_keys, next_values);
+    prefetch_rows(next_keys, next, args.head_dim);
+  }
   const float *wide_keys[KEYS], *wide_values[KEYS];
-  bool widens = sizeof(T) < 4 && rows > 2 * ROWS;
+  bool widens = sizeof(T) < 4 && !few;
   if (widens) {
     widen_block(tile.keys, tile.stride, keys, wide_keys, count, args.head_dim);
     score(tile, rows, wide_keys, count, args.head_dim);
