@@ -56,8 +56,9 @@ class EngineConfig:
         gpu_memory_utilization: share of the GPU's memory that the engine may use.
         num_blocks: usable KV blocks; overrides ``kv_cache_memory``.
         enable_prefix_caching: keep and find the KV of shared prefixes.
-        attention_backend: "auto" ("triton" on CUDA, "torch" on a CPU), "torch", "triton",
-            "flash_attn", "flash_attn_3", or one that another distribution registers.
+        attention_backend: "auto" ("triton" on CUDA, "native" or "torch" on a CPU), "torch",
+            "native", "triton", "flash_attn", "flash_attn_3", or one that another distribution
+            registers.
         cuda_graphs: "auto" (lazy), "startup", "lazy" or "off".
         cuda_graph_sizes: batch sizes to capture; None is the default set.
         async_scheduling: run one step ahead of the results; None is True on a GPU and False

@@ -129,6 +129,8 @@ def test_native_layers_share_one_pool_and_leave_torch_one_thread():
     assert ops.context is first.context is second.context is not own
     assert ops.context.num_threads == 3
     assert runner._num_threads == 1
+    with pytest.raises(NotImplementedError, match="no CUDA graphs"):
+        first.plan_decode(None, None)
     gone = weakref.ref(ops.context)
     del first, second, ops, state
     runner.close()

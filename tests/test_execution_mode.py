@@ -60,12 +60,14 @@ class AheadOnCPU:
         return LoadedModel(self.runner, plain.tokenizer, plain.model_config)
 
     def engine(self, **fields: Any) -> AsyncLLMEngine:
-        return AsyncLLMEngine._with_loader(self.load, num_threads=1, **fields)
+        return AsyncLLMEngine._with_loader(
+            self.load, num_threads=1, attention_backend="torch", **fields
+        )
 
 
 @pytest.fixture(autouse=True)
 def _plain_ops(monkeypatch: pytest.MonkeyPatch) -> None:
-    """oneDNN's packed weights cannot be traced."""
+    """oneDNN's packed weights cannot be traced, nor can native ops."""
     monkeypatch.setattr(registry, "OneDNNOps", TorchOps)
 
 

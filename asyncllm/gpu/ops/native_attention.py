@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NoReturn, Self
 
 import numpy as np
 import torch
@@ -76,18 +76,9 @@ class NativeAttention:
             raise ValueError(f"sinks {tuple(self.sinks.shape)}: expected ({shape.num_heads},)")
 
     def plan(self, inputs: ModelInputs, window: int | None) -> StepRows:
-        return self._rows(inputs.block_table, inputs.query_start_loc, inputs.seq_lens, window)
-
-    def plan_decode(self, rows: DecodeInputs, window: int | None) -> tuple[DecodeInputs, Any]:
-        """The buffers, whose rows each call reads: a CPU records no graph of them."""
-        return rows, window
-
-    def _rows(
-        self, table: np.ndarray, starts: np.ndarray, lengths: np.ndarray, window: int | None
-    ) -> StepRows:
-        table = np.ascontiguousarray(table, dtype=np.int32)
-        starts = np.ascontiguousarray(starts, dtype=np.int64)
-        lengths = np.ascontiguousarray(lengths, dtype=np.int64)
+        table = np.ascontiguousarray(inputs.block_table, dtype=np.int32)
+        starts = np.ascontiguousarray(inputs.query_start_loc, dtype=np.int64)
+        lengths = np.ascontiguousarray(inputs.seq_lens, dtype=np.int64)
         shape, sinks = self.shape, self.sinks
         args = AttentionArgs(
             block_table=table.ctypes.data,
@@ -108,13 +99,10 @@ class NativeAttention:
         )
         return StepRows(args, (table, starts, lengths))
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, plan: StepRows | tuple[Any, Any]
-    ) -> Tensor:
-        if isinstance(plan, tuple):
-            rows, window = plan
-            starts = np.arange(rows.num_rows + 1)
-            plan = self._rows(rows.tables().numpy(), starts, rows.seq_lens.numpy(), window)
+    def plan_decode(self, rows: DecodeInputs, window: int | None) -> NoReturn:
+        raise NotImplementedError("native attention reads lengths on the host: no CUDA graphs")
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, plan: StepRows) -> Tensor:
         shape, args = self.shape, plan.args
         expected = (args.num_tokens, shape.num_heads, shape.head_dim)
         if q.shape != expected or q.dtype != self.dtype or q.device.type != "cpu":

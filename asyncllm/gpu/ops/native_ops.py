@@ -171,6 +171,25 @@ class NativeRopeAndCache:
         return heads[:, :num_q], heads[:, num_q : num_q + num_k], heads[:, num_q + num_k :]
 
 
+class NativeSiluMul:
+    """SiLU of the first half of a row times the second."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+
+    def __call__(self, gate_up: Tensor) -> Tensor:
+        gate_up = rows_of(gate_up, gate_up.dtype)
+        rows, width = gate_up.shape
+        out, context = gate_up.new_empty((rows, width // 2)), self.context
+        status = context.library.silu_mul(
+            context.handle, gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), rows,
+            width // 2, DTYPES[gate_up.dtype],
+        )  # fmt: skip
+        if status:
+            fail("silu_mul", status)
+        return out
+
+
 def check_cache(cache: Tensor, shape: AttentionShape, dtype: torch.dtype) -> tuple[int, ...]:
     """The strides of a layer's KV but for the last, which is 1.
 
@@ -195,6 +214,7 @@ class NativeOps(TorchOps):
 
     def __init__(self, context: Context) -> None:
         self.context = context
+        self.silu_mul = NativeSiluMul(context)
 
     def plain_linear(self, weights: LinearWeights) -> Linear:
         kind = NativePlainLinear if weights.shared else NativeLinear
@@ -210,15 +230,3 @@ class NativeOps(TorchOps):
 
     def rotary(self, table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         return table, positions
-
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        gate_up = rows_of(gate_up, gate_up.dtype)
-        rows, width = gate_up.shape
-        out, context = gate_up.new_empty((rows, width // 2)), self.context
-        status = context.library.silu_mul(
-            context.handle, gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), rows,
-            width // 2, DTYPES[gate_up.dtype],
-        )  # fmt: skip
-        if status:
-            fail("silu_mul", status)
-        return out
