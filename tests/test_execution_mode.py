@@ -141,7 +141,9 @@ def test_what_a_placement_leaves_open() -> None:
 
 def test_startup_captures_before_the_first_step() -> None:
     ahead = AheadOnCPU()
-    config = EngineConfig(load_format="dummy", device="cpu", cuda_graphs="startup")
+    config = EngineConfig(
+        load_format="dummy", device="cpu", attention_backend="torch", cuda_graphs="startup"
+    )
     runner = build_model_runner(config, MODEL, None, ahead.mode(config))
     assert runner.graphs is not None
     assert [record.key for record in runner.graphs.captured] == [
