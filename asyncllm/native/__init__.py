@@ -10,12 +10,11 @@ import ctypes
 import weakref
 from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from asyncllm.native.build import LIBRARY
 
 ABI = 1
-DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
 
 _P, _I, _N, _F = c_void_p, c_int64, c_int32, c_float
 _STATUS = {
@@ -26,42 +25,45 @@ _STATUS = {
 }
 
 
+def _fields(*groups: tuple[Any, str]) -> list[tuple[str, Any]]:
+    """The fields of a structure from their types and names."""
+    return [(name, kind) for kind, names in groups for name in names.split()]
+
+
 class AttentionArgs(ctypes.Structure):
     """``AttentionArgs`` of the interface."""
 
-    _fields_ = [
-        *[(name, _P) for name in ("q",)],
-        *[(name, _I) for name in ("q_token_stride", "q_head_stride")],
-        ("cache", _P),
-        *[(name, _I) for name in ("kv_stride", "block_stride", "slot_stride", "head_stride")],
-        *[(name, _P) for name in ("out", "block_table")],
-        *[(name, _I) for name in ("table_stride", "table_width")],
-        *[(name, _P) for name in ("query_start", "seq_lens")],
-        *[(name, _I) for name in ("rows", "num_tokens", "heads", "kv_heads", "head_dim")],
-        *[(name, _I) for name in ("num_blocks", "block_size", "window")],
-        *[(name, _F) for name in ("scale", "softcap")],
-        ("sinks", _P),
-        ("dtype", _N),
-    ]
+    _fields_ = _fields(
+        (_P, "q"),
+        (_I, "q_token_stride q_head_stride"),
+        (_P, "cache"),
+        (_I, "kv_stride block_stride slot_stride head_stride"),
+        (_P, "out block_table"),
+        (_I, "table_stride table_width"),
+        (_P, "query_start seq_lens"),
+        (_I, "rows num_tokens heads kv_heads head_dim num_blocks block_size window"),
+        (_F, "scale softcap"),
+        (_P, "sinks"),
+        (_N, "dtype"),
+    )
 
 
 class RopeArgs(ctypes.Structure):
     """``RopeArgs`` of the interface."""
 
-    _fields_ = [
-        ("qkv", _P),
-        ("token_stride", _I),
-        ("table", _P),
-        ("table_rows", _I),
-        *[(name, _P) for name in ("positions", "q_norm", "k_norm")],
-        ("eps", _F),
-        ("cache", _P),
-        *[(name, _I) for name in ("kv_stride", "block_stride", "slot_stride", "head_stride")],
-        ("slots", _P),
-        *[(name, _I) for name in ("num_tokens", "heads", "kv_heads", "head_dim")],
-        *[(name, _I) for name in ("num_blocks", "block_size")],
-        ("dtype", _N),
-    ]
+    _fields_ = _fields(
+        (_P, "qkv"),
+        (_I, "token_stride"),
+        (_P, "table"),
+        (_I, "table_rows"),
+        (_P, "positions q_norm k_norm"),
+        (_F, "eps"),
+        (_P, "cache"),
+        (_I, "kv_stride block_stride slot_stride head_stride"),
+        (_P, "slots"),
+        (_I, "num_tokens heads kv_heads head_dim num_blocks block_size"),
+        (_N, "dtype"),
+    )
 
 
 _SIGNATURES = {
@@ -144,7 +146,7 @@ class PackedWeights:
 
     Args:
         values: address of ``[n, k]``, rows ``stride`` elements apart.
-        dtype: of ``DTYPES``.
+        dtype: ``DType`` of the interface.
         bias: address of ``[n]``, or None.
 
     Raises:
