@@ -12,9 +12,7 @@ from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import Any, NoReturn
 
-from asyncllm.native.build import LIBRARY
-
-ABI = 1
+LIBRARY = Path(__file__).parent / "libasyncllm_ops.so"
 
 _P, _I, _N, _F = c_void_p, c_int64, c_int32, c_float
 _STATUS = {
@@ -67,6 +65,7 @@ class RopeArgs(ctypes.Structure):
 
 
 _SIGNATURES = {
+    "sources": (c_char_p, []),
     "best_isa": (c_char_p, []),
     "create": (_P, [_N, c_char_p]),
     "close": (None, [_P]),
@@ -91,24 +90,30 @@ class Library:
     """The library's functions, by their names without the prefix.
 
     Raises:
-        NativeUnavailableError: it has not been built, or was built for another machine or by
-            other sources.
+        NativeUnavailableError: it has not been built, or was built for another machine or from
+            other sources than those beside it.
     """
 
     def __init__(self, path: Path = LIBRARY) -> None:
         if not path.exists():
             raise NativeUnavailableError("the native ops have not been compiled")
+        # Here, because it is a program as well: ``python -m`` warns of one that is loaded.
+        from asyncllm.native.build import fingerprint
+
         try:
             self._library = ctypes.CDLL(str(path))
-            found = self._library.asyncllm_abi()
+            self._take("sources")
         except (OSError, AttributeError) as error:
             raise NativeUnavailableError(f"the native ops cannot be loaded: {error}") from error
-        if found != ABI:
-            raise NativeUnavailableError(f"{path} has interface {found}, expected {ABI}")
-        for name, (result, arguments) in _SIGNATURES.items():
-            function = getattr(self._library, f"asyncllm_{name}")
-            function.restype, function.argtypes = result, arguments
-            setattr(self, name, function)
+        if self.sources().decode() != fingerprint():
+            raise NativeUnavailableError(f"{path} was compiled from other sources")
+        for name in _SIGNATURES:
+            self._take(name)
+
+    def _take(self, name: str) -> None:
+        function = getattr(self._library, f"asyncllm_{name}")
+        function.restype, function.argtypes = _SIGNATURES[name]
+        setattr(self, name, function)
 
     def __getattr__(self, name: str) -> ctypes._NamedFuncPointer:
         raise AttributeError(name)

@@ -5,6 +5,7 @@ Also loaded by the distribution's build hook, by its path: it needs nothing but 
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import shlex
@@ -37,6 +38,14 @@ UNITS: dict[str, dict[str, Sequence[str]]] = {
 }
 """Instruction sets beyond the baseline fallback, each a translation unit with flags of its own:
 what the rest is compiled with has to run on every processor of the machine's kind."""
+
+
+def fingerprint() -> str:
+    """A digest of the sources, by which a library is known to be built from them."""
+    digest = hashlib.sha256()
+    for source in sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")]):
+        digest.update(f"{source.name}\0".encode() + source.read_bytes())
+    return digest.hexdigest()[:32]
 
 
 class BuildError(Exception):
@@ -80,7 +89,8 @@ def build(
     units = UNITS.get(machine or platform.machine(), {})
     wanted = units if only is None else [name for name in units if name in only]
     sets = [name for name in wanted if _takes(command, units[name])]
-    defines = [f"-DASYNCLLM_{name.upper()}" for name in sets]
+    defines = [f'-DASYNCLLM_SOURCES="{fingerprint()}"']
+    defines += [f"-DASYNCLLM_{name.upper()}" for name in sets]
     sources: dict[str, Sequence[str]] = {
         "library": defines,
         "sequences": [],

@@ -5,8 +5,6 @@
 #pragma once
 #include <stdint.h>
 
-#define ASYNCLLM_ABI 1
-
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -59,7 +57,8 @@ typedef struct RopeArgs {
   int32_t dtype;
 } RopeArgs;
 
-int32_t asyncllm_abi(void);
+// What the library was built from, as build.py counts it.
+const char* asyncllm_sources(void);
 // The name of the best instruction set that this library has and this processor runs.
 const char* asyncllm_best_isa(void);
 

@@ -113,7 +113,7 @@ void share_linear(Context* context, LinearTask task, int64_t m, int64_t units, i
 
 }  // namespace
 
-API int32_t asyncllm_abi(void) { return ASYNCLLM_ABI; }
+API const char* asyncllm_sources(void) { return ASYNCLLM_SOURCES; }
 API const char* asyncllm_best_isa(void) { return find_kernels(nullptr)->name; }
 API const char* asyncllm_isa(const Context* context) { return context->kernels->name; }
 
