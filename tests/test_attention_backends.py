@@ -96,6 +96,7 @@ def test_without_native_ops_a_cpu_has_plain_torch_and_says_why(monkeypatch, capl
     assert record.name.startswith("asyncllm.")
     assert "have not been compiled" in record.getMessage()
     assert "python -m asyncllm.native.build" in record.getMessage()
+    assert all(isinstance(argument, str) for argument in record.args), "it keeps the frames alive"
     with pytest.raises(
         EngineError, match=r'attention_backend="native": .* not been compiled; .*build'
     ):

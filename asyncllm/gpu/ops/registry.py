@@ -89,7 +89,8 @@ def _native_is_faster() -> bool:
     try:
         return Library().best_isa() == b"avx2"
     except NativeUnavailableError as error:
-        logger.warning("%s: the CPU runs torch's, which are slower; %s", error, REMEDY)
+        # Its text alone: a handler may keep the record, and with the exception all its frames.
+        logger.warning("%s: the CPU runs torch's, which are slower; %s", str(error), REMEDY)
         return False
 
 
