@@ -20,6 +20,7 @@ from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.native_attention import NativeAttention
 from asyncllm.gpu.ops.native_ops import NativeOps
+from asyncllm.gpu.ops.quantise import quantise_int8
 from asyncllm.gpu.threads import available_cpus
 from asyncllm.native import Library, NativeUnavailableError
 from asyncllm.native.build import FLAGS, SOURCES, UNITS, BuildError, build, find_compiler
@@ -182,12 +183,12 @@ def test_a_token_attends_alike_in_any_chunk_and_company(isa, dtype, window):
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("shared", [False, True])
-def test_a_row_of_a_linear_layer_is_its_own(isa, dtype, shared):
+@pytest.mark.parametrize("convert", [lambda weights: weights, quantise_int8])
+def test_a_row_of_a_linear_layer_is_its_own(isa, dtype, convert):
     """Bit by bit, for all numbers of rows, and on any number of threads."""
     generator = torch.Generator().manual_seed(6)
     weight, bias = torch.randn(331, 257, generator=generator), torch.randn(331, generator=generator)
-    bundle = LinearWeights(weight.to(dtype), bias.to(dtype), shared=shared)
+    bundle = convert(LinearWeights(weight.to(dtype), bias.to(dtype)))
     linear = NativeOps(context(1, isa)).linear(bundle)
     threaded = NativeOps(context(3, isa)).linear(bundle)
     x = torch.randn(200, 257, generator=generator).to(dtype)
@@ -308,19 +309,18 @@ def test_strided_rows_are_copied_or_read_where_they_are():
     ops = NativeOps(context(1))
     x = torch.randn(7, 30, generator=generator)
     wide = torch.cat((x, x), 1)
-    for bundle in (LinearWeights(weight), LinearWeights(weight, shared=True)):
-        linear = ops.linear(bundle)
-        assert torch.equal(linear(wide[:, 30:]), linear(x))
-        assert torch.equal(linear(x.T.contiguous().T), linear(x))
-        transposed = LinearWeights(weight.T.contiguous().T, shared=bundle.shared)
-        assert torch.equal(ops.linear(transposed)(x), linear(x))
+    linear = ops.linear(LinearWeights(weight))
+    assert torch.equal(linear(wide[:, 30:]), linear(x))
+    assert torch.equal(linear(x.T.contiguous().T), linear(x))
+    assert torch.equal(ops.linear(LinearWeights(weight.T.contiguous().T))(x), linear(x))
     raw = torch.zeros(4 * 60 + 1, dtype=torch.uint8)
     library, handle = ops.context.library, ops.context.handle
     odd, at = raw.data_ptr() + 1, raw.data_ptr()
     assert library.silu_mul(handle, odd, 60, at, 1, 30, 0) == 1
     assert library.silu_mul(handle, at, 59, at, 2, 30, 0) == 1
     assert library.silu_mul(handle, at, 60, at, 1, 30, 7) == 1
-    assert not library.pack(handle, odd, 0, 2, 15, 15, None)
+    assert not library.pack(handle, odd, 0, 2, 15, 15, None, None)
+    assert not library.pack(handle, at, 3, 2, 15, 15, None, None), "8 bits and no scales"
 
 
 def test_not_a_number_stays_one():
@@ -335,7 +335,7 @@ def test_not_a_number_stays_one():
             ops.rms_norm(weight, 1e-6)(x).sum(1),
             ops.silu_mul(x).sum(1),
             ops.linear(LinearWeights(torch.ones(40, 32)))(x).sum(1),
-            ops.linear(LinearWeights(torch.ones(40, 32), shared=True))(x).sum(1),
+            ops.linear(quantise_int8(LinearWeights(torch.ones(40, 32))))(x).sum(1),
         ):
             assert found.isnan().tolist() == [False, True, False], isa
         sequences = Sequences([9, 9], [1, 1], shape, torch.float32, 4, seed=2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -15,6 +15,7 @@ from asyncllm.config import EngineConfig
 from asyncllm.core.batch import RequestAssignment, StepBatch
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.tracebacks import clear_frames
+from asyncllm.errors import InvalidRequestError
 from asyncllm.gpu.devices import resolve_device, resolve_dtype, set_current_device
 from asyncllm.gpu.execution_mode import (
     ExecutionMode,
@@ -39,7 +40,10 @@ from asyncllm.gpu.models.dense import attention_kinds, build_decoder, kv_groups
 from asyncllm.gpu.models.layers import AttentionKind
 from asyncllm.gpu.ops.backend import AttentionRequest
 from asyncllm.gpu.ops.base import Attention
+from asyncllm.gpu.ops.linear_weights import LinearWeights
+from asyncllm.gpu.ops.quantise import quantise_int8
 from asyncllm.gpu.ops.registry import make_attention, make_ops
+from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.profile import profile_run
 from asyncllm.gpu.threads import available_cpus, set_thread_count
 from asyncllm.gpu.token_budget import calibrate_token_budget
@@ -168,9 +172,31 @@ def _load(
     free_at_start = 0
     if device.type == "cuda":
         free_at_start = check_weights(config, device, weights_bytes(model, dtype))
+    convert = quantisation(config, device, ops)
     load = dummy_weights if config.load_format == "dummy" else load_weights
     weights = load(model, dtype, device, progress)
-    return build_decoder(model, ops, attention, weights), groups, free_at_start
+    return build_decoder(model, ops, attention, weights, convert), groups, free_at_start
+
+
+def quantisation(
+    config: EngineConfig, device: torch.device, ops: TorchOps
+) -> Callable[[LinearWeights], LinearWeights] | None:
+    """What ``config.quantization`` makes of the weights of a linear layer; None for nothing.
+
+    Raises:
+        InvalidRequestError: the device or its op set does not compute with such weights.
+    """
+    name = config.quantization
+    if name is None:
+        return None
+    if device.type != "cpu" or name not in ops.schemes:
+        found = f"device {device}" if device.type != "cpu" else f"the op set {ops.name!r}"
+        raise InvalidRequestError(
+            f"quantization={name!r}: expected None, or a CPU with native ops "
+            f'(attention_backend="native"), and this is {found}',
+            param="quantization",
+        )
+    return quantise_int8
 
 
 def resolve_threads(count: int | None, model: ModelConfig, device: torch.device) -> int | None:

@@ -70,11 +70,11 @@ _SIGNATURES = {
     "create": (_P, [_N, c_char_p]),
     "close": (None, [_P]),
     "isa": (c_char_p, [_P]),
-    "pack": (_P, [_P, _P, _N, _I, _I, _I, _P]),
+    "pack": (_P, [_P, _P, _N, _I, _I, _I, _P, _P]),
     "free_weights": (None, [_P]),
     "weights_bytes": (_I, [_P]),
     "linear": (_N, [_P, _P, _P, _I, _P, _I, _I, _N]),
-    "linear_plain": (_N, [_P, _P, _N, _I, _I, _I, _P, _P, _I, _P, _I, _I, _N]),
+    "gather": (_N, [_P, _P, _P, _I, _P, _N]),
     "attention": (_N, [_P, POINTER(AttentionArgs)]),
     "rms_norm": (_N, [_P, _P, _I, _P, _I, _P, _F, _P, _I, _I, _N]),
     "rope_and_cache": (_N, [_P, POINTER(RopeArgs)]),
@@ -152,7 +152,8 @@ class PackedWeights:
     Args:
         values: address of ``[n, k]``, rows ``stride`` elements apart.
         dtype: ``DType`` of the interface.
-        bias: address of ``[n]``, or None.
+        scales: address of ``[n]`` float32, for weights of 8 bits.
+        bias: address of ``[n]`` float32, or None.
 
     Raises:
         MemoryError: they do not fit.
@@ -160,10 +161,10 @@ class PackedWeights:
 
     def __init__(
         self, context: Context, values: int, dtype: int, n: int, k: int, stride: int,
-        bias: int | None,
+        scales: int | None, bias: int | None,
     ) -> None:  # fmt: skip
         library = context.library
-        self.handle = library.pack(context.handle, values, dtype, n, k, stride, bias)
+        self.handle = library.pack(context.handle, values, dtype, n, k, stride, scales, bias)
         if not self.handle:
             raise MemoryError(f"weights of {n} x {k} cannot be packed")
         self.num_bytes: int = library.weights_bytes(self.handle)

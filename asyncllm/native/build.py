@@ -31,7 +31,7 @@ UNITS: dict[str, dict[str, Sequence[str]]] = {
         # -Wmaybe-uninitialized takes GCC's own _mm512_undefined_ps for a mistake.
         "avx512": (
             "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512bf16 "
-            "-Wno-maybe-uninitialized"
+            "-mavx512vnni -Wno-maybe-uninitialized"
         ).split(),
     },
     "aarch64": {"neon": []},

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from asyncllm.gpu.ops.base import AttentionShape, Linear, RMSNorm, RopeAndCache
-from asyncllm.gpu.ops.linear_weights import LinearWeights
+from asyncllm.errors import ModelLoadError
+from asyncllm.gpu.ops.base import AttentionShape, RMSNorm, RopeAndCache
+from asyncllm.gpu.ops.linear_weights import LinearWeights, QuantScheme
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.native import Context, PackedWeights, RopeArgs, fail
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+INT8 = 3
+"""A type of weights."""
 
 
 def rows_of(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -34,21 +38,36 @@ def parameter(x: Tensor) -> Tensor:
 
 
 class NativeLinear:
-    """A linear layer on weights that are packed, and replace the plain ones."""
+    """A linear layer on weights that are packed, and replace the plain ones.
+
+    Args:
+        weights: of scheme "plain", or "int8" with a scale per output and no zeros: those take
+            inputs of any dtype.
+
+    Raises:
+        ModelLoadError: weights of another form.
+    """
 
     def __init__(self, context: Context, weights: LinearWeights) -> None:
-        values = rows_of(weights.values, weights.values.dtype)
-        bias = None if weights.bias is None else weights.bias.to(values.dtype).contiguous()
-        self.context, self.dtype = context, values.dtype
+        values = weights.values if weights.values.stride(1) == 1 else weights.values.contiguous()
+        bias, scales = (
+            None if tensor is None else tensor.float().flatten().contiguous()
+            for tensor in (weights.bias, weights.scales)
+        )
+        if weights.scheme == "plain":
+            self.dtype, stored = values.dtype, DTYPES[values.dtype]
+        else:
+            check_int8(weights)
+            self.dtype, stored = None, INT8
+        self.context = context
         self.n, self.k = values.shape
-        address = None if bias is None else bias.data_ptr()
         self.weights = PackedWeights(
-            context, values.data_ptr(), DTYPES[self.dtype], self.n, self.k, values.stride(0),
-            address,
+            context, values.data_ptr(), stored, self.n, self.k, values.stride(0),
+            *(None if tensor is None else tensor.data_ptr() for tensor in (scales, bias)),
         )  # fmt: skip
 
     def __call__(self, x: Tensor) -> Tensor:
-        x = rows_of(x, self.dtype)
+        x = rows_of(x, self.dtype or x.dtype)
         m, k = x.shape
         if k != self.k:
             raise ValueError(f"native linear: x has {k} columns, expected {self.k}")
@@ -56,37 +75,48 @@ class NativeLinear:
         context = self.context
         status = context.library.linear(
             context.handle, self.weights.handle, x.data_ptr(), x.stride(0), y.data_ptr(), self.n,
-            m, DTYPES[self.dtype],
+            m, DTYPES[x.dtype],
         )  # fmt: skip
         if status:
             fail("linear", status)
         return y
 
 
-class NativePlainLinear:
-    """A linear layer on weights that others read as well, as they are."""
+class NativeEmbedding:
+    """The embedding that a head is tied to: gathered from the head's packed weights, so that
+    they are held once.
 
-    def __init__(self, context: Context, weights: LinearWeights) -> None:
-        self.context = context
-        self.values = rows_of(weights.values, weights.values.dtype)
-        bias = weights.bias
-        self.bias = None if bias is None else bias.to(self.values.dtype).contiguous()
+    Attributes:
+        dtype, device, shape: as a plain table's ``[vocab_size, H]``.
+    """
 
-    def __call__(self, x: Tensor) -> Tensor:
-        values, bias, context = self.values, self.bias, self.context
-        x = rows_of(x, values.dtype)
-        (m, columns), (n, k) = x.shape, values.shape
-        if columns != k:
-            raise ValueError(f"native linear: x has {columns} columns, expected {k}")
-        y, dtype = x.new_empty((m, n)), DTYPES[x.dtype]
-        status = context.library.linear_plain(
-            context.handle, values.data_ptr(), dtype, n, k, values.stride(0),
-            None if bias is None else bias.data_ptr(), x.data_ptr(), x.stride(0), y.data_ptr(), n,
-            m, dtype,
+    def __init__(self, head: NativeLinear, dtype: torch.dtype) -> None:
+        self.head, self.dtype, self.shape = head, dtype, (head.n, head.k)
+        self.device = torch.device("cpu")
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        ids, head, context = token_ids.contiguous(), self.head, self.head.context
+        if ids.dtype != torch.int64 or ids.device.type != "cpu" or ids.dim() != 1:
+            raise ValueError(f"native gather: ids are {tuple(ids.shape)} of {ids.dtype}")
+        out = torch.empty((len(ids), head.k), dtype=self.dtype, device="cpu")
+        status = context.library.gather(
+            context.handle, head.weights.handle, ids.data_ptr(), len(ids), out.data_ptr(),
+            DTYPES[self.dtype],
         )  # fmt: skip
         if status:
-            fail("linear", status)
-        return y
+            fail("gather", status)
+        return out
+
+
+def check_int8(weights: LinearWeights) -> None:
+    """Raises ModelLoadError unless there is one scale per output channel, and nothing else."""
+    columns = weights.shape[1]
+    found = weights.scale_block, weights.zeros is None, weights.column_order is None
+    if weights.scheme != "int8" or found != ((1, columns), True, True):
+        raise ModelLoadError(
+            f"weights of scheme {weights.scheme!r} with scale_block={weights.scale_block}: the op "
+            f"set 'native' takes 'int8' in blocks of (1, {columns}), without zeros and column_order"
+        )
 
 
 class NativeRMSNorm:
@@ -211,14 +241,20 @@ class NativeOps(TorchOps):
     """Compiled ops with a context's threads; what a step does once is plain torch."""
 
     name = "native"
+    schemes: ClassVar[frozenset[QuantScheme]] = frozenset({"plain", "int8"})
 
     def __init__(self, context: Context) -> None:
         self.context = context
         self.silu_mul = NativeSiluMul(context)
 
-    def plain_linear(self, weights: LinearWeights) -> Linear:
-        kind = NativePlainLinear if weights.shared else NativeLinear
-        return kind(self.context, weights)
+    def make_linear(self, weights: LinearWeights) -> NativeLinear:
+        return NativeLinear(self.context, weights)
+
+    def tied_embedding(
+        self, weights: LinearWeights, dtype: torch.dtype
+    ) -> tuple[NativeEmbedding, NativeLinear]:
+        head = NativeLinear(self.context, weights)
+        return NativeEmbedding(head, dtype), head
 
     def rms_norm(self, weight: Tensor, eps: float) -> RMSNorm:
         return NativeRMSNorm(self.context, weight, eps)

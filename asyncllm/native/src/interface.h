@@ -17,7 +17,8 @@ enum Status {
   STATUS_INDEX = 4,      // a slot, block or position beyond its table
 };
 
-enum DType { DTYPE_F32 = 0, DTYPE_BF16 = 1, DTYPE_F16 = 2 };
+// Of tensors; the weights of a linear layer may be DTYPE_I8 as well.
+enum DType { DTYPE_F32 = 0, DTYPE_BF16 = 1, DTYPE_F16 = 2, DTYPE_I8 = 3 };
 
 typedef struct Context Context;
 typedef struct Weights Weights;
@@ -68,21 +69,20 @@ Context* asyncllm_create(int32_t num_threads, const char* isa);
 void asyncllm_close(Context*);
 const char* asyncllm_isa(const Context*);
 
-// Copies values [n, k] into the layout of the context's kernels, zero padded. Null where there
-// is no memory.
+// Copies values [n, k] into the layout of the context's kernels, zero padded. A weight of type
+// DTYPE_I8 is its value times the scale of its row. Null where there is no memory.
 Weights* asyncllm_pack(Context*, const void* values, int32_t dtype, int64_t n, int64_t k,
-                       int64_t row_stride, const void* bias);
+                       int64_t row_stride, const float* scales, const float* bias);
 void asyncllm_free_weights(Weights*);
 int64_t asyncllm_weights_bytes(const Weights*);
 
-// y [m, n] = x [m, k] W^T + bias. A row's result depends on that row alone.
+// y [m, n] = x [m, k] W^T + bias. A row's result depends on that row alone. Rows of x are rounded
+// to integers of one scale per row for weights of type DTYPE_I8, and the sums are exact.
 int32_t asyncllm_linear(Context*, const Weights*, const void* x, int64_t x_stride, void* y,
                         int64_t y_stride, int64_t m, int32_t dtype);
-// The same with values [n, k] as they are, for a weight that others read as well.
-int32_t asyncllm_linear_plain(Context*, const void* values, int32_t values_dtype, int64_t n,
-                              int64_t k, int64_t row_stride, const void* bias, const void* x,
-                              int64_t x_stride, void* y, int64_t y_stride, int64_t m,
-                              int32_t dtype);
+// out [count, k] = the rows of the weight that ids name: the embedding that a head is tied to.
+int32_t asyncllm_gather(Context*, const Weights*, const int64_t* ids, int64_t count, void* out,
+                        int32_t dtype);
 int32_t asyncllm_attention(Context*, const AttentionArgs*);
 // residual += x first where residual is not null; out [rows, width] = norm(residual or x).
 int32_t asyncllm_rms_norm(Context*, const void* x, int64_t x_stride, void* residual,

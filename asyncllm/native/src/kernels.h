@@ -7,11 +7,12 @@
 #pragma once
 #include "interface.h"
 
-// Weights [n, k] in panels of `panel` outputs: [n / panel][k][panel], or with `paired`
+// Weights [n, k] in panels of `panel` outputs: [n / panel][k][panel], or in pairs of inputs
 // [n / panel][k / 2][panel][2]; zero padded.
 struct PackedView {
   const void* data;
-  const float* bias;  // [n padded to panels], or null
+  const float* scales;  // [n padded to panels] of DTYPE_I8, or null
+  const float* bias;    // the same, or null
   int64_t n, k, panel_elements;
   int32_t dtype;
 };
@@ -19,16 +20,17 @@ struct PackedView {
 struct LinearTask {
   const float* x;       // [rows, k], contiguous in k
   const uint16_t* x16;  // the same in bfloat16 where the kernels take it so, else null
+  const int16_t* xq;    // rounded to integers of scale x_scales[row], k padded to even, or null
+  const float* x_scales;
   int64_t x_stride;
   void* y;
   int64_t y_stride;
   int32_t dtype;  // of y
-  int64_t first_row, last_row, first, last;  // rows; panels, or outputs of plain weights
+  int64_t first_row, last_row, first, last;  // rows; panels
 };
 
 struct PlainView {
   const void* values;
-  const void* bias;  // in the dtype of the values
   int64_t n, k, row_stride;
   int32_t dtype;
 };
@@ -57,7 +59,10 @@ struct Kernels {
   void (*pack)(const PlainView&, void* data, int64_t first, int64_t last);
   void (*widen)(const void* x, int32_t dtype, float* out, int64_t count);
   void (*linear)(const PackedView&, const LinearTask&);
-  void (*linear_plain)(const PlainView&, const LinearTask&);
+  // Rounds x [k] to integers of at most `limit`, with a zero behind an odd k, and returns their
+  // scale: NaN where x is not finite.
+  float (*quantise)(const void* x, int32_t dtype, int16_t* out, int64_t k, float limit);
+  void (*gather)(const PackedView&, int64_t row, void* out, int32_t dtype);
   int64_t (*attention_scratch)(int64_t head_dim);  // bytes per thread
   void (*attention)(const AttentionTask&, void* scratch);
   // Merges `splits` partial results of one token's heads into the output.

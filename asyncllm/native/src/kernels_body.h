@@ -8,5 +8,5 @@ template <class T> struct pointee<T*> { typedef T type; };
 
 #define KERNELS(name)                                                                        \
   {name,      W,      PANEL,  MAX_ROWS,     TAKES_BFLOAT16 != 0, panel_elements, \
-   pack,      widen_row, linear, linear_plain, attention_scratch, attention, merge,         \
-   rms_norm,  rope,   silu_mul}
+   pack,      widen_row, linear, quantise,  gather,       attention_scratch, attention,     \
+   merge,     rms_norm,  rope,   silu_mul}

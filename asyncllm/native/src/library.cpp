@@ -42,7 +42,8 @@ bool supported(const Kernels* kernels) {
   if (!strcmp(kernels->name, "avx512"))
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-           __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("f16c");
+           __builtin_cpu_supports("avx512bf16") &&
+           __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("f16c");
 #endif
   (void)kernels;
   return true;
@@ -71,10 +72,31 @@ void* map_weights(int64_t bytes, bool* mapped) {
   return raw + before;
 }
 
-// x as the kernels read it; null where there is no memory.
+// The largest integers that rows of k elements may be rounded to: no sum of their products with
+// weights of 8 bits leaves 32 bits.
+float largest_integer(int64_t k) { return float(least(32767, INT32_MAX / (127 * k))); }
+
+// x as integers, with a scale for each row; false where there is no memory.
+bool quantise_rows(Context* context, LinearTask* task, const void* x, int64_t stride, int64_t m,
+                   int64_t k, int32_t dtype) {
+  int64_t width = divide_up(k, 2) * 2;
+  if (!grow(&context->shared, &context->shared_bytes, m * (width * 2 + 4))) return false;
+  float* scales = static_cast<float*>(context->shared);
+  int16_t* integers = reinterpret_cast<int16_t*>(scales + m);
+  share(context, m, m * k / 4, [&](int64_t row, int) {
+    const char* from = static_cast<const char*>(x) + row * stride * size_of(dtype);
+    scales[row] = context->kernels->quantise(from, dtype, integers + row * width, k,
+                                             largest_integer(k));
+  });
+  task->xq = integers;
+  task->x_scales = scales;
+  task->x_stride = width;
+  return true;
+}
+
+// x as the kernels read it; false where there is no memory.
 bool prepare_rows(Context* context, LinearTask* task, const void* x, int64_t stride, int64_t m,
                   int64_t k, int32_t dtype) {
-  task->x16 = nullptr;
   task->x_stride = stride;
   task->x = static_cast<const float*>(x);
   if (dtype == DTYPE_F32) return true;
@@ -89,7 +111,7 @@ bool prepare_rows(Context* context, LinearTask* task, const void* x, int64_t str
   return true;
 }
 
-// Splits m rows times `units` panels or outputs into tasks, with the rows of one part of the
+// Splits m rows times `units` panels into tasks, with the rows of one part of the
 // weight next to each other.
 template <class F>
 void share_linear(Context* context, LinearTask task, int64_t m, int64_t units, int64_t step,
@@ -109,6 +131,14 @@ void share_linear(Context* context, LinearTask task, int64_t m, int64_t units, i
     own.last_row = least(m, own.first_row + rows);
     f(own);
   });
+}
+
+float* pad(const float* values, int64_t count, int64_t padded) {
+  float* out = static_cast<float*>(allocate(padded * 4));
+  if (!out) return nullptr;
+  memcpy(out, values, count * 4);
+  memset(out + count, 0, (padded - count) * 4);
+  return out;
 }
 
 }  // namespace
@@ -145,10 +175,12 @@ API void asyncllm_close(Context* context) {
 }
 
 API Weights* asyncllm_pack(Context* context, const void* values, int32_t dtype, int64_t n,
-                           int64_t k, int64_t row_stride, const void* bias) {
-  if (!is_open(context) || n < 1 || !is_matrix(values, dtype, n, k, row_stride))
+                           int64_t k, int64_t row_stride, const float* scales,
+                           const float* bias) {
+  if (!is_open(context) || n < 1 || k < 1 || !values || (n > 1 && row_stride < k)) return nullptr;
+  if (dtype == DTYPE_I8 ? !scales || largest_integer(k) < 1
+                        : scales || !is_matrix(values, dtype, n, k, row_stride))
     return nullptr;
-  if (bias && !aligned(bias, size_of(dtype))) return nullptr;
   const Kernels* kernels = context->kernels;
   Weights* weights = static_cast<Weights*>(calloc(1, sizeof(Weights)));
   if (!weights) return nullptr;
@@ -156,18 +188,14 @@ API Weights* asyncllm_pack(Context* context, const void* values, int32_t dtype, 
   weights->kernels = kernels;
   weights->bytes = panels * elements * size_of(dtype);
   void* data = map_weights(weights->bytes, &weights->mapped);
-  float* own_bias = nullptr;
-  if (bias) own_bias = static_cast<float*>(allocate(panels * kernels->panel * 4));
-  weights->view = {data, own_bias, n, k, elements, dtype};
-  if (!data || (bias && !own_bias)) {
+  const float* own_scales = scales ? pad(scales, n, panels * kernels->panel) : nullptr;
+  const float* own_bias = bias ? pad(bias, n, panels * kernels->panel) : nullptr;
+  weights->view = {data, own_scales, own_bias, n, k, elements, dtype};
+  if (!data || (scales && !own_scales) || (bias && !own_bias)) {
     asyncllm_free_weights(weights);
     return nullptr;
   }
-  if (bias) {
-    memset(own_bias, 0, panels * kernels->panel * 4);
-    kernels->widen(bias, dtype, own_bias, n);
-  }
-  PlainView plain = {values, nullptr, n, k, row_stride, dtype};
+  PlainView plain = {values, n, k, row_stride, dtype};
   share(context, panels, n * k,
         [&](int64_t panel, int) { kernels->pack(plain, data, panel, panel + 1); });
   return weights;
@@ -180,6 +208,7 @@ API void asyncllm_free_weights(Weights* weights) {
     munmap(data, divide_up(weights->bytes, HUGE_PAGE) * HUGE_PAGE);
   else
     free(data);
+  free(const_cast<float*>(weights->view.scales));
   free(const_cast<float*>(weights->view.bias));
   free(weights);
 }
@@ -192,12 +221,15 @@ API int32_t asyncllm_linear(Context* context, const Weights* weights, const void
   if (!is_open(context)) return STATUS_CLOSED;
   const PackedView& view = weights->view;
   const Kernels* kernels = context->kernels;
-  if (weights->kernels != kernels || dtype != view.dtype) return STATUS_INVALID;
+  bool integers = view.dtype == DTYPE_I8;
+  if (weights->kernels != kernels || (!integers && dtype != view.dtype)) return STATUS_INVALID;
   if (!is_matrix(x, dtype, m, view.k, x_stride) || !is_matrix(y, dtype, m, view.n, y_stride))
     return STATUS_INVALID;
   if (m == 0) return STATUS_OK;
   LinearTask task = {};
-  if (kernels->takes_bfloat16 && dtype == DTYPE_BF16) {
+  if (integers) {
+    if (!quantise_rows(context, &task, x, x_stride, m, view.k, dtype)) return STATUS_NO_MEMORY;
+  } else if (kernels->takes_bfloat16 && dtype == DTYPE_BF16) {
     task.x16 = static_cast<const uint16_t*>(x);
     task.x_stride = x_stride;
   } else if (!prepare_rows(context, &task, x, x_stride, m, view.k, dtype)) {
@@ -212,24 +244,19 @@ API int32_t asyncllm_linear(Context* context, const Weights* weights, const void
   return STATUS_OK;
 }
 
-API int32_t asyncllm_linear_plain(Context* context, const void* values, int32_t values_dtype,
-                                  int64_t n, int64_t k, int64_t row_stride, const void* bias,
-                                  const void* x, int64_t x_stride, void* y, int64_t y_stride,
-                                  int64_t m, int32_t dtype) {
+API int32_t asyncllm_gather(Context* context, const Weights* weights, const int64_t* ids,
+                            int64_t count, void* out, int32_t dtype) {
   if (!is_open(context)) return STATUS_CLOSED;
-  if (n < 1 || !is_matrix(values, values_dtype, n, k, row_stride)) return STATUS_INVALID;
-  if (bias && !aligned(bias, size_of(values_dtype))) return STATUS_INVALID;
-  if (!is_matrix(x, dtype, m, k, x_stride) || !is_matrix(y, dtype, m, n, y_stride))
+  const PackedView& view = weights->view;
+  if (weights->kernels != context->kernels || (count && !ids) ||
+      !is_matrix(out, dtype, count, view.k, view.k))
     return STATUS_INVALID;
-  if (m == 0) return STATUS_OK;
-  LinearTask task = {};
-  if (!prepare_rows(context, &task, x, x_stride, m, k, dtype)) return STATUS_NO_MEMORY;
-  task.y = y;
-  task.y_stride = y_stride;
-  task.dtype = dtype;
-  PlainView view = {values, bias, n, k, row_stride, values_dtype};
-  share_linear(context, task, m, n, 4, m * n * k,
-               [&](const LinearTask& own) { context->kernels->linear_plain(view, own); });
+  for (int64_t i = 0; i < count; ++i)
+    if (ids[i] < 0 || ids[i] >= view.n) return STATUS_INDEX;
+  int64_t size = size_of(dtype) * view.k;
+  share(context, count, count * view.k * 8, [&](int64_t i, int) {
+    context->kernels->gather(view, ids[i], static_cast<char*>(out) + i * size, dtype);
+  });
   return STATUS_OK;
 }
 

@@ -1,5 +1,4 @@
-// y = x W^T + b. Each output is one sum over k in ascending order (packed), or W interleaved
-// ones (plain), whatever the number of rows.
+// y = x W^T + b. Each output is one sum over k in ascending order, whatever the number of rows.
 enum { PANEL = NV * W, MAX_ROWS = 6 };
 #ifdef PAIRED_BFLOAT16
 enum { TAKES_BFLOAT16 = 1 };
@@ -7,8 +6,13 @@ enum { TAKES_BFLOAT16 = 1 };
 enum { TAKES_BFLOAT16 = 0 };
 #endif
 
+// Whether two inputs of an output lie next to each other.
+INLINE bool is_paired(int32_t dtype) {
+  return dtype == DTYPE_I8 || (TAKES_BFLOAT16 && dtype == DTYPE_BF16);
+}
+
 INLINE int64_t panel_elements(int64_t k, int32_t dtype) {
-  return (TAKES_BFLOAT16 && dtype == DTYPE_BF16 ? (k + 1) / 2 * 2 : k) * PANEL;
+  return (is_paired(dtype) ? (k + 1) / 2 * 2 : k) * PANEL;
 }
 
 // Where output `column` of a panel lies among the PANEL elements of one k. Vectors of bfloat16
@@ -19,12 +23,20 @@ INLINE int64_t place_in_panel(int64_t column, int32_t dtype) {
   return pair * 2 * W + column % W * 2 + vector;
 }
 
+// Calls f with a null pointer of the element type of weights.
+template <class F> INLINE void with_weight_type(int32_t dtype, F&& f) {
+  if (dtype == DTYPE_I8)
+    f((int8_t*)nullptr);
+  else
+    with_type(dtype, f);
+}
+
 template <class T>
 static void pack_panel(const PlainView& plain, T* data, int64_t panel) {
   const T* values = (const T*)plain.values;
   int64_t elements = panel_elements(plain.k, plain.dtype);
   T* out = data + panel * elements;
-  bool paired = TAKES_BFLOAT16 && plain.dtype == DTYPE_BF16;
+  bool paired = is_paired(plain.dtype);
   for (int64_t column = 0; column < PANEL; ++column) {
     int64_t output = panel * PANEL + column;
     int64_t count = output < plain.n ? plain.k : 0;
@@ -38,7 +50,7 @@ static void pack_panel(const PlainView& plain, T* data, int64_t panel) {
 }
 
 static void pack(const PlainView& plain, void* data, int64_t first, int64_t last) {
-  with_type(plain.dtype, [&](auto* type) {
+  with_weight_type(plain.dtype, [&](auto* type) {
     for (int64_t panel = first; panel < last; ++panel) pack_panel(plain, (decltype(type))data, panel);
   });
 }
@@ -53,8 +65,8 @@ INLINE void load_panel(const bf16* p, vf* out) {
   for (int i = 0; i < NV; i += 2) load_pair(p + i * W, out[i], out[i + 1]);
 }
 
-// Adds the bias to the sums [rows][panels * PANEL] of a tile and writes them. Not inlined: it
-// comes in every type of y.
+// Scales the sums [rows][panels * PANEL] of a tile, adds the bias and writes them. Not inlined:
+// it comes in every type of y.
 static __attribute__((noinline)) void finish_tile(const PackedView& weights,
                                                   const LinearTask& task, const float* sums,
                                                   int64_t row, int64_t rows, int64_t panel,
@@ -65,6 +77,8 @@ static __attribute__((noinline)) void finish_tile(const PackedView& weights,
       auto* y = (decltype(type))task.y + (row + m) * task.y_stride + first;
       for (int64_t i = 0; i < width && first + i < weights.n; i += W) {
         vf sum = load(sums + m * width + i);
+        if (weights.scales)
+          sum = mul(sum, mul(set1(task.x_scales[row + m]), load(weights.scales + first + i)));
         if (weights.bias) sum = add(sum, load(weights.bias + first + i));
         store_up_to(y + i, sum, weights.n - first - i);
       }
@@ -151,9 +165,56 @@ static void paired_tile(const PackedView& weights, const LinearTask& task, int64
 }
 #endif
 
+template <int M, int P>
+static void int8_tile(const PackedView& weights, const LinearTask& task, int64_t row,
+                      int64_t panel) {
+  const int8_t* w = (const int8_t*)weights.data + panel * weights.panel_elements;
+  const int64_t stride = task.x_stride, depth = weights.k, elements = weights.panel_elements;
+  const int16_t* x = task.xq + row * stride;
+  vi sums[M][P][NV];
+#pragma GCC unroll 8
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 8
+    for (int p = 0; p < P; ++p)
+#pragma GCC unroll 8
+      for (int i = 0; i < NV; ++i) sums[m][p][i] = zero_integers();
+  for (int64_t k = 0; k < depth; k += 2) {
+#pragma GCC unroll 8
+    for (int p = 0; p < P; ++p) {
+      const int8_t* at = w + p * elements + k * PANEL;
+      if (M <= 2) __builtin_prefetch(at + 4096);
+      vs values[NV];
+#pragma GCC unroll 8
+      for (int i = 0; i < NV; ++i) values[i] = load_shorts(at + i * 2 * W);
+#pragma GCC unroll 8
+      for (int m = 0; m < M; ++m) {
+        // GCC would load the factors of all rows first, and spill the sums for them.
+        asm volatile("" ::: "memory");
+        vs factor = set_pair(x + m * stride + k);
+#pragma GCC unroll 8
+        for (int i = 0; i < NV; ++i) sums[m][p][i] = dot_shorts(sums[m][p][i], values[i], factor);
+      }
+    }
+  }
+  float out[M * P * PANEL];
+#pragma GCC unroll 8
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 8
+    for (int p = 0; p < P; ++p)
+#pragma GCC unroll 8
+      for (int i = 0; i < NV; ++i)
+        store(out + ((m * P + p) * NV + i) * W, to_floats(sums[m][p][i]));
+  finish_tile(weights, task, out, row, M, panel, P);
+}
+
 template <class T, int M, int P> struct Runner {
   static void run(const PackedView& weights, const LinearTask& task, int64_t row, int64_t panel) {
     packed_tile<T, M, P>(weights, task, row, panel);
+  }
+};
+template <int M, int P> struct Runner<int8_t, M, P> {
+  static void run(const PackedView& weights, const LinearTask& task, int64_t row, int64_t panel) {
+    int8_tile<M, P>(weights, task, row, panel);
   }
 };
 #ifdef PAIRED_BFLOAT16
@@ -195,8 +256,69 @@ static void packed_linear(const PackedView& weights, const LinearTask& task) {
 }
 
 static void linear(const PackedView& weights, const LinearTask& task) {
-  with_type(weights.dtype, [&](auto* type) {
+  with_weight_type(weights.dtype, [&](auto* type) {
     packed_linear<typename pointee<decltype(type)>::type>(weights, task);
+  });
+}
+
+template <class T>
+static float quantise_row(const T* x, int16_t* out, int64_t k, float limit) {
+  vf top = zero(), broken = zero();
+  for (int64_t i = 0; i < k; i += W) {
+    vf value = load_up_to(x + i, k - i);
+    top = vmax(vmax(value, sub(zero(), value)), top);
+    broken = fma(value, zero(), broken);
+  }
+  float most = hmax(top);
+  if (hsum(broken) != 0.0f) {
+    __builtin_memset(out, 0, (k + 1) / 2 * 2 * sizeof(int16_t));
+    return __builtin_nanf("");
+  }
+  vf factor = set1(most > 1e-30f ? limit / most : 0.0f);
+  for (int64_t i = 0; i < k; i += W) {
+    float rounded[W];
+    store(rounded, round_even(mul(load_up_to(x + i, k - i), factor)));
+    for (int64_t j = 0; j < W && i + j < k; ++j) out[i + j] = (int16_t)rounded[j];
+  }
+  if (k % 2) out[k] = 0;
+  return most / limit;
+}
+
+static float quantise(const void* x, int32_t dtype, int16_t* out, int64_t k, float limit) {
+  float scale = 0.0f;
+  with_type(dtype, [&](auto* type) { scale = quantise_row((decltype(type))x, out, k, limit); });
+  return scale;
+}
+
+INLINE void copy_weight(bf16 from, float, bf16* to) { *to = from; }
+INLINE void copy_weight(f16 from, float, f16* to) { *to = from; }
+template <class T, class Out> INLINE void copy_weight(T from, float, Out* to) {
+  narrow(widen(from), to);
+}
+template <class Out> INLINE void copy_weight(int8_t from, float scale, Out* to) {
+  narrow((float)from * scale, to);
+}
+
+// The elements of an output, back from its panel.
+template <class T, class Out>
+static void gather_row(const PackedView& weights, int64_t row, Out* out) {
+  int64_t column = row % PANEL;
+  const T* panel = (const T*)weights.data + row / PANEL * weights.panel_elements;
+  float scale = weights.scales ? weights.scales[row] : 1.0f;
+  if (is_paired(weights.dtype)) {
+    const T* from = panel + column * 2;
+    for (int64_t i = 0; i < weights.k; ++i)
+      copy_weight(from[i / 2 * PANEL * 2 + i % 2], scale, out + i);
+    return;
+  }
+  const T* from = panel + place_in_panel(column, weights.dtype);
+  for (int64_t i = 0; i < weights.k; ++i) copy_weight(from[i * PANEL], scale, out + i);
+}
+
+static void gather(const PackedView& weights, int64_t row, void* out, int32_t dtype) {
+  with_weight_type(weights.dtype, [&](auto* type) {
+    using T = typename pointee<decltype(type)>::type;
+    with_type(dtype, [&](auto* to) { gather_row<T>(weights, row, (decltype(to))out); });
   });
 }
 
@@ -230,37 +352,4 @@ INLINE void dot_tile(const float* x, int64_t x_stride, const T* const* rows, int
   }
 #pragma GCC unroll 8
   for (int m = 0; m < M; ++m) sum4(sums[m][0], sums[m][1], sums[m][2], sums[m][3], out[m]);
-}
-
-template <class T, int M>
-static void plain_tile(const PlainView& weights, const LinearTask& task, int64_t row,
-                       const T* const* rows, int64_t first, int64_t count) {
-  float sums[M][4];
-  dot_tile<T, M>(task.x + row * task.x_stride, task.x_stride, rows, weights.k, sums);
-  for (int m = 0; m < M; ++m)
-    for (int64_t j = 0; j < count; ++j) {
-      float sum = sums[m][j];
-      if (weights.bias) sum += widen(((const T*)weights.bias)[first + j]);
-      int64_t at = (row + m) * task.y_stride + first + j;
-      with_type(task.dtype, [&](auto* type) { narrow(sum, (decltype(type))task.y + at); });
-    }
-}
-
-template <class T> static void plain_linear(const PlainView& weights, const LinearTask& task) {
-  for (int64_t first = task.first; first < task.last; first += 4) {
-    int64_t count = least(4, task.last - first);
-    const T* rows[4];
-    for (int64_t j = 0; j < 4; ++j)
-      rows[j] = (const T*)weights.values + (first + least(j, count - 1)) * weights.row_stride;
-    int64_t row = task.first_row;
-    for (; row + ROWS <= task.last_row; row += ROWS)
-      plain_tile<T, ROWS>(weights, task, row, rows, first, count);
-    for (; row < task.last_row; ++row) plain_tile<T, 1>(weights, task, row, rows, first, count);
-  }
-}
-
-static void linear_plain(const PlainView& weights, const LinearTask& task) {
-  with_type(weights.dtype, [&](auto* type) {
-    plain_linear<typename pointee<decltype(type)>::type>(weights, task);
-  });
 }

@@ -4,6 +4,9 @@
 //   zero set1 load store add sub mul div fma vmax
 //   at_least(value, x, limit)   value where x is not below limit (NaN is not), else 0
 //   load_pair(bf16*, a, b)      two vectors whose elements are interleaved in memory
+//   vi, vs             W integers of 32 bits; W pairs of 16 bits
+//   zero_integers load_shorts(int8*) set_pair(int16*) to_floats
+//   dot_shorts(acc, a, b)       acc plus the two products of each pair
 //   round_even, scale_by_pow2(x, n)    n integral, within a normal float's exponents
 //   hmax hsum sum4              sum4's four sums are each what hsum makes of its vector
 #define INLINE static inline __attribute__((always_inline))

@@ -1,6 +1,9 @@
 // AVX2, FMA and F16C.
 enum { W = 8, ROWS = 3, NV = 2 };
 typedef __m256 vf;
+typedef __m256i vs;
+// Not __m256i: GCC takes a sum of its elements for another type, and does not keep it in place.
+typedef int32_t vi __attribute__((vector_size(32)));
 INLINE vf zero() { return _mm256_setzero_ps(); }
 INLINE vf set1(float x) { return _mm256_set1_ps(x); }
 INLINE vf load(const float* p) { return _mm256_loadu_ps(p); }
@@ -35,6 +38,17 @@ INLINE void load_pair(const bf16* p, vf& a, vf& b) {
   a = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
   b = _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32((int)0xffff0000)));
 }
+INLINE vi zero_integers() { return vi{}; }
+INLINE vs load_shorts(const int8_t* p) {
+  return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p));
+}
+INLINE vs set_pair(const int16_t* p) {
+  int32_t pair;
+  __builtin_memcpy(&pair, p, 4);
+  return _mm256_set1_epi32(pair);
+}
+INLINE vi dot_shorts(vi acc, vs a, vs b) { return acc + (vi)_mm256_madd_epi16(a, b); }
+INLINE vf to_floats(vi x) { return _mm256_cvtepi32_ps((__m256i)x); }
 INLINE vf round_even(vf x) { return _mm256_round_ps(x, 8); }
 INLINE vf scale_by_pow2(vf x, vf n) {
   __m256i biased = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));

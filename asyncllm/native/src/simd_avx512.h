@@ -1,7 +1,8 @@
-// AVX-512 with the dot products of AVX512_BF16.
+// AVX-512 with the dot products of AVX512_BF16 and AVX512_VNNI.
 enum { W = 16, ROWS = 6, NV = 4 };
 #define PAIRED_BFLOAT16
 typedef __m512 vf;
+typedef __m512i vi, vs;
 INLINE vf zero() { return _mm512_setzero_ps(); }
 INLINE vf set1(float x) { return _mm512_set1_ps(x); }
 INLINE vf load(const float* p) { return _mm512_loadu_ps(p); }
@@ -40,6 +41,17 @@ INLINE vf dot_pair(vf acc, const bf16* weights, uint32_t pair) {
   return _mm512_dpbf16_ps(acc, (__m512bh)_mm512_loadu_si512(weights),
                           (__m512bh)_mm512_set1_epi32((int)pair));
 }
+INLINE vi zero_integers() { return _mm512_setzero_si512(); }
+INLINE vs load_shorts(const int8_t* p) {
+  return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p));
+}
+INLINE vs set_pair(const int16_t* p) {
+  int32_t pair;
+  __builtin_memcpy(&pair, p, 4);
+  return _mm512_set1_epi32(pair);
+}
+INLINE vi dot_shorts(vi acc, vs a, vs b) { return _mm512_dpwssd_epi32(acc, a, b); }
+INLINE vf to_floats(vi x) { return _mm512_cvtepi32_ps(x); }
 INLINE vf round_even(vf x) { return _mm512_roundscale_ps(x, 8); }
 INLINE vf scale_by_pow2(vf x, vf n) {
   __m512i biased = _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127));

@@ -2,6 +2,7 @@
 enum { W = 4, ROWS = 2, NV = 2 };
 typedef float vf __attribute__((vector_size(16)));
 typedef int32_t vi __attribute__((vector_size(16)));
+struct vs { vi even, odd; };
 INLINE vf zero() { return vf{}; }
 INLINE vf set1(float x) { return vf{x, x, x, x}; }
 INLINE vf load(const float* p) {
@@ -29,6 +30,15 @@ INLINE void load_pair(const bf16* p, vf& a, vf& b) {
   a = (vf)(both << 16);
   b = (vf)(both & (int32_t)0xffff0000);
 }
+INLINE vi zero_integers() { return vi{}; }
+INLINE vs load_shorts(const int8_t* p) {
+  return {vi{p[0], p[2], p[4], p[6]}, vi{p[1], p[3], p[5], p[7]}};
+}
+INLINE vs set_pair(const int16_t* p) {
+  return {vi{p[0], p[0], p[0], p[0]}, vi{p[1], p[1], p[1], p[1]}};
+}
+INLINE vi dot_shorts(vi acc, vs a, vs b) { return acc + (a.even * b.even + a.odd * b.odd); }
+INLINE vf to_floats(vi x) { return __builtin_convertvector(x, vf); }
 INLINE vf round_even(vf x) {
   // Adding 1.5 * 2^23 leaves no bit for a fraction.
   vf big = set1(12582912.0f);

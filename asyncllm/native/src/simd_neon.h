@@ -1,6 +1,8 @@
 // NEON of 64-bit ARM, which every such processor has.
 enum { W = 4, ROWS = 4, NV = 4 };
 typedef float32x4_t vf;
+typedef int32x4_t vi;
+typedef int16x8_t vs;
 INLINE vf zero() { return vdupq_n_f32(0.0f); }
 INLINE vf set1(float x) { return vdupq_n_f32(x); }
 INLINE vf load(const float* p) { return vld1q_f32(p); }
@@ -36,6 +38,18 @@ INLINE void load_pair(const bf16* p, vf& a, vf& b) {
   a = vreinterpretq_f32_u32(vshlq_n_u32(both, 16));
   b = vreinterpretq_f32_u32(vandq_u32(both, vdupq_n_u32(0xffff0000)));
 }
+INLINE vi zero_integers() { return vdupq_n_s32(0); }
+INLINE vs load_shorts(const int8_t* p) { return vmovl_s8(vld1_s8(p)); }
+INLINE vs set_pair(const int16_t* p) {
+  int32_t pair;
+  __builtin_memcpy(&pair, p, 4);
+  return vreinterpretq_s16_s32(vdupq_n_s32(pair));
+}
+INLINE vi dot_shorts(vi acc, vs a, vs b) {
+  int32x4_t low = vmull_s16(vget_low_s16(a), vget_low_s16(b));
+  return vaddq_s32(acc, vpaddq_s32(low, vmull_high_s16(a, b)));
+}
+INLINE vf to_floats(vi x) { return vcvtq_f32_s32(x); }
 INLINE vf round_even(vf x) { return vrndnq_f32(x); }
 INLINE vf scale_by_pow2(vf x, vf n) {
   int32x4_t biased = vaddq_s32(vcvtq_s32_f32(n), vdupq_n_s32(127));
