@@ -14,6 +14,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 SchedulingPolicy = Literal["fcfs", "priority", "deadline"]
 CudaGraphs = Literal["auto", "startup", "lazy", "off"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
+Quantization = Literal["int8"]
 
 PACKAGED_MODEL = "asyncllm/demo"
 """Name of the model in the package: in metrics, by servers, on screens."""
@@ -56,8 +57,9 @@ class EngineConfig:
         gpu_memory_utilization: share of the GPU's memory that the engine may use.
         num_blocks: usable KV blocks; overrides ``kv_cache_memory``.
         enable_prefix_caching: keep and find the KV of shared prefixes.
-        attention_backend: "auto" ("triton" on CUDA, "torch" on a CPU), "torch", "triton",
-            "flash_attn", "flash_attn_3", or one that another distribution registers.
+        attention_backend: "auto" ("triton" on CUDA, "native" or "torch" on a CPU), "torch",
+            "native", "triton", "flash_attn", "flash_attn_3", or one that another distribution
+            registers.
         cuda_graphs: "auto" (lazy), "startup", "lazy" or "off".
         cuda_graph_sizes: batch sizes to capture; None is the default set.
         async_scheduling: run one step ahead of the results; None is True on a GPU and False
@@ -68,6 +70,9 @@ class EngineConfig:
         max_queued_tokens: prompt tokens waiting at most.
         seed: of the seeds that are drawn for requests without one; None draws them from the
             operating system.
+        quantization: "int8" rounds the weights of linear layers to 8 bits while they are loaded,
+            with a scale per output channel; None computes with them as they are. On a CPU with
+            native ops, from a checkpoint that is not quantised itself.
         load_format: "auto", "safetensors", or "dummy" for random weights.
         trust_remote_code: passed to transformers for tokenizers with code of their own.
         num_threads: CPU threads for the model; None is one per core, and 1 for a model of
@@ -99,6 +104,7 @@ class EngineConfig:
     max_queued_requests: int = 1024
     max_queued_tokens: int = 1_000_000
     seed: int | None = None
+    quantization: Quantization | None = None
     load_format: LoadFormat = "auto"
     trust_remote_code: bool = False
     num_threads: int | None = None
@@ -132,6 +138,7 @@ class EngineConfig:
         check.field(self, check.choice, "scheduling_policy", get_args(SchedulingPolicy))
         check.field(self, check.choice, "cuda_graphs", get_args(CudaGraphs))
         check.field(self, check.choice, "load_format", get_args(LoadFormat))
+        check.field(self, check.choice, "quantization", get_args(Quantization))
         check.field(self, check.boolean, "enable_prefix_caching")
         check.field(self, check.boolean, "trust_remote_code")
         check.field(self, check.boolean, "async_scheduling")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,15 +19,20 @@ from asyncllm.gpu import build
 from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.models.dense import attention_kinds, attention_shape
 from asyncllm.gpu.models.layers import AttentionKind
+from asyncllm.gpu.ops import native_attention, registry
 from asyncllm.gpu.ops.backend import AttentionBackend, AttentionRequest, Constraints
 from asyncllm.gpu.ops.base import AttentionShape
+from asyncllm.gpu.ops.native_attention import NativeAttention
+from asyncllm.gpu.ops.native_ops import NativeOps
 from asyncllm.gpu.ops.registry import BUILTIN, GROUP, make_attention, make_ops
 from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.ops.triton import toolchain
 from asyncllm.gpu.ops.triton.attention import TritonAttention
+from asyncllm.native import NativeUnavailableError
 from tests import flash_attn_standin
 from tests.driver import Driver
+from tests.native_library import context
 from tests.test_model_runner import MODEL
 
 SHAPE = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=64, scale=0.125)
@@ -50,13 +56,86 @@ def hopper(monkeypatch):
 # --- choosing ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["auto", "torch"])
-def test_a_cpu_has_plain_torch(name):
-    attention, block_size = make_attention(name, CPU)
+def test_a_cpu_has_plain_torch():
+    attention, block_size = make_attention("torch", CPU)
     assert type(attention) is TorchAttention
     assert attention.dtype == torch.float32
     assert block_size == 32
-    assert make_attention(name, replace(CPU, block_size=7))[1] == 7
+    assert make_attention("torch", replace(CPU, block_size=7))[1] == 7
+
+
+def no_library():
+    raise NativeUnavailableError("the native ops have not been compiled")
+
+
+@pytest.mark.parametrize(
+    ("capability", "isa", "head_dim", "expected"),
+    [
+        ("AVX2", b"avx2", 64, "native"),
+        ("AVX2", b"avx2", 513, "torch"),
+        ("AVX2", b"baseline", 64, "torch"),
+        ("AVX512", b"avx512", 64, "torch"),
+        ("DEFAULT", b"neon", 64, "torch"),
+    ],
+)
+def test_auto_is_native_where_that_was_measured(monkeypatch, capability, isa, head_dim, expected):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(registry, "Library", lambda: SimpleNamespace(best_isa=lambda: isa))
+    shape = replace(SHAPE, head_dim=head_dim)
+    assert registry.resolve("auto", replace(CPU, shape=shape)) == expected
+    assert registry.resolve("auto", GPU) == "triton"
+    assert registry.resolve("torch", CPU) == "torch"
+
+
+def test_without_native_ops_a_cpu_has_plain_torch_and_says_why(monkeypatch, caplog):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    monkeypatch.setattr(registry, "Library", no_library)
+    monkeypatch.setattr(native_attention, "Library", no_library)
+    assert make_attention("auto", CPU)[0].name == "torch"
+    (record,) = caplog.records
+    assert record.name.startswith("asyncllm.")
+    assert "have not been compiled" in record.getMessage()
+    assert "python -m asyncllm.native.build" in record.getMessage()
+    assert all(isinstance(argument, str) for argument in record.args), "it keeps the frames alive"
+    with pytest.raises(
+        EngineError, match=r'attention_backend="native": .* not been compiled; .*build'
+    ):
+        make_attention("native", CPU)
+
+
+def test_native_ops_are_for_cpus(hopper):
+    with pytest.raises(InvalidRequestError, match="'native' takes device cpu, and this is cuda:0"):
+        make_attention("native", GPU)
+
+
+def test_native_layers_share_one_pool_and_leave_torch_one_thread():
+    own = context()
+    model = replace(MODEL, sliding_window=24, sliding_layers=(False, True))
+    settings = EngineConfig(
+        load_format="dummy",
+        device="cpu",
+        dtype="float32",
+        num_threads=3,
+        attention_backend="native",
+        max_num_batched_tokens=64,
+    )
+    runner = build_model_runner(settings, model)
+    state = runner._state
+    assert state is not None
+    first, second = state.decoder.attention.values()
+    assert isinstance(first, NativeAttention)
+    assert first is not second
+    ops = state.decoder.ops
+    assert isinstance(ops, NativeOps)
+    assert ops.context is first.context is second.context is not own
+    assert ops.context.num_threads == 3
+    assert runner._num_threads == 1
+    with pytest.raises(NotImplementedError, match="no CUDA graphs"):
+        first.plan_decode(None, None)
+    gone = weakref.ref(ops.context)
+    del first, second, ops, state
+    runner.close()
+    assert gone() is None
 
 
 @pytest.mark.parametrize(
@@ -112,7 +191,9 @@ def test_each_kind_of_layer_has_its_own_attention(monkeypatch):
 
 def test_one_kind_of_layer_that_a_backend_lacks_is_enough(monkeypatch):
     model = replace(MODEL, sliding_window=24, sliding_layers=(False, True))
-    settings = EngineConfig(load_format="dummy", device="cpu", max_num_batched_tokens=64)
+    settings = EngineConfig(
+        load_format="dummy", device="cpu", max_num_batched_tokens=64, attention_backend="torch"
+    )
     monkeypatch.setattr(BUILTIN["torch"], "constraints", Constraints(window=False))
     with pytest.raises(InvalidRequestError, match="no sliding window, and this is 24"):
         build_model_runner(settings, model)
@@ -120,7 +201,9 @@ def test_one_kind_of_layer_that_a_backend_lacks_is_enough(monkeypatch):
 
 def test_the_factory_takes_the_backends_own_block_size(monkeypatch):
     monkeypatch.setattr(BUILTIN["torch"], "default_block_size", lambda device: 48)
-    settings = EngineConfig(load_format="dummy", device="cpu", max_num_batched_tokens=64)
+    settings = EngineConfig(
+        load_format="dummy", device="cpu", max_num_batched_tokens=64, attention_backend="torch"
+    )
     assert build_model_runner(settings, MODEL).info.block_size == 48
 
 
@@ -389,7 +472,7 @@ def test_a_broken_distribution_is_named(install, source, words):
     where = "attention_backend='broken': 'broken_attention:Backend' of broken_attention"
     with pytest.raises(EngineError, match=f"{where} .*{words}"):
         make_attention("broken", CPU)
-    assert make_attention("auto", CPU)[0].name == "torch"
+    assert make_attention("torch", CPU)[0].name == "torch"
 
 
 def test_what_is_no_attention_is_refused(install):
@@ -406,7 +489,8 @@ def test_a_name_belongs_to_one_distribution(install):
         make_attention("exact", CPU)
 
 
-def test_our_names_are_ours(install):
+def test_our_names_are_ours(install, monkeypatch):
+    monkeypatch.setattr(registry, "Library", no_library)
     install("exact_attention", example(), torch="exact_attention:ExactAttention")
     for name in ("torch", "auto"):
         with pytest.raises(EngineError, match="registered by asyncllm, exact_attention"):

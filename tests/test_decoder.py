@@ -201,7 +201,7 @@ def compose(kinds: tuple[AttentionKind, ...] = KINDS) -> Decoder:
         ops,
         attention,
         [(rope, 8) for rope in ROPES],
-        WEIGHTS["embed"],
+        ops.embedding(WEIGHTS["embed"]),
         layers,
         ops.rms_norm(WEIGHTS["norm"], 1e-6),
         linear("lm_head"),
@@ -305,7 +305,7 @@ def straight_line(
     """Token ids to logits in one function, in the order of ops that the layers have to keep."""
     ops, (table,) = decoder.ops, decoder.rope_tables
     rotary = ops.rotary(table, inputs.positions)
-    residual = F.embedding(inputs.token_ids, decoder.embedding)
+    residual = decoder.embedding(inputs.token_ids)
     normed = decoder.layers[0].input_norm(residual)
     last = len(decoder.layers) - 1
     for index, layer in enumerate(decoder.layers):

@@ -734,6 +734,7 @@ async def test_idle_engine_uses_no_cpu():
         ("cuda_graphs", "yes"),
         ("cuda_graph_sizes", (0,)),
         ("load_format", "pickle"),
+        ("quantization", "int3"),
         ("enable_prefix_caching", "no"),
         ("max_queued_requests", 0),
         ("step_timeout", math.inf),

@@ -60,12 +60,14 @@ class AheadOnCPU:
         return LoadedModel(self.runner, plain.tokenizer, plain.model_config)
 
     def engine(self, **fields: Any) -> AsyncLLMEngine:
-        return AsyncLLMEngine._with_loader(self.load, num_threads=1, **fields)
+        return AsyncLLMEngine._with_loader(
+            self.load, num_threads=1, attention_backend="torch", **fields
+        )
 
 
 @pytest.fixture(autouse=True)
 def _plain_ops(monkeypatch: pytest.MonkeyPatch) -> None:
-    """oneDNN's packed weights cannot be traced."""
+    """oneDNN's packed weights cannot be traced, nor can native ops."""
     monkeypatch.setattr(registry, "OneDNNOps", TorchOps)
 
 
@@ -139,7 +141,9 @@ def test_what_a_placement_leaves_open() -> None:
 
 def test_startup_captures_before_the_first_step() -> None:
     ahead = AheadOnCPU()
-    config = EngineConfig(load_format="dummy", device="cpu", cuda_graphs="startup")
+    config = EngineConfig(
+        load_format="dummy", device="cpu", attention_backend="torch", cuda_graphs="startup"
+    )
     runner = build_model_runner(config, MODEL, None, ahead.mode(config))
     assert runner.graphs is not None
     assert [record.key for record in runner.graphs.captured] == [

@@ -1,4 +1,4 @@
-"""The op set against plain formulas in float64."""
+"""Every op of every op set against plain formulas in float64."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from asyncllm.gpu.models.dense import attention_kinds, build_decoder
 from asyncllm.gpu.ops import onednn_ops
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.linear_weights import LinearWeights
+from asyncllm.gpu.ops.native_ops import NativeOps
 from asyncllm.gpu.ops.onednn_ops import (
     PLAIN_PRODUCT,
     BucketedLinear,
@@ -26,13 +27,26 @@ from asyncllm.gpu.ops.onednn_ops import (
 )
 from asyncllm.gpu.ops.registry import make_ops
 from asyncllm.gpu.ops.torch_attention import TorchAttention
-from asyncllm.gpu.ops.torch_ops import TorchLinear, TorchOps, TorchRopeAndCache
+from asyncllm.gpu.ops.torch_ops import TorchLinear, TorchOps
 from asyncllm.gpu.threads import set_thread_count
 from asyncllm.gpu.weights import dummy_weights
+from tests.native_library import context, isas
 
 CPU = torch.device("cpu")
-BACKENDS = [TorchOps(), *([OneDNNOps()] if onednn_works() else [])]
+BACKENDS = ["torch", *(["onednn"] if onednn_works() else []), *(f"native-{isa}" for isa in isas())]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2}
+
+
+def make(name: str) -> TorchOps:
+    """The op set of that name, a native one on two threads and one instruction set."""
+    if name.startswith("native"):
+        return NativeOps(context(2, name.removeprefix("native-")))
+    return OneDNNOps() if name == "onednn" else TorchOps()
+
+
+@pytest.fixture(params=BACKENDS)
+def ops(request: pytest.FixtureRequest) -> TorchOps:
+    return make(request.param)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -40,7 +54,6 @@ def _one_thread():
     set_thread_count(1)
 
 
-@pytest.mark.parametrize("ops", BACKENDS, ids=lambda ops: ops.name)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("shape", [(48, 40), (1000, 640)])
 @pytest.mark.parametrize("biased", [True, False])
@@ -50,14 +63,19 @@ def test_linear(ops, dtype, shape, biased):
     bias = torch.randn(shape[0], generator=generator).to(dtype) if biased else None
     shift = 0.0 if bias is None else bias.double()
     tolerance = TOLERANCE[dtype]
-    own, shared = LinearWeights(weight, bias), LinearWeights(weight, shared=True)
-    for linear, extra in ((ops.linear(own), shift), (ops.linear(shared), 0.0)):
+    own = ops.linear(LinearWeights(weight, bias))
+    embedding, head = ops.tied_embedding(LinearWeights(weight), dtype)
+    for linear, extra in ((own, shift), (head, 0.0)):
         for rows in (0, 1, 3, 17, 70):
             x = torch.randn(rows, shape[1], generator=generator).to(dtype)
             found = linear(x)
             assert found.dtype == dtype
             expected = x.double() @ weight.double().T + extra
             torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
+    ids = torch.tensor([shape[0] - 1, 0, 17, 17, 33])
+    assert torch.equal(embedding(ids), weight[ids])
+    assert torch.equal(ops.embedding(weight)(ids), weight[ids])
+    assert (embedding.dtype, embedding.device, embedding.shape) == (dtype, CPU, shape)
 
 
 def test_row_buckets_are_few_and_near():
@@ -154,13 +172,13 @@ QUANTISED = [
 
 
 @pytest.mark.parametrize(("scheme", "rows", "columns", "block"), QUANTISED)
-def test_weights_of_a_scheme_that_an_op_set_lacks_are_refused(scheme, rows, columns, block):
+def test_weights_of_a_scheme_that_an_op_set_lacks_are_refused(ops, scheme, rows, columns, block):
     """By name, and never computed with as if they were plain."""
     weights = LinearWeights(**quantised(scheme, rows, columns, block))
     assert weights.shape == (rows, columns)
-    for ops in BACKENDS:
-        with pytest.raises(ModelLoadError, match=f"'{scheme}'.*'{ops.name}' takes 'plain' only"):
-            ops.linear(weights)
+    accepted = "'int8'.*" if ops.name == "native" else "'plain' only"
+    with pytest.raises(ModelLoadError, match=f"'{scheme}'.*'{ops.name}' takes {accepted}"):
+        ops.linear(weights)
 
 
 @pytest.mark.parametrize(
@@ -247,11 +265,12 @@ def test_a_decoder_holds_no_second_copy_while_it_is_built():
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_norms(dtype):
+@pytest.mark.parametrize("width", [96, 51])
+def test_norms(ops, dtype, width):
     generator = torch.Generator().manual_seed(2)
-    weight = torch.randn(96, generator=generator).to(dtype)
-    x, residual = torch.randn(2, 5, 96, generator=generator).mul(3).to(dtype)
-    norm = TorchOps().rms_norm(weight, 1e-6)
+    weight = torch.randn(width, generator=generator).to(dtype)
+    x, residual = torch.randn(2, 5, width, generator=generator).mul(3).to(dtype)
+    norm = ops.rms_norm(weight, 1e-6)
     total = (x + residual).double()
 
     def exact(value: torch.Tensor) -> torch.Tensor:
@@ -264,40 +283,49 @@ def test_norms(dtype):
     torch.testing.assert_close(normed.double(), exact(total), rtol=tolerance, atol=tolerance)
 
 
-def test_rope_and_cache():
-    shape = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=8, scale=1.0)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("dim", [8, 48])
+def test_rope_and_cache(ops, dtype, normed, dim):
+    shape = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=dim, scale=1.0)
     generator = torch.Generator().manual_seed(3)
-    tokens = 5
-    qkv = torch.randn(tokens, 8 * 8, generator=generator)
-    q_norm, k_norm = torch.rand(2, 8, generator=generator) + 0.5
-    angles = torch.rand(tokens, 4, generator=generator) * 6
-    cos = torch.cat((angles.cos(), angles.cos()), -1).unsqueeze(1)
-    sin = torch.cat((-angles.sin(), angles.sin()), -1).unsqueeze(1)
-    heads = qkv.double().view(tokens, 8, 8)
+    tokens, half = 5, dim // 2
+    qkv = torch.randn(tokens, 8 * dim, generator=generator).to(dtype)
+    q_norm, k_norm = (torch.rand(2, dim, generator=generator) + 0.5).to(dtype)
+    angles = torch.rand(9, half, generator=generator) * 6
+    table = torch.cat((angles.cos(), angles.sin()), -1).to(dtype)
+    positions = torch.tensor([8, 0, 3, 4, 5])
+    heads = qkv.double().view(tokens, 8, dim)
     expected = heads.clone()
+    cos, sin = table[positions].double().chunk(2, -1)
     for index in range(6):
-        norm = q_norm if index < 4 else k_norm
         x = heads[:, index]
-        x = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.double()
-        low, high = x[:, :4], x[:, 4:]
-        c, s = angles.double().cos(), angles.double().sin()
-        expected[:, index] = torch.cat((low * c - high * s, high * c + low * s), -1)
-    cache = torch.full((2, 6, 4, 2, 8), 9.0)
+        if normed:
+            norm = q_norm if index < 4 else k_norm
+            x = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.double()
+        low, high = x[:, :half], x[:, half:]
+        expected[:, index] = torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
+    cache = torch.full((2, 6, 4, 2, dim), 9.0, dtype=dtype)
     slots = torch.tensor([23, 4, 11, 12, 9])
-    op = TorchRopeAndCache(shape, q_norm, k_norm, 1e-6)
-    q, k, v = op(qkv, (cos, sin), cache, slots)
+    op = ops.rope_and_cache(shape, *((q_norm, k_norm) if normed else (None, None)), 1e-6)
+    q, k, v = op(qkv, ops.rotary(table, positions), cache, slots)
+    tolerance = TOLERANCE[dtype]
     for found, wanted in ((q, expected[:, :4]), (k, expected[:, 4:6]), (v, expected[:, 6:])):
-        torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-6)
-    flat = cache.view(2, 24, 2, 8)
+        torch.testing.assert_close(found.double(), wanted, rtol=tolerance, atol=tolerance)
+    flat = cache.view(2, 24, 2, dim)
     assert torch.equal(flat[0, slots], k)
     assert torch.equal(flat[1, slots], v)
     untouched = sorted(set(range(24)) - set(slots.tolist()))
     assert bool((flat[:, untouched] == 9.0).all())
 
 
-def test_silu_mul():
-    x = torch.randn(3, 20, generator=torch.Generator().manual_seed(4))
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_silu_mul(ops, dtype):
+    x = (torch.randn(3, 70, generator=torch.Generator().manual_seed(4)) * 20).to(dtype)
+    x[0, :2] = torch.tensor([-200.0, 200.0])
     before = x.clone()
     gate, up = before.double().chunk(2, -1)
-    found = TorchOps().silu_mul(x)
-    torch.testing.assert_close(found.double(), gate * gate.sigmoid() * up, rtol=1e-5, atol=1e-6)
+    found = ops.silu_mul(x)
+    tolerance = TOLERANCE[dtype]
+    expected = gate * gate.sigmoid() * up
+    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)

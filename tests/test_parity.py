@@ -21,6 +21,7 @@ from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from tests.checkpoints import make_checkpoint
 from tests.driver import Driver
+from tests.native_library import context
 from tests.reference import Expected, Tally, compare, generate
 
 LLAMA3 = {
@@ -83,6 +84,7 @@ class Case:
     config: ModelConfig
     prompts: list[list[int]]
     expected: list[Expected]
+    backend: str = "torch"
 
     def runner(self, **overrides: Any) -> ModelRunner:
         settings = {
@@ -93,12 +95,13 @@ class Case:
             "dtype": "float32",
             "device": "cpu",
             "num_threads": 1,
+            "attention_backend": self.backend,
         }
         return build_model_runner(EngineConfig(**(settings | overrides)), self.config)
 
 
 @pytest.fixture(scope="module")
-def load_case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
+def load_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
     made: dict[str, Case] = {}
 
     def load(name: str) -> Case:
@@ -112,6 +115,15 @@ def load_case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]
         return made[name]
 
     return load
+
+
+@pytest.fixture(scope="module", params=["torch", "native"])
+def load_case(
+    load_checkpoint: Callable[[str], Case], request: pytest.FixtureRequest
+) -> Callable[[str], Case]:
+    if request.param == "native":
+        context()
+    return lambda name: replace(load_checkpoint(name), backend=request.param)
 
 
 @pytest.fixture(scope="module")
@@ -319,7 +331,7 @@ def _late_position(monkeypatch):
 def test_the_comparison_sees_mistakes(load_case, monkeypatch, mutate):
     case = load_case("qwen3")
     mutate(monkeypatch)
-    driver = Driver(case.runner())
+    driver = Driver(case.runner(attention_backend="torch"))
     seqs = [driver.add(case.prompts[2], OUTPUT)]
     if mutate is _shifted_mask:
         seqs.append(driver.add(case.prompts[3], OUTPUT))

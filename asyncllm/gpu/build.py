@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -15,6 +15,7 @@ from asyncllm.config import EngineConfig
 from asyncllm.core.batch import RequestAssignment, StepBatch
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.tracebacks import clear_frames
+from asyncllm.errors import InvalidRequestError
 from asyncllm.gpu.devices import resolve_device, resolve_dtype, set_current_device
 from asyncllm.gpu.execution_mode import (
     ExecutionMode,
@@ -39,9 +40,12 @@ from asyncllm.gpu.models.dense import attention_kinds, build_decoder, kv_groups
 from asyncllm.gpu.models.layers import AttentionKind
 from asyncllm.gpu.ops.backend import AttentionRequest
 from asyncllm.gpu.ops.base import Attention
+from asyncllm.gpu.ops.linear_weights import LinearWeights
+from asyncllm.gpu.ops.quantise import quantise_int8
 from asyncllm.gpu.ops.registry import make_attention, make_ops
+from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.profile import profile_run
-from asyncllm.gpu.threads import set_thread_count
+from asyncllm.gpu.threads import available_cpus, set_thread_count
 from asyncllm.gpu.token_budget import calibrate_token_budget
 from asyncllm.gpu.weights import dummy_weights, load_weights, weights_bytes
 from asyncllm.sampling_params import SamplingParams
@@ -90,7 +94,7 @@ def _create(
     max_num_seqs = config.max_num_seqs or mode.max_num_seqs
     sizes = graph_sizes(config, mode, max_num_seqs)
     num_threads = resolve_threads(config.num_threads, model, device)
-    decoder, groups, free_at_start = _load(config, model, device, progress)
+    decoder, groups, free_at_start = _load(config, model, device, num_threads, progress)
     dtype = decoder.embedding.dtype
     budget = config.max_num_batched_tokens
     token_budget = mode.token_budget if budget == "auto" else budget
@@ -122,7 +126,13 @@ def _create(
     if mode.make_capturer is not None:
         decode = DecodeRunner(decoder, cache, info, mode.make_capturer(), sizes)
     runner = ModelRunner(
-        decoder, cache, info, num_threads=num_threads, stream=mode.stream, decode=decode
+        decoder,
+        cache,
+        info,
+        # Native ops have threads of their own, and torch's would spin beside them.
+        num_threads=1 if decoder.ops.name == "native" else num_threads,
+        stream=mode.stream,
+        decode=decode,
     )
     if budget == "auto" and not mode.stream.is_async:
         measured = calibrate_token_budget(lambda count: time_prefill(runner, count))
@@ -133,7 +143,11 @@ def _create(
 
 
 def _load(
-    config: EngineConfig, model: ModelConfig, device: torch.device, progress: Progress | None
+    config: EngineConfig,
+    model: ModelConfig,
+    device: torch.device,
+    num_threads: int | None,
+    progress: Progress | None,
 ) -> tuple[Decoder, list[KVGroup], int]:
     """The model with its weights, its KV groups, and on a GPU the bytes that were free
     before."""
@@ -142,7 +156,15 @@ def _load(
     block_size = config.block_size
     for kind in attention_kinds(model):
         windows = frozenset({kind.window})
-        request = AttentionRequest(kind.shape, dtype, device, block_size, windows)
+        request = AttentionRequest(
+            kind.shape,
+            dtype,
+            device,
+            block_size,
+            windows,
+            num_threads=num_threads or available_cpus(),
+            peer=next(iter(attention.values()), None),
+        )
         attention[kind], block_size = make_attention(config.attention_backend, request)
     assert block_size is not None
     ops = make_ops(device, next(iter(attention.values())))
@@ -150,9 +172,31 @@ def _load(
     free_at_start = 0
     if device.type == "cuda":
         free_at_start = check_weights(config, device, weights_bytes(model, dtype))
+    convert = quantisation(config, device, ops)
     load = dummy_weights if config.load_format == "dummy" else load_weights
     weights = load(model, dtype, device, progress)
-    return build_decoder(model, ops, attention, weights), groups, free_at_start
+    return build_decoder(model, ops, attention, weights, convert), groups, free_at_start
+
+
+def quantisation(
+    config: EngineConfig, device: torch.device, ops: TorchOps
+) -> Callable[[LinearWeights], LinearWeights] | None:
+    """What ``config.quantization`` makes of the weights of a linear layer; None for nothing.
+
+    Raises:
+        InvalidRequestError: the device or its op set does not compute with such weights.
+    """
+    name = config.quantization
+    if name is None:
+        return None
+    if device.type != "cpu" or name not in ops.schemes:
+        found = f"device {device}" if device.type != "cpu" else f"the op set {ops.name!r}"
+        raise InvalidRequestError(
+            f"quantization={name!r}: expected None, or a CPU with native ops "
+            f'(attention_backend="native"), and this is {found}',
+            param="quantization",
+        )
+    return quantise_int8
 
 
 def resolve_threads(count: int | None, model: ModelConfig, device: torch.device) -> int | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
+from pathlib import Path
 
 import torch
 
@@ -27,3 +29,26 @@ def set_thread_count(count: int) -> bool:
     torch.get_num_threads()
     function(ctypes.c_int(count))
     return True
+
+
+def available_cpus(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Cores that this process may keep busy: those of its affinity mask, and no more than its
+    control group has time for. A thread beyond that would be stopped in the middle of an op.
+
+    Args:
+        cgroup: where the process sees its control group, of version 2 or 1.
+    """
+    affinity = getattr(os, "sched_getaffinity", None)
+    count = len(affinity(0)) if affinity else os.cpu_count() or 1
+    try:
+        if (cgroup / "cpu.max").exists():
+            quota, period = (cgroup / "cpu.max").read_text(encoding="ascii").split()
+        else:
+            quota, period = (
+                (cgroup / f"cpu/cpu.cfs_{name}_us").read_text(encoding="ascii").strip()
+                for name in ("quota", "period")
+            )
+        limit = int(quota) // int(period)
+    except (OSError, ValueError):
+        return count
+    return count if limit < 0 else max(1, min(count, limit))

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from asyncllm.checkpoint.model_config import ModelConfig, RopeConfig
@@ -15,7 +14,7 @@ from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.models.layers import AttentionKind, Layer, StepContext
 from asyncllm.gpu.models.rope import rope_table
-from asyncllm.gpu.ops.base import Attention, Linear, RMSNorm
+from asyncllm.gpu.ops.base import Attention, Embedding, Linear, RMSNorm
 from asyncllm.gpu.ops.torch_ops import TorchOps
 
 
@@ -26,7 +25,7 @@ class Decoder:
     Attributes:
         attention: of each kind that layers have, in the order of their indices.
         ropes: configuration and rotated head size of each RoPE table, by index.
-        embedding: ``[vocab_size, H]``; its dtype and device are the model's.
+        embedding: its dtype and device are the model's.
         rope_tables: see ``set_max_positions``.
     """
 
@@ -34,7 +33,7 @@ class Decoder:
     ops: TorchOps
     attention: Mapping[AttentionKind, Attention]
     ropes: Sequence[tuple[RopeConfig, int]]
-    embedding: Tensor
+    embedding: Embedding
     layers: Sequence[Layer]
     norm: RMSNorm
     lm_head: Linear
@@ -97,7 +96,7 @@ class Decoder:
             rotary=[self.ops.rotary(table, positions) for table in self.rope_tables],
             kv=cache.layers,
         )
-        x, residual = F.embedding(inputs[0].token_ids, self.embedding), None
+        x, residual = self.embedding(inputs[0].token_ids), None
         for layer in self.layers:
             if layer is self.layers[-1]:
                 # Past the last KV write only the rows that are sampled matter.

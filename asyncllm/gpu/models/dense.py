@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -14,7 +14,14 @@ from asyncllm.gpu.kv_cache import KVGroup
 from asyncllm.gpu.models.architectures import parameters
 from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.models.layers import AttentionKind, AttentionMixer, DecoderLayer, GatedMLP
-from asyncllm.gpu.ops.base import Attention, AttentionShape, Linear, RMSNorm, block_layout
+from asyncllm.gpu.ops.base import (
+    Attention,
+    AttentionShape,
+    Embedding,
+    Linear,
+    RMSNorm,
+    block_layout,
+)
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.torch_ops import TorchOps
 
@@ -55,6 +62,7 @@ def build_decoder(
     ops: TorchOps,
     attention: Mapping[AttentionKind, Attention],
     weights: Iterable[tuple[str, Tensor]],
+    convert: Callable[[LinearWeights], LinearWeights] | None = None,
 ) -> Decoder:
     """Builds the decoder that ``architectures.parameters`` describes.
 
@@ -63,15 +71,14 @@ def build_decoder(
         weights: ``(name, tensor)`` in the order of ``architectures.parameters``. Each is
             taken over as it comes, so that a packing backend never holds two copies of more
             than one of them.
+        convert: what becomes of the weights of every linear layer, the output head included,
+            before ``ops`` takes them: a quantisation.
     """
-    builder = _Builder(model, ops, attention, weights)
-    embedding = builder.take("embed.weight")
+    builder = _Builder(model, ops, attention, weights, convert)
+    embedding, lm_head = builder.embedding()
     layers = [builder.layer(index) for index in range(model.num_layers)]
     norm = builder.norm("norm")
-    if model.tie_word_embeddings:
-        lm_head = ops.linear(LinearWeights(embedding, shared=True))
-    else:
-        lm_head = builder.linear("lm_head")
+    lm_head = lm_head or builder.linear("lm_head")
     builder.finish()
     ropes = [(model.rope, model.head_dim)]
     return Decoder(model, ops, attention, ropes, embedding, layers, norm, lm_head)
@@ -86,8 +93,9 @@ class _Builder:
         ops: TorchOps,
         attention: Mapping[AttentionKind, Attention],
         weights: Iterable[tuple[str, Tensor]],
+        convert: Callable[[LinearWeights], LinearWeights] | None,
     ) -> None:
-        self.model, self.ops, self.attention = model, ops, attention
+        self.model, self.ops, self.attention, self.convert = model, ops, attention, convert
         self.weights = iter(weights)
         self.due = deque(parameter.name for parameter in parameters(model))
 
@@ -105,6 +113,15 @@ class _Builder:
         for name, _ in self.weights:
             raise RuntimeError(f"weights left over: {name}")
 
+    def embedding(self) -> tuple[Embedding, Linear | None]:
+        """The embedding, and the output head where that is tied to it."""
+        values = self.take("embed.weight")
+        if not self.model.tie_word_embeddings:
+            return self.ops.embedding(values), None
+        dtype, weights = values.dtype, LinearWeights(values)
+        del values
+        return self.ops.tied_embedding(self.convert(weights) if self.convert else weights, dtype)
+
     def norm(self, name: str) -> RMSNorm:
         return self.ops.rms_norm(self.take(f"{name}.weight"), self.model.rms_norm_eps)
 
@@ -114,7 +131,8 @@ class _Builder:
         while self.due and self.due[0].startswith(f"{name}."):
             due = self.due[0]
             rest[due.removeprefix(f"{name}.")] = self.take(due)
-        return self.ops.linear(LinearWeights(values, **rest))
+        weights = LinearWeights(values, **rest)
+        return self.ops.linear(self.convert(weights) if self.convert else weights)
 
     def layer(self, index: int) -> DecoderLayer:
         name, ops, kind = f"layers.{index}", self.ops, attention_kind(self.model, index)

@@ -23,6 +23,8 @@ class AttentionRequest:
         block_size: tokens per KV block; None until it is chosen.
         windows: the sliding windows of the model's layers, in keys that a query sees; None
             among them for a layer that sees all.
+        num_threads: CPU threads for a backend that starts its own.
+        peer: the attention of another kind of layer of the model, which may share what it has.
     """
 
     shape: AttentionShape
@@ -30,6 +32,8 @@ class AttentionRequest:
     device: torch.device
     block_size: int | None
     windows: frozenset[int | None]
+    num_threads: int = 1
+    peer: Attention | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from asyncllm.gpu.batch.decode_inputs import DecodeInputs
@@ -67,6 +68,23 @@ class Linear(Protocol):
     """``x [T, in] -> [T, out]``; owns its weight, in the backend's own layout."""
 
     def __call__(self, x: Tensor) -> Tensor: ...
+
+
+class Embedding(Protocol):
+    """Token ids ``[T] -> [T, H]``; owns its table, or shares it with the head.
+
+    Attributes:
+        dtype, device: the model's.
+        shape: ``(vocab_size, H)``.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def __call__(self, token_ids: Tensor) -> Tensor: ...
 
 
 class RMSNorm(Protocol):

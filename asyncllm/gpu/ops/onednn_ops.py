@@ -78,7 +78,7 @@ class OneDNNOps(TorchOps):
 
     name = "onednn"
 
-    def plain_linear(self, weights: LinearWeights) -> Linear:
+    def make_linear(self, weights: LinearWeights) -> Linear:
         """Packed, but where that would keep a second copy of a large weight."""
         dtype, small = weights.values.dtype, weights.values.numel() <= PLAIN_PRODUCT
         if weights.shared and not small:

@@ -13,11 +13,14 @@ from asyncllm.gpu.ops.backend import AttentionBackend, AttentionRequest, Unmet
 from asyncllm.gpu.ops.base import Attention
 from asyncllm.gpu.ops.flash_attention_2 import FlashAttention2
 from asyncllm.gpu.ops.flash_attention_3 import FlashAttention3
+from asyncllm.gpu.ops.native_attention import REMEDY, NativeAttention
+from asyncllm.gpu.ops.native_ops import NativeOps
 from asyncllm.gpu.ops.onednn_ops import OneDNNOps, onednn_works
 from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.ops.triton.attention import TritonAttention
 from asyncllm.logger import get_logger
+from asyncllm.native import Library, NativeUnavailableError
 
 logger = get_logger(__name__)
 
@@ -26,7 +29,13 @@ GROUP = "asyncllm.attention_backends"
 
 BUILTIN: dict[str, AttentionBackend] = {
     backend.name: backend
-    for backend in (TorchAttention, TritonAttention, FlashAttention2, FlashAttention3)
+    for backend in (
+        TorchAttention,
+        NativeAttention,
+        TritonAttention,
+        FlashAttention2,
+        FlashAttention3,
+    )
 }
 """None of them imports its library before it is made."""
 
@@ -34,16 +43,16 @@ BUILTIN: dict[str, AttentionBackend] = {
 def make_attention(name: str, request: AttentionRequest) -> tuple[Attention, int]:
     """The backend for a device and a model, and the tokens per KV block.
 
-    "auto" is "triton" on CUDA and "torch" elsewhere; the others are chosen by name only. A
-    backend that cannot be used is an error, never replaced by another.
+    "auto" is "triton" on CUDA, on a CPU "native" where that is known to be faster, and "torch"
+    elsewhere; the others are chosen by name only. What cannot be had is an error, never another
+    backend.
 
     Raises:
         InvalidRequestError: no such backend, or one that does not cover the request.
         EngineError: the backend's library is missing, too old or does not work here, or the
             distribution that registered it is at fault.
     """
-    default = "triton" if request.device.type == "cuda" else "torch"
-    chosen = default if name == "auto" else name
+    chosen = resolve(name, request)
     backend = find_backend(chosen)
     block_size = request.block_size or backend.default_block_size(request.device)
     request = dataclasses.replace(request, block_size=block_size)
@@ -59,6 +68,30 @@ def make_attention(name: str, request: AttentionRequest) -> tuple[Attention, int
             "Attention (asyncllm.gpu.ops.base)"
         )
     return attention, block_size
+
+
+def resolve(name: str, request: AttentionRequest) -> str:
+    """The name of a backend, "auto" being the device's own."""
+    if name != "auto":
+        return name
+    if request.device.type == "cuda":
+        return "triton"
+    if any(NativeAttention.constraints.unmet(request)) or not _native_is_faster():
+        return "torch"
+    return "native"
+
+
+def _native_is_faster() -> bool:
+    """Whether native ops are there, on a processor where they were measured to be faster than
+    torch's: one with AVX2, and no more than that."""
+    if torch.backends.cpu.get_cpu_capability() != "AVX2":
+        return False
+    try:
+        return Library().best_isa() == b"avx2"
+    except NativeUnavailableError as error:
+        # Its text alone: a handler may keep the record, and with the exception all its frames.
+        logger.warning("%s: the CPU runs torch's, which are slower; %s", str(error), REMEDY)
+        return False
 
 
 def find_backend(name: str) -> AttentionBackend:
@@ -92,7 +125,7 @@ def make_ops(device: torch.device, attention: Attention) -> TorchOps:
     """The op set for everything but attention.
 
     On CUDA these are Triton kernels, unless attention is plain torch: then nothing needs a
-    compiler.
+    compiler. Native ops go with native attention, and share its threads.
 
     Raises:
         EngineError: Triton cannot compile kernels here.
@@ -107,6 +140,8 @@ def make_ops(device: torch.device, attention: Attention) -> TorchOps:
         return TritonOps()
     if device.type != "cpu":
         return TorchOps()
+    if isinstance(attention, NativeAttention):
+        return NativeOps(attention.context)
     if onednn_works():
         return OneDNNOps()
     logger.warning("this build of torch has no packed linear layers: decoding will be slower")

@@ -6,15 +6,18 @@ with as few torch calls as it takes.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.batch.decode_inputs import DecodeInputs, SamplingTensors
-from asyncllm.gpu.ops.base import AttentionShape, Linear, RMSNorm, RopeAndCache
+from asyncllm.gpu.ops.base import AttentionShape, Embedding, Linear, RMSNorm, RopeAndCache
 from asyncllm.gpu.ops.gumbel import gumbel_sample
-from asyncllm.gpu.ops.linear_weights import LinearWeights
+from asyncllm.gpu.ops.linear_weights import LinearWeights, QuantScheme
 
 
 class TorchLinear:
@@ -26,6 +29,17 @@ class TorchLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
+
+
+class TorchEmbedding:
+    """A table of plain values ``[vocab_size, H]``."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+        self.dtype, self.device, self.shape = values.dtype, values.device, values.shape
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        return F.embedding(token_ids, self.values)
 
 
 class TorchRMSNorm:
@@ -94,6 +108,8 @@ class TorchOps:
     device has better ones for; attention comes from a backend of its own."""
 
     name = "torch"
+    schemes: ClassVar[frozenset[QuantScheme]] = frozenset({"plain"})
+    """Of the weights that its linear layers take."""
 
     def linear(self, weights: LinearWeights) -> Linear:
         """A linear layer that takes over ``weights``: unless they are shared, the caller drops
@@ -102,15 +118,31 @@ class TorchOps:
         Raises:
             ModelLoadError: a scheme that the op set cannot compute with.
         """
-        if weights.scheme != "plain":
+        if weights.scheme not in self.schemes:
             raise ModelLoadError(
-                f"weights of scheme {weights.scheme!r}: the op set {self.name!r} takes 'plain' only"
+                f"weights of scheme {weights.scheme!r}: the op set {self.name!r} takes "
+                f"{' and '.join(map(repr, sorted(self.schemes)))} only"
             )
-        return self.plain_linear(weights)
+        return self.make_linear(weights)
 
-    def plain_linear(self, weights: LinearWeights) -> Linear:
-        """The layer of weights that are floating point numbers as they are."""
+    def make_linear(self, weights: LinearWeights) -> Linear:
+        """The layer of weights that are of one of ``schemes``."""
         return TorchLinear(weights)
+
+    def embedding(self, values: Tensor) -> Embedding:
+        """The rows of ``values [vocab_size, H]`` by token id."""
+        return TorchEmbedding(values)
+
+    def tied_embedding(
+        self, weights: LinearWeights, dtype: torch.dtype
+    ) -> tuple[Embedding, Linear]:
+        """The embedding and the output head that share ``weights``, held once.
+
+        Args:
+            dtype: of the embedding.
+        """
+        shared = replace(weights, shared=True)
+        return self.embedding(weights.values), self.linear(shared)
 
     def rms_norm(self, weight: Tensor, eps: float) -> RMSNorm:
         return TorchRMSNorm(weight, eps)

@@ -1,0 +1,125 @@
+"""Paged attention in compiled code, straight from the KV cache by block table."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any, ClassVar, NoReturn, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncllm.errors import EngineError
+from asyncllm.gpu.batch.decode_inputs import DecodeInputs
+from asyncllm.gpu.batch.step_inputs import ModelInputs
+from asyncllm.gpu.ops.backend import AttentionRequest, Constraints
+from asyncllm.gpu.ops.base import AttentionShape
+from asyncllm.gpu.ops.native_ops import DTYPES, check_cache
+from asyncllm.native import AttentionArgs, Context, Library, NativeUnavailableError, fail
+
+REMEDY = "`python -m asyncllm.native.build` compiles them, with a C++ compiler"
+
+
+@dataclass(slots=True)
+class StepRows:
+    """Rows of a step as the library reads them.
+
+    Attributes:
+        args: what all layers share.
+        held: arrays that ``args`` has addresses of.
+    """
+
+    args: AttentionArgs
+    held: tuple[Any, ...]
+
+
+class NativeAttention:
+    """Attention of decode rows and chunks of prompts alike.
+
+    A query's result depends on its sequence alone, to the last bit: neither on the rows that
+    are computed with it nor on how its prompt was cut into chunks.
+
+    Args:
+        sinks: ``[Hq]`` float32, a logit per head that takes part in the softmax.
+    """
+
+    name = "native"
+    needs_zeroed_blocks = False
+    constraints: ClassVar = Constraints(
+        device_types=frozenset({"cpu"}), dtypes=frozenset(DTYPES), max_head_dim=512
+    )
+
+    @staticmethod
+    def default_block_size(device: torch.device) -> int:
+        return 32
+
+    @classmethod
+    def make(cls, request: AttentionRequest) -> Self:
+        """Raises EngineError where the library is missing or does not work here."""
+        peer = request.peer
+        if isinstance(peer, NativeAttention):
+            return cls(peer.context, request.shape, request.dtype)
+        try:
+            context = Context(Library(), request.num_threads)
+        except NativeUnavailableError as error:
+            raise EngineError(f'attention_backend="native": {error}; {REMEDY}') from error
+        return cls(context, request.shape, request.dtype)
+
+    def __init__(
+        self, context: Context, shape: AttentionShape, dtype: torch.dtype,
+        sinks: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        self.context, self.shape, self.dtype = context, shape, dtype
+        self.sinks = None if sinks is None else sinks.float().contiguous()
+        if self.sinks is not None and self.sinks.shape != (shape.num_heads,):
+            raise ValueError(f"sinks {tuple(self.sinks.shape)}: expected ({shape.num_heads},)")
+
+    def plan(self, inputs: ModelInputs, window: int | None) -> StepRows:
+        table = np.ascontiguousarray(inputs.block_table, dtype=np.int32)
+        starts = np.ascontiguousarray(inputs.query_start_loc, dtype=np.int64)
+        lengths = np.ascontiguousarray(inputs.seq_lens, dtype=np.int64)
+        shape, sinks = self.shape, self.sinks
+        args = AttentionArgs(
+            block_table=table.ctypes.data,
+            table_stride=table.shape[1],
+            table_width=table.shape[1],
+            query_start=starts.ctypes.data,
+            seq_lens=lengths.ctypes.data,
+            rows=len(lengths),
+            num_tokens=int(starts[-1]),
+            heads=shape.num_heads,
+            kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            window=window or 0,
+            scale=shape.scale,
+            softcap=shape.softcap or 0.0,
+            sinks=None if sinks is None else sinks.data_ptr(),
+            dtype=DTYPES[self.dtype],
+        )
+        return StepRows(args, (table, starts, lengths))
+
+    def plan_decode(self, rows: DecodeInputs, window: int | None) -> NoReturn:
+        raise NotImplementedError("native attention reads lengths on the host: no CUDA graphs")
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, plan: StepRows) -> Tensor:
+        shape, args = self.shape, plan.args
+        expected = (args.num_tokens, shape.num_heads, shape.head_dim)
+        if q.shape != expected or q.dtype != self.dtype or q.device.type != "cpu":
+            raise ValueError(
+                f"native attention: q is {tuple(q.shape)} of {q.dtype} on {q.device}, expected "
+                f"{expected} of {self.dtype} on cpu"
+            )
+        if q.stride(2) != 1:
+            q = q.contiguous()
+        strides = check_cache(cache, shape, self.dtype)
+        args.kv_stride, args.block_stride, args.slot_stride, args.head_stride = strides
+        args.cache, args.num_blocks, args.block_size = (cache.data_ptr(), *cache.shape[1:3])
+        out = q.new_empty((q.shape[0], shape.num_heads * shape.head_dim))
+        args.q, args.out = q.data_ptr(), out.data_ptr()
+        args.q_token_stride, args.q_head_stride = q.stride(0), q.stride(1)
+        context = self.context
+        status = context.library.attention(context.handle, ctypes.byref(args))
+        if status:
+            fail("attention", status)
+        return out

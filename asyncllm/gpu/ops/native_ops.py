@@ -1,0 +1,268 @@
+"""NativeOps: the op set for CPUs in compiled code, on threads of its own."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from asyncllm.errors import ModelLoadError
+from asyncllm.gpu.ops.base import AttentionShape, RMSNorm, RopeAndCache
+from asyncllm.gpu.ops.linear_weights import LinearWeights, QuantScheme
+from asyncllm.gpu.ops.torch_ops import TorchOps
+from asyncllm.native import Context, PackedWeights, RopeArgs, fail
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+INT8 = 3
+"""A type of weights."""
+
+
+def rows_of(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x [T, N]`` as the ops read it: on the CPU, of ``dtype``, each row contiguous.
+
+    Raises:
+        ValueError: another device or dtype, which no copy would mend.
+    """
+    if x.dtype != dtype or x.device.type != "cpu":
+        raise ValueError(f"native ops: {x.dtype} on {x.device}, expected {dtype} on cpu")
+    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+
+
+def parameter(x: Tensor) -> Tensor:
+    """A layer's parameter at an address of its own that stays."""
+    if x.dtype not in DTYPES or x.device.type != "cpu":
+        raise ValueError(f"native ops: a parameter of {x.dtype} on {x.device}")
+    return x.contiguous()
+
+
+class NativeLinear:
+    """A linear layer on weights that are packed, and replace the plain ones.
+
+    Args:
+        weights: of scheme "plain", or "int8" with a scale per output and no zeros: those take
+            inputs of any dtype.
+
+    Raises:
+        ModelLoadError: weights of another form.
+    """
+
+    def __init__(self, context: Context, weights: LinearWeights) -> None:
+        values = weights.values if weights.values.stride(1) == 1 else weights.values.contiguous()
+        bias, scales = (
+            None if tensor is None else tensor.float().flatten().contiguous()
+            for tensor in (weights.bias, weights.scales)
+        )
+        if weights.scheme == "plain":
+            self.dtype, stored = values.dtype, DTYPES[values.dtype]
+        else:
+            check_int8(weights)
+            self.dtype, stored = None, INT8
+        self.context = context
+        self.n, self.k = values.shape
+        self.weights = PackedWeights(
+            context, values.data_ptr(), stored, self.n, self.k, values.stride(0),
+            *(None if tensor is None else tensor.data_ptr() for tensor in (scales, bias)),
+        )  # fmt: skip
+
+    def __call__(self, x: Tensor) -> Tensor:
+        x = rows_of(x, self.dtype or x.dtype)
+        m, k = x.shape
+        if k != self.k:
+            raise ValueError(f"native linear: x has {k} columns, expected {self.k}")
+        y = x.new_empty((m, self.n))
+        context = self.context
+        status = context.library.linear(
+            context.handle, self.weights.handle, x.data_ptr(), x.stride(0), y.data_ptr(), self.n,
+            m, DTYPES[x.dtype],
+        )  # fmt: skip
+        if status:
+            fail("linear", status)
+        return y
+
+
+class NativeEmbedding:
+    """The embedding that a head is tied to: gathered from the head's packed weights, so that
+    they are held once.
+
+    Attributes:
+        dtype, device, shape: as a plain table's ``[vocab_size, H]``.
+    """
+
+    def __init__(self, head: NativeLinear, dtype: torch.dtype) -> None:
+        self.head, self.dtype, self.shape = head, dtype, (head.n, head.k)
+        self.device = torch.device("cpu")
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        ids, head, context = token_ids.contiguous(), self.head, self.head.context
+        if ids.dtype != torch.int64 or ids.device.type != "cpu" or ids.dim() != 1:
+            raise ValueError(f"native gather: ids are {tuple(ids.shape)} of {ids.dtype}")
+        out = torch.empty((len(ids), head.k), dtype=self.dtype, device="cpu")
+        status = context.library.gather(
+            context.handle, head.weights.handle, ids.data_ptr(), len(ids), out.data_ptr(),
+            DTYPES[self.dtype],
+        )  # fmt: skip
+        if status:
+            fail("gather", status)
+        return out
+
+
+def check_int8(weights: LinearWeights) -> None:
+    """Raises ModelLoadError unless there is one scale per output channel, and nothing else."""
+    columns = weights.shape[1]
+    found = weights.scale_block, weights.zeros is None, weights.column_order is None
+    if weights.scheme != "int8" or found != ((1, columns), True, True):
+        raise ModelLoadError(
+            f"weights of scheme {weights.scheme!r} with scale_block={weights.scale_block}: the op "
+            f"set 'native' takes 'int8' in blocks of (1, {columns}), without zeros and column_order"
+        )
+
+
+class NativeRMSNorm:
+    """Norm in float32, rounded to the model's dtype before the weight, as in Llama."""
+
+    def __init__(self, context: Context, weight: Tensor, eps: float) -> None:
+        self.context, self.weight, self.eps = context, parameter(weight), eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._norm(x, None)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        residual = rows_of(residual, self.weight.dtype)
+        return self._norm(x, residual), residual
+
+    def _norm(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        weight, context = self.weight, self.context
+        x = rows_of(x, weight.dtype)
+        rows, width = x.shape
+        if width != len(weight) or (residual is not None and residual.shape != x.shape):
+            raise ValueError(
+                f"native rms_norm: x is {tuple(x.shape)}, expected {len(weight)} columns and the "
+                "residual's shape"
+            )
+        out = x.new_empty((rows, width))
+        status = context.library.rms_norm(
+            context.handle, x.data_ptr(), x.stride(0),
+            None if residual is None else residual.data_ptr(),
+            0 if residual is None else residual.stride(0), weight.data_ptr(), self.eps,
+            out.data_ptr(), rows, width, DTYPES[x.dtype],
+        )  # fmt: skip
+        if status:
+            fail("rms_norm", status)
+        return out
+
+
+class NativeRopeAndCache:
+    """Norms and rotates the heads of q and k in place in ``qkv``, and writes k and v."""
+
+    def __init__(
+        self,
+        context: Context,
+        shape: AttentionShape,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+    ) -> None:
+        self.context, self.shape, self.norms = context, shape, None
+        self.args = RopeArgs(
+            eps=eps, heads=shape.num_heads, kv_heads=shape.num_kv_heads, head_dim=shape.head_dim
+        )
+        if q_norm is not None and k_norm is not None:
+            self.norms = parameter(q_norm), parameter(k_norm)
+            self.args.q_norm, self.args.k_norm = (norm.data_ptr() for norm in self.norms)
+
+    def __call__(
+        self, qkv: Tensor, rotary: tuple[Tensor, Tensor], cache: Tensor, slot_mapping: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See ``RopeAndCache``; ``rotary`` is the table and the positions."""
+        (table, positions), shape, args = rotary, self.shape, self.args
+        qkv = rows_of(qkv, table.dtype)
+        num_tokens, dim = qkv.shape[0], shape.head_dim
+        num_q, num_k = shape.num_heads, shape.num_kv_heads
+        heads = qkv.view(num_tokens, num_q + 2 * num_k, dim)
+        kv_strides = check_cache(cache, shape, table.dtype)
+        norms = self.norms or ()
+        if any(norm.dtype != table.dtype or norm.shape != (dim,) for norm in norms):
+            raise ValueError(f"native rope: norms are not [{dim}] of {table.dtype}")
+        for name, index in (("positions", positions), ("slots", slot_mapping)):
+            if index.dtype != torch.int64 or not index.is_contiguous() or len(index) != num_tokens:
+                raise ValueError(f"native rope: {name} are not {num_tokens} contiguous int64")
+        args.qkv, args.token_stride = qkv.data_ptr(), qkv.stride(0)
+        args.table, args.table_rows = table.data_ptr(), table.shape[0]
+        args.positions, args.slots = positions.data_ptr(), slot_mapping.data_ptr()
+        args.cache, args.num_tokens, args.dtype = cache.data_ptr(), num_tokens, DTYPES[qkv.dtype]
+        args.num_blocks, args.block_size = cache.shape[1], cache.shape[2]
+        args.kv_stride, args.block_stride, args.slot_stride, args.head_stride = kv_strides
+        context = self.context
+        status = context.library.rope_and_cache(context.handle, ctypes.byref(args))
+        if status:
+            fail("rope_and_cache", status)
+        return heads[:, :num_q], heads[:, num_q : num_q + num_k], heads[:, num_q + num_k :]
+
+
+class NativeSiluMul:
+    """SiLU of the first half of a row times the second."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+
+    def __call__(self, gate_up: Tensor) -> Tensor:
+        gate_up = rows_of(gate_up, gate_up.dtype)
+        rows, width = gate_up.shape
+        out, context = gate_up.new_empty((rows, width // 2)), self.context
+        status = context.library.silu_mul(
+            context.handle, gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), rows,
+            width // 2, DTYPES[gate_up.dtype],
+        )  # fmt: skip
+        if status:
+            fail("silu_mul", status)
+        return out
+
+
+def check_cache(cache: Tensor, shape: AttentionShape, dtype: torch.dtype) -> tuple[int, ...]:
+    """The strides of a layer's KV but for the last, which is 1.
+
+    Raises:
+        ValueError: another shape, dtype, device or last stride, because it is written in place.
+    """
+    expected = (2, shape.num_kv_heads, shape.head_dim)
+    found = (cache.shape[0], *cache.shape[3:])
+    *strides, last = cache.stride()
+    if found != expected or cache.dtype != dtype or cache.device.type != "cpu" or last != 1:
+        raise ValueError(
+            f"native ops: a KV cache {tuple(cache.shape)} of {cache.dtype} on {cache.device}, "
+            f"expected [2, blocks, tokens, {shape.num_kv_heads}, {shape.head_dim}] of {dtype}"
+        )
+    return tuple(strides)
+
+
+class NativeOps(TorchOps):
+    """Compiled ops with a context's threads; what a step does once is plain torch."""
+
+    name = "native"
+    schemes: ClassVar[frozenset[QuantScheme]] = frozenset({"plain", "int8"})
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.silu_mul = NativeSiluMul(context)
+
+    def make_linear(self, weights: LinearWeights) -> NativeLinear:
+        return NativeLinear(self.context, weights)
+
+    def tied_embedding(
+        self, weights: LinearWeights, dtype: torch.dtype
+    ) -> tuple[NativeEmbedding, NativeLinear]:
+        head = NativeLinear(self.context, weights)
+        return NativeEmbedding(head, dtype), head
+
+    def rms_norm(self, weight: Tensor, eps: float) -> RMSNorm:
+        return NativeRMSNorm(self.context, weight, eps)
+
+    def rope_and_cache(
+        self, shape: AttentionShape, q_norm: Tensor | None, k_norm: Tensor | None, eps: float
+    ) -> RopeAndCache:
+        return NativeRopeAndCache(self.context, shape, q_norm, k_norm, eps)
+
+    def rotary(self, table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return table, positions

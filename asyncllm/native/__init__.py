@@ -1,0 +1,178 @@
+"""Native ops for CPUs: a small C++ library behind a plain C interface (``src/interface.h``).
+
+It is called through ctypes, without the GIL, on addresses and strides: it links against
+neither Python nor torch, and one build serves every version of both.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
+from pathlib import Path
+from typing import Any, NoReturn
+
+LIBRARY = Path(__file__).parent / "libasyncllm_ops.so"
+
+_P, _I, _N, _F = c_void_p, c_int64, c_int32, c_float
+_STATUS = {
+    1: "shapes, strides or an alignment that no kernel takes",
+    2: "out of memory for scratch space",
+    3: "it is closed, or this is a forked child of the process that made it",
+    4: "a slot, block or position beyond its table",
+}
+
+
+def _fields(*groups: tuple[Any, str]) -> list[tuple[str, Any]]:
+    """The fields of a structure from their types and names."""
+    return [(name, kind) for kind, names in groups for name in names.split()]
+
+
+class AttentionArgs(ctypes.Structure):
+    """``AttentionArgs`` of the interface."""
+
+    _fields_ = _fields(
+        (_P, "q"),
+        (_I, "q_token_stride q_head_stride"),
+        (_P, "cache"),
+        (_I, "kv_stride block_stride slot_stride head_stride"),
+        (_P, "out block_table"),
+        (_I, "table_stride table_width"),
+        (_P, "query_start seq_lens"),
+        (_I, "rows num_tokens heads kv_heads head_dim num_blocks block_size window"),
+        (_F, "scale softcap"),
+        (_P, "sinks"),
+        (_N, "dtype"),
+    )
+
+
+class RopeArgs(ctypes.Structure):
+    """``RopeArgs`` of the interface."""
+
+    _fields_ = _fields(
+        (_P, "qkv"),
+        (_I, "token_stride"),
+        (_P, "table"),
+        (_I, "table_rows"),
+        (_P, "positions q_norm k_norm"),
+        (_F, "eps"),
+        (_P, "cache"),
+        (_I, "kv_stride block_stride slot_stride head_stride"),
+        (_P, "slots"),
+        (_I, "num_tokens heads kv_heads head_dim num_blocks block_size"),
+        (_N, "dtype"),
+    )
+
+
+_SIGNATURES = {
+    "sources": (c_char_p, []),
+    "best_isa": (c_char_p, []),
+    "create": (_P, [_N, c_char_p]),
+    "close": (None, [_P]),
+    "isa": (c_char_p, [_P]),
+    "pack": (_P, [_P, _P, _N, _I, _I, _I, _P, _P]),
+    "free_weights": (None, [_P]),
+    "weights_bytes": (_I, [_P]),
+    "linear": (_N, [_P, _P, _P, _I, _P, _I, _I, _N]),
+    "gather": (_N, [_P, _P, _P, _I, _P, _N]),
+    "attention": (_N, [_P, POINTER(AttentionArgs)]),
+    "rms_norm": (_N, [_P, _P, _I, _P, _I, _P, _F, _P, _I, _I, _N]),
+    "rope_and_cache": (_N, [_P, POINTER(RopeArgs)]),
+    "silu_mul": (_N, [_P, _P, _I, _P, _I, _I, _N]),
+}
+
+
+class NativeUnavailableError(Exception):
+    """There is no library that works here; the message says why."""
+
+
+class Library:
+    """The library's functions, by their names without the prefix.
+
+    Raises:
+        NativeUnavailableError: it has not been built, or was built for another machine or from
+            other sources than those beside it.
+    """
+
+    def __init__(self, path: Path = LIBRARY) -> None:
+        if not path.exists():
+            raise NativeUnavailableError("the native ops have not been compiled")
+        # Here, because it is a program as well: ``python -m`` warns of one that is loaded.
+        from asyncllm.native.build import fingerprint
+
+        try:
+            self._library = ctypes.CDLL(str(path))
+            self._take("sources")
+        except (OSError, AttributeError) as error:
+            raise NativeUnavailableError(f"the native ops cannot be loaded: {error}") from error
+        if self.sources().decode() != fingerprint():
+            raise NativeUnavailableError(f"{path} was compiled from other sources")
+        for name in _SIGNATURES:
+            self._take(name)
+
+    def _take(self, name: str) -> None:
+        function = getattr(self._library, f"asyncllm_{name}")
+        function.restype, function.argtypes = _SIGNATURES[name]
+        setattr(self, name, function)
+
+    def __getattr__(self, name: str) -> ctypes._NamedFuncPointer:
+        raise AttributeError(name)
+
+
+class Context:
+    """Threads and scratch memory of one engine, and the kernels of one instruction set.
+
+    One thread at a time calls ops with it. The threads end when the last reference is gone,
+    so that none can be at work on what has been freed.
+
+    Args:
+        num_threads: with the caller's.
+        isa: instruction set; the best that the processor has unless given.
+
+    Raises:
+        NativeUnavailableError: this processor or build does not have ``isa``, or the threads
+            cannot be started.
+    """
+
+    def __init__(self, library: Library, num_threads: int, isa: str | None = None) -> None:
+        self.library = library
+        self.num_threads = num_threads
+        self.handle = library.create(num_threads, None if isa is None else isa.encode())
+        if not self.handle:
+            what = isa or library.best_isa().decode()
+            raise NativeUnavailableError(f"{what} with {num_threads} threads cannot be started")
+        self.isa = library.isa(self.handle).decode()
+        self._end = weakref.finalize(self, library.close, self.handle)
+        self._end.atexit = False
+
+
+class PackedWeights:
+    """Weights in the layout of a context's kernels.
+
+    Args:
+        values: address of ``[n, k]``, rows ``stride`` elements apart.
+        dtype: ``DType`` of the interface.
+        scales: address of ``[n]`` float32, for weights of 8 bits.
+        bias: address of ``[n]`` float32, or None.
+
+    Raises:
+        MemoryError: they do not fit.
+    """
+
+    def __init__(
+        self, context: Context, values: int, dtype: int, n: int, k: int, stride: int,
+        scales: int | None, bias: int | None,
+    ) -> None:  # fmt: skip
+        library = context.library
+        self.handle = library.pack(context.handle, values, dtype, n, k, stride, scales, bias)
+        if not self.handle:
+            raise MemoryError(f"weights of {n} x {k} cannot be packed")
+        self.num_bytes: int = library.weights_bytes(self.handle)
+        weakref.finalize(self, library.free_weights, self.handle).atexit = False
+
+
+def fail(op: str, status: int) -> NoReturn:
+    """Raises what a status other than 0 means; running out of memory as torch does it."""
+    if status == 2:
+        raise MemoryError(f"native {op}: {_STATUS[status]}")
+    raise RuntimeError(f"native {op}: {_STATUS[status]}")

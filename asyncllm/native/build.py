@@ -1,0 +1,143 @@
+"""Compiles the library of native ops: ``python -m asyncllm.native.build``.
+
+Also loaded by the distribution's build hook, by its path: it needs nothing but Python.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+SOURCES = Path(__file__).parent / "src"
+LIBRARY = Path(__file__).parent / "libasyncllm_ops.so"
+
+FLAGS = (
+    "-std=c++17 -O2 -fPIC -ffp-contract=off -fno-math-errno -fno-strict-aliasing "
+    "-fno-exceptions -fno-rtti -fvisibility=hidden -pthread -Wall -Wextra"
+).split()
+LINK = "-shared -pthread -static-libstdc++ -static-libgcc -Wl,-z,defs -Wl,-s".split()
+UNITS: dict[str, dict[str, Sequence[str]]] = {
+    "x86_64": {
+        "avx2": ["-mavx2", "-mfma", "-mf16c"],
+        # -Wmaybe-uninitialized takes GCC's own _mm512_undefined_ps for a mistake.
+        "avx512": (
+            "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512bf16 "
+            "-mavx512vnni -Wno-maybe-uninitialized"
+        ).split(),
+    },
+    "aarch64": {"neon": []},
+}
+"""Instruction sets beyond the baseline fallback, each a translation unit with flags of its own:
+what the rest is compiled with has to run on every processor of the machine's kind."""
+
+
+def fingerprint() -> str:
+    """A digest of the sources, by which a library is known to be built from them."""
+    digest = hashlib.sha256()
+    for source in sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")]):
+        digest.update(f"{source.name}\0".encode() + source.read_bytes())
+    return digest.hexdigest()[:32]
+
+
+class BuildError(Exception):
+    """No compiler, or one that fails; the message holds what it said."""
+
+
+def find_compiler() -> list[str]:
+    """The command of ``$CXX``, or of the system's C++ compiler."""
+    named = shlex.split(os.environ.get("CXX", ""))
+    for command in [named] if named else [["c++"], ["g++"], ["clang++"]]:
+        if shutil.which(command[0]):
+            return command
+    raise BuildError(f"no C++ compiler: expected {named[0] if named else 'c++, g++ or clang++'}")
+
+
+def build(
+    output: Path = LIBRARY,
+    *,
+    compiler: Sequence[str] | None = None,
+    machine: str | None = None,
+    only: Sequence[str] | None = None,
+    flags: Sequence[str] = (),
+) -> list[str]:
+    """Compiles and links the library, and puts it in its place whole.
+
+    Args:
+        compiler: command, ``find_compiler`` unless given.
+        machine: what it compiles for, as ``platform.machine()`` says; this one unless given.
+        only: the instruction sets to compile for beside the baseline; all unless given.
+        flags: further ones for every unit and the link.
+
+    Returns:
+        The instruction sets that are in it; one whose flags the compiler lacks is not.
+
+    Raises:
+        BuildError: the compiler is missing or fails, or the system is not Linux.
+    """
+    if sys.platform != "linux":
+        raise BuildError(f"native ops are for Linux, and this is {sys.platform}")
+    command = list(compiler or find_compiler())
+    units = UNITS.get(machine or platform.machine(), {})
+    wanted = units if only is None else [name for name in units if name in only]
+    sets = [name for name in wanted if _takes(command, units[name])]
+    defines = [f'-DASYNCLLM_SOURCES="{fingerprint()}"']
+    defines += [f"-DASYNCLLM_{name.upper()}" for name in sets]
+    sources: dict[str, Sequence[str]] = {
+        "library": defines,
+        "sequences": [],
+        "pool": [],
+        "kernels_baseline": [],
+    }
+    sources |= {f"kernels_{name}": units[name] for name in sets}
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as threads:
+
+        def compile_unit(item: tuple[str, Sequence[str]]) -> str:
+            name, own = item
+            target = f"{folder}/{name}.o"
+            source = str(SOURCES / f"{name}.cpp")
+            _run([*command, *FLAGS, *own, *flags, "-c", source, "-o", target])
+            return target
+
+        objects = list(threads.map(compile_unit, sorted(sources.items())))
+        linked = output.with_name(f".{output.name}.{os.getpid()}")
+        try:
+            _run([*command, *objects, *LINK, *flags, "-o", str(linked)])
+            os.replace(linked, output)
+        finally:
+            linked.unlink(missing_ok=True)
+    return [*sets, "baseline"]
+
+
+def _takes(command: list[str], flags: Sequence[str]) -> bool:
+    probe = [*command, *flags, "-x", "c++", "-fsyntax-only", os.devnull]
+    return subprocess.run(probe, capture_output=True, check=False).returncode == 0
+
+
+def _run(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise BuildError(f"{shlex.join(command)}: {error}") from error
+    if done.returncode:
+        raise BuildError(f"{shlex.join(command)}: {done.stderr.strip()[-2000:]}")
+
+
+def main() -> None:
+    try:
+        found = build()
+    except BuildError as error:
+        sys.exit(str(error))
+    sys.stdout.write(f"{LIBRARY}: {', '.join(found)}\n")
+
+
+if __name__ == "__main__":
+    main()

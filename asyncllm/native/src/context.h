@@ -1,0 +1,76 @@
+// What the entry points share: the context, checks of what they are given, scratch memory.
+#pragma once
+#include <stdlib.h>
+
+#include "kernels.h"
+#include "pool.h"
+
+#define API extern "C" __attribute__((visibility("default")))
+
+struct Context {
+  Pool pool;
+  const Kernels* kernels;
+  int64_t process;         // the value of forks when it was made
+  void** scratch;          // per thread
+  int64_t scratch_bytes;   // of each
+  void* shared;
+  int64_t shared_bytes;
+};
+
+// Forks between the process that loaded the library and this one.
+extern int64_t forks;
+
+constexpr int64_t CACHE_LINE = 64;
+// Multiplications below which a call is not worth waking another thread for.
+constexpr int64_t SERIAL_WORK = 150000;
+
+inline bool is_open(const Context* context) { return context && context->process == forks; }
+
+inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
+inline bool is_dtype(int32_t dtype) { return dtype >= DTYPE_F32 && dtype <= DTYPE_F16; }
+inline int64_t size_of(int32_t dtype) {
+  return dtype == DTYPE_F32 ? 4 : dtype == DTYPE_I8 ? 1 : 2;
+}
+inline bool aligned(const void* p, int64_t size) { return reinterpret_cast<uintptr_t>(p) % size == 0; }
+// Whether `rows` rows of `width` elements at p can be read or written.
+inline bool is_matrix(const void* p, int32_t dtype, int64_t rows, int64_t width, int64_t stride) {
+  if (!is_dtype(dtype) || rows < 0 || width < 1) return false;
+  return rows == 0 || (p && aligned(p, size_of(dtype)) && (rows == 1 || stride >= width));
+}
+
+inline void* allocate(int64_t bytes) {
+  void* p = nullptr;
+  return posix_memalign(&p, CACHE_LINE, most(bytes, CACHE_LINE)) ? nullptr : p;
+}
+
+inline bool grow(void** p, int64_t* held, int64_t bytes) {
+  if (bytes <= *held) return true;
+  free(*p);
+  *p = allocate(bytes);
+  *held = *p ? bytes : 0;
+  return *p;
+}
+
+inline bool grow_scratch(Context* context, int64_t bytes) {
+  if (bytes <= context->scratch_bytes) return true;
+  context->scratch_bytes = 0;
+  for (int i = 0; i < context->pool.size(); ++i) {
+    free(context->scratch[i]);
+    context->scratch[i] = allocate(bytes);
+    if (!context->scratch[i]) return false;
+  }
+  context->scratch_bytes = bytes;
+  return true;
+}
+
+// Runs f(task) for each, on all threads where the work is worth it.
+template <class F> void share(Context* context, int64_t tasks, int64_t work, F&& f) {
+  if (work < SERIAL_WORK) {
+    for (int64_t task = 0; task < tasks; ++task) f(task, 0);
+    return;
+  }
+  context->pool.each(tasks, f);
+}

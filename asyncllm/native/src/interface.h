@@ -1,0 +1,97 @@
+// The C interface: raw pointers and strides in elements, status codes, and nothing of torch.
+//
+// A Context is a thread pool, its scratch memory and the kernels of one instruction set. Calls
+// with one context are made by one thread at a time; contexts are independent of one another.
+#pragma once
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum Status {
+  STATUS_OK = 0,
+  STATUS_INVALID = 1,    // shapes, strides or alignment that no kernel takes
+  STATUS_NO_MEMORY = 2,  // scratch or packed weights could not be allocated
+  STATUS_CLOSED = 3,     // no context, or one of the process that this is a forked child of
+  STATUS_INDEX = 4,      // a slot, block or position beyond its table
+};
+
+// Of tensors; the weights of a linear layer may be DTYPE_I8 as well.
+enum DType { DTYPE_F32 = 0, DTYPE_BF16 = 1, DTYPE_F16 = 2, DTYPE_I8 = 3 };
+
+typedef struct Context Context;
+typedef struct Weights Weights;
+
+// Tensors are [token, head, dim] with the given strides; dim is contiguous.
+typedef struct AttentionArgs {
+  const void* q;
+  int64_t q_token_stride, q_head_stride;
+  const void* cache;  // [2, num_blocks, block_size, kv_heads, head_dim]
+  int64_t kv_stride, block_stride, slot_stride, head_stride;
+  void* out;  // [num_tokens, heads * head_dim]
+  const int32_t* block_table;
+  int64_t table_stride, table_width;
+  const int64_t* query_start;  // [rows + 1]
+  const int64_t* seq_lens;     // [rows]
+  int64_t rows, num_tokens, heads, kv_heads, head_dim, num_blocks, block_size;
+  int64_t window;  // keys that a query sees, itself included; 0 is all
+  float scale, softcap;  // softcap 0 is none
+  const float* sinks;    // [heads], a logit per head that takes part in the softmax; may be null
+  int32_t dtype;
+} AttentionArgs;
+
+// Rotates q and k in place and writes k and v to their slots.
+typedef struct RopeArgs {
+  void* qkv;
+  int64_t token_stride;
+  const void* table;  // [table_rows, head_dim]: cosines, then sines, of half a head
+  int64_t table_rows;
+  const int64_t* positions;
+  const void* q_norm;  // [head_dim], or null
+  const void* k_norm;
+  float eps;
+  void* cache;
+  int64_t kv_stride, block_stride, slot_stride, head_stride;
+  const int64_t* slots;
+  int64_t num_tokens, heads, kv_heads, head_dim, num_blocks, block_size;
+  int32_t dtype;
+} RopeArgs;
+
+// What the library was built from, as build.py counts it.
+const char* asyncllm_sources(void);
+// The name of the best instruction set that this library has and this processor runs.
+const char* asyncllm_best_isa(void);
+
+// isa: a name, or null for the best. Null where it is not there, or threads cannot be started.
+Context* asyncllm_create(int32_t num_threads, const char* isa);
+// Ends the threads. In a forked child it does nothing: they are the parent's.
+void asyncllm_close(Context*);
+const char* asyncllm_isa(const Context*);
+
+// Copies values [n, k] into the layout of the context's kernels, zero padded. A weight of type
+// DTYPE_I8 is its value times the scale of its row. Null where there is no memory.
+Weights* asyncllm_pack(Context*, const void* values, int32_t dtype, int64_t n, int64_t k,
+                       int64_t row_stride, const float* scales, const float* bias);
+void asyncllm_free_weights(Weights*);
+int64_t asyncllm_weights_bytes(const Weights*);
+
+// y [m, n] = x [m, k] W^T + bias. A row's result depends on that row alone. Rows of x are rounded
+// to integers of one scale per row for weights of type DTYPE_I8, and the sums are exact.
+int32_t asyncllm_linear(Context*, const Weights*, const void* x, int64_t x_stride, void* y,
+                        int64_t y_stride, int64_t m, int32_t dtype);
+// out [count, k] = the rows of the weight that ids name: the embedding that a head is tied to.
+int32_t asyncllm_gather(Context*, const Weights*, const int64_t* ids, int64_t count, void* out,
+                        int32_t dtype);
+int32_t asyncllm_attention(Context*, const AttentionArgs*);
+// residual += x first where residual is not null; out [rows, width] = norm(residual or x).
+int32_t asyncllm_rms_norm(Context*, const void* x, int64_t x_stride, void* residual,
+                          int64_t residual_stride, const void* weight, float eps, void* out,
+                          int64_t rows, int64_t width, int32_t dtype);
+int32_t asyncllm_rope_and_cache(Context*, const RopeArgs*);
+int32_t asyncllm_silu_mul(Context*, const void* gate_up, int64_t stride, void* out, int64_t rows,
+                          int64_t width, int32_t dtype);
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,88 @@
+// The kernels of one instruction set, as a table that the library calls through.
+//
+// The translation units behind these tables are compiled with flags of their own. They define
+// nothing that another unit could link against by accident: everything but the table is in an
+// anonymous namespace, and no C++ header is included, whose inline functions the linker would
+// merge across units.
+#pragma once
+#include "interface.h"
+
+// Weights [n, k] in panels of `panel` outputs: [n / panel][k][panel], or in pairs of inputs
+// [n / panel][k / 2][panel][2]; zero padded.
+struct PackedView {
+  const void* data;
+  const float* scales;  // [n padded to panels] of DTYPE_I8, or null
+  const float* bias;    // the same, or null
+  int64_t n, k, panel_elements;
+  int32_t dtype;
+};
+
+struct LinearTask {
+  const float* x;       // [rows, k], contiguous in k
+  const uint16_t* x16;  // the same in bfloat16 where the kernels take it so, else null
+  const int16_t* xq;    // rounded to integers of scale x_scales[row], k padded to even, or null
+  const float* x_scales;
+  int64_t x_stride;
+  void* y;
+  int64_t y_stride;
+  int32_t dtype;  // of y
+  int64_t first_row, last_row, first, last;  // rows; panels
+};
+
+struct PlainView {
+  const void* values;
+  int64_t n, k, row_stride;
+  int32_t dtype;
+};
+
+// Query rows of one key/value head: tokens [first_token, last_token) of a sequence, times heads
+// [first_head, last_head). Keys [first_key, last_key) lie within splits of SPLIT keys.
+struct AttentionTask {
+  const AttentionArgs* args;
+  int64_t row, first_token, last_token, kv_head, first_head, last_head, first_key, last_key;
+  float* partial;  // where a split's result goes; null writes the output
+};
+
+// Scores are taken in blocks of KEYS keys and accumulated in splits of SPLIT keys, both at
+// absolute positions, and a tile has at most TILE query rows: so that a query's sums do not
+// depend on what is computed with it.
+enum { KEYS = 32, SPLIT = 512, TILE = 32 };
+
+struct Kernels {
+  const char* name;
+  int64_t width;         // floats in a vector
+  int64_t panel;         // outputs in a panel
+  int64_t row_step;      // rows that share a pass over a panel
+  bool takes_bfloat16;   // linear of bfloat16 weights reads x in bfloat16
+  int64_t (*panel_elements)(int64_t k, int32_t dtype);
+  // Packs panels [first, last); values beyond n are zero.
+  void (*pack)(const PlainView&, void* data, int64_t first, int64_t last);
+  void (*widen)(const void* x, int32_t dtype, float* out, int64_t count);
+  void (*linear)(const PackedView&, const LinearTask&);
+  // Rounds x [k] to integers of at most `limit`, with a zero behind an odd k, and returns their
+  // scale: NaN where x is not finite.
+  float (*quantise)(const void* x, int32_t dtype, int16_t* out, int64_t k, float limit);
+  void (*gather)(const PackedView&, int64_t row, void* out, int32_t dtype);
+  int64_t (*attention_scratch)(int64_t head_dim);  // bytes per thread
+  void (*attention)(const AttentionTask&, void* scratch);
+  // Merges `splits` partial results of one token's heads into the output.
+  void (*merge)(const AttentionTask&, const float* partials, int64_t splits, void* scratch);
+  void (*rms_norm)(const void* x, void* residual, const void* weight, float eps, void* out,
+                   int64_t width, int32_t dtype);
+  void (*rope)(const RopeArgs&, int64_t token);
+  void (*silu_mul)(const void* gate_up, void* out, int64_t width, int32_t dtype);
+};
+
+// Floats of one query row's partial result: the accumulator, its maximum and its sum.
+static inline int64_t partial_floats(int64_t head_dim) { return (head_dim + 15) / 16 * 16 + 2; }
+
+extern const Kernels kernels_baseline;
+#ifdef ASYNCLLM_AVX2
+extern const Kernels kernels_avx2;
+#endif
+#ifdef ASYNCLLM_AVX512
+extern const Kernels kernels_avx512;
+#endif
+#ifdef ASYNCLLM_NEON
+extern const Kernels kernels_neon;
+#endif

@@ -1,0 +1,12 @@
+// The kernels over the vectors that were defined before; included into an anonymous namespace.
+template <class P> struct pointee;
+template <class T> struct pointee<T*> { typedef T type; };
+#include "vector_math.h"
+#include "linear.h"
+#include "rows.h"
+#include "attention.h"
+
+#define KERNELS(name)                                                                        \
+  {name,      W,      PANEL,  MAX_ROWS,     TAKES_BFLOAT16 != 0, panel_elements, \
+   pack,      widen_row, linear, quantise,  gather,       attention_scratch, attention,     \
+   merge,     rms_norm,  rope,   silu_mul}

@@ -1,0 +1,355 @@
+// y = x W^T + b. Each output is one sum over k in ascending order, whatever the number of rows.
+enum { PANEL = NV * W, MAX_ROWS = 6 };
+#ifdef PAIRED_BFLOAT16
+enum { TAKES_BFLOAT16 = 1 };
+#else
+enum { TAKES_BFLOAT16 = 0 };
+#endif
+
+// Whether two inputs of an output lie next to each other.
+INLINE bool is_paired(int32_t dtype) {
+  return dtype == DTYPE_I8 || (TAKES_BFLOAT16 && dtype == DTYPE_BF16);
+}
+
+INLINE int64_t panel_elements(int64_t k, int32_t dtype) {
+  return (is_paired(dtype) ? (k + 1) / 2 * 2 : k) * PANEL;
+}
+
+// Where output `column` of a panel lies among the PANEL elements of one k. Vectors of bfloat16
+// are interleaved in twos, which load_pair takes apart.
+INLINE int64_t place_in_panel(int64_t column, int32_t dtype) {
+  if (dtype != DTYPE_BF16) return column;
+  int64_t pair = column / (2 * W), vector = column / W % 2;
+  return pair * 2 * W + column % W * 2 + vector;
+}
+
+// Calls f with a null pointer of the element type of weights.
+template <class F> INLINE void with_weight_type(int32_t dtype, F&& f) {
+  if (dtype == DTYPE_I8)
+    f((int8_t*)nullptr);
+  else
+    with_type(dtype, f);
+}
+
+template <class T>
+static void pack_panel(const PlainView& plain, T* data, int64_t panel) {
+  const T* values = (const T*)plain.values;
+  int64_t elements = panel_elements(plain.k, plain.dtype);
+  T* out = data + panel * elements;
+  bool paired = is_paired(plain.dtype);
+  for (int64_t column = 0; column < PANEL; ++column) {
+    int64_t output = panel * PANEL + column;
+    int64_t count = output < plain.n ? plain.k : 0;
+    const T* row = values + (count ? output * plain.row_stride : 0);
+    int64_t place = paired ? 0 : place_in_panel(column, plain.dtype);
+    for (int64_t i = 0; i < elements / PANEL; ++i) {
+      T value = i < count ? row[i] : T{};
+      out[paired ? (i / 2 * PANEL + column) * 2 + i % 2 : i * PANEL + place] = value;
+    }
+  }
+}
+
+static void pack(const PlainView& plain, void* data, int64_t first, int64_t last) {
+  with_weight_type(plain.dtype, [&](auto* type) {
+    for (int64_t panel = first; panel < last; ++panel) pack_panel(plain, (decltype(type))data, panel);
+  });
+}
+
+INLINE void load_panel(const float* p, vf* out) {
+  for (int i = 0; i < NV; ++i) out[i] = load(p + i * W);
+}
+INLINE void load_panel(const f16* p, vf* out) {
+  for (int i = 0; i < NV; ++i) out[i] = load(p + i * W);
+}
+INLINE void load_panel(const bf16* p, vf* out) {
+  for (int i = 0; i < NV; i += 2) load_pair(p + i * W, out[i], out[i + 1]);
+}
+
+// Scales the sums [rows][panels * PANEL] of a tile, adds the bias and writes them. Not inlined:
+// it comes in every type of y.
+static __attribute__((noinline)) void finish_tile(const PackedView& weights,
+                                                  const LinearTask& task, const float* sums,
+                                                  int64_t row, int64_t rows, int64_t panel,
+                                                  int64_t panels) {
+  int64_t first = panel * PANEL, width = panels * PANEL;
+  with_type(task.dtype, [&](auto* type) {
+    for (int64_t m = 0; m < rows; ++m) {
+      auto* y = (decltype(type))task.y + (row + m) * task.y_stride + first;
+      for (int64_t i = 0; i < width && first + i < weights.n; i += W) {
+        vf sum = load(sums + m * width + i);
+        if (weights.scales)
+          sum = mul(sum, mul(set1(task.x_scales[row + m]), load(weights.scales + first + i)));
+        if (weights.bias) sum = add(sum, load(weights.bias + first + i));
+        store_up_to(y + i, sum, weights.n - first - i);
+      }
+    }
+  });
+}
+
+// M rows times P panels.
+template <class T, int M, int P>
+static void packed_tile(const PackedView& weights, const LinearTask& task, int64_t row,
+                        int64_t panel) {
+  const T* w = (const T*)weights.data + panel * weights.panel_elements;
+  const float* x = task.x + row * task.x_stride;
+  vf sums[M][P][NV];
+#pragma GCC unroll 8
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 8
+    for (int p = 0; p < P; ++p)
+#pragma GCC unroll 8
+      for (int i = 0; i < NV; ++i) sums[m][p][i] = zero();
+  for (int64_t k = 0; k < weights.k; ++k) {
+#pragma GCC unroll 8
+    for (int p = 0; p < P; ++p) {
+      const T* at = w + p * weights.panel_elements + k * PANEL;
+      if (M <= 2) __builtin_prefetch(at + 4096 / sizeof(T));
+      vf values[NV];
+      load_panel(at, values);
+#pragma GCC unroll 8
+      for (int m = 0; m < M; ++m) {
+        vf factor = set1(x[m * task.x_stride + k]);
+#pragma GCC unroll 8
+        for (int i = 0; i < NV; ++i) sums[m][p][i] = fma(factor, values[i], sums[m][p][i]);
+      }
+    }
+  }
+  float out[M * P * PANEL];
+#pragma GCC unroll 8
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 8
+    for (int p = 0; p < P; ++p)
+#pragma GCC unroll 8
+      for (int i = 0; i < NV; ++i) store(out + ((m * P + p) * NV + i) * W, sums[m][p][i]);
+  finish_tile(weights, task, out, row, M, panel, P);
+}
+
+#ifdef PAIRED_BFLOAT16
+template <int M, int P>
+static void paired_tile(const PackedView& weights, const LinearTask& task, int64_t row,
+                        int64_t panel) {
+  const bf16* w = (const bf16*)weights.data + panel * weights.panel_elements;
+  const uint16_t* x = task.x16 + row * task.x_stride;
+  vf sums[M][P][NV];
+#pragma GCC unroll 8
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 8
+    for (int p = 0; p < P; ++p)
+#pragma GCC unroll 8
+      for (int i = 0; i < NV; ++i) sums[m][p][i] = zero();
+  for (int64_t k = 0; k < weights.k; k += 2) {
+    uint32_t pairs[M];
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) {
+      const uint16_t* at = x + m * task.x_stride + k;
+      pairs[m] = at[0] | (k + 1 < weights.k ? (uint32_t)at[1] << 16 : 0);
+    }
+#pragma GCC unroll 8
+    for (int p = 0; p < P; ++p) {
+      const bf16* at = w + p * weights.panel_elements + k * PANEL;
+#pragma GCC unroll 8
+      for (int i = 0; i < NV; ++i)
+#pragma GCC unroll 8
+        for (int m = 0; m < M; ++m)
+          sums[m][p][i] = dot_pair(sums[m][p][i], at + i * 2 * W, pairs[m]);
+    }
+  }
+  float out[M * P * PANEL];
+#pragma GCC unroll 8
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 8
+    for (int p = 0; p < P; ++p)
+#pragma GCC unroll 8
+      for (int i = 0; i < NV; ++i) store(out + ((m * P + p) * NV + i) * W, sums[m][p][i]);
+  finish_tile(weights, task, out, row, M, panel, P);
+}
+#endif
+
+template <int M, int P>
+static void int8_tile(const PackedView& weights, const LinearTask& task, int64_t row,
+                      int64_t panel) {
+  const int8_t* w = (const int8_t*)weights.data + panel * weights.panel_elements;
+  const int64_t stride = task.x_stride, depth = weights.k, elements = weights.panel_elements;
+  const int16_t* x = task.xq + row * stride;
+  vi sums[M][P][NV];
+#pragma GCC unroll 8
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 8
+    for (int p = 0; p < P; ++p)
+#pragma GCC unroll 8
+      for (int i = 0; i < NV; ++i) sums[m][p][i] = zero_integers();
+  for (int64_t k = 0; k < depth; k += 2) {
+#pragma GCC unroll 8
+    for (int p = 0; p < P; ++p) {
+      const int8_t* at = w + p * elements + k * PANEL;
+      if (M <= 2) __builtin_prefetch(at + 4096);
+      vs values[NV];
+#pragma GCC unroll 8
+      for (int i = 0; i < NV; ++i) values[i] = load_shorts(at + i * 2 * W);
+#pragma GCC unroll 8
+      for (int m = 0; m < M; ++m) {
+        // GCC would load the factors of all rows first, and spill the sums for them.
+        asm volatile("" ::: "memory");
+        vs factor = set_pair(x + m * stride + k);
+#pragma GCC unroll 8
+        for (int i = 0; i < NV; ++i) sums[m][p][i] = dot_shorts(sums[m][p][i], values[i], factor);
+      }
+    }
+  }
+  float out[M * P * PANEL];
+#pragma GCC unroll 8
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 8
+    for (int p = 0; p < P; ++p)
+#pragma GCC unroll 8
+      for (int i = 0; i < NV; ++i)
+        store(out + ((m * P + p) * NV + i) * W, to_floats(sums[m][p][i]));
+  finish_tile(weights, task, out, row, M, panel, P);
+}
+
+template <class T, int M, int P> struct Runner {
+  static void run(const PackedView& weights, const LinearTask& task, int64_t row, int64_t panel) {
+    packed_tile<T, M, P>(weights, task, row, panel);
+  }
+};
+template <int M, int P> struct Runner<int8_t, M, P> {
+  static void run(const PackedView& weights, const LinearTask& task, int64_t row, int64_t panel) {
+    int8_tile<M, P>(weights, task, row, panel);
+  }
+};
+#ifdef PAIRED_BFLOAT16
+template <int M, int P> struct Runner<bf16, M, P> {
+  static void run(const PackedView& weights, const LinearTask& task, int64_t row, int64_t panel) {
+    paired_tile<M, P>(weights, task, row, panel);
+  }
+};
+#endif
+
+template <class T, int M, int P>
+static void run_rows(const PackedView& weights, const LinearTask& task, int64_t row) {
+  int64_t panel = task.first;
+  for (; panel + P <= task.last; panel += P) Runner<T, M, P>::run(weights, task, row, panel);
+  for (; panel < task.last; ++panel) Runner<T, M, 1>::run(weights, task, row, panel);
+}
+
+// Several panels side by side where one would leave the multipliers waiting for its sums.
+enum { ONE_ROW_PANELS = 8 / NV, FEW_ROW_PANELS = 2 };
+
+template <class T>
+static void packed_linear(const PackedView& weights, const LinearTask& task) {
+  int64_t rows = task.last_row - task.first_row;
+  if (rows == 1) return run_rows<T, 1, ONE_ROW_PANELS>(weights, task, task.first_row);
+  if (rows == 2) return run_rows<T, 2, FEW_ROW_PANELS>(weights, task, task.first_row);
+  if (rows == 3) return run_rows<T, 3, FEW_ROW_PANELS>(weights, task, task.first_row);
+  for (int64_t panel = task.first; panel < task.last; ++panel) {
+    int64_t row = task.first_row;
+    for (; row + MAX_ROWS <= task.last_row; row += MAX_ROWS)
+      Runner<T, MAX_ROWS, 1>::run(weights, task, row, panel);
+    switch (task.last_row - row) {
+      case 1: Runner<T, 1, 1>::run(weights, task, row, panel); break;
+      case 2: Runner<T, 2, 1>::run(weights, task, row, panel); break;
+      case 3: Runner<T, 3, 1>::run(weights, task, row, panel); break;
+      case 4: Runner<T, 4, 1>::run(weights, task, row, panel); break;
+      case 5: Runner<T, 5, 1>::run(weights, task, row, panel); break;
+    }
+  }
+}
+
+static void linear(const PackedView& weights, const LinearTask& task) {
+  with_weight_type(weights.dtype, [&](auto* type) {
+    packed_linear<typename pointee<decltype(type)>::type>(weights, task);
+  });
+}
+
+template <class T>
+static float quantise_row(const T* x, int16_t* out, int64_t k, float limit) {
+  vf top = zero(), broken = zero();
+  for (int64_t i = 0; i < k; i += W) {
+    vf value = load_up_to(x + i, k - i);
+    top = vmax(vmax(value, sub(zero(), value)), top);
+    broken = fma(value, zero(), broken);
+  }
+  float most = hmax(top);
+  if (hsum(broken) != 0.0f) {
+    __builtin_memset(out, 0, (k + 1) / 2 * 2 * sizeof(int16_t));
+    return __builtin_nanf("");
+  }
+  vf factor = set1(most > 1e-30f ? limit / most : 0.0f);
+  for (int64_t i = 0; i < k; i += W) {
+    float rounded[W];
+    store(rounded, round_even(mul(load_up_to(x + i, k - i), factor)));
+    for (int64_t j = 0; j < W && i + j < k; ++j) out[i + j] = (int16_t)rounded[j];
+  }
+  if (k % 2) out[k] = 0;
+  return most / limit;
+}
+
+static float quantise(const void* x, int32_t dtype, int16_t* out, int64_t k, float limit) {
+  float scale = 0.0f;
+  with_type(dtype, [&](auto* type) { scale = quantise_row((decltype(type))x, out, k, limit); });
+  return scale;
+}
+
+INLINE void copy_weight(bf16 from, float, bf16* to) { *to = from; }
+INLINE void copy_weight(f16 from, float, f16* to) { *to = from; }
+template <class T, class Out> INLINE void copy_weight(T from, float, Out* to) {
+  narrow(widen(from), to);
+}
+template <class Out> INLINE void copy_weight(int8_t from, float scale, Out* to) {
+  narrow((float)from * scale, to);
+}
+
+// The elements of an output, back from its panel.
+template <class T, class Out>
+static void gather_row(const PackedView& weights, int64_t row, Out* out) {
+  int64_t column = row % PANEL;
+  const T* panel = (const T*)weights.data + row / PANEL * weights.panel_elements;
+  float scale = weights.scales ? weights.scales[row] : 1.0f;
+  if (is_paired(weights.dtype)) {
+    const T* from = panel + column * 2;
+    for (int64_t i = 0; i < weights.k; ++i)
+      copy_weight(from[i / 2 * PANEL * 2 + i % 2], scale, out + i);
+    return;
+  }
+  const T* from = panel + place_in_panel(column, weights.dtype);
+  for (int64_t i = 0; i < weights.k; ++i) copy_weight(from[i * PANEL], scale, out + i);
+}
+
+static void gather(const PackedView& weights, int64_t row, void* out, int32_t dtype) {
+  with_weight_type(weights.dtype, [&](auto* type) {
+    using T = typename pointee<decltype(type)>::type;
+    with_type(dtype, [&](auto* to) { gather_row<T>(weights, row, (decltype(to))out); });
+  });
+}
+
+// M rows of x times 4 rows of T: sums over vectors of k.
+template <class T, int M>
+INLINE void dot_tile(const float* x, int64_t x_stride, const T* const* rows, int64_t k,
+                     float out[M][4]) {
+  vf sums[M][4];
+#pragma GCC unroll 8
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) sums[m][j] = zero();
+  int64_t i = 0;
+  for (; i + W <= k; i += W) {
+    vf factors[M];
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) factors[m] = load(x + m * x_stride + i);
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) {
+      vf value = load(rows[j] + i);
+#pragma GCC unroll 8
+      for (int m = 0; m < M; ++m) sums[m][j] = fma(factors[m], value, sums[m][j]);
+    }
+  }
+  if (i < k) {
+    for (int j = 0; j < 4; ++j) {
+      vf value = load_some(rows[j] + i, k - i);
+      for (int m = 0; m < M; ++m)
+        sums[m][j] = fma(load_some(x + m * x_stride + i, k - i), value, sums[m][j]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int m = 0; m < M; ++m) sum4(sums[m][0], sums[m][1], sums[m][2], sums[m][3], out[m]);
+}

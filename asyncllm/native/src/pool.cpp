@@ -1,0 +1,151 @@
+#include "pool.h"
+
+#include <limits.h>
+#include <linux/futex.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+namespace {
+
+constexpr int64_t SPIN_NANOSECONDS = 50000;
+
+void pause_briefly() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+int64_t now() {
+  timespec time;
+  clock_gettime(CLOCK_MONOTONIC, &time);
+  return time.tv_sec * int64_t(1000000000) + time.tv_nsec;
+}
+
+// Calls `done` until it is true or the time is up.
+template <class F> bool spin(F&& done) {
+  int64_t end = 0;
+  for (;;) {
+    for (int i = 0; i < 64; ++i) {
+      if (done()) return true;
+      pause_briefly();
+    }
+    int64_t time = now();
+    if (!end) end = time + SPIN_NANOSECONDS;
+    if (time > end) return false;
+  }
+}
+
+void futex_wait(void* word, uint32_t value) {
+  syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
+}
+void futex_wake(void* word, int count) {
+  syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, count, nullptr, nullptr, 0);
+}
+
+}  // namespace
+
+bool Pool::start(int count) {
+  count_ = 1;
+  if (count == 1) return true;
+  workers_ = static_cast<Worker*>(calloc(count - 1, sizeof(Worker)));
+  if (!workers_) return false;
+  // The host's signal handlers run on its own threads.
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  while (count_ < count) {
+    Worker& worker = workers_[count_ - 1];
+    worker.pool = this;
+    worker.index = count_;
+    if (pthread_create(&worker.thread, nullptr, enter, &worker)) break;
+    char name[16];
+    snprintf(name, sizeof(name), "asyncllm-op%d", worker.index & 1023);
+    pthread_setname_np(worker.thread, name);
+    ++count_;
+  }
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  if (count_ == count) return true;
+  stop();
+  return false;
+}
+
+void Pool::stop() {
+  ended_.store(true);
+  signal_.fetch_add(1);
+  futex_wake(&signal_, INT_MAX);
+  for (int i = 0; i < count_ - 1; ++i) pthread_join(workers_[i].thread, nullptr);
+  free(workers_);
+  workers_ = nullptr;
+  count_ = 1;
+}
+
+void Pool::run(int64_t total, Function fn, void* context) {
+  if (count_ == 1 || total <= 1) {
+    for (int64_t task = 0; task < total; ++task) fn(context, task, 0);
+    return;
+  }
+  function_ = fn;
+  context_ = context;
+  total_ = total;
+  next_.store(0, std::memory_order_relaxed);
+  gate_.store((gate_.load(std::memory_order_relaxed) & ~(GENERATION - 1)) + GENERATION + OPEN);
+  signal_.fetch_add(1);
+  // A thread that goes to sleep counts itself before it looks at the gate for the last time.
+  int asleep = asleep_.load();
+  if (asleep) futex_wake(&signal_, total - 1 < asleep ? int(total - 1) : asleep);
+  work(0);
+  gate_.fetch_and(~OPEN);
+  if (spin([&] { return !(gate_.load(std::memory_order_acquire) & ACTIVE); })) return;
+  uint64_t gate = gate_.fetch_or(WAITING) | WAITING;
+  while (gate & ACTIVE) {
+    // The low half, which lies first on every processor that there are kernels for.
+    futex_wait(&gate_, uint32_t(gate));
+    gate = gate_.load(std::memory_order_acquire);
+  }
+}
+
+void* Pool::enter(void* at) {
+  Worker* worker = static_cast<Worker*>(at);
+  worker->pool->serve(worker->index);
+  return nullptr;
+}
+
+void Pool::serve(int thread) {
+  uint64_t seen = 0;
+  for (;;) {
+    uint64_t gate = 0;
+    auto called = [&] {
+      gate = gate_.load(std::memory_order_acquire);
+      return ended_.load(std::memory_order_relaxed) || ((gate & OPEN) && gate / GENERATION != seen);
+    };
+    if (!spin(called)) {
+      uint32_t signal = signal_.load();
+      asleep_.fetch_add(1);
+      gate = gate_.load();
+      if (!ended_.load() && !((gate & OPEN) && gate / GENERATION != seen))
+        futex_wait(&signal_, signal);
+      asleep_.fetch_sub(1);
+      continue;
+    }
+    if (ended_.load()) return;
+    if (!gate_.compare_exchange_strong(gate, gate + 1)) continue;
+    seen = gate / GENERATION;
+    work(thread);
+    uint64_t before = gate_.fetch_sub(1);
+    if ((before & WAITING) && (before & ACTIVE) == 1) futex_wake(&gate_, 1);
+  }
+}
+
+void Pool::work(int thread) {
+  for (;;) {
+    int64_t task = next_.fetch_add(1, std::memory_order_relaxed);
+    if (task >= total_) return;
+    function_(context_, task, thread);
+  }
+}

@@ -1,0 +1,55 @@
+// Threads that take chunks of a job as they come.
+//
+// A thread that the operating system holds up takes no further chunk, and one that comes late
+// finds the job closed: a busy neighbour costs its share of the cores and no more. Between jobs
+// a thread spins for some tens of microseconds, for the next op of a step, and then sleeps.
+#pragma once
+#include <pthread.h>
+#include <stdint.h>
+
+#include <atomic>
+
+class Pool {
+ public:
+  // fn(context, task, thread); threads are numbered from 0, the caller of run.
+  using Function = void (*)(void*, int64_t, int);
+
+  // Whether all threads could be started; those that were are ended again where not.
+  bool start(int count);
+  void stop();
+  int size() const { return count_; }
+  // Runs tasks 0 to total - 1 and returns when all are done.
+  void run(int64_t total, Function fn, void* context);
+
+  template <class F> void each(int64_t total, F& f) {
+    run(total, [](void* at, int64_t task, int thread) { (*(F*)at)(task, thread); }, &f);
+  }
+
+ private:
+  static void* enter(void*);
+  void serve(int thread);
+  void work(int thread);
+
+  // Generation of the job in the high half; in the low one OPEN, WAITING and who is at work.
+  static constexpr uint64_t GENERATION = uint64_t(1) << 32;
+  static constexpr uint64_t OPEN = uint64_t(1) << 31;
+  static constexpr uint64_t WAITING = uint64_t(1) << 30;
+  static constexpr uint64_t ACTIVE = WAITING - 1;
+
+  struct Worker {
+    Pool* pool;
+    int index;
+    pthread_t thread;
+  };
+
+  alignas(64) std::atomic<uint64_t> gate_{0};
+  alignas(64) std::atomic<int64_t> next_{0};
+  alignas(64) std::atomic<uint32_t> signal_{0};
+  std::atomic<int> asleep_{0};
+  std::atomic<bool> ended_{false};
+  Function function_ = nullptr;
+  void* context_ = nullptr;
+  int64_t total_ = 0;
+  int count_ = 1;
+  Worker* workers_ = nullptr;
+};

@@ -1,0 +1,58 @@
+// What every instruction set provides to the kernels; included into an anonymous namespace.
+//
+//   W, ROWS, NV        floats in a vector; rows of a register tile; vectors of a panel
+//   zero set1 load store add sub mul div fma vmax
+//   at_least(value, x, limit)   value where x is not below limit (NaN is not), else 0
+//   load_pair(bf16*, a, b)      two vectors whose elements are interleaved in memory
+//   vi, vs             W integers of 32 bits; W pairs of 16 bits
+//   zero_integers load_shorts(int8*) set_pair(int16*) to_floats
+//   dot_shorts(acc, a, b)       acc plus the two products of each pair
+//   round_even, scale_by_pow2(x, n)    n integral, within a normal float's exponents
+//   hmax hsum sum4              sum4's four sums are each what hsum makes of its vector
+#define INLINE static inline __attribute__((always_inline))
+
+struct bf16 { uint16_t bits; };
+struct f16 { uint16_t bits; };
+
+INLINE float bits_to_float(uint32_t bits) {
+  float out;
+  __builtin_memcpy(&out, &bits, 4);
+  return out;
+}
+INLINE uint32_t float_to_bits(float x) {
+  uint32_t out;
+  __builtin_memcpy(&out, &x, 4);
+  return out;
+}
+
+INLINE float widen(float x) { return x; }
+INLINE float widen(bf16 x) { return bits_to_float((uint32_t)x.bits << 16); }
+INLINE float widen(f16 x) {
+  uint32_t sign = (uint32_t)(x.bits & 0x8000) << 16, exponent = x.bits >> 10 & 31;
+  uint32_t mantissa = x.bits & 1023;
+  if (exponent == 31) return bits_to_float(sign | 0x7f800000 | mantissa << 13);
+  if (exponent) return bits_to_float(sign | (exponent + 112) << 23 | mantissa << 13);
+  float small = (float)mantissa * 0x1p-24f;
+  return sign ? -small : small;
+}
+
+INLINE void narrow(float x, float* out) { *out = x; }
+INLINE void narrow(float x, bf16* out) {
+  uint32_t bits = float_to_bits(x);
+  out->bits = x != x ? 0x7fc0 : (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+INLINE void narrow(float x, f16* out) {
+  uint32_t bits = float_to_bits(x), sign = bits >> 16 & 0x8000, size = bits & 0x7fffffff;
+  if (size > 0x7f800000) {
+    out->bits = 0x7e00;
+  } else if (size >= 0x477ff000) {
+    out->bits = (uint16_t)(sign | 0x7c00);
+  } else if (size < 0x38800000) {
+    // Subnormal: the addition rounds at the last bit that a float16 has there.
+    uint32_t rounded = float_to_bits(bits_to_float(size) + 0.5f) - float_to_bits(0.5f);
+    out->bits = (uint16_t)(sign | rounded);
+  } else {
+    uint32_t rounded = size + 0xfff + (size >> 13 & 1);
+    out->bits = (uint16_t)(sign | (rounded - 0x38000000) >> 13);
+  }
+}

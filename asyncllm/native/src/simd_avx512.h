@@ -1,0 +1,73 @@
+// AVX-512 with the dot products of AVX512_BF16 and AVX512_VNNI.
+enum { W = 16, ROWS = 6, NV = 4 };
+#define PAIRED_BFLOAT16
+typedef __m512 vf;
+typedef __m512i vi, vs;
+INLINE vf zero() { return _mm512_setzero_ps(); }
+INLINE vf set1(float x) { return _mm512_set1_ps(x); }
+INLINE vf load(const float* p) { return _mm512_loadu_ps(p); }
+INLINE vf load(const bf16* p) {
+  __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
+INLINE vf load(const f16* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+INLINE void store(float* p, vf x) { _mm512_storeu_ps(p, x); }
+INLINE void store(bf16* p, vf x) {
+  // vcvtneps2bf16 flushes subnormals, which the other instruction sets keep.
+  __m512i bits = _mm512_castps_si512(x);
+  __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+  rounded = _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc00000));
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
+}
+INLINE void store(f16* p, vf x) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(x, 0)); }
+INLINE vf add(vf a, vf b) { return _mm512_add_ps(a, b); }
+INLINE vf sub(vf a, vf b) { return _mm512_sub_ps(a, b); }
+INLINE vf mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
+INLINE vf div(vf a, vf b) { return _mm512_div_ps(a, b); }
+INLINE vf fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
+INLINE vf vmax(vf a, vf b) { return _mm512_max_ps(a, b); }
+INLINE vf at_least(vf value, vf x, float limit) {
+  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, set1(limit), _CMP_NLT_UQ), value);
+}
+INLINE void load_pair(const bf16* p, vf& a, vf& b) {
+  __m512i both = _mm512_loadu_si512(p);
+  a = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
+  b = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32((int)0xffff0000)));
+}
+// acc plus the products of 16 pairs of outputs' weights with one pair of x.
+INLINE vf dot_pair(vf acc, const bf16* weights, uint32_t pair) {
+  return _mm512_dpbf16_ps(acc, (__m512bh)_mm512_loadu_si512(weights),
+                          (__m512bh)_mm512_set1_epi32((int)pair));
+}
+INLINE vi zero_integers() { return _mm512_setzero_si512(); }
+INLINE vs load_shorts(const int8_t* p) {
+  return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p));
+}
+INLINE vs set_pair(const int16_t* p) {
+  int32_t pair;
+  __builtin_memcpy(&pair, p, 4);
+  return _mm512_set1_epi32(pair);
+}
+INLINE vi dot_shorts(vi acc, vs a, vs b) { return _mm512_dpwssd_epi32(acc, a, b); }
+INLINE vf to_floats(vi x) { return _mm512_cvtepi32_ps(x); }
+INLINE vf round_even(vf x) { return _mm512_roundscale_ps(x, 8); }
+INLINE vf scale_by_pow2(vf x, vf n) {
+  __m512i biased = _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127));
+  return mul(x, _mm512_castsi512_ps(_mm512_slli_epi32(biased, 23)));
+}
+INLINE __m256 fold(vf x) {
+  return _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
+}
+INLINE float hmax(vf x) { return _mm512_reduce_max_ps(x); }
+INLINE void sum4(vf a, vf b, vf c, vf d, float* out) {
+  __m256 sums = _mm256_hadd_ps(_mm256_hadd_ps(fold(a), fold(b)), _mm256_hadd_ps(fold(c), fold(d)));
+  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps(sums, 1)));
+}
+INLINE float hsum(vf x) {
+  __m256 sums = _mm256_hadd_ps(fold(x), fold(x));
+  sums = _mm256_hadd_ps(sums, sums);
+  return _mm_cvtss_f32(
+      _mm_add_ss(_mm256_castps256_ps128(sums), _mm256_extractf128_ps(sums, 1)));
+}

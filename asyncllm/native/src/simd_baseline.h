@@ -1,0 +1,61 @@
+// The compiler's own vectors of four, which it makes of what every processor of a kind has.
+enum { W = 4, ROWS = 2, NV = 2 };
+typedef float vf __attribute__((vector_size(16)));
+typedef int32_t vi __attribute__((vector_size(16)));
+struct vs { vi even, odd; };
+INLINE vf zero() { return vf{}; }
+INLINE vf set1(float x) { return vf{x, x, x, x}; }
+INLINE vf load(const float* p) {
+  vf out;
+  __builtin_memcpy(&out, p, sizeof(out));
+  return out;
+}
+template <class T> INLINE vf load(const T* p) {
+  return vf{widen(p[0]), widen(p[1]), widen(p[2]), widen(p[3])};
+}
+INLINE void store(float* p, vf x) { __builtin_memcpy(p, &x, sizeof(x)); }
+template <class T> INLINE void store(T* p, vf x) {
+  for (int i = 0; i < W; ++i) narrow(x[i], p + i);
+}
+INLINE vf add(vf a, vf b) { return a + b; }
+INLINE vf sub(vf a, vf b) { return a - b; }
+INLINE vf mul(vf a, vf b) { return a * b; }
+INLINE vf div(vf a, vf b) { return a / b; }
+INLINE vf fma(vf a, vf b, vf c) { return a * b + c; }
+INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }
+INLINE vf at_least(vf value, vf x, float limit) { return x < set1(limit) ? vf{} : value; }
+INLINE void load_pair(const bf16* p, vf& a, vf& b) {
+  vi both;
+  __builtin_memcpy(&both, p, sizeof(both));
+  a = (vf)(both << 16);
+  b = (vf)(both & (int32_t)0xffff0000);
+}
+INLINE vi zero_integers() { return vi{}; }
+INLINE vs load_shorts(const int8_t* p) {
+  return {vi{p[0], p[2], p[4], p[6]}, vi{p[1], p[3], p[5], p[7]}};
+}
+INLINE vs set_pair(const int16_t* p) {
+  return {vi{p[0], p[0], p[0], p[0]}, vi{p[1], p[1], p[1], p[1]}};
+}
+INLINE vi dot_shorts(vi acc, vs a, vs b) { return acc + (a.even * b.even + a.odd * b.odd); }
+INLINE vf to_floats(vi x) { return __builtin_convertvector(x, vf); }
+INLINE vf round_even(vf x) {
+  // Adding 1.5 * 2^23 leaves no bit for a fraction.
+  vf big = set1(12582912.0f);
+  return (x + big) - big;
+}
+INLINE vf scale_by_pow2(vf x, vf n) {
+  vf counted = n == n ? n : vf{};
+  return n == n ? x * (vf)((__builtin_convertvector(counted, vi) + 127) << 23) : n;
+}
+INLINE float hmax(vf x) {
+  float a = x[0] > x[1] ? x[0] : x[1], b = x[2] > x[3] ? x[2] : x[3];
+  return a > b ? a : b;
+}
+INLINE float hsum(vf x) { return (x[0] + x[1]) + (x[2] + x[3]); }
+INLINE void sum4(vf a, vf b, vf c, vf d, float* out) {
+  out[0] = hsum(a);
+  out[1] = hsum(b);
+  out[2] = hsum(c);
+  out[3] = hsum(d);
+}

@@ -1,0 +1,65 @@
+// NEON of 64-bit ARM, which every such processor has.
+enum { W = 4, ROWS = 4, NV = 4 };
+typedef float32x4_t vf;
+typedef int32x4_t vi;
+typedef int16x8_t vs;
+INLINE vf zero() { return vdupq_n_f32(0.0f); }
+INLINE vf set1(float x) { return vdupq_n_f32(x); }
+INLINE vf load(const float* p) { return vld1q_f32(p); }
+INLINE vf load(const bf16* p) {
+  return vreinterpretq_f32_u32(vshlq_n_u32(vmovl_u16(vld1_u16((const uint16_t*)p)), 16));
+}
+INLINE vf load(const f16* p) {
+  return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16((const uint16_t*)p)));
+}
+INLINE void store(float* p, vf x) { vst1q_f32(p, x); }
+INLINE void store(bf16* p, vf x) {
+  uint32x4_t bits = vreinterpretq_u32_f32(x);
+  uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
+  uint32x4_t rounded = vaddq_u32(bits, vaddq_u32(odd, vdupq_n_u32(0x7fff)));
+  rounded = vbslq_u32(vceqq_f32(x, x), rounded, vdupq_n_u32(0x7fc00000));
+  vst1_u16((uint16_t*)p, vshrn_n_u32(rounded, 16));
+}
+INLINE void store(f16* p, vf x) {
+  vst1_u16((uint16_t*)p, vreinterpret_u16_f16(vcvt_f16_f32(x)));
+}
+INLINE vf add(vf a, vf b) { return vaddq_f32(a, b); }
+INLINE vf sub(vf a, vf b) { return vsubq_f32(a, b); }
+INLINE vf mul(vf a, vf b) { return vmulq_f32(a, b); }
+INLINE vf div(vf a, vf b) { return vdivq_f32(a, b); }
+INLINE vf fma(vf a, vf b, vf c) { return vfmaq_f32(c, a, b); }
+INLINE vf vmax(vf a, vf b) { return vmaxq_f32(a, b); }
+INLINE vf at_least(vf value, vf x, float limit) {
+  uint32x4_t below = vcltq_f32(x, vdupq_n_f32(limit));
+  return vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(value), below));
+}
+INLINE void load_pair(const bf16* p, vf& a, vf& b) {
+  uint32x4_t both = vreinterpretq_u32_u16(vld1q_u16((const uint16_t*)p));
+  a = vreinterpretq_f32_u32(vshlq_n_u32(both, 16));
+  b = vreinterpretq_f32_u32(vandq_u32(both, vdupq_n_u32(0xffff0000)));
+}
+INLINE vi zero_integers() { return vdupq_n_s32(0); }
+INLINE vs load_shorts(const int8_t* p) { return vmovl_s8(vld1_s8(p)); }
+INLINE vs set_pair(const int16_t* p) {
+  int32_t pair;
+  __builtin_memcpy(&pair, p, 4);
+  return vreinterpretq_s16_s32(vdupq_n_s32(pair));
+}
+INLINE vi dot_shorts(vi acc, vs a, vs b) {
+  int32x4_t low = vmull_s16(vget_low_s16(a), vget_low_s16(b));
+  return vaddq_s32(acc, vpaddq_s32(low, vmull_high_s16(a, b)));
+}
+INLINE vf to_floats(vi x) { return vcvtq_f32_s32(x); }
+INLINE vf round_even(vf x) { return vrndnq_f32(x); }
+INLINE vf scale_by_pow2(vf x, vf n) {
+  int32x4_t biased = vaddq_s32(vcvtq_s32_f32(n), vdupq_n_s32(127));
+  return mul(x, vreinterpretq_f32_s32(vshlq_n_s32(biased, 23)));
+}
+INLINE float hmax(vf x) { return vmaxvq_f32(x); }
+INLINE float hsum(vf x) {
+  vf pairs = vpaddq_f32(x, x);
+  return vgetq_lane_f32(vpaddq_f32(pairs, pairs), 0);
+}
+INLINE void sum4(vf a, vf b, vf c, vf d, float* out) {
+  vst1q_f32(out, vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d)));
+}

@@ -1,0 +1,142 @@
+"""What a dtype or a quantisation costs the packaged model: logits, perplexity, held-out scores.
+
+Logits are compared with those of torch's ops in float32, on text that the training's generators
+write from a seed that the training did not have: their error is the root of the mean square of
+the difference over that of the float32 logits, centred. Held-out scores are those of the model's
+card, on fewer items.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from asyncllm import LLM, EngineConfig
+from asyncllm.checkpoint.model_config import ModelConfig
+from asyncllm.checkpoint.model_files import resolve_model
+from asyncllm.core.batch import StepBatch
+from asyncllm.gpu.batch.input_batch import InputBatch
+from asyncllm.gpu.build import build_model_runner
+from benchmarks.common import Report, options
+
+REFERENCE: dict[str, Any] = {"dtype": "float32", "attention_backend": "torch"}
+NATIVE: dict[str, Any] = {"attention_backend": "native"}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": "float32", **NATIVE},
+    "bfloat16": {"dtype": "bfloat16", **NATIVE},
+    "float16": {"dtype": "float16", **NATIVE},
+    "int8, float32 between": {"dtype": "float32", "quantization": "int8", **NATIVE},
+    "int8, bfloat16 between": {"dtype": "bfloat16", "quantization": "int8", **NATIVE},
+}
+
+
+def texts(characters: int) -> list[list[int]]:
+    """Token ids of documents of ``characters`` in all that the training did not see, cut at the
+    context."""
+    generators()
+    from demo_model import corpus
+
+    path = resolve_model(None)
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    context = ModelConfig.from_directory(path).max_position_embeddings
+    found = []
+    for pieces in corpus.documents("quality", characters):
+        text = "".join(text for text, _ in pieces)
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        if len(ids) > 1:
+            found.append(ids[:context])
+    return found
+
+
+def generators() -> None:
+    """Makes the training's generators importable: they are no part of the package."""
+    folder = str(Path(__file__).parent.parent / "tools")
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+
+
+def teacher_forced_logits(found: list[list[int]], **settings: Any) -> list[Tensor]:
+    """Logits ``[tokens - 1, vocab_size]`` float32 of each text, in one step each."""
+    model = ModelConfig.from_directory(resolve_model(None))
+    config = EngineConfig(device="cpu", num_threads=2, num_blocks=64, max_num_seqs=1, **settings)
+    runner = build_model_runner(config, model)
+    state = runner._state
+    assert state is not None
+    batch = InputBatch(1, runner.info.max_model_len, runner.info.kv_groups)
+    logits = []
+    with torch.inference_mode():
+        for ids in found:
+            count = len(ids) - 1
+            batch.token_ids[0, :count] = ids[:-1]
+            for table in batch.tables:
+                table.num_blocks[0] = 0
+                table.append(0, list(range(1, 2 + count // table.block_size)))
+            step = StepBatch(0, [0], starts=[0], counts=[count], samples=[True], num_decodes=0)
+            inputs = batch.prepare(step, torch.device("cpu"))
+            for each in inputs:
+                each.logits_indices = torch.arange(count)
+            hidden = state.decoder.forward(inputs, state.cache)
+            logits.append(state.decoder.logits(hidden).float())
+    runner.close()
+    return logits
+
+
+def perplexity(found: list[list[int]], logits: list[Tensor]) -> float:
+    """Of all tokens but the first of each text."""
+    losses = [
+        F.cross_entropy(own.double(), torch.tensor(ids[1:]), reduction="none")
+        for ids, own in zip(found, logits, strict=True)
+    ]
+    return float(torch.cat(losses).mean().exp())
+
+
+def logit_error(expected: list[Tensor], logits: list[Tensor]) -> tuple[float, float]:
+    """The relative error, and the share of positions with the same most likely token."""
+    wanted, had = torch.cat(expected).double(), torch.cat(logits).double()
+    wanted -= wanted.mean(1, keepdim=True)
+    had -= had.mean(1, keepdim=True)
+    error = ((wanted - had).square().mean() / wanted.square().mean()).sqrt()
+    return float(error), float((wanted.argmax(1) == had.argmax(1)).double().mean())
+
+
+def examine(report: Report, name: str, count: int, **settings: Any) -> None:
+    """Held-out scores over all skills."""
+    generators()
+    from demo_model import heldout
+
+    with LLM(device="cpu", num_threads=2, max_num_seqs=64, **settings) as llm:
+
+        def answer(prompts: list[str]) -> list[str]:
+            results = llm.generate(prompts, temperature=0.0, max_tokens=heldout.LONGEST)
+            return [result.text for result in results]
+
+        scores = [heldout.score(skill, answer, count) for skill in sorted(heldout.MAKERS)]
+    right, total = sum(score.right for score in scores), sum(score.total for score in scores)
+    report.add(f"{name}: held-out items right", 100 * right / total, "%", f"of {total}")
+
+
+def main() -> None:
+    arguments = options(__doc__).parse_args()
+    found = texts(20_000 if arguments.quick else 200_000)
+    report = Report("Quality by dtype and quantisation, packaged model")
+    expected = teacher_forced_logits(found, **REFERENCE)
+    report.section(f"{sum(len(logits) for logits in expected)} tokens of {len(found)} texts")
+    report.add("torch, float32: perplexity", perplexity(found, expected), "")
+    for name, settings in VARIANTS.items():
+        logits = teacher_forced_logits(found, **settings)
+        error, same = logit_error(expected, logits)
+        report.add(f"{name}: error of the logits", 100 * error, "%")
+        report.add(f"{name}: the same most likely token", 100 * same, "%")
+        report.add(f"{name}: perplexity", perplexity(found, logits), "")
+        examine(report, name, 10 if arguments.quick else 100, **settings)
+    report.write(arguments.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,455 @@
+"""The library of native ops: attention against a plain model, threads, refusals, the build."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncllm.gpu.ops.base import AttentionShape
+from asyncllm.gpu.ops.linear_weights import LinearWeights
+from asyncllm.gpu.ops.native_attention import NativeAttention
+from asyncllm.gpu.ops.native_ops import NativeOps
+from asyncllm.gpu.ops.quantise import quantise_int8
+from asyncllm.gpu.threads import available_cpus
+from asyncllm.native import Library, NativeUnavailableError
+from asyncllm.native.build import FLAGS, SOURCES, UNITS, BuildError, build, find_compiler
+from tests.native_library import context, isas
+
+ISAS = isas()
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+FUZZ = Path(__file__).parent / "native" / "fuzz.cpp"
+
+
+def compiler() -> list[str]:
+    try:
+        return find_compiler()
+    except BuildError as error:
+        pytest.skip(str(error))
+
+
+class Sequences:
+    """Sequences in a paged cache whose other slots are NaN, and the queries of a step."""
+
+    def __init__(self, lengths, counts, shape, dtype, block_size, seed):
+        generator = torch.Generator().manual_seed(seed)
+        self.shape, self.block_size, self.dtype = shape, block_size, dtype
+        width = max(-(-length // block_size) for length in lengths)
+        blocks = 1 + width * len(lengths)
+        order = torch.randperm(blocks - 1, generator=generator) + 1
+        # What lies beyond a row's own blocks is undefined.
+        self.table = np.full((len(lengths), width), 2**31 - 1, dtype=np.int32)
+        # Strided as a cache is whose blocks hold several layers.
+        cache = torch.full(
+            (2, blocks, 3, block_size, shape.num_kv_heads, shape.head_dim), torch.nan, dtype=dtype
+        )
+        self.cache = cache[:, :, 1]
+        self.lengths, self.counts = np.array(lengths), np.array(counts)
+        for row, length in enumerate(lengths):
+            own = order[row * width : row * width + -(-length // block_size)]
+            self.table[row, : len(own)] = own
+            size = (2, length, shape.num_kv_heads, shape.head_dim)
+            kv = torch.randn(size, generator=generator).to(dtype)
+            for at in range(length):
+                self.cache[:, own[at // block_size], at % block_size] = kv[:, at]
+        queries = torch.randn(
+            int(self.lengths.sum()), shape.num_heads, shape.head_dim + 3, generator=generator
+        )
+        self.queries = queries.to(dtype)[..., : shape.head_dim]
+        """Of every token of every sequence."""
+        self.firsts = np.cumsum(self.lengths) - self.lengths
+
+    def inputs(self, rows, starts, ends):
+        """The step that computes tokens ``starts`` to ``ends`` of ``rows``, and its queries."""
+        starts, ends = np.array(starts), np.array(ends)
+        query_start = np.concatenate(([0], np.cumsum(ends - starts)))
+        spans = [
+            self.queries[self.firsts[row] + start : self.firsts[row] + end]
+            for row, start, end in zip(rows, starts, ends, strict=True)
+        ]
+        inputs = SimpleNamespace(
+            block_table=self.table[rows], query_start_loc=query_start, seq_lens=ends
+        )
+        return inputs, torch.cat(spans)
+
+    def run(self, attention, rows, starts, ends, window=None):
+        inputs, q = self.inputs(rows, starts, ends)
+        return attention(q, q, q, self.cache, attention.plan(inputs, window))
+
+    def expected(self, row, start, end, window, sinks):
+        """In float64, head by head."""
+        shape, length = self.shape, end
+        slots = torch.tensor(
+            [
+                int(self.table[row, at // self.block_size]) * self.block_size + at % self.block_size
+                for at in range(length)
+            ]
+        )
+        flat = self.cache.reshape(2, -1, shape.num_kv_heads, shape.head_dim)
+        keys, values = (
+            x[slots].double().repeat_interleave(shape.group_size, 1) for x in flat.unbind()
+        )
+        q = self.queries[self.firsts[row] + start : self.firsts[row] + end].double()
+        scores = torch.einsum("qhd,khd->hqk", q, keys) * shape.scale
+        if shape.softcap:
+            scores = shape.softcap * torch.tanh(scores / shape.softcap)
+        positions, at = torch.arange(start, end)[:, None], torch.arange(length)[None]
+        hidden = at > positions
+        if window is not None:
+            hidden |= at <= positions - window
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if sinks is not None:
+            column = sinks.double()[:, None, None].expand(-1, end - start, 1)
+            scores = torch.cat((scores, column), -1)
+        weights = scores.softmax(-1)[..., :length]
+        return torch.einsum("hqk,khd->qhd", weights, values).reshape(end - start, -1)
+
+
+@st.composite
+def steps(draw):
+    longest = draw(st.sampled_from([5, 40, 600, 1100]))
+    lengths = draw(st.lists(st.integers(1, longest), min_size=1, max_size=4))
+    counts = [draw(st.one_of(st.just(1), st.integers(1, length))) for length in lengths]
+    heads = draw(st.sampled_from([1, 2, 3]))
+    head_dim = draw(st.sampled_from([1, 7, 16, 64, 80, 128, 512] if longest < 100 else [8, 20]))
+    group = draw(st.sampled_from([1, 2, 5, 33]))
+    softcap = draw(st.sampled_from([None, 1.5]))
+    shape = AttentionShape(heads * group, heads, head_dim, head_dim**-0.5, softcap)
+    return (
+        (lengths, counts, shape, draw(st.sampled_from(list(TOLERANCE)))),
+        draw(st.sampled_from([1, 3, 16, 32])),
+        draw(st.integers(0, 2**31)),
+        draw(st.sampled_from([None, 1, 9, 300])),
+        draw(st.booleans()),
+    )
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@settings(max_examples=30)
+@given(step=steps())
+def test_attention_is_that_of_a_plain_model(isa, step):
+    (lengths, counts, shape, dtype), block_size, seed, window, sinking = step
+    sequences = Sequences(lengths, counts, shape, dtype, block_size, seed)
+    generator = torch.Generator().manual_seed(seed)
+    sinks = torch.randn(shape.num_heads, generator=generator) if sinking else None
+    attention = NativeAttention(context(2, isa), shape, dtype, sinks)
+    starts = [length - count for length, count in zip(lengths, counts, strict=True)]
+    found = sequences.run(attention, list(range(len(lengths))), starts, lengths, window)
+    wanted = torch.cat(
+        [
+            sequences.expected(row, start, length, window, sinks)
+            for row, (start, length) in enumerate(zip(starts, lengths, strict=True))
+        ]
+    )
+    bound = TOLERANCE[dtype]
+    torch.testing.assert_close(found.double(), wanted, rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("window", [None, 100])
+def test_a_token_attends_alike_in_any_chunk_and_company(isa, dtype, window):
+    """Bit by bit: alone, among others, in a chunk of any size, on any number of threads."""
+    shape = AttentionShape(6, 2, 40, 40**-0.5)
+    lengths = [1100, 3, 37, 700]
+    sequences = Sequences(lengths, [1] * 4, shape, dtype, 16, seed=5)
+    attention = NativeAttention(context(1, isa), shape, dtype)
+    threaded = NativeAttention(context(3, isa), shape, dtype)
+    rows = list(range(4))
+    whole = sequences.run(threaded, rows, [0] * 4, lengths, window)
+    for row, length in enumerate(lengths):
+        first = int(sequences.firsts[row])
+        mine = whole[first : first + length]
+        for chunk in (1, 7, 64) if length < 100 else (333,):
+            for start in range(0, length, chunk):
+                end = min(start + chunk, length)
+                alone = sequences.run(attention, [row], [start], [end], window)
+                assert torch.equal(alone, mine[start:end]), (row, start, chunk)
+    ends = [1000, 2, 30, 650]
+    decodes = sequences.run(threaded, rows, [end - 1 for end in ends], ends, window)
+    for row, end in enumerate(ends):
+        assert torch.equal(decodes[row], whole[int(sequences.firsts[row]) + end - 1])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("convert", [lambda weights: weights, quantise_int8])
+def test_a_row_of_a_linear_layer_is_its_own(isa, dtype, convert):
+    """Bit by bit, for all numbers of rows, and on any number of threads."""
+    generator = torch.Generator().manual_seed(6)
+    weight, bias = torch.randn(331, 257, generator=generator), torch.randn(331, generator=generator)
+    bundle = convert(LinearWeights(weight.to(dtype), bias.to(dtype)))
+    linear = NativeOps(context(1, isa)).linear(bundle)
+    threaded = NativeOps(context(3, isa)).linear(bundle)
+    x = torch.randn(200, 257, generator=generator).to(dtype)
+    whole = linear(x)
+    for rows in (*range(1, 20), 95, 200):
+        for layer in (linear, threaded):
+            assert torch.equal(layer(x[:rows]), whole[:rows])
+            assert torch.equal(layer(x[-rows:]), whole[-rows:])
+
+
+def own_threads() -> list[str]:
+    """Names of the native threads of this process."""
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            names.append((task / "comm").read_text().strip())
+        except OSError:
+            continue
+    return [name for name in names if name.startswith("asyncllm-op")]
+
+
+def test_threads_end_with_the_last_reference():
+    before = len(own_threads())
+    ops = NativeOps(context(4))
+    assert len(own_threads()) == before + 3
+    linear = ops.linear(LinearWeights(torch.eye(600)))
+    del ops
+    x = torch.randn(50, 600)
+    assert torch.equal(linear(x), x)
+    del linear
+    assert len(own_threads()) == before
+
+
+def test_pools_of_one_process_do_not_meet():
+    weight = torch.randn(512, 300, generator=torch.Generator().manual_seed(7))
+    x = torch.randn(64, 300, generator=torch.Generator().manual_seed(8))
+    expected = NativeOps(context(1)).linear(LinearWeights(weight))(x)
+    wrong: list[int] = []
+
+    def work():
+        linear = NativeOps(context(3)).linear(LinearWeights(weight))
+        for turn in range(300):
+            if not torch.equal(linear(x[: 1 + turn % 64]), expected[: 1 + turn % 64]):
+                wrong.append(turn)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_a_forked_child_is_refused_and_the_parent_goes_on():
+    ops = NativeOps(context(3))
+    linear = ops.linear(LinearWeights(torch.eye(600)))
+    x = torch.randn(50, 600)
+    linear(x)
+    child = os.fork()
+    if not child:
+        signal.alarm(30)  # It would wait for threads that it has not.
+        told = 1
+        try:
+            linear(x)
+        except RuntimeError as error:
+            told = 0 if "forked child" in str(error) else 2
+        # Its threads are the parent's: there is nothing to end.
+        ops.context._end()
+        os._exit(told)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert torch.equal(linear(x), x)
+
+
+def test_what_no_kernel_takes_is_refused():
+    generator = torch.Generator().manual_seed(9)
+    shape = AttentionShape(4, 2, 8, 1.0)
+    own = context(2)
+    attention = NativeAttention(own, shape, torch.float32)
+    sequences = Sequences([5, 9], [1, 1], shape, torch.float32, 4, seed=1)
+    inputs, q = sequences.inputs([0, 1], [4, 8], [5, 9])
+    for name, block in (("negative", -1), ("beyond", sequences.cache.shape[1])):
+        inputs.block_table[1, 2] = block
+        with pytest.raises(RuntimeError, match="attention: a slot, block or position"):
+            attention(q, q, q, sequences.cache, attention.plan(inputs, None)), name
+    inputs.block_table[1, 2] = 1
+    inputs.seq_lens = np.array([5, 13])
+    with pytest.raises(RuntimeError, match="beyond its table"):
+        attention(q, q, q, sequences.cache, attention.plan(inputs, None))
+    inputs.seq_lens = np.array([0, 9])
+    assert not attention(q, q, q, sequences.cache, attention.plan(inputs, None))[0].any()
+    plan = attention.plan(inputs, None)
+    for wrong in (q[:1], q[..., :4], q.double()):
+        with pytest.raises(ValueError, match=r"q is .*expected \(2, 4, 8\) of torch.float32"):
+            attention(wrong, q, q, sequences.cache, plan)
+    for cache in (sequences.cache[..., :1, :], sequences.cache.transpose(3, 4)):
+        with pytest.raises(ValueError, match="a KV cache"):
+            attention(q, q, q, cache, plan)
+
+    ops = NativeOps(own)
+    rope = ops.rope_and_cache(shape, None, None, 1e-6)
+    table, cache = torch.randn(10, 8), torch.zeros(2, 3, 4, 2, 8)
+    qkv, slots = torch.randn(1, 64, generator=generator), torch.tensor([3])
+    for positions, wrong in ((10, 3), (-1, 3), (0, 12), (0, -1)):
+        with pytest.raises(RuntimeError, match="rope_and_cache: a slot, block or position"):
+            rope(qkv, (table, torch.tensor([positions])), cache, torch.tensor([wrong]))
+    with pytest.raises(ValueError, match="slots are not 1 contiguous int64"):
+        rope(qkv, (table, torch.tensor([0])), cache, slots.int())
+    assert not cache.any()
+    linear = ops.linear(LinearWeights(torch.randn(6, 8)))
+    for wrong, words in ((torch.randn(2, 7), "7 columns"), (torch.randn(2, 8).half(), "float16")):
+        with pytest.raises(ValueError, match=words):
+            linear(wrong)
+
+
+def test_strided_rows_are_copied_or_read_where_they_are():
+    generator = torch.Generator().manual_seed(10)
+    weight = torch.randn(40, 30, generator=generator)
+    ops = NativeOps(context(1))
+    x = torch.randn(7, 30, generator=generator)
+    wide = torch.cat((x, x), 1)
+    linear = ops.linear(LinearWeights(weight))
+    assert torch.equal(linear(wide[:, 30:]), linear(x))
+    assert torch.equal(linear(x.T.contiguous().T), linear(x))
+    assert torch.equal(ops.linear(LinearWeights(weight.T.contiguous().T))(x), linear(x))
+    raw = torch.zeros(4 * 60 + 1, dtype=torch.uint8)
+    library, handle = ops.context.library, ops.context.handle
+    odd, at = raw.data_ptr() + 1, raw.data_ptr()
+    assert library.silu_mul(handle, odd, 60, at, 1, 30, 0) == 1
+    assert library.silu_mul(handle, at, 59, at, 2, 30, 0) == 1
+    assert library.silu_mul(handle, at, 60, at, 1, 30, 7) == 1
+    assert not library.pack(handle, odd, 0, 2, 15, 15, None, None)
+    assert not library.pack(handle, at, 3, 2, 15, 15, None, None), "8 bits and no scales"
+
+
+def test_not_a_number_stays_one():
+    """A broken model is noticed by its logits."""
+    shape = AttentionShape(2, 1, 16, 0.25)
+    for isa in ISAS:
+        ops = NativeOps(context(1, isa))
+        x = torch.randn(3, 32)
+        x[1, 5] = torch.nan
+        weight = torch.ones(32)
+        for found in (
+            ops.rms_norm(weight, 1e-6)(x).sum(1),
+            ops.silu_mul(x).sum(1),
+            ops.linear(LinearWeights(torch.ones(40, 32)))(x).sum(1),
+            ops.linear(quantise_int8(LinearWeights(torch.ones(40, 32))))(x).sum(1),
+        ):
+            assert found.isnan().tolist() == [False, True, False], isa
+        sequences = Sequences([9, 9], [1, 1], shape, torch.float32, 4, seed=2)
+        attention = NativeAttention(ops.context, shape, torch.float32)
+        sequences.cache[0, sequences.table[1, 0], 1] = torch.nan
+        found = sequences.run(attention, [0, 1], [8, 8], [9, 9])
+        assert found.isnan().all(1).tolist() == [False, True], isa
+
+
+def test_a_library_that_does_not_fit_is_not_used(tmp_path):
+    missing = tmp_path / "missing.so"
+    with pytest.raises(NativeUnavailableError, match="have not been compiled"):
+        Library(missing)
+    broken = tmp_path / "broken.so"
+    broken.write_bytes(b"\x7fELF of another machine")
+    with pytest.raises(NativeUnavailableError, match="cannot be loaded"):
+        Library(broken)
+    for name, source, words in (
+        ("old", 'extern "C" const char* asyncllm_sources() { return "0"; }', "from other sources"),
+        ("other", "int nothing;", "cannot be loaded"),
+    ):
+        text, library = tmp_path / f"{name}.cpp", tmp_path / f"{name}.so"
+        text.write_text(source)
+        subprocess.run([*compiler(), "-shared", "-fPIC", str(text), "-o", str(library)], check=True)
+        with pytest.raises(NativeUnavailableError, match=words):
+            Library(library)
+
+
+def test_an_instruction_set_that_is_not_there_is_refused():
+    with pytest.raises(NativeUnavailableError, match="mmx with 2 threads"):
+        context(2, "mmx")
+
+
+def test_a_compiler_that_fails_says_what_it_said(tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler -O2")
+    with pytest.raises(BuildError, match=r"no C\+\+ compiler: expected no-such-compiler"):
+        find_compiler()
+    script = tmp_path / "c++"
+    script.write_text("#!/bin/sh\necho no room for headers >&2\nexit 1\n")
+    script.chmod(0o755)
+    with pytest.raises(BuildError, match="no room for headers"):
+        build(tmp_path / "out.so", compiler=[str(script)])
+    assert not list(tmp_path.glob("*.so"))
+
+
+def test_units_leave_nothing_for_the_linker_to_mix(tmp_path):
+    """A function that two units define is one of them after linking, and that one may have
+    instructions that the processor lacks."""
+    if os.uname().machine != "x86_64":
+        pytest.skip("a unit of x86_64")
+    name, target = "avx2", tmp_path / "unit.o"
+    flags = [flag for flag in FLAGS if flag != "-O2"] + ["-O0", *UNITS["x86_64"][name]]
+    subprocess.run(
+        [*compiler(), *flags, "-c", str(SOURCES / f"kernels_{name}.cpp"), "-o", str(target)],
+        check=True,
+    )
+    listed = subprocess.run(
+        ["nm", "--defined-only", "--extern-only", str(target)],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    symbols = {line.split()[-1] for line in listed.stdout.splitlines()}
+    assert symbols == {f"kernels_{name}"}
+
+
+def build_fuzz(folder: Path, command: list[str], machine: str, flags: list[str]) -> Path:
+    library, program = folder / "libops.so", folder / "fuzz"
+    build(library, compiler=command, machine=machine, only=[ISAS[0], "neon"], flags=flags)
+    linking = [str(FUZZ), str(library), f"-Wl,-rpath,{folder}", "-I", str(SOURCES)]
+    subprocess.run(
+        [*command, "-std=c++17", "-O1", *flags, *linking, "-o", str(program)], check=True
+    )
+    return program
+
+
+@pytest.mark.slow
+def test_sanitizers_find_nothing(tmp_path):
+    flags = "-fsanitize=address,undefined -fno-sanitize-recover=all -O1".split()
+    machine = os.uname().machine
+    program = build_fuzz(tmp_path, compiler(), machine, flags)
+    for isa in (ISAS[0], "baseline"):
+        done = subprocess.run([str(program), "1", "20", isa], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.mark.slow
+def test_neon_computes_the_same(tmp_path):
+    """Compiled for 64-bit ARM and run by QEMU."""
+    for tool in ("aarch64-linux-gnu-g++", "qemu-aarch64"):
+        if not shutil.which(tool):
+            pytest.skip(f"{tool} is not installed")
+    program = build_fuzz(tmp_path, ["aarch64-linux-gnu-g++"], "aarch64", [])
+    for isa in ("neon", "baseline"):
+        done = subprocess.run(
+            ["qemu-aarch64", "-L", "/usr/aarch64-linux-gnu", str(program), "1", "8", isa],
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        assert done.stdout.startswith(f"{isa}: 8 rounds")
+
+
+def test_threads_by_affinity_and_quota(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)))
+    assert available_cpus(tmp_path) == 6
+    for text, expected in (("max 100000", 6), ("250000 100000", 2), ("50000 100000", 1)):
+        (tmp_path / "cpu.max").write_text(f"{text}\n")
+        assert available_cpus(tmp_path) == expected
+    (tmp_path / "cpu.max").write_text("900000 100000\n")
+    assert available_cpus(tmp_path) == 6
+    (tmp_path / "cpu.max").unlink()
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
+    for quota, expected in (("-1", 6), ("300000", 3)):
+        (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text(f"{quota}\n")
+        assert available_cpus(tmp_path) == expected

@@ -1,0 +1,136 @@
+"""int8 weights: their error, exact sums, what refuses them, and what they cost the model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from asyncllm import LLM, EngineConfig
+from asyncllm.errors import InvalidRequestError
+from asyncllm.gpu.build import quantisation
+from asyncllm.gpu.ops import quantise
+from asyncllm.gpu.ops.linear_weights import LinearWeights
+from asyncllm.gpu.ops.native_ops import NativeOps
+from asyncllm.gpu.ops.quantise import quantise_int8
+from asyncllm.gpu.ops.torch_ops import TorchOps
+from benchmarks.quality import REFERENCE, logit_error, perplexity, teacher_forced_logits, texts
+from tests.native_library import context, isas
+
+ISAS = isas()
+needs_native = pytest.mark.skipif(not ISAS, reason="no C++ compiler to build the native ops with")
+
+
+def dequantised(weights: LinearWeights) -> torch.Tensor:
+    assert weights.scales is not None
+    return weights.values.double() * weights.scales.double()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_element_is_the_nearest_multiple_of_its_channels_scale(monkeypatch, dtype):
+    monkeypatch.setattr(quantise, "CHUNK", 1000)
+    generator = torch.Generator().manual_seed(1)
+    values = torch.randn(40, 300, generator=generator).to(dtype)
+    values[3] = 0.0
+    values[5, 7] = 100.0
+    weights = quantise_int8(LinearWeights(values, torch.ones(40)))
+    assert weights.scales is not None
+    assert (weights.scheme, weights.scale_block) == ("int8", (1, values.shape[1]))
+    assert weights.values.amax(1)[5] == 127
+    assert not weights.values[3].any()
+    error = (dequantised(weights) - values.double()).abs()
+    assert bool((error <= weights.scales.double() * 0.5001).all())
+    assert weights.bias is not None
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(48, 41), (300, 640)])
+def test_linear_layers_compute_with_the_rounded_weights(isa, dtype, shape):
+    generator = torch.Generator().manual_seed(2)
+    values = torch.randn(shape, generator=generator) * shape[1] ** -0.5
+    bias = torch.randn(shape[0], generator=generator)
+    weights = quantise_int8(LinearWeights(values, bias))
+    linear = NativeOps(context(2, isa)).linear(weights)
+    x = torch.randn(70, shape[1], generator=generator).to(dtype)
+    # Outliers of one row leave the others what they are.
+    x[5] *= 1000.0
+    x[6] = 0.0
+    exact = x.double() @ dequantised(weights).T + bias.double()
+    size = x.double().abs().amax(1, keepdim=True)
+    tolerance = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}[dtype]
+    for rows in (0, 1, 2, 3, 17, 70):
+        found = linear(x[:rows])
+        assert found.dtype == dtype
+        error = (found.double() - exact[:rows]).abs()
+        assert bool((error <= tolerance * (1.0 + size[:rows] + exact[:rows].abs())).all())
+
+
+@needs_native
+def test_instruction_sets_agree_to_the_last_bit():
+    """The sums are of integers."""
+    generator = torch.Generator().manual_seed(3)
+    weights = quantise_int8(LinearWeights(torch.randn(100, 333, generator=generator)))
+    x = torch.randn(9, 333, generator=generator)
+    found = [NativeOps(context(1, isa)).linear(weights)(x) for isa in ISAS]
+    for other in found[1:]:
+        assert torch.equal(other, found[0])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("columns", [1, 515, 16384, 140_001])
+def test_no_sum_overflows(isa, columns):
+    """The largest there are: every product is the greatest and of one sign."""
+    weights = quantise_int8(LinearWeights(torch.ones(3, columns)))
+    x = torch.full((2, columns), 3.0)
+    x[1] = -3.0
+    expected = torch.tensor([[3.0], [-3.0]]).expand(2, 3) * columns
+    found = NativeOps(context(1, isa)).linear(weights)(x)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0.0)
+
+
+@needs_native
+def test_a_tied_embedding_is_that_of_the_rounded_head():
+    generator = torch.Generator().manual_seed(4)
+    weights = quantise_int8(LinearWeights(torch.randn(90, 36, generator=generator)))
+    embedding, _ = NativeOps(context(1)).tied_embedding(weights, torch.float32)
+    ids = torch.tensor([89, 0, 31, 31])
+    torch.testing.assert_close(
+        embedding(ids).double(), dequantised(weights)[ids], rtol=1e-6, atol=0.0
+    )
+    for wrong in ([90], [-1]):
+        with pytest.raises(RuntimeError, match="gather: a slot, block or position beyond"):
+            embedding(torch.tensor(wrong))
+    with pytest.raises(ValueError, match=r"gather: ids are \(1,\) of torch.int32"):
+        embedding(torch.tensor([1], dtype=torch.int32))
+
+
+def test_where_there_are_no_such_layers_it_is_refused():
+    config, none = EngineConfig(quantization="int8"), EngineConfig()
+    for device, words in (("cuda:0", "device cuda:0"), ("cpu", "op set 'torch'")):
+        with pytest.raises(InvalidRequestError, match=words) as caught:
+            quantisation(config, torch.device(device), TorchOps())
+        assert caught.value.param == "quantization"
+        assert "expected None, or a CPU with native ops" in str(caught.value)
+        assert quantisation(none, torch.device(device), TorchOps()) is None
+    with (
+        pytest.raises(InvalidRequestError, match="quantization='int8'"),
+        LLM(device="cpu", attention_backend="torch", quantization="int8"),
+    ):
+        pass
+
+
+@needs_native
+def test_the_packaged_model_hardly_changes():
+    """It predicts held-out text as well, and its logits differ by more than rounding does."""
+    found = texts(3000)
+    expected = teacher_forced_logits(found, **REFERENCE)
+    plain = perplexity(found, expected)
+    for quantization, bounds in ((None, (0.0, 1e-4)), ("int8", (1e-4, 0.03))):
+        logits = teacher_forced_logits(
+            found, dtype="float32", attention_backend="native", quantization=quantization
+        )
+        error, same = logit_error(expected, logits)
+        print(f"quantization={quantization}: {error}, {same}, {perplexity(found, logits) / plain}")
+        assert bounds[0] <= error < bounds[1]
+        assert same > 0.97
+        assert abs(perplexity(found, logits) / plain - 1.0) < 0.02
