@@ -49,8 +49,7 @@ def function_schema(tool: Any, where: str = "tools") -> dict[str, Any]:
     """
     try:
         if is_model(tool):
-            parameters = tool.model_json_schema()
-            parameters.pop("title", None)
+            parameters = _model_schema(tool)
             description = parameters.pop("description", "")
             return _tool(tool.__name__, description, parameters)
         return _of_function(tool)
@@ -64,6 +63,16 @@ def function_schema(tool: Any, where: str = "tools") -> dict[str, Any]:
         raise InvalidRequestError(
             f"{where}: the types of {name!r} cannot be read ({explain(error)})", param="tools"
         ) from error
+
+
+def _model_schema(model: Any) -> dict[str, Any]:
+    """With its properties at the root, where a model that holds itself has a reference."""
+    schema = model.model_json_schema()
+    reference = schema.pop("$ref", None)
+    if reference is not None:
+        schema |= schema["$defs"][reference.removeprefix("#/$defs/")]
+    schema.pop("title", None)
+    return schema
 
 
 class _Unsupported(Exception):
@@ -168,7 +177,12 @@ def _of_model(model: Any, at: str, definitions: dict[str, Any]) -> dict[str, Any
 def _of_fields(kind: Any, schema_of: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
     hints = typing.get_type_hints(kind, include_extras=True)
     if typing.is_typeddict(kind):
-        required = [name for name in hints if name in kind.__required_keys__]
+        # Where annotations are strings, the class knows nothing of NotRequired.
+        required = [
+            name
+            for name, hint in hints.items()
+            if name in kind.__required_keys__ and typing.get_origin(hint) is not typing.NotRequired
+        ]
         hints = {name: _without_marker(hint) for name, hint in hints.items()}
     else:
         fields = [field for field in dataclasses.fields(kind) if field.init]
