@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from asyncllm.outputs import FinishReason as FinishReason
     from asyncllm.outputs import Logprob as Logprob
     from asyncllm.outputs import TokenLogprobs as TokenLogprobs
+    from asyncllm.outputs import ToolCall as ToolCall
+    from asyncllm.outputs import ToolCallDelta as ToolCallDelta
     from asyncllm.outputs import Usage as Usage
     from asyncllm.sampling_params import SamplingParams as SamplingParams
     from asyncllm.stream import TokenStream as TokenStream
@@ -56,7 +58,7 @@ _HOMES = {
     "KVCacheTooSmallError ModelLoadError RequestError",
     "asyncllm.llm": "LLM",
     "asyncllm.outputs": "Completion CompletionOutput Delta EngineStats FinishReason Logprob "
-    "TokenLogprobs Usage",
+    "TokenLogprobs ToolCall ToolCallDelta Usage",
     "asyncllm.sampling_params": "SamplingParams",
     "asyncllm.stream": "TokenStream",
 }

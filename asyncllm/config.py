@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 from asyncllm import validation as check
+from asyncllm.tools.families import REASONING_FAMILIES, TOOL_FAMILIES
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 SchedulingPolicy = Literal["fcfs", "priority", "deadline"]
@@ -78,6 +79,11 @@ class EngineConfig:
         num_threads: CPU threads for the model; None is one per core, and 1 for a model of
             less than 32 million parameters, which more of them only slow down.
         step_timeout: seconds after which a step counts as hung.
+        tool_parser: how the model writes tool calls: "auto" is the tokenizer's own
+            ``response_template``, else what its chat template shows; or "hermes", "qwen3_coder",
+            "llama3_json", "mistral", "mistral_v11", "deepseek_v3", "deepseek_v31", "gpt_oss".
+        reasoning_parser: how it writes its thoughts, likewise: "auto", "deepseek_r1", "qwen3",
+            "mistral", "gpt_oss"; None leaves them in the text.
 
     Raises:
         InvalidRequestError: for a value outside its range, with ``param`` set.
@@ -109,6 +115,8 @@ class EngineConfig:
     trust_remote_code: bool = False
     num_threads: int | None = None
     step_timeout: float = 600.0
+    tool_parser: str = "auto"
+    reasoning_parser: str | None = "auto"
 
     def __post_init__(self) -> None:
         self._check_choices()
@@ -142,6 +150,10 @@ class EngineConfig:
         check.field(self, check.boolean, "enable_prefix_caching")
         check.field(self, check.boolean, "trust_remote_code")
         check.field(self, check.boolean, "async_scheduling")
+        check.field(self, check.choice, "tool_parser", ("auto", *TOOL_FAMILIES))
+        if self.reasoning_parser is not None:
+            families = ("auto", *REASONING_FAMILIES)
+            check.choice("reasoning_parser", self.reasoning_parser, families, optional=True)
         check.field(self, check.string, "attention_backend")
         check.field(self, check.string, "revision")
         device: Any = self.device

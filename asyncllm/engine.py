@@ -24,6 +24,7 @@ from asyncllm.runtime.loading import Loader, load_model
 from asyncllm.runtime.mailbox import MailboxRegistry, ThreadMailbox
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.stream import TokenStream
+from asyncllm.tools.tool_use import ToolUse
 
 EngineState = Literal["new", "starting", "running", "dead", "closed"]
 _JOIN_TIMEOUT = 2.0
@@ -120,8 +121,7 @@ class AsyncLLMEngine(Handle):
             thread.core,
             self._mailboxes,
             self._observers,
-            policy=self.config.scheduling_policy,
-            seed=self.config.seed,
+            self.config,
         )
 
     def _thread_mailbox(self) -> ThreadMailbox:
@@ -297,7 +297,8 @@ class AsyncLLMEngine(Handle):
         params: SamplingParams | None = None,
         *,
         tools: Sequence[Any] | None = None,
-        tool_choice: str | dict[str, Any] = "auto",
+        tool_choice: str | dict[str, Any] | None = "auto",
+        parallel_tool_calls: bool = True,
         response_format: Any = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         split_special_tokens: bool = True,
@@ -313,11 +314,13 @@ class AsyncLLMEngine(Handle):
 
         Args:
             messages: ``{"role": …, "content": …}`` each.
-            tools, tool_choice, response_format: not supported yet; only values that ask for
-                nothing are accepted: ``[]``, "auto" or "none", and ``{"type": "text"}``. A
-                model whose template knows tools gets them through
-                ``chat_template_kwargs={"tools": [...]}``.
-            chat_template_kwargs: further variables of the template.
+            tools: what the model may call: OpenAI's schemas, Python functions, or Pydantic models
+                of the arguments; see docs/tools.md. Calls come as ``Delta.tool_calls``.
+            tool_choice: "auto"; "none" does not show the tools to the model; "required" and
+                ``{"type": "function", "function": {"name": …}}`` are not supported yet.
+            parallel_tool_calls: several calls in one answer; False is not supported yet.
+            response_format: not supported yet; only ``{"type": "text"}`` is accepted.
+            chat_template_kwargs: further variables of the template, as ``enable_thinking``.
             split_special_tokens: special tokens written in the messages, tools and variables
                 are ordinary text, so that a user cannot write another's turn. False makes
                 control tokens of them, as of those that the template writes.
@@ -326,14 +329,13 @@ class AsyncLLMEngine(Handle):
         conversation of more than a few thousand characters, or one of which the template
         makes so many, is rendered and tokenised on a worker thread; see docs/chat.md.
         """
-        check.refuse_unsupported("tools", tools, None, [], ())
-        check.refuse_unsupported("tool_choice", tool_choice, None, "auto", "none")
+        use = ToolUse.of(tools, tool_choice, parallel_tool_calls)
         check.refuse_unsupported("response_format", response_format, None, {"type": "text"})
         self._running()
         assert self._intake is not None
         options = RequestOptions(request_id, priority, timeout, max_unread, on_slow, cache_salt)
         return self._intake.conversation(
-            messages, chat_template_kwargs, split_special_tokens, params, sampling, options
+            messages, use, chat_template_kwargs, split_special_tokens, params, sampling, options
         )
 
     def abort(self, request_id: str | Iterable[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple
 
@@ -70,6 +71,52 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A whole call of a tool that was offered.
+
+    Attributes:
+        id: unique; nine letters and digits, which every model's chat template takes.
+        name: of the tool.
+        arguments: a JSON object, as the model wrote it. It is not validated against the tool's
+            schema unless a grammar enforced that.
+    """
+
+    id: str
+    name: str
+    arguments: str
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        """The arguments, to call a Python function with."""
+        return json.loads(self.arguments)
+
+    def as_dict(self) -> dict[str, Any]:
+        """OpenAI's form, as messages have it."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """A fragment of a call, with OpenAI's meanings: the first one of a call has its id and name,
+    those that follow have more of its arguments.
+
+    Attributes:
+        index: of the call in its output. Calls come one after the other.
+        id, name: None but in the first fragment.
+        arguments: more of the JSON text.
+        done: the call is whole. One that never becomes so was malformed, or the output ended in
+            it: all of it comes as text then, and it is not among ``CompletionOutput.tool_calls``.
+    """
+
+    index: int
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+    done: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """New text and tokens since the last delta of this stream; ``str(delta)`` is the text.
 
@@ -77,6 +124,9 @@ class Delta:
     become a stop string. ``token_ids`` are the new tokens whether their text is out or not.
     ``finish_reason`` and ``usage`` are set on the last delta only; ``stop_reason`` is the
     stop string or stop token id that ended the request, None for EOS and for ``length``.
+
+    ``reasoning`` is new text of a model that thinks, and ``tool_calls`` are fragments of its calls;
+    neither is in ``text``. Both are there in ``chat()`` alone.
     """
 
     text: str
@@ -86,7 +136,8 @@ class Delta:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     usage: Usage | None = None
-    tool_calls: tuple[Any, ...] = ()
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
     def __str__(self) -> str:
         return self.text
@@ -109,6 +160,7 @@ class _DeltaOfOneToken:
         self.finish_reason = None
         self.stop_reason = None
         self.usage = None
+        self.reasoning = ""
         self.tool_calls = ()
 
 
@@ -123,7 +175,8 @@ def make_token_delta(
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One of a request's ``n`` outputs, whole."""
+    """One of a request's ``n`` outputs, whole. ``reasoning`` and ``tool_calls`` are not in
+    ``text``; all of it is in ``token_ids``."""
 
     index: int
     text: str
@@ -131,15 +184,26 @@ class CompletionOutput:
     finish_reason: FinishReason | None
     stop_reason: str | int | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
-    tool_calls: tuple[Any, ...] = ()
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The assistant's turn, to be appended to the messages of a conversation."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.text}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = [call.as_dict() for call in self.tool_calls]
+        return message
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
     """The whole result of a request.
 
-    ``text``, ``token_ids``, ``finish_reason``, ``stop_reason`` and ``logprobs`` are those of
-    ``outputs[0]``.
+    ``text``, ``token_ids``, ``finish_reason``, ``stop_reason``, ``logprobs``, ``reasoning``,
+    ``tool_calls`` and ``message`` are those of ``outputs[0]``.
     """
 
     request_id: str
@@ -166,6 +230,18 @@ class Completion:
     @property
     def logprobs(self) -> tuple[TokenLogprobs, ...] | None:
         return self.outputs[0].logprobs
+
+    @property
+    def reasoning(self) -> str:
+        return self.outputs[0].reasoning
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        return self.outputs[0].tool_calls
+
+    @property
+    def message(self) -> dict[str, Any]:
+        return self.outputs[0].message
 
     def __str__(self) -> str:
         return self.text

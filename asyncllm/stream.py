@@ -17,6 +17,7 @@ from asyncllm.outputs import Completion, CompletionOutput, Delta, FinishReason, 
 from asyncllm.runtime.event_loop import EventLoopBackend
 from asyncllm.runtime.handle import Handle
 from asyncllm.runtime.mailbox import LoopMailbox, ThreadMailbox
+from asyncllm.tools.message_parser import MessageParser
 
 _NO_TOKENS = Delta("", ())
 
@@ -47,6 +48,7 @@ class TokenStream(Handle):
     _request: Request
     _core: EngineCore
     _mailbox_of_loop: Callable[[], LoopMailbox]
+    _parser: MessageParser | None = None
     request_id: str = field(init=False)
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
@@ -205,6 +207,10 @@ class TokenStream(Handle):
             delta = merged(delta)
         if final is not None and not items:
             delta = self._finish(delta, final)
+        if self._parser is not None:
+            delta = self._parser.push(delta)
+            if delta.finish_reason is not None:
+                self.finish_reason = delta.finish_reason
         self._texts.append(delta.text)
         if delta.logprobs is not None:
             self._logprobs += delta.logprobs
@@ -224,6 +230,8 @@ class TokenStream(Handle):
             final = self._error
         if not isinstance(final, End):
             if delta.text or delta.token_ids:
+                return delta
+            if self._parser is not None and self._parser.interrupt():
                 return delta
             self._done = True
             self._error = final
@@ -298,6 +306,8 @@ class TokenStream(Handle):
             stop_reason=self._stop_reason,
             logprobs=tuple(self._logprobs) if request.sampling.logprobs is not None else None,
         )
+        if self._parser is not None:
+            output = self._parser.complete(output)
         return Completion(
             self.request_id, tuple(self.prompt_token_ids or ()), (output,), self.usage
         )

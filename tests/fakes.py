@@ -12,6 +12,7 @@ from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.errors import InvalidRequestError
 from asyncllm.runtime.loading import LoadedModel
 from asyncllm.testing import FakeExecutor
+from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.text.detokenizer import Detokenizer
 from asyncllm.text.template_input import TemplateInput
 
@@ -30,6 +31,9 @@ class WordDecoder:
 
 class FakeTokenizer:
     """Every word is a number, and every number a token: "3 5 8" is [3, 5, 8]."""
+
+    chat_template = ChatTemplate({}, {})
+    response_template = None
 
     def __init__(self) -> None:
         self.gate: Any = None

@@ -23,6 +23,9 @@ PRINTED = (TEXT, r"Usage\(prompt_tokens=\d+, completion_tokens=\d+, .*\)\n", TEX
 EXPECTED = {
     "minimal_stream.py": r"(?s)\w.{40,}\n",
     "many_streams.py": r"(?s).+\n100 streams, \d+ tokens, \d+ tokens a second\n",
+    "function_calling.py": r'What is .*\?\n  get_weather\({"city": "Oslo"}\) -> snow\n'
+    r'It is snow in Oslo\.\nWhat is .*\?\n  add\({"a": 12, "b": 30}\) -> 42\n'
+    r"The answer is 42\.\n",
     "cancel_in_agent_loop.py": r"(?s).*\d+ requests aborted\n(\d+) of \1 KV blocks free\n",
 }
 

@@ -28,7 +28,7 @@ class Detokenizer(Protocol):
 
     stopped: str | None
 
-    def push(self, token_id: int) -> str: ...
+    def push(self, token_id: int, *, search: bool = True) -> str: ...
 
     def finish(self) -> str: ...
 
@@ -115,7 +115,11 @@ class OutputProcessor:
         by_token = request.status is Status.FINISHED and request.finish_reason == "stop"
         text = ""
         if not by_token or sampling.include_stop_str_in_output:
-            text = detokenizer.push(token_id)
+            reasoning = request.reasoning
+            if reasoning is None:
+                text = detokenizer.push(token_id)
+            else:
+                text = detokenizer.push(token_id, search=not reasoning.push(token_id))
         if detokenizer.stopped is not None:
             if request.status is not Status.FINISHED:
                 self._scheduler.finish(request, "stop")

@@ -8,14 +8,16 @@ import threading
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import InitVar, dataclass, field
-from functools import partial
-from typing import Any, get_args
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, get_args
 
 from asyncllm import validation as check
+from asyncllm.config import EngineConfig
 from asyncllm.core.channel import Channel, OnSlow
 from asyncllm.core.engine_core import EngineCore
 from asyncllm.core.output_processor import Output
+from asyncllm.core.reasoning import Reasoning
 from asyncllm.core.request import Request
 from asyncllm.core.request_group import RequestGroup
 from asyncllm.errors import ContextLengthExceededError, InvalidRequestError
@@ -26,6 +28,44 @@ from asyncllm.sampling_params import SamplingParams
 from asyncllm.stream import TokenStream
 from asyncllm.text.template_input import TemplateInput
 from asyncllm.text.tokenizer_thread import LONG_TEXT, TokenizerThread
+from asyncllm.tools.message_parser import MessageParser
+from asyncllm.tools.response_format import ResponseFormat, ResponseFormats
+from asyncllm.tools.tool_grammar import refuse_unless_enforced
+from asyncllm.tools.tool_use import ToolUse
+
+if TYPE_CHECKING:
+    from asyncllm.text.tokenizer import Tokenizer
+
+_PROMPT_END = 32
+"""Tokens in which a prompt may begin the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class DelimiterTokens:
+    """The delimiters of a format, as tokens.
+
+    Attributes:
+        special: ids of the special tokens among them, which are kept in the text.
+        begin, end: of reasoning; empty where they are no tokens of their own.
+    """
+
+    special: frozenset[int]
+    begin: tuple[int, ...]
+    end: tuple[int, ...]
+
+    @classmethod
+    def of(cls, form: ResponseFormat, tokenizer: Tokenizer) -> DelimiterTokens:
+        begin, end = tokenizer.delimiter_ids(form.begin), tokenizer.delimiter_ids(form.end)
+        return cls(tokenizer.special_tokens_of(form.spells), begin, end)
+
+    def reasoning(self, form: ResponseFormat, prompt_end: str) -> Reasoning | None:
+        """The state in which a prompt leaves its model."""
+        if not self.begin or not self.end:
+            return None
+        prompt_end = prompt_end.rstrip()
+        opened = prompt_end.endswith(form.begin)
+        may_begin = not opened and not prompt_end.endswith(form.end)
+        return Reasoning(self.begin, self.end, opened, may_begin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,21 +100,20 @@ class InputProcessor:
     go to a worker thread: they keep their arrival index and hold up no other.
 
     Args:
-        policy: the scheduling policy; with "fcfs" a priority is refused.
-        seed: of the seeds drawn for requests without one; None is the operating system's.
+        config: of the engine.
     """
 
     loaded: LoadedModel
     core: EngineCore
     mailboxes: MailboxRegistry
     observers: Observers
-    policy: str
-    seed: InitVar[int | None]
+    config: EngineConfig
+    _delimiter_tokens: dict[ResponseFormat, DelimiterTokens] = field(default_factory=dict)
     _neutral_params: SamplingParams = field(default_factory=SamplingParams)
     _worker: TokenizerThread = field(default_factory=partial(TokenizerThread, "asyncllm-text"))
 
-    def __post_init__(self, seed: int | None) -> None:
-        self._random = random.Random(seed)
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.config.seed)
 
     def prompt(
         self,
@@ -108,6 +147,7 @@ class InputProcessor:
     def conversation(
         self,
         messages: Sequence[dict[str, Any]],
+        use: ToolUse | None,
         variables: dict[str, Any] | None,
         split_special_tokens: bool,
         params: SamplingParams | None,
@@ -122,8 +162,18 @@ class InputProcessor:
                 "chat_template_kwargs", variables, "a dict of names to values, or None"
             )
         split_special_tokens = check.boolean("split_special_tokens", split_special_tokens)
-        chat = TemplateInput(messages, variables or {})
+        form, given = self._form(use), dict(variables or {})
+        if use is not None:
+            if "tools" in given:
+                accepted = "no tools beside those of tools="
+                raise check.invalid("chat_template_kwargs", variables, accepted)
+            given["tools"] = use.schemas
+        as_text = form is not None and form.arguments_as_text
+        chat = TemplateInput(messages, given, arguments_as_text=as_text)
         request = self._request(params, sampling, options)
+        parser = None
+        if form is not None:
+            parser = MessageParser(form, {} if use is None else use.parameters)
         asked = RequestInfo("chat", messages)
         encode = partial(
             self.loaded.tokenizer.encode_chat,
@@ -132,8 +182,27 @@ class InputProcessor:
             split_special_tokens=split_special_tokens,
         )
         if chat.num_characters < LONG_TEXT and (token_ids := encode(at_once=True)) is not None:
-            return self._submit(request, asked, token_ids)
-        return self._submit_later(request, asked, chat.num_characters // 4, encode)
+            return self._submit(request, asked, token_ids, parser)
+        return self._submit_later(request, asked, chat.num_characters // 4, encode, parser)
+
+    def _form(self, use: ToolUse | None) -> ResponseFormat | None:
+        """The format of an answer.
+
+        Raises:
+            InvalidRequestError: for tools that the model cannot be offered, or used as asked.
+        """
+        if use is not None:
+            refuse_unless_enforced(use)
+            if not self.loaded.tokenizer.chat_template.reads("tools"):
+                raise InvalidRequestError(
+                    "tools: the model's chat template takes none", param="tools"
+                )
+        return self._formats.of(use is not None)
+
+    @cached_property
+    def _formats(self) -> ResponseFormats:
+        made = self.loaded.response_formats
+        return made or ResponseFormats.of_tokenizer(self.loaded.tokenizer, self.config)
 
     def close(self) -> threading.Thread | None:
         """Forgets texts that wait to be tokenised; returns the thread of one that is."""
@@ -143,7 +212,7 @@ class InputProcessor:
         self, params: SamplingParams | None, sampling: dict[str, Any], options: RequestOptions
     ) -> Request:
         """A request that is valid but for its prompt."""
-        if options.priority and self.policy == "fcfs":
+        if options.priority and self.config.scheduling_policy == "fcfs":
             accepted = '0 with scheduling_policy="fcfs"; "priority" honours it'
             raise check.invalid("priority", options.priority, accepted)
         if params is not None and not isinstance(params, SamplingParams):
@@ -184,10 +253,11 @@ class InputProcessor:
         asked: RequestInfo,
         estimate: int,
         encode: Callable[[], list[int] | None],
+        parser: MessageParser | None = None,
     ) -> TokenStream:
         """Submits a request whose tokens, about ``estimate``, ``encode`` makes on a thread."""
         core, group = self.core, request.group
-        stream = self._accept(request, asked, min(estimate, request.max_model_len))
+        stream = self._accept(request, asked, min(estimate, request.max_model_len), parser)
         if group.deadline < math.inf:
             core.send(core.on_watch_deadline, group)
 
@@ -195,7 +265,7 @@ class InputProcessor:
             if group.cancelled:
                 return
             try:
-                self._prepare(request, encode() or [])
+                self._prepare(request, encode() or [], parser)
             except BaseException as error:
                 if not issubclass(type(error), Exception):  # as a panic inside the tokenizer
                     error = InvalidRequestError(f"prompt: {check.describe(error)}", param="prompt")
@@ -207,13 +277,21 @@ class InputProcessor:
         self._worker.submit(job)
         return stream
 
-    def _submit(self, request: Request, asked: RequestInfo, token_ids: list[int]) -> TokenStream:
-        self._prepare(request, token_ids)
-        stream = self._accept(request, asked, len(token_ids))
+    def _submit(
+        self,
+        request: Request,
+        asked: RequestInfo,
+        token_ids: list[int],
+        parser: MessageParser | None = None,
+    ) -> TokenStream:
+        self._prepare(request, token_ids, parser)
+        stream = self._accept(request, asked, len(token_ids), parser)
         self.core.send(self.core.on_add, request.group)
         return stream
 
-    def _prepare(self, request: Request, token_ids: list[int]) -> None:
+    def _prepare(
+        self, request: Request, token_ids: list[int], parser: MessageParser | None
+    ) -> None:
         """Gives a request its prompt, and the decoder that continues it."""
         if not token_ids:
             raise InvalidRequestError(
@@ -226,8 +304,25 @@ class InputProcessor:
             accepted = f"tokens that the model has, 0 to {vocab_size - 1}"
             raise check.invalid("prompt", max(token_ids), accepted)
         tokenizer = self.loaded.tokenizer
-        request.output.detokenizer = tokenizer.detokenizer(request.sampling, token_ids)
+        if parser is None:
+            request.output.detokenizer = tokenizer.detokenizer(request.sampling, token_ids)
+        else:
+            delimiters = self._delimiters(parser.form)
+            request.output.detokenizer = tokenizer.detokenizer(
+                request.sampling, token_ids, visible=delimiters.special
+            )
+            end = tokenizer.decode(token_ids[-_PROMPT_END:], skip_special_tokens=False)
+            parser.answer_begin = parser.form.answer_begins_in(end)
+            request.reasoning = delimiters.reasoning(parser.form, end)
         request.set_prompt(token_ids)
+
+    def _delimiters(self, form: ResponseFormat) -> DelimiterTokens:
+        """As tokens; kept, because each conversation asks for them."""
+        found = self._delimiter_tokens.get(form)
+        if found is None:
+            found = DelimiterTokens.of(form, self.loaded.tokenizer)
+            self._delimiter_tokens[form] = found
+        return found
 
     def _check_length(self, num_tokens: int, how: str = "") -> None:
         longest = self.loaded.executor.info.max_model_len
@@ -237,13 +332,19 @@ class InputProcessor:
                 f"that one more fits into max_model_len={longest}"
             )
 
-    def _accept(self, request: Request, asked: RequestInfo, num_tokens: int) -> TokenStream:
+    def _accept(
+        self,
+        request: Request,
+        asked: RequestInfo,
+        num_tokens: int,
+        parser: MessageParser | None = None,
+    ) -> TokenStream:
         """Takes a place in the queue for the request, and announces it."""
         group = request.group
         self.observers.watch(group)
         self.core.admission.reserve(group, num_tokens)
         # Made first: an observer that is interrupted drops it, which aborts the request.
-        stream = TokenStream(request, self.core, self.mailboxes.of_running_loop)
+        stream = TokenStream(request, self.core, self.mailboxes.of_running_loop, parser)
         if group.notifier is not None:
             group.notifier.submitted(asked)
         return stream

@@ -12,16 +12,19 @@ from asyncllm.core.executor import Executor
 
 if TYPE_CHECKING:
     from asyncllm.text.tokenizer import Tokenizer
+    from asyncllm.tools.response_format import ResponseFormats
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """Executor, tokenizer and configuration of a loaded model. ``model_config`` has
-    ``eos_token_ids`` and ``generation_defaults``."""
+    ``eos_token_ids`` and ``generation_defaults``. Without ``response_formats`` those of the chat
+    template are made when the first conversation needs them."""
 
     executor: Executor
     tokenizer: Tokenizer
     model_config: Any
+    response_formats: ResponseFormats | None = None
 
 
 Loader = Callable[[EngineConfig, Progress], LoadedModel]
@@ -41,6 +44,7 @@ def load_model(config: EngineConfig, progress: Progress) -> LoadedModel:
     from asyncllm.checkpoint.model_files import resolve_model, resolve_tokenizer
     from asyncllm.gpu.build import build_model_runner
     from asyncllm.text.tokenizer import Tokenizer
+    from asyncllm.tools.response_format import ResponseFormats
 
     path = resolve_model(
         config.model, config.revision, weights=config.load_format != "dummy", progress=progress
@@ -52,5 +56,7 @@ def load_model(config: EngineConfig, progress: Progress) -> LoadedModel:
     tokenizer = Tokenizer.from_directory(tokenizer_path, trust_remote_code=config.trust_remote_code)
     # Here and not at the first chat, whose caller's loop would wait for it.
     tokenizer.chat_template.compile()
+    formats = ResponseFormats.of_tokenizer(tokenizer, config)
+    formats.prepare()
     executor = build_model_runner(config, model_config, progress)
-    return LoadedModel(executor, tokenizer, model_config)
+    return LoadedModel(executor, tokenizer, model_config, formats)

@@ -15,14 +15,16 @@ TURN_START, TURN_END = 256, 257
 _SPECIAL = {"<|im_start|>": TURN_START, "<|im_end|>": TURN_END}
 _TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}<|im_end|>\n{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
+    "{% for c in m.tool_calls or () %}<tool_call>\n{{ c.function | tojson }}\n</tool_call>"
+    "{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 
 def byte_tokenizer() -> Tokenizer:
     """The engine's own Tokenizer with 258 ids: a byte's id is the byte, and two special tokens
-    mark the turns of a ChatML template.
+    mark the turns of a ChatML template, which takes tools and writes calls as Hermes does.
 
     So ``encode("Hé")`` is ``[72, 195, 169]``, a text has as many tokens as bytes, and half a
     character, a stop string or a special token in a message is met as with a real model.

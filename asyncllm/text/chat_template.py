@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -60,6 +61,11 @@ class ChatTemplate:
         for source in self.sources.values():
             with contextlib.suppress(InvalidRequestError):
                 self._compile(source)
+
+    def reads(self, variable: str) -> bool:
+        """Whether a template may read ``variable``, as one that knows tools reads ``tools``."""
+        word = re.compile(rf"\b{re.escape(variable)}\b")
+        return any(word.search(source) for source in self.sources.values())
 
     def is_compiled(self, conversation: TemplateInput) -> bool:
         return self._source(conversation) in self._compiled

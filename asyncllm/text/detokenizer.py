@@ -106,8 +106,11 @@ class Detokenizer:
         self._immune = min_tokens
         self.stopped: str | None = None
 
-    def push(self, token_id: int) -> str:
+    def push(self, token_id: int, *, search: bool = True) -> str:
         """Takes the next token and returns the text that may be handed out now.
+
+        Args:
+            search: False for a token in which no stop string may begin or end.
 
         Raises:
             Exception: any of the decoder; it concerns this output alone.
@@ -119,6 +122,9 @@ class Detokenizer:
             return text
         if self.stopped is not None:
             raise RuntimeError(f"the output ended with the stop string {self.stopped!r}")
+        if not search:
+            self._immune -= 1
+            return matcher.finish() + text
         if self._immune > 0:
             self._immune -= 1
             return matcher.push(text, search=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -20,12 +21,16 @@ class TemplateInput:
     nothing with methods of its own reaches a template, and what the caller changes later
     does not either.
 
+    The arguments of earlier tool calls, which clients send as JSON text, are given to a template
+    as a dict, as transformers documents it.
+
     Args:
         messages: dicts with a ``role``; ``content`` is a string, a list of text parts (joined
             by newlines), or absent. Dataclasses and pydantic models will do.
         variables: ``tools``, JSON schemas of functions; ``add_generation_prompt``, True
             unless told otherwise; ``chat_template``, the name of one of the model's templates
             or the source of another; anything else that the template reads.
+        arguments_as_text: for a template that wants those arguments as JSON text.
 
     Raises:
         InvalidRequestError: ``param`` is "messages", "tools", "chat_template" or
@@ -39,7 +44,9 @@ class TemplateInput:
 
     __slots__ = ("chat_template", "texts", "values")
 
-    def __init__(self, messages: Any, variables: Mapping[str, Any]) -> None:
+    def __init__(
+        self, messages: Any, variables: Mapping[str, Any], *, arguments_as_text: bool = False
+    ) -> None:
         for name in _RESERVED:
             if name in variables:
                 raise InvalidRequestError(
@@ -53,7 +60,7 @@ class TemplateInput:
             raise _bad("chat_template", kind, "the name or the source of one", "chat_template")
         self.chat_template: str | None = template
         copier = _Copier()
-        chat = _check_messages(messages, copier)
+        chat = _check_messages(messages, copier, arguments_as_text)
         self.values = {
             "add_generation_prompt": True,
             **copier.copy_of(others, "chat_template_kwargs", "chat_template_kwargs"),
@@ -76,6 +83,15 @@ class TemplateInput:
             name: value if name in keep else _changed(value, change)
             for name, value in self.values.items()
         }
+
+
+def plain_values(value: Any, where: str, param: str) -> Any:
+    """A copy of ``value`` in JSON's types.
+
+    Raises:
+        InvalidRequestError: for any other type, and for too many values or too deep a nest of them.
+    """
+    return _Copier().copy_of(value, where, param)
 
 
 def _changed(value: Any, change: Callable[[str], str]) -> Any:
@@ -144,7 +160,7 @@ class _NotJson(Exception):
     """A value of another type, or of too many."""
 
 
-def _check_messages(messages: Any, copier: _Copier) -> list[dict[str, Any]]:
+def _check_messages(messages: Any, copier: _Copier, as_text: bool) -> list[dict[str, Any]]:
     if not isinstance(messages, (list, tuple)) or not messages:
         kind = "empty" if isinstance(messages, (list, tuple)) else f"a {type(messages).__name__}"
         raise _bad("messages", kind, "a list of at least one message")
@@ -161,6 +177,8 @@ def _check_messages(messages: Any, copier: _Copier) -> list[dict[str, Any]]:
             raise _bad(f"{where}.role", describe(role), "a string, as 'user'")
         if "content" in plain:
             plain["content"] = _content(plain["content"], f"{where}.content")
+        for call in plain.get("tool_calls") or ():
+            _convert_arguments(call, copier, as_text, f"{where}.tool_calls")
         chat.append(_with_reasoning(plain))
     return chat
 
@@ -177,6 +195,25 @@ def _content(content: Any, where: str) -> str:
             raise _bad(f"{where}[{i}]", describe(part), "{'type': 'text', 'text': …}")
         texts.append(text)
     return "\n".join(texts)
+
+
+def _convert_arguments(call: Any, copier: _Copier, as_text: bool, where: str) -> None:
+    """A call's arguments in the form that the template wants. What is no JSON stays as it is."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return
+    arguments = function.get("arguments")
+    if as_text and isinstance(arguments, dict):
+        function["arguments"] = copier.copy_of(
+            json.dumps(arguments, ensure_ascii=False), where, "messages"
+        )
+    elif not as_text and isinstance(arguments, str):
+        try:
+            parsed = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return
+        if isinstance(parsed, dict):
+            function["arguments"] = copier.copy_of(parsed, where, "messages")
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:

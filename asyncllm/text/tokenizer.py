@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ class Tokenizer:
         chat_template: the model's templates; see ``apply_chat_template``.
         special_tokens: "bos_token", "eos_token" and so on, as far as the model has them.
         special_token_ids: ids that decoding skips.
+        response_template: how the model writes reasoning and tool calls, if its files say so.
         vocab_size: number of token ids, added tokens included: the highest id and one. A
             model's ``vocab_size`` may be larger, where its embedding is padded.
     """
@@ -52,8 +53,10 @@ class Tokenizer:
         backend: tokenizers.Tokenizer,
         chat_template: ChatTemplate,
         special_tokens: dict[str, str],
+        response_template: Mapping[str, Any] | None = None,
     ) -> None:
         self.backend = backend
+        self.response_template = response_template
         self.chat_template = chat_template
         self.special_tokens = special_tokens
         added = backend.get_added_tokens_decoder()
@@ -88,7 +91,11 @@ class Tokenizer:
         backend.no_padding()
         special_tokens = _special_tokens(path)
         template = ChatTemplate.from_directory(path, special_tokens)
-        return cls(backend, template, special_tokens)
+        config = ConfigFile.read_if_present(path / "tokenizer_config.json")
+        response = config.values["response_template"] if "response_template" in config else None
+        if response is not None and not isinstance(response, dict):
+            raise config.bad("response_template", "an object")
+        return cls(backend, template, special_tokens, response)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``.
@@ -175,21 +182,46 @@ class Tokenizer:
         return RenderLimits(min(fitting, _MAX_CHARACTERS), _MAX_CHARACTERS, seconds=2.0)
 
     def text_decoder(
-        self, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
+        self,
+        prompt_token_ids: Sequence[int] = (),
+        *,
+        skip_special_tokens: bool = True,
+        visible: frozenset[int] = frozenset(),
     ) -> TextDecoder:
-        """A decoder for one output that follows the prompt."""
-        return self._make_decoder(prompt_token_ids, skip_special_tokens)
+        """A decoder for one output that follows the prompt. ``visible`` are special tokens that
+        are never skipped."""
+        skip = self.special_token_ids - visible if skip_special_tokens else frozenset()
+        return self._make_decoder(prompt_token_ids, skip)
 
     def detokenizer(
-        self, params: SamplingParams, prompt_token_ids: Sequence[int] = ()
+        self,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int] = (),
+        *,
+        visible: frozenset[int] = frozenset(),
     ) -> Detokenizer:
         """The text side of one output: incremental decoding and stop strings."""
+        decoder = self.text_decoder(
+            prompt_token_ids, skip_special_tokens=params.skip_special_tokens, visible=visible
+        )
         return Detokenizer(
-            self._make_decoder(prompt_token_ids, params.skip_special_tokens),
+            decoder,
             stop=tuple(params.stop),
             include_stop_str_in_output=params.include_stop_str_in_output,
             min_tokens=params.min_tokens,
         )
+
+    def special_tokens_of(self, holds: Callable[[str], bool]) -> frozenset[int]:
+        """Ids of the special tokens whose text ``holds``."""
+        added = self.backend.get_added_tokens_decoder()
+        return frozenset(i for i in self.special_token_ids if holds(added[i].content))
+
+    def delimiter_ids(self, text: str) -> tuple[int, ...]:
+        """The token ids that stand for ``text`` wherever a model writes it; none if its neighbours
+        may share a token with it."""
+        ids = self.backend.encode(text, add_special_tokens=False).ids if text else []
+        added = self.backend.get_added_tokens_decoder()
+        return tuple(ids) if ids and ids[0] in added and ids[-1] in added else ()
 
     @property
     def bos_token_id(self) -> int | None:
@@ -203,21 +235,20 @@ class Tokenizer:
         token = self.special_tokens.get(name)
         return None if token is None else self.backend.token_to_id(token)
 
-    def _decoder_factory(self) -> Callable[[Sequence[int], bool], TextDecoder]:
+    def _decoder_factory(self) -> Callable[[Sequence[int], frozenset[int]], TextDecoder]:
         steps = steps_of(self.backend.decoder)
         kinds = [step["type"] for step in steps]
-        skips = (frozenset(), self.special_token_ids)
         id_to_token = self.backend.id_to_token
         if kinds == ["ByteLevel"]:
-            byte_tables = [ByteTable(id_to_token, skip) for skip in skips]
-            return lambda prompt, skip: ByteLevelDecoder(byte_tables[skip], prompt)
+            byte_tables = cache(lambda skip: ByteTable(id_to_token, skip))
+            return lambda prompt, skip: ByteLevelDecoder(byte_tables(skip), prompt)
         word_mark = _word_mark(steps)
         if word_mark is not None:
-            tables = [PieceTable(id_to_token, skip, word_mark=word_mark) for skip in skips]
+            tables = cache(lambda skip: PieceTable(id_to_token, skip, word_mark=word_mark))
             strip = len(steps) == 4
-            return lambda prompt, skip: ByteFallbackDecoder(tables[skip], prompt, strip_start=strip)
+            return lambda prompt, skip: ByteFallbackDecoder(tables(skip), prompt, strip_start=strip)
         return lambda prompt, skip: WindowDecoder(
-            lambda ids: self.decode(ids, skip_special_tokens=False), prompt, skip=skips[skip]
+            lambda ids: self.decode(ids, skip_special_tokens=False), prompt, skip=skip
         )
 
 

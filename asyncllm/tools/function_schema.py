@@ -1,0 +1,234 @@
+"""function_schema: Python functions and Pydantic models as tools, in OpenAI's schema.
+
+As ``transformers.utils.get_json_schema`` makes them. That takes a second to import, on the caller's
+event loop, and refuses a function whose docstring lacks an argument; here a docstring may say as
+much as it likes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import inspect
+import re
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any
+
+from asyncllm.errors import InvalidRequestError
+from asyncllm.validation import explain
+
+_SCALARS = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
+_SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns?|Yields?|Raises|Examples?|Notes?):\s*$")
+_ARGUMENT = re.compile(r"^(\s+)\*{0,2}(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
+_SPHINX = re.compile(r"^:param\s+(?:[^:]*\s)?(\w+):\s*(.*)$")
+_MAX_DEPTH = 32
+
+
+def is_function(tool: Any) -> bool:
+    return inspect.isroutine(tool)
+
+
+def is_model(tool: Any) -> bool:
+    return isinstance(tool, type) and hasattr(tool, "model_json_schema")
+
+
+def function_schema(tool: Any, where: str = "tools") -> dict[str, Any]:
+    """The tool that a function, or a Pydantic model of its arguments, stands for.
+
+    A function's name, type hints and docstring become name, parameters and descriptions. The
+    docstring may describe arguments in Google's style or Sphinx's. A parameter is a ``str``,
+    ``int``, ``float``, ``bool``, ``None``, a list, tuple, set or dict of such, a ``Literal``, an
+    enum, a union, ``Annotated`` with a description, a TypedDict, a dataclass, a Pydantic model or
+    ``Any``.
+
+    Raises:
+        InvalidRequestError: for a parameter without a type hint, or with another one, or that
+            cannot be passed by name.
+    """
+    try:
+        if is_model(tool):
+            parameters = _model_schema(tool)
+            description = parameters.pop("description", "")
+            return _tool(tool.__name__, description, parameters)
+        return _of_function(tool)
+    except InvalidRequestError:
+        raise
+    except _Unsupported as error:
+        raise InvalidRequestError(f"{where}: {error}", param="tools") from None
+    # Annotations and models are the application's code, and are evaluated here.
+    except Exception as error:
+        name = getattr(tool, "__name__", "?")
+        raise InvalidRequestError(
+            f"{where}: the types of {name!r} cannot be read ({explain(error)})", param="tools"
+        ) from error
+
+
+def _model_schema(model: Any) -> dict[str, Any]:
+    """With its properties at the root, where a model that holds itself has a reference."""
+    schema = model.model_json_schema()
+    reference = schema.pop("$ref", None)
+    if reference is not None:
+        schema |= schema["$defs"][reference.removeprefix("#/$defs/")]
+    schema.pop("title", None)
+    return schema
+
+
+class _Unsupported(Exception):
+    """A type or a parameter that has no JSON schema."""
+
+
+def _tool(name: str, description: str, parameters: dict[str, Any]) -> dict[str, Any]:
+    function = {"name": name, "description": description, "parameters": parameters}
+    if not description:
+        del function["description"]
+    return {"type": "function", "function": function}
+
+
+def _of_function(function: Callable[..., Any]) -> dict[str, Any]:
+    name = getattr(function, "__name__", "")
+    description, arguments = _read_docstring(inspect.getdoc(function) or "")
+    hints = typing.get_type_hints(function, include_extras=True)
+    properties: dict[str, Any] = {}
+    required: list[str] = []
+    definitions: dict[str, Any] = {}
+    for parameter in inspect.signature(function).parameters.values():
+        at = f"{name}({parameter.name})"
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise _Unsupported(f"{at} is passed by position or collects others, expected a name")
+        if parameter.name not in hints:
+            raise _Unsupported(f"{at} has no type hint, expected one")
+        schema = _schema_of(hints[parameter.name], at, definitions)
+        if parameter.name in arguments:
+            schema = {**schema, "description": arguments[parameter.name]}
+        if parameter.default is parameter.empty:
+            required.append(parameter.name)
+        elif isinstance(parameter.default, (str, int, float, bool)):
+            schema = {**schema, "default": parameter.default}
+        properties[parameter.name] = schema
+    parameters: dict[str, Any] = {"type": "object", "properties": properties}
+    if required:
+        parameters["required"] = required
+    if definitions:
+        parameters["$defs"] = definitions
+    return _tool(name, description, parameters)
+
+
+def _schema_of(kind: Any, at: str, definitions: dict[str, Any], depth: int = 0) -> dict[str, Any]:
+    if depth > _MAX_DEPTH:
+        raise _Unsupported(f"{at} has a type nested more than {_MAX_DEPTH} levels deep")
+
+    def schema_of(inner: Any) -> dict[str, Any]:
+        return _schema_of(inner, at, definitions, depth + 1)
+
+    if kind is Any:
+        return {}
+    if kind is None or (isinstance(kind, type) and kind in _SCALARS):
+        return {"type": _SCALARS[type(None) if kind is None else kind]}
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Annotated:
+        texts = [extra for extra in arguments[1:] if isinstance(extra, str)]
+        return schema_of(arguments[0]) | ({"description": texts[0]} if texts else {})
+    if origin is typing.Literal:
+        return _enumeration(arguments, at)
+    if origin in (typing.Union, types.UnionType):
+        return {"anyOf": [schema_of(one) for one in arguments]}
+    container = origin or kind
+    if not isinstance(container, type):
+        raise _Unsupported(f"{at} is of {kind!r}, which has no JSON schema")
+    if issubclass(container, enum.Enum):
+        return _enumeration([member.value for member in container], at)
+    if is_model(container):
+        return _of_model(container, at, definitions)
+    if typing.is_typeddict(container) or dataclasses.is_dataclass(container):
+        return _of_fields(container, schema_of)
+    if issubclass(container, tuple) and arguments and arguments[-1] is not Ellipsis:
+        items = [schema_of(one) for one in arguments]
+        return {"type": "array", "prefixItems": items, "minItems": len(items), "items": False}
+    if issubclass(container, Mapping):
+        values = schema_of(arguments[1]) if arguments else {}
+        return {"type": "object"} | ({"additionalProperties": values} if values else {})
+    if issubclass(container, (Sequence, Set)):
+        array: dict[str, Any] = {"type": "array"}
+        if arguments:
+            array["items"] = schema_of(arguments[0])
+        return array | ({"uniqueItems": True} if issubclass(container, Set) else {})
+    raise _Unsupported(f"{at} is of {kind!r}, which has no JSON schema")
+
+
+def _enumeration(values: Sequence[Any], at: str) -> dict[str, Any]:
+    kinds = {type(value) for value in values}
+    if not kinds <= _SCALARS.keys():
+        raise _Unsupported(f"{at} has {list(values)!r:.80}, expected values of JSON")
+    schema: dict[str, Any] = {"enum": list(values)}
+    return {"type": _SCALARS[kinds.pop()], **schema} if len(kinds) == 1 else schema
+
+
+def _of_model(model: Any, at: str, definitions: dict[str, Any]) -> dict[str, Any]:
+    """A Pydantic model's schema, whose definitions go to the root: there its references look."""
+    schema = model.model_json_schema()
+    for name, definition in schema.pop("$defs", {}).items():
+        if definitions.setdefault(name, definition) != definition:
+            raise _Unsupported(f"{at} has a type {name!r} beside another of that name")
+    return schema
+
+
+def _of_fields(kind: Any, schema_of: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+    hints = typing.get_type_hints(kind, include_extras=True)
+    if typing.is_typeddict(kind):
+        # Where annotations are strings, the class knows nothing of NotRequired.
+        required = [
+            name
+            for name, hint in hints.items()
+            if name in kind.__required_keys__ and typing.get_origin(hint) is not typing.NotRequired
+        ]
+        hints = {name: _without_marker(hint) for name, hint in hints.items()}
+    else:
+        fields = [field for field in dataclasses.fields(kind) if field.init]
+        hints = {field.name: hints[field.name] for field in fields}
+        missing = dataclasses.MISSING
+        required = [
+            field.name
+            for field in fields
+            if field.default is missing and field.default_factory is missing
+        ]
+    schema: dict[str, Any] = {
+        "type": "object",
+        "properties": {name: schema_of(hint) for name, hint in hints.items()},
+    }
+    return schema | ({"required": required} if required else {})
+
+
+def _without_marker(hint: Any) -> Any:
+    if typing.get_origin(hint) in (typing.Required, typing.NotRequired):
+        return typing.get_args(hint)[0]
+    return hint
+
+
+def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
+    """The description, up to the first section, and those of the arguments."""
+    description: list[str] = []
+    arguments: dict[str, list[str]] = {}
+    section = current = indent = ""
+    for line in text.splitlines():
+        heading = _SECTION.match(line)
+        sphinx = _SPHINX.match(line.strip())
+        argument = _ARGUMENT.match(line)
+        if heading:
+            section, current, indent = heading[1], "", ""
+        elif sphinx:
+            section, current = "Args", sphinx[1]
+            arguments[current] = [sphinx[2]]
+        elif line.strip().startswith(":") and not section:
+            section = "Returns"
+        elif not section:
+            description.append(line)
+        elif section in ("Args", "Arguments", "Parameters"):
+            if argument and (not indent or len(argument[1]) <= len(indent)):
+                indent, current = argument[1], argument[2]
+                arguments[current] = [argument[3]]
+            elif current:
+                arguments[current].append(line.strip())
+    described = {name: " ".join(filter(None, lines)) for name, lines in arguments.items()}
+    return "\n".join(description).strip(), {k: v for k, v in described.items() if v}

@@ -1,0 +1,281 @@
+"""MessageParser: text, reasoning and tool calls of a model's answer, on the reader's side."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from asyncllm.outputs import CompletionOutput, Delta, ToolCall, ToolCallDelta
+from asyncllm.tools.call_readers import CallReader, Event
+from asyncllm.tools.delimiters import DelimiterScanner, Found
+from asyncllm.tools.response_format import CALLS, SKIP, ResponseFormat
+
+_PIECE = 4096
+"""Characters of a delta that are looked at at a time: what follows a call is scanned anew."""
+
+_ID_DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
+_ID_LENGTH = 9
+
+
+def make_call_id() -> str:
+    """Nine letters and digits, because Mistral's templates take no other id."""
+    number = uuid.uuid4().int
+    digits = []
+    for _ in range(_ID_LENGTH):
+        number, digit = divmod(number, len(_ID_DIGITS))
+        digits.append(_ID_DIGITS[digit])
+    return "".join(digits)
+
+
+class TrimmedText:
+    """Text between delimiters. White space beside a delimiter is part of the format: it is left
+    out, but where text is on both sides."""
+
+    __slots__ = ("_begun", "_behind_delimiter", "_space")
+
+    def __init__(self, behind_delimiter: bool) -> None:
+        self._behind_delimiter = behind_delimiter
+        self._begun = False
+        self._space: list[str] = []
+
+    def push(self, text: str) -> str:
+        """The text that may be handed out; white space at its end waits."""
+        body = text.rstrip()
+        if not body:
+            if text:
+                self._space.append(text)
+            return ""
+        space = "".join(self._space)
+        self._space = [text[len(body) :]] if len(body) < len(text) else []
+        if self._behind_delimiter:
+            if not self._begun:
+                space, body = "", body.lstrip()
+            self._behind_delimiter = False
+        self._begun = True
+        return space + body if space else body
+
+    def delimit(self) -> None:
+        self._behind_delimiter = True
+
+    def finish(self) -> str:
+        space, self._space = "".join(self._space), []
+        return "" if self._behind_delimiter else space
+
+
+class OutputParser:
+    """Parses one output of a request.
+
+    What it makes of a text does not depend on how the text is cut into deltas. A region of calls
+    that is none, or calls a tool that is not on offer, is text; so is one that the output ends in.
+
+    Args:
+        tools: parameters of the tools on offer, by name.
+        answer_begin: the part of the answer that the prompt has written.
+
+    Attributes:
+        calls: those that are whole.
+    """
+
+    def __init__(
+        self, form: ResponseFormat, tools: Mapping[str, Mapping[str, Any]], answer_begin: str
+    ) -> None:
+        self.calls: list[ToolCall] = []
+        self._thoughts_read: list[str] = []
+        self._new_text: list[str] = []
+        self._new_reasoning: list[str] = []
+        self._new_calls: list[ToolCallDelta] = []
+        self._form = form
+        self._tools = tools
+        self._content = TrimmedText(behind_delimiter=bool(answer_begin))
+        self._thoughts = TrimmedText(behind_delimiter=True)
+        self._scanner = DelimiterScanner(form.delimiters)
+        self._thinking: DelimiterScanner | None = None
+        self._reader: CallReader | None = None
+        self._id = self._name = ""
+        self._arguments: list[str] = []
+        self._num_begun = 0
+        self._not_generated = 0
+        if answer_begin:
+            self._push(answer_begin, last=False)
+            if self._thinking is None:
+                self._not_generated = len(answer_begin)
+
+    def push(self, text: str) -> None:
+        for begin in range(0, len(text), _PIECE):
+            self._push(text[begin : begin + _PIECE], last=False)
+
+    @property
+    def reasoning(self) -> str:
+        """All of it so far."""
+        return "".join(self._thoughts_read)
+
+    def finish(self) -> None:
+        """Takes in that no more text will come."""
+        self._push("", last=True)
+        self._think(self._thoughts.finish())
+        if rest := self._content.finish():
+            self._new_text.append(rest)
+
+    def take(self) -> tuple[str, str, tuple[ToolCallDelta, ...]]:
+        """What is new since the last call: text, reasoning, and a fragment of each call."""
+        new = "".join(self._new_text), "".join(self._new_reasoning), _joined(self._new_calls)
+        self._new_text.clear()
+        self._new_reasoning.clear()
+        self._new_calls.clear()
+        return new
+
+    def _push(self, text: str, last: bool) -> None:
+        while True:
+            if self._reader is not None:
+                rest = self._reader.push(text)
+                if rest is None and last:
+                    rest = self._reader.finish()
+                self._take(self._reader.events)
+                if rest is None:
+                    return
+                self._reader = None
+            elif self._thinking is not None:
+                thought, found, rest = self._thinking.feed(text, last)
+                self._think(self._thoughts.push(thought))
+                if found is None:
+                    return
+                self._thinking = None
+                self._thoughts.delimit()
+            else:
+                content, found, rest = self._scanner.feed(text, last)
+                self._say(content)
+                if found is None:
+                    return
+                self._open(found)
+            text = rest
+
+    def _open(self, found: Found) -> None:
+        if found.name == CALLS:
+            self._not_generated = 0
+            self._reader = self._form.call_reader(self._tools, found)
+            return
+        self._content.delimit()
+        self._not_generated = 0
+        if found.name != SKIP:
+            close = self._form.thoughts_close
+            if close is not None:
+                self._thinking = DelimiterScanner(close)
+
+    def _say(self, text: str) -> None:
+        if self._not_generated:
+            dropped = min(len(text), self._not_generated)
+            self._not_generated -= dropped
+            text = text[dropped:]
+        if said := self._content.push(text):
+            self._new_text.append(said)
+
+    def _think(self, thought: str) -> None:
+        if thought:
+            self._new_reasoning.append(thought)
+            self._thoughts_read.append(thought)
+
+    def _take(self, events: list[Event]) -> None:
+        for kind, text in events:
+            if kind == "text":
+                self._say(text)
+            elif kind == "begin":
+                self._id, self._name, self._arguments = make_call_id(), text, []
+                self._new_calls.append(ToolCallDelta(self._num_begun, self._id, text))
+                self._num_begun += 1
+            elif kind == "arguments":
+                self._arguments.append(text)
+                self._new_calls.append(ToolCallDelta(self._num_begun - 1, arguments=text))
+            else:
+                self._new_calls.append(ToolCallDelta(self._num_begun - 1, done=True))
+                self.calls.append(ToolCall(self._id, self._name, "".join(self._arguments)))
+                self._content.delimit()
+        events.clear()
+
+
+class MessageParser:
+    """Parses the outputs of one request, delta by delta, where they are read.
+
+    Args:
+        tools: as for an OutputParser.
+
+    Attributes:
+        form: of its answers.
+        answer_begin: the part of the answer that the prompt has written; set before the first
+            delta is read.
+    """
+
+    def __init__(self, form: ResponseFormat, tools: Mapping[str, Mapping[str, Any]]) -> None:
+        self.answer_begin = ""
+        self.form = form
+        self._tools = tools
+        self._outputs: dict[int, OutputParser] = {}
+        self._unfinished: set[int] = set()
+        self._interrupted = False
+
+    def push(self, delta: Delta) -> Delta:
+        """``delta`` with its text told apart."""
+        if self._interrupted and self._unfinished and not delta.finish_reason:
+            delta = replace(delta, index=min(self._unfinished))
+        output = self.output(delta.index)
+        output.push(delta.text)
+        if delta.finish_reason is not None or self._interrupted:
+            output.finish()
+            self._unfinished.discard(delta.index)
+        reason = delta.finish_reason
+        if reason == "stop" and output.calls:
+            reason = "tool_calls"
+        text, reasoning, calls = output.take()
+        if text == delta.text and not reasoning and not calls and reason == delta.finish_reason:
+            return delta
+        return Delta(
+            text,
+            delta.token_ids,
+            delta.index,
+            delta.logprobs,
+            reason,
+            delta.stop_reason,
+            delta.usage,
+            reasoning,
+            calls,
+        )
+
+    def interrupt(self) -> bool:
+        """Takes in that an exception comes next. Whether there may be text held back, which the
+        next ``push`` of an empty delta hands out before it."""
+        self._interrupted = True
+        return bool(self._unfinished)
+
+    def complete(self, output: CompletionOutput) -> CompletionOutput:
+        """``output`` with what was parsed of it beside its text."""
+        parsed = self.output(output.index)
+        return replace(output, reasoning=parsed.reasoning, tool_calls=tuple(parsed.calls))
+
+    def output(self, index: int) -> OutputParser:
+        found = self._outputs.get(index)
+        if found is None:
+            found = OutputParser(self.form, self._tools, self.answer_begin)
+            self._outputs[index] = found
+            self._unfinished.add(index)
+        return found
+
+
+def _joined(deltas: list[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
+    """One fragment for each call."""
+    if len(deltas) < 2:
+        return tuple(deltas)
+    joined: list[ToolCallDelta] = []
+    for delta in deltas:
+        if joined and joined[-1].index == delta.index:
+            before = joined[-1]
+            joined[-1] = ToolCallDelta(
+                before.index,
+                before.id,
+                before.name,
+                before.arguments + delta.arguments,
+                before.done or delta.done,
+            )
+        else:
+            joined.append(delta)
+    return tuple(joined)

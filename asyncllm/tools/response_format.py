@@ -1,0 +1,316 @@
+"""ResponseFormat: what a model's output consists of, and how its parts are told apart."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from asyncllm.errors import InvalidRequestError, ModelLoadError
+from asyncllm.tools.call_readers import (
+    CallReader,
+    JsonCallReader,
+    JsonSyntax,
+    RegionCallReader,
+)
+from asyncllm.tools.delimiters import Delimiters, Found, literals_or_pattern
+from asyncllm.tools.families import (
+    REASONING_FAMILIES,
+    TOOL_FAMILIES,
+    CallForm,
+    ReasoningFamily,
+    ToolFamily,
+)
+
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+CALLS = "tool_calls"
+THOUGHTS = "reasoning_content"
+SKIP = "skip"
+
+if TYPE_CHECKING:
+    from asyncllm.config import EngineConfig
+
+# Of a pattern that is matched behind text which is no longer there.
+_LOOKING_BACK = ("(?<=", "(?<!", r"\A")
+
+
+@dataclass(frozen=True, eq=False)
+class ResponseFormat:
+    """A response template, compiled for text that arrives in pieces.
+
+    The templates are transformers' (``transformers.utils.chat_parsing``), and so is what they
+    mean. They are read here rather than by its ``ResponseParser``, which hands a call out when it
+    has ended, raises for one that is malformed and drops its delimiters, ends it at a delimiter in
+    a string, and copies the whole output with each piece (4 microseconds for a token of a short
+    one, up to 550 at one megabyte; ``benchmarks.parsing``). Calls in another syntax than plain
+    JSON are parsed by it, a region at a time.
+
+    Attributes:
+        delimiters: what opens a region, and what is skipped.
+        calls, thoughts: the template's fields; None if they are not looked for.
+        form: how the chat template writes calls; None where that is not known.
+        prompt_ends: literals that belong to the answer where the prompt ends in them.
+        begin, end: of thinking, as the engine looks for it; empty where the template has patterns.
+    """
+
+    calls: Mapping[str, Any] | None = None
+    thoughts: Mapping[str, Any] | None = None
+    skip: str | None = None
+    form: CallForm | None = None
+    prompt_ends: tuple[str, ...] = ()
+    begin: str = ""
+    end: str = ""
+    arguments_as_text: bool = False
+    delimiters: Delimiters = field(init=False)
+    calls_close: Delimiters | None = field(init=False)
+    thoughts_close: Delimiters | None = field(init=False)
+    syntax: JsonSyntax | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        opens = []
+        for name, part in ((CALLS, self.calls), (THOUGHTS, self.thoughts)):
+            if part is not None and (given := literals_or_pattern(part, "open")) is not None:
+                opens.append((name, given))
+        if self.skip is not None:
+            opens.append((SKIP, self.skip))
+        put = partial(object.__setattr__, self)
+        put("delimiters", Delimiters(opens))
+        put("calls_close", _close(self.calls))
+        put("thoughts_close", _close(self.thoughts))
+        put("syntax", None if self.calls is None else _json_syntax(self.calls))
+
+    @property
+    def needs_transformers(self) -> bool:
+        return self.calls is not None and self.syntax is None
+
+    def spells(self, token: str) -> bool:
+        """Whether ``token`` may be a part of a delimiter."""
+        sources = [self.skip, *self.prompt_ends]
+        for part in (self.calls, self.thoughts):
+            for side in ("open", "close"):
+                given = None if part is None else literals_or_pattern(part, side)
+                sources += given if isinstance(given, list) else [given]
+        return any(token in source.replace("\\", "") for source in sources if source)
+
+    def answer_begins_in(self, prompt_end: str) -> str:
+        """The part of the answer that the prompt has written: an opened thought, say."""
+        prompt_end = prompt_end.rstrip()
+        return next((end for end in self.prompt_ends if prompt_end.endswith(end)), "")
+
+    def call_reader(self, tools: Mapping[str, Mapping[str, Any]], found: Found) -> CallReader:
+        """A reader of the region that ``found`` opens.
+
+        Args:
+            tools: parameters of the tools on offer, by name.
+        """
+        if self.syntax is not None:
+            name = found.captures.get("name", "").strip() or None
+            return JsonCallReader(self.syntax, tools.keys(), found.text, name, self.calls_close)
+        return RegionCallReader(partial(self._parse_region, tools), found.text, self.calls_close)
+
+    def _parse_region(
+        self, tools: Mapping[str, Mapping[str, Any]], raw: str
+    ) -> list[tuple[str, str]] | None:
+        from transformers.utils.chat_parsing import parse_response
+
+        template = {"start_anchor_pattern": "(?!)", "fields": {CALLS: self.calls}}
+        schemas: list[Any] = [
+            {"function": {"name": name, "parameters": parameters}}
+            for name, parameters in tools.items()
+        ]
+        try:
+            message = parse_response(raw, template, prefix="", tools=schemas)
+        except Exception:  # a parser of someone's template: whatever it raises, this is no call
+            return None
+        found = message.get(CALLS)
+        calls = [_name_and_arguments(call) for call in _flat(found)]
+        if not calls or any(call is None or call[0] not in tools for call in calls):
+            return None
+        return [call for call in calls if call is not None]
+
+
+def _flat(value: Any) -> list[Any]:
+    if isinstance(value, list):
+        return [item for one in value for item in _flat(one)]
+    return [] if value is None else [value]
+
+
+def _name_and_arguments(call: Any) -> tuple[str, str] | None:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return None
+    name, arguments = function.get("name"), function.get("arguments", {})
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        return None
+    return name, json.dumps(arguments, ensure_ascii=False)
+
+
+def _close(part: Mapping[str, Any] | None) -> Delimiters | None:
+    given = None if part is None else literals_or_pattern(part, "close")
+    return None if given is None else Delimiters([("close", given)])
+
+
+def _json_syntax(calls: Mapping[str, Any]) -> JsonSyntax | None:
+    """What a field ``tool_calls`` says, if it says that calls are plain JSON."""
+    transform = calls.get("transform")
+    if calls.get("content") != "json" or calls.get("content_args") or not transform:
+        return None
+    function = transform.get("function") if isinstance(transform, Mapping) else None
+    if calls.get("transform_each"):
+        keys = _keys(function, "")
+        return None if keys is None else JsonSyntax("array", *keys)
+    if function == "{content}":
+        return JsonSyntax("object")
+    if not isinstance(function, Mapping) or function.keys() != {"name", "arguments"}:
+        return None
+    if (function["name"], function["arguments"]) == ("{name}", "{content}"):
+        return JsonSyntax("arguments")
+    keys = _keys(function, "content.")
+    return None if keys is None else JsonSyntax("object", *keys)
+
+
+def _keys(function: Any, prefix: str) -> tuple[str, str] | None:
+    if not isinstance(function, Mapping) or function.keys() != {"name", "arguments"}:
+        return None
+    found = []
+    for value in (function["name"], function["arguments"]):
+        key = value[1:-1] if isinstance(value, str) else ""
+        if value != f"{{{key}}}" or not key.startswith(prefix):
+            return None
+        found.append(key.removeprefix(prefix))
+    return None if any("." in key for key in found) else (found[0], found[1])
+
+
+class ResponseFormats:
+    """The formats of one model.
+
+    Args:
+        sources: the model's chat templates.
+        template: the tokenizer's own ``response_template``, which comes first.
+        tool_parser, reasoning_parser: as in ``EngineConfig``.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[str],
+        template: Mapping[str, Any] | None,
+        tool_parser: str,
+        reasoning_parser: str | None,
+    ) -> None:
+        fields = _checked(template) if template is not None else {}
+        own = next((fields[name] for name in REASONING_FIELDS if name in fields), None)
+        skip = _skipped(fields)
+        thinking: ReasoningFamily | None = None
+        if reasoning_parser == "auto" and own is not None:
+            begin, end = own.get("open"), own.get("close")
+            if not isinstance(begin, str) or not isinstance(end, str):
+                begin = end = ""
+            thinking = ReasoningFamily(own, begin, end, (), skip, begin)
+        elif reasoning_parser == "auto" and template is None:
+            thinking = _recognised(REASONING_FAMILIES, sources)
+        elif reasoning_parser is not None and reasoning_parser != "auto":
+            thinking = REASONING_FAMILIES[reasoning_parser]
+        calling: ToolFamily | None = None
+        known = _recognised(TOOL_FAMILIES, sources)
+        if tool_parser == "auto" and CALLS in fields:
+            form = known.form if known is not None else None
+            as_text = known is not None and known.arguments_as_text
+            calling = ToolFamily(fields[CALLS], form, (), skip, as_text)
+        else:
+            calling = known if tool_parser == "auto" else TOOL_FAMILIES[tool_parser]
+        self._thinking = thinking
+        self._calling = calling
+        self._formats: dict[bool, ResponseFormat | None] = {}
+
+    @classmethod
+    def of_tokenizer(cls, tokenizer: Any, config: EngineConfig) -> ResponseFormats:
+        sources = list(tokenizer.chat_template.sources.values())
+        template = tokenizer.response_template
+        return cls(sources, template, config.tool_parser, config.reasoning_parser)
+
+    def prepare(self) -> None:
+        """Imports what parsing takes, for a start: no event loop has to wait for it later."""
+        if self._calling is not None and _json_syntax(self._calling.calls) is None:
+            importlib.import_module("transformers.utils.chat_parsing")
+
+    def of(self, with_tools: bool) -> ResponseFormat | None:
+        """The format of an answer; None if it is text and nothing else.
+
+        Raises:
+            InvalidRequestError: ``with_tools``, for a model whose format of calls is not known.
+        """
+        if with_tools and self._calling is None:
+            raise InvalidRequestError(
+                "tools: how the model writes calls is not known from its chat template, expected "
+                f"EngineConfig.tool_parser to name it, one of {', '.join(TOOL_FAMILIES)}",
+                param="tools",
+            )
+        if with_tools not in self._formats:
+            self._formats[with_tools] = self._make(self._calling if with_tools else None)
+        return self._formats[with_tools]
+
+    def _make(self, calling: ToolFamily | None) -> ResponseFormat | None:
+        thinking = self._thinking
+        if calling is None and thinking is None:
+            return None
+        families = [family for family in (calling, thinking) if family is not None]
+        ends = [family.prompt_end for family in families]
+        return ResponseFormat(
+            calls=None if calling is None else calling.calls,
+            thoughts=None if thinking is None else thinking.thoughts,
+            skip=next((family.skip for family in families if family.skip), None),
+            form=None if calling is None else calling.form,
+            prompt_ends=tuple(dict.fromkeys(end for end in ends if end)),
+            begin="" if thinking is None else thinking.begin,
+            end="" if thinking is None else thinking.end,
+            arguments_as_text=calling is not None and calling.arguments_as_text,
+        )
+
+    @property
+    def arguments_as_text(self) -> bool:
+        return self._calling is not None and self._calling.arguments_as_text
+
+
+def _recognised(families: Mapping[str, Any], sources: Sequence[str]) -> Any:
+    source = "\n".join(sources)
+    for family in families.values():
+        if any(all(sign in source for sign in signs) for signs in family.signs):
+            return family
+    return None
+
+
+def _checked(template: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+    """The fields of a tokenizer's own template.
+
+    Raises:
+        ModelLoadError: for one that transformers refuses, or that looks back in the text.
+    """
+    from transformers.utils.chat_parsing.response_templates import load_response_template
+
+    try:
+        load_response_template(dict(template))
+    except Exception as error:
+        raise ModelLoadError(f"response_template: {error}") from error
+    for name, part in template["fields"].items():
+        for side in ("open_pattern", "close_pattern"):
+            if any(sign in str(part.get(side, "")) for sign in _LOOKING_BACK):
+                raise ModelLoadError(
+                    f"response_template: {side} of {name!r} looks back, expected a pattern that "
+                    "needs no text before it; EngineConfig.tool_parser and reasoning_parser "
+                    "override the template"
+                )
+    return template["fields"]
+
+
+def _skipped(fields: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """What ends the content of a tokenizer's own template, as a pattern."""
+    import regex
+
+    for part in fields.values():
+        if literals_or_pattern(part, "open") is None:
+            given = literals_or_pattern(part, "close")
+            return "|".join(map(regex.escape, given)) if isinstance(given, list) else given
+    return None

@@ -1,0 +1,167 @@
+"""ToolUse: the tools that a call of ``chat()`` offers, and how the model may use them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from asyncllm import validation as check
+from asyncllm.errors import InvalidRequestError
+from asyncllm.text.template_input import plain_values
+from asyncllm.tools.function_schema import function_schema, is_function, is_model
+
+MAX_TOOLS = 1024
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_ACCEPTED = "OpenAI's dicts, Python functions or Pydantic models"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """Checked and copied.
+
+    Attributes:
+        schemas: ``{"type": "function", "function": {...}}`` each, as chat templates take them.
+        choice: "auto", "required", or ``{"name": …}``.
+        parallel: several calls in one answer.
+    """
+
+    schemas: tuple[dict[str, Any], ...]
+    choice: str | dict[str, str]
+    parallel: bool
+
+    @classmethod
+    def of(cls, tools: Any, tool_choice: Any, parallel_tool_calls: Any) -> ToolUse | None:
+        """None if no tool is offered.
+
+        Raises:
+            InvalidRequestError: ``param`` is "tools", "tool_choice" or "parallel_tool_calls"; the
+                message says where.
+        """
+        given = check.items("tools", tools, _ACCEPTED, MAX_TOOLS)
+        schemas = tuple(_schema(tool, f"tools[{i}]") for i, tool in enumerate(given))
+        names = [schema["function"]["name"] for schema in schemas]
+        for i, name in enumerate(names):
+            if name in names[:i]:
+                raise _bad(f"tools[{i}]", f"the name {name!r} a second time", "different names")
+        choice = _choice(tool_choice)
+        parallel = check.boolean("parallel_tool_calls", parallel_tool_calls)
+        if isinstance(choice, dict) and choice["name"] not in names:
+            accepted = f"one of the tools on offer: {', '.join(names) or 'there are none'}"
+            raise check.invalid("tool_choice", tool_choice, accepted)
+        if choice == "required" and not names:
+            raise check.invalid("tool_choice", tool_choice, '"auto" or "none" without tools')
+        # A model that is to call none is not told of any.
+        if not names or choice == "none":
+            return None
+        return cls(schemas, choice, parallel)
+
+    @property
+    def parameters(self) -> dict[str, dict[str, Any]]:
+        """Schemas of the parameters, by the tools' names."""
+        functions = [schema["function"] for schema in self.schemas]
+        return {function["name"]: function.get("parameters") or {} for function in functions}
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether it takes a grammar to do as the caller says."""
+        return self.choice != "auto" or not self.parallel
+
+
+def _choice(value: Any) -> str | dict[str, str]:
+    if value is None:
+        return "auto"
+    if isinstance(value, str) and value in ("auto", "none", "required"):
+        return value
+    if isinstance(value, Mapping) and value.get("type") == "function":
+        function = value.get("function", value)
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if isinstance(name, str):
+            return {"name": name}
+    accepted = '"auto", "none", "required" or {"type": "function", "function": {"name": …}}'
+    raise check.invalid("tool_choice", value, accepted)
+
+
+def _schema(tool: Any, where: str) -> dict[str, Any]:
+    if is_function(tool) or is_model(tool):
+        tool = function_schema(tool, where)
+    plain = plain_values(tool, where, "tools")
+    if not isinstance(plain, dict) or plain.get("type", "function") != "function":
+        raise _bad(where, check.describe(tool), f"one of {_ACCEPTED}")
+    function = plain.get("function")
+    if "function" not in plain:  # as in OpenAI's Responses
+        function = {key: value for key, value in plain.items() if key != "type"}
+    where = f"{where}.function"
+    if not isinstance(function, dict):
+        raise _bad(where, check.describe(function), "a dict with a name")
+    name = function.get("name")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        accepted = "1 to 64 letters, digits, underscores, dashes and dots"
+        raise _bad(f"{where}.name", check.describe(name), accepted)
+    if not isinstance(function.get("description", ""), (str, type(None))):
+        raise _bad(f"{where}.description", check.describe(function["description"]), "a string")
+    function = {key: value for key, value in function.items() if value is not None}
+    if "parameters" in function:
+        _check_parameters(function["parameters"], f"{where}.parameters")
+    return {"type": "function", "function": function}
+
+
+def _check_parameters(schema: Any, where: str) -> None:
+    if not isinstance(schema, dict):
+        raise _bad(where, check.describe(schema), "a JSON schema of an object")
+    if schema.get("type", "object") != "object":
+        raise _bad(f"{where}.type", check.describe(schema["type"]), '"object"')
+    properties = schema.get("properties", {})
+    if not isinstance(properties, dict) or not all(
+        isinstance(key, str) and isinstance(value, (dict, bool))
+        for key, value in properties.items()
+    ):
+        raise _bad(f"{where}.properties", check.describe(properties), "names to JSON schemas")
+    required = schema.get("required", [])
+    if not isinstance(required, (list, tuple)) or not all(isinstance(r, str) for r in required):
+        raise _bad(f"{where}.required", check.describe(required), "a list of names")
+    _check_references(schema, where)
+
+
+def _check_references(root: dict[str, Any], where: str) -> None:
+    """Each ``$ref`` leads to a schema in the same one, and not in a circle of ``$ref`` alone. A
+    schema that holds itself, as a tree does, is no such circle."""
+    pending: list[Any] = [root]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, dict):
+            if "$ref" in value:
+                _follow(value, root, where)
+            pending += value.values()
+        elif isinstance(value, (list, tuple)):
+            pending += value
+
+
+def _follow(schema: dict[str, Any], root: dict[str, Any], where: str) -> None:
+    seen: set[str] = set()
+    while isinstance(schema, dict) and "$ref" in schema:
+        pointer = schema["$ref"]
+        if not isinstance(pointer, str) or not (pointer == "#" or pointer.startswith("#/")):
+            raise _bad(where, f"$ref {check.describe(pointer)}", "one into this schema, #/…")
+        if pointer in seen:
+            raise _bad(where, f"a circle of $ref at {pointer!r}", "one that leads to a schema")
+        seen.add(pointer)
+        schema = _resolve(pointer, root, where)
+
+
+def _resolve(pointer: str, root: Any, where: str) -> Any:
+    found = root
+    for part in pointer.split("/")[1:]:
+        part = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, dict) and part in found:
+            found = found[part]
+        elif isinstance(found, (list, tuple)) and part.isdecimal() and int(part) < len(found):
+            found = found[int(part)]
+        else:
+            raise _bad(where, f"$ref {pointer!r}, which leads nowhere", "one to a schema")
+    return found
+
+
+def _bad(where: str, value: str, accepted: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{where}: has {value:.200}, expected {accepted}", param="tools")

@@ -1,0 +1,360 @@
+"""Tools and how they may be used: what chat() accepts, and what it makes of functions."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
+
+import pydantic
+import pytest
+
+from asyncllm.errors import InvalidRequestError
+from asyncllm.tools.families import TOOL_FAMILIES
+from asyncllm.tools.function_schema import function_schema
+from asyncllm.tools.response_format import ResponseFormats
+from asyncllm.tools.tool_grammar import tool_grammar
+from asyncllm.tools.tool_use import ToolUse
+
+ADD = {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}
+TREE = {
+    "type": "object",
+    "properties": {"root": {"$ref": "#/$defs/node"}},
+    "$defs": {"node": {"properties": {"next": {"$ref": "#/$defs/node"}}}},
+}
+
+
+def use(tools: Any, choice: Any = "auto", parallel: Any = True) -> ToolUse | None:
+    return ToolUse.of(tools, choice, parallel)
+
+
+def test_each_form_of_a_tool_is_the_same_tool() -> None:
+    expected = {"type": "function", "function": ADD}
+    for tool in (expected, {"type": "function", **ADD}, ADD):
+        found = use([tool])
+        assert found is not None
+        assert list(found.schemas) == [expected]
+        assert found.schemas[0]["function"] is not ADD
+        assert found.parameters == {"add": {"type": "object"}}
+
+
+def test_no_tools_and_none_chosen_offer_none() -> None:
+    assert use(None) is use([]) is use(()) is use(None, None) is use([ADD], "none") is None
+    chosen = use([ADD], {"type": "function", "function": {"name": "add"}}, False)
+    assert chosen is not None
+    assert (chosen.choice, chosen.parallel) == ({"name": "add"}, False)
+    assert use([ADD], {"type": "function", "name": "add"}).choice == {"name": "add"}  # type: ignore[union-attr]
+
+
+CIRCLE = {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}
+
+
+def loop() -> dict[str, Any]:
+    itself: dict[str, Any] = {"type": "object", "properties": {}}
+    itself["properties"]["x"] = itself
+    return itself
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "param", "says"),
+    [
+        (3, "auto", "tools", "tools=3"),
+        ("add", "auto", "tools", "expected OpenAI's dicts"),
+        ([3], "auto", "tools", r"tools\[0\]: has 3"),
+        ([{}], "auto", "tools", r"tools\[0\].function.name: has None"),
+        ([{"type": "web_search"}], "auto", "tools", r"tools\[0\]"),
+        ([{"type": "function", "function": 3}], "auto", "tools", "expected a dict with a name"),
+        ([{"name": "a b"}], "auto", "tools", "has 'a b', expected 1 to 64 letters"),
+        ([{"name": "a" * 65}], "auto", "tools", "name"),
+        ([{"name": "a", "description": 3}], "auto", "tools", "description: has 3"),
+        ([{"name": "a", "parameters": 3}], "auto", "tools", "parameters: has 3"),
+        ([{"name": "a", "parameters": {"type": "array"}}], "auto", "tools", "parameters.type"),
+        ([{"name": "a", "parameters": {"properties": [1]}}], "auto", "tools", "properties"),
+        ([{"name": "a", "parameters": {"properties": {"x": 3}}}], "auto", "tools", "properties"),
+        ([{"name": "a", "parameters": {"required": "x"}}], "auto", "tools", "required"),
+        ([{"name": "a", "parameters": CIRCLE}], "auto", "tools", "a circle of \\$ref"),
+        ([{"name": "a", "parameters": {"$ref": "#"}}], "auto", "tools", "a circle of \\$ref"),
+        ([{"name": "a", "parameters": {"$ref": "#/x"}}], "auto", "tools", "leads nowhere"),
+        ([{"name": "a", "parameters": {"$ref": "http://x"}}], "auto", "tools", "into this schema"),
+        ([{"name": "a", "parameters": loop()}], "auto", "tools", "nested more than"),
+        ([{"name": "a", "parameters": {"x": {1, 2}}}], "auto", "tools", "a set"),
+        ([ADD, ADD], "auto", "tools", r"tools\[1\]: has the name 'add' a second time"),
+        ([ADD] * 1025, "auto", "tools", "at most 1024"),
+        ([ADD], "sometimes", "tool_choice", '"auto", "none", "required" or'),
+        ([ADD], {"type": "function"}, "tool_choice", "expected"),
+        ([ADD], {"type": "function", "name": "rm"}, "tool_choice", "on offer: add"),
+        ([], {"type": "function", "name": "rm"}, "tool_choice", "there are none"),
+        (None, "required", "tool_choice", "without tools"),
+        ([ADD], "required" * 1000, "tool_choice", "expected"),
+    ],
+)
+def test_what_is_wrong_is_named(tools: Any, choice: Any, param: str, says: str) -> None:
+    with pytest.raises(InvalidRequestError, match=says) as caught:
+        use(tools, choice)
+    assert caught.value.param == param
+    assert len(str(caught.value)) < 2000
+
+
+def test_a_schema_that_holds_itself_is_a_tree() -> None:
+    found = use([{"name": "a", "parameters": TREE}])
+    assert found is not None
+    assert found.parameters["a"] == TREE
+
+
+def test_parallel_tool_calls_is_true_or_false() -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        use([ADD], "auto", 3)
+    assert caught.value.param == "parallel_tool_calls"
+
+
+# --- functions -----------------------------------------------------------------------------
+
+
+def get_weather(city: str, days: int = 3, unit: Literal["c", "f"] = "c") -> str:
+    """Get the weather in a city.
+
+    From a station.
+
+    Args:
+        city: The city,
+            with its country.
+        days (int): How many.
+        unit: of the temperature.
+
+    Returns:
+        A line.
+    """
+    return city
+
+
+def test_functions_are_those_of_transformers() -> None:
+    """But for the defaults, and what it says of types where JSON schema needs no word."""
+    from transformers.utils import get_json_schema
+
+    def everything(
+        a: int, b: float, c: bool, d: list[str], e: dict[str, int], f: list[list[int]]
+    ) -> None:
+        """
+        Takes it.
+
+        Args:
+            a: one
+            b: two
+            c: three
+            d: four
+            e: five
+            f: six
+        """
+
+    mine, theirs = function_schema(everything), get_json_schema(everything)
+    del theirs["function"]["return"]
+    assert mine == theirs
+    described = function_schema(get_weather)["function"]
+    assert described["description"] == "Get the weather in a city.\n\nFrom a station."
+    assert described["parameters"] == {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "description": "The city, with its country."},
+            "days": {"type": "integer", "description": "How many.", "default": 3},
+            "unit": {
+                "type": "string",
+                "enum": ["c", "f"],
+                "description": "of the temperature.",
+                "default": "c",
+            },
+        },
+        "required": ["city"],
+    }
+
+
+class Colour(enum.Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+class Point(TypedDict):
+    x: int
+    y: NotRequired[int]
+
+
+@dataclasses.dataclass
+class Box:
+    corner: Point
+    label: str = ""
+
+
+class Person(pydantic.BaseModel):
+    """Somebody."""
+
+    name: str
+    friends: list[Person] = []
+
+
+SCHEMAS = {
+    "str": (str, {"type": "string"}),
+    "None": (None, {"type": "null"}),
+    "Any": (Any, {}),
+    "optional": (int | None, {"anyOf": [{"type": "integer"}, {"type": "null"}]}),
+    "annotated": (Annotated[int, "how many"], {"type": "integer", "description": "how many"}),
+    "enum": (Colour, {"type": "string", "enum": ["red", "blue"]}),
+    "mixed literal": (Literal["a", 1], {"enum": ["a", 1]}),
+    "set": (set[int], {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}),
+    "tuple": (
+        tuple[int, str],
+        {
+            "type": "array",
+            "prefixItems": [{"type": "integer"}, {"type": "string"}],
+            "minItems": 2,
+            "items": False,
+        },
+    ),
+    "tuple of any length": (tuple[int, ...], {"type": "array", "items": {"type": "integer"}}),
+    "plain dict": (dict, {"type": "object"}),
+    "dataclass": (
+        Box,
+        {
+            "type": "object",
+            "properties": {
+                "corner": {
+                    "type": "object",
+                    "properties": {"x": {"type": "integer"}, "y": {"type": "integer"}},
+                    "required": ["x"],
+                },
+                "label": {"type": "string"},
+            },
+            "required": ["corner"],
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_types(name: str) -> None:
+    kind, expected = SCHEMAS[name]
+
+    def tool(x):  # type: ignore[no-untyped-def]
+        pass
+
+    tool.__annotations__ = {"x": kind}
+    assert function_schema(tool)["function"]["parameters"]["properties"]["x"] == expected
+
+
+def test_a_pydantic_model_is_a_tool_or_a_parameter() -> None:
+    model = use([Person])
+    assert model is not None
+    function = model.schemas[0]["function"]
+    assert (function["name"], function["description"]) == ("Person", "Somebody.")
+
+    def greet(person: Person) -> None:
+        """Greets.
+
+        :param person: whom
+        """
+
+    greeting = use([greet])
+    assert greeting is not None
+    parameters = greeting.parameters["greet"]
+    assert parameters["properties"]["person"]["$ref"] == "#/$defs/Person"
+    assert parameters["properties"]["person"]["description"] == "whom"
+    assert parameters["$defs"]["Person"]["properties"]["name"]["type"] == "string"
+
+
+class Wrong:
+    def __init__(self) -> None:
+        pass
+
+    def method(self, x: int) -> int:
+        """A method."""
+        return x
+
+
+def positional(x: int, /) -> None: ...
+def collecting(*xs: int) -> None: ...
+def untyped(x) -> None: ...  # type: ignore[no-untyped-def]
+def of_object(x: Wrong) -> None: ...
+def unresolved(x: Missing) -> None: ...  # type: ignore[name-defined] # noqa: F821
+
+
+@pytest.mark.parametrize(
+    ("tool", "says"),
+    [
+        (positional, r"positional\(x\) is passed by position"),
+        (collecting, r"collecting\(xs\) is passed by position or collects"),
+        (untyped, r"untyped\(x\) has no type hint"),
+        (of_object, "Wrong.*no JSON schema"),
+        (unresolved, "types of 'unresolved' cannot be read.*Missing"),
+        (lambda: 1, "name"),
+    ],
+)
+def test_a_function_that_has_no_schema_is_refused(tool: Any, says: str) -> None:
+    with pytest.raises(InvalidRequestError, match=says) as caught:
+        use([ADD, tool])
+    assert caught.value.param == "tools"
+    assert str(caught.value).startswith("tools[1]")
+
+
+def test_methods_have_no_self() -> None:
+    found = function_schema(Wrong().method)["function"]
+    assert found["parameters"]["properties"] == {"x": {"type": "integer"}}
+    assert found["parameters"]["required"] == ["x"]
+
+
+# --- grammars ------------------------------------------------------------------------------
+
+WEATHER = {"name": "get_weather", "parameters": {"properties": {"city": {"type": "string"}}}}
+TWO = [{"type": "function", "function": one} for one in (ADD, WEATHER)]
+
+
+def grammar(family: str, choice: Any, parallel: bool = True) -> Any:
+    form = ResponseFormats([], None, family, None).of(True)
+    assert form is not None
+    return tool_grammar(form, TWO, choice, parallel)["structural_tag"]["format"]
+
+
+def test_a_grammar_writes_calls_as_the_template_does() -> None:
+    tags = [
+        {
+            "type": "tag",
+            "begin": f'<tool_call>\n{{"name": "{name}", "arguments": ',
+            "content": {"type": "json_schema", "json_schema": schema},
+            "end": "}\n</tool_call>",
+        }
+        for name, schema in (
+            ("add", {"type": "object"}),
+            ("get_weather", {"type": "object", "properties": {"city": {"type": "string"}}}),
+        )
+    ]
+    required = {
+        "type": "tags_with_separator",
+        "tags": tags,
+        "separator": "\n",
+        "at_least_one": True,
+        "stop_after_first": False,
+    }
+    assert grammar("hermes", "required") == required
+    assert grammar("hermes", "required", False) == {**required, "stop_after_first": True}
+    named = {**required, "tags": tags[1:], "stop_after_first": True}
+    assert grammar("hermes", {"name": "get_weather"}) == named
+    auto = grammar("hermes", "auto", False)
+    assert (auto["type"], auto["triggers"]) == (
+        "triggered_tags",
+        ['<tool_call>\n{"name": "'],
+    )
+    assert (auto["stop_after_first"], auto["at_least_one"]) == (True, False)
+
+
+@pytest.mark.parametrize("family", TOOL_FAMILIES)
+def test_each_family_has_a_grammar(family: str) -> None:
+    form = TOOL_FAMILIES[family].form
+    assert form is not None
+    found = grammar(family, "required")
+    if form.prefix:
+        before, found, after = found["elements"]
+        assert (before["value"], after["value"]) == (form.prefix, form.suffix)
+    begins = [tag["begin"] for tag in found["tags"]]
+    assert begins == [form.begin.replace("NAME", name) for name in ("add", "get_weather")]
+    assert json.loads(json.dumps(found)) == found
+    assert found["stop_after_first"] == (family == "gpt_oss")
+    styles = {tag["content"].get("style", "json") for tag in found["tags"]}
+    assert styles == {form.style}
