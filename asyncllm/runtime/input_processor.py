@@ -142,7 +142,7 @@ class InputProcessor:
     def _request(
         self, params: SamplingParams | None, sampling: dict[str, Any], options: RequestOptions
     ) -> Request:
-        """A request that is valid but for its prompt."""
+        """The first member of a group that is valid but for its prompt."""
         if options.priority and self.policy == "fcfs":
             accepted = '0 with scheduling_policy="fcfs"; "priority" honours it'
             raise check.invalid("priority", options.priority, accepted)
@@ -160,7 +160,6 @@ class InputProcessor:
         if resolved.logits_processors and getattr(executor, "in_process", None) is None:
             accepted = "none with an executor that runs in another process"
             raise check.invalid("logits_processors", resolved.logits_processors, accepted)
-        decode = self.loaded.tokenizer.decode
         now = self.core.clock()
         group = RequestGroup(
             uuid.uuid4().hex if options.request_id is None else options.request_id,
@@ -168,15 +167,22 @@ class InputProcessor:
             arrived_at=now,
             deadline=math.inf if options.timeout is None else now + options.timeout,
         )
-        return Request(
-            group,
-            resolved,
-            max_model_len=info.max_model_len,
-            priority=options.priority,
-            eos_token_ids=model.eos_token_ids,
-            cache_salt=options.cache_salt,
-            output=Output(lambda token_ids: decode(token_ids, resolved.skip_special_tokens)),
-        )
+        tokenizer, skip = self.loaded.tokenizer, resolved.skip_special_tokens
+        first: Request | None = None
+        for index in range(resolved.n):
+            member = Request(
+                group,
+                resolved.of_output(index) if index else resolved,
+                max_model_len=info.max_model_len,
+                priority=options.priority,
+                eos_token_ids=model.eos_token_ids,
+                cache_salt=options.cache_salt,
+                output=Output(lambda token_ids: tokenizer.decode(token_ids, skip)),
+                first=first,
+            )
+            first = first or member
+        assert first is not None
+        return first
 
     def _submit_later(
         self,
@@ -201,7 +207,7 @@ class InputProcessor:
                     error = InvalidRequestError(f"prompt: {check.describe(error)}", param="prompt")
                 core.send(core.on_fail, group, error)
                 return
-            core.admission.correct(request, request.num_prompt_tokens)
+            core.admission.correct(group, request.num_prompt_tokens)
             core.send(core.on_add, group)
 
         self._worker.submit(job)
@@ -214,7 +220,7 @@ class InputProcessor:
         return stream
 
     def _prepare(self, request: Request, token_ids: list[int]) -> None:
-        """Gives a request its prompt, and the decoder that continues it."""
+        """Gives all of a group its prompt, and each the decoder that continues it."""
         if not token_ids:
             raise InvalidRequestError(
                 "prompt: has no tokens, expected at least one", param="prompt"
@@ -226,8 +232,9 @@ class InputProcessor:
             accepted = f"tokens that the model has, 0 to {vocab_size - 1}"
             raise check.invalid("prompt", max(token_ids), accepted)
         tokenizer = self.loaded.tokenizer
-        request.output.detokenizer = tokenizer.detokenizer(request.sampling, token_ids)
-        request.set_prompt(token_ids)
+        for member in request.group.members:
+            member.output.detokenizer = tokenizer.detokenizer(member.sampling, token_ids)
+            member.set_prompt(token_ids if member is request else token_ids.copy())
 
     def _check_length(self, num_tokens: int, how: str = "") -> None:
         longest = self.loaded.executor.info.max_model_len
