@@ -17,6 +17,7 @@ from asyncllm.errors import (
     DeadlineExceededError,
     EngineOverloadedError,
     InvalidRequestError,
+    RequestError,
 )
 from asyncllm.outputs import Completion, CompletionOutput, Logprob, TokenLogprobs, Usage
 from asyncllm.sampling_params import SamplingParams
@@ -305,7 +306,8 @@ class _Driver:
         if self._first is None:
             self._first, self._prompt = completion.usage, completion.prompt_token_ids
             self._request_id = completion.request_id
-        assert completion.logprobs is not None
+        if not completion.logprobs:
+            raise RequestError("beam search: the executor reports no log-probabilities")
         return completion.logprobs[0].top
 
     def _completion(self, beams: Sequence[Beam]) -> Completion:

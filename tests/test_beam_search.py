@@ -19,10 +19,12 @@ from asyncllm import (
     EngineClosedError,
     EngineOverloadedError,
     InvalidRequestError,
+    RequestError,
     beam_search,
 )
 from asyncllm.beams import BeamSearch
 from asyncllm.outputs import Logprob
+from asyncllm.testing import fake_engine
 from tests.checkpoints import make_checkpoint
 
 VOCAB_SIZE = 96
@@ -296,3 +298,10 @@ async def test_a_queue_that_is_short_or_full(checkpoint):
             await beam_search(engine, [1], 2, max_tokens=1)
         waiting.close()
         await engine.resume()
+
+
+@pytest.mark.asyncio
+async def test_an_executor_without_log_probabilities():
+    async with fake_engine("Yes.") as engine:
+        with pytest.raises(RequestError, match="reports no log-probabilities"):
+            await beam_search(engine, "?", 2, max_tokens=3)

@@ -518,7 +518,8 @@ SNIPPETS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8")
 PRINTED = (
     r"(?s)([012] .* (None|length|stop)\n)+0 .+\n1 .+\n2 .+\n",
     "True\n",
-    r"[0-4] -\d+\.\d+ \w?.+\n",
+    r"[0-4] -\d+\.\d+ .+\n",
+    r"(-\d\.\d+ (stop|length) .+\n){4}",
 )
 
 
