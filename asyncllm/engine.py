@@ -286,10 +286,7 @@ class AsyncLLMEngine(Handle):
         return self._intake.prompt(prompt, params, sampling, options)
 
     async def generate(
-        self,
-        prompt: str | Sequence[int],
-        params: SamplingParams | None = None,
-        **options: Any,
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None, **options: Any
     ) -> Completion:
         """``stream(prompt, params, **options)``, read to the end."""
         return await self.stream(prompt, params, **options).result()

@@ -136,12 +136,7 @@ class LLM(Handle):
     ) -> list[Completion]: ...
 
     def generate(
-        self,
-        prompts: Any,
-        params: Any = None,
-        *,
-        progress: bool | None = None,
-        **options: Any,
+        self, prompts: Any, params: Any = None, *, progress: bool | None = None, **options: Any
     ) -> Completion | list[Completion]:
         """Completes one prompt, or a sequence of prompts as one batch, in their order. A batch
         may be larger than the queue: the rest is submitted as requests end.
@@ -162,12 +157,7 @@ class LLM(Handle):
         return self._batch(self.engine.stream, prompts, params, progress, options)
 
     def chat(
-        self,
-        messages: Any,
-        params: Any = None,
-        *,
-        progress: bool | None = None,
-        **options: Any,
+        self, messages: Any, params: Any = None, *, progress: bool | None = None, **options: Any
     ) -> Any:
         """Answers one conversation, or a sequence of conversations as one batch; the rest is
         that of ``generate`` and of ``AsyncLLMEngine.chat``."""

@@ -36,19 +36,10 @@ except ImportError as error:
 F = TypeVar("F", bound=Metric)
 
 
-def _one_two_five(highest: float) -> Iterator[float]:
-    """1, 2, 5, 10, 20, 50 … up to ``highest``."""
-    for exponent in itertools.count():
-        for digit in (1, 2, 5):
-            value = float(digit * 10**exponent)
-            if value > highest:
-                return
-            yield value
-
-
-FINE = tuple(value / 1000 for value in _one_two_five(1_000_000))
+TOKENS = (*(digit * 10.0**power for power in range(6) for digit in (1, 2, 5)), 1e6)
+"""1, 2, 5, 10, 20, 50 … up to a million."""
+FINE = tuple(value / 1000 for value in TOKENS)
 """1 ms to 1000 s: for small models as well as for long queues."""
-TOKENS = tuple(_one_two_five(1_000_000))
 OUTPUTS = (1.0, 2.0, 5.0, 10.0, 20.0)
 # vLLM's own, by which its dashboards and alerts are written.
 _VLLM_FIRST_TOKEN = (
@@ -271,8 +262,7 @@ class EngineMetrics(Collector):
             return
         self._closed = True
         for record in self._records:
-            engine = record.engine()
-            if engine is not None:
+            if (engine := record.engine()) is not None:
                 engine.remove_observer(record)
         self.registry.unregister(self)
 

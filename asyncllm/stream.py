@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import overload
 
 from asyncllm import validation as check
@@ -41,7 +41,7 @@ class TokenStream(Handle):
 
     A request for several outputs (``n``) has one stream: each delta is of one output, its
     ``index``, and each output's last one has its ``finish_reason``. The stream ends with the
-    output that ends last, and so does ``usage`` come.
+    output that ends last, and ``usage`` comes with it.
 
     Attributes:
         request_id: the request's id.
@@ -193,10 +193,10 @@ class TokenStream(Handle):
         self._reading = True
         try:
             while not items and channel.final is None:
-                channel.waiter = waiter = mailbox.make_waiter()
+                channel.waiter = waiter = threading.Event()
                 channel.has_reader = True
                 if not items and channel.final is None:
-                    waiter.wait()
+                    mailbox.wait(waiter)
             delta = self._take()
         except BaseException:
             self.abort()
@@ -291,12 +291,7 @@ class TokenStream(Handle):
     async def __aenter__(self) -> TokenStream:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         await self.aclose()
 
     async def result(self) -> Completion:

@@ -62,8 +62,7 @@ class EngineTracing:
 
     def close(self) -> None:
         """Traces no further request; spans that are open end with theirs. Idempotent."""
-        engine = self._engine()
-        if engine is not None:
+        if (engine := self._engine()) is not None:
             engine.remove_observer(self)
 
     def __enter__(self) -> Self:

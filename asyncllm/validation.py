@@ -34,18 +34,16 @@ Refuse = Callable[[str, object, str], Exception]
 """``(name, value, accepted)`` to the exception that says so."""
 
 
-class _Short(reprlib.Repr):
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxstring = self.maxother = self.maxlong = 80
-        self.maxdict = self.maxlist = self.maxtuple = 8
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
+_SHORT.maxdict = _SHORT.maxlist = _SHORT.maxtuple = 8
 
 
 def describe(value: object) -> str:
     """A ``repr`` for messages: short, and without exceptions. Python raises ValueError for an
     integer of more than 4300 digits, and another object's ``__repr__`` may raise anything."""
     try:
-        return str.__str__(_Short().repr(value))  # not a subclass, whose methods may raise too
+        return str.__str__(_SHORT.repr(value))  # not a subclass, whose methods may raise too
     except BaseException:
         return f"<{type_name(value)}>"
 
@@ -169,8 +167,9 @@ def token_ids(
     accepted = f"token ids, integers from 0 to {below - 1}"
     found = items(name, value, accepted, most, **how)
     with suppress(Exception):
-        ids = tuple(array("q", found))
-        if not ids or (min(ids) >= 0 and max(ids) < below and bool not in map(type, found)):
+        kinds = set(map(type, found))
+        ids = found if kinds <= {int} else tuple(array("q", found))
+        if not ids or (min(ids) >= 0 and max(ids) < below and bool not in kinds):
             return ids
     wrong = (one for one in found if _integer_in(one, 0, below - 1) is None)
     # Where the field may be None, an item may not.

@@ -4,34 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import threading
 import time
 
 import pytest
 import uvloop
-from hypothesis import HealthCheck, Phase, settings
 
-settings.register_profile(
-    "default", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.register_profile(
-    "thorough", parent=settings.get_profile("default"), max_examples=2000, stateful_step_count=120
-)
-# The same examples for every mutant, none of them shrunk: that it fails is enough.
-settings.register_profile(
-    "mutation",
-    parent=settings.get_profile("default"),
-    derandomize=True,
-    database=None,
-    phases=[Phase.explicit, Phase.generate],
-)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+import tests.hypothesis_settings  # noqa: F401  (loads the profile)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_asyncio_loop_factories(config, item):
-    """Every asyncio test runs on both loops."""
+    """Every asyncio test runs on both loops, but for those of the model alone, which name one."""
     return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 
 
@@ -49,3 +33,14 @@ def no_leftovers():
         gc.collect()
         time.sleep(0.01)
     pytest.fail(f"threads left: {left}")
+
+
+def pytest_collection_modifyitems(items):
+    """The longest test comes first: at the end it would keep one worker busy alone."""
+    items.sort(key=lambda item: "test_kernels_in_the_interpreter" not in item.nodeid)
+
+
+def pytest_collection_finish(session):
+    """What was imported until here is left out of the many collections to come."""
+    gc.collect()
+    gc.freeze()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -14,6 +13,7 @@ from hypothesis.stateful import (
 )
 
 from asyncllm.core.block_pool import NULL_BLOCK_ID, Block, BlockPool, FreeList
+from tests.hypothesis_settings import examples
 
 
 def test_lru_order_and_lazy_eviction():
@@ -312,5 +312,5 @@ class PoolMachine(RuleBasedStateMachine):
             assert self.pool.num_cached == len(self.hash_of)
 
 
-PoolMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
+PoolMachine.TestCase.settings = examples(150, stateful_step_count=40)
 TestPoolMachine = PoolMachine.TestCase

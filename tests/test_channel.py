@@ -9,7 +9,6 @@ import threading
 from dataclasses import replace
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -19,6 +18,7 @@ from asyncllm.errors import EngineError
 from asyncllm.outputs import Delta, Usage
 from asyncllm.runtime.mailbox import ThreadMailbox
 from tests.channels import ChannelRig, logprobs_of, run_with_switch
+from tests.hypothesis_settings import examples
 
 # --- a thread switch at each bytecode ---------------------------------------------------
 
@@ -376,7 +376,7 @@ class ChannelMachine(RuleBasedStateMachine):
         assert rig.observed.seen == [rig.end]
 
 
-ChannelMachine.TestCase.settings = settings(stateful_step_count=40)
+ChannelMachine.TestCase.settings = examples(100, stateful_step_count=40)
 test_any_order_of_operations = ChannelMachine.TestCase
 
 

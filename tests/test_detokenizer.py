@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 
 import pytest
-from hypothesis import HealthCheck, event, given, settings
+from hypothesis import event, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
@@ -18,6 +18,7 @@ from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.text.detokenizer import Detokenizer, StopMatcher
 from asyncllm.text.text_decoder import ByteFallbackDecoder, ByteLevelDecoder, WindowDecoder
 from asyncllm.text.tokenizer import Tokenizer
+from tests.hypothesis_settings import examples
 
 REPLACEMENT = "\ufffd"
 SENTENCES = [
@@ -26,12 +27,7 @@ SENTENCES = [
     "Emoji 🙂🚀👩‍👩‍👧‍👦 and combining marks: e\u0301 a\u0308 n\u0303 ก็",
     "naïve café – “quoted” — Ελληνικά, русский, العربية, हिन्दी\n\n\ttabs  and   spaces",
 ]
-FUZZ = settings(
-    max_examples=300,
-    deadline=None,
-    print_blob=True,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+FUZZ = examples(300)
 
 
 @cache
@@ -352,7 +348,7 @@ class Pieces:
         return ""
 
 
-@settings(max_examples=1500, deadline=None, print_blob=True)
+@examples(1500)
 @given(
     parts=st.lists(st.text("ab.", max_size=4), max_size=10),
     stops=st.lists(st.text("ab.", min_size=1, max_size=5), max_size=4),

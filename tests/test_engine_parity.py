@@ -25,7 +25,7 @@ from asyncllm import (
 from tests.checkpoints import make_checkpoint
 from tests.reference import GAP, generate
 
-pytestmark = pytest.mark.asyncio
+pytestmark = pytest.mark.asyncio(loop_factories=["asyncio"])
 
 VOCAB_SIZE = 2048
 ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM")

@@ -93,7 +93,7 @@ async def answers(engine: AsyncLLMEngine) -> list[str]:
         return list(await asyncio.gather(*(ask(prompt) for prompt in PROMPTS)))
 
 
-@pytest.mark.asyncio
+@pytest.mark.asyncio(loop_factories=["asyncio"])
 @pytest.mark.parametrize(
     "fields",
     [

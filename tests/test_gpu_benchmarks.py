@@ -319,7 +319,6 @@ def test_an_old_gpu_is_refused(monkeypatch):
     assert missing() == "needs compute capability 8.0, and T4 has 7.5"
 
 
-@pytest.mark.slow
 def test_the_command_refuses_without_a_gpu():
     hidden = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(

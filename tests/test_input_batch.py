@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncllm.core.batch import RequestAssignment, StepBatch
@@ -18,6 +18,7 @@ from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.torch_attention import GROUP_COST, TorchAttention, split_by_length
 from asyncllm.gpu.threads import set_thread_count
 from asyncllm.sampling_params import SamplingParams
+from tests.hypothesis_settings import examples
 
 CPU = torch.device("cpu")
 
@@ -63,7 +64,7 @@ def make_batch(rows: list[tuple[int, int, int, bool]], **changes) -> StepBatch:
     )
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(st.data())
 def test_prepare_matches_a_plain_loop(data):
     block_size = data.draw(st.sampled_from([1, 3, 16]))
@@ -133,7 +134,7 @@ def test_released_slots_start_anew_and_blocks_are_appended():
     assert prepare(inputs, again).slot_mapping.tolist() == [28, 29, 30]
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=64), st.sampled_from([100, 4096, 10**9]))
 def test_groups_cover_every_row_once_with_bounded_padding(lengths, max_tokens):
     groups = split_by_length(np.array(lengths), max_tokens)
@@ -165,7 +166,7 @@ def plain_attention(
     return out.flatten(1)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(st.data())
 def test_paged_attention_matches_the_plain_one(data):
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))

@@ -418,10 +418,10 @@ def test_an_interrupt_aborts_what_it_interrupts(make, monkeypatch):
     next(stream)
     with monkeypatch.context() as patch:
 
-        def interrupted(self):
+        def interrupted(self, waiter):
             raise KeyboardInterrupt
 
-        patch.setattr("asyncllm.runtime.mailbox.ThreadWaiter.wait", interrupted)
+        patch.setattr("asyncllm.runtime.mailbox.ThreadMailbox.wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             list(stream)
     rig.executor.gate.release(1000)

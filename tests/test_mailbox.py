@@ -72,20 +72,21 @@ def test_thread_is_woken_and_calls_the_watchdog_while_it_is_not():
     looked = []
     mailbox = ThreadMailbox(0.001, lambda: looked.append(threading.get_ident()))
     channel = Channel()
-    channel.waiter = mailbox.make_waiter()
-    channel.waiter.wait()
+    channel.waiter = threading.Event()
+    mailbox.wait(channel.waiter)
     assert looked == [threading.get_ident()]
     assert mailbox.notify([Channel(), channel]) is True
-    channel.waiter.wait()
+    mailbox.wait(channel.waiter)
     assert len(looked) == 1
     assert mailbox.is_closed() is False
 
 
 def test_thread_that_was_woken_before_it_waits_does_not_wait():
     mailbox = ThreadMailbox(threading.TIMEOUT_MAX, lambda: None)
-    waiter = mailbox.make_waiter()
-    waiter.wake()
-    waiter.wait()
+    channel = Channel()
+    channel.waiter = threading.Event()
+    mailbox.notify([channel])
+    mailbox.wait(channel.waiter)
 
 
 def test_a_loop_has_one_mailbox_and_closed_loops_are_forgotten():

@@ -73,7 +73,6 @@ def assert_same(ours: ModelConfig, theirs: Any) -> None:
         assert ours.dtype == str(theirs.dtype).removeprefix("torch.")
     eos = theirs.eos_token_id
     assert ours.eos_token_ids == tuple(eos if isinstance(eos, list) else [eos] if eos else [])
-    assert ours.bos_token_id == theirs.bos_token_id
     kinds = getattr(theirs, "layer_types", None)
     if kinds is not None:
         assert ours.sliding_layers == tuple(kind == "sliding_attention" for kind in kinds)
@@ -164,7 +163,7 @@ def test_keys_of_transformers_4(tmp_path: Path, config: dict[str, Any]) -> None:
 
 
 def test_values(tmp_path: Path) -> None:
-    config = read(tmp_path, LLAMA | {"rope_scaling": LLAMA3_ROPE, "bos_token_id": 1})
+    config = read(tmp_path, LLAMA | {"rope_scaling": LLAMA3_ROPE})
     assert config == ModelConfig(
         path=tmp_path,
         architecture="LlamaForCausalLM",
@@ -182,7 +181,6 @@ def test_values(tmp_path: Path) -> None:
         dtype="bfloat16",
         sliding_layers=(False,) * 4,
         eos_token_ids=(2,),
-        bos_token_id=1,
         generation_defaults={},
     )
 
@@ -251,7 +249,6 @@ def test_generation_config(tmp_path: Path) -> None:
         ({"dtype": "int8"}, "dtype", "'bfloat16'"),
         ({"eos_token_id": 512}, "eos_token_id", "0 to 511"),
         ({"eos_token_id": ["x"]}, "eos_token_id is 'x'", "token ids"),
-        ({"bos_token_id": -2}, "bos_token_id", "0 to 511"),
         ({"layer_types": ["full_attention"]}, "layer_types", "num_hidden_layers=4"),
         ({"layer_types": ["linear_attention"] * 4}, "layer_types", "sliding_attention"),
         ({"layer_types": ["sliding_attention"] * 4}, "layer_types", "full_attention alone"),

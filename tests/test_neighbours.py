@@ -19,13 +19,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from asyncllm import AsyncLLMEngine, InvalidRequestError, RequestError
 from asyncllm.serving.response_request import _NEUTRAL, _OPTIONS, SAMPLING
 from asyncllm.stream import TokenStream
 from tests.fakes import fake
+from tests.hypothesis_settings import examples
 from tests.websocket_clients import ENDS, Client, client_of, served
 
 # On the engine thread too: the filters are the process's.
@@ -205,7 +206,7 @@ async def read(submit: Callable[[], TokenStream], names: set[str]) -> None:
 # --- the tests ---------------------------------------------------------------------------
 
 
-EXAMPLES = settings(max_examples=20)
+EXAMPLES = examples(20)
 
 
 @EXAMPLES

@@ -48,7 +48,6 @@ def notebook(*sources):
     return nbformat.v4.new_notebook(cells=cells)
 
 
-@pytest.mark.slow
 def test_the_example_runs():
     example = nbformat.read(EXAMPLE, as_version=4)
     start, story, broken, together, _, later, facade, end = run(example)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncllm.core.batch import RequestAssignment, StepBatch
@@ -21,6 +21,7 @@ from asyncllm.gpu.sample.sampler import SampleOutput, Sampler
 from asyncllm.gpu.threads import set_thread_count
 from asyncllm.sampling_params import SamplingParams
 from tests.driver import UNCHECKED, unchecked
+from tests.hypothesis_settings import examples
 
 CPU = torch.device("cpu")
 
@@ -169,7 +170,7 @@ def boundary(logits: torch.Tensor, **limits: Any) -> set[int]:
     return found
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     seed=st.integers(0, 2**20),
     scale=st.sampled_from([0.3, 2.0, 6.0]),
@@ -274,7 +275,7 @@ def penalised(
     return result
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     seed=st.integers(0, 2**20),
     prompt=st.lists(st.integers(0, 19), min_size=1, max_size=8),

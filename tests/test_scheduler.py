@@ -7,7 +7,6 @@ import math
 import random
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -21,6 +20,7 @@ from asyncllm.core.scheduler import ScheduledStep, Scheduler
 from asyncllm.errors import KVCacheTooSmallError
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.testing import FakeExecutor
+from tests.hypothesis_settings import examples
 
 
 def info(block_size: int | tuple[int, ...] = 4, **changes) -> ExecutorInfo:
@@ -771,5 +771,5 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert len(request.token_ids) == request.max_total_tokens
 
 
-SchedulerMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=40)
+SchedulerMachine.TestCase.settings = examples(200, stateful_step_count=40)
 TestSchedulerMachine = SchedulerMachine.TestCase

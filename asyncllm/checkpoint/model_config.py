@@ -72,7 +72,6 @@ class ModelConfig:
     sliding_window: int | None = None
     sliding_layers: tuple[bool, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
-    bos_token_id: int | None = None
     generation_defaults: Mapping[str, Any] | None = None
 
     @classmethod
@@ -112,7 +111,7 @@ class ModelConfig:
             sliding_window=window,
             sliding_layers=sliding_layers,
             generation_defaults=_generation_defaults(generation),
-            **_token_ids(config, generation, architecture, vocab_size),
+            eos_token_ids=_eos_token_ids(config, generation, architecture, vocab_size),
             **_heads(config, architecture),
             **_attention_biases(config, architecture),
         )
@@ -130,15 +129,12 @@ def _architecture(config: ConfigFile) -> str:
     """``architectures`` where it is set, else what ``model_type`` implies, as for files that
     were saved from a configuration without a model."""
     supported = tuple(_ARCHITECTURE_OF.values())
-    if "architectures" not in config:
-        if "model_type" not in config:
-            raise config.bad("architectures", f"a list with one of {', '.join(supported)}")
+    names = config.values.get("architectures")
+    if names is None and "model_type" in config:
         return _ARCHITECTURE_OF[config.choice("model_type", tuple(_ARCHITECTURE_OF))]
-    names = config.values["architectures"]
-    if isinstance(names, list):
-        for name in names:
-            if name in supported:
-                return name
+    for name in names if isinstance(names, list) else ():
+        if name in supported:
+            return name
     raise config.bad("architectures", f"a list with one of {', '.join(supported)}")
 
 
@@ -212,16 +208,10 @@ def _rope(config: ConfigFile) -> RopeConfig:
     high = section.number("high_freq_factor", open_low=True)
     if high <= low:
         raise section.bad("high_freq_factor", f"a number above low_freq_factor={low:g}")
-    return RopeConfig(
-        theta=theta,
-        kind="llama3",
-        factor=factor,
-        low_freq_factor=low,
-        high_freq_factor=high,
-        original_max_position=section.integer(
-            "original_max_position_embeddings", _positions(config), high=MAX_POSITIONS
-        ),
+    original = section.integer(
+        "original_max_position_embeddings", _positions(config), high=MAX_POSITIONS
     )
+    return RopeConfig(theta, "llama3", factor, low, high, original)
 
 
 def _sliding_window(
@@ -264,20 +254,15 @@ def _dtype(config: ConfigFile) -> str:
     return config.choice(name, ("float32", "bfloat16", "float16"), "float32")
 
 
-def _token_ids(
+def _eos_token_ids(
     config: ConfigFile, generation: ConfigFile, architecture: str, vocab_size: int
-) -> dict[str, Any]:
-    # In a file that says nothing of them, these have a BOS of 1 and an EOS of 2.
-    defaults = architecture in ("LlamaForCausalLM", "MistralForCausalLM")
+) -> tuple[int, ...]:
     eos = generation.token_ids("eos_token_id", vocab_size)
     eos += config.token_ids("eos_token_id", vocab_size)
-    if not eos and defaults and "eos_token_id" not in config.values:
-        eos = (2,)
-    bos = 1 if defaults and "bos_token_id" not in config.values else None
-    return {
-        "eos_token_ids": tuple(dict.fromkeys(eos)),
-        "bos_token_id": config.integer("bos_token_id", bos, low=0, high=vocab_size - 1),
-    }
+    if not eos and "eos_token_id" not in config.values:
+        # What these two have in a file that says nothing of it.
+        eos = (2,) if architecture in ("LlamaForCausalLM", "MistralForCausalLM") else ()
+    return tuple(dict.fromkeys(eos))
 
 
 def _generation_defaults(generation: ConfigFile) -> dict[str, Any]:

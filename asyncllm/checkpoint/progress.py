@@ -14,4 +14,3 @@ class Progress(Protocol):
     def __call__(self, done: int, total: int, stage: LoadStage = "weights") -> None:
         """Bytes of weights downloaded or read, or CUDA graphs captured at start, and all of
         them. ``total`` grows while files are still being looked up."""
-        ...

@@ -46,4 +46,3 @@ class CheckpointReader(Protocol):
 
     def close(self) -> None:
         """Releases the files; tensors that were handed out are not used after it."""
-        ...

@@ -13,11 +13,13 @@ import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+
 from asyncllm.cli.arguments import sampling_options
 from asyncllm.cli.conversation import Conversation, count_tokens, room_for_messages
 from asyncllm.cli.flow import Flow
 from asyncllm.cli.prompt_line import read_message, without_echo
-from asyncllm.cli.session import LoopThread, checked_config, loop_factory, model_name, open_engine
+from asyncllm.cli.session import checked_config, loop_factory, model_name, open_engine
 from asyncllm.cli.text import printable, rate, seconds
 from asyncllm.engine import AsyncLLMEngine
 from asyncllm.errors import ContextLengthExceededError, EngineOverloadedError, RequestError
@@ -31,25 +33,19 @@ _PROMPT = "› "
 def run(arguments: argparse.Namespace) -> int:
     """The command."""
     config = checked_config(arguments)
-    with LoopThread(loop_factory(arguments)) as loop:
-        opening = open_engine(config)
-        entering = loop.submit(opening.__aenter__())
-        try:
-            engine = entering.result()
-        except KeyboardInterrupt:
-            entering.cancel()
-            raise
-        try:
-            return Chat(engine, loop, arguments).converse()
-        finally:
-            loop.submit(opening.__aexit__(None, None, None)).result()
+    options = {"loop_factory": loop_factory(arguments)}
+    with (
+        start_blocking_portal("asyncio", options) as loop,
+        loop.wrap_async_context_manager(open_engine(config)) as engine,
+    ):
+        return Chat(engine, loop, arguments).converse()
 
 
 class Chat:
     """One conversation, on a terminal or through a pipe."""
 
     def __init__(
-        self, engine: AsyncLLMEngine, loop: LoopThread, arguments: argparse.Namespace
+        self, engine: AsyncLLMEngine, loop: BlockingPortal, arguments: argparse.Namespace
     ) -> None:
         self._engine = engine
         self._loop = loop
@@ -156,7 +152,7 @@ class Chat:
                     raise
                 del starts[0]
             else:
-                return starts[0], self._loop.submit(stream.result()).result()
+                return starts[0], self._loop.call(stream.result)
 
     def _starts_that_fit(self) -> list[int]:
         """Turns that the messages to send may begin with, the oldest first, so that an answer
@@ -177,7 +173,7 @@ class Chat:
         """Prints a stream as it comes. Ctrl-C aborts it, and what was said stays; should the
         engine not let go of it, the next one leaves the program."""
         flow = Flow(sys.stdout, _width()) if self._terminal else None
-        reading = self._loop.submit(_print(stream, flow))
+        reading = self._loop.start_task_soon(_print, stream, flow)
         try:
             reading.result()
         except KeyboardInterrupt:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 _FACTS = "Nora put the key under the mat. Ben likes soup. Ida lives in Porto. Tom has a red kite."
+_NORA = "Nora is 34 years old and lives in Porto."
 _NAMES = "Mia Tom Lena Otto Ruby Max Ida Finn Alice Hugo Nina Theo".split()
 _THINGS = "boat kite lamp drum map clock train violin bell robot".split()
 
@@ -27,7 +28,7 @@ class Prompt:
     title: str
     messages: tuple[dict[str, str], ...]
     long: bool = False
-    tools: tuple[dict[str, Any], ...] = field(default=())
+    tools: tuple[dict[str, Any], ...] = ()
 
     @property
     def question(self) -> str:
@@ -50,12 +51,7 @@ def _first() -> tuple[Prompt, ...]:
         _ask("story", "Write a short story about Tom and a kite.", long=True),
         _ask("question", f"{_FACTS} Where is the key?", "Where is the key?"),
         _ask("sum", "What is 12 + 7?"),
-        _ask(
-            "JSON",
-            'Fill in this JSON: {"name": "", "age": 0, "city": ""}\n'
-            "Nora is 34 years old and lives in Porto.",
-            "Nora is 34 years old and lives in Porto.",
-        ),
+        _ask("JSON", f'Fill in this JSON: {{"name": "", "age": 0, "city": ""}}\n{_NORA}', _NORA),
         Prompt(
             "chat",
             "What is my name?",

@@ -5,11 +5,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
-from concurrent.futures import Future
 from contextlib import asynccontextmanager
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from asyncllm.cli.arguments import engine_options, sampling_options
 from asyncllm.config import EngineConfig
@@ -98,9 +96,8 @@ async def _start_with_bar(engine: AsyncLLMEngine) -> None:
 
 def model_name(engine: AsyncLLMEngine) -> str:
     """The model as a person would call it."""
-    config = engine.config
-    name = config.model_name
-    return name if config.model is None else name.rstrip("/").split("/")[-1]
+    name = engine.config.model_name
+    return name if engine.config.model is None else name.rstrip("/").split("/")[-1]
 
 
 def context_length(engine: AsyncLLMEngine) -> int:
@@ -108,38 +105,3 @@ def context_length(engine: AsyncLLMEngine) -> int:
     context = engine.model_config.max_position_embeddings
     limit = engine.config.max_model_len
     return context if limit is None else min(context, limit)
-
-
-class LoopThread:
-    """An event loop on a thread of its own, for a main thread that waits for a person.
-
-    No signal handler is involved: Ctrl-C interrupts the main thread's wait, and only that.
-    """
-
-    def __init__(self, factory: Callable[[], asyncio.AbstractEventLoop] | None = None) -> None:
-        self._factory = factory
-        self._loop: Future[asyncio.AbstractEventLoop] = Future()
-        self._stop: asyncio.Event
-        self._thread = threading.Thread(target=self._main, name="asyncllm-cli-loop", daemon=True)
-
-    def _main(self) -> None:
-        with asyncio.Runner(loop_factory=self._factory) as runner:
-            runner.run(self._serve())
-
-    async def _serve(self) -> None:
-        self._stop = asyncio.Event()
-        self._loop.set_result(asyncio.get_running_loop())
-        await self._stop.wait()
-
-    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Starts a coroutine on the loop."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop.result())
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        self._loop.result()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._loop.result().call_soon_threadsafe(self._stop.set)
-        self._thread.join()

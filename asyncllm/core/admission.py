@@ -93,10 +93,10 @@ class Admission:
             self._live[group.request_id] = group
             self._num_members += count
             self._queued_tokens += count * num_tokens
-            for request in members:
+            for i, request in enumerate(members, self._num_arrived):
                 self._queued[request] = num_tokens
-                request.arrival_index = self._num_arrived
-                self._num_arrived += 1
+                request.arrival_index = i
+            self._num_arrived += count
             self.num_requests += 1
 
     def _check_room(self, num_requests: int, num_tokens: int) -> None:

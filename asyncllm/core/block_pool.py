@@ -8,6 +8,7 @@ least recently used. Blocks without a hash are of no use to another request and 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 NULL_BLOCK_ID = 0
@@ -199,19 +200,18 @@ class BlockPool:
         Args:
             holders: the block lists of all requests, to compare reference counts with.
         """
-        refs: dict[int, int] = {}
+        refs: Counter[int] = Counter()
         for blocks in holders:
             ids = [block.block_id for block in blocks]
             assert len(ids) == len(set(ids)), f"a request holds a block twice: {ids}"
-            for block_id in ids:
-                refs[block_id] = refs.get(block_id, 0) + 1
+            refs.update(ids)
         free = list(self._free)
         free_ids = {block.block_id for block in free}
         assert len(free) == len(free_ids) == self._free.count, "the free list is corrupt"
         assert NULL_BLOCK_ID not in free_ids, "the null block is free"
         assert NULL_BLOCK_ID not in refs, "a request holds the null block"
         for block in self.blocks[1:]:
-            expected = refs.get(block.block_id, 0)
+            expected = refs[block.block_id]
             assert block.ref_count == expected, f"{block}: {expected} requests hold it"
             assert (block.ref_count == 0) == (block.block_id in free_ids), f"{block} leaked"
             if block.hash is not None:

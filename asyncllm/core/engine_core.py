@@ -13,7 +13,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 from asyncllm.core.admission import Admission
 from asyncllm.core.executor import Executor, StepOutOfMemoryError
@@ -37,13 +38,6 @@ CLOSED = "the engine is closed; expected a started one"
 _PAUSED_GRACE = 1.0
 
 logger = get_logger("asyncllm")
-
-
-class Command(NamedTuple):
-    """Request of another thread to the engine thread: a bound method and its arguments."""
-
-    run: Callable[..., None]
-    args: tuple[Any, ...]
 
 
 class _DeclaredHung(BaseException):
@@ -81,7 +75,7 @@ class EngineCore:
         self.output_processor = OutputProcessor(scheduler, admission, clock)
         self.pid = os.getpid()
         self.thread: threading.Thread | None = None
-        self.inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
         self.fatal_error: BaseException | None = None
         self.hung = False
         self.close_reason = CLOSED
@@ -103,7 +97,7 @@ class EngineCore:
     def send(self, run: Callable[..., None], *args: Any) -> None:
         """Asks the engine thread to call ``run(*args)``. ``SimpleQueue.put`` is re-entrant,
         so a destructor may come here from within any other call of it."""
-        self.inbox.put(Command(run, args))
+        self.inbox.put(partial(run, *args))
 
     def call(self, run: Callable[..., Any], *args: Any) -> Future[Any]:
         """Asks for ``run(*args)`` with no step in flight; any thread but the engine's. The
@@ -116,7 +110,7 @@ class EngineCore:
                 future.set_exception(self.ending())
                 return future
             self._calls.add(future)
-        self.send(self.on_call, future, run, args)
+        self.send(self._due.append, (future, run, args))
         return future
 
     def check_waiting(self) -> None:
@@ -249,8 +243,7 @@ class EngineCore:
     def _drain(self) -> None:
         try:
             while True:
-                command = self.inbox.get_nowait()
-                command.run(*command.args)
+                self.inbox.get_nowait()()
         except queue.Empty:
             return
 
@@ -263,7 +256,7 @@ class EngineCore:
             command = self.inbox.get(timeout=timeout)
         except queue.Empty:
             return
-        command.run(*command.args)
+        command()
 
     def _launch(self) -> bool:
         if self._suspended or self._due or self._pipeline_full() or not self.scheduler.has_work():
@@ -352,9 +345,6 @@ class EngineCore:
         """A stream that held its requests up was read down far enough."""
         self.output_processor.release(group)
 
-    def on_call(self, future: Future[Any], run: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        self._due.append((future, run, args))
-
     def _run_calls(self) -> None:
         """No step is in flight: the loop has collected them, so that a device that fails in
         one of them kills the engine, as in any other. What a call raises does so too."""
@@ -400,14 +390,12 @@ class EngineCore:
                 continue
             status = group.unfinished[0].status
             where = status.name.lower() if status else "being tokenised"
-            self.output_processor.fail(
-                group,
-                DeadlineExceededError(
-                    f"request {group.request_id!r} passed its deadline while {where}, "
-                    f"{now - group.arrived_at:.3f} s after it was submitted",
-                    partial=make_partial(group, now),
-                ),
+            error = DeadlineExceededError(
+                f"request {group.request_id!r} passed its deadline while {where}, "
+                f"{now - group.arrived_at:.3f} s after it was submitted",
+                partial=make_partial(group, now),
             )
+            self.output_processor.fail(group, error)
 
     def _check_closing(self) -> None:
         if self._closing_at is None:
@@ -419,9 +407,8 @@ class EngineCore:
             self._only_paused_since = None
         elif self._only_paused_since is None:
             self._only_paused_since = now
-        unread = (
-            self._only_paused_since is not None and now - self._only_paused_since >= _PAUSED_GRACE
-        )
+        since = self._only_paused_since
+        unread = since is not None and now - since >= _PAUSED_GRACE
         if live == 0 or now >= self._closing_at or unread:
             for group in self.admission.close(self.ending):
                 group.cancelled = True

@@ -73,11 +73,7 @@ class KVCacheManager:
     """
 
     def __init__(
-        self,
-        num_blocks: int,
-        specs: tuple[KVCacheSpec, ...],
-        *,
-        enable_prefix_caching: bool = True,
+        self, num_blocks: int, specs: tuple[KVCacheSpec, ...], *, enable_prefix_caching: bool = True
     ) -> None:
         self.pool = BlockPool(num_blocks)
         self.groups = [_GROUPS[spec.kind](spec, i, self.pool) for i, spec in enumerate(specs)]
@@ -119,11 +115,7 @@ class KVCacheManager:
         return tuple(found)
 
     def admit(
-        self,
-        request: Request,
-        num_tokens: int,
-        prefix: tuple[list[Block], ...],
-        reserve: int = 0,
+        self, request: Request, num_tokens: int, prefix: tuple[list[Block], ...], reserve: int = 0
     ) -> bool:
         """Gives a request without blocks the cached ``prefix`` and new blocks for the rest
         of ``num_tokens``. The whole sequence gets its blocks at once, so that a prompt admitted

@@ -434,9 +434,7 @@ class Scheduler:
     def _evictable_victim(self, besides: Request | None = None) -> Request | None:
         """Who loses its blocks before any running request does: paused ones first."""
         candidates = [r for r in self._evictable_requests if r is not besides]
-        if not candidates:
-            return None
-        return max(candidates, key=lambda r: (r.status is Status.PAUSED, r.sort_key))
+        return max(candidates, key=lambda r: (r.status is Status.PAUSED, r.sort_key), default=None)
 
     def _preempt(self, request: Request) -> None:
         self.num_preemptions += 1
@@ -457,15 +455,11 @@ class Scheduler:
     def _fail_too_large(self, request: Request, num_tokens: int) -> None:
         needed, usable = self.kv.blocks_for(num_tokens), self.kv.pool.num_usable
         self.finish(request, None)
-        self.failed.append(
-            (
-                request,
-                KVCacheTooSmallError(
-                    f"request {request.request_id!r} needs {needed} KV blocks for {num_tokens} "
-                    f"tokens, the cache has {usable}; raise kv_cache_memory or num_blocks"
-                ),
-            )
+        error = KVCacheTooSmallError(
+            f"request {request.request_id!r} needs {needed} KV blocks for {num_tokens} tokens, "
+            f"the cache has {usable}; raise kv_cache_memory or num_blocks"
         )
+        self.failed.append((request, error))
 
     # --- invariants --------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ import torch
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.errors import EngineError, InvalidRequestError
 from asyncllm.gpu.models.architectures import is_small
+from asyncllm.gpu.ops.backend import dotted
 from asyncllm.logger import get_logger
 
 logger = get_logger(__name__)
@@ -114,15 +115,11 @@ def _check_device(driver: CudaDriver, index: int) -> _Obstacle | None:
     found = driver.capability(index)
     if found < MIN_CAPABILITY:
         return _Obstacle(
-            f"{driver.name(index)} has compute capability {_dotted(found)}, expected "
-            f"{_dotted(MIN_CAPABILITY)} or higher",
+            f"{driver.name(index)} has compute capability {dotted(found)}, expected "
+            f"{dotted(MIN_CAPABILITY)} or higher",
             True,
         )
     return None
-
-
-def _dotted(capability: tuple[int, int]) -> str:
-    return f"{capability[0]}.{capability[1]}"
 
 
 def set_current_device(device: torch.device) -> None:

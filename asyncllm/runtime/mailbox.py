@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from asyncllm.core.channel import Channel
 from asyncllm.runtime.event_loop import EventLoopBackend, running_backend, running_loop
@@ -16,6 +16,7 @@ class LoopMailbox:
 
     def __init__(self, backend: EventLoopBackend) -> None:
         self.backend = backend
+        self.is_closed = backend.is_closed
         self._ready: deque[Channel] = deque()
         self._posted = False
 
@@ -30,9 +31,6 @@ class LoopMailbox:
             return False
         return True
 
-    def is_closed(self) -> bool:
-        return self.backend.is_closed()
-
     def _drain(self) -> None:
         # The flag goes first: what is added from here on either is seen below or posts anew.
         self._posted = False
@@ -42,23 +40,6 @@ class LoopMailbox:
             # A waiter that was woken or cancelled before is left as it is.
             if waiter is not None and not waiter.done():
                 waiter.set_result(None)
-
-
-@dataclass(slots=True, eq=False)
-class ThreadWaiter:
-    """Waiter of a thread without an event loop. It calls the step watchdog at intervals, because
-    no background task does so for it."""
-
-    _interval: float
-    _watchdog: Callable[[], None]
-    _event: threading.Event = field(default_factory=threading.Event)
-
-    def wait(self) -> None:
-        if not self._event.wait(self._interval):
-            self._watchdog()
-
-    def wake(self) -> None:
-        self._event.set()
 
 
 @dataclass(slots=True, eq=False)
@@ -73,14 +54,17 @@ class ThreadMailbox:
     interval: float
     watchdog: Callable[[], None]
 
-    def make_waiter(self) -> ThreadWaiter:
-        return ThreadWaiter(self.interval, self.watchdog)
+    def wait(self, waiter: threading.Event) -> None:
+        """Until ``waiter`` is set. Without an event loop no background task calls the watchdog:
+        after an interval this does, and returns."""
+        if not waiter.wait(self.interval):
+            self.watchdog()
 
     def notify(self, channels: Iterable[Channel]) -> bool:
         for channel in channels:
             waiter = channel.waiter
             if waiter is not None:
-                waiter.wake()
+                waiter.set()
         return True
 
     def is_closed(self) -> bool:

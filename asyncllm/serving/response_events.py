@@ -48,6 +48,7 @@ class ResponseEvents:
     _logprobs: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self._place = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
         self._delta_head = (
             '{"type":"response.output_text.delta","item_id":"'
             + self._item_id
@@ -113,20 +114,13 @@ class ResponseEvents:
         yield self._event(
             "response.output_item.added", output_index=0, item=self._item("in_progress", [])
         )
-        yield self._event(
-            "response.content_part.added",
-            item_id=self._item_id,
-            output_index=0,
-            content_index=0,
-            part={"type": "output_text", "text": "", "annotations": [], "logprobs": []},
-        )
+        yield self._event("response.content_part.added", **self._place, part=self._part())
 
     def _close_item(self, status: str) -> Iterator[str]:
-        place = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
         yield self._event(
-            "response.output_text.done", **place, text=self.text, logprobs=self._logprobs
+            "response.output_text.done", **self._place, text=self.text, logprobs=self._logprobs
         )
-        yield self._event("response.content_part.done", **place, part=self._part())
+        yield self._event("response.content_part.done", **self._place, part=self._part())
         yield self._event(
             "response.output_item.done", output_index=0, item=self._item(status, [self._part()])
         )
@@ -150,7 +144,7 @@ class ResponseEvents:
 
     def _response(self, status: str, usage: Usage | None = None) -> dict[str, Any]:
         request, sampling = self._request, self._request.sampling
-        output = []
+        output, details = [], {"reason": "max_output_tokens"}
         if self.generates and status != "in_progress":
             item_status = "completed" if status == "completed" else "incomplete"
             output = [self._item(item_status, [self._part()])]
@@ -161,9 +155,7 @@ class ResponseEvents:
             "completed_at": time.time() if status == "completed" else None,
             "status": status,
             "error": None,
-            "incomplete_details": (
-                {"reason": "max_output_tokens"} if status == "incomplete" else None
-            ),
+            "incomplete_details": details if status == "incomplete" else None,
             "model": self._model_name,
             "instructions": request.instructions,
             "previous_response_id": request.previous_response_id,

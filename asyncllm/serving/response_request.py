@@ -149,11 +149,7 @@ class _Fields:
                     param=name[:64],
                 )
             if not any(check.same(value, neutral) for neutral in _NEUTRAL[name]):
-                raise ProtocolError(
-                    f"{name}={check.describe(value)} is not supported here",
-                    code="unsupported_parameter",
-                    param=name,
-                )
+                raise _unsupported(f"{name}={check.describe(value)} is not supported here", name)
 
 
 def _logprobs(fields: _Fields) -> int | None:
@@ -162,11 +158,7 @@ def _logprobs(fields: _Fields) -> int | None:
         raise _bad("include", include, "a list of strings")
     for item in include:
         if item != "message.output_text.logprobs":
-            raise ProtocolError(
-                f"include: {check.describe(item)} is not supported here",
-                code="unsupported_parameter",
-                param="include",
-            )
+            raise _unsupported(f"include: {check.describe(item)} is not supported here", "include")
     top = check.integer(
         "top_logprobs", fields.take("top_logprobs"), 0, 20, optional=True, refuse=_bad
     )
@@ -197,22 +189,15 @@ def _message(item: Any, where: str) -> dict[str, Any]:
         raise _bad(where, item, "a message")
     kind = item.get("type", "message")
     if kind != "message":
-        raise ProtocolError(
-            f"{where}.type={check.describe(kind)} is not supported here, expected 'message'",
-            code="unsupported_parameter",
-            param=f"{where}.type",
-        )
+        told = f"{where}.type={check.describe(kind)} is not supported here, expected 'message'"
+        raise _unsupported(told, f"{where}.type")
     role = item.get("role")
     if role not in _ROLES:
         raise _bad(f"{where}.role", role, "one of " + ", ".join(_ROLES))
     for name, content in item.items():
         # An output that is sent back has an id and a status; neither is for the model.
         if name not in ("type", "role", "content", "id", "status") and content is not None:
-            raise ProtocolError(
-                f"{where}.{name[:64]}: not supported here",
-                code="unsupported_parameter",
-                param=f"{where}.{name[:64]}",
-            )
+            raise _unsupported(f"{where}.{name[:64]}: not supported here", f"{where}.{name[:64]}")
     return {"role": role, "content": _content(item.get("content"), f"{where}.content")}
 
 
@@ -238,3 +223,7 @@ def _bad(name: str, value: Any, accepted: str) -> ProtocolError:
     return ProtocolError(
         f"{name}={check.describe(value)}: expected {accepted}", code="invalid_value", param=name
     )
+
+
+def _unsupported(message: str, param: str) -> ProtocolError:
+    return ProtocolError(message, code="unsupported_parameter", param=param)

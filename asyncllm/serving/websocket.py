@@ -15,7 +15,6 @@ import dataclasses
 import logging
 import os
 from collections.abc import Callable, Generator, Sequence
-from functools import partial
 from http import HTTPStatus
 from typing import Any, Self
 
@@ -107,26 +106,17 @@ def serve(
         "close_timeout": check.seconds("close_timeout", close_timeout),
         "ssl": ssl,
     }
-    pacer = FramePacer(check.number("max_frame_rate", max_frame_rate, 0, 1e9, above=True))
-    name = model_name or _model_name(engine)
-    response_session = partial(
-        ResponseSession,
-        engine=engine,
-        model_name=name,
-        timeout=check.seconds("timeout", timeout, above=True, optional=True),
-        pacer=pacer,
-    )
     return WebSocketServer(
         engine,
         host,
         check.integer("port", port, 0, 65535),
-        name,
+        model_name or _model_name(engine),
         AccessRules(token=token, origins=origins, local=is_loopback(host)),
         page,
         check.integer("max_connections", max_connections, 1),
         check.seconds("stats_interval", stats_interval, above=True),
-        pacer,
-        response_session,
+        check.seconds("timeout", timeout, above=True, optional=True),
+        FramePacer(check.number("max_frame_rate", max_frame_rate, 0, 1e9, above=True)),
         options,
     )
 
@@ -144,8 +134,8 @@ class WebSocketServer:
     _page: Page | None
     _max_connections: int
     _stats_interval: float
+    _timeout: float | None
     _pacer: FramePacer
-    _response_session: Callable[..., ResponseSession]
     _options: dict[str, Any]
     _server: ws.Server | None = None
     _sessions: set[ResponseSession | StatsSession] = dataclasses.field(default_factory=set)
@@ -242,7 +232,7 @@ class WebSocketServer:
         assert connection.request is not None
         if _path(connection.request) == STATS_PATH:
             return StatsSession(connection, self.snapshot, self._stats_interval)
-        return self._response_session(connection)
+        return ResponseSession(connection, self.engine, self.model_name, self._timeout, self._pacer)
 
     async def _refuse(self, connection: ws.ServerConnection) -> None:
         self._num_refusing += 1
@@ -320,14 +310,12 @@ def _select_subprotocol(connection: ws.ServerConnection, offered: Sequence[str])
 def _response(
     status: int, content_type: str, body: bytes, extra: dict[str, str] | None = None
 ) -> Response:
-    headers = Headers(
-        {
-            "Content-Type": f"{content_type}; charset=utf-8",
-            "Content-Length": str(len(body)),
-            "Cache-Control": "no-store",
-            "X-Content-Type-Options": "nosniff",
-            "Connection": "close",
-            **(extra or {}),
-        }
-    )
-    return Response(status, HTTPStatus(status).phrase, headers, body)
+    headers = {
+        "Content-Type": f"{content_type}; charset=utf-8",
+        "Content-Length": str(len(body)),
+        "Cache-Control": "no-store",
+        "X-Content-Type-Options": "nosniff",
+        "Connection": "close",
+        **(extra or {}),
+    }
+    return Response(status, HTTPStatus(status).phrase, Headers(headers), body)

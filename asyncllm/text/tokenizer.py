@@ -124,9 +124,8 @@ class Tokenizer:
         conversation = TemplateInput(
             messages, kwargs | {"add_generation_prompt": add_generation_prompt}
         )
-        limits = self._render_limits(None)
         try:
-            return self.chat_template.render(conversation, limits)
+            return self.chat_template.render(conversation, self._render_limits(None))
         except TemplateLimitError as error:
             raise _refused(error) from None
 
@@ -185,11 +184,8 @@ class Tokenizer:
         self, params: SamplingParams, prompt_token_ids: Sequence[int] = ()
     ) -> Detokenizer:
         """The text side of one output: incremental decoding and stop strings."""
-        decoder = self.text_decoder(
-            prompt_token_ids, skip_special_tokens=params.skip_special_tokens
-        )
         return Detokenizer(
-            decoder,
+            self._make_decoder(prompt_token_ids, params.skip_special_tokens),
             stop=tuple(params.stop),
             include_stop_str_in_output=params.include_stop_str_in_output,
             min_tokens=params.min_tokens,

@@ -14,12 +14,12 @@ pytest.importorskip("triton")
 HERE = Path(__file__).parent
 
 
-@pytest.mark.slow
-def test_kernels_in_the_interpreter() -> None:
+@pytest.mark.parametrize("marked", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_kernels_in_the_interpreter(marked: str) -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
     # Settings of the outer run, such as its worker's, are not those of the inner one.
     environment = {k: v for k, v in environment.items() if not k.startswith("PYTEST_")}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", marked]
     done = subprocess.run(
         [*command, str(HERE / "interpreted")],
         cwd=HERE.parent.parent,

@@ -3,56 +3,32 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
 
 import torch
 
 
-class Event(Protocol):
-    """A point in a stream's work."""
-
-    def synchronize(self) -> None:
-        """Waits, without the GIL, until the work before it is done."""
-        ...
-
-
-class Stream(Protocol):
-    """Runs work in the order in which it was queued.
+class SyncStream:
+    """The stream of a CPU, its own event: work is done once it is queued. ``CudaStream`` has the
+    same methods.
 
     Attributes:
         is_async: queueing returns before the work is done, so that a second step can be queued
             behind the first.
     """
 
-    is_async: bool
+    is_async = False
 
     def context(self) -> AbstractContextManager[object]:
         """Within it, the tensors that torch allocates and the work that it queues belong to
         this stream."""
-        ...
-
-    def record(self) -> Event:
-        """An event behind everything that was queued."""
-        ...
-
-    def synchronize(self) -> None:
-        """Waits for everything that was queued."""
-        ...
-
-
-class SyncStream:
-    """The stream of a CPU, its own event: work is done once it is queued."""
-
-    is_async = False
-
-    def context(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def record(self) -> Event:
+    def record(self) -> SyncStream:
+        """An event behind everything that was queued."""
         return self
 
     def synchronize(self) -> None:
-        pass
+        """Waits, without the GIL, for everything that was queued before."""
 
 
 class CudaStream:
@@ -66,7 +42,7 @@ class CudaStream:
     def context(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._stream)
 
-    def record(self) -> Event:
+    def record(self) -> torch.cuda.Event:
         # torch.Event ignores ``blocking`` and would spin.
         event = torch.cuda.Event(blocking=True)
         event.record(self._stream)
@@ -74,3 +50,8 @@ class CudaStream:
 
     def synchronize(self) -> None:
         self._stream.synchronize()
+
+
+Stream = SyncStream | CudaStream
+Event = SyncStream | torch.cuda.Event
+"""A point in a stream's work, whose ``synchronize`` waits until the work before it is done."""

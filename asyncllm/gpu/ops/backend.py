@@ -112,9 +112,9 @@ class Constraints:
             return
         low, high = self.min_capability, self.max_capability
         if (low and capability < low) or (high and capability > high):
-            limits = [f" {word} {_dotted(at)}" for word, at in (("from", low), ("to", high)) if at]
+            limits = [f" {word} {dotted(at)}" for word, at in (("from", low), ("to", high)) if at]
             expected = f"compute capability{''.join(limits)}"
-            yield Unmet("compute capability", _dotted(capability), expected)
+            yield Unmet("compute capability", dotted(capability), expected)
 
 
 @runtime_checkable
@@ -149,5 +149,6 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _dotted(capability: tuple[int, int]) -> str:
+def dotted(capability: tuple[int, int]) -> str:
+    """A compute capability as it is written."""
     return f"{capability[0]}.{capability[1]}"

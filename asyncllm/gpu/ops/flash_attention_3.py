@@ -14,17 +14,8 @@ from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.flash_attention import AttentionFunction, FlashAttention, PrefillRows
 
 ARGUMENTS = frozenset(
-    {
-        "cache_seqlens",
-        "page_table",
-        "cu_seqlens_q",
-        "max_seqlen_q",
-        "softmax_scale",
-        "causal",
-        "window_size",
-        "softcap",
-        "num_splits",
-    }
+    "cache_seqlens page_table cu_seqlens_q max_seqlen_q softmax_scale causal window_size softcap "
+    "num_splits".split()
 )
 """Of ``flash_attn_with_kvcache``. The module has no version; its early betas lack some."""
 

@@ -162,15 +162,13 @@ class TorchAttention:
             block = inputs.block_size
             padded = -(-lengths[:decodes] // block) * block
             groups += split_by_length(padded, GROUP_BYTES // self.token_bytes)
-        pending: list[int] = []
+        joined: list[list[int]] = []
         for row in sorted(range(decodes, rows), key=lambda row: (counts[row], lengths[row])):
-            if pending and not _may_join(counts, lengths, pending, row):
-                groups.append(np.array(sorted(pending)))
-                pending = []
-            pending.append(row)
-        if pending:
-            groups.append(np.array(sorted(pending)))
-        return groups
+            if joined and _may_join(counts, lengths, joined[-1], row):
+                joined[-1].append(row)
+            else:
+                joined.append([row])
+        return groups + [np.array(sorted(each)) for each in joined]
 
     def _group(
         self,

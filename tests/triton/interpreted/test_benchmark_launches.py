@@ -50,6 +50,7 @@ def test_prefill_launches() -> None:
         check(inputs, number, call())
 
 
+@pytest.mark.slow
 def test_first_case_of_every_family() -> None:
     """The kernels stage calls the kernels as they want to be called."""
     wanted = [

@@ -84,11 +84,13 @@ def mutate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Mod
     return make
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", CHECKS)
 def test_an_unchanged_copy_passes(check: str, mutate: Callable[..., ModuleType]) -> None:
     CHECKS[check](mutate("tuning", "warps", "warps", MODULES[check]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changed", "old", "new", "check"), MUTATIONS, ids=[f"{m[0]}-{m[2]}" for m in MUTATIONS]
 )

@@ -9,7 +9,7 @@ from asyncllm.gpu.ops.triton.sampling import sample
 from tests.triton import checks
 
 
-@pytest.mark.parametrize("vocab_size", [700, 5003])
+@pytest.mark.parametrize("vocab_size", [700, pytest.param(5003, marks=pytest.mark.slow)])
 def test_equals_the_plain_function(vocab_size: int) -> None:
     checks.check_sampling(sample, checks.sampling_rows(20, vocab_size), "cpu")
 

@@ -160,6 +160,7 @@ class TritonAttention:
         """Attention of ``q [T, Hq, D]``; ``k`` and ``v`` are read from the cache."""
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         decodes = plan.num_decodes
+        scores = {"scale": self.shape.scale, "softcap": self.softcap, "window": plan.window}
         if decodes:
             self._decode(
                 q[:decodes],
@@ -167,13 +168,11 @@ class TritonAttention:
                 plan.block_table,
                 plan.table_rows[:decodes],
                 plan.seq_lens[:decodes],
-                scale=self.shape.scale,
                 tiles=self.decode_tiles,
                 splits=plan.splits,
-                softcap=self.softcap,
-                window=plan.window,
                 workspace=plan.workspace,
                 out=out[:decodes],
+                **scores,
             )
         if plan.query_start_loc is not None:
             self._prefill(
@@ -183,10 +182,8 @@ class TritonAttention:
                 plan.table_rows[decodes:],
                 plan.seq_lens[decodes:],
                 plan.query_start_loc,
-                scale=self.shape.scale,
                 tiles=self.prefill_tiles,
-                softcap=self.softcap,
-                window=plan.window,
                 out=out[decodes:],
+                **scores,
             )
         return out.view(q.shape[0], -1)
