@@ -15,6 +15,8 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from asyncllm.beams import BeamOutput as BeamOutput
+    from asyncllm.beams import beam_search as beam_search
     from asyncllm.config import EngineConfig as EngineConfig
     from asyncllm.engine import AsyncLLMEngine as AsyncLLMEngine
     from asyncllm.errors import AsyncLLMError as AsyncLLMError
@@ -50,6 +52,7 @@ __version__ = "0.1.0"
 logging.getLogger("asyncllm").addHandler(logging.NullHandler())
 
 _HOMES = {
+    "asyncllm.beams": "BeamOutput beam_search",
     "asyncllm.config": "EngineConfig",
     "asyncllm.observer": "Observer",
     "asyncllm.engine": "AsyncLLMEngine",

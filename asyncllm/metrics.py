@@ -40,6 +40,7 @@ TOKENS = (*(digit * 10.0**power for power in range(6) for digit in (1, 2, 5)), 1
 """1, 2, 5, 10, 20, 50 … up to a million."""
 FINE = tuple(value / 1000 for value in TOKENS)
 """1 ms to 1000 s: for small models as well as for long queues."""
+OUTPUTS = (1.0, 2.0, 5.0, 10.0, 20.0)
 # vLLM's own, by which its dashboards and alerts are written.
 _VLLM_FIRST_TOKEN = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -76,6 +77,7 @@ _HISTOGRAMS = (
     ("request_generation_tokens", "Output tokens of a request.", TOKENS),
     ("request_max_num_generation_tokens", "Tokens of a request's longest output.", TOKENS),
     ("request_params_max_tokens", "The max_tokens of requests that set it.", TOKENS),
+    ("request_params_n", "The n of requests: outputs asked for.", OUTPUTS),
 )
 """Name, documentation, and vLLM's buckets."""
 
@@ -131,7 +133,7 @@ class _EngineRecord:
         self.labels = labels
         self.lock = threading.Lock()
         self.histograms = {
-            name: _Histogram(buckets if vllm_buckets or buckets is TOKENS else FINE)
+            name: _Histogram(buckets if vllm_buckets or buckets in (TOKENS, OUTPUTS) else FINE)
             for name, _, buckets in _HISTOGRAMS
         }
         self.finished = dict.fromkeys(_REASONS, 0)
@@ -159,7 +161,7 @@ class _EngineRecord:
                 self.histograms[name].observe(value)
             if usage.inter_token_time is not None:
                 intervals = self.histograms["inter_token_latency_seconds"]
-                intervals.observe(usage.inter_token_time, usage.completion_tokens - 1)
+                intervals.observe(usage.inter_token_time, usage.longest_output - 1)
 
     def stats(self) -> EngineStats:
         """The engine's numbers; once it is closed, the last ones seen, with nothing live."""
@@ -182,7 +184,8 @@ def _figures(request: Request, usage: Usage) -> Iterator[tuple[str, float]]:
     yield "request_inference_time_seconds", usage.total_time - usage.queue_time
     yield "request_prompt_tokens", usage.prompt_tokens
     yield "request_generation_tokens", usage.completion_tokens
-    yield "request_max_num_generation_tokens", usage.completion_tokens
+    yield "request_max_num_generation_tokens", usage.longest_output
+    yield "request_params_n", request.sampling.n
     if request.sampling.max_tokens is not None:
         yield "request_params_max_tokens", request.sampling.max_tokens
     if usage.ttft is not None:

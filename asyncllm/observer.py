@@ -32,7 +32,8 @@ class RequestInfo:
 
 class Observer(Protocol):
     """Is told of every request that the engine accepted, when it comes and when it ends.
-    Requests that were refused (overload, bad arguments) are not reported.
+    Requests that were refused (overload, bad arguments) are not reported. A request for several
+    outputs is one: ``request`` is its first output, and ``outputs_of(request)`` are all.
 
     An observer that has a method ``on_first_token(request)`` as well is told of the first
     token, at ``request.first_token_at``: once, between the other two, and not at all if no
@@ -58,6 +59,12 @@ class Observer(Protocol):
             error: what the reader gets; None if the request ended with
                 ``request.finish_reason``.
         """
+
+
+def outputs_of(request: Request) -> list[Request]:
+    """All outputs of a request that an observer is being told of, in order of their index. The
+    first alone if its engine died while the request was announced."""
+    return request.group.members or [request]
 
 
 @dataclass(slots=True, eq=False)

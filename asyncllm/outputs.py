@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple
 
@@ -42,13 +43,15 @@ class Usage:
     """Token counts and timings of a finished request. All times are in seconds.
 
     Attributes:
-        prompt_tokens: tokens in the prompt.
-        completion_tokens: tokens generated.
-        cached_tokens: prompt tokens whose KV came from the prefix cache.
+        prompt_tokens: tokens in the prompt, counted once.
+        completion_tokens: tokens generated, by all outputs.
+        cached_tokens: prompt tokens whose KV was in the prefix cache when the request came to
+            be scheduled; what its outputs share among themselves is not counted.
         queue_time: from ``stream()`` to the first step that computes a token of it; for a
             request that was never scheduled, to its end.
         ttft: from ``stream()`` to the first generated token; None if there was none.
         total_time: from ``stream()`` to the end of the request.
+        longest_output: tokens of the longest output; left out, there is one.
     """
 
     prompt_tokens: int
@@ -57,6 +60,11 @@ class Usage:
     queue_time: float
     ttft: float | None
     total_time: float
+    longest_output: int = -1
+
+    def __post_init__(self) -> None:
+        if self.longest_output < 0:
+            object.__setattr__(self, "longest_output", self.completion_tokens)
 
     @property
     def total_tokens(self) -> int:
@@ -64,10 +72,10 @@ class Usage:
 
     @property
     def inter_token_time(self) -> float | None:
-        """Mean seconds between two output tokens; None with fewer than two."""
-        if self.ttft is None or self.completion_tokens < 2:
+        """Mean seconds between two tokens of the longest output; None with fewer than two."""
+        if self.ttft is None or self.longest_output < 2:
             return None
-        return (self.total_time - self.ttft) / (self.completion_tokens - 1)
+        return (self.total_time - self.ttft) / (self.longest_output - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +126,13 @@ class ToolCallDelta:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """New text and tokens since the last delta of this stream; ``str(delta)`` is the text.
+    """New text and tokens of one output since its last delta; ``str(delta)`` is the text.
 
     ``text`` may be empty: half a character is never handed out, nor is text that may yet
     become a stop string. ``token_ids`` are the new tokens whether their text is out or not.
-    ``finish_reason`` and ``usage`` are set on the last delta only; ``stop_reason`` is the
-    stop string or stop token id that ended the request, None for EOS and for ``length``.
+    ``index`` is the output's, 0 to n - 1. ``finish_reason`` is set on the last delta of each
+    output, ``usage`` on the last of the stream; ``stop_reason`` is the stop string or stop token
+    id that ended the output, None for EOS and for ``length``.
 
     ``reasoning`` is new text of a model that thinks, and ``tool_calls`` are fragments of its calls;
     neither is in ``text``. Both are there in ``chat()`` alone.
@@ -197,13 +206,22 @@ class CompletionOutput:
             message["tool_calls"] = [call.as_dict() for call in self.tool_calls]
         return message
 
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Sum of the log-probabilities of ``token_ids`` under the model's own distribution, to
+        rank outputs by; None without ``logprobs``, of which 0 are enough."""
+        if self.logprobs is None:
+            return None
+        return math.fsum(entry.logprob for entry in self.logprobs)
+
 
 @dataclass(frozen=True, slots=True)
 class Completion:
     """The whole result of a request.
 
-    ``text``, ``token_ids``, ``finish_reason``, ``stop_reason``, ``logprobs``, ``reasoning``,
-    ``tool_calls`` and ``message`` are those of ``outputs[0]``.
+    ``outputs`` are in the order of their index. ``text``, ``token_ids``, ``finish_reason``,
+    ``stop_reason``, ``logprobs``, ``reasoning``, ``tool_calls`` and ``message`` are those of
+    ``outputs[0]``.
     """
 
     request_id: str
@@ -249,7 +267,9 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot of the engine; counters count since ``start()``.
+    """A snapshot of the engine; counters count since ``start()``. A request with ``n`` outputs
+    is n of those that run, wait or are paused, and of preemptions and prompt tokens, and one
+    where requests are counted.
 
     Attributes:
         num_running: requests in the running batch.

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
 from asyncllm import validation as check
-from asyncllm.errors import InvalidRequestError
+
+MAX_OUTPUTS = 256
+"""Of one request. Each has a copy of the prompt's token ids."""
 
 MAX_LOGPROBS = 64
 MAX_STOP_STRINGS = 64
@@ -33,7 +37,8 @@ class SamplingParams:
     where nothing else is said an integer has at most 63 bits.
 
     Attributes:
-        n: outputs per request. Only 1 is supported so far.
+        n: outputs per request, 1 to 256; the prompt is computed once. Not with
+            ``temperature=0``, which would give n equal ones.
         temperature: [1.0] in [0, 100]; 0 is greedy.
         top_p: [1.0] in (0, 1]; keep the smallest set of tokens whose mass reaches it.
         top_k: [0] keep the k most likely tokens; 0 and -1 keep all, and so does a number that
@@ -44,7 +49,8 @@ class SamplingParams:
         frequency_penalty: in [-2, 2]; subtracted as often as the output holds the token.
         repetition_penalty: [1.0] in [0.01, 100]; divides positive and multiplies negative
             logits of tokens that the prompt or the output holds (Keskar et al. 2019, CTRL).
-        seed: 64-bit seed; None draws one. A token depends on (seed, position) alone.
+        seed: 64-bit seed; None draws one. A token depends on (seed, position) alone. Each
+            output has its own, the first this one; see ``of_output``.
         stop: strings that end the output, 64 of 1024 characters at most; they may span tokens.
         stop_token_ids: token ids that end the output. This and every other field of token ids
             has at most 524,288.
@@ -91,6 +97,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._refuse_unsupported()
+        check.field(self, check.integer, "n", 1, MAX_OUTPUTS)
         check.field(self, check.number, "temperature", 0, 100)
         check.field(self, check.number, "top_p", 0, 1, above=True)
         check.field(self, check.integer, "top_k", -1)
@@ -109,12 +116,15 @@ class SamplingParams:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             accepted = f"at most max_tokens={self.max_tokens}"
             raise check.invalid("min_tokens", self.min_tokens, accepted)
+        self._check_greedy()
         self._freeze_collections()
 
+    def _check_greedy(self) -> None:
+        if self.temperature == 0 and self.n > 1:
+            accepted = "1 with temperature=0, which gives every output the same tokens"
+            raise check.invalid("n", self.n, accepted)
+
     def _refuse_unsupported(self) -> None:
-        check.field(self, check.integer, "n", 1)
-        if self.n != 1:
-            raise InvalidRequestError(f"n={self.n}: only n=1 is supported", param="n")
         check.refuse_unsupported("prompt_logprobs", self.prompt_logprobs, None)
         check.refuse_unsupported("structured_outputs", self.structured_outputs, None)
         check.refuse_unsupported("bad_words", self.bad_words, (), [], None)
@@ -171,7 +181,8 @@ class SamplingParams:
             draw_seed: called if there is no seed.
 
         Raises:
-            InvalidRequestError: for a name that does not exist, or a value out of range.
+            InvalidRequestError: for a name that does not exist, a value out of range, or an
+                ``n`` above 1 where the defaults are greedy.
         """
         check.refuse_unknown("sampling parameter", overrides, self.__dataclass_fields__)
         # What is filled in below is known to be good; checking all of it again would double
@@ -182,7 +193,30 @@ class SamplingParams:
                 resolved._set(name, defaults.get(name, neutral))
         if resolved.seed is None:
             resolved._set("seed", draw_seed())
+        if resolved.n > 1:
+            resolved._check_greedy()
         return resolved
+
+    def of_output(self, index: int) -> SamplingParams:
+        """Parameters with which a request of its own (``n=1``) gives what output ``index`` of
+        this one is: with that output's seed. The first output's is ``seed`` itself, that of
+        output i a 64-bit BLAKE2b of ``seed`` and i, both as 8 bytes, little-endian.
+
+        Raises:
+            InvalidRequestError: for an index beyond ``n``, or without a seed.
+        """
+        index = check.integer("index", index, 0, self.n - 1)
+        if self.seed is None:
+            raise check.invalid("seed", None, "the seed of the request, which was not drawn")
+        alone = copy(self)
+        alone._set("n", 1)
+        if index > 0:
+            data = struct.pack("<QQ", self.seed % 2**64, index)
+            digest = hashlib.blake2b(data, digest_size=8).digest()
+            alone._set("seed", int.from_bytes(digest, "little"))
+            # Of the prompt, which the first output has.
+            alone._set("prompt_logprobs", None)
+        return alone
 
 
 NEUTRAL: Mapping[str, float | int] = {

@@ -13,7 +13,8 @@ from asyncllm.core.engine_core import EngineCore
 from asyncllm.core.request import Request
 from asyncllm.core.request_group import RequestGroup
 from asyncllm.errors import RequestError
-from asyncllm.outputs import Completion, CompletionOutput, Delta, FinishReason, TokenLogprobs, Usage
+from asyncllm.output_reader import OutputReader
+from asyncllm.outputs import Completion, CompletionOutput, Delta, FinishReason, Usage
 from asyncllm.runtime.event_loop import EventLoopBackend
 from asyncllm.runtime.handle import Handle
 from asyncllm.runtime.mailbox import LoopMailbox, ThreadMailbox
@@ -39,9 +40,13 @@ class TokenStream(Handle):
     One task reads a stream at a time, always on the same event loop; anything else is a
     RuntimeError.
 
+    A request for several outputs (``n``) has one stream: each delta is of one output, its
+    ``index``, and each output's last one has its ``finish_reason``. The stream ends with the
+    output that ends last, and ``usage`` comes with it.
+
     Attributes:
         request_id: the request's id.
-        finish_reason: None until the last delta was read.
+        finish_reason: of the output that ended last; None until the last delta was read.
         usage: None until the last delta was read.
     """
 
@@ -60,11 +65,15 @@ class TokenStream(Handle):
     _done: bool = False
     _error: BaseException | None = None
     _stop_reason: str | int | None = None
-    _texts: list[str] = field(default_factory=list)
-    _logprobs: list[TokenLogprobs] = field(default_factory=list)
+    _outputs: list[OutputReader] = field(init=False)
+    _texts_of_only: list[str] | None = None
 
     def __post_init__(self) -> None:
         self._group = self._request.group
+        # The group forgets its members when it ends.
+        self._outputs = [OutputReader(member) for member in self._group.members]
+        if len(self._outputs) == 1:
+            self._texts_of_only = self._outputs[0].texts
         self.request_id = self._group.request_id
         self._channel = self._group.channel
 
@@ -73,6 +82,11 @@ class TokenStream(Handle):
         """The prompt; None while it is still being tokenised."""
         length = self._request.num_prompt_tokens
         return tuple(self._request.token_ids[:length]) if length else None
+
+    @property
+    def num_outputs(self) -> int:
+        """The ``n`` of the request."""
+        return len(self._outputs)
 
     def __aiter__(self) -> TokenStream:
         return self
@@ -209,11 +223,16 @@ class TokenStream(Handle):
             delta = self._finish(delta, final)
         if self._parser is not None:
             delta = self._parser.push(delta)
-            if delta.finish_reason is not None:
+            if self._done:
                 self.finish_reason = delta.finish_reason
-        self._texts.append(delta.text)
-        if delta.logprobs is not None:
-            self._logprobs += delta.logprobs
+        texts = self._texts_of_only
+        if texts is None:
+            self._outputs[delta.index].add(delta)
+        else:
+            # ``add`` in this frame, without what is known of a single output anyway.
+            texts.append(delta.text)
+            if delta.logprobs is not None:
+                self._outputs[0].logprobs += delta.logprobs
         channel.num_read += len(delta.token_ids)
         if channel.is_backpressured and channel.num_unread <= channel.max_unread // 2:
             # Lets a held request go on once it was read down far enough.
@@ -222,10 +241,13 @@ class TokenStream(Handle):
 
     def _finish(self, delta: Delta, final: End | BaseException) -> Delta:
         """``delta`` as the last one. The end is left for the next read if it is an exception,
-        which comes after all that was generated, or if its own token would be one too many."""
+        which comes after all that was generated, if its own token would be one too many, or if
+        it is the end of another output."""
+        if isinstance(final, End) and delta is not _NO_TOKENS and delta.index != final.output:
+            return delta
         if isinstance(final, End) and final.finish_reason == "abort" and self._cut_off:
             if self._error is None:
-                delta = replace(delta, text=delta.text + final.text)
+                delta = replace(delta, text=delta.text + final.text, index=final.output)
                 self._error = self._cut_off_error()
             final = self._error
         if not isinstance(final, End):
@@ -246,6 +268,7 @@ class TokenStream(Handle):
         return Delta(
             text=delta.text + last.text + final.text,
             token_ids=delta.token_ids + last.token_ids,
+            index=final.output,
             logprobs=((delta.logprobs or ()) + (last.logprobs or ())) or None,
             finish_reason=final.finish_reason,
             stop_reason=final.stop_reason,
@@ -297,26 +320,18 @@ class TokenStream(Handle):
         """
         if self._error is not None:
             raise self._error
-        request = self._request
-        output = CompletionOutput(
-            index=0,
-            text="".join(self._texts),
-            token_ids=self._token_ids_read(),
-            finish_reason=self.finish_reason,
-            stop_reason=self._stop_reason,
-            logprobs=tuple(self._logprobs) if request.sampling.logprobs is not None else None,
-        )
+        prompt = tuple(self.prompt_token_ids or ())
+        outputs = self._outputs_read()
         if self._parser is not None:
-            output = self._parser.complete(output)
-        return Completion(
-            self.request_id, tuple(self.prompt_token_ids or ()), (output,), self.usage
-        )
+            outputs = tuple([self._parser.complete(output) for output in outputs])
+        return Completion(self.request_id, prompt, outputs, self.usage)
 
-    def _token_ids_read(self) -> tuple[int, ...]:
-        """The first so many of the request's own, to which the engine thread only appends."""
-        request = self._request
-        begin = request.num_prompt_tokens
-        return tuple(request.token_ids[begin : begin + self._channel.num_read])
+    def _outputs_read(self) -> tuple[CompletionOutput, ...]:
+        if self._texts_of_only is not None:
+            only = self._outputs[0]
+            only.num_read, only.finish_reason = self._channel.num_read, self.finish_reason
+            only.stop_reason = self._stop_reason
+        return tuple([reader.output() for reader in self._outputs])
 
     def __del__(self) -> None:
         # Half-made streams, whose __init__ raised, have no group to abort.

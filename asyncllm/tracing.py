@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 from asyncllm.core.request import Request
-from asyncllm.observer import RequestInfo
+from asyncllm.observer import RequestInfo, outputs_of
 from asyncllm.outputs import Usage
 
 if TYPE_CHECKING:
@@ -128,6 +128,7 @@ def _request_attributes(request: Request, submission: RequestInfo, model: str) -
     sampling = request.sampling
     optional = {
         "max_tokens": sampling.max_tokens,
+        "choice.count": sampling.n if sampling.n > 1 else None,
         "top_k": sampling.top_k or None,
         "presence_penalty": sampling.presence_penalty or None,
         "frequency_penalty": sampling.frequency_penalty or None,
@@ -160,12 +161,13 @@ def _response_attributes(
         "gen_ai.usage.output_tokens": usage.completion_tokens,
         "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
         "asyncllm.queue_time": usage.queue_time,
-        "asyncllm.num_preemptions": request.num_preemptions,
+        "asyncllm.num_preemptions": sum(one.num_preemptions for one in outputs_of(request)),
     }
     if usage.ttft is not None:
         attributes["gen_ai.response.time_to_first_chunk"] = usage.ttft
     if error is None:
-        attributes["gen_ai.response.finish_reasons"] = (_finish_reason(request, None),)
+        reasons = tuple([_finish_reason(one, None) for one in outputs_of(request)])
+        attributes["gen_ai.response.finish_reasons"] = reasons
     else:
         attributes["error.type"] = type(error).__name__
     return attributes
@@ -199,10 +201,13 @@ def _part(item: Any) -> Any:
 
 
 def _output_messages(request: Request, error: BaseException | None) -> str:
-    text = request.output.decode(request.output_token_ids)
-    reason = _finish_reason(request, error)
-    message = {"role": "assistant", "parts": [_text_part(text)], "finish_reason": reason}
-    return _json([message])
+    return _json([_output_message(output, error) for output in outputs_of(request)])
+
+
+def _output_message(output: Request, error: BaseException | None) -> dict[str, Any]:
+    text = output.output.decode(output.output_token_ids)
+    reason = _finish_reason(output, error)
+    return {"role": "assistant", "parts": [_text_part(text)], "finish_reason": reason}
 
 
 def _text_part(text: Any) -> dict[str, Any]:

@@ -233,7 +233,7 @@ class ChannelRig:
         assert [delta.finish_reason for delta in read[:-1]] == [None] * len(read[:-1])
         wanted = [logprobs_of(token) for token in tokens] if self.logprobs else []
         assert [one for delta in read for one in delta.logprobs or ()] == wanted
-        completion = self.stream._token_ids_read()
+        completion = self.stream._outputs_read()[0].token_ids
         assert list(completion) == tokens
 
     def close(self) -> None:

@@ -284,7 +284,7 @@ def test_cancelled_read_loses_nothing_of_what_was_generated():
     assert "a read of its stream was cancelled" in str(rig.end)
     rig.deltas[-1] = replace(rig.deltas[-1], text=rig.deltas[-1].text.removesuffix("held back"))
     rig.check_read(5)
-    assert rig.stream._texts[-1].endswith("held back")
+    assert rig.stream._outputs[0].texts[-1].endswith("held back")
 
 
 # --- any order of operations ------------------------------------------------------------

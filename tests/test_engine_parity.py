@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 import asyncllm
 from asyncllm import (
@@ -19,6 +20,7 @@ from asyncllm import (
     KVCacheTooSmallError,
     ModelLoadError,
     RequestError,
+    SamplingParams,
 )
 from tests.checkpoints import make_checkpoint
 from tests.reference import GAP, generate
@@ -261,3 +263,26 @@ async def test_damaged_checkpoints(checkpoint, tmp_path, damage):
     with pytest.raises(ModelLoadError) as caught:
         await engine.start()
     assert str(copy) in str(caught.value) or shard.name in str(caught.value)
+
+
+@pytest.mark.parametrize("company", ["one step ahead", "preemption", "chunks of seven"])
+async def test_several_outputs_are_those_of_requests_with_their_seeds(checkpoint, company):
+    path, model = checkpoint("Qwen3ForCausalLM")
+    draw = random.Random(5)
+    prompt = [draw.randrange(VOCAB_SIZE) for _ in range(29)]
+    params = SamplingParams(n=6, seed=11, max_tokens=16, ignore_eos=True, logprobs=0)
+    async with AsyncLLMEngine(path, **SETTINGS, enable_prefix_caching=False) as engine:
+        alone = [await engine.generate(prompt, params.of_output(i)) for i in range(6)]
+    async with AsyncLLMEngine(path, **(SETTINGS | COMPANY[company])) as engine:
+        completion = await engine.generate(prompt, params)
+        stats = engine.stats()
+    assert len({one.token_ids for one in alone}) == 6
+    assert [o.token_ids for o in completion.outputs] == [one.token_ids for one in alone]
+    assert [o.text for o in completion.outputs] == [one.text for one in alone]
+    assert (stats.num_preemptions > 0) == (company == "preemption")
+    for output in completion.outputs:
+        tokens = torch.tensor([[*prompt, *output.token_ids]])
+        with torch.no_grad():
+            logprobs = model(tokens).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        total = logprobs.gather(1, tokens[0, len(prompt) :, None]).sum().item()
+        assert abs(output.cumulative_logprob - total) < 1e-4

@@ -48,7 +48,7 @@ class Request:
         self.finish_reason = reason
         self.arrived_at = 100.0
         self.first_token_at = 100.75
-        self.sampling = type("Sampling", (), {"max_tokens": max_tokens})
+        self.sampling = type("Sampling", (), {"max_tokens": max_tokens, "n": 1})
 
 
 # --- values -----------------------------------------------------------------------------
@@ -158,6 +158,7 @@ async def test_histograms_hold_the_times_of_the_usage():
         "request_generation_tokens": (11, 1),
         "request_max_num_generation_tokens": (11, 1),
         "request_params_max_tokens": (64, 1),
+        "request_params_n": (1, 1),
     }
     for name, (total, count) in sums.items():
         assert got[f"vllm:{name}_sum",] == pytest.approx(total), name
@@ -227,6 +228,7 @@ DASHBOARD = """
     vllm:request_queue_time_seconds_sum vllm:request_prefill_time_seconds_sum
     vllm:request_decode_time_seconds_sum vllm:request_inference_time_seconds_sum
     vllm:request_max_num_generation_tokens_sum vllm:request_params_max_tokens_bucket
+    vllm:request_params_n_bucket
 """.split()
 
 

@@ -13,7 +13,8 @@ LangChain need not be installed. ``on_llm_start(serialized, prompts)`` or, for a
 ``on_chat_model_start(serialized, [messages])``, then ``on_llm_new_token(token, chunk=…)`` for
 each delta, then ``on_llm_end(result)`` or ``on_llm_error(error, response=…)``; each with
 ``run_id``, ``parent_run_id`` and ``tags``, the first also with ``metadata``, ``name`` and
-``invocation_params``.
+``invocation_params``. Of a request for several outputs each chunk has the ``index`` of its own in
+its ``generation_info``, and ``result.generations[0]`` has one generation for each.
 """
 
 from __future__ import annotations
@@ -180,9 +181,10 @@ class CallbackStream(Handle):
         assert self._stream is not None
         delta = await anext(self._stream)
         if delta.text or delta.token_ids:
-            chunk = make_chunk(delta, chat=self._chat, run_id=self.run_id)
+            several = self._stream.num_outputs > 1
+            chunk = make_chunk(delta, several, chat=self._chat, run_id=self.run_id)
             await self._run.tell("on_llm_new_token", delta.text, chunk=chunk)
-        if delta.finish_reason is not None:
+        if delta.usage is not None:
             await self._finish(self._stream)
         return delta
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal, Self
 
 from asyncllm.errors import InvalidRequestError
-from asyncllm.outputs import Completion, Delta, Usage
+from asyncllm.outputs import Completion, CompletionOutput, Delta, Usage
 
 MessageType = Literal["human", "ai", "system", "tool", "chat"]
 
@@ -146,9 +146,10 @@ def buffer_string(messages: Sequence[CallbackMessage]) -> str:
     return "\n".join(f"{_SPEAKERS.get(m.type, m.role)}: {m.text}" for m in messages)
 
 
-def make_chunk(delta: Delta, *, chat: bool, run_id: uuid.UUID) -> CallbackGeneration:
-    """A delta as a handler gets it."""
-    return _generation(delta, delta.usage, chat, run_id, "Chunk")
+def make_chunk(delta: Delta, several: bool, *, chat: bool, run_id: uuid.UUID) -> CallbackGeneration:
+    """A delta as a handler gets it; of ``several`` outputs, with the index of its own."""
+    index = delta.index if several else None
+    return _generation(delta, delta.usage, chat, run_id, "Chunk", index)
 
 
 def result_of(
@@ -156,7 +157,19 @@ def result_of(
 ) -> CallbackResult:
     """A whole or partial completion as a handler gets it."""
     usage = completion.usage
-    generation = _generation(completion, usage, chat, run_id, model_name=model_name)
+    several = len(completion.outputs) > 1
+    generations = [
+        # The usage is that of all: a handler that adds generations up counts it once.
+        _generation(
+            output,
+            None if output.index else usage,
+            chat,
+            run_id,
+            index=output.index if several else None,
+            model_name=model_name,
+        )
+        for output in completion.outputs
+    ]
     llm_output: dict[str, Any] = {"model_name": model_name}
     if usage is not None:
         llm_output["token_usage"] = {
@@ -164,19 +177,24 @@ def result_of(
             "completion_tokens": usage.completion_tokens,
             "total_tokens": usage.total_tokens,
         }
-    return CallbackResult([[generation]], llm_output)
+    return CallbackResult([generations], llm_output)
 
 
 def _generation(
-    output: Delta | Completion,
+    output: Delta | CompletionOutput,
     usage: Usage | None,
     chat: bool,
     run_id: uuid.UUID,
     suffix: str = "",
+    index: int | None = None,
     **metadata: Any,
 ) -> CallbackGeneration:
     """The output's text; of a conversation as a message, with ``metadata`` in its own."""
-    info = {"finish_reason": output.finish_reason, "stop_reason": output.stop_reason}
+    info: dict[str, Any] = {
+        "index": index,
+        "finish_reason": output.finish_reason,
+        "stop_reason": output.stop_reason,
+    }
     info = {name: value for name, value in info.items() if value is not None}
     if not chat:
         return CallbackGeneration(output.text, info or None, f"Generation{suffix}")

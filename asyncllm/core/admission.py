@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from asyncllm import validation as check
 from asyncllm.core.request import Request
 from asyncllm.core.request_group import RequestGroup
 from asyncllm.errors import AsyncLLMError, EngineOverloadedError, InvalidRequestError
@@ -39,6 +40,7 @@ class Admission:
         self._replaced: set[RequestGroup] = set()
         self._num_members = 0
         self._ended: set[Request] = set()
+        self._num_arrived = 0
         self._queued: dict[Request, int] = {}
         self._queued_tokens = 0
         self._closed: Callable[[], AsyncLLMError] | None = None
@@ -68,7 +70,8 @@ class Admission:
 
         Raises:
             EngineOverloadedError: if the queue is full.
-            InvalidRequestError: if a live request has this id.
+            InvalidRequestError: if a live request has this id, or the queue is too short for
+                the group even when it is empty.
             EngineError: once the engine takes no more; the one that ``close`` was given.
         """
         with self._lock:
@@ -90,12 +93,16 @@ class Admission:
             self._live[group.request_id] = group
             self._num_members += count
             self._queued_tokens += count * num_tokens
-            for i, request in enumerate(members, self.num_requests):
+            for i, request in enumerate(members, self._num_arrived):
                 self._queued[request] = num_tokens
                 request.arrival_index = i
-            self.num_requests += count
+            self._num_arrived += count
+            self.num_requests += 1
 
     def _check_room(self, num_requests: int, num_tokens: int) -> None:
+        if num_requests > self.max_queued_requests:
+            accepted = f"at most max_queued_requests={self.max_queued_requests}"
+            raise check.invalid("n", num_requests, accepted)
         requests, tokens = len(self._queued), self._queued_tokens
         if requests + num_requests > self.max_queued_requests:
             what = f"{requests} requests are queued, max_queued_requests={self.max_queued_requests}"
@@ -123,12 +130,13 @@ class Admission:
             return _MAX_RETRY_AFTER
         return max(surplus / rate, 0.01)
 
-    def correct(self, request: Request, num_tokens: int) -> None:
+    def correct(self, group: RequestGroup, num_tokens: int) -> None:
         """Replaces the estimate of a prompt's length once it is tokenised."""
         with self._lock:
-            if request in self._queued:
-                self._queued_tokens += num_tokens - self._queued[request]
-                self._queued[request] = num_tokens
+            for request in group.members:
+                if request in self._queued:
+                    self._queued_tokens += num_tokens - self._queued[request]
+                    self._queued[request] = num_tokens
 
     def leave_queue(self, request: Request) -> None:
         """The request was scheduled for the first time, or ended before that. Measures the

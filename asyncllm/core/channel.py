@@ -53,6 +53,7 @@ class End(NamedTuple):
     Attributes:
         text: what was held back until the end.
         last: the last token, if it is what ended the request: they are read together.
+        output: index of the output that ended last, whose end this is.
     """
 
     finish_reason: FinishReason
@@ -60,6 +61,7 @@ class End(NamedTuple):
     usage: Usage
     text: str = ""
     last: Delta | None = None
+    output: int = 0
 
 
 PendingDelta = tuple[int, list[str], list[int], list[TokenLogprobs], int]

@@ -168,7 +168,7 @@ class OutputProcessor:
         usage = make_usage(group, members, now)
         reason: FinishReason = request.finish_reason or "abort"
         text = _remaining_text(request) if reason == "abort" and error is None else ""
-        final = error or End(reason, request.stop_reason, usage, text, last)
+        final = error or End(reason, request.stop_reason, usage, text, last, request.index)
         if not group.channel.offer_end(final):
             return
         for member in members:
@@ -257,6 +257,7 @@ def make_usage(group: RequestGroup, members: Sequence[Request], now: float) -> U
         queue_time=min(scheduled, default=now) - group.arrived_at,
         ttft=min(first) - group.arrived_at if first else None,
         total_time=now - group.arrived_at,
+        longest_output=max(member.num_output_tokens for member in members),
     )
 
 

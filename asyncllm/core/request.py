@@ -67,6 +67,8 @@ class Request:
         publish_at: tokens with which the next block is full and can be offered.
         output: its tokens' way to text; the core only passes it along.
         reasoning: of a model that thinks; set with the prompt.
+        first: the member that it has the prompt and the salt of, and so the hashes of its
+            blocks; None if that is itself.
     """
 
     group: RequestGroup
@@ -79,6 +81,7 @@ class Request:
     cache_salt: str | None = None
     output: Any = None
     reasoning: Reasoning | None = None
+    first: Request | None = None
     index: int = field(init=False)
     request_id: str = field(init=False)
     arrived_at: float = field(init=False)
@@ -156,7 +159,9 @@ class Request:
     def extend_hashes(self, block_size: int) -> list[bytes]:
         """Hashes of all full blocks of ``token_ids``, each computed once: a 128-bit BLAKE2b
         of the parent's hash and the token ids, equal in every process."""
-        hashes = self.block_hashes.setdefault(block_size, [])
+        hashes = self.block_hashes.get(block_size)
+        if hashes is None:
+            hashes = self.block_hashes[block_size] = self._hashes_of_first(block_size)
         num_full = len(self.token_ids) // block_size
         if len(hashes) < num_full:
             parent = hashes[-1] if hashes else root_hash(self.cache_salt)
@@ -168,6 +173,12 @@ class Request:
                 parent = hashlib.blake2b(block, digest_size=_DIGEST_SIZE).digest()
                 hashes.append(parent)
         return hashes
+
+    def _hashes_of_first(self, block_size: int) -> list[bytes]:
+        if self.first is None:
+            return []
+        known = self.first.block_hashes.get(block_size, [])
+        return known[: self.num_prompt_tokens // block_size]
 
     def __repr__(self) -> str:
         return (

@@ -211,7 +211,7 @@ class InputProcessor:
     def _request(
         self, params: SamplingParams | None, sampling: dict[str, Any], options: RequestOptions
     ) -> Request:
-        """A request that is valid but for its prompt."""
+        """The first member of a group that is valid but for its prompt."""
         if options.priority and self.config.scheduling_policy == "fcfs":
             accepted = '0 with scheduling_policy="fcfs"; "priority" honours it'
             raise check.invalid("priority", options.priority, accepted)
@@ -229,7 +229,6 @@ class InputProcessor:
         if resolved.logits_processors and getattr(executor, "in_process", None) is None:
             accepted = "none with an executor that runs in another process"
             raise check.invalid("logits_processors", resolved.logits_processors, accepted)
-        decode = self.loaded.tokenizer.decode
         now = self.core.clock()
         group = RequestGroup(
             uuid.uuid4().hex if options.request_id is None else options.request_id,
@@ -237,15 +236,22 @@ class InputProcessor:
             arrived_at=now,
             deadline=math.inf if options.timeout is None else now + options.timeout,
         )
-        return Request(
-            group,
-            resolved,
-            max_model_len=info.max_model_len,
-            priority=options.priority,
-            eos_token_ids=model.eos_token_ids,
-            cache_salt=options.cache_salt,
-            output=Output(lambda token_ids: decode(token_ids, resolved.skip_special_tokens)),
-        )
+        tokenizer, skip = self.loaded.tokenizer, resolved.skip_special_tokens
+        first: Request | None = None
+        for index in range(resolved.n):
+            member = Request(
+                group,
+                resolved.of_output(index) if index else resolved,
+                max_model_len=info.max_model_len,
+                priority=options.priority,
+                eos_token_ids=model.eos_token_ids,
+                cache_salt=options.cache_salt,
+                output=Output(lambda token_ids: tokenizer.decode(token_ids, skip)),
+                first=first,
+            )
+            first = first or member
+        assert first is not None
+        return first
 
     def _submit_later(
         self,
@@ -271,7 +277,7 @@ class InputProcessor:
                     error = InvalidRequestError(f"prompt: {check.describe(error)}", param="prompt")
                 core.send(core.on_fail, group, error)
                 return
-            core.admission.correct(request, request.num_prompt_tokens)
+            core.admission.correct(group, request.num_prompt_tokens)
             core.send(core.on_add, group)
 
         self._worker.submit(job)
@@ -292,7 +298,7 @@ class InputProcessor:
     def _prepare(
         self, request: Request, token_ids: list[int], parser: MessageParser | None
     ) -> None:
-        """Gives a request its prompt, and the decoder that continues it."""
+        """Gives all of a group its prompt, and each the decoder that continues it."""
         if not token_ids:
             raise InvalidRequestError(
                 "prompt: has no tokens, expected at least one", param="prompt"
@@ -304,17 +310,19 @@ class InputProcessor:
             accepted = f"tokens that the model has, 0 to {vocab_size - 1}"
             raise check.invalid("prompt", max(token_ids), accepted)
         tokenizer = self.loaded.tokenizer
-        if parser is None:
-            request.output.detokenizer = tokenizer.detokenizer(request.sampling, token_ids)
-        else:
+        visible = frozenset[int]()
+        if parser is not None:
             delimiters = self._delimiters(parser.form)
-            request.output.detokenizer = tokenizer.detokenizer(
-                request.sampling, token_ids, visible=delimiters.special
-            )
+            visible = delimiters.special
             end = tokenizer.decode(token_ids[-_PROMPT_END:], skip_special_tokens=False)
             parser.answer_begin = parser.form.answer_begins_in(end)
-            request.reasoning = delimiters.reasoning(parser.form, end)
-        request.set_prompt(token_ids)
+            for member in request.group.members:
+                member.reasoning = delimiters.reasoning(parser.form, end)
+        for member in request.group.members:
+            member.output.detokenizer = tokenizer.detokenizer(
+                member.sampling, token_ids, visible=visible
+            )
+            member.set_prompt(token_ids if member is request else token_ids.copy())
 
     def _delimiters(self, form: ResponseFormat) -> DelimiterTokens:
         """As tokens; kept, because each conversation asks for them."""

@@ -65,8 +65,8 @@ class ScriptedExecutor(FakeExecutor):
         self._tokenizer = tokenizer
         self._script = answers
         self._sleep = sleep
-        self._answers: dict[str, list[int | Exception]] = {}
-        self._rows: dict[int, tuple[str, int]] = {}
+        self._answers: dict[tuple[str, int | None], list[int | Exception]] = {}
+        self._rows: dict[int, tuple[tuple[str, int | None], int]] = {}
 
     def collect(self) -> StepResult:
         self._sleep()
@@ -74,18 +74,20 @@ class ScriptedExecutor(FakeExecutor):
 
     def _execute(self, batch: StepBatch) -> StepResult:
         for assignment in batch.assignments:
-            request_id, length = assignment.request_id, assignment.num_prompt_tokens
-            self._rows[assignment.req_index] = request_id, length
-            # A request that was preempted comes back with its output, and goes on with it.
-            if len(assignment.token_ids) == length or request_id not in self._answers:
-                self._answers[request_id] = self._answer(assignment.token_ids[:length])
+            length = assignment.num_prompt_tokens
+            # The outputs of a request have one id, and each a seed of its own.
+            output = assignment.request_id, assignment.sampling.seed
+            self._rows[assignment.req_index] = output, length
+            # One that was preempted comes back with its tokens, and goes on with its answer.
+            if len(assignment.token_ids) == length or output not in self._answers:
+                self._answers[output] = self._answer(assignment.token_ids[:length])
         return super()._execute(batch)
 
     def _sample(
         self, batch: StepBatch, row: int, states: Sequence[int], result: StepResult
     ) -> None:
-        request_id, num_prompt_tokens = self._rows[batch.req_indices[row]]
-        answer = self._answers[request_id]
+        output, num_prompt_tokens = self._rows[batch.req_indices[row]]
+        request_id, answer = output[0], self._answers[output]
         position = batch.starts[row] + batch.counts[row] - num_prompt_tokens
         token_id = answer[position] if position < len(answer) else TURN_END
         if isinstance(token_id, Exception):
@@ -150,7 +152,8 @@ def fake_engine(
     answers of a script, one token (a byte) a step. Start it as any other.
 
     Args:
-        answers: what the prompts get; see ``Answers``. An answer ends with EOS.
+        answers: what the prompts get; see ``Answers``. An answer ends with EOS. A function is
+            called for each output of a request.
         step_time: seconds of each step, handed to ``sleep`` on the engine thread.
         sleep: what makes them pass, or counts them.
         gate: each step waits for a permit of it. Grant enough before the engine closes.

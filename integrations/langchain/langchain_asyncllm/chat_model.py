@@ -21,7 +21,13 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 
 from asyncllm import Completion, Delta, InvalidRequestError, Usage
 from asyncllm.text.template_input import TemplateInput
-from langchain_asyncllm.engine_model import CONFIG, EngineModel, finish_metadata, token_usage
+from langchain_asyncllm.engine_model import (
+    CONFIG,
+    EngineModel,
+    finish_metadata,
+    refuse_several,
+    token_usage,
+)
 
 
 class ChatAsyncLLM(EngineModel, BaseChatModel):
@@ -125,6 +131,7 @@ class ChatAsyncLLM(EngineModel, BaseChatModel):
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
         llm, chat, options = self._prepare(messages, stop, kwargs)
+        refuse_several(options)
         for delta in self.paced(self.submit(lambda: llm.stream_chat(chat, **options))):
             yield self._chunk(delta)
 
@@ -136,6 +143,7 @@ class ChatAsyncLLM(EngineModel, BaseChatModel):
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
         _, chat, options = self._prepare(messages, stop, kwargs)
+        refuse_several(options)
         stream = await self.asubmit(lambda: self.engine.chat(chat, **options))
         async for delta in self.apaced(stream):
             yield self._chunk(delta)
@@ -159,16 +167,19 @@ class ChatAsyncLLM(EngineModel, BaseChatModel):
         return ChatGenerationChunk(message=message, generation_info=metadata or None)
 
     def _result(self, completion: Completion) -> ChatResult:
-        output = completion.outputs[0]
-        metadata = finish_metadata(output.finish_reason, output.stop_reason, self.model_name)
-        metadata |= self.token_logprobs(output.logprobs)
-        message = AIMessage(
-            content=output.text,
-            response_metadata=metadata,
-            usage_metadata=_usage_metadata(completion.usage),
-        )
+        generations = []
+        for output in completion.outputs:
+            metadata = finish_metadata(output.finish_reason, output.stop_reason, self.model_name)
+            metadata |= self.token_logprobs(output.logprobs)
+            message = AIMessage(
+                content=output.text,
+                response_metadata=metadata,
+                # That of all outputs, for those who add messages up.
+                usage_metadata=None if output.index else _usage_metadata(completion.usage),
+            )
+            generations.append(ChatGeneration(message=message, generation_info=metadata))
         return ChatResult(
-            generations=[ChatGeneration(message=message, generation_info=metadata)],
+            generations=generations,
             llm_output={
                 "model_name": self.model_name,
                 "token_usage": token_usage(completion.usage),

@@ -170,6 +170,15 @@ class EngineModel(BaseModel):
         return {"token": text, "bytes": list(text.encode()), "logprob": logprob}
 
 
+def refuse_several(options: dict[str, Any]) -> None:
+    """Of a stream with several outputs LangChain would merge the chunks into one message."""
+    if options.get("n", 1) != 1:
+        raise InvalidRequestError(
+            f"n={options['n']!r}: expected 1 when streaming; generate() returns several",
+            param="n",
+        )
+
+
 def finish_metadata(finish_reason: str | None, stop_reason: Any, model_name: str) -> dict[str, Any]:
     """What the last chunk says about the end; empty before."""
     if finish_reason is None:

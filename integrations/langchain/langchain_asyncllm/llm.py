@@ -11,10 +11,16 @@ from langchain_core.language_models.llms import BaseLLM
 from langchain_core.messages import BaseMessage, get_buffer_string
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 
-from asyncllm import Completion
+from asyncllm import Completion, CompletionOutput
 from asyncllm.llm import LLMStream
 from asyncllm.stream import TokenStream
-from langchain_asyncllm.engine_model import CONFIG, EngineModel, finish_metadata, token_usage
+from langchain_asyncllm.engine_model import (
+    CONFIG,
+    EngineModel,
+    finish_metadata,
+    refuse_several,
+    token_usage,
+)
 
 
 class AsyncLLM(EngineModel, BaseLLM):
@@ -89,6 +95,7 @@ class AsyncLLM(EngineModel, BaseLLM):
         **kwargs: Any,
     ) -> Iterator[GenerationChunk]:
         llm, options = self.blocking(), self.request_options(stop, kwargs)
+        refuse_several(options)
         for delta in self.paced(self.submit(lambda: llm.stream(prompt, **options))):
             yield self._chunk(delta)
 
@@ -100,6 +107,7 @@ class AsyncLLM(EngineModel, BaseLLM):
         **kwargs: Any,
     ) -> AsyncIterator[GenerationChunk]:
         options = self.request_options(stop, kwargs)
+        refuse_several(options)
         stream = await self.asubmit(lambda: self.engine.stream(prompt, **options))
         async for delta in self.apaced(stream):
             yield self._chunk(delta)
@@ -115,13 +123,15 @@ class AsyncLLM(EngineModel, BaseLLM):
         generations: list[list[Any]] = []
         total = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
         for completion in completions:
-            output = completion.outputs[0]
-            info = finish_metadata(output.finish_reason, output.stop_reason, self.model_name)
-            info |= self.token_logprobs(output.logprobs)
-            generations.append([Generation(text=output.text, generation_info=info)])
+            generations.append([self._generation(output) for output in completion.outputs])
             for name, count in token_usage(completion.usage).items():
                 total[name] += count
         return LLMResult(
             generations=generations,
             llm_output={"model_name": self.model_name, "token_usage": total},
         )
+
+    def _generation(self, output: CompletionOutput) -> Generation:
+        info = finish_metadata(output.finish_reason, output.stop_reason, self.model_name)
+        info |= self.token_logprobs(output.logprobs)
+        return Generation(text=output.text, generation_info=info)

@@ -213,3 +213,33 @@ def test_names(llm: LLM) -> None:
         assert model.model_name == "asyncllm/demo"
         assert model._get_ls_params()["ls_provider"] == "asyncllm"
         assert "engine" not in model.model_dump()
+
+
+async def test_several_outputs(llm: LLM) -> None:
+    options: dict[str, Any] = {"n": 3, "seed": 4, "max_tokens": 12}
+    chat = ChatAsyncLLM(engine=llm)
+    expected = llm.chat([{"role": "user", "content": STORY}], **options)
+    texts = [output.text for output in expected.outputs]
+    assert len(set(texts)) == 3
+    for result in (
+        await chat.agenerate([[HumanMessage(STORY)]], **options),
+        await asyncio.to_thread(chat.generate, [[HumanMessage(STORY)]], **options),
+    ):
+        assert [one.text for one in result.generations[0]] == texts
+        usages = [one.message.usage_metadata for one in result.generations[0]]  # type: ignore[union-attr]
+        assert [usage and usage["output_tokens"] for usage in usages] == [36, None, None]
+    plain = AsyncLLM(engine=llm)
+    outputs = llm.generate(STORY, **options).outputs
+    for result in (
+        await plain.agenerate([STORY, STORY], **options),
+        await asyncio.to_thread(plain.generate, [STORY, STORY], **options),
+    ):
+        for generations in result.generations:
+            assert [one.text for one in generations] == [output.text for output in outputs]
+        assert result.llm_output["token_usage"]["completion_tokens"] == 72
+    for model in (chat, plain):
+        with pytest.raises(InvalidRequestError, match="n=3: expected 1 when streaming"):
+            async for _ in model.astream(STORY, **options):
+                pass
+        with pytest.raises(InvalidRequestError, match="n=3: expected 1 when streaming"):
+            list(model.stream(STORY, **options))

@@ -1,0 +1,343 @@
+"""beam_search: the most likely outputs of a prompt, by beam search over an engine's streams."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import anyio
+
+from asyncllm import validation as check
+from asyncllm.engine import AsyncLLMEngine
+from asyncllm.errors import (
+    ContextLengthExceededError,
+    DeadlineExceededError,
+    EngineOverloadedError,
+    InvalidRequestError,
+    RequestError,
+)
+from asyncllm.outputs import Completion, CompletionOutput, Logprob, TokenLogprobs, Usage
+from asyncllm.sampling_params import SamplingParams
+from asyncllm.stream import TokenStream
+
+EarlyStopping = bool | Literal["never"]
+MAX_BEAM_WIDTH = 1024
+_LONGEST_WAIT = 1.0
+"""Seconds between two attempts to get into a queue full of other requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class BeamOutput(CompletionOutput):
+    """One beam. ``logprobs`` has its tokens' own, without alternatives.
+
+    Attributes:
+        score: ``cumulative_logprob / len(token_ids) ** length_penalty``.
+    """
+
+    score: float = 0.0
+
+
+async def beam_search(
+    engine: AsyncLLMEngine,
+    prompt: str | Sequence[int],
+    beam_width: int,
+    *,
+    max_tokens: int,
+    length_penalty: float = 1.0,
+    early_stopping: EarlyStopping = False,
+    ignore_eos: bool = False,
+    stop_token_ids: Sequence[int] = (),
+    priority: int = 0,
+    timeout: float | None = None,
+    cache_salt: str | None = None,
+) -> Completion:
+    """The ``beam_width`` outputs with the highest scores that beam search finds: those of
+    transformers' ``generate(num_beams=beam_width, do_sample=False)``.
+
+    Each step is a request of one token for every beam. It finds the KV of its beam in the prefix
+    cache but for what follows the last full block. An observer sees each as a request.
+
+    Args:
+        prompt: text or token ids, as for ``AsyncLLMEngine.stream``.
+        beam_width: beams that are kept in each step, and outputs that come back. A step asks
+            for so many ``logprobs``, and one more for each token that ends a beam.
+        max_tokens: output tokens at most; a beam ends at the end of the context as well.
+        length_penalty: in [-10, 10]; above 0 favours long outputs. See ``BeamOutput.score``.
+        early_stopping: True ends the search when ``beam_width`` outputs have ended, False when
+            no running beam has a better score than the worst of them at its present length,
+            "never" when none can come to have one at any length.
+        ignore_eos: go on past the model's end-of-sequence tokens.
+        stop_token_ids: token ids that end a beam, beside those.
+        priority, cache_salt: as for ``AsyncLLMEngine.stream``.
+        timeout: seconds for the whole search.
+
+    Returns:
+        A Completion whose ``outputs`` are BeamOutputs, the best first; its usage counts the
+        tokens of these outputs.
+
+    Raises:
+        InvalidRequestError: for an argument that makes no sense, or a ``beam_width`` for which
+            the engine does not report enough log-probabilities.
+        DeadlineExceededError: with the best outputs so far, whether they had ended or not.
+        EngineOverloadedError: if the queue is full when the search begins. Later it waits.
+        AsyncLLMError: whatever else ends one of its requests ends the search.
+
+    Cancelled, it aborts the requests that run.
+    """
+    ignore_eos = check.boolean("ignore_eos", ignore_eos)
+    eos_token_ids = frozenset(() if ignore_eos else engine.model_config.eos_token_ids)
+    vocab_size = engine.model_config.vocab_size
+    stop_token_ids = check.token_ids("stop_token_ids", stop_token_ids, vocab_size)
+    search = BeamSearch(
+        beam_width=check.integer("beam_width", beam_width, 1, MAX_BEAM_WIDTH),
+        max_tokens=check.integer("max_tokens", max_tokens, 1),
+        length_penalty=check.number("length_penalty", length_penalty, -10, 10),
+        early_stopping=_early_stopping(early_stopping),
+        stop_token_ids=eos_token_ids.union(stop_token_ids),
+    )
+    timeout = check.seconds("timeout", timeout, optional=True, above=True)
+    driver = _Driver(engine, search, eos_token_ids, priority, cache_salt, timeout)
+    return await driver.run(prompt)
+
+
+def _early_stopping(value: EarlyStopping) -> EarlyStopping:
+    if check.same(value, "never"):
+        return value
+    return check.boolean("early_stopping", value, refuse=_not_early_stopping)
+
+
+def _not_early_stopping(name: str, value: object, _: str) -> InvalidRequestError:
+    return check.invalid(name, value, 'true, false or "never"')
+
+
+@dataclass(frozen=True, slots=True)
+class Beam:
+    """A sequence and the log-probability of each of its tokens."""
+
+    entries: tuple[Logprob, ...] = ()
+    logprob: float = 0.0
+    score: float = 0.0
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [entry.token_id for entry in self.entries]
+
+
+@dataclass(slots=True, kw_only=True)
+class BeamSearch:
+    """The search itself, as transformers does it (``GenerationMixin._beam_search``, 5.x), but for
+    the number of candidates. It takes the (1 + s) * w likeliest of all beams' continuations, for
+    w beams and s stop tokens; what it uses of them are the w likeliest, and the w likeliest that
+    go on, which are among the w + s likeliest of each beam.
+
+    Attributes:
+        running: beams that go on, the most likely first.
+        ended: at most ``beam_width``, the highest score first.
+        length: tokens of each running beam.
+        done: nothing that runs can change ``ended`` any more.
+    """
+
+    beam_width: int
+    max_tokens: int
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = False
+    stop_token_ids: frozenset[int] = frozenset()
+    running: list[Beam] = field(default_factory=lambda: [Beam()])
+    ended: list[Beam] = field(default_factory=list)
+    length: int = 0
+    done: bool = False
+
+    @property
+    def num_candidates(self) -> int:
+        """Continuations of each beam that are looked at in a step: enough for ``beam_width``
+        that go on, even if its likeliest tokens are all the stop tokens."""
+        return self.beam_width + len(self.stop_token_ids)
+
+    def advance(self, tops: Iterable[Sequence[Logprob]]) -> None:
+        """One step.
+
+        Args:
+            tops: for each running beam its ``num_candidates`` likeliest tokens.
+        """
+        candidates = [
+            (beam.logprob + entry.logprob, beam, entry)
+            for beam, top in zip(self.running, tops, strict=True)
+            for entry in top
+        ]
+        candidates.sort(key=lambda one: -one[0])
+        self.length += 1
+        divisor = self.length**self.length_penalty
+        width, going = self.beam_width, []
+        for rank, (logprob, beam, entry) in enumerate(candidates):
+            if rank >= width and len(going) == width:
+                break
+            ends = self.length == self.max_tokens or entry.token_id in self.stop_token_ids
+            chosen = self.ended if ends else going
+            # Only the likeliest may end; those behind them stand by to go on.
+            if rank < width if ends else len(going) < width:
+                chosen.append(Beam((*beam.entries, entry), logprob, logprob / divisor))
+        self.running = going
+        self.ended.sort(key=lambda beam: -beam.score)
+        del self.ended[self.beam_width :]
+        self.done = not going or self._cannot_improve()
+
+    def _cannot_improve(self) -> bool:
+        if len(self.ended) < self.beam_width:
+            return False
+        if self.early_stopping is True:
+            return True
+        length = self.length
+        if self.early_stopping == "never" and self.length_penalty > 0:
+            length = self.max_tokens
+        best = self.running[0].logprob / length**self.length_penalty
+        return best <= self.ended[-1].score
+
+    def cut(self) -> None:
+        """No beam can go on: what runs has ended as it is."""
+        self.ended = self.best()
+        self.running, self.done = [], True
+
+    def best(self) -> list[Beam]:
+        """The highest scores, whether their beams have ended or not."""
+        both = [*self.ended, *self.running] if self.length else self.ended
+        return sorted(both, key=lambda beam: -beam.score)[: self.beam_width]
+
+
+class _Driver:
+    """A search on an engine."""
+
+    def __init__(
+        self,
+        engine: AsyncLLMEngine,
+        search: BeamSearch,
+        eos_token_ids: frozenset[int],
+        priority: int,
+        cache_salt: str | None,
+        timeout: float | None,
+    ) -> None:
+        self._engine = engine
+        self._search = search
+        self._eos_token_ids = eos_token_ids
+        self._options = {"priority": priority, "cache_salt": cache_salt}
+        self._began = time.monotonic()
+        self._timeout = timeout
+        self._prompt: Sequence[int] = ()
+        self._request_id = ""
+        self._first: Usage | None = None
+        self._num_logprobs = min(search.num_candidates, engine.model_config.vocab_size)
+
+    async def run(self, prompt: str | Sequence[int]) -> Completion:
+        search = self._search
+        try:
+            search.advance(await self._step([prompt]))
+            while not search.done:
+                prompts = [[*self._prompt, *beam.token_ids] for beam in search.running]
+                try:
+                    search.advance(await self._step(prompts))
+                except ContextLengthExceededError:
+                    search.cut()
+        except DeadlineExceededError as error:
+            outputs = search.best()
+            raise DeadlineExceededError(
+                f"beam search passed its deadline after {search.length} tokens",
+                partial=self._completion(outputs) if outputs else None,
+            ) from error
+        return self._completion(search.ended)
+
+    async def _step(self, prompts: Sequence[str | Sequence[int]]) -> list[Sequence[Logprob]]:
+        """The likeliest next tokens of each prompt, with as many requests at a time as the
+        queue takes."""
+        live: deque[TokenStream] = deque()
+        tops = []
+        try:
+            for prompt in prompts:
+                while True:
+                    try:
+                        live.append(self._submit(prompt))
+                        break
+                    except EngineOverloadedError as refused:
+                        if live:
+                            tops.append(await self._read(live.popleft()))
+                        elif self._first is None:
+                            raise
+                        else:
+                            await anyio.sleep(min(refused.retry_after, _LONGEST_WAIT))
+            while live:
+                tops.append(await self._read(live.popleft()))
+        finally:
+            for stream in live:
+                stream.close()
+        return tops
+
+    def _submit(self, prompt: str | Sequence[int]) -> TokenStream:
+        timeout = None
+        if self._timeout is not None:
+            timeout = self._timeout - (time.monotonic() - self._began)
+            if timeout <= 0:
+                raise DeadlineExceededError("no time is left")
+        # The token is of no interest, and log-probabilities are those of the model alone.
+        params = SamplingParams(max_tokens=1, temperature=0.0, repetition_penalty=1.0)
+        try:
+            return self._engine.stream(
+                prompt,
+                params,
+                logprobs=self._num_logprobs,
+                ignore_eos=True,
+                timeout=timeout,
+                **self._options,
+            )
+        except InvalidRequestError as error:
+            if error.param != "logprobs":
+                raise
+            width = self._search.beam_width
+            raise InvalidRequestError(
+                f"beam_width={width}: needs more log-probabilities than there are: {error}",
+                param="beam_width",
+            ) from error
+
+    async def _read(self, stream: TokenStream) -> Sequence[Logprob]:
+        try:
+            completion = await stream.result()
+        finally:
+            stream.close()
+        if self._first is None:
+            self._first, self._prompt = completion.usage, completion.prompt_token_ids
+            self._request_id = completion.request_id
+        if not completion.logprobs:
+            raise RequestError("beam search: the executor reports no log-probabilities")
+        return completion.logprobs[0].top
+
+    def _completion(self, beams: Sequence[Beam]) -> Completion:
+        outputs = tuple([self._output(index, beam) for index, beam in enumerate(beams)])
+        lengths = [len(output.token_ids) for output in outputs]
+        first = self._first
+        assert first is not None
+        usage = Usage(
+            prompt_tokens=first.prompt_tokens,
+            completion_tokens=sum(lengths),
+            cached_tokens=first.cached_tokens,
+            queue_time=first.queue_time,
+            ttft=first.ttft,
+            total_time=time.monotonic() - self._began,
+            longest_output=max(lengths),
+        )
+        return Completion(self._request_id, tuple(self._prompt), outputs, usage)
+
+    def _output(self, index: int, beam: Beam) -> BeamOutput:
+        token_ids = beam.token_ids
+        last, search = token_ids[-1], self._search
+        stops = last in search.stop_token_ids
+        detokenizer = self._engine.tokenizer.detokenizer(SamplingParams(), self._prompt)
+        pieces = [detokenizer.push(one) for one in token_ids[: len(token_ids) - stops]]
+        return BeamOutput(
+            index=index,
+            text="".join(pieces) + detokenizer.finish(),
+            token_ids=tuple(token_ids),
+            finish_reason="stop" if stops else "length" if search.done else None,
+            stop_reason=last if stops and last not in self._eos_token_ids else None,
+            logprobs=tuple([TokenLogprobs(entry, ()) for entry in beam.entries]),
+            score=beam.score,
+        )
