@@ -14,6 +14,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 SchedulingPolicy = Literal["fcfs", "priority", "deadline"]
 CudaGraphs = Literal["auto", "startup", "lazy", "off"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
+StructuredOutputsBackend = Literal["auto", "llguidance", "xgrammar"]
 
 PACKAGED_MODEL = "asyncllm/demo"
 """Name of the model in the package: in metrics, by servers, on screens."""
@@ -73,6 +74,10 @@ class EngineConfig:
         num_threads: CPU threads for the model; None is one per core, and 1 for a model of
             less than 32 million parameters, which more of them only slow down.
         step_timeout: seconds after which a step counts as hung.
+        structured_outputs_backend: "llguidance" or "xgrammar", which is made ready when the
+            engine starts; "auto" makes llguidance ready at its first use, and hands what it
+            refuses to xgrammar where that is installed.
+        grammar_timeout: seconds after which a request fails whose grammar is being compiled.
 
     Raises:
         InvalidRequestError: for a value outside its range, with ``param`` set.
@@ -103,6 +108,8 @@ class EngineConfig:
     trust_remote_code: bool = False
     num_threads: int | None = None
     step_timeout: float = 600.0
+    structured_outputs_backend: StructuredOutputsBackend = "auto"
+    grammar_timeout: float = 10.0
 
     def __post_init__(self) -> None:
         self._check_choices()
@@ -118,6 +125,7 @@ class EngineConfig:
             check.field(self, check.integer, "max_num_batched_tokens", 1, _MAX_TOKENS)
         check.field(self, check.number, "gpu_memory_utilization", 0, 1, above=True)
         check.field(self, check.seconds, "step_timeout", above=True)
+        check.field(self, check.seconds, "grammar_timeout", above=True)
         if self.kv_cache_memory is not None:
             object.__setattr__(self, "kv_cache_memory", parse_bytes(self.kv_cache_memory))
         if self.cuda_graph_sizes is not None:
@@ -132,6 +140,8 @@ class EngineConfig:
         check.field(self, check.choice, "scheduling_policy", get_args(SchedulingPolicy))
         check.field(self, check.choice, "cuda_graphs", get_args(CudaGraphs))
         check.field(self, check.choice, "load_format", get_args(LoadFormat))
+        backends = get_args(StructuredOutputsBackend)
+        check.field(self, check.choice, "structured_outputs_backend", backends)
         check.field(self, check.boolean, "enable_prefix_caching")
         check.field(self, check.boolean, "trust_remote_code")
         check.field(self, check.boolean, "async_scheduling")

@@ -24,6 +24,7 @@ from asyncllm.runtime.loading import Loader, load_model
 from asyncllm.runtime.mailbox import MailboxRegistry, ThreadMailbox
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.stream import TokenStream
+from asyncllm.structured.response_format import parse_response_format
 
 EngineState = Literal["new", "starting", "running", "dead", "closed"]
 _JOIN_TIMEOUT = 2.0
@@ -120,6 +121,7 @@ class AsyncLLMEngine(Handle):
             thread.core,
             self._mailboxes,
             self._observers,
+            thread.grammars,
             policy=self.config.scheduling_policy,
             seed=self.config.seed,
         )
@@ -175,7 +177,7 @@ class AsyncLLMEngine(Handle):
         to end."""
         assert self._intake is not None
         self._mailboxes.clear()
-        leftovers = (thread.leftover, self._intake.close())
+        leftovers = (thread.leftover, *self._intake.close())
         return [leftover for leftover in leftovers if leftover is not None]
 
     async def wait_closed(self) -> None:
@@ -316,10 +318,12 @@ class AsyncLLMEngine(Handle):
 
         Args:
             messages: ``{"role": …, "content": …}`` each.
-            tools, tool_choice, response_format: not supported yet; only values that ask for
-                nothing are accepted: ``[]``, "auto" or "none", and ``{"type": "text"}``. A
-                model whose template knows tools gets them through
-                ``chat_template_kwargs={"tools": [...]}``.
+            tools, tool_choice: not supported yet; only values that ask for nothing are
+                accepted: ``[]``, "auto" or "none". A model whose template knows tools gets them
+                through ``chat_template_kwargs={"tools": [...]}``.
+            response_format: OpenAI's: ``{"type": "text"}``, ``{"type": "json_object"}``, or
+                ``{"type": "json_schema", "json_schema": {"name": …, "schema": {…}}}``; or a
+                Pydantic model, a dataclass or a TypedDict. See docs/structured_output.md.
             chat_template_kwargs: further variables of the template.
             split_special_tokens: special tokens written in the messages, tools and variables
                 are ordinary text, so that a user cannot write another's turn. False makes
@@ -331,7 +335,14 @@ class AsyncLLMEngine(Handle):
         """
         check.refuse_unsupported("tools", tools, None, [], ())
         check.refuse_unsupported("tool_choice", tool_choice, None, "auto", "none")
-        check.refuse_unsupported("response_format", response_format, None, {"type": "text"})
+        structured = parse_response_format(response_format)
+        if structured is not None:
+            if sampling.get("structured_outputs") is not None or (
+                isinstance(params, SamplingParams) and params.structured_outputs is not None
+            ):
+                accepted = "one of response_format and structured_outputs"
+                raise check.invalid("response_format", response_format, accepted)
+            sampling["structured_outputs"] = structured
         self._running()
         assert self._intake is not None
         options = RequestOptions(request_id, priority, timeout, max_unread, on_slow, cache_salt)

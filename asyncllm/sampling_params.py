@@ -9,6 +9,7 @@ from typing import Any
 
 from asyncllm import validation as check
 from asyncllm.errors import InvalidRequestError
+from asyncllm.structured.spec import parse_structured_outputs
 
 MAX_LOGPROBS = 64
 MAX_STOP_STRINGS = 64
@@ -58,8 +59,11 @@ class SamplingParams:
         skip_special_tokens: leave special tokens out of the text.
         include_stop_str_in_output: keep the stop string at the end of the text.
         logits_processors: callables ``(output_token_ids, logits) -> logits``, 64 at most.
-        prompt_logprobs, bad_words, structured_outputs: not supported yet; setting one is an
-            InvalidRequestError.
+        structured_outputs: what form the output has: a dict with exactly one of ``json`` (a
+            JSON schema as a dict or text, a Pydantic model, a dataclass or a TypedDict),
+            ``regex``, ``choice`` (strings), ``grammar`` (Lark or GBNF), ``json_object`` (True) and
+            ``structural_tag``; see docs/structured_output.md. Kept as a StructuredOutputs.
+        prompt_logprobs, bad_words: not supported yet; setting one is an InvalidRequestError.
 
     Raises:
         InvalidRequestError: for a value outside its range, with ``param`` set.
@@ -110,13 +114,14 @@ class SamplingParams:
             accepted = f"at most max_tokens={self.max_tokens}"
             raise check.invalid("min_tokens", self.min_tokens, accepted)
         self._freeze_collections()
+        if self.structured_outputs is not None:
+            self._set("structured_outputs", parse_structured_outputs(self.structured_outputs))
 
     def _refuse_unsupported(self) -> None:
         check.field(self, check.integer, "n", 1)
         if self.n != 1:
             raise InvalidRequestError(f"n={self.n}: only n=1 is supported", param="n")
         check.refuse_unsupported("prompt_logprobs", self.prompt_logprobs, None)
-        check.refuse_unsupported("structured_outputs", self.structured_outputs, None)
         check.refuse_unsupported("bad_words", self.bad_words, (), [], None)
         self._set("bad_words", ())
 

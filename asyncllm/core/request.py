@@ -15,6 +15,7 @@ from typing import Any
 
 from asyncllm.core.block_pool import Block
 from asyncllm.core.request_group import RequestGroup
+from asyncllm.core.structured_output import StructuredOutput
 from asyncllm.outputs import FinishReason
 from asyncllm.sampling_params import SamplingParams
 
@@ -65,6 +66,7 @@ class Request:
         num_published: leading tokens whose full blocks were offered to the pool.
         publish_at: tokens with which the next block is full and can be offered.
         output: its tokens' way to text; the core only passes it along.
+        structured_output: the grammar that its tokens follow; None without.
     """
 
     group: RequestGroup
@@ -76,6 +78,7 @@ class Request:
     eos_token_ids: tuple[int, ...] = ()
     cache_salt: str | None = None
     output: Any = None
+    structured_output: StructuredOutput | None = None
     index: int = field(init=False)
     request_id: str = field(init=False)
     arrived_at: float = field(init=False)
