@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, Self
@@ -144,8 +145,9 @@ class AsyncLLMEngine(Handle):
         thread = self._end(drain)
         if thread is not None:
             await wait_for(thread.exited)
+            until = time.monotonic() + _JOIN_TIMEOUT
             for leftover in self._clean_up(thread):
-                await join(leftover, _JOIN_TIMEOUT)
+                await join(leftover, max(0.0, until - time.monotonic()))
             await thread.unwatch()
 
     def _close_blocking(self, drain: float | None = 0.0) -> None:
@@ -156,8 +158,9 @@ class AsyncLLMEngine(Handle):
                 with contextlib.suppress(TimeoutError):
                     thread.exited.result(thread.watch_interval)
                 thread.check_step()
+            until = time.monotonic() + _JOIN_TIMEOUT
             for leftover in self._clean_up(thread):
-                leftover.join(_JOIN_TIMEOUT)
+                leftover.join(max(0.0, until - time.monotonic()))
 
     def _end(self, drain: float | None) -> EngineThread | None:
         drain = check.seconds("drain", drain, optional=True)

@@ -65,8 +65,8 @@ class StructuredOutput:
         Raises:
             Exception: for a token that was not allowed, or any of the matcher.
         """
-        if reason == "stop":
-            return reason  # a stop token, which is no part of the grammar
+        if reason == "stop" or _is_thought(request, token_id):
+            return reason  # a stop token, or what comes before the answer
         if not self.matcher.accept(token_id):
             raise RequestError(
                 f"request {request.request_id!r}: token {token_id} does not follow the grammar of "
@@ -75,7 +75,8 @@ class StructuredOutput:
         return "stop" if self.matcher.is_terminated() else reason
 
     def mask(self, request: Request) -> bytes | None:
-        """The tokens that may come next; None if the output has to end here without one.
+        """The tokens that may come next: all, told by no bytes, while the model thinks; None if
+        the output has to end here without one.
 
         Stop tokens are allowed where the grammar may end, and not before ``min_tokens``; where
         it cannot go on it ends before that.
@@ -83,8 +84,14 @@ class StructuredOutput:
         Raises:
             RequestError: if nothing may come, and the output is not complete.
         """
+        reasoning = getattr(request, "reasoning", None)
+        if reasoning is not None and reasoning.thinking:
+            return b""
         matcher = self.matcher
         mask = matcher.bitmask()
+        if reasoning is not None and reasoning.may_begin:
+            token_id = reasoning.begin[0]
+            mask[token_id >> 3] |= 1 << (token_id & 7)
         may_end = matcher.may_end()
         stops = may_end and len(request.token_ids) + 1 >= request.min_total_tokens
         for token_id in request.stop_token_ids:
@@ -111,6 +118,15 @@ class StructuredOutput:
             self.allowed = int.from_bytes(allowed, "little")
         both = int.from_bytes(mask, "little") & self.allowed
         return bytearray(both.to_bytes(len(mask), "little"))
+
+
+def _is_thought(request: Request, token_id: int) -> bool:
+    """Whether the token just appended belongs to the model's thoughts: the grammar begins behind
+    them. They are told apart after this, when the token's text is."""
+    reasoning = getattr(request, "reasoning", None)
+    if reasoning is None:
+        return False
+    return reasoning.thinking or (reasoning.may_begin and token_id == reasoning.begin[0])
 
 
 def masked_rows(step: ScheduledStep) -> list[int]:
@@ -143,7 +159,7 @@ def make_masks(
             continue
         if mask is None:
             ends.append((request, None))
-        else:
+        elif mask:
             masks.rows.append(row)
             masks.masks.append(mask)
     return masks, ends

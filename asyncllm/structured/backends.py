@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import threading
 from collections.abc import Callable
 
 from asyncllm.config import StructuredOutputsBackend
 from asyncllm.errors import InvalidRequestError
 from asyncllm.structured.grammar import Grammar, GrammarBackend, GrammarError, Vocabulary
+from asyncllm.structured.json_schema import refuse_ignored_by_xgrammar
 from asyncllm.structured.spec import StructuredOutputs
 
 _EXTRAS = {"llguidance": "structured", "xgrammar": "xgrammar"}
@@ -50,21 +52,29 @@ class Backends:
         where that is large."""
         self._backend(self._names()[0])
 
-    def compile(self, spec: StructuredOutputs) -> Grammar:
+    def compile(self, spec: StructuredOutputs, begin: Callable[[], None]) -> Grammar:
         """A grammar that admits something.
 
+        Args:
+            begin: called as a backend, which may have to be imported first, begins.
+
         Raises:
-            GrammarError: from the first backend, if none takes it.
+            GrammarError: what each backend has against it.
         """
-        refusals: list[GrammarError] = []
+        refusals = []
         for name in self._names():
             try:
-                grammar = self._backend(name).compile(spec)
+                if refusals:
+                    check_second(spec)
+                backend = self._backend(name)
+                begin()
+                grammar = backend.compile(spec)
                 break
             except GrammarError as error:
-                refusals.append(GrammarError(f"{error} (by {name})"))
+                if str(error):
+                    refusals.append(f"{error} (by {name})")
         else:
-            raise GrammarError("; ".join(map(str, refusals)))
+            raise GrammarError("; ".join(refusals))
         _check_first_mask(grammar)
         return grammar
 
@@ -85,6 +95,15 @@ class Backends:
                     self._vocabulary = self._make_vocabulary()
                 backend = self._made[name] = _make(name, self._vocabulary)
             return backend
+
+
+def check_second(spec: StructuredOutputs) -> None:
+    """Raises GrammarError for what xgrammar is not asked for where llguidance has refused it:
+    what it would ignore, and what it has no more of than the other. Its import takes seconds."""
+    if spec.kind == "json":
+        refuse_ignored_by_xgrammar(json.loads(spec.text))
+    elif spec.kind != "structural_tag":
+        raise GrammarError
 
 
 def _make(name: str, vocabulary: Vocabulary) -> GrammarBackend:

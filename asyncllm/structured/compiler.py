@@ -7,6 +7,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, field
+from functools import partial
 
 from asyncllm import validation as check
 from asyncllm.errors import InvalidRequestError, RequestError
@@ -125,8 +126,7 @@ class GrammarCompiler:
     def _compile(self, job: _Job) -> tuple[Grammar | None, Exception | None]:
         try:
             self._backends.prepare()
-            self._start_timer(job)
-            return self._backends.compile(job.spec), None
+            return self._backends.compile(job.spec, partial(self._start_timer, job)), None
         except GrammarError as error:
             return None, _refusal(job.spec, str(error))
         except Exception as error:
@@ -140,6 +140,8 @@ class GrammarCompiler:
         timer = threading.Timer(self._timeout, self._expire, (job,))
         timer.name, timer.daemon = "asyncllm-grammar-timer", True
         with self._lock:
+            if job.timer is not None:
+                job.timer.cancel()
             if not self._closed:
                 job.timer = timer
                 timer.start()

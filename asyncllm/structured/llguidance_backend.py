@@ -40,7 +40,7 @@ class LLGuidanceBackend:
             self._tokenizer, self._grammar(spec), log_level=0, limits=self._limits
         )
         if matcher.is_error():
-            raise GrammarError(_first_line(matcher.get_error()))
+            raise GrammarError(_explain(matcher.get_error()))
         return LLGuidanceGrammar(matcher, self._vocabulary)
 
     def _grammar(self, spec: StructuredOutputs) -> str:
@@ -85,7 +85,7 @@ class LLGuidanceMatcher:
 
     def rollback(self, num_tokens: int) -> None:
         if not self._matcher.rollback(num_tokens):
-            raise GrammarError(_first_line(self._matcher.get_error()))
+            raise GrammarError(_explain(self._matcher.get_error()))
 
     def bitmask(self) -> bytearray:
         mask = self._matcher.compute_bitmask()
@@ -93,7 +93,7 @@ class LLGuidanceMatcher:
             return self._vocabulary.cut(mask)
         if self._matcher.stop_reason() == "NoExtensionBias":
             return bytearray(self._vocabulary.mask_size)  # it found late that nothing follows
-        raise GrammarError(_first_line(self._matcher.get_error()))
+        raise GrammarError(_explain(self._matcher.get_error()))
 
     def may_end(self) -> bool:
         return self._matcher.is_accepting()
@@ -149,5 +149,9 @@ def _escape(text: str) -> str:
     return "".join(c if c.isalnum() or ord(c) > 127 else f"\\x{{{ord(c):x}}}" for c in text)
 
 
-def _first_line(error: str) -> str:
-    return error.strip().partition("\n")[0][:500]
+def _explain(error: str) -> str:
+    """Its words in one line, without the grammar that it was found in."""
+    if error.startswith("NoExtensionBias"):
+        return "admits nothing"
+    words = error.partition("\n1 | ")[0].replace("<non-verbose/>", "").split()
+    return " ".join(words)[:500]

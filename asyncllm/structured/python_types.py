@@ -72,20 +72,23 @@ def _with_known_typed_dicts(kind: Any) -> Any:
         extensions = importlib.import_module("typing_extensions")
         fields = {}
         for key, hint in typing.get_type_hints(kind, include_extras=True).items():
-            hint = _with_known_typed_dicts(hint)
             required = key in kind.__required_keys__
+            if typing.get_origin(hint) in (typing.Required, typing.NotRequired):
+                # Of annotations that are text, the class does not know.
+                required = typing.get_origin(hint) is typing.Required
+            hint = _with_known_typed_dicts(hint)
             fields[key] = (extensions.Required if required else extensions.NotRequired)[hint]
         return extensions.TypedDict(kind.__name__, fields)
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin is None or origin is typing.Literal or not args:
         return kind
     changed = tuple(map(_with_known_typed_dicts, args))
+    if origin in (typing.Required, typing.NotRequired):
+        return changed[0]
     if changed == args:
         return kind
     if origin is typing.Annotated:
         return typing.Annotated[(changed[0], *kind.__metadata__)]
     if origin in (types.UnionType, typing.Union):
         return typing.Union[changed]  # noqa: UP007  # of a tuple
-    if origin in (typing.Required, typing.NotRequired):
-        return changed[0]
     return origin[changed]
