@@ -43,7 +43,8 @@ class ByteRig:
 
 
 def byte_vocabulary(*pieces: bytes) -> Vocabulary:
-    return Vocabulary([bytes([byte]) for byte in range(256)] + list(pieces), {})
+    tokens = [bytes([byte]) for byte in range(256)] + list(pieces)
+    return Vocabulary(tokens, {}, lambda text: list(text.encode()))
 
 
 def accepts(grammar: Grammar, text: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from asyncllm.checkpoint.progress import Progress
@@ -39,7 +40,8 @@ def make_grammar_compiler(config: EngineConfig, loaded: LoadedModel) -> GrammarC
     def vocabulary() -> Vocabulary:
         names = {i: tokenizer.backend.id_to_token(i) for i in tokenizer.special_token_ids}
         special = {i: name for i, name in names.items() if name is not None}
-        return Vocabulary(tokenizer.token_bytes(size), special)
+        encode = partial(tokenizer.encode, add_special_tokens=False)
+        return Vocabulary(tokenizer.token_bytes(size), special, encode)
 
     backends = Backends(config.structured_outputs_backend, vocabulary)
     if config.structured_outputs_backend != "auto":

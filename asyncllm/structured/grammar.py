@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -41,10 +42,12 @@ class Vocabulary:
     Attributes:
         tokens: by id what each adds to a text; nothing for what is never allowed in one.
         special: id to name of the special tokens, which a grammar may ask for by name.
+        encode: text to token ids, as the tokenizer has it.
     """
 
     tokens: list[bytes]
     special: dict[int, str]
+    encode: Callable[[str], list[int]]
 
     @property
     def mask_size(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from contextlib import suppress
 from typing import Any
 
 from asyncllm.core.structured_output import GrammarMatcher
@@ -114,14 +115,22 @@ class _Tokens:
         self.special_token_ids = [*named, size]
         self.eos_token_id = size
         self.bos_token_id = None
+        self._encode = vocabulary.encode
         self._ids = {data: i for i, data in enumerate(vocabulary.tokens) if data}
         self._longest = min(max(map(len, self._ids), default=0), _MAX_PIECE)
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Some tokens that spell the text, the longest first; llguidance asks for a grammar's
-        forced beginning. The engine takes no token that the model did not draw, so it need not
-        be how the tokenizer would have it."""
+        """Tokens of a text that a grammar forces: where nothing else may follow, llguidance allows
+        the one token alone that the tokenizer would begin it with."""
         data = text.encode() if isinstance(text, str) else text
+        with suppress(Exception):
+            found = self._encode(data.decode())
+            if b"".join(self.tokens[i] for i in found) == data:
+                return found
+        # Half a character, or a tokenizer that puts a space before every text.
+        return self._longest_first(data)
+
+    def _longest_first(self, data: bytes) -> list[int]:
         found, start = [], 0
         while start < len(data):
             for end in range(min(start + self._longest, len(data)), start, -1):

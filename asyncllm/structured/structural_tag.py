@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from asyncllm.structured.grammar import MAX_WHITESPACE, WHITESPACE, GrammarError
@@ -41,6 +42,21 @@ def to_lark(tag: dict[str, Any]) -> str:
         )
     tags = " | ".join(f"tag_{number}" for number in range(len(structures)))
     return f"start: ({tags})* tail\ntail: TEXT\nTEXT: /(.|\\n)*/\n" + "\n".join(rules) + "\n"
+
+
+def schemas_in_tag(tag: Any) -> Iterator[Any]:
+    """The JSON schemas of a structural tag of either form."""
+    pending = [tag]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, dict):
+            for key, value in item.items():
+                if key in ("schema", "json_schema"):
+                    yield value
+                else:
+                    pending.append(value)
+        elif isinstance(item, list):
+            pending += item
 
 
 def _quoted(text: str) -> str:

@@ -12,6 +12,7 @@ from asyncllm.core.structured_output import GrammarMatcher
 from asyncllm.structured.grammar import MAX_WHITESPACE, GrammarError, Vocabulary
 from asyncllm.structured.json_schema import refuse_ignored_by_xgrammar
 from asyncllm.structured.spec import StructuredOutputs
+from asyncllm.structured.structural_tag import schemas_in_tag
 
 
 class XGrammarBackend:
@@ -54,6 +55,8 @@ class XGrammarBackend:
                 choices = " | ".join(json.dumps(one) for one in json.loads(text))
                 return compiler.compile_grammar(f"root ::= {choices}")
             case "structural_tag":
+                for schema in schemas_in_tag(json.loads(text)):
+                    refuse_ignored_by_xgrammar(schema)
                 return compiler.compile_structural_tag(text)
             case "grammar":
                 if "::=" in text:
