@@ -18,7 +18,7 @@ import pytest
 
 from asyncllm import LLM, InvalidRequestError
 from asyncllm.core.structured_output import GrammarMatcher
-from asyncllm.structured.backends import _check_first_mask
+from asyncllm.structured.backends import check_first_mask
 from asyncllm.structured.grammar import Grammar, GrammarError, Vocabulary
 from asyncllm.structured.llguidance_backend import LLGuidanceBackend
 from asyncllm.structured.spec import StructuredOutputs, parse_structured_outputs
@@ -47,7 +47,7 @@ def spec(**asked: Any) -> StructuredOutputs:
 
 def compiled(compiler: Any, **asked: Any) -> Grammar:
     grammar = compiler.compile(spec(**asked))
-    _check_first_mask(grammar)
+    check_first_mask(grammar)
     return grammar
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import typing
+from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 import numpy as np
@@ -237,3 +239,16 @@ def test_other_response_formats_are_refused(value):
     with pytest.raises(InvalidRequestError) as caught:
         parse_response_format(value)
     assert caught.value.param == "response_format"
+
+
+def test_every_example_of_the_page_runs():
+    page = Path(__file__).parent.parent / "docs" / "structured_output.md"
+    snippets = re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
+    assert len(snippets) == 5
+    names: dict[str, Any] = {"__name__": "__main__"}
+    try:
+        for snippet in snippets:
+            exec(compile(snippet, page.name, "exec"), names)
+        assert names["llm"].state == "closed"
+    finally:
+        names["llm"].close()

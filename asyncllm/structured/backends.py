@@ -75,7 +75,7 @@ class Backends:
                     refusals.append(f"{error} (by {name})")
         else:
             raise GrammarError("; ".join(refusals))
-        _check_first_mask(grammar)
+        check_first_mask(grammar)
         return grammar
 
     def _names(self) -> tuple[str, ...]:
@@ -93,7 +93,7 @@ class Backends:
             if backend is None:
                 if self._vocabulary is None:
                     self._vocabulary = self._make_vocabulary()
-                backend = self._made[name] = _make(name, self._vocabulary)
+                backend = self._made[name] = make_backend(name, self._vocabulary)
             return backend
 
 
@@ -106,7 +106,7 @@ def check_second(spec: StructuredOutputs) -> None:
         raise GrammarError
 
 
-def _make(name: str, vocabulary: Vocabulary) -> GrammarBackend:
+def make_backend(name: str, vocabulary: Vocabulary) -> GrammarBackend:
     if name == "llguidance":
         from asyncllm.structured.llguidance_backend import LLGuidanceBackend
 
@@ -116,7 +116,7 @@ def _make(name: str, vocabulary: Vocabulary) -> GrammarBackend:
     return XGrammarBackend(vocabulary)
 
 
-def _check_first_mask(grammar: Grammar) -> None:
+def check_first_mask(grammar: Grammar) -> None:
     """Raises GrammarError for a grammar that ends before it begins, or has nothing to begin with.
     The first mask is also the longest to make, and is made here and not while a batch waits."""
     matcher = grammar.new_matcher()

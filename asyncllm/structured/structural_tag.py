@@ -44,6 +44,23 @@ def to_lark(tag: dict[str, Any]) -> str:
     return f"start: ({tags})* tail\ntail: TEXT\nTEXT: /(.|\\n)*/\n" + "\n".join(rules) + "\n"
 
 
+def with_format(tag: dict[str, Any]) -> dict[str, Any]:
+    """A structural tag of "structures" and "triggers" in the form with "format"."""
+    if "format" in tag:
+        return tag
+    tags = [
+        {
+            "type": "tag",
+            "begin": one.get("begin"),
+            "content": {"type": "json_schema", "json_schema": one.get("schema")},
+            "end": one.get("end"),
+        }
+        for one in tag["structures"]
+    ]
+    form = {"type": "triggered_tags", "triggers": tag.get("triggers"), "tags": tags}
+    return {"type": "structural_tag", "format": form}
+
+
 def schemas_in_tag(tag: Any) -> Iterator[Any]:
     """The JSON schemas of a structural tag of either form."""
     pending = [tag]

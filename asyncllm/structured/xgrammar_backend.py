@@ -12,7 +12,7 @@ from asyncllm.core.structured_output import GrammarMatcher
 from asyncllm.structured.grammar import MAX_WHITESPACE, GrammarError, Vocabulary
 from asyncllm.structured.json_schema import refuse_ignored_by_xgrammar
 from asyncllm.structured.spec import StructuredOutputs
-from asyncllm.structured.structural_tag import schemas_in_tag
+from asyncllm.structured.structural_tag import schemas_in_tag, with_format
 
 
 class XGrammarBackend:
@@ -35,7 +35,12 @@ class XGrammarBackend:
     def compile(self, spec: StructuredOutputs) -> XGrammarGrammar:
         try:
             compiled = self._compile(spec)
-        except (RuntimeError, ValueError, TypeError) as error:  # its own are RuntimeErrors
+        except (
+            AttributeError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as error:  # its own are RuntimeErrors
             raise GrammarError(_short(error)) from None
         return XGrammarGrammar(
             self._library.GrammarMatcher, compiled, self._num_words, self._vocabulary
@@ -55,9 +60,10 @@ class XGrammarBackend:
                 choices = " | ".join(json.dumps(one) for one in json.loads(text))
                 return compiler.compile_grammar(f"root ::= {choices}")
             case "structural_tag":
-                for schema in schemas_in_tag(json.loads(text)):
+                tag = with_format(json.loads(text))
+                for schema in schemas_in_tag(tag):
                     refuse_ignored_by_xgrammar(schema)
-                return compiler.compile_structural_tag(text)
+                return compiler.compile_structural_tag(tag)
             case "grammar":
                 if "::=" in text:
                     return compiler.compile_grammar(text)
