@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from asyncllm.errors import EngineDeadError as EngineDeadError
     from asyncllm.errors import EngineError as EngineError
     from asyncllm.errors import EngineOverloadedError as EngineOverloadedError
+    from asyncllm.errors import InvalidOutputError as InvalidOutputError
     from asyncllm.errors import InvalidRequestError as InvalidRequestError
     from asyncllm.errors import KVCacheTooSmallError as KVCacheTooSmallError
     from asyncllm.errors import ModelLoadError as ModelLoadError
@@ -57,8 +58,8 @@ _HOMES = {
     "asyncllm.observer": "Observer",
     "asyncllm.engine": "AsyncLLMEngine",
     "asyncllm.errors": "AsyncLLMError ContextLengthExceededError DeadlineExceededError "
-    "EngineClosedError EngineDeadError EngineError EngineOverloadedError InvalidRequestError "
-    "KVCacheTooSmallError ModelLoadError RequestError",
+    "EngineClosedError EngineDeadError EngineError EngineOverloadedError InvalidOutputError "
+    "InvalidRequestError KVCacheTooSmallError ModelLoadError RequestError",
     "asyncllm.llm": "LLM",
     "asyncllm.outputs": "Completion CompletionOutput Delta EngineStats FinishReason Logprob "
     "TokenLogprobs ToolCall ToolCallDelta Usage",

@@ -16,6 +16,7 @@ SchedulingPolicy = Literal["fcfs", "priority", "deadline"]
 CudaGraphs = Literal["auto", "startup", "lazy", "off"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 Quantization = Literal["int8"]
+StructuredOutputsBackend = Literal["auto", "llguidance", "xgrammar"]
 
 PACKAGED_MODEL = "asyncllm/demo"
 """Name of the model in the package: in metrics, by servers, on screens."""
@@ -84,6 +85,10 @@ class EngineConfig:
             "llama3_json", "mistral", "mistral_v11", "deepseek_v3", "deepseek_v31", "gpt_oss".
         reasoning_parser: how it writes its thoughts, likewise: "auto", "deepseek_r1", "qwen3",
             "mistral", "gpt_oss"; None leaves them in the text.
+        structured_outputs_backend: "llguidance" or "xgrammar", which is made ready when the
+            engine starts; "auto" makes llguidance ready at its first use, and hands what it
+            refuses to xgrammar where that is installed.
+        grammar_timeout: seconds after which a request fails whose grammar is being compiled.
 
     Raises:
         InvalidRequestError: for a value outside its range, with ``param`` set.
@@ -117,6 +122,8 @@ class EngineConfig:
     step_timeout: float = 600.0
     tool_parser: str = "auto"
     reasoning_parser: str | None = "auto"
+    structured_outputs_backend: StructuredOutputsBackend = "auto"
+    grammar_timeout: float = 10.0
 
     def __post_init__(self) -> None:
         self._check_choices()
@@ -132,6 +139,7 @@ class EngineConfig:
             check.field(self, check.integer, "max_num_batched_tokens", 1, _MAX_TOKENS)
         check.field(self, check.number, "gpu_memory_utilization", 0, 1, above=True)
         check.field(self, check.seconds, "step_timeout", above=True)
+        check.field(self, check.seconds, "grammar_timeout", above=True)
         if self.kv_cache_memory is not None:
             object.__setattr__(self, "kv_cache_memory", parse_bytes(self.kv_cache_memory))
         if self.cuda_graph_sizes is not None:
@@ -147,6 +155,8 @@ class EngineConfig:
         check.field(self, check.choice, "cuda_graphs", get_args(CudaGraphs))
         check.field(self, check.choice, "load_format", get_args(LoadFormat))
         check.field(self, check.choice, "quantization", get_args(Quantization))
+        backends = get_args(StructuredOutputsBackend)
+        check.field(self, check.choice, "structured_outputs_backend", backends)
         check.field(self, check.boolean, "enable_prefix_caching")
         check.field(self, check.boolean, "trust_remote_code")
         check.field(self, check.boolean, "async_scheduling")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, Self
@@ -24,6 +25,7 @@ from asyncllm.runtime.loading import Loader, load_model
 from asyncllm.runtime.mailbox import MailboxRegistry, ThreadMailbox
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.stream import TokenStream
+from asyncllm.structured.response_format import parse_response_format
 from asyncllm.tools.tool_use import ToolUse
 
 EngineState = Literal["new", "starting", "running", "dead", "closed"]
@@ -121,6 +123,7 @@ class AsyncLLMEngine(Handle):
             thread.core,
             self._mailboxes,
             self._observers,
+            thread.grammars,
             self.config,
         )
 
@@ -142,8 +145,9 @@ class AsyncLLMEngine(Handle):
         thread = self._end(drain)
         if thread is not None:
             await wait_for(thread.exited)
+            until = time.monotonic() + _JOIN_TIMEOUT
             for leftover in self._clean_up(thread):
-                await join(leftover, _JOIN_TIMEOUT)
+                await join(leftover, max(0.0, until - time.monotonic()))
             await thread.unwatch()
 
     def _close_blocking(self, drain: float | None = 0.0) -> None:
@@ -154,8 +158,9 @@ class AsyncLLMEngine(Handle):
                 with contextlib.suppress(TimeoutError):
                     thread.exited.result(thread.watch_interval)
                 thread.check_step()
+            until = time.monotonic() + _JOIN_TIMEOUT
             for leftover in self._clean_up(thread):
-                leftover.join(_JOIN_TIMEOUT)
+                leftover.join(max(0.0, until - time.monotonic()))
 
     def _end(self, drain: float | None) -> EngineThread | None:
         drain = check.seconds("drain", drain, optional=True)
@@ -175,7 +180,7 @@ class AsyncLLMEngine(Handle):
         to end."""
         assert self._intake is not None
         self._mailboxes.clear()
-        leftovers = (thread.leftover, self._intake.close())
+        leftovers = (thread.leftover, *self._intake.close())
         return [leftover for leftover in leftovers if leftover is not None]
 
     async def wait_closed(self) -> None:
@@ -319,7 +324,9 @@ class AsyncLLMEngine(Handle):
             tool_choice: "auto"; "none" does not show the tools to the model; "required" and
                 ``{"type": "function", "function": {"name": …}}`` are not supported yet.
             parallel_tool_calls: several calls in one answer; False is not supported yet.
-            response_format: not supported yet; only ``{"type": "text"}`` is accepted.
+            response_format: OpenAI's: ``{"type": "text"}``, ``{"type": "json_object"}``, or
+                ``{"type": "json_schema", "json_schema": {"name": …, "schema": {…}}}``; or a
+                Pydantic model, a dataclass or a TypedDict. See docs/structured_output.md.
             chat_template_kwargs: further variables of the template, as ``enable_thinking``.
             split_special_tokens: special tokens written in the messages, tools and variables
                 are ordinary text, so that a user cannot write another's turn. False makes
@@ -330,7 +337,14 @@ class AsyncLLMEngine(Handle):
         makes so many, is rendered and tokenised on a worker thread; see docs/chat.md.
         """
         use = ToolUse.of(tools, tool_choice, parallel_tool_calls)
-        check.refuse_unsupported("response_format", response_format, None, {"type": "text"})
+        structured = parse_response_format(response_format)
+        if structured is not None:
+            if sampling.get("structured_outputs") is not None or (
+                isinstance(params, SamplingParams) and params.structured_outputs is not None
+            ):
+                accepted = "one of response_format and structured_outputs"
+                raise check.invalid("response_format", response_format, accepted)
+            sampling["structured_outputs"] = structured
         self._running()
         assert self._intake is not None
         options = RequestOptions(request_id, priority, timeout, max_unread, on_slow, cache_salt)

@@ -3,6 +3,7 @@
     AsyncLLMError
     ├── RequestError                           this request alone is affected
     │   ├── InvalidRequestError (ValueError)   .param names the argument at fault
+    │   ├── InvalidOutputError (ValueError)    .text is an output that cannot be parsed
     │   ├── ContextLengthExceededError         the prompt leaves no room for one token
     │   └── DeadlineExceededError (TimeoutError)   .partial holds what was generated
     ├── EngineOverloadedError                  .retry_after: seconds until a place is likely
@@ -46,6 +47,20 @@ class InvalidRequestError(RequestError, ValueError):
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+
+
+class InvalidOutputError(RequestError, ValueError):
+    """An output that ``parsed()`` cannot read: cut off, or not of the form asked for.
+
+    Attributes:
+        text: the output, as far as it came.
+        finish_reason: why it ended; "length" is what cuts a value off.
+    """
+
+    def __init__(self, message: str, *, text: str, finish_reason: str | None) -> None:
+        super().__init__(message)
+        self.text = text
+        self.finish_reason = finish_reason
 
 
 class ContextLengthExceededError(RequestError):

@@ -7,6 +7,8 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple
 
+from asyncllm.structured.parse_output import parse_output
+
 FinishReason = Literal["stop", "length", "tool_calls", "abort"]
 
 
@@ -214,6 +216,20 @@ class CompletionOutput:
             return None
         return math.fsum(entry.logprob for entry in self.logprobs)
 
+    def parsed(self, type: Any = None) -> Any:
+        """The value that the text is the JSON of.
+
+        Args:
+            type: a Pydantic model, a dataclass, a TypedDict or any type that Pydantic knows, of
+                which the value will be; None is what ``json.loads`` makes.
+
+        Raises:
+            InvalidOutputError: for text that is no such JSON, with ``text``: an output that was
+                cut off, by ``max_tokens``, say, ends inside a value.
+            InvalidRequestError: for a type that Pydantic does not know.
+        """
+        return parse_output(self.text, self.finish_reason, type)
+
 
 @dataclass(frozen=True, slots=True)
 class Completion:
@@ -260,6 +276,10 @@ class Completion:
     @property
     def message(self) -> dict[str, Any]:
         return self.outputs[0].message
+
+    def parsed(self, type: Any = None) -> Any:
+        """``outputs[0].parsed(type)``: the JSON text as a value."""
+        return self.outputs[0].parsed(type)
 
     def __str__(self) -> str:
         return self.text

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from asyncllm import validation as check
+from asyncllm.structured.spec import parse_structured_outputs
 
 MAX_OUTPUTS = 256
 """Of one request. Each has a copy of the prompt's token ids."""
@@ -64,8 +65,11 @@ class SamplingParams:
         skip_special_tokens: leave special tokens out of the text.
         include_stop_str_in_output: keep the stop string at the end of the text.
         logits_processors: callables ``(output_token_ids, logits) -> logits``, 64 at most.
-        prompt_logprobs, bad_words, structured_outputs: not supported yet; setting one is an
-            InvalidRequestError.
+        structured_outputs: what form the output has: a dict with exactly one of ``json`` (a
+            JSON schema as a dict or text, a Pydantic model, a dataclass or a TypedDict),
+            ``regex``, ``choice`` (strings), ``grammar`` (Lark or GBNF), ``json_object`` (True) and
+            ``structural_tag``; see docs/structured_output.md. Kept as a StructuredOutputs.
+        prompt_logprobs, bad_words: not supported yet; setting one is an InvalidRequestError.
 
     Raises:
         InvalidRequestError: for a value outside its range, with ``param`` set.
@@ -118,6 +122,8 @@ class SamplingParams:
             raise check.invalid("min_tokens", self.min_tokens, accepted)
         self._check_greedy()
         self._freeze_collections()
+        if self.structured_outputs is not None:
+            self._set("structured_outputs", parse_structured_outputs(self.structured_outputs))
 
     def _check_greedy(self) -> None:
         if self.temperature == 0 and self.n > 1:
@@ -126,7 +132,6 @@ class SamplingParams:
 
     def _refuse_unsupported(self) -> None:
         check.refuse_unsupported("prompt_logprobs", self.prompt_logprobs, None)
-        check.refuse_unsupported("structured_outputs", self.structured_outputs, None)
         check.refuse_unsupported("bad_words", self.bad_words, (), [], None)
         self._set("bad_words", ())
 

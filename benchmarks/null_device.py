@@ -11,7 +11,7 @@ from typing import Any
 from asyncllm import AsyncLLMEngine, EngineConfig
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.checkpoint.model_files import resolve_model
-from asyncllm.core.batch import StepBatch, StepResult
+from asyncllm.core.batch import GrammarMask, StepBatch, StepResult
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.runtime.loading import LoadedModel
@@ -33,6 +33,9 @@ class NullDevice:
 
     def launch(self, batch: StepBatch) -> None:
         self._queue.append(batch)
+
+    def sample(self, masks: GrammarMask) -> None:
+        pass
 
     def collect(self) -> StepResult:
         batch = self._queue.popleft()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from asyncllm.core.batch import RequestAssignment, RowError, StepBatch, StepResult
+from asyncllm.core.batch import GrammarMask, RequestAssignment, RowError, StepBatch, StepResult
 from asyncllm.core.executor import Executor
 from asyncllm.core.in_process import plain
 from asyncllm.outputs import TokenLogprobs
@@ -20,6 +21,14 @@ def unchecked(**fields: object) -> SamplingParams:
     for name, value in fields.items():
         object.__setattr__(params, name, value)
     return params
+
+
+def packed(allowed: Iterable[int], vocab_size: int) -> bytes:
+    """A GrammarMask's mask."""
+    words = bytearray(4 * -(-vocab_size // 32))
+    for token in allowed:
+        words[token // 8] |= 1 << token % 8
+    return bytes(words)
 
 
 UNCHECKED = [
@@ -49,6 +58,7 @@ class Sequence:
     in_flight: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     error: Exception | None = None
+    mask: Callable[[list[int]], bytes] | None = None  # from the tokens so far
 
     @property
     def outputs(self) -> list[int]:
@@ -74,6 +84,7 @@ class Driver:
         self.free_slots = deque(reversed(range(info.max_num_seqs)))
         self.released: list[int] = []
         self.in_flight: deque[list[tuple[Sequence, bool]]] = deque()
+        self.batches: deque[StepBatch] = deque()
         self.step = 0
 
     def add(
@@ -100,13 +111,25 @@ class Driver:
             batch.samples.append(samples)
             seq.computed += count
             seq.in_flight += samples
+            if samples and seq.mask is not None:
+                batch.masked_rows.append(len(record))
             record.append((seq, samples))
         batch.num_tokens = sum(batch.counts)
         self.in_flight.append(record)
+        self.batches.append(batch)
         self.executor.launch(batch)
         return batch
 
     def collect(self) -> StepResult:
+        batch, rows = self.batches.popleft(), self.in_flight[0]
+        if batch.masked_rows:
+            masks = GrammarMask(batch.step)
+            for row in batch.masked_rows:
+                seq, _ = rows[row]
+                assert seq.mask is not None
+                masks.rows.append(row)
+                masks.masks.append(seq.mask(seq.tokens))
+            self.executor.sample(masks)
         result = self.executor.collect()
         token_ids = iter(result.token_ids)
         for row, (seq, samples) in enumerate(self.in_flight.popleft()):

@@ -23,7 +23,7 @@ from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.gpu.batch.step_buffers import PinnedStepBuffer
 from asyncllm.gpu.batch.step_inputs import ModelInputs
-from asyncllm.gpu.graph.cuda_graphs import GraphCapturer, default_sizes
+from asyncllm.gpu.graph.cuda_graphs import GraphCapturer, Stages, default_sizes
 from asyncllm.gpu.graph.decode_runner import DecodeRunner
 from asyncllm.gpu.kv_cache import KVCache, KVGroup
 from asyncllm.gpu.model_runner import ModelRunner
@@ -105,14 +105,26 @@ class LateDecodeRunner:
     def run(
         self, host: PinnedStepBuffer, num_rows: int, inputs: tuple[ModelInputs, ...] | None
     ) -> None:
-        inputs = inputs and tuple(replace(i, host_table=i.host_table.copy()) for i in inputs)
-        self._stream.queue(partial(self._runner.run, host, num_rows, inputs))
+        self._stream.queue(partial(self._runner.run, host, num_rows, _planned(inputs)))
+
+    def forward(
+        self, host: PinnedStepBuffer, num_rows: int, inputs: tuple[ModelInputs, ...] | None
+    ) -> None:
+        self._stream.queue(partial(self._runner.forward, host, num_rows, _planned(inputs)))
+
+    def sample(self, host: PinnedStepBuffer, num_rows: int, stages: Stages) -> None:
+        self._stream.queue(partial(self._runner.sample, host, num_rows, stages))
 
     def logits(
         self, host: PinnedStepBuffer, num_rows: int, inputs: tuple[ModelInputs, ...] | None
     ) -> Tensor:
         self._stream.synchronize()
         return self._runner.logits(host, num_rows, inputs)
+
+
+def _planned(inputs: tuple[ModelInputs, ...] | None) -> tuple[ModelInputs, ...] | None:
+    """Inputs that keep what attention plans from."""
+    return inputs and tuple(replace(i, host_table=i.host_table.copy()) for i in inputs)
 
 
 def run_late(runner: ModelRunner, stream: LateStream) -> ModelRunner:

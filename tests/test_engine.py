@@ -300,7 +300,7 @@ async def test_pause_keeps_everything_and_resume_goes_on():
         ([1], {"n": 2, "temperature": 0}, "n", "1 with temperature=0"),
         ([1], {"prompt_logprobs": 1}, "prompt_logprobs", "not supported"),
         ([1], {"bad_words": ["x"]}, "bad_words", "not supported"),
-        ([1], {"structured_outputs": {}}, "structured_outputs", "not supported"),
+        ([1], {"structured_outputs": {}}, "structured_outputs", "exactly one of json"),
         ([1], {"best_of": 2}, "best_of", "no such sampling parameter"),
         ([1], {"timeout": 0}, "timeout", "seconds above 0"),
         ([1], {"timeout": math.nan}, "timeout", "seconds above 0"),
@@ -338,7 +338,7 @@ async def test_bad_requests_raise_at_once_and_leave_no_trace(prompt, options, pa
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"tools": np.zeros(2)}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "yaml"}}, "response_format"),
         ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
     ],
 )

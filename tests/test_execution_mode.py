@@ -147,7 +147,7 @@ def test_startup_captures_before_the_first_step() -> None:
     runner = build_model_runner(config, MODEL, None, ahead.mode(config))
     assert runner.graphs is not None
     assert [record.key for record in runner.graphs.captured] == [
-        GraphKey(bucket, True) for bucket in (8, 4, 2, 1)
+        GraphKey(bucket) for bucket in (8, 4, 2, 1)
     ]
 
 

@@ -27,6 +27,8 @@ from asyncllm.gpu.graph.cuda_graphs import (
     CudaGraphCapturer,
     EagerCapturer,
     GraphKey,
+    Part,
+    Stages,
     StepGraphs,
     default_sizes,
 )
@@ -164,7 +166,7 @@ def test_tokens_equal_the_plain_path_in_every_bucket(decoder: Decoder) -> None:
         for depth in (1, 2):
             assert outputs(runner, asked[:count], depth=depth) == expected[:count]
     captured = {record.key for record in graphs.captured}
-    assert captured == {GraphKey(bucket, True) for bucket in graphs.buckets}
+    assert captured == {GraphKey(bucket) for bucket in graphs.buckets}
 
 
 def test_steps_that_need_the_host_give_the_same_tokens(llama: Decoder) -> None:
@@ -176,7 +178,7 @@ def test_steps_that_need_the_host_give_the_same_tokens(llama: Decoder) -> None:
         assert outputs(runner, asked, kinds, depth=depth) == expected
         assert outputs(runner, asked[:2], kinds, depth=depth) == expected[:2]
     assert runner.graphs is not None
-    assert {record.key.samples for record in runner.graphs.captured} == {False, True}
+    assert {record.key.part for record in runner.graphs.captured} == {Part.STEP, Part.FORWARD}
     # Asking for log-probabilities does not change a draw.
     without = [replace(kind, logprobs=None) for kind in HOST_KINDS[:1]]
     assert alone(llama, asked[:3], without) == alone(llama, asked[:3], HOST_KINDS[:1])
@@ -369,7 +371,7 @@ def test_a_trace_touches_nothing_but_what_stays_where_it_is(decoder: Decoder) ->
         ]
     )
     assert runner.graphs is not None
-    assert {record.key.samples for record in runner.graphs.captured} == {False, True}
+    assert {record.key.part for record in runner.graphs.captured} == {Part.STEP, Part.FORWARD}
     for trace in capturer.traces:
         assert len(constants(trace)) > 20
         assert storages(constants(trace)) <= allowed
@@ -391,22 +393,26 @@ def test_default_sizes() -> None:
 
 
 def test_a_bucket_is_the_smallest_that_fits() -> None:
-    graphs = StepGraphs(lambda rows, samples: None, EagerCapturer(), (8, 2, 2, 4))
+    graphs = StepGraphs(lambda key: None, EagerCapturer(), (8, 2, 2, 4))
     assert graphs.buckets == (2, 4, 8)
     assert [graphs.bucket(rows) for rows in (1, 2, 3, 8, 9)] == [2, 2, 4, 8, None]
 
 
 def test_a_graph_is_recorded_once_per_key() -> None:
-    runs: list[tuple[int, bool]] = []
-    graphs = StepGraphs(lambda rows, samples: runs.append((rows, samples)), EagerCapturer(), (2, 4))
-    for rows, samples in ((1, True), (2, True), (2, False), (3, True), (5, True), (1, True)):
-        graphs.run(rows, samples)
+    runs: list[GraphKey] = []
+    graphs = StepGraphs(runs.append, EagerCapturer(), (2, 4))
+    half, masked = Part.FORWARD, (Part.SAMPLE, Stages.MASKS)
+    for rows, key in ((1, ()), (2, ()), (2, (half,)), (3, ()), (5, ()), (2, masked), (1, ())):
+        graphs.run(rows, *key)
+    whole, small = GraphKey(4), GraphKey(2)
     # The first step of all is padded to the largest bucket.
-    assert runs == [(4, True), (2, True), (2, False), (4, True), (5, True), (2, True)]
+    halves = [GraphKey(2, half), whole, GraphKey(5), GraphKey(2, *masked)]
+    assert runs == [whole, small, *halves, small]
     assert [record.key for record in graphs.captured] == [
-        GraphKey(4, True),
-        GraphKey(2, True),
-        GraphKey(2, False),
+        whole,
+        small,
+        GraphKey(2, half),
+        GraphKey(2, *masked),
     ]
 
 

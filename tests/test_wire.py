@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from asyncllm import AsyncLLMEngine, InvalidRequestError, RequestError
-from asyncllm.core.batch import RowError, StepBatch, StepResult
+from asyncllm.core.batch import GrammarMask, RowError, StepBatch, StepResult
 from asyncllm.core.block_pool import Block
 from asyncllm.core.executor import Executor
 from asyncllm.core.request import Request
@@ -29,6 +29,9 @@ class Pickling:
 
     def launch(self, batch: StepBatch) -> None:
         self.executor.launch(pickle.loads(pickle.dumps(batch)))
+
+    def sample(self, masks: GrammarMask) -> None:
+        self.executor.sample(pickle.loads(pickle.dumps(masks)))
 
     def collect(self) -> StepResult:
         return pickle.loads(pickle.dumps(self.executor.collect()))

@@ -63,6 +63,8 @@ class StepBatch:
         new_blocks: ``(req_index, block ids per KV group)`` appended to tables of requests that
             had a slot.
         num_tokens: sum of ``counts``.
+        masked_rows: sampling rows, in ascending order, whose tokens a grammar restricts. The
+            step is sampled once ``Executor.sample`` brings their masks, and not before.
     """
 
     step: int
@@ -75,9 +77,30 @@ class StepBatch:
     released: list[int] = field(default_factory=list)
     assignments: list[RequestAssignment] = field(default_factory=list)
     new_blocks: list[tuple[int, tuple[list[int], ...]]] = field(default_factory=list)
+    masked_rows: list[int] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.req_indices)
+
+
+@dataclass(slots=True)
+class GrammarMask:
+    """The tokens that grammars allow in a step's ``masked_rows``.
+
+    A mask is ``ceil(vocab_size / 32)`` words of 32 bits, little-endian: token t is allowed if
+    bit ``t % 32`` of word ``t // 32`` is set. Bits past the vocabulary do not matter.
+
+    Attributes:
+        step: number of the StepBatch.
+        rows: of its ``masked_rows``, each at most once. A row that is left out is sampled
+            without a mask: its request has ended meanwhile, and its token is void.
+        masks: the mask of each of ``rows``, as bytes. One of another length, or one that allows
+            nothing, is an error of its row alone.
+    """
+
+    step: int
+    rows: list[int] = field(default_factory=list)
+    masks: list[bytes] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from asyncllm.core.output_processor import OutputProcessor, as_request_error, ma
 from asyncllm.core.request import Status
 from asyncllm.core.request_group import RequestGroup
 from asyncllm.core.scheduler import ScheduledStep, Scheduler
+from asyncllm.core.structured_output import make_masks
 from asyncllm.core.tracebacks import clear_frames
 from asyncllm.errors import (
     DeadlineExceededError,
@@ -89,6 +90,7 @@ class EngineCore:
         self._closing_at: float | None = None
         self._only_paused_since: float | None = None
         self._closed = False
+        self._masked_step = -1
         self._num_steps = 0
         self._last_step_time = 0.0
 
@@ -278,7 +280,24 @@ class EngineCore:
             self._on_device(self.executor.launch, step.batch)
         except StepOutOfMemoryError as error:
             self._retry_smaller(error)
+        self._send_masks()
         return True
+
+    def _send_masks(self) -> None:
+        """The second half of a step with grammars: its forward pass has begun, and all tokens
+        before it are known once it is the oldest in flight."""
+        step = self._in_flight[0][0] if self._in_flight else None
+        if step is None or not step.is_masked or step.batch.step == self._masked_step:
+            return
+        self._masked_step = step.batch.step
+        masks, ends = make_masks(step)
+        for request, error in ends:
+            if error is None:
+                self.output_processor.complete(request)
+            else:
+                group = request.group
+                self.output_processor.fail(group, as_request_error(group, error))
+        self._on_device(self.executor.sample, masks)
 
     def _collect(self) -> None:
         step, launched_at = self._in_flight[0]
@@ -294,6 +313,7 @@ class EngineCore:
         for event in self.scheduler.update(step, result):
             self.output_processor.deliver(event, now)
         self.scheduler.recover_budget()
+        self._send_masks()
 
     def _retry_smaller(self, error: StepOutOfMemoryError) -> None:
         """Takes back every step in flight and schedules less next time. A step of a single

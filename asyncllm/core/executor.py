@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from asyncllm.core.batch import StepBatch, StepResult
+from asyncllm.core.batch import GrammarMask, StepBatch, StepResult
 from asyncllm.core.kv_cache_spec import KVCacheSpec
 
 
@@ -65,7 +65,11 @@ class Executor(Protocol):
 
     ``launch`` starts a step and returns; ``collect`` waits for the oldest step launched and
     returns its result, with the GIL released while it waits. Up to
-    ``info.pipeline_depth`` steps are in flight. An executor that has no device of its own
+    ``info.pipeline_depth`` steps are in flight. A step with ``masked_rows`` has two halves: its
+    forward pass begins with ``launch``, and ``sample``, which comes before its ``collect``,
+    brings the masks that its tokens are drawn under (vLLM's ``execute_model`` and
+    ``sample_tokens``). Its successor may be launched before that, and begins behind it.
+    An executor that has no device of its own
     to run ahead (the CPU) does the work in ``collect``. One in the engine's process has an
     ``InProcess`` as its attribute ``in_process``.
 
@@ -78,6 +82,14 @@ class Executor(Protocol):
     info: ExecutorInfo
 
     def launch(self, batch: StepBatch) -> None: ...
+
+    def sample(self, masks: GrammarMask) -> None:
+        """Draws the tokens of the oldest step that awaits masks, which ``masks`` names. What
+        fails in it is raised by ``collect``.
+
+        Raises:
+            RuntimeError: no step awaits masks, or another one does.
+        """
 
     def collect(self) -> StepResult: ...
 

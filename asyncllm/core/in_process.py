@@ -34,11 +34,17 @@ class InProcess:
 
 
 def plain(sampling: SamplingParams) -> SamplingParams:
-    """Parameters that travel: no callable, and no mapping that the engine has as well."""
-    if not sampling.logits_processors and not sampling.logit_bias:
+    """Parameters that travel: no callable, no mapping that the engine has as well, and no
+    grammar, of which the executor gets the masks."""
+    if (
+        not sampling.logits_processors
+        and not sampling.logit_bias
+        and sampling.structured_outputs is None
+    ):
         return sampling
     found = _changed(sampling, ())
     object.__setattr__(found, "logit_bias", copy(sampling.logit_bias))
+    object.__setattr__(found, "structured_outputs", None)
     return found
 
 

@@ -113,6 +113,9 @@ class OutputProcessor:
         a stop string ends the request here, in the middle of a token if need be."""
         sampling = request.sampling
         by_token = request.status is Status.FINISHED and request.finish_reason == "stop"
+        if by_token and request.structured_output is not None:
+            # A grammar that is complete ends with the last token of its own.
+            by_token = token_id in request.stop_token_ids
         text = ""
         if not by_token or sampling.include_stop_str_in_output:
             reasoning = request.reasoning
@@ -230,6 +233,20 @@ class OutputProcessor:
             else:
                 held = Delta(_remaining_text(request), (), index=request.index)
                 self._end_member(request, group.channel, held)
+
+    def complete(self, request: Request) -> None:
+        """Ends a request that is complete, without a token for it."""
+        self._scheduler.finish(request, "stop")
+        try:
+            text = request.output.detokenizer.finish()
+        except BaseException as error:
+            self.fail(request.group, as_request_error(request.group, error))
+            return
+        last = Delta(text, (), index=request.index)
+        if request.group.unfinished:
+            self._end_member(request, request.group.channel, last)
+        else:
+            self.close(request, None, last)
 
     def fail(self, group: RequestGroup, error: Exception) -> None:
         """Ends the group with an exception; so does the failure of one member."""

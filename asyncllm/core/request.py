@@ -16,6 +16,7 @@ from typing import Any
 from asyncllm.core.block_pool import Block
 from asyncllm.core.reasoning import Reasoning
 from asyncllm.core.request_group import RequestGroup
+from asyncllm.core.structured_output import StructuredOutput
 from asyncllm.outputs import FinishReason
 from asyncllm.sampling_params import SamplingParams
 
@@ -69,6 +70,7 @@ class Request:
         reasoning: of a model that thinks; set with the prompt.
         first: the member that it has the prompt and the salt of, and so the hashes of its
             blocks; None if that is itself.
+        structured_output: the grammar that its tokens follow; None without.
     """
 
     group: RequestGroup
@@ -82,6 +84,7 @@ class Request:
     output: Any = None
     reasoning: Reasoning | None = None
     first: Request | None = None
+    structured_output: StructuredOutput | None = None
     index: int = field(init=False)
     request_id: str = field(init=False)
     arrived_at: float = field(init=False)

@@ -17,6 +17,7 @@ from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.in_process import InProcess, plain
 from asyncllm.core.kv_cache import KVCacheManager, block_ids
 from asyncllm.core.request import Request, Status
+from asyncllm.core.structured_output import masked_rows
 from asyncllm.core.waiting_queue import WaitingQueue
 from asyncllm.errors import KVCacheTooSmallError, RequestError
 from asyncllm.outputs import FinishReason, TokenLogprobs
@@ -28,16 +29,18 @@ _STEPS_TO_RECOVER = 32
 class ScheduledStep:
     """A step and the requests behind its rows. A row's result counts only while the request
     still has the epoch it was scheduled under. ``admitted`` are the requests that got a slot,
-    ``published`` the blocks that became findable on the strength of this step."""
+    ``published`` the blocks that became findable on the strength of this step; ``is_masked`` says
+    that a row which samples follows a grammar."""
 
     batch: StepBatch
     requests: list[Request] = field(default_factory=list)
     epochs: list[int] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
     published: list[Block] = field(default_factory=list)
+    is_masked: bool = False
 
 
-TokenEvent = tuple[Request, int, TokenLogprobs | None, Exception | None]
+TokenEvent = tuple[Request, int, TokenLogprobs | None, BaseException | None]
 """A request, and the token that it got with its log-probabilities, or the exception that ends
 it. A plain tuple: one is made with every token, and a NamedTuple takes five times as long."""
 
@@ -155,6 +158,8 @@ class Scheduler:
         self._order_decodes_first(step)
         batch = step.batch
         batch.new_blocks = [(r.req_index, ids) for r, ids in grown.items() if r in scheduled]
+        if step.is_masked:
+            batch.masked_rows = masked_rows(step)
         batch.released, self._released_req_indices = self._released_req_indices, []
         batch.assignments = [self._assignment(r) for r in step.admitted]
         self._num_steps += 1
@@ -273,6 +278,8 @@ class Scheduler:
             request.num_placeholders += 1
             if count == 1:
                 batch.num_decodes += 1
+            if request.structured_output is not None:
+                step.is_masked = True
         if end >= request.publish_at:
             step.published += self.kv.publish(request)
 
@@ -349,6 +356,13 @@ class Scheduler:
                     assert self._latest is not None
                     self._latest.published += self.kv.publish(request)
                 reason = request.check_stop(token_id)
+                if request.structured_output is not None:
+                    try:
+                        reason = request.structured_output.advance(request, token_id, reason)
+                    except BaseException as error:  # of a backend's native code too
+                        self.finish(request, None)
+                        yield request, -1, None, error
+                        break
                 if reason is not None:
                     self.finish(request, reason)
                 found = logprobs[row][i - first] if logprobs and row in logprobs else None

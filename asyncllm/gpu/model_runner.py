@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from threading import get_ident
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from asyncllm.core.batch import RowError, StepBatch, StepResult
+from asyncllm.core.batch import GrammarMask, RowError, StepBatch, StepResult
 from asyncllm.core.executor import ExecutorInfo, StepOutOfMemoryError
 from asyncllm.core.in_process import InProcess
 from asyncllm.core.tracebacks import clear_frames
@@ -20,13 +19,14 @@ from asyncllm.gpu.batch.block_table import NO_BLOCKS
 from asyncllm.gpu.batch.input_batch import PLACEHOLDER_TOKEN, InputBatch
 from asyncllm.gpu.batch.step_buffers import PinnedStepBuffer
 from asyncllm.gpu.batch.step_inputs import ModelInputs
-from asyncllm.gpu.graph.cuda_graphs import StepGraphs
+from asyncllm.gpu.graph.cuda_graphs import Stages, StepGraphs
 from asyncllm.gpu.graph.decode_runner import DecodeRunner
 from asyncllm.gpu.graph.streams import Event, Stream, SyncStream
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.memory import is_out_of_memory, release
 from asyncllm.gpu.models.decoder import Decoder
-from asyncllm.gpu.sample.sampler import NOT_FINITE, SampleOutput, Sampler
+from asyncllm.gpu.ops.gumbel import NO_TOKEN_LEFT
+from asyncllm.gpu.sample.sampler import NONE_LEFT, NOT_FINITE, SampleOutput, Sampler
 from asyncllm.gpu.threads import set_thread_count
 from asyncllm.validation import explain
 
@@ -51,8 +51,10 @@ class _Step:
         req_indices, positions: ``[S]``, of these rows, and where their tokens will be.
         epochs: ``[S]``, of the request indices.
         blocks_to_zero: KV blocks to clear before it runs.
+        masks: of its masked rows, once they have come.
         started: its changes have been applied, and its work queued if it can run ahead.
-        event, tokens: of a step that runs ahead: its end, and where its tokens arrive.
+        host: of a step that runs ahead: its buffer.
+        event: its end, once it is queued.
         error: raised when it was to be started.
         failures: by row, errors of requests that could not be assigned.
     """
@@ -70,11 +72,23 @@ class _Step:
             self.req_indices = req_indices[self.rows]
             self.positions = (starts + np.array(batch.counts, dtype=np.int64))[self.rows]
         self.epochs = self.blocks_to_zero = NO_BLOCKS
+        self.masks: GrammarMask | None = None
         self.started = False
+        self.host: PinnedStepBuffer | None = None
         self.event: Event | None = None
-        self.tokens: Tensor | None = None
         self.error: Exception | None = None
         self.failures: dict[int, Exception] = {}
+
+    @property
+    def awaits_masks(self) -> bool:
+        return bool(self.batch.masked_rows) and self.masks is None
+
+    def masks_by_place(self) -> dict[int, bytes]:
+        """The masks by their row's place among those that are sampled."""
+        if self.masks is None:
+            return {}
+        places = np.searchsorted(self.rows, self.masks.rows).tolist()
+        return dict(zip(places, self.masks.masks, strict=True))
 
 
 class ModelRunner:
@@ -86,8 +100,9 @@ class ModelRunner:
     On an asynchronous one ``launch`` starts the step: its work is queued on the device behind
     the step before it, whose tokens it finds there. A step with a row that needs the eager
     sampler (penalties, log-probabilities, rules) is run by ``collect``, and a step behind it
-    starts only then. A late result is written back only if the request index still has the
-    step's epoch, so that a finished request's token cannot reach the next one.
+    starts only then. Of a step that awaits masks the forward pass is queued; ``sample`` queues
+    the rest, and what is behind it. A late result is written back only if the request index
+    still has the step's epoch, so that a finished request's token cannot reach the next one.
 
     Args:
         stream: where work is queued; None is synchronous.
@@ -159,10 +174,28 @@ class ModelRunner:
         if self._stream.is_async:
             self._start_steps()
 
+    def sample(self, masks: GrammarMask) -> None:
+        self._open()
+        step = next((step for step in self._steps if step.awaits_masks), None)
+        if step is None or step.batch.step != masks.step:
+            expected = "none" if step is None else f"those of step {step.batch.step}"
+            raise RuntimeError(f"masks of step {masks.step} came; expected {expected}")
+        if not set(masks.rows) <= set(step.batch.masked_rows):
+            raise RuntimeError(
+                f"masks of rows {masks.rows} came; expected some of {step.batch.masked_rows}"
+            )
+        step.masks = masks
+        if step.host is not None:
+            with self._errors_kept(step):
+                self._sample_ahead(step)
+            self._start_steps()
+
     def collect(self) -> StepResult:
         self._open()
         if not self._steps:
             raise RuntimeError("no step is in flight")
+        if self._steps[0].awaits_masks and self._steps[0].error is None:
+            raise RuntimeError(f"step {self._steps[0].batch.step} awaits its masks")
         self._enter_thread()
         step = self._steps.popleft()
         if step.error is not None:
@@ -221,14 +254,20 @@ class ModelRunner:
         for step in self._steps:
             if not step.started:
                 step.started = True
-                try:
-                    with torch.inference_mode(), self._stream.context():
-                        self._apply(step)
-                        self._run_ahead(step)
-                except Exception as error:
-                    step.error = _memory_error(error, step) if is_out_of_memory(error) else error
+                with self._errors_kept(step):
+                    self._apply(step)
+                    self._run_ahead(step)
             if step.event is None and len(step.batch):
                 return
+
+    @contextlib.contextmanager
+    def _errors_kept(self, step: _Step) -> Iterator[None]:
+        """Queues work of a step; ``collect`` raises what fails."""
+        try:
+            with torch.inference_mode(), self._stream.context():
+                yield
+        except Exception as error:
+            step.error = _memory_error(error, step) if is_out_of_memory(error) else error
 
     def _apply(self, step: _Step) -> None:
         """Applies the step's changes of the batch."""
@@ -250,7 +289,8 @@ class ModelRunner:
             }
 
     def _run_ahead(self, step: _Step) -> None:
-        """Queues the step, tokens included, unless a row needs the eager sampler."""
+        """Queues the step, unless a row needs the eager sampler: whole, or up to its logits if it
+        awaits masks."""
         state = self._open()
         if not len(step.batch) or state.sampler.needs_eager_sampler(step.req_indices):
             return
@@ -258,8 +298,27 @@ class ModelRunner:
         host, inputs = self._stage(state.decode, step)
         # From here on only the device knows these tokens.
         state.inputs.token_ids[step.req_indices, step.positions] = PLACEHOLDER_TOKEN
-        state.decode.run(host, len(step.rows), inputs)
-        step.tokens, step.event = host.tokens, self._stream.record()
+        step.host = host
+        if not step.batch.masked_rows:
+            state.decode.run(host, len(step.rows), inputs)
+            step.event = self._stream.record()
+            return
+        state.decode.forward(host, len(step.rows), inputs)
+        if step.masks is not None:
+            self._sample_ahead(step)
+
+    def _sample_ahead(self, step: _Step) -> None:
+        """Queues the sampling of a step whose masks have come."""
+        decode, host = self._open().decode, step.host
+        assert decode is not None
+        assert host is not None
+        if host.masks is None:
+            pinned = self.device.type == "cuda"
+            host.masks = decode.make_masks(torch.device("cpu"), pinned=pinned)
+        errors = host.masks.set(step.masks_by_place())
+        step.failures |= {int(step.rows[place]): error for place, error in errors.items()}
+        decode.sample(host, len(step.rows), Stages.MASKS)
+        step.event = self._stream.record()
 
     def _run(self, step: _Step) -> SampleOutput:
         """Runs a step synchronously, sampling on the eager path."""
@@ -273,7 +332,9 @@ class ModelRunner:
             logits = state.decode.logits(host, len(step.rows), inputs)
         output = SampleOutput(step.rows)
         if len(step.rows):
-            output = state.sampler.sample(logits, step.req_indices, step.positions)
+            output = state.sampler.sample(
+                logits, step.req_indices, step.positions, step.masks_by_place()
+            )
         self._stream.record().synchronize()
         return output
 
@@ -324,11 +385,15 @@ class ModelRunner:
 def _wait(step: _Step) -> SampleOutput:
     """The tokens of a step that ran ahead."""
     assert step.event is not None
-    assert step.tokens is not None
+    assert step.host is not None
     step.event.synchronize()
-    tokens = step.tokens[: len(step.rows)].numpy().copy()
-    broken = np.flatnonzero(tokens < 0).tolist()
-    return SampleOutput(tokens, errors={row: ValueError(NOT_FINITE) for row in broken})
+    tokens = step.host.tokens[: len(step.rows)].numpy().copy()
+    masked = step.masks_by_place()
+    errors: dict[int, Exception] = {}
+    for place in np.flatnonzero(tokens < 0).tolist():
+        none_left = tokens[place] == NO_TOKEN_LEFT and place in masked
+        errors[place] = ValueError(NONE_LEFT if none_left else NOT_FINITE)
+    return SampleOutput(tokens, errors=errors)
 
 
 def _memory_error(error: Exception, step: _Step) -> StepOutOfMemoryError:

@@ -21,7 +21,8 @@ from asyncllm.core.scheduler import Scheduler
 from asyncllm.errors import AsyncLLMError, EngineClosedError, EngineError
 from asyncllm.logger import get_logger
 from asyncllm.runtime.event_loop import post_when_done, running_backend, running_loop
-from asyncllm.runtime.loading import LoadedModel, Loader
+from asyncllm.runtime.loading import LoadedModel, Loader, make_grammar_compiler
+from asyncllm.structured.compiler import GrammarCompiler
 from asyncllm.validation import explain
 
 _JOIN_AT_EXIT = 2.0
@@ -44,7 +45,7 @@ class EngineThread:
         progress: (done, total) bytes of weights, or CUDA graphs.
         stage: the unit of ``progress``.
         closing: ``close`` was called.
-        loaded, core: valid once ``ready`` is.
+        loaded, core, grammars: valid once ``ready`` is.
     """
 
     def __init__(self, config: EngineConfig, loader: Loader) -> None:
@@ -54,6 +55,7 @@ class EngineThread:
         self.stage: LoadStage = "weights"
         self.loaded: LoadedModel
         self.core: EngineCore
+        self.grammars: GrammarCompiler
         self._config = config
         self._loader = loader
         self.closing = False
@@ -87,6 +89,7 @@ class EngineThread:
         try:
             self.core = self._make_core(executor)
             self.core.thread = self._thread
+            self.grammars = make_grammar_compiler(self._config, self.loaded)
             atexit.register(self._at_exit)
             self._log_start(time.monotonic() - began)
         except BaseException:

@@ -20,12 +20,15 @@ from asyncllm.core.output_processor import Output
 from asyncllm.core.reasoning import Reasoning
 from asyncllm.core.request import Request
 from asyncllm.core.request_group import RequestGroup
-from asyncllm.errors import ContextLengthExceededError, InvalidRequestError
+from asyncllm.core.structured_output import StructuredOutput
+from asyncllm.errors import ContextLengthExceededError, InvalidRequestError, RequestError
 from asyncllm.observer import Observers, RequestInfo
 from asyncllm.runtime.loading import LoadedModel
 from asyncllm.runtime.mailbox import MailboxRegistry
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.stream import TokenStream
+from asyncllm.structured.compiler import GrammarCompiler
+from asyncllm.structured.grammar import Grammar
 from asyncllm.text.template_input import TemplateInput
 from asyncllm.text.tokenizer_thread import LONG_TEXT, TokenizerThread
 from asyncllm.tools.message_parser import MessageParser
@@ -100,6 +103,7 @@ class InputProcessor:
     go to a worker thread: they keep their arrival index and hold up no other.
 
     Args:
+        grammars: compiles those of ``structured_outputs``.
         config: of the engine.
     """
 
@@ -107,6 +111,7 @@ class InputProcessor:
     core: EngineCore
     mailboxes: MailboxRegistry
     observers: Observers
+    grammars: GrammarCompiler
     config: EngineConfig
     _delimiter_tokens: dict[ResponseFormat, DelimiterTokens] = field(default_factory=dict)
     _neutral_params: SamplingParams = field(default_factory=SamplingParams)
@@ -204,9 +209,11 @@ class InputProcessor:
         made = self.loaded.response_formats
         return made or ResponseFormats.of_tokenizer(self.loaded.tokenizer, self.config)
 
-    def close(self) -> threading.Thread | None:
-        """Forgets texts that wait to be tokenised; returns the thread of one that is."""
-        return self._worker.close()
+    def close(self) -> list[threading.Thread]:
+        """Forgets texts that wait to be tokenised and grammars that wait to be compiled; returns
+        the threads of those that are."""
+        worker = self._worker.close()
+        return self.grammars.close() + ([] if worker is None else [worker])
 
     def _request(
         self, params: SamplingParams | None, sampling: dict[str, Any], options: RequestOptions
@@ -229,6 +236,11 @@ class InputProcessor:
         if resolved.logits_processors and getattr(executor, "in_process", None) is None:
             accepted = "none with an executor that runs in another process"
             raise check.invalid("logits_processors", resolved.logits_processors, accepted)
+        if resolved.structured_outputs is not None:
+            self.grammars.check_installed()
+            if info.max_tokens_per_row > 1:
+                accepted = "None with an executor that drafts tokens"
+                raise check.invalid("structured_outputs", resolved.structured_outputs, accepted)
         now = self.core.clock()
         group = RequestGroup(
             uuid.uuid4().hex if options.request_id is None else options.request_id,
@@ -278,7 +290,7 @@ class InputProcessor:
                 core.send(core.on_fail, group, error)
                 return
             core.admission.correct(group, request.num_prompt_tokens)
-            core.send(core.on_add, group)
+            self._add(request)
 
         self._worker.submit(job)
         return stream
@@ -292,8 +304,40 @@ class InputProcessor:
     ) -> TokenStream:
         self._prepare(request, token_ids, parser)
         stream = self._accept(request, asked, len(token_ids), parser)
-        self.core.send(self.core.on_add, request.group)
+        self._add(request)
         return stream
+
+    def _add(self, request: Request) -> None:
+        """Sends the group on, once its grammar is compiled. Others run meanwhile."""
+        core, group, spec = self.core, request.group, request.sampling.structured_outputs
+        if spec is None:
+            core.send(core.on_add, group)
+            return
+        grammar = self.grammars.find(spec)
+        if grammar is not None:
+            self._add_with_grammar(group, grammar, None)
+            return
+        if group.deadline < math.inf:
+            core.send(core.on_watch_deadline, group)
+        try:
+            self.grammars.submit(spec, partial(self._add_with_grammar, group))
+        except RequestError as error:
+            core.send(core.on_fail, group, error)
+
+    def _add_with_grammar(
+        self, group: RequestGroup, grammar: Grammar | None, error: Exception | None
+    ) -> None:
+        core = self.core
+        if grammar is None:
+            core.send(core.on_fail, group, error)
+            return
+        try:
+            for member in group.members:
+                member.structured_output = StructuredOutput(grammar.new_matcher())
+        except BaseException as failure:  # of a backend's native code too
+            core.send(core.on_fail, group, failure)
+            return
+        core.send(core.on_add, group)
 
     def _prepare(
         self, request: Request, token_ids: list[int], parser: MessageParser | None

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from asyncllm.checkpoint.progress import Progress
 from asyncllm.config import EngineConfig
 from asyncllm.core.executor import Executor
+from asyncllm.structured.backends import Backends
+from asyncllm.structured.compiler import GrammarCompiler
+from asyncllm.structured.grammar import Vocabulary
 
 if TYPE_CHECKING:
     from asyncllm.text.tokenizer import Tokenizer
@@ -25,6 +29,28 @@ class LoadedModel:
     tokenizer: Tokenizer
     model_config: Any
     response_formats: ResponseFormats | None = None
+
+
+def make_grammar_compiler(config: EngineConfig, loaded: LoadedModel) -> GrammarCompiler:
+    """The engine's compiler of grammars. A backend that the configuration names is made ready
+    now: that holds the interpreter's lock for a second where the vocabulary is large.
+
+    Raises:
+        InvalidRequestError: if the backend that it names is not installed.
+    """
+    tokenizer, size = loaded.tokenizer, loaded.executor.info.vocab_size
+
+    def vocabulary() -> Vocabulary:
+        names = {i: tokenizer.backend.id_to_token(i) for i in tokenizer.special_token_ids}
+        special = {i: name for i, name in names.items() if name is not None}
+        encode = partial(tokenizer.encode, add_special_tokens=False)
+        return Vocabulary(tokenizer.token_bytes(size), special, encode)
+
+    backends = Backends(config.structured_outputs_backend, vocabulary)
+    if config.structured_outputs_backend != "auto":
+        backends.check_installed()
+        backends.prepare()
+    return GrammarCompiler(backends, config.grammar_timeout)
 
 
 Loader = Callable[[EngineConfig, Progress], LoadedModel]

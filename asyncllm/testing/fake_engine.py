@@ -84,7 +84,12 @@ class ScriptedExecutor(FakeExecutor):
         return super()._execute(batch)
 
     def _sample(
-        self, batch: StepBatch, row: int, states: Sequence[int], result: StepResult
+        self,
+        batch: StepBatch,
+        row: int,
+        states: Sequence[int],
+        result: StepResult,
+        mask: bytes | None,
     ) -> None:
         output, num_prompt_tokens = self._rows[batch.req_indices[row]]
         request_id, answer = output[0], self._answers[output]
@@ -95,7 +100,7 @@ class ScriptedExecutor(FakeExecutor):
             token_id = TURN_END
         else:
             self.row_errors.pop(request_id, None)
-        super()._sample(batch, row, (token_id,), result)
+        super()._sample(batch, row, (token_id,), result, mask)
 
     def _answer(self, prompt: Sequence[int]) -> list[int | Exception]:
         try:

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from asyncllm.core.batch import RowError, StepBatch, StepResult
+from asyncllm.core.batch import GrammarMask, RowError, StepBatch, StepResult
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.in_process import InProcess
 
@@ -24,6 +24,21 @@ def mix(state: int, value: int) -> int:
     return z ^ (z >> 31)
 
 
+def allowed_tokens(mask: bytes, vocab_size: int) -> list[int]:
+    """The tokens of a GrammarMask's mask, in ascending order.
+
+    Raises:
+        ValueError: there are none, or it has another length.
+    """
+    size = 4 * -(-vocab_size // 32)
+    if len(mask) != size:
+        raise ValueError(f"a grammar's mask has {len(mask)} bytes; expected {size}")
+    found = [t for t in range(vocab_size) if mask[t // 8] >> t % 8 & 1]
+    if not found:
+        raise ValueError("no token is left to sample: the grammar allows none")
+    return found
+
+
 class FakeExecutor:
     """An executor without a model, for tests of everything above it.
 
@@ -35,6 +50,9 @@ class FakeExecutor:
     Each KV group keeps digests of its own, so that a block of another group is a wrong one.
     With ``info.max_tokens_per_row`` above 1 it drafts as speculative decoding does: the digest
     says how many drafts are accepted, and the rejected ones leave wrong KV behind.
+
+    A row under a grammar's mask keeps its token if that is allowed, else draws another by the
+    same digest; it yields one, whatever ``max_tokens_per_row`` is.
 
     Args:
         info: limits to report.
@@ -59,6 +77,7 @@ class FakeExecutor:
         self.gate: threading.Semaphore | None = None
         self.closed = False
         self._queue: deque[StepBatch] = deque()
+        self._masks: dict[int, GrammarMask] = {}
         self._block_size = max(group.block_size for group in info.kv_groups)
         self._kv: list[int | None] = [None] * (info.num_blocks * self._block_size)
         self._tokens: dict[int, list[int]] = {}
@@ -85,7 +104,21 @@ class FakeExecutor:
             raise RuntimeError(f"more than {self.info.pipeline_depth} steps in flight")
         self._queue.append(batch)
 
+    def sample(self, masks: GrammarMask) -> None:
+        awaiting = (b for b in self._queue if b.masked_rows and b.step not in self._masks)
+        batch = next(awaiting, None)
+        if batch is None or batch.step != masks.step:
+            expected = "none" if batch is None else f"those of step {batch.step}"
+            raise RuntimeError(f"masks of step {masks.step} came; expected {expected}")
+        if not set(masks.rows) <= set(batch.masked_rows):
+            raise RuntimeError(
+                f"masks of rows {masks.rows} came; expected some of {batch.masked_rows}"
+            )
+        self._masks[masks.step] = masks
+
     def collect(self) -> StepResult:
+        if self._queue[0].masked_rows and self._queue[0].step not in self._masks:
+            raise RuntimeError(f"step {self._queue[0].step} awaits its masks")
         batch = self._queue.popleft()
         if self.gate is not None:
             self.gate.acquire()
@@ -99,6 +132,7 @@ class FakeExecutor:
 
     def discard(self) -> None:
         self._queue.clear()
+        self._masks.clear()
         self._tokens.clear()
         self._blocks.clear()
         self._ids.clear()
@@ -121,12 +155,14 @@ class FakeExecutor:
             for blocks, new in zip(self._blocks[req_index], block_ids, strict=True):
                 blocks.extend(new)
         result = StepResult(batch.step, [], [0] * len(batch))
+        masks = self._masks.pop(batch.step, GrammarMask(batch.step))
+        mask_of = dict(zip(masks.rows, masks.masks, strict=True))
         groups = range(len(self.info.kv_groups))
         for row, states in enumerate(
             zip(*(self._forward(batch, group) for group in groups), strict=True)
         ):
             if batch.samples[row]:
-                self._sample(batch, row, states, result)
+                self._sample(batch, row, states, result, mask_of.get(row))
         return result
 
     def _forward(self, batch: StepBatch, group: int) -> list[int]:
@@ -178,12 +214,26 @@ class FakeExecutor:
         return block_id * self._block_size + position % block_size
 
     def _sample(
-        self, batch: StepBatch, row: int, states: Sequence[int], result: StepResult
+        self,
+        batch: StepBatch,
+        row: int,
+        states: Sequence[int],
+        result: StepResult,
+        mask: bytes | None,
     ) -> None:
         req_index, info = batch.req_indices[row], self.info
         position = batch.starts[row] + batch.counts[row]
-        yielded = [self._token(states)]
-        drafts = min(info.max_tokens_per_row, info.max_model_len - position) - 1
+        error = self.row_errors.get(self._ids[req_index])
+        yielded, drafts = [self._token(states)], 0
+        if mask is None:
+            drafts = min(info.max_tokens_per_row, info.max_model_len - position) - 1
+        else:
+            try:
+                allowed = allowed_tokens(mask, info.vocab_size)
+                if yielded[0] not in allowed:
+                    yielded = [allowed[yielded[0] % len(allowed)]]
+            except ValueError as broken:
+                error = error or broken
         accepted = mix(states[0], 0) % (drafts + 1) if drafts > 0 else 0
         for i in range(drafts):
             draft = yielded[-1] if i < accepted else ~yielded[-1] % info.vocab_size
@@ -191,7 +241,6 @@ class FakeExecutor:
             states = [self._write(g, req_index, position + i, [draft]) for g in groups]
             if i < accepted:
                 yielded.append(self._token(states))
-        error = self.row_errors.get(self._ids[req_index])
         if error is None:
             result.token_ids += yielded
             result.counts[row] = len(yielded)

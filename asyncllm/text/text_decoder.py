@@ -15,7 +15,7 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 REPLACEMENT = "\ufffd"
 _PRIMING_TOKENS = 6
@@ -137,6 +137,19 @@ class PieceTable(dict[int, str | int]):
         piece = int(match[1], 16) if match else text
         self[token_id] = piece
         return piece
+
+
+def word_mark_of(steps: list[dict[str, Any]]) -> str | None:
+    """The word mark of a SentencePiece chain with byte fallback, None for another chain:
+    replace the mark by a space, bytes to text, join, and perhaps strip one leading space."""
+    kinds = [step["type"] for step in steps]
+    if kinds[:3] != ["Replace", "ByteFallback", "Fuse"] or len(kinds) > 4:
+        return None
+    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    if len(steps) == 4 and steps[3] != strip:
+        return None
+    mark = steps[0]["pattern"].get("String")
+    return mark if mark and steps[0]["content"] == " " else None
 
 
 class ByteFallbackDecoder:

@@ -24,7 +24,9 @@ from asyncllm.text.text_decoder import (
     PieceTable,
     TextDecoder,
     WindowDecoder,
+    word_mark_of,
 )
+from asyncllm.text.token_bytes import token_bytes
 from asyncllm.text.tokenizer_thread import LONG_TEXT
 from asyncllm.validation import explain
 
@@ -181,6 +183,11 @@ class Tokenizer:
         fitting = (max_tokens or 0) * self._token_characters or _MAX_CHARACTERS
         return RenderLimits(min(fitting, _MAX_CHARACTERS), _MAX_CHARACTERS, seconds=2.0)
 
+    def token_bytes(self, size: int) -> list[bytes]:
+        """The bytes that each token id below ``size`` adds to a text, none for one that cannot
+        be told: a special or unknown token, or none at all. About 0.3 s for 150,000."""
+        return token_bytes(self.backend, self.special_token_ids, size)
+
     def text_decoder(
         self,
         prompt_token_ids: Sequence[int] = (),
@@ -242,7 +249,7 @@ class Tokenizer:
         if kinds == ["ByteLevel"]:
             byte_tables = cache(lambda skip: ByteTable(id_to_token, skip))
             return lambda prompt, skip: ByteLevelDecoder(byte_tables(skip), prompt)
-        word_mark = _word_mark(steps)
+        word_mark = word_mark_of(steps)
         if word_mark is not None:
             tables = cache(lambda skip: PieceTable(id_to_token, skip, word_mark=word_mark))
             strip = len(steps) == 4
@@ -305,19 +312,6 @@ def _token_characters(backend: tokenizers.Tokenizer, vocabulary: Mapping[str, in
     else:
         complete = model.unk_token is not None and not model.fuse_unk
     return joined * max(map(len, vocabulary), default=0) if complete else 0
-
-
-def _word_mark(steps: list[dict[str, Any]]) -> str | None:
-    """The word mark of a SentencePiece chain with byte fallback, None for another chain:
-    replace the mark by a space, bytes to text, join, and perhaps strip one leading space."""
-    kinds = [step["type"] for step in steps]
-    if kinds[:3] != ["Replace", "ByteFallback", "Fuse"] or len(kinds) > 4:
-        return None
-    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
-    if len(steps) == 4 and steps[3] != strip:
-        return None
-    mark = steps[0]["pattern"].get("String")
-    return mark if mark and steps[0]["content"] == " " else None
 
 
 def _special_tokens(path: Path) -> dict[str, str]:

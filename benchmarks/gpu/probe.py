@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncllm import AsyncLLMEngine, EngineConfig
-from asyncllm.core.batch import StepBatch, StepResult
+from asyncllm.core.batch import GrammarMask, StepBatch, StepResult
 from asyncllm.core.executor import Executor, ExecutorInfo
 from asyncllm.runtime.loading import LoadedModel, load_model
 
@@ -54,6 +54,9 @@ class Probe:
     def launch(self, batch: StepBatch) -> None:
         self.inner.launch(batch)
         self._launched.append(batch)
+
+    def sample(self, masks: GrammarMask) -> None:
+        self.inner.sample(masks)
 
     def collect(self) -> StepResult:
         result = self.inner.collect()

@@ -9,6 +9,7 @@ import torch
 
 from asyncllm.gpu.batch.block_table import NO_BLOCKS
 from asyncllm.gpu.batch.decode_inputs import SamplingTensors
+from asyncllm.gpu.batch.grammar_masks import GrammarMasks
 from asyncllm.gpu.sample.sampling_state import SamplingState
 
 _ALIGNMENT = 16
@@ -67,6 +68,7 @@ class PinnedStepBuffer(StepBuffer):
     Attributes:
         tokens: ``[N]`` int64, where the step's sampled tokens arrive.
         blocks_to_zero: KV blocks to clear ahead of the step.
+        masks: of the step; made for the first one that has any.
         overflow: ``(group, indices, values)`` of each group with more than N table changes.
     """
 
@@ -74,6 +76,7 @@ class PinnedStepBuffer(StepBuffer):
         super().__init__(max_num_seqs, len(padding_indices), torch.device("cpu"), pinned=pinned)
         self.tokens = torch.full((max_num_seqs,), -1, dtype=torch.int64, pin_memory=pinned)
         self.blocks_to_zero = NO_BLOCKS
+        self.masks: GrammarMasks | None = None
         self.overflow: list[tuple[int, np.ndarray, np.ndarray]] = []
         self._padding_indices = padding_indices
         sections = [section.numpy() for section in self._sections]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -18,6 +19,22 @@ from asyncllm.logger import get_logger
 logger = get_logger("asyncllm")
 
 
+class Part(enum.Enum):
+    """What of a decode step a graph holds: all of it, or one of its halves. A step is cut in
+    two where sampling does more than the draw, or waits for masks."""
+
+    STEP = enum.auto()
+    FORWARD = enum.auto()
+    SAMPLE = enum.auto()
+
+
+class Stages(enum.Flag):
+    """What sampling does beside the draw."""
+
+    NONE = 0
+    MASKS = enum.auto()
+
+
 @dataclass(frozen=True, slots=True)
 class GraphKey:
     """Constants of a graph that differ between the graphs of one engine.
@@ -27,11 +44,13 @@ class GraphKey:
 
     Attributes:
         bucket: rows, padding included.
-        samples: it ends with the sampled tokens; else with the logits.
+        part: a forward pass ends with the logits, where sampling begins.
+        stages: of sampling.
     """
 
     bucket: int
-    samples: bool
+    part: Part = Part.STEP
+    stages: Stages = Stages.NONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +139,7 @@ class StepGraphs:
     Not thread-safe: captured and replayed on the engine thread.
 
     Args:
-        run: ``(bucket, samples)``: the decode step, on tensors that stay where they are.
+        run: the part of a decode step that a key names, on tensors that stay where they are.
         sizes: batch sizes to capture.
 
     Attributes:
@@ -129,7 +148,7 @@ class StepGraphs:
     """
 
     def __init__(
-        self, run: Callable[[int, bool], None], capturer: GraphCapturer, sizes: Sequence[int]
+        self, run: Callable[[GraphKey], None], capturer: GraphCapturer, sizes: Sequence[int]
     ) -> None:
         self.buckets = tuple(sorted(set(sizes)))
         self.captured: list[CaptureStats] = []
@@ -142,13 +161,13 @@ class StepGraphs:
         index = bisect_left(self.buckets, num_rows)
         return self.buckets[index] if index < len(self.buckets) else None
 
-    def run(self, num_rows: int, samples: bool) -> None:
-        """Runs a step of ``num_rows``: by graph, or eagerly above all buckets."""
+    def run(self, num_rows: int, part: Part = Part.STEP, stages: Stages = Stages.NONE) -> None:
+        """Runs a step of ``num_rows``, or a part: by graph, or eagerly above all buckets."""
         bucket = self.bucket(num_rows)
         if bucket is None:
-            self._run(num_rows, samples)
+            self._run(GraphKey(num_rows, part, stages))
             return
-        key = GraphKey(bucket, samples)
+        key = GraphKey(bucket, part, stages)
         graph = self._graphs.get(key)
         if graph is not None:
             graph()
@@ -156,20 +175,20 @@ class StepGraphs:
             self._capture(key)
         else:
             # The largest bucket first, so that later graphs fit into the shared graph pool.
-            self._capture(GraphKey(self.buckets[-1], samples))
+            self._capture(GraphKey(self.buckets[-1], part, stages))
 
     def capture_all(self, progress: Callable[[int, int], None]) -> None:
         """Captures every bucket, the largest first.
 
         Each capture runs the step on the rows in its buffers: all of them have to be padding. The
-        graphs that end at the logits are captured when a batch needs them.
+        graphs of halves are captured when a batch needs them.
 
         Args:
             progress: called with (graphs captured, graphs in all).
         """
         progress(0, len(self.buckets))
         for done, bucket in enumerate(reversed(self.buckets), 1):
-            self._capture(GraphKey(bucket, samples=True))
+            self._capture(GraphKey(bucket))
             progress(done, len(self.buckets))
         logger.info(
             "captured %d CUDA graphs in %.2f s, %.1f MiB",
@@ -187,13 +206,13 @@ class StepGraphs:
     def _capture(self, key: GraphKey) -> None:
         """Runs the step, and keeps its graph."""
         began, before = time.perf_counter(), self._capturer.memory()
-        self._graphs[key] = self._capturer.capture(partial(self._run, key.bucket, key.samples))
+        self._graphs[key] = self._capturer.capture(partial(self._run, key))
         self.captured.append(
             CaptureStats(key, time.perf_counter() - began, self._capturer.memory() - before)
         )
 
 
-def _closed(num_rows: int, samples: bool) -> None:
+def _closed(key: GraphKey) -> None:
     raise RuntimeError("the graphs are closed")
 
 

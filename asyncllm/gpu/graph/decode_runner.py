@@ -10,9 +10,10 @@ from torch import Tensor
 
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.gpu.batch.decode_inputs import DecodeInputs
+from asyncllm.gpu.batch.grammar_masks import GrammarMasks
 from asyncllm.gpu.batch.step_buffers import PinnedStepBuffer, StepBuffer
 from asyncllm.gpu.batch.step_inputs import ModelInputs
-from asyncllm.gpu.graph.cuda_graphs import GraphCapturer, StepGraphs
+from asyncllm.gpu.graph.cuda_graphs import GraphCapturer, GraphKey, Part, Stages, StepGraphs
 from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.models.decoder import Decoder
@@ -38,6 +39,7 @@ class DecodeRunner:
         block_tables: ``[N + 1, W]`` int32 per KV group, by request index.
         last_sampled_tokens: ``[N + 1]`` int64, by request index.
         sampled: ``[N]`` int64, the tokens of the last step, by row.
+        masks: of the step that is sampled; None before the first that has any.
         graphs: of the decode step.
     """
 
@@ -71,7 +73,9 @@ class DecodeRunner:
         self.host_buffers: Iterator[PinnedStepBuffer] = cycle(
             [PinnedStepBuffer(rows, padding, pinned=pinned) for _ in range(count)]
         )
+        self.masks: GrammarMasks | None = None
         self._logits: Tensor | None = None
+        self._mixed_logits: Tensor | None = None
         self.graphs = StepGraphs(self._decode, capturer, sizes)
 
     # --- what the model runner queues --------------------------------------------------
@@ -88,29 +92,67 @@ class DecodeRunner:
         """
         if inputs is None:
             self._receive(host)
-            self.graphs.run(num_rows, True)
+            self.graphs.run(num_rows)
+            self._return_tokens(host, num_rows)
         else:
-            logits = self.logits(host, num_rows, inputs)
-            if num_rows:
-                self._sample(logits)
-        host.tokens[:num_rows].copy_(self.sampled[:num_rows], non_blocking=True)
+            self.forward(host, num_rows, inputs)
+            self.sample(host, num_rows, Stages.NONE)
 
-    def logits(
+    def forward(
         self, host: PinnedStepBuffer, num_rows: int, inputs: Sequence[ModelInputs] | None
-    ) -> Tensor:
-        """Queues the same step up to its logits ``[num_rows, vocab_size]``, valid until the next
-        step."""
+    ) -> None:
+        """Queues the first half of the same step: up to its logits."""
         self._receive(host)
+        self._mixed_logits = None
         if inputs is not None:
             self._change_tables()
             self._insert_sampled(inputs[0])
-            return self.decoder.logits(self.decoder.forward(inputs, self.cache))
+            hidden = self.decoder.forward(inputs, self.cache)
+            self._mixed_logits = self.decoder.logits(hidden)
+            return
         if self._logits is None:
             # Not before a step needs them, and not inside a capture.
             shape = (self.info.max_num_seqs, self.decoder.model.vocab_size)
             self._logits = self.sampled.new_zeros(shape, dtype=self.decoder.embedding.dtype)
-        self.graphs.run(num_rows, False)
-        return self._logits[:num_rows]
+        self.graphs.run(num_rows, Part.FORWARD)
+
+    def logits(
+        self, host: PinnedStepBuffer, num_rows: int, inputs: Sequence[ModelInputs] | None
+    ) -> Tensor:
+        """Queues the first half, for the eager sampler. Returns its logits ``[num_rows,
+        vocab_size]``, which are valid until the next step."""
+        self.forward(host, num_rows, inputs)
+        logits, self._mixed_logits = self._mixed_logits, None
+        if logits is None:
+            assert self._logits is not None
+            logits = self._logits[:num_rows]
+        return logits
+
+    def sample(self, host: PinnedStepBuffer, num_rows: int, stages: Stages) -> None:
+        """Queues the second half: from the logits to the copy of the tokens to ``host.tokens``.
+
+        Args:
+            stages: MASKS if ``host.masks`` are the step's.
+        """
+        if stages & Stages.MASKS:
+            assert host.masks is not None
+            if self.masks is None:
+                self.masks = self.make_masks(self.device)
+            self.masks.copy_from(host.masks)
+        logits, self._mixed_logits = self._mixed_logits, None
+        if logits is None:
+            self.graphs.run(num_rows, Part.SAMPLE, stages)
+        elif num_rows:
+            self._sample(logits, stages)
+        self._return_tokens(host, num_rows)
+
+    def make_masks(self, device: torch.device, *, pinned: bool = False) -> GrammarMasks:
+        """Room for a step's masks, on the device or for a host buffer."""
+        info = self.info
+        return GrammarMasks(info.max_num_seqs, info.vocab_size, device, pinned=pinned)
+
+    def _return_tokens(self, host: PinnedStepBuffer, num_rows: int) -> None:
+        host.tokens[:num_rows].copy_(self.sampled[:num_rows], non_blocking=True)
 
     def _receive(self, host: PinnedStepBuffer) -> None:
         self.cache.clear(host.blocks_to_zero)
@@ -130,14 +172,19 @@ class DecodeRunner:
 
     # --- what a graph holds ------------------------------------------------------------
 
-    def _decode(self, num_rows: int, samples: bool) -> None:
+    def _decode(self, key: GraphKey) -> None:
+        num_rows = key.bucket
+        if key.part is Part.SAMPLE:
+            assert self._logits is not None
+            self._sample(self._logits[:num_rows], key.stages)
+            return
         inputs = self._inputs(num_rows)
         self._change_tables()
         for rows in inputs:
             self.decoder.ops.decode_inputs(rows)
         logits = self.decoder.logits(self.decoder.decode(inputs, self.cache))
-        if samples:
-            self._sample(logits)
+        if key.part is Part.STEP:
+            self._sample(logits, key.stages)
         else:
             assert self._logits is not None
             self._logits[:num_rows].copy_(logits)
@@ -164,8 +211,11 @@ class DecodeRunner:
         for table, changes in zip(self.block_tables, self.buffer.table_changes, strict=True):
             table.view(-1).index_copy_(0, *changes)
 
-    def _sample(self, logits: Tensor) -> None:
+    def _sample(self, logits: Tensor, stages: Stages) -> None:
         rows, buffer = logits.shape[0], self.buffer
+        if stages & Stages.MASKS:
+            assert self.masks is not None
+            logits = self.decoder.ops.mask_logits(logits, self.masks.slots[:rows], self.masks.words)
         self.decoder.ops.sample(
             logits,
             buffer.sampling,

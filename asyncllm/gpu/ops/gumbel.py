@@ -19,6 +19,9 @@ MIN_TEMPERATURE = 1e-5
 CHUNK = 256
 """Tokens in a row that take the same word of Philox's output."""
 
+NO_TOKEN_LEFT = -2
+"""In place of a token, where every logit is minus infinity."""
+
 _LOWEST = -3.4028234663852886e38
 _LOW32 = 0xFFFFFFFF
 
@@ -47,7 +50,8 @@ def gumbel_sample(
         top_p, min_p: ``[S]`` float32; 1 and 0 for all.
 
     Returns:
-        ``[S]`` int64; -1 for a row that has NaN or infinity, or no finite logit.
+        ``[S]`` int64; -1 for a row that has NaN or infinity, NO_TOKEN_LEFT for one whose logits
+        are all minus infinity.
     """
     vocab_size = logits.shape[1]
     greedy = temperature < MIN_TEMPERATURE
@@ -70,7 +74,8 @@ def gumbel_sample(
     tokens = ids.gather(1, winner).squeeze(1)
     # A sum of masses is a number only if every logit is one; minus infinity excludes a token.
     total = (scaled.double() - largest).exp().sum(-1)
-    return torch.where(total >= 0.5, tokens, -1)
+    none_left = torch.where(largest.squeeze(1) == -torch.inf, NO_TOKEN_LEFT, -1)
+    return torch.where(total >= 0.5, tokens, none_left)
 
 
 def gumbel_keys(states: Tensor, positions: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.batch.decode_inputs import DecodeInputs, SamplingTensors
+from asyncllm.gpu.batch.grammar_masks import mask_logits
 from asyncllm.gpu.ops.base import AttentionShape, Embedding, Linear, RMSNorm, RopeAndCache
 from asyncllm.gpu.ops.gumbel import gumbel_sample
 from asyncllm.gpu.ops.linear_weights import LinearWeights, QuantScheme
@@ -183,6 +184,8 @@ class TorchOps:
         rows.seq_lens.copy_((rows.positions + 1).masked_fill(padded, 0))
         rows.slot_mapping.copy_(slots.masked_fill(padded, 0))
 
+    mask_logits = staticmethod(mask_logits)
+
     @staticmethod
     def sample(
         logits: Tensor,
@@ -201,7 +204,7 @@ class TorchOps:
             last_sampled_tokens: ``[N + 1]`` int64; the token is written to the row's line, as 0
                 where it is -1.
             out: ``[S]`` int64, written: -1 for a padded row, and for one that has NaN or
-                infinity, or no finite logit.
+                infinity; NO_TOKEN_LEFT for one whose logits are all minus infinity.
         """
         padded = req_indices < 0
         lines = torch.where(padded, len(last_sampled_tokens) - 1, req_indices)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from asyncllm.core.batch import RequestAssignment
 from asyncllm.gpu.batch.decode_inputs import SamplingTensors
+from asyncllm.gpu.batch.grammar_masks import unpack_mask
 from asyncllm.gpu.batch.input_batch import InputBatch
 from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.memory import is_device_failure
@@ -24,6 +27,12 @@ from asyncllm.outputs import TokenLogprobs
 from asyncllm.validation import describe
 
 NOT_FINITE = "the model's logits are not finite numbers"
+NONE_LEFT = (
+    "no token is left to sample: the grammar, allowed_token_ids, min_tokens and logits processors "
+    "exclude all of them"
+)
+
+NO_MASKS: Mapping[int, bytes] = MappingProxyType({})
 
 
 @dataclass(slots=True)
@@ -104,7 +113,11 @@ class Sampler:
         self.failures.pop(req_index, None)
 
     def sample(
-        self, logits: Tensor, req_indices: np.ndarray, positions: np.ndarray
+        self,
+        logits: Tensor,
+        req_indices: np.ndarray,
+        positions: np.ndarray,
+        masks: Mapping[int, bytes] = NO_MASKS,
     ) -> SampleOutput:
         """Samples a token for each row.
 
@@ -115,9 +128,10 @@ class Sampler:
             logits: ``[S, vocab_size]``; not changed.
             req_indices: ``[S]``, none twice.
             positions: ``[S]``, of the sampled token in its sequence.
+            masks: of some rows, see GrammarMask.
         """
         output = SampleOutput(np.empty(0, dtype=np.int64))
-        processed = self._process(logits, req_indices, positions, output.errors)
+        processed = self._process(logits, req_indices, positions, output.errors, masks)
         if self._ops is not None:
             output.token_ids = self._sample_gumbel(self._ops, processed, req_indices, positions)
             broken = output.token_ids < 0
@@ -140,6 +154,7 @@ class Sampler:
         req_indices: np.ndarray,
         positions: np.ndarray,
         errors: dict[int, Exception],
+        masks: Mapping[int, bytes] = NO_MASKS,
     ) -> Tensor:
         """Logits after the stages that may change the likeliest token; ``logits`` itself if no
         row needs one."""
@@ -149,9 +164,16 @@ class Sampler:
             for row, req_index in enumerate(req_indices.tolist())
             if req_index in self.state.rules
         ]
-        if not len(penalised) and not ruled:
+        if not len(penalised) and not ruled and not masks:
             return logits
         logits = logits.to(torch.float32, copy=True)
+        for row, mask in masks.items():
+            try:
+                hidden = ~unpack_mask(mask, logits.shape[1])
+            except ValueError as error:
+                errors[row] = error
+            else:
+                logits[row].masked_fill_(self._tensor(hidden), -torch.inf)
         for row, req_index in ruled:
             generated = int(positions[row] - self.state.num_prompt_tokens[req_index])
             try:
@@ -218,10 +240,7 @@ class Sampler:
             if not bool(torch.isfinite(logits[row].max())):
                 errors[row] = ValueError(NOT_FINITE)
             elif bool(torch.isneginf(processed[row].max())):
-                errors[row] = ValueError(
-                    "no token is left to sample: allowed_token_ids, min_tokens and logits "
-                    "processors exclude all of them"
-                )
+                errors[row] = ValueError(NONE_LEFT)
             else:
                 errors[row] = ValueError("a logits processor returned logits that are not finite")
 

@@ -27,6 +27,7 @@ from asyncllm.gpu.ops.triton.tuning import cdiv, next_power_of_2
 
 CHUNK = tl.constexpr(gumbel.CHUNK)
 MIN_TEMPERATURE = tl.constexpr(gumbel.MIN_TEMPERATURE)
+NO_TOKEN_LEFT = tl.constexpr(gumbel.NO_TOKEN_LEFT)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 PRIORITY = tl.constexpr(0x9E3779B1)
 PRIORITY_INVERSE = tl.constexpr(pow(0x9E3779B1, -1, 2**32))
@@ -336,7 +337,9 @@ def choose_kernel(
                 mass, following = race_ahead(
                     *among, largest, key, value_of(logits, token, factor), token
                 )
-    tl.store(out + row, tl.where(valid, token, -1).to(tl.int64))
+    # A chunk with NaN makes the sum NaN, whatever the maxima are.
+    invalid = tl.where(total == 0.0, NO_TOKEN_LEFT, -1)
+    tl.store(out + row, tl.where(valid, token, invalid).to(tl.int64))
     tl.store(last_sampled_tokens + line, tl.where(valid, token, 0).to(tl.int64))
 
 

@@ -1,0 +1,165 @@
+"""StructuredOutput: the grammar that a request's output follows, and the masks of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from asyncllm.core.batch import GrammarMask
+from asyncllm.errors import RequestError
+from asyncllm.outputs import FinishReason
+
+if TYPE_CHECKING:
+    from asyncllm.core.request import Request
+    from asyncllm.core.scheduler import ScheduledStep
+
+
+class GrammarMatcher(Protocol):
+    """One output's place in a compiled grammar; used by one thread at a time.
+
+    It knows tokens as text. What ends a request, EOS and its stop tokens, is not its business.
+    Any method may raise, which ends its request alone.
+    """
+
+    def accept(self, token_id: int) -> bool:
+        """Goes on by a token; False if the grammar does not allow it here."""
+        ...
+
+    def rollback(self, num_tokens: int) -> None:
+        """Takes back the last tokens accepted."""
+        ...
+
+    def bitmask(self) -> bytearray:
+        """The tokens that may come next, as ``GrammarMask`` has them; the caller's own. No bit
+        past the vocabulary is set."""
+        ...
+
+    def may_end(self) -> bool:
+        """Whether the output so far is complete."""
+        ...
+
+    def is_terminated(self) -> bool:
+        """Whether it is complete, and nothing more can come."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class StructuredOutput:
+    """A request's grammar. Its state is a function of the tokens that the request took in, so
+    that preemption, rollback and late results leave it as it is.
+
+    Attributes:
+        allowed: of ``allowed_token_ids`` as a number with a bit for each; None for all.
+    """
+
+    matcher: GrammarMatcher
+    allowed: int | None = field(init=False, default=None)
+
+    def advance(
+        self, request: Request, token_id: int, reason: FinishReason | None
+    ) -> FinishReason | None:
+        """Takes in the token just appended, which so far ends the request for ``reason``.
+        Returns why it does: an output that is complete ends by itself, without EOS.
+
+        Raises:
+            Exception: for a token that was not allowed, or any of the matcher.
+        """
+        if reason == "stop" or _is_thought(request, token_id):
+            return reason  # a stop token, or what comes before the answer
+        if not self.matcher.accept(token_id):
+            raise RequestError(
+                f"request {request.request_id!r}: token {token_id} does not follow the grammar of "
+                "structured_outputs"
+            )
+        return "stop" if self.matcher.is_terminated() else reason
+
+    def mask(self, request: Request) -> bytes | None:
+        """The tokens that may come next: all, told by no bytes, while the model thinks; None if
+        the output has to end here without one.
+
+        Stop tokens are allowed where the grammar may end, and not before ``min_tokens``; where
+        it cannot go on it ends before that.
+
+        Raises:
+            RequestError: if nothing may come, and the output is not complete.
+        """
+        reasoning = getattr(request, "reasoning", None)
+        if reasoning is not None and reasoning.thinking:
+            return b""
+        matcher = self.matcher
+        mask = matcher.bitmask()
+        if reasoning is not None and reasoning.may_begin:
+            token_id = reasoning.begin[0]
+            mask[token_id >> 3] |= 1 << (token_id & 7)
+        may_end = matcher.may_end()
+        stops = may_end and len(request.token_ids) + 1 >= request.min_total_tokens
+        for token_id in request.stop_token_ids:
+            byte, bit = token_id >> 3, 1 << (token_id & 7)
+            if byte < len(mask):
+                mask[byte] = mask[byte] | bit if stops else mask[byte] & ~bit
+        if request.sampling.allowed_token_ids is not None:
+            mask = self._among_allowed(request.sampling.allowed_token_ids, mask)
+        if mask != bytes(len(mask)):
+            return bytes(mask)
+        if may_end:
+            return None
+        raise RequestError(
+            f"request {request.request_id!r}: no token may follow {len(request.token_ids)} tokens "
+            "under the grammar of structured_outputs: it admits nothing there, or the tokenizer "
+            "cannot spell what it does"
+        )
+
+    def _among_allowed(self, token_ids: Sequence[int], mask: bytearray) -> bytearray:
+        if self.allowed is None:
+            allowed = bytearray(len(mask))
+            for token_id in token_ids:
+                allowed[token_id >> 3] |= 1 << (token_id & 7)
+            self.allowed = int.from_bytes(allowed, "little")
+        both = int.from_bytes(mask, "little") & self.allowed
+        return bytearray(both.to_bytes(len(mask), "little"))
+
+
+def _is_thought(request: Request, token_id: int) -> bool:
+    """Whether the token just appended belongs to the model's thoughts: the grammar begins behind
+    them. They are told apart after this, when the token's text is."""
+    reasoning = getattr(request, "reasoning", None)
+    if reasoning is None:
+        return False
+    return reasoning.thinking or (reasoning.may_begin and token_id == reasoning.begin[0])
+
+
+def masked_rows(step: ScheduledStep) -> list[int]:
+    """The rows whose tokens a grammar restricts."""
+    samples = step.batch.samples
+    return [
+        row
+        for row, request in enumerate(step.requests)
+        if samples[row] and request.structured_output is not None
+    ]
+
+
+def make_masks(
+    step: ScheduledStep,
+) -> tuple[GrammarMask, list[tuple[Request, BaseException | None]]]:
+    """The masks of a step whose forward pass runs already, once all tokens before it are known;
+    and the requests that get none, because they end here: complete, or with an error."""
+    batch = step.batch
+    masks = GrammarMask(batch.step)
+    ends: list[tuple[Request, BaseException | None]] = []
+    for row in batch.masked_rows:
+        request = step.requests[row]
+        if request.epoch != step.epochs[row]:
+            continue  # its token is void
+        try:
+            assert request.structured_output is not None
+            mask = request.structured_output.mask(request)
+        except BaseException as error:  # of a backend's native code too
+            ends.append((request, error))
+            continue
+        if mask is None:
+            ends.append((request, None))
+        elif mask:
+            masks.rows.append(row)
+            masks.masks.append(mask)
+    return masks, ends

@@ -1,0 +1,103 @@
+"""GrammarMasks: the packed bit masks of a step's rows, on the host and on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+NO_MASK = -1
+
+_WORD_BITS = 32
+
+
+def num_words(vocab_size: int) -> int:
+    """Words of a mask."""
+    return -(-vocab_size // _WORD_BITS)
+
+
+class GrammarMasks:
+    """A mask for some rows of a step; the masks lie one behind the other, so that a step sends
+    as many as it has.
+
+    Attributes:
+        slots: ``[N]`` int64, by row, which of ``words`` is its mask; NO_MASK for none.
+        words: ``[N, ceil(vocab_size / 32)]`` int32. Token t is allowed if bit ``t % 32`` of word
+            ``t // 32`` is set.
+    """
+
+    def __init__(
+        self, max_num_seqs: int, vocab_size: int, device: torch.device, *, pinned: bool = False
+    ) -> None:
+        shape = (max_num_seqs, num_words(vocab_size))
+        self.slots = torch.full(
+            (max_num_seqs,), NO_MASK, dtype=torch.int64, device=device, pin_memory=pinned
+        )
+        self.words = torch.zeros(shape, dtype=torch.int32, device=device, pin_memory=pinned)
+
+    def set(self, masks: Mapping[int, bytes]) -> dict[int, Exception]:
+        """Writes a step's masks; on the host.
+
+        Args:
+            masks: by row.
+
+        Returns:
+            By row, the error of a mask that is not as long as the vocabulary: the row has none.
+        """
+        slots, words = self.slots.numpy(), self.words.numpy()
+        slots[:] = NO_MASK
+        errors: dict[int, Exception] = {}
+        count = 0
+        for row, mask in masks.items():
+            try:
+                words[count] = mask_words(mask, words.shape[1])
+            except ValueError as error:
+                errors[row] = error
+                continue
+            slots[row] = count
+            count += 1
+        return errors
+
+    def copy_from(self, host: GrammarMasks) -> None:
+        """Queues the copy of a step's masks."""
+        self.slots.copy_(host.slots, non_blocking=True)
+        count = int(host.slots.max()) + 1
+        self.words[:count].copy_(host.words[:count], non_blocking=True)
+
+
+def mask_words(mask: bytes, count: int) -> np.ndarray:
+    """A mask as ``[count]`` int32.
+
+    Raises:
+        ValueError: it has another length.
+    """
+    if len(mask) != 4 * count:
+        raise ValueError(
+            f"a grammar's mask has {len(mask)} bytes; expected {4 * count}, a bit per token"
+        )
+    return np.frombuffer(mask, dtype="<i4")
+
+
+def unpack_mask(mask: bytes, vocab_size: int) -> np.ndarray:
+    """A mask as ``[vocab_size]`` bool; raises as ``mask_words``."""
+    words = mask_words(mask, num_words(vocab_size)).view(np.uint8)
+    return np.unpackbits(words, count=vocab_size, bitorder="little").view(bool)
+
+
+def mask_logits(logits: Tensor, slots: Tensor, words: Tensor) -> Tensor:
+    """``[S, vocab_size]``: minus infinity for tokens that a row's mask does not allow.
+
+    Args:
+        slots: ``[S]``, see GrammarMasks.
+    """
+    allowed = unpack_bits(words.index_select(0, slots.clamp(min=0)), logits.shape[1])
+    return torch.where(allowed | (slots < 0).unsqueeze(1), logits, -torch.inf)
+
+
+def unpack_bits(words: Tensor, count: int) -> Tensor:
+    """``[R, count]`` bool, of packed words ``[R, W]`` int32."""
+    shifts = torch.arange(_WORD_BITS, dtype=torch.int32, device=words.device)
+    bits = (words.unsqueeze(-1) >> shifts) & 1
+    return bits.view(len(words), -1)[:, :count] != 0

@@ -1,0 +1,184 @@
+"""GrammarCompiler: grammars of one engine, compiled on threads of their own and kept."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from copy import copy
+from dataclasses import dataclass, field
+from functools import partial
+
+from asyncllm import validation as check
+from asyncllm.errors import InvalidRequestError, RequestError
+from asyncllm.structured.backends import Backends
+from asyncllm.structured.grammar import Grammar, GrammarError
+from asyncllm.structured.spec import StructuredOutputs
+
+MAX_THREADS = 2
+"""Compiles at a time."""
+
+MAX_OVERDUE = 4
+"""Compiles past their time that may still run. No more begin then: each has a thread, which
+nothing can end."""
+
+CACHE_SIZE = 128
+
+Done = Callable[[Grammar | None, Exception | None], None]
+"""Called once with the grammar or what is wrong, on a thread of the compiler."""
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A grammar that requests wait for. ``waiting`` is None once they have been told."""
+
+    spec: StructuredOutputs
+    waiting: list[Done] | None = field(default_factory=list)
+    timer: threading.Timer | None = None
+
+
+class GrammarCompiler:
+    """Compiles each grammar once, at most ``MAX_THREADS`` at a time, and keeps the
+    ``CACHE_SIZE`` used last.
+
+    A compile that takes longer than ``timeout`` fails the requests that wait for it. It cannot
+    be interrupted: its thread goes on, others take its place, and what it yields is kept.
+
+    Args:
+        backends: what compiles.
+        timeout: seconds, counted from the beginning of the compile.
+    """
+
+    def __init__(self, backends: Backends, timeout: float) -> None:
+        self._backends = backends
+        self._timeout = timeout
+        self._lock = threading.Lock()
+        self._cache: OrderedDict[StructuredOutputs, Grammar] = OrderedDict()
+        self._jobs: dict[StructuredOutputs, _Job] = {}
+        self._queue: deque[_Job] = deque()
+        self._threads: set[threading.Thread] = set()
+        self._num_overdue = 0
+        self._closed = False
+
+    def check_installed(self) -> None:
+        """Raises InvalidRequestError, which names the extra, if there is no backend."""
+        self._backends.check_installed()
+
+    def find(self, spec: StructuredOutputs) -> Grammar | None:
+        """A grammar that is compiled already; any thread."""
+        with self._lock:
+            grammar = self._cache.get(spec)
+            if grammar is not None:
+                self._cache.move_to_end(spec)
+            return grammar
+
+    def submit(self, spec: StructuredOutputs, done: Done) -> None:
+        """Has it compiled; any thread.
+
+        Raises:
+            RequestError: if too many compiles are past their time and still run.
+        """
+        with self._lock:
+            if self._closed:
+                return  # the engine has ended, and so has the request
+            if self._num_overdue >= MAX_OVERDUE:
+                raise RequestError(
+                    f"structured_outputs: {self._num_overdue} grammars that took longer than "
+                    f"grammar_timeout={self._timeout:g} s are still being compiled; expected "
+                    "fewer to begin another"
+                )
+            job = self._jobs.get(spec)
+            if job is None:
+                job = self._jobs[spec] = _Job(spec)
+                self._queue.append(job)
+                if len(self._threads) - self._num_overdue < MAX_THREADS:
+                    self._start_thread()
+            assert job.waiting is not None
+            job.waiting.append(done)
+
+    def close(self) -> list[threading.Thread]:
+        """Forgets what has not begun; returns the threads that have still to end."""
+        with self._lock:
+            self._closed = True
+            self._queue.clear()
+            for job in self._jobs.values():
+                if job.timer is not None:
+                    job.timer.cancel()
+            self._jobs.clear()
+            self._cache.clear()
+            return list(self._threads)
+
+    def _start_thread(self) -> None:
+        thread = threading.Thread(target=self._run, name="asyncllm-grammar", daemon=True)
+        self._threads.add(thread)
+        thread.start()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._queue or len(self._threads) - self._num_overdue > MAX_THREADS:
+                    self._threads.discard(threading.current_thread())
+                    return
+                job = self._queue.popleft()
+            grammar, error = self._compile(job)
+            self._finish(job, grammar, error)
+
+    def _compile(self, job: _Job) -> tuple[Grammar | None, Exception | None]:
+        try:
+            self._backends.prepare()
+            return self._backends.compile(job.spec, partial(self._start_timer, job)), None
+        except GrammarError as error:
+            return None, _refusal(job.spec, str(error))
+        except Exception as error:
+            refused = _refusal(job.spec, check.explain(error))
+            refused.__cause__ = error
+            return None, refused
+        except BaseException as error:  # a panic of native code
+            return None, _refusal(job.spec, check.describe(error))
+
+    def _start_timer(self, job: _Job) -> None:
+        timer = threading.Timer(self._timeout, self._expire, (job,))
+        timer.name, timer.daemon = "asyncllm-grammar-timer", True
+        with self._lock:
+            if job.timer is not None:
+                job.timer.cancel()
+            if not self._closed:
+                job.timer = timer
+                timer.start()
+
+    def _expire(self, job: _Job) -> None:
+        with self._lock:
+            if job.waiting is None or self._closed:
+                return
+            waiting, job.waiting = job.waiting, None
+            self._jobs.pop(job.spec, None)
+            self._num_overdue += 1
+            if self._queue:
+                self._start_thread()
+        error = _refusal(job.spec, f"was not compiled within grammar_timeout={self._timeout:g} s")
+        for done in waiting:
+            done(None, copy(error))
+
+    def _finish(self, job: _Job, grammar: Grammar | None, error: Exception | None) -> None:
+        with self._lock:
+            if job.timer is not None:
+                job.timer.cancel()
+            waiting, job.waiting = job.waiting, None
+            if waiting is None:
+                self._num_overdue -= 1
+            else:
+                self._jobs.pop(job.spec, None)
+            if grammar is not None and not self._closed:
+                self._cache[job.spec] = grammar
+                self._cache.move_to_end(job.spec)
+                if len(self._cache) > CACHE_SIZE:
+                    self._cache.popitem(last=False)
+        for done in waiting or ():
+            done(grammar, copy(error))  # each request raises one of its own
+
+
+def _refusal(spec: StructuredOutputs, why: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"structured_outputs.{spec.kind}={check.describe(spec.text)}: {why}",
+        param="structured_outputs",
+    )

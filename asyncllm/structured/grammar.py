@@ -1,0 +1,69 @@
+"""Grammar, and the backends that compile them: the protocol, and what goes into it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from asyncllm.core.structured_output import GrammarMatcher
+from asyncllm.structured.spec import StructuredOutputs
+
+
+class GrammarError(Exception):
+    """The backend cannot compile it: it is malformed, asks for what the backend does not
+    enforce, or is past its limits. The message names what."""
+
+
+class Grammar(Protocol):
+    """A compiled grammar, shared by requests."""
+
+    def new_matcher(self) -> GrammarMatcher:
+        """At its beginning; some microseconds, any thread."""
+        ...
+
+
+class GrammarBackend(Protocol):
+    """A library that compiles grammars for one vocabulary."""
+
+    def compile(self, spec: StructuredOutputs) -> Grammar:
+        """May take long; on a thread of its own.
+
+        Raises:
+            GrammarError: see there.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """The tokens of a model as bytes.
+
+    Attributes:
+        tokens: by id what each adds to a text; nothing for what is never allowed in one.
+        special: id to name of the special tokens, which a grammar may ask for by name.
+        encode: text to token ids, as the tokenizer has it.
+    """
+
+    tokens: list[bytes]
+    special: dict[int, str]
+    encode: Callable[[str], list[int]]
+
+    @property
+    def mask_size(self) -> int:
+        """Bytes of a mask: 32-bit words with a bit per token."""
+        return -(-len(self.tokens) // 32) * 4
+
+    def cut(self, mask: bytes) -> bytearray:
+        """A backend's mask without the token behind the vocabulary that ends a grammar."""
+        cut = bytearray(mask[: self.mask_size])
+        size = len(self.tokens)
+        if size % 32:
+            cut[size >> 3] &= (1 << (size & 7)) - 1
+        return cut
+
+
+WHITESPACE = "[ \\n\\r\\t]"
+MAX_WHITESPACE = 16
+"""Characters between two parts of JSON: a line break and seven levels of indentation. Without a
+bound, a small model may write nothing else."""

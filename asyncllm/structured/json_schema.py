@@ -1,0 +1,106 @@
+"""Which keywords of JSON Schema a backend enforces; a schema with another is refused by name.
+
+A backend that ignores a keyword would let an output pass that the schema does not admit, and the
+application would find out from the model's users.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from asyncllm.structured.grammar import GrammarError
+
+ANNOTATIONS = frozenset(
+    """$anchor $comment $defs $id $schema contentEncoding contentMediaType default definitions
+    deprecated description discriminator example examples externalDocs id readOnly title
+    writeOnly xml""".split()
+)
+"""They restrict nothing."""
+
+LLGUIDANCE = frozenset(
+    """$ref additionalItems additionalProperties allOf anyOf const enum exclusiveMaximum
+    exclusiveMinimum format items maxItems maxLength maxProperties maximum minItems minLength
+    minProperties minimum multipleOf oneOf pattern patternProperties prefixItems properties
+    required type""".split()
+)
+"""What llguidance enforces, or refuses itself where it cannot."""
+
+_OF_SCHEMAS = frozenset("$defs definitions dependentSchemas patternProperties properties".split())
+_LISTS = frozenset("allOf anyOf oneOf prefixItems items".split())
+_SCHEMAS = frozenset(
+    """additionalItems additionalProperties contains else if items not propertyNames then
+    unevaluatedItems unevaluatedProperties""".split()
+)
+
+
+def subschemas(schema: Any) -> Iterator[Mapping[str, Any]]:
+    """The schema and all within it, but for what is data (``enum``, ``const``, examples)."""
+    pending = [schema]
+    while pending:
+        item = pending.pop()
+        if not isinstance(item, Mapping):
+            continue  # true, false, or nothing that a backend would take
+        yield item
+        for keyword, value in item.items():
+            if keyword in _OF_SCHEMAS and isinstance(value, Mapping):
+                pending += value.values()
+            elif keyword in _LISTS and isinstance(value, list):
+                pending += value
+            elif keyword in _SCHEMAS:
+                pending.append(value)
+
+
+def refuse_unenforced(schema: Any, enforced: frozenset[str]) -> None:
+    """Raises GrammarError, which names it, for a keyword that is neither ``enforced`` nor an
+    annotation."""
+    for one in subschemas(schema):
+        if one is not schema and "$ref" in one and ("$id" in one or "id" in one):
+            # Which of the two counts is another question in each draft.
+            raise GrammarError("'$id' beside '$ref' is not enforced")
+        for keyword in one:
+            if keyword not in enforced and keyword not in ANNOTATIONS:
+                if not keyword.startswith("x-") or keyword == "x-guidance":
+                    raise GrammarError(f"the keyword {keyword!r} is not enforced")
+
+
+XGRAMMAR = {
+    # Of a length or a pattern it makes strings with bare control characters, which no JSON has.
+    "string": frozenset[str](),
+    "integer": frozenset("minimum maximum exclusiveMinimum exclusiveMaximum".split()),
+    "number": frozenset("minimum maximum exclusiveMinimum exclusiveMaximum".split()),
+    "boolean": frozenset[str](),
+    "null": frozenset[str](),
+    "array": frozenset("items prefixItems minItems maxItems".split()),
+    "object": frozenset("properties required additionalProperties".split()),
+}
+"""What xgrammar enforces in a schema of one of these types."""
+
+
+def refuse_ignored_by_xgrammar(schema: Any) -> None:
+    """Raises GrammarError for a schema of which xgrammar would ignore a part. It takes a schema
+    for one thing: a reference, constants, alternatives, or a type with its own keywords."""
+    for one in subschemas(schema):
+        keywords = one.keys() - ANNOTATIONS
+        if not str(one.get("$ref", "#/")).startswith("#/") or "%" in str(one.get("$ref")):
+            raise GrammarError(f"the reference {one['$ref']!r} is not resolved")
+        for alone in ("$ref", "const", "enum", "anyOf"):
+            if alone in keywords:
+                known = {alone, "type"} if alone in ("const", "enum") else {alone}
+                if keywords - known:
+                    names = ", ".join(sorted(keywords - known))
+                    raise GrammarError(f"{alone!r} beside {names} is not enforced")
+                break
+        else:
+            kind = one.get("type")
+            if not isinstance(kind, str) or kind not in XGRAMMAR:
+                if not keywords:
+                    continue
+                names = ", ".join(sorted(keywords))
+                raise GrammarError(f"{names} without a single type are not enforced")
+            required, properties = one.get("required", ()), one.get("properties", {})
+            for name in required:
+                if name not in properties:
+                    raise GrammarError(f"the required {name!r}, not in properties, is not enforced")
+            for keyword in sorted(keywords - {"type"} - XGRAMMAR.get(kind, frozenset())):
+                raise GrammarError(f"the keyword {keyword!r} is not enforced with type {kind!r}")

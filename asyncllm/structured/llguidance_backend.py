@@ -1,0 +1,166 @@
+"""LLGuidanceBackend: grammars by llguidance (derivatives of regular expressions, and Earley)."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from contextlib import suppress
+from typing import Any
+
+from asyncllm.core.structured_output import GrammarMatcher
+from asyncllm.structured.grammar import MAX_WHITESPACE, WHITESPACE, GrammarError, Vocabulary
+from asyncllm.structured.json_schema import LLGUIDANCE, refuse_unenforced
+from asyncllm.structured.spec import StructuredOutputs
+from asyncllm.structured.structural_tag import to_lark
+
+_JSON_OPTIONS = {
+    "whitespace_pattern": f"{WHITESPACE}{{0,{MAX_WHITESPACE}}}",
+    "lenient": False,
+    "coerce_one_of": False,
+    # As the other backend, and as JSON has it.
+    "json_allow_general_unicode_escapes": True,
+}
+
+_MAX_PIECE = 32
+"""Bytes of a token that is looked for in a text."""
+
+
+class LLGuidanceBackend:
+    """The default: no dependencies, and it refuses what it does not enforce."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._library: Any = importlib.import_module("llguidance")
+        self._vocabulary = vocabulary
+        wrapper = self._library.TokenizerWrapper(_Tokens(vocabulary))
+        # The ids of a mask are the model's; the token that ends a grammar is none of them.
+        self._tokenizer = self._library.LLTokenizer(wrapper)
+        self._limits = self._library.LLParserLimits(verbose_errors=False)
+
+    def compile(self, spec: StructuredOutputs) -> LLGuidanceGrammar:
+        matcher = self._library.LLMatcher(
+            self._tokenizer, self._grammar(spec), log_level=0, limits=self._limits
+        )
+        if matcher.is_error():
+            raise GrammarError(_explain(matcher.get_error()))
+        return LLGuidanceGrammar(matcher, self._vocabulary)
+
+    def _grammar(self, spec: StructuredOutputs) -> str:
+        library, text = self._library.LLMatcher, spec.text
+        try:
+            match spec.kind:
+                case "json" | "json_object":
+                    refuse_unenforced(json.loads(text), LLGUIDANCE)
+                    return library.grammar_from_json_schema(text, overrides=_JSON_OPTIONS)
+                case "regex":
+                    return library.grammar_from_regex(_without_anchors(text))
+                case "choice":
+                    return library.grammar_from_regex("|".join(map(_escape, json.loads(text))))
+                case "structural_tag":
+                    return library.grammar_from_lark(to_lark(json.loads(text)))
+                case "grammar":
+                    return self._library.grammar_from("grammar", text)
+        except ValueError as error:
+            raise GrammarError(str(error)) from None
+
+
+class LLGuidanceGrammar:
+    def __init__(self, matcher: Any, vocabulary: Vocabulary) -> None:
+        self._matcher = matcher
+        self._vocabulary = vocabulary
+
+    def new_matcher(self) -> GrammarMatcher:
+        return LLGuidanceMatcher(self._matcher.deep_copy(), self._vocabulary)
+
+
+class LLGuidanceMatcher:
+    """One output's place in a grammar; see GrammarMatcher."""
+
+    __slots__ = ("_matcher", "_vocabulary")
+
+    def __init__(self, matcher: Any, vocabulary: Vocabulary) -> None:
+        self._matcher = matcher
+        self._vocabulary = vocabulary
+
+    def accept(self, token_id: int) -> bool:
+        return self._matcher.consume_token(token_id)
+
+    def rollback(self, num_tokens: int) -> None:
+        if not self._matcher.rollback(num_tokens):
+            raise GrammarError(_explain(self._matcher.get_error()))
+
+    def bitmask(self) -> bytearray:
+        mask = self._matcher.compute_bitmask()
+        if not self._matcher.is_error():
+            return self._vocabulary.cut(mask)
+        if self._matcher.stop_reason() == "NoExtensionBias":
+            return bytearray(self._vocabulary.mask_size)  # it found late that nothing follows
+        raise GrammarError(_explain(self._matcher.get_error()))
+
+    def may_end(self) -> bool:
+        return self._matcher.is_accepting()
+
+    def is_terminated(self) -> bool:
+        return self._matcher.is_stopped() and not self._matcher.is_error()
+
+
+class _Tokens:
+    """The vocabulary as llguidance reads it, with one token more, which is its end."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        special = vocabulary.special
+        size = len(vocabulary.tokens)
+        named = {i: name.encode() for i, name in special.items() if i < size}
+        self.tokens = [named.get(i, data) for i, data in enumerate(vocabulary.tokens)]
+        self.tokens.append(b"<|end of grammar|>")
+        self.special_token_ids = [*named, size]
+        self.eos_token_id = size
+        self.bos_token_id = None
+        self._encode = vocabulary.encode
+        self._ids = {data: i for i, data in enumerate(vocabulary.tokens) if data}
+        self._longest = min(max(map(len, self._ids), default=0), _MAX_PIECE)
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        """Tokens of a text that a grammar forces: where nothing else may follow, llguidance allows
+        the one token alone that the tokenizer would begin it with."""
+        data = text.encode() if isinstance(text, str) else text
+        with suppress(Exception):
+            found = self._encode(data.decode())
+            if b"".join(self.tokens[i] for i in found) == data:
+                return found
+        # Half a character, or a tokenizer that puts a space before every text.
+        return self._longest_first(data)
+
+    def _longest_first(self, data: bytes) -> list[int]:
+        found, start = [], 0
+        while start < len(data):
+            for end in range(min(start + self._longest, len(data)), start, -1):
+                token_id = self._ids.get(data[start:end])
+                if token_id is not None:
+                    found.append(token_id)
+                    break
+            else:
+                break  # the vocabulary cannot spell it
+            start = end
+        return found
+
+
+def _without_anchors(regex: str) -> str:
+    """Without the anchors around the whole: an output is always matched whole."""
+    if regex.startswith("^"):
+        regex = regex[1:]
+    if regex.endswith("$") and (len(regex) - len(regex[:-1].rstrip("\\"))) % 2:
+        regex = regex[:-1]
+    return regex
+
+
+def _escape(text: str) -> str:
+    """A regular expression of the text alone."""
+    return "".join(c if c.isalnum() or ord(c) > 127 else f"\\x{{{ord(c):x}}}" for c in text)
+
+
+def _explain(error: str) -> str:
+    """Its words in one line, without the grammar that it was found in."""
+    if error.startswith("NoExtensionBias"):
+        return "admits nothing"
+    words = error.partition("\n1 | ")[0].replace("<non-verbose/>", "").split()
+    return " ".join(words)[:500]

@@ -1,0 +1,25 @@
+"""parse_output: the text of an output as a value."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from asyncllm.errors import InvalidOutputError, InvalidRequestError
+from asyncllm.structured.python_types import from_json
+
+
+def parse_output(text: str, finish_reason: str | None, kind: Any = None) -> Any:
+    """See ``Completion.parsed``."""
+    try:
+        return json.loads(text) if kind is None else from_json(kind, text, "type")
+    except InvalidRequestError:
+        raise
+    except (ValueError, RecursionError) as error:
+        cut = finish_reason in ("length", "abort")
+        what = f"was cut off ({finish_reason})" if cut else "cannot be parsed"
+        raise InvalidOutputError(
+            f"the output {what} after {len(text)} characters: {error}",
+            text=text,
+            finish_reason=finish_reason,
+        ) from error

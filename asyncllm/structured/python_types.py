@@ -1,0 +1,94 @@
+"""Python types as JSON schemas, and JSON as their values: Pydantic models, dataclasses and
+TypedDicts, by Pydantic."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import sys
+import types
+import typing
+from typing import Any
+
+from asyncllm import validation as check
+from asyncllm.errors import InvalidRequestError
+
+
+def is_schema_type(value: Any) -> bool:
+    """Whether ``value`` is a Pydantic model, a dataclass or a TypedDict, the type itself."""
+    return isinstance(value, type) and (
+        dataclasses.is_dataclass(value)
+        or typing.is_typeddict(value)
+        or callable(getattr(value, "__pydantic_validator__", None))
+        or hasattr(value, "__pydantic_core_schema__")
+        # typing_extensions makes TypedDicts of its own on older Pythons.
+        or (issubclass(value, dict) and hasattr(value, "__required_keys__"))
+    )
+
+
+def schema_of(kind: type, name: str) -> dict[str, Any]:
+    """The JSON schema of a type.
+
+    Raises:
+        InvalidRequestError: for one that has none, or without Pydantic.
+    """
+    adapter = _adapter(kind, name)
+    try:
+        return adapter.json_schema()
+    except Exception as error:  # of the type's own hooks
+        raise check.invalid(name, kind, f"a type that JSON can express ({error})") from error
+
+
+def from_json(kind: Any, text: str, name: str) -> Any:
+    """The value of the type that ``text`` is the JSON of.
+
+    Raises:
+        InvalidRequestError: for a type that Pydantic does not know, or without Pydantic.
+        ValueError: for another text.
+    """
+    return _adapter(kind, name).validate_json(text)
+
+
+def _adapter(kind: Any, name: str) -> Any:
+    try:
+        pydantic = importlib.import_module("pydantic")
+    except ImportError:
+        raise InvalidRequestError(
+            f"{name}: a Python type needs pydantic, expected `pip install asyncllm[structured]`",
+            param=name.partition(".")[0],
+        ) from None
+    try:
+        return pydantic.TypeAdapter(_with_known_typed_dicts(kind))
+    except Exception as error:
+        raise check.invalid(name, kind, f"a type that Pydantic knows ({error})") from error
+
+
+def _with_known_typed_dicts(kind: Any) -> Any:
+    """The type with each TypedDict of ``typing`` as one of ``typing_extensions``: before Python
+    3.12 Pydantic takes no other."""
+    if sys.version_info >= (3, 12):
+        return kind
+    if typing.is_typeddict(kind) and type(kind).__module__ == "typing":
+        extensions = importlib.import_module("typing_extensions")
+        fields = {}
+        for key, hint in typing.get_type_hints(kind, include_extras=True).items():
+            required = key in kind.__required_keys__
+            if typing.get_origin(hint) in (typing.Required, typing.NotRequired):
+                # Of annotations that are text, the class does not know.
+                required = typing.get_origin(hint) is typing.Required
+            hint = _with_known_typed_dicts(hint)
+            fields[key] = (extensions.Required if required else extensions.NotRequired)[hint]
+        return extensions.TypedDict(kind.__name__, fields)
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin is None or origin is typing.Literal or not args:
+        return kind
+    changed = tuple(map(_with_known_typed_dicts, args))
+    if origin in (typing.Required, typing.NotRequired):
+        return changed[0]
+    if changed == args:
+        return kind
+    if origin is typing.Annotated:
+        return typing.Annotated[(changed[0], *kind.__metadata__)]
+    if origin in (types.UnionType, typing.Union):
+        return typing.Union[changed]  # noqa: UP007  # of a tuple
+    return origin[changed]

@@ -1,0 +1,60 @@
+"""OpenAI's ``response_format`` as ``structured_outputs``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from asyncllm import validation as check
+from asyncllm.errors import InvalidRequestError
+from asyncllm.structured.python_types import is_schema_type
+from asyncllm.structured.spec import StructuredOutputs, parse_structured_outputs
+
+_NAME = "response_format"
+_ACCEPTED = (
+    '{"type": "text"}, {"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": …, '
+    '"schema": {…}}}, a Pydantic model, a dataclass, a TypedDict or None'
+)
+
+
+def parse_response_format(value: Any) -> StructuredOutputs | None:
+    """``structured_outputs`` for a ``response_format``; None for plain text.
+
+    A schema is enforced whether it is ``strict`` or not.
+
+    Raises:
+        InvalidRequestError: for a format that is not known, or a bad schema.
+    """
+    if value is None:
+        return None
+    try:
+        return parse_structured_outputs(_structured_outputs(value))
+    except InvalidRequestError as error:
+        error.param = _NAME
+        raise
+
+
+def _structured_outputs(value: Any) -> dict[str, Any] | None:
+    if is_schema_type(value):
+        return {"json": value}
+    kind = value.get("type") if isinstance(value, Mapping) else None
+    if check.same(kind, "json_schema"):
+        return {"json": _schema(value)}
+    if check.same(kind, "structural_tag"):
+        return {"structural_tag": dict(value)}
+    known = {"text": None, "json_object": {"json_object": True}}
+    if not isinstance(kind, str) or kind not in known or len(value) != 1:
+        raise check.invalid(_NAME, value, _ACCEPTED)
+    return known[kind]
+
+
+def _schema(value: Mapping[str, Any]) -> Mapping[str, Any]:
+    check.refuse_unknown(f"field of {_NAME}", map(str, value), ("type", "json_schema"))
+    found: Any = value.get("json_schema")
+    if not isinstance(found, Mapping) or not isinstance(found.get("schema"), Mapping):
+        raise check.invalid(f"{_NAME}.json_schema", found, 'a dict with a "name" and a "schema"')
+    known = ("name", "schema", "strict", "description")
+    check.refuse_unknown(f"field of {_NAME}.json_schema", map(str, found), known)
+    check.string(f"{_NAME}.json_schema.name", found.get("name"), optional=True)
+    check.boolean(f"{_NAME}.json_schema.strict", found.get("strict"), optional=True)
+    return found["schema"]

@@ -1,0 +1,184 @@
+"""StructuredOutputs: what a request asks of its output's form, as plain text in bounds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from asyncllm import validation as check
+from asyncllm.errors import InvalidRequestError
+from asyncllm.structured.python_types import is_schema_type, schema_of
+
+Kind = Literal["json", "regex", "choice", "grammar", "json_object", "structural_tag"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+MAX_CHARACTERS = 2**17
+"""Of a schema, an expression, a grammar or all choices: they are read while an event loop waits."""
+
+MAX_DEPTH = 48
+"""Levels of a schema. The backends parse them by recursion."""
+
+MAX_REGEX_CHARACTERS = 2**13
+MAX_CHOICES = 2**12
+
+_NAME = "structured_outputs"
+_ACCEPTED = "a dict with exactly one of " + ", ".join(KINDS)
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutputs:
+    """One of the forms that an output can be held to.
+
+    Attributes:
+        kind: which of them.
+        text: the regular expression, or the grammar; a JSON schema, a structural tag and the
+            list of choices as JSON. Equal texts are compiled once.
+    """
+
+    kind: Kind
+    text: str
+
+
+def parse_structured_outputs(value: Any) -> StructuredOutputs | None:
+    """``SamplingParams.structured_outputs`` in its checked form. No backend is imported.
+
+    Raises:
+        InvalidRequestError: for anything but a dict with exactly one kind, or what is past the
+            bounds.
+    """
+    if value is None or isinstance(value, StructuredOutputs):
+        return value
+    try:
+        return _parse(value)
+    except InvalidRequestError as error:
+        error.param = _NAME  # the messages name the kind as well
+        raise
+
+
+def _parse(value: Any) -> StructuredOutputs:
+    if not isinstance(value, Mapping):
+        raise check.invalid(_NAME, value, _ACCEPTED + ", or None")
+    check.refuse_unknown(f"kind of {_NAME}", map(str, value), KINDS)
+    given: dict[Kind, Any] = {kind: value[kind] for kind in KINDS if value.get(kind) is not None}
+    if given.get("json_object") is False:
+        del given["json_object"]
+    if len(given) != 1:
+        raise check.invalid(_NAME, dict(value), _ACCEPTED)
+    kind, found = next(iter(given.items()))
+    return StructuredOutputs(kind, _PARSERS[kind](found))
+
+
+def _json(value: Any) -> str:
+    name = f"{_NAME}.json"
+    accepted = "a JSON schema, as a dict or text, a Pydantic model, a dataclass or a TypedDict"
+    if is_schema_type(value):
+        value = schema_of(value, name)
+    elif isinstance(value, str):
+        value = _loads(name, value)
+    if isinstance(value, bool):
+        # In JSON Schema, true admits everything and false nothing.
+        value = {} if value else {"not": {}}
+    if not isinstance(value, Mapping):
+        raise check.invalid(name, value, accepted)
+    return _dumps(name, value)
+
+
+def _json_object(value: Any) -> str:
+    check.boolean(f"{_NAME}.json_object", value)
+    return '{"type": "object"}'
+
+
+def _regex(value: Any) -> str:
+    name = f"{_NAME}.regex"
+    return _bounded(name, check.string(name, value), MAX_REGEX_CHARACTERS)
+
+
+def _grammar(value: Any) -> str:
+    name = f"{_NAME}.grammar"
+    return _bounded(name, check.string(name, value), MAX_CHARACTERS)
+
+
+def _choice(value: Any) -> str:
+    name = f"{_NAME}.choice"
+    accepted = f"1 to {MAX_CHOICES} different strings, none of them empty"
+    choices = check.items(name, value, accepted, MAX_CHOICES)
+    for one in choices:
+        check.string(name, one)
+    if not choices or len(set(choices)) != len(choices):
+        raise check.invalid(name, value, accepted)
+    return _bounded(name, json.dumps(choices, ensure_ascii=False), MAX_CHARACTERS)
+
+
+def _structural_tag(value: Any) -> str:
+    name = f"{_NAME}.structural_tag"
+    if isinstance(value, str):
+        value = _loads(name, value)
+    if not isinstance(value, Mapping) or value.get("type") != "structural_tag":
+        raise check.invalid(name, value, 'a dict, or JSON text, with "type": "structural_tag"')
+    if ("structures" in value) == ("format" in value):
+        raise check.invalid(name, value, 'either "structures" and "triggers", or "format"')
+    return _dumps(name, value)
+
+
+_PARSERS = {
+    "json": _json,
+    "regex": _regex,
+    "choice": _choice,
+    "grammar": _grammar,
+    "json_object": _json_object,
+    "structural_tag": _structural_tag,
+}
+
+
+def _bounded(name: str, text: str, most: int) -> str:
+    if len(text) > most:
+        raise check.invalid(name, text, f"at most {most} characters, not {len(text)}")
+    return text
+
+
+def _loads(name: str, text: str) -> Any:
+    try:
+        return json.loads(_bounded(name, text, MAX_CHARACTERS))
+    except InvalidRequestError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise check.invalid(name, text, f"JSON ({error})") from None
+
+
+def _dumps(name: str, value: Mapping[str, Any]) -> str:
+    """JSON of it, in the order of its keys: properties are written in that order."""
+    for count, (item, depth) in enumerate(_walk(value)):
+        if depth > MAX_DEPTH:
+            raise check.invalid(name, value, f"at most {MAX_DEPTH} levels")
+        if count > MAX_CHARACTERS:
+            # Lists within lists may share what would be written out many times over.
+            raise check.invalid(name, value, f"at most {MAX_CHARACTERS} characters")
+        if isinstance(item, Mapping) and not all(isinstance(key, str) for key in item):
+            raise check.invalid(name, item, "strings for keys")
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False, default=_plain)
+        text.encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise check.invalid(name, value, f"values that JSON has ({error})") from None
+    return _bounded(name, text, MAX_CHARACTERS)
+
+
+def _walk(value: Any) -> Iterator[tuple[Any, int]]:
+    """Every item within and how deep it lies; endless for an object within itself."""
+    pending = [(value, 1)]
+    while pending:
+        item, depth = pending.pop()
+        yield item, depth
+        if isinstance(item, Mapping):
+            pending += [(one, depth + 1) for one in item.values()]
+        elif isinstance(item, (list, tuple)):
+            pending += [(one, depth + 1) for one in item]
+
+
+def _plain(value: Any) -> Any:
+    """A mapping of another type as a dict."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"{check.type_name(value)} is no JSON")

@@ -1,0 +1,124 @@
+"""XGrammarBackend: grammars by xgrammar (pushdown automata over bytes)."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from typing import Any
+
+import numpy as np
+
+from asyncllm.core.structured_output import GrammarMatcher
+from asyncllm.structured.grammar import MAX_WHITESPACE, GrammarError, Vocabulary
+from asyncllm.structured.json_schema import refuse_ignored_by_xgrammar
+from asyncllm.structured.spec import StructuredOutputs
+from asyncllm.structured.structural_tag import schemas_in_tag, with_format
+
+
+class XGrammarBackend:
+    """The second: what it ignores in a schema is refused before it sees it."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._library: Any = importlib.import_module("xgrammar")
+        library, size = self._library, len(vocabulary.tokens)
+        # One token more ends a grammar; it is none of the model's.
+        info = library.TokenizerInfo(
+            [*vocabulary.tokens, b""],
+            library.VocabType.RAW,
+            vocab_size=size + 1,
+            stop_token_ids=[size],
+        )
+        self._compiler = library.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+        self._num_words = -(-(size + 1) // 32)
+        self._vocabulary = vocabulary
+
+    def compile(self, spec: StructuredOutputs) -> XGrammarGrammar:
+        try:
+            compiled = self._compile(spec)
+        except (
+            AttributeError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as error:  # its own are RuntimeErrors
+            raise GrammarError(_short(error)) from None
+        return XGrammarGrammar(
+            self._library.GrammarMatcher, compiled, self._num_words, self._vocabulary
+        )
+
+    def _compile(self, spec: StructuredOutputs) -> Any:
+        compiler, text = self._compiler, spec.text
+        match spec.kind:
+            case "json" | "json_object":
+                refuse_ignored_by_xgrammar(json.loads(text))
+                return compiler.compile_json_schema(
+                    text, strict_mode=False, max_whitespace_cnt=MAX_WHITESPACE
+                )
+            case "regex":
+                return compiler.compile_regex(text)
+            case "choice":
+                choices = " | ".join(json.dumps(one) for one in json.loads(text))
+                return compiler.compile_grammar(f"root ::= {choices}")
+            case "structural_tag":
+                tag = with_format(json.loads(text))
+                for schema in schemas_in_tag(tag):
+                    refuse_ignored_by_xgrammar(schema)
+                return compiler.compile_structural_tag(tag)
+            case "grammar":
+                if "::=" in text:
+                    return compiler.compile_grammar(text)
+                return compiler.compile_lark(text)
+
+
+class XGrammarGrammar:
+    def __init__(self, matcher: Any, compiled: Any, num_words: int, vocabulary: Vocabulary) -> None:
+        self._make = matcher
+        self._compiled = compiled
+        self._num_words = num_words
+        self._vocabulary = vocabulary
+
+    def new_matcher(self) -> GrammarMatcher:
+        matcher = self._make(self._compiled, terminate_without_stop_token=False)
+        return XGrammarMatcher(matcher, self._num_words, self._vocabulary)
+
+
+class XGrammarMatcher:
+    """One output's place in a grammar; see GrammarMatcher."""
+
+    __slots__ = ("_mask", "_matcher", "_vocabulary", "_words")
+
+    def __init__(self, matcher: Any, num_words: int, vocabulary: Vocabulary) -> None:
+        self._matcher = matcher
+        self._vocabulary = vocabulary
+        self._words = np.zeros((1, num_words), dtype=np.int32)
+        self._mask: bytearray | None = None
+
+    def accept(self, token_id: int) -> bool:
+        self._mask = None
+        return self._matcher.accept_token(token_id)
+
+    def rollback(self, num_tokens: int) -> None:
+        self._mask = None
+        self._matcher.rollback(num_tokens)
+
+    def bitmask(self) -> bytearray:
+        if self._mask is None:
+            self._matcher.fill_next_token_bitmask(self._words, 0)
+            self._mask = self._vocabulary.cut(self._words.tobytes())
+        return self._mask.copy()
+
+    def may_end(self) -> bool:
+        return self._matcher.is_completed()
+
+    def is_terminated(self) -> bool:
+        # Whether anything may follow is in the mask alone, which the next step needs anyway.
+        if not self._matcher.is_completed():
+            return False
+        mask = self.bitmask()
+        return mask == bytes(len(mask))
+
+
+def _short(error: Exception) -> str:
+    """Without the time and the place in its source that the library begins with."""
+    text = str(error).strip().partition("\n")[0]
+    return text.rpartition(": ")[2][:500] if text.startswith("[") else text[:500]

@@ -1,0 +1,59 @@
+"""token_bytes: what each token of a vocabulary adds to a text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tokenizers
+
+from asyncllm.text.control_tokens import steps_of
+from asyncllm.text.text_decoder import REPLACEMENT, ByteTable, PieceTable, word_mark_of
+
+
+def token_bytes(backend: tokenizers.Tokenizer, skip: frozenset[int], size: int) -> list[bytes]:
+    """The bytes of each token id below ``size`` in the middle of a text.
+
+    No bytes stand for a token that adds none: one in ``skip`` (special tokens), one that the
+    vocabulary does not have, the unknown token, and one whose text depends on its neighbours.
+    """
+    skip |= _unknown(backend)
+    steps = steps_of(backend.decoder)
+    ids = range(size)
+    if [step["type"] for step in steps] == ["ByteLevel"]:
+        table = ByteTable(backend.id_to_token, skip)
+        return [table[token_id] for token_id in ids]
+    mark = word_mark_of(steps)
+    if mark is not None:
+        pieces = PieceTable(backend.id_to_token, skip, word_mark=mark)
+        return [bytes([p]) if isinstance(p := pieces[i], int) else p.encode() for i in ids]
+    return _by_decoding(backend, skip, size)
+
+
+def _unknown(backend: tokenizers.Tokenizer) -> frozenset[int]:
+    model: Any = backend.model
+    token = getattr(model, "unk_token", None)
+    unk_id = backend.token_to_id(token) if token else getattr(model, "unk_id", None)
+    return frozenset() if unk_id is None else frozenset((unk_id,))
+
+
+def _by_decoding(backend: tokenizers.Tokenizer, skip: frozenset[int], size: int) -> list[bytes]:
+    """For any other decoder: what a token adds behind each of two others, where that is the
+    same."""
+    found: list[bytes | None] = [None] * size
+    known = [i for i in range(size) if i not in skip and backend.id_to_token(i) is not None]
+    for anchor in _anchors(backend, known):
+        before = backend.decode([anchor], skip_special_tokens=False)
+        pairs = [[anchor, token_id] for token_id in known]
+        for token_id, text in zip(
+            known, backend.decode_batch(pairs, skip_special_tokens=False), strict=True
+        ):
+            added = text[len(before) :] if text.startswith(before) else ""
+            data = b"" if REPLACEMENT in added else added.encode()
+            found[token_id] = data if found[token_id] in (None, data) else b""
+    return [data or b"" for data in found]
+
+
+def _anchors(backend: tokenizers.Tokenizer, known: list[int]) -> list[int]:
+    """Two ordinary tokens: the first that are letters."""
+    letters = [i for i in known if (backend.id_to_token(i) or "").isalpha()]
+    return (letters or known)[:2]

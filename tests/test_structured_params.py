@@ -1,0 +1,254 @@
+"""What structured_outputs and response_format accept, and what parsed() makes of an output."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import typing
+from pathlib import Path
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
+
+import numpy as np
+import pydantic
+import pytest
+import typing_extensions
+
+from asyncllm import (
+    Completion,
+    CompletionOutput,
+    InvalidOutputError,
+    InvalidRequestError,
+    SamplingParams,
+)
+from asyncllm import validation as check
+from asyncllm.core.in_process import plain
+from asyncllm.structured.response_format import parse_response_format
+from asyncllm.structured.spec import MAX_CHARACTERS, MAX_CHOICES, MAX_DEPTH, StructuredOutputs
+
+
+class Model(pydantic.BaseModel):
+    name: str
+    age: int | None = None
+
+
+@dataclasses.dataclass
+class Place:
+    city: str
+    people: list[Model]
+
+
+class Leg(TypedDict):
+    start: str
+
+
+class Trip(TypedDict, total=False):
+    legs: typing.Required[list[Leg]]
+    by: NotRequired[Literal["train", "bike"] | None]
+    note: Annotated[str, pydantic.Field(max_length=9)]
+
+
+class ExtensionTrip(typing_extensions.TypedDict):
+    legs: list[int]
+
+
+def kept(value: Any) -> StructuredOutputs:
+    return SamplingParams(structured_outputs=value).structured_outputs
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "text"),
+    [
+        ({"json": {"type": "null"}}, "json", '{"type": "null"}'),
+        ({"json": '{"type":\n"null"}'}, "json", '{"type": "null"}'),
+        ({"json": True}, "json", "{}"),
+        ({"json": "true"}, "json", "{}"),
+        ({"json": False}, "json", '{"not": {}}'),
+        ({"regex": "a+"}, "regex", "a+"),
+        ({"choice": ("b", "ä")}, "choice", '["b", "ä"]'),
+        ({"grammar": "start: a"}, "grammar", "start: a"),
+        ({"json_object": True}, "json_object", '{"type": "object"}'),
+        ({"json_object": True, "regex": None}, "json_object", '{"type": "object"}'),
+        (
+            {"structural_tag": '{"type": "structural_tag", "format": {}}'},
+            "structural_tag",
+            '{"type": "structural_tag", "format": {}}',
+        ),
+    ],
+    ids=str,
+)
+def test_each_kind_is_kept_as_text(value, kind, text):
+    found = kept(value)
+    assert found == StructuredOutputs(kind, text)
+    assert kept(found) is found
+    # The executor is sent masks, and no grammar.
+    assert plain(SamplingParams(structured_outputs=value)).structured_outputs is None
+
+
+def test_a_later_change_of_the_schema_is_not_seen():
+    schema = {"type": "object", "properties": {"b": {}, "a": {}}}
+    found = kept({"json": schema})
+    schema["type"] = "array"
+    assert list(json.loads(found.text)["properties"]) == ["b", "a"]
+    assert json.loads(found.text)["type"] == "object"
+
+
+CYCLE: dict[str, Any] = {}
+CYCLE["items"] = CYCLE
+SHARED: list[Any] = []
+for _ in range(MAX_DEPTH - 2):
+    SHARED = [SHARED, SHARED]  # written out, 2**46 lists
+DEEP = '{"items":' * 5000 + "{}" + "}" * 5000
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {},
+        5,
+        "regex",
+        {"json": {}, "regex": "a"},
+        {"json_object": False},
+        {"yaml": "a"},
+        {5: 6},
+        {"json": 5},
+        {"json": "{"},
+        {"json": "5"},
+        {"json": np.zeros(2)},
+        {"json": {5: 6}},
+        {"json": {"const": float("nan")}},
+        {"json": {"const": {1, 2}}},
+        {"json": {"const": "\ud800"}},
+        {"json": int},
+        {"json": CYCLE},
+        {"json": {"enum": SHARED}},
+        {"json": DEEP},
+        {"json": {"title": "x" * MAX_CHARACTERS}},
+        {"regex": ""},
+        {"regex": 5},
+        {"regex": "a" * 2**14},
+        {"grammar": "a" * (MAX_CHARACTERS + 1)},
+        {"choice": []},
+        {"choice": "ab"},
+        {"choice": ["a", "a"]},
+        {"choice": ["a", ""]},
+        {"choice": ["a", 5]},
+        {"choice": map(str, range(MAX_CHOICES + 1))},
+        {"choice": ["a" * MAX_CHARACTERS]},
+        {"json_object": "yes"},
+        {"structural_tag": {"type": "structural_tag"}},
+        {"structural_tag": {"type": "structural_tag", "format": {}, "structures": []}},
+        {"structural_tag": []},
+    ],
+    ids=check.describe,  # a repr of one would never end
+)
+def test_anything_else_is_refused_as_the_parameters_are_made(value):
+    with pytest.raises(InvalidRequestError, match="structured_outputs") as caught:
+        SamplingParams(structured_outputs=value)
+    assert caught.value.param == "structured_outputs"
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        (Model, {"name": "Mia", "age": 3}),
+        (Place, {"city": "Bonn", "people": [{"name": "Mia", "age": None}]}),
+        (Trip, {"legs": [{"start": "here"}], "by": "bike"}),
+        (ExtensionTrip, {"legs": [1]}),
+    ],
+)
+def test_python_types_make_schemas_and_values(kind, value):
+    schema = json.loads(kept({"json": kind}).text)
+    required = {Model: ["name"], Place: ["city", "people"]}.get(kind, ["legs"])
+    assert (schema["type"], schema["required"]) == ("object", required)
+    found = done(json.dumps(value)).parsed(kind)
+    if kind in (Model, Place):
+        assert type(found) is kind
+        assert pydantic.TypeAdapter(kind).dump_python(found) == value
+    else:
+        assert found == value
+
+
+def done(text: str, reason: Any = "stop") -> Completion:
+    return Completion("r", (1,), (CompletionOutput(0, text, (2,), reason),), None)
+
+
+def test_parsed_reads_json_and_raises_with_the_text_of_what_is_none():
+    assert done('{"a": [1, null]}').parsed() == {"a": [1, None]}
+    assert done("[1, 2]").parsed(tuple[int, int]) == (1, 2)
+    with pytest.raises(InvalidOutputError, match=r"was cut off \(length\) after 8 char") as caught:
+        done('{"a": [1', "length").parsed()
+    assert (caught.value.text, caught.value.finish_reason) == ('{"a": [1', "length")
+    assert isinstance(caught.value, ValueError)
+    for kind in (None, Model):
+        with pytest.raises(InvalidOutputError, match="cannot be parsed after 2 characters"):
+            done("No").parsed(kind)
+    with pytest.raises(InvalidOutputError, match="cut off"):
+        done('{"name": "Mi', "length").parsed(Model)
+    with pytest.raises(InvalidOutputError, match="cannot be parsed"):
+        done("[" * 100_000).parsed()
+    with pytest.raises(InvalidRequestError, match="type=") as refused:
+        done("{}").parsed(object())
+    assert refused.value.param == "type"
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "null"}}}
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (None, None),
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, kept({"json_object": True})),
+        (
+            {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}},
+            kept({"json": SCHEMA}),
+        ),
+        (Model, kept({"json": Model})),
+        (
+            {"type": "structural_tag", "format": {}},
+            kept({"structural_tag": {"type": "structural_tag", "format": {}}}),
+        ),
+    ],
+)
+def test_response_formats(value, expected):
+    assert parse_response_format(value) == expected
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {},
+        "json_object",
+        {"type": "yaml"},
+        {"type": ["text"]},
+        {"type": np.zeros(2)},
+        {"type": "text", "schema": {}},
+        {"type": "json_schema"},
+        {"type": "json_schema", "json_schema": SCHEMA},
+        {"type": "json_schema", "json_schema": {"name": 5, "schema": SCHEMA}},
+        {"type": "json_schema", "json_schema": {"schema": SCHEMA, "strict": "yes"}},
+        {"type": "json_schema", "json_schema": {"schema": SCHEMA}, "schema": SCHEMA},
+        {"type": "json_schema", "json_schema": {"schema": {"const": {1}}}},
+    ],
+    ids=str,
+)
+def test_other_response_formats_are_refused(value):
+    with pytest.raises(InvalidRequestError) as caught:
+        parse_response_format(value)
+    assert caught.value.param == "response_format"
+
+
+def test_every_example_of_the_page_runs():
+    page = Path(__file__).parent.parent / "docs" / "structured_output.md"
+    snippets = re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
+    assert len(snippets) == 5
+    names: dict[str, Any] = {"__name__": "__main__"}
+    try:
+        for snippet in snippets:
+            exec(compile(snippet, page.name, "exec"), names)
+        assert names["llm"].state == "closed"
+    finally:
+        names["llm"].close()
