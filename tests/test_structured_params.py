@@ -248,7 +248,7 @@ def test_every_example_of_the_page_runs():
     names: dict[str, Any] = {"__name__": "__main__"}
     try:
         for snippet in snippets:
-            exec(compile(snippet, page.name, "exec"), names)
+            exec(compile(snippet, page.name, "exec", dont_inherit=True), names)
         assert names["llm"].state == "closed"
     finally:
         names["llm"].close()
