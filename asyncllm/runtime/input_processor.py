@@ -354,18 +354,16 @@ class InputProcessor:
             accepted = f"tokens that the model has, 0 to {vocab_size - 1}"
             raise check.invalid("prompt", max(token_ids), accepted)
         tokenizer = self.loaded.tokenizer
-        visible = frozenset[int]()
+        shown: dict[str, frozenset[int]] = {}
         if parser is not None:
             delimiters = self._delimiters(parser.form)
-            visible = delimiters.special
+            shown["visible"] = delimiters.special
             end = tokenizer.decode(token_ids[-_PROMPT_END:], skip_special_tokens=False)
             parser.answer_begin = parser.form.answer_begins_in(end)
             for member in request.group.members:
                 member.reasoning = delimiters.reasoning(parser.form, end)
         for member in request.group.members:
-            member.output.detokenizer = tokenizer.detokenizer(
-                member.sampling, token_ids, visible=visible
-            )
+            member.output.detokenizer = tokenizer.detokenizer(member.sampling, token_ids, **shown)
             member.set_prompt(token_ids if member is request else token_ids.copy())
 
     def _delimiters(self, form: ResponseFormat) -> DelimiterTokens:
