@@ -14,6 +14,7 @@ import torch
 
 import asyncllm
 from asyncllm import (
+    LLM,
     AsyncLLMEngine,
     DeadlineExceededError,
     EngineClosedError,
@@ -122,7 +123,7 @@ async def _compare(path, model, way):
     assert stats.num_free_blocks == stats.num_blocks
 
 
-@pytest.mark.asyncio
+@pytest.mark.asyncio(loop_factories=["asyncio"])
 async def test_beams_share_prefixes(checkpoint):
     path, _ = checkpoint
     (prompt,) = prompts(1)
@@ -216,7 +217,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.asyncio
+@pytest.mark.asyncio(loop_factories=["asyncio"])
 async def test_arguments(checkpoint):
     path, _ = checkpoint
     engine = AsyncLLMEngine(path, **SETTINGS)
@@ -230,7 +231,7 @@ async def test_arguments(checkpoint):
             assert accepted in str(caught.value)
 
 
-@pytest.mark.asyncio
+@pytest.mark.asyncio(loop_factories=["asyncio"])
 async def test_a_search_ends_with_the_context(checkpoint):
     path, model = checkpoint
     prompt = prompts(1)[0] + [7] * 20
@@ -255,7 +256,7 @@ async def gated(engine, **options):
     return search
 
 
-@pytest.mark.asyncio
+@pytest.mark.asyncio(loop_factories=["asyncio"])
 async def test_a_search_that_is_cancelled_aborts_its_requests(checkpoint):
     path, _ = checkpoint
     async with AsyncLLMEngine(path, **SETTINGS) as engine:
@@ -270,7 +271,7 @@ async def test_a_search_that_is_cancelled_aborts_its_requests(checkpoint):
         assert stats.num_free_blocks == stats.num_blocks
 
 
-@pytest.mark.asyncio
+@pytest.mark.asyncio(loop_factories=["asyncio"])
 async def test_a_deadline_brings_what_there_is(checkpoint):
     path, _ = checkpoint
     async with AsyncLLMEngine(path, **SETTINGS) as engine:
@@ -284,7 +285,7 @@ async def test_a_deadline_brings_what_there_is(checkpoint):
     assert [beam.score for beam in beams] == sorted((b.score for b in beams), reverse=True)
 
 
-@pytest.mark.asyncio
+@pytest.mark.asyncio(loop_factories=["asyncio"])
 async def test_a_queue_that_is_short_or_full(checkpoint):
     path, _ = checkpoint
     async with AsyncLLMEngine(path, **SETTINGS) as engine:
@@ -300,8 +301,20 @@ async def test_a_queue_that_is_short_or_full(checkpoint):
         await engine.resume()
 
 
-@pytest.mark.asyncio
+@pytest.mark.asyncio(loop_factories=["asyncio"])
 async def test_an_executor_without_log_probabilities():
     async with fake_engine("Yes.") as engine:
         with pytest.raises(RequestError, match="reports no log-probabilities"):
             await beam_search(engine, "?", 2, max_tokens=3)
+
+
+def test_an_engine_that_threads_use(checkpoint):
+    path, _ = checkpoint
+    with LLM(path, **SETTINGS) as llm:
+        search = beam_search(llm.engine, [9, 8, 7], 3, max_tokens=4, ignore_eos=True)
+        found = asyncio.run(search)
+        (best,) = llm.generate(
+            [[9, 8, 7]], max_tokens=4, temperature=0, logprobs=0, ignore_eos=True
+        )
+    assert len({beam.token_ids for beam in found.outputs}) == 3
+    assert found.outputs[0].cumulative_logprob >= best.outputs[0].cumulative_logprob - 1e-4
