@@ -200,6 +200,19 @@ def test_a_width_of_one_is_greedy_until_the_end():
     assert found.token_ids == tokens
 
 
+def test_only_the_likeliest_end_and_those_behind_them_go_on():
+    search = BeamSearch(beam_width=2, max_tokens=9, stop_token_ids=frozenset([1, 2]))
+    top = [Logprob(token, -float(rank), rank) for rank, token in enumerate([1, 5, 2, 6], 1)]
+    search.advance([top])
+    assert [(beam.token_ids, beam.score) for beam in search.ended] == [([1], -1.0)]
+    assert [beam.token_ids for beam in search.running] == [[5], [6]]
+    # Of two likeliest that end, none is left out, and two others go on.
+    search = BeamSearch(beam_width=2, max_tokens=9, stop_token_ids=frozenset([1, 5]))
+    search.advance([[*top, Logprob(7, -5.0, 5)]])
+    assert [beam.token_ids for beam in search.ended] == [[1], [5]]
+    assert [beam.token_ids for beam in search.running] == [[2], [6]]
+
+
 # --- arguments and ends -----------------------------------------------------------------
 
 
