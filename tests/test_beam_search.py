@@ -14,6 +14,7 @@ import torch
 
 import asyncllm
 from asyncllm import (
+    LLM,
     AsyncLLMEngine,
     DeadlineExceededError,
     EngineClosedError,
@@ -122,7 +123,7 @@ async def _compare(path, model, way):
     assert stats.num_free_blocks == stats.num_blocks
 
 
-@pytest.mark.asyncio
+@pytest.mark.asyncio(loop_factories=["asyncio"])
 async def test_beams_share_prefixes(checkpoint):
     path, _ = checkpoint
     (prompt,) = prompts(1)
@@ -199,6 +200,19 @@ def test_a_width_of_one_is_greedy_until_the_end():
     assert found.token_ids == tokens
 
 
+def test_only_the_likeliest_end_and_those_behind_them_go_on():
+    search = BeamSearch(beam_width=2, max_tokens=9, stop_token_ids=frozenset([1, 2]))
+    top = [Logprob(token, -float(rank), rank) for rank, token in enumerate([1, 5, 2, 6], 1)]
+    search.advance([top])
+    assert [(beam.token_ids, beam.score) for beam in search.ended] == [([1], -1.0)]
+    assert [beam.token_ids for beam in search.running] == [[5], [6]]
+    # Of two likeliest that end, none is left out, and two others go on.
+    search = BeamSearch(beam_width=2, max_tokens=9, stop_token_ids=frozenset([1, 5]))
+    search.advance([[*top, Logprob(7, -5.0, 5)]])
+    assert [beam.token_ids for beam in search.ended] == [[1], [5]]
+    assert [beam.token_ids for beam in search.running] == [[2], [6]]
+
+
 # --- arguments and ends -----------------------------------------------------------------
 
 
@@ -216,7 +230,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.asyncio
+@pytest.mark.asyncio(loop_factories=["asyncio"])
 async def test_arguments(checkpoint):
     path, _ = checkpoint
     engine = AsyncLLMEngine(path, **SETTINGS)
@@ -230,7 +244,7 @@ async def test_arguments(checkpoint):
             assert accepted in str(caught.value)
 
 
-@pytest.mark.asyncio
+@pytest.mark.asyncio(loop_factories=["asyncio"])
 async def test_a_search_ends_with_the_context(checkpoint):
     path, model = checkpoint
     prompt = prompts(1)[0] + [7] * 20
@@ -255,7 +269,7 @@ async def gated(engine, **options):
     return search
 
 
-@pytest.mark.asyncio
+@pytest.mark.asyncio(loop_factories=["asyncio"])
 async def test_a_search_that_is_cancelled_aborts_its_requests(checkpoint):
     path, _ = checkpoint
     async with AsyncLLMEngine(path, **SETTINGS) as engine:
@@ -270,7 +284,7 @@ async def test_a_search_that_is_cancelled_aborts_its_requests(checkpoint):
         assert stats.num_free_blocks == stats.num_blocks
 
 
-@pytest.mark.asyncio
+@pytest.mark.asyncio(loop_factories=["asyncio"])
 async def test_a_deadline_brings_what_there_is(checkpoint):
     path, _ = checkpoint
     async with AsyncLLMEngine(path, **SETTINGS) as engine:
@@ -284,7 +298,7 @@ async def test_a_deadline_brings_what_there_is(checkpoint):
     assert [beam.score for beam in beams] == sorted((b.score for b in beams), reverse=True)
 
 
-@pytest.mark.asyncio
+@pytest.mark.asyncio(loop_factories=["asyncio"])
 async def test_a_queue_that_is_short_or_full(checkpoint):
     path, _ = checkpoint
     async with AsyncLLMEngine(path, **SETTINGS) as engine:
@@ -300,8 +314,20 @@ async def test_a_queue_that_is_short_or_full(checkpoint):
         await engine.resume()
 
 
-@pytest.mark.asyncio
+@pytest.mark.asyncio(loop_factories=["asyncio"])
 async def test_an_executor_without_log_probabilities():
     async with fake_engine("Yes.") as engine:
         with pytest.raises(RequestError, match="reports no log-probabilities"):
             await beam_search(engine, "?", 2, max_tokens=3)
+
+
+def test_an_engine_that_threads_use(checkpoint):
+    path, _ = checkpoint
+    with LLM(path, **SETTINGS) as llm:
+        search = beam_search(llm.engine, [9, 8, 7], 3, max_tokens=4, ignore_eos=True)
+        found = asyncio.run(search)
+        (best,) = llm.generate(
+            [[9, 8, 7]], max_tokens=4, temperature=0, logprobs=0, ignore_eos=True
+        )
+    assert len({beam.token_ids for beam in found.outputs}) == 3
+    assert found.outputs[0].cumulative_logprob >= best.outputs[0].cumulative_logprob - 1e-4

@@ -505,10 +505,13 @@ async def test_observers_see_all_outputs():
 
 @pytest.mark.asyncio
 async def test_a_script_answers_each_output():
-    answers = iter(["one", "two", "three"])
+    answers = iter(["one", "two", "three", "four", "five"])
     async with fake_engine(lambda prompt: next(answers)) as engine:
         completion = await engine.generate("?", n=3)
+        messages = [{"role": "user", "content": "?"}]
+        chat = await engine.chat(messages, n=2).result()
     assert [output.text for output in completion.outputs] == ["one", "two", "three"]
+    assert [output.text for output in chat.outputs] == ["four", "five"]
 
 
 # --- the page ---------------------------------------------------------------------------
