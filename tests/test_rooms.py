@@ -44,6 +44,7 @@ def imports(path: Path) -> Iterator[str]:
             ),
         ),
         ("checkpoint", ("torch", "asyncllm.core", "asyncllm.gpu", "asyncllm.runtime")),
+        ("tools", ("torch", "asyncio", "asyncllm.core", "asyncllm.gpu", "asyncllm.runtime")),
         ("text", ("torch", "asyncio", "asyncllm.core", "asyncllm.gpu", "asyncllm.runtime")),
         ("gpu", ("asyncio", "logging", "asyncllm.runtime", "asyncllm.engine", "asyncllm.stream")),
     ],

@@ -38,7 +38,7 @@ def test_the_page(name: str, test: Callable[[], Any]) -> None:
 
 
 def test_every_snippet_of_the_page_is_a_test() -> None:
-    assert len(snippets()) == PAGE.count("def test_") == 11
+    assert len(snippets()) == PAGE.count("def test_") == 12
 
 
 def test_it_needs_no_torch() -> None:

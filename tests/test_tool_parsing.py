@@ -203,10 +203,11 @@ def test_calls_as_the_form_writes_them_are_read(family: str) -> None:
     one = form.begin.replace("NAME", "get_weather") + arguments + form.end
     two = form.begin.replace("NAME", "add")
     two += ("" if form.style == "qwen_xml" else "{}") + form.end
-    separator = form.separator or ("<|call|><|start|>assistant" if family == "gpt_oss" else "")
-    text = form.prefix + one + separator + two + form.suffix
-    expected = ("", "", [("get_weather", {"city": "Oslo"}), ("add", {})])
-    assert parse(FORMS[family], [text], begin_of(family)) == expected
+    calls = [("get_weather", {"city": "Oslo"}), ("add", {})]
+    for both in {False, form.parallel}:
+        text = form.prefix + one + (form.separator + two) * both + form.suffix
+        parsed = parse(FORMS[family], [text], begin_of(family))
+        assert parsed == ("", "", calls[: 1 + both])
 
 
 MALFORMED = {

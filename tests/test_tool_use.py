@@ -355,5 +355,6 @@ def test_each_family_has_a_grammar(family: str) -> None:
     begins = [tag["begin"] for tag in found["tags"]]
     assert begins == [form.begin.replace("NAME", name) for name in ("add", "get_weather")]
     assert json.loads(json.dumps(found)) == found
+    assert found["stop_after_first"] == (family == "gpt_oss")
     styles = {tag["content"].get("style", "json") for tag in found["tags"]}
     assert styles == {form.style}

@@ -22,6 +22,7 @@ class CallForm:
         separator: between two calls.
         prefix, suffix: around all of them.
         style: of the arguments: JSON, or Qwen's ``<parameter=…>``.
+        parallel: an answer may have several. Harmony's ends with its first.
     """
 
     begin: str
@@ -30,6 +31,7 @@ class CallForm:
     prefix: str = ""
     suffix: str = ""
     style: Literal["json", "qwen_xml"] = "json"
+    parallel: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +193,11 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
             "content": "json",
             "transform": _NAMED,
         },
-        form=CallForm("<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>", ""),
+        form=CallForm(
+            "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>",
+            "",
+            parallel=False,
+        ),
         signs=(("<|channel|>", "<|constrain|>", "<|message|>"),),
         skip=_HARMONY_SKIP,
         prompt_end="<|start|>assistant",

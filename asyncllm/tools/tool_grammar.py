@@ -76,7 +76,7 @@ def tool_grammar(
         "tags": tags,
         "separator": form.separator,
         "at_least_one": True,
-        "stop_after_first": named or not parallel,
+        "stop_after_first": named or not parallel or not form.parallel,
     }
     if not form.prefix:
         return _structural_tag(calls)
