@@ -216,7 +216,7 @@ class TokenStream(Handle):
             delta = self._finish(delta, final)
         if self._parser is not None:
             delta = self._parser.push(delta)
-            if delta.finish_reason is not None:
+            if self.finish_reason is not None:
                 self.finish_reason = delta.finish_reason
         self._texts.append(delta.text)
         if delta.logprobs is not None:
