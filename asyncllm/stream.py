@@ -223,7 +223,7 @@ class TokenStream(Handle):
             delta = self._finish(delta, final)
         if self._parser is not None:
             delta = self._parser.push(delta)
-            if self._done:
+            if self.finish_reason is not None:
                 self.finish_reason = delta.finish_reason
         texts = self._texts_of_only
         if texts is None:

@@ -14,7 +14,7 @@ from asyncllm.errors import InvalidRequestError
 from asyncllm.tools.families import TOOL_FAMILIES
 from asyncllm.tools.function_schema import function_schema
 from asyncllm.tools.response_format import ResponseFormats
-from asyncllm.tools.tool_grammar import tool_grammar
+from asyncllm.tools.tool_grammar import tool_grammar, with_tool_grammar
 from asyncllm.tools.tool_use import ToolUse
 
 ADD = {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}
@@ -342,6 +342,24 @@ def test_a_grammar_writes_calls_as_the_template_does() -> None:
         ['<tool_call>\n{"name": "'],
     )
     assert (auto["stop_after_first"], auto["at_least_one"]) == (True, False)
+
+
+def test_a_choice_becomes_a_sampling_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    form = ResponseFormats([], None, "hermes", None).of(True)
+    auto, named = use([ADD]), use([ADD], {"type": "function", "name": "add"})
+    assert form is not None
+    assert auto is not None
+    assert named is not None
+    assert with_tool_grammar({"seed": 1}, auto, form) == {"seed": 1}
+    monkeypatch.setattr("asyncllm.tools.tool_grammar.GRAMMARS_ARE_ENFORCED", True)
+    found = with_tool_grammar({"seed": 1}, named, form)
+    assert found == {
+        "seed": 1,
+        "structured_outputs": tool_grammar(form, named.schemas, {"name": "add"}, True),
+    }
+    own = dataclasses.replace(form, form=None)
+    with pytest.raises(InvalidRequestError, match="tool_parser"):
+        with_tool_grammar({}, named, own)
 
 
 @pytest.mark.parametrize("family", TOOL_FAMILIES)

@@ -20,6 +20,7 @@ from asyncllm import (
     ToolCall,
     ToolCallDelta,
 )
+from asyncllm.cli.chat import _print
 from asyncllm.core.reasoning import Reasoning
 from asyncllm.runtime.loading import LoadedModel
 from asyncllm.testing import byte_tokenizer, fake_engine, fake_llm
@@ -333,6 +334,21 @@ async def test_thoughts_come_as_reasoning() -> None:
     assert "".join(map(str, deltas)) == completion.text == "Yes."
     assert completion.message["reasoning_content"] == "Hm."
     assert completion.finish_reason == "stop"
+
+
+@pytest.mark.asyncio
+async def test_a_chat_in_a_terminal_shows_thoughts_and_a_pipe_has_the_answer(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Screen(list[str]):
+        write = list.append
+
+    screen: Any = Screen()
+    async with thinking_engine("<think>Hm.</think>Yes.") as engine:
+        await _print(engine.chat(ASK), screen)
+        await _print(engine.chat(ASK), None)
+    assert "".join(screen) == "Hm.\n\nYes."
+    assert capsys.readouterr().out == "Yes."
 
 
 @pytest.mark.asyncio

@@ -235,12 +235,20 @@ class Chat:
 
 
 async def _print(stream: TokenStream, flow: Flow | None) -> None:
+    """The answer; on a screen the thoughts before it as well."""
+    thinking = False
     async for delta in stream:
         text = printable(delta.text)
-        if flow is not None:
-            flow.write(text)
-        else:
+        if flow is None:
             print(text, end="", flush=True)
+            continue
+        if delta.reasoning:
+            thinking = True
+            flow.write(printable(delta.reasoning))
+        if thinking and text:
+            thinking = False
+            text = f"\n\n{text}"
+        flow.write(text)
 
 
 def _width() -> int:

@@ -33,7 +33,7 @@ from asyncllm.text.template_input import TemplateInput
 from asyncllm.text.tokenizer_thread import LONG_TEXT, TokenizerThread
 from asyncllm.tools.message_parser import MessageParser
 from asyncllm.tools.response_format import ResponseFormat, ResponseFormats
-from asyncllm.tools.tool_grammar import refuse_unless_enforced
+from asyncllm.tools.tool_grammar import with_tool_grammar
 from asyncllm.tools.tool_use import ToolUse
 
 if TYPE_CHECKING:
@@ -173,6 +173,8 @@ class InputProcessor:
                 accepted = "no tools beside those of tools="
                 raise check.invalid("chat_template_kwargs", variables, accepted)
             given["tools"] = use.schemas
+            assert form is not None
+            sampling = with_tool_grammar(sampling, use, form)
         as_text = form is not None and form.arguments_as_text
         chat = TemplateInput(messages, given, arguments_as_text=as_text)
         request = self._request(params, sampling, options)
@@ -194,14 +196,10 @@ class InputProcessor:
         """The format of an answer.
 
         Raises:
-            InvalidRequestError: for tools that the model cannot be offered, or used as asked.
+            InvalidRequestError: for tools that the model cannot be offered.
         """
-        if use is not None:
-            refuse_unless_enforced(use)
-            if not self.loaded.tokenizer.chat_template.reads("tools"):
-                raise InvalidRequestError(
-                    "tools: the model's chat template takes none", param="tools"
-                )
+        if use is not None and not self.loaded.tokenizer.chat_template.reads("tools"):
+            raise InvalidRequestError("tools: the model's chat template takes none", param="tools")
         return self._formats.of(use is not None)
 
     @cached_property

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from asyncllm.outputs import CompletionOutput, Delta, ToolCall, ToolCallDelta
-from asyncllm.tools.call_readers import CallReader, Event
+from asyncllm.tools.call_reader import CallReader, Event
 from asyncllm.tools.delimiters import DelimiterScanner, Found
 from asyncllm.tools.response_format import CALLS, SKIP, ResponseFormat
 

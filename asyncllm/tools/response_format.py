@@ -10,12 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from asyncllm.errors import InvalidRequestError, ModelLoadError
-from asyncllm.tools.call_readers import (
-    CallReader,
-    JsonCallReader,
-    JsonSyntax,
-    RegionCallReader,
-)
+from asyncllm.tools.call_reader import CallReader, RegionCallReader
 from asyncllm.tools.delimiters import Delimiters, Found, literals_or_pattern
 from asyncllm.tools.families import (
     REASONING_FAMILIES,
@@ -24,6 +19,7 @@ from asyncllm.tools.families import (
     ReasoningFamily,
     ToolFamily,
 )
+from asyncllm.tools.json_call_reader import JsonCallReader, JsonSyntax
 
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 CALLS = "tool_calls"

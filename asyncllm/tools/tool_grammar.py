@@ -13,9 +13,17 @@ GRAMMARS_ARE_ENFORCED = False
 """Until there is a backend for ``structured_outputs``, what takes a grammar is refused."""
 
 
-def refuse_unless_enforced(use: ToolUse) -> None:
-    """Raises InvalidRequestError for a choice that takes a grammar, while none is enforced."""
-    if use.is_constrained and not GRAMMARS_ARE_ENFORCED:
+def with_tool_grammar(
+    sampling: dict[str, Any], use: ToolUse, template: ResponseFormat
+) -> dict[str, Any]:
+    """Fields of ``SamplingParams``, with the grammar that ``use`` takes, if it takes one.
+
+    Raises:
+        InvalidRequestError: for a choice that takes a grammar, while none is enforced.
+    """
+    if not use.is_constrained:
+        return sampling
+    if not GRAMMARS_ARE_ENFORCED:
         given = ("parallel_tool_calls", False, "true")
         if use.choice != "auto":
             given = ("tool_choice", use.choice, '"auto" or "none"')
@@ -25,6 +33,8 @@ def refuse_unless_enforced(use: ToolUse) -> None:
             f"{accepted}",
             param=param,
         )
+    grammar = tool_grammar(template, use.schemas, use.choice, use.parallel)
+    return {**sampling, "structured_outputs": grammar}
 
 
 def tool_grammar(
