@@ -181,7 +181,12 @@ STRUCTURES = {
     ],
     "triggers": ["<f="],
 }
-TAG = {"type": "tag", "begin": "<f>", "content": {"type": "json_schema"}, "end": "</f>"}
+TAG: dict[str, Any] = {
+    "type": "tag",
+    "begin": "<f>",
+    "content": {"type": "json_schema"},
+    "end": "</f>",
+}
 
 
 def test_structural_tags(either):
@@ -191,16 +196,32 @@ def test_structural_tags(either):
         assert accepts(grammar, text), text
     for text in ("<f=add>77</f>", "<f=mul>7</f>", "<f=add>7", "<f=no>7</f>"):
         assert not accepts(grammar, text), text
-    tag = {"type": "structural_tag", "format": json.loads(json.dumps(TAG))}
-    tag["format"]["content"]["json_schema"] = {"type": "null"}
+    null, two = {"type": "null"}, {"enum": [1, 2]}
+    tags = [TAG | {"begin": f"<{n}>", "content": {**TAG["content"], "json_schema": schema}}
+            for n, schema in (("f", null), ("g", two))]  # fmt: skip
+    calls = {"type": "tags_with_separator", "tags": tags, "separator": ";", "at_least_one": True}
+    once = {**calls, "stop_after_first": True}
+    around = {"type": "sequence", "elements": [{"type": "const_string", "value": "["}, once]}
+    free = {"type": "triggered_tags", "triggers": ["<"], "tags": tags, "stop_after_first": True}
+    f, g = "<f>null</f>", "<g>2</f>"
+    for form, good, bad in (
+        (tags[0], [f], ["", g, f + f]),
+        (calls, [f, g + ";" + f], ["", f + g, f + ";", "<g>3</f>"]),
+        (once, [f, g], ["", f + ";" + f]),
+        (around, ["[" + f], [f, "["]),
+        (free, ["no call", "first " + f], [f + f, "<f>5</f>"]),
+    ):
+        grammar = compiled(compiler, structural_tag={"type": "structural_tag", "format": form})
+        assert [text for text in good if not accepts(grammar, text)] == [], form
+        assert [text for text in bad if accepts(grammar, text)] == [], form
+    ignored = {"type": "array", "uniqueItems": True}
+    tag = TAG | {"content": {"type": "json_schema", "json_schema": ignored}}
+    with pytest.raises(GrammarError, match="'uniqueItems' is not enforced"):
+        compiled(compiler, structural_tag={"type": "structural_tag", "format": tag})
     if name == "llguidance":
+        other = {"type": "structural_tag", "format": {"type": "any_text"}}
         with pytest.raises(GrammarError, match="needs the xgrammar backend"):
-            compiled(compiler, structural_tag=tag)
-    else:
-        assert accepts(compiled(compiler, structural_tag=tag), "<f>null</f>")
-        tag["format"]["content"]["json_schema"] = {"type": "array", "uniqueItems": True}
-        with pytest.raises(GrammarError, match="'uniqueItems' is not enforced"):
-            compiled(compiler, structural_tag=tag)
+            compiled(compiler, structural_tag=other)
 
 
 def test_rollback_takes_tokens_back(either):

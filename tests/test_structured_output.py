@@ -367,6 +367,7 @@ async def test_compiles_past_their_time_are_bounded(slow, monkeypatch):
             await engine.generate("x", structured_outputs={"regex": "slow9"})
         assert (await engine.generate("y", max_tokens=5)).finish_reason
         assert "slow9" not in slow.begun
+        slow.gate.set()
 
 
 async def test_a_request_that_waits_for_its_grammar_can_be_aborted_and_expires(slow):

@@ -162,12 +162,23 @@ def test_python_types_make_schemas_and_values(kind, value):
     schema = json.loads(kept({"json": kind}).text)
     required = {Model: ["name"], Place: ["city", "people"]}.get(kind, ["legs"])
     assert (schema["type"], schema["required"]) == ("object", required)
+    assert schema["additionalProperties"] is False
+    assert all(one["additionalProperties"] is False for one in schema.get("$defs", {}).values())
     found = done(json.dumps(value)).parsed(kind)
     if kind in (Model, Place):
         assert type(found) is kind
         assert pydantic.TypeAdapter(kind).dump_python(found) == value
     else:
         assert found == value
+
+
+def test_a_type_may_have_other_properties_if_it_says_so():
+    class Open(pydantic.BaseModel, extra="allow"):
+        by_name: dict[str, int]
+
+    schema = json.loads(kept({"json": Open}).text)
+    assert schema["additionalProperties"] is True
+    assert schema["properties"]["by_name"]["additionalProperties"] == {"type": "integer"}
 
 
 def done(text: str, reason: Any = "stop") -> Completion:

@@ -27,16 +27,27 @@ def is_schema_type(value: Any) -> bool:
 
 
 def schema_of(kind: type, name: str) -> dict[str, Any]:
-    """The JSON schema of a type.
+    """The JSON schema of a type, whose objects have no other properties unless it says so: what it
+    does not know, it would drop.
 
     Raises:
         InvalidRequestError: for one that has none, or without Pydantic.
     """
     adapter = _adapter(kind, name)
     try:
-        return adapter.json_schema()
+        schema = adapter.json_schema()
     except Exception as error:  # of the type's own hooks
         raise check.invalid(name, kind, f"a type that JSON can express ({error})") from error
+    pending: list[Any] = [schema]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, dict):
+            if item.get("type") == "object" and isinstance(item.get("properties"), dict):
+                item.setdefault("additionalProperties", False)
+            pending += item.values()
+        elif isinstance(item, list):
+            pending += item
+    return schema
 
 
 def from_json(kind: Any, text: str, name: str) -> Any:

@@ -9,54 +9,111 @@ from typing import Any
 from asyncllm.structured.grammar import MAX_WHITESPACE, WHITESPACE, GrammarError
 from asyncllm.structured.json_schema import LLGUIDANCE, refuse_unenforced
 
-MAX_TAGS = 512
+MAX_RULES = 4096
+_EMPTY = '""'
 
 
 def to_lark(tag: dict[str, Any]) -> str:
-    """A structural tag of "structures" (``begin``, ``schema``, ``end`` each) and "triggers" as a
-    grammar in llguidance's Lark. Text is free up to a trigger; there one of the structures whose
-    beginning starts with it follows.
+    """A structural tag as a grammar in llguidance's Lark.
+
+    Of the formats it has const_string, json_schema, sequence, or, tag, tags_with_separator, and
+    triggered_tags as the whole: text is free up to a trigger, where a tag that begins with it
+    follows.
 
     Raises:
         GrammarError: for a tag of another form.
     """
-    structures, triggers = tag.get("structures"), tag.get("triggers")
-    if not isinstance(structures, list) or not isinstance(triggers, list):
-        raise GrammarError('a structural tag with "format" needs the xgrammar backend')
-    if not 0 < len(structures) <= MAX_TAGS or not 0 < len(triggers) <= MAX_TAGS:
-        raise GrammarError(f'"structures" and "triggers": expected 1 to {MAX_TAGS} of each')
-    rules = []
-    for number, structure in enumerate(structures):
-        begin, schema, end = (structure.get(key) for key in ("begin", "schema", "end"))
-        if not (isinstance(begin, str) and isinstance(end, str) and isinstance(schema, dict)):
-            raise GrammarError('a structure has "begin" and "end", strings, and a "schema"')
-        trigger = next((t for t in triggers if isinstance(t, str) and begin.startswith(t)), "")
-        if not trigger:
-            raise GrammarError(f"no trigger begins {begin!r}")
-        refuse_unenforced(schema, LLGUIDANCE)
-        options = {"whitespace_pattern": f"{WHITESPACE}{{0,{MAX_WHITESPACE}}}"}
-        body = json.dumps({**schema, "x-guidance": options}, ensure_ascii=False)
-        rest = f"{_quoted(begin[len(trigger) :])} %json {body} {_quoted(end)}"
-        rules.append(
-            f"head_{number}[lazy]: TEXT {_quoted(trigger)}\ntag_{number}: head_{number} {rest}"
-        )
-    tags = " | ".join(f"tag_{number}" for number in range(len(structures)))
-    return f"start: ({tags})* tail\ntail: TEXT\nTEXT: /(.|\\n)*/\n" + "\n".join(rules) + "\n"
+    lark = _Lark()
+    form = with_format(tag)["format"]
+    if _field(form, "type", str) == "triggered_tags":
+        start = lark.triggered_tags(form)
+    else:
+        start = lark.expression(form)
+    return "\n".join([f"start: {start}", "TEXT: /(.|\\n)*/", *lark.rules, ""])
+
+
+class _Lark:
+    """Rules of a grammar, as they are written."""
+
+    def __init__(self) -> None:
+        self.rules: list[str] = []
+
+    def rule(self, body: str, attributes: str = "") -> str:
+        if len(self.rules) >= MAX_RULES:
+            raise GrammarError(f"a structural tag has at most {MAX_RULES} parts")
+        name = f"part_{len(self.rules)}"
+        self.rules.append(f"{name}{attributes}: {body}")
+        return name
+
+    def expression(self, form: Any) -> str:
+        """A rule of the format; its name."""
+        kind = _field(form, "type", str)
+        if kind == "const_string":
+            return self.rule(_quoted(_field(form, "value", str)))
+        if kind == "json_schema" and form.get("style", "json") == "json":
+            return self.rule(_json(form.get("json_schema")))
+        if kind in ("sequence", "or"):
+            parts = map(self.expression, _field(form, "elements", list))
+            return self.rule((" | " if kind == "or" else " ").join(parts) or _EMPTY)
+        if kind == "tag":
+            return self.rule(self._tag(form, _field(form, "begin", str)))
+        if kind == "tags_with_separator":
+            return self.rule(self._with_separator(form))
+        raise GrammarError(f"the format {kind!r} needs the xgrammar backend")
+
+    def _tag(self, form: Any, begin: str) -> str:
+        content, end = self.expression(form.get("content")), _field(form, "end", str)
+        return f"{_quoted(begin)} {content} {_quoted(end)}"
+
+    def _with_separator(self, form: Any) -> str:
+        tags = " | ".join(map(self.expression, _field(form, "tags", list))) or _EMPTY
+        body = self.rule(tags)
+        if not form.get("stop_after_first", False):
+            body += f" ({_quoted(_field(form, 'separator', str))} {body})*"
+        return body if form.get("at_least_one", False) else f"({body})?"
+
+    def triggered_tags(self, form: Any) -> str:
+        triggers = _field(form, "triggers", list)
+        if form.get("at_least_one", False) or form.get("excludes"):
+            raise GrammarError("triggered_tags with conditions need the xgrammar backend")
+        tags = []
+        for tag in _field(form, "tags", list):
+            begin = _field(tag, "begin", str)
+            trigger = next((t for t in triggers if isinstance(t, str) and begin.startswith(t)), "")
+            if not trigger:
+                raise GrammarError(f"no trigger begins {begin!r}")
+            head = self.rule(f"TEXT {_quoted(trigger)}", "[lazy]")
+            tags.append(self.rule(f"{head} {self._tag(tag, begin[len(trigger) :])}"))
+        if not tags:
+            raise GrammarError("a structural tag without tags")
+        if form.get("stop_after_first", False):
+            return f"{' | '.join(tags)} | {self.rule('TEXT')}"
+        return f"({' | '.join(tags)})* {self.rule('TEXT')}"
+
+
+def _field(form: Any, name: str, kind: type) -> Any:
+    value = form.get(name) if isinstance(form, dict) else None
+    if not isinstance(value, kind):
+        raise GrammarError(f"{name!r} of a format: expected a {kind.__name__}")
+    return value
+
+
+def _json(schema: Any) -> str:
+    if not isinstance(schema, dict):
+        schema = {} if schema is True else {"not": {}}
+    refuse_unenforced(schema, LLGUIDANCE)
+    options = {"whitespace_pattern": f"{WHITESPACE}{{0,{MAX_WHITESPACE}}}"}
+    return f"%json {json.dumps({**schema, 'x-guidance': options}, ensure_ascii=False)}"
 
 
 def with_format(tag: dict[str, Any]) -> dict[str, Any]:
     """A structural tag of "structures" and "triggers" in the form with "format"."""
     if "format" in tag:
         return tag
-    tags = [
-        {
-            "type": "tag",
-            "begin": one.get("begin"),
-            "content": {"type": "json_schema", "json_schema": one.get("schema")},
-            "end": one.get("end"),
-        }
-        for one in tag["structures"]
-    ]
+    tags = []
+    for one in _field(tag, "structures", list):
+        content = {"type": "json_schema", "json_schema": _field(one, "schema", dict)}
+        tags.append({"type": "tag", **one, "content": content})
     form = {"type": "triggered_tags", "triggers": tag.get("triggers"), "tags": tags}
     return {"type": "structural_tag", "format": form}
 
