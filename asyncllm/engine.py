@@ -122,6 +122,7 @@ class AsyncLLMEngine(Handle):
             self._observers,
             policy=self.config.scheduling_policy,
             seed=self.config.seed,
+            max_logprobs=self.config.max_logprobs,
         )
 
     def _thread_mailbox(self) -> ThreadMailbox:

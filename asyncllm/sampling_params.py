@@ -10,10 +10,13 @@ from typing import Any
 from asyncllm import validation as check
 from asyncllm.errors import InvalidRequestError
 
-MAX_LOGPROBS = 64
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024
 """Characters. Each token's text is searched for every stop string, while the batch waits."""
+
+MAX_BAD_WORDS = 1024
+MAX_BAD_WORD_LENGTH = 1024
+"""Characters. The sequences are looked for at each token, while the batch waits."""
 
 MAX_LOGITS_PROCESSORS = 64
 """Each is called for each token, while the batch waits."""
@@ -51,14 +54,18 @@ class SamplingParams:
         ignore_eos: go on past the model's end-of-sequence tokens.
         max_tokens: output tokens at most; None goes up to the context.
         min_tokens: neither EOS nor a stop token or string before so many tokens.
-        logprobs: number of most likely tokens to report at each position, 0 to 64;
-            the sampled token is always reported; None reports nothing.
+        logprobs: number of most likely tokens to report at each position, at most
+            ``EngineConfig.max_logprobs``; -1 for all, where that is -1. The sampled token is always
+            reported; None reports nothing.
         logit_bias: token id to a number added to its logit, in [-100, 100].
         allowed_token_ids: nothing else may be sampled.
+        bad_words: texts, 1024 of 1024 characters at most, whose tokens may not follow one another
+            in the output, be it behind a space or not. Those of one token cost nothing; longer
+            ones are looked for on the host.
         skip_special_tokens: leave special tokens out of the text.
         include_stop_str_in_output: keep the stop string at the end of the text.
         logits_processors: callables ``(output_token_ids, logits) -> logits``, 64 at most.
-        prompt_logprobs, bad_words, structured_outputs: not supported yet; setting one is an
+        prompt_logprobs, structured_outputs: not supported yet; setting one is an
             InvalidRequestError.
 
     Raises:
@@ -101,7 +108,7 @@ class SamplingParams:
         check.field(self, check.integer, "seed", -(2**63), 2**64 - 1)
         check.field(self, check.integer, "max_tokens", 1)
         check.field(self, check.integer, "min_tokens", 0)
-        check.field(self, check.integer, "logprobs", 0, MAX_LOGPROBS)
+        check.field(self, check.integer, "logprobs", -1)
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             check.field(self, check.boolean, name)
         if self.top_k == -1:
@@ -117,8 +124,6 @@ class SamplingParams:
             raise InvalidRequestError(f"n={self.n}: only n=1 is supported", param="n")
         check.refuse_unsupported("prompt_logprobs", self.prompt_logprobs, None)
         check.refuse_unsupported("structured_outputs", self.structured_outputs, None)
-        check.refuse_unsupported("bad_words", self.bad_words, (), [], None)
-        self._set("bad_words", ())
 
     def _freeze_collections(self) -> None:
         """Turns every collection into an immutable one, so that a caller's later change of
@@ -130,6 +135,7 @@ class SamplingParams:
         lengths = [len(check.string("stop", one)) for one in self.stop]
         if max(lengths, default=0) > MAX_STOP_LENGTH:
             raise check.invalid("stop", self.stop, accepted)
+        self._check_bad_words()
         check.field(self, check.token_ids, "stop_token_ids")
         check.field(self, check.token_ids, "allowed_token_ids")
         if self.allowed_token_ids == ():
@@ -145,6 +151,13 @@ class SamplingParams:
         if not all(callable(processor) for processor in self.logits_processors):
             raise check.invalid("logits_processors", self.logits_processors, "callables")
 
+    def _check_bad_words(self) -> None:
+        accepted = f"texts of {MAX_BAD_WORD_LENGTH} characters at most"
+        check.field(self, check.items, "bad_words", accepted, MAX_BAD_WORDS)
+        for word in self.bad_words:
+            if len(check.string("bad_words", word)) > MAX_BAD_WORD_LENGTH or not word.strip():
+                raise check.invalid("bad_words", word, accepted)
+
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
 
@@ -154,6 +167,13 @@ class SamplingParams:
             largest = max(getattr(self, name) or (), default=0)
             if largest >= vocab_size:
                 raise check.invalid(name, largest, f"token ids from 0 to {vocab_size - 1}")
+
+    def check_logprobs(self, most: int) -> None:
+        """Raises InvalidRequestError for more log-probabilities than ``most``; -1 is any number."""
+        count = self.logprobs
+        if most >= 0 and count is not None and not 0 <= count <= most:
+            accepted = f"an integer from 0 to {most} or None (EngineConfig.max_logprobs={most})"
+            raise check.invalid("logprobs", count, accepted)
 
     def resolve(
         self,

@@ -64,6 +64,7 @@ class Request:
         num_slots: tokens that every group has blocks for.
         num_published: leading tokens whose full blocks were offered to the pool.
         publish_at: tokens with which the next block is full and can be offered.
+        bad_words: token sequences that may not occur in the output.
         output: its tokens' way to text; the core only passes it along.
     """
 
@@ -76,6 +77,7 @@ class Request:
     eos_token_ids: tuple[int, ...] = ()
     cache_salt: str | None = None
     output: Any = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
     index: int = field(init=False)
     request_id: str = field(init=False)
     arrived_at: float = field(init=False)

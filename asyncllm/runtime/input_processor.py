@@ -60,6 +60,7 @@ class InputProcessor:
     go to a worker thread: they keep their arrival index and hold up no other.
 
     Args:
+        max_logprobs: that a request may ask for; -1 is any number.
         policy: the scheduling policy; with "fcfs" a priority is refused.
         seed: of the seeds drawn for requests without one; None is the operating system's.
     """
@@ -70,6 +71,7 @@ class InputProcessor:
     observers: Observers
     policy: str
     seed: InitVar[int | None]
+    max_logprobs: int = 20
     _neutral_params: SamplingParams = field(default_factory=SamplingParams)
     _worker: TokenizerThread = field(default_factory=partial(TokenizerThread, "asyncllm-text"))
 
@@ -156,6 +158,7 @@ class InputProcessor:
             draw_seed=lambda: self._random.getrandbits(64),
         )
         resolved.check_vocabulary(info.vocab_size)
+        resolved.check_logprobs(self.max_logprobs)
         executor = self.loaded.executor
         if resolved.logits_processors and getattr(executor, "in_process", None) is None:
             accepted = "none with an executor that runs in another process"
@@ -175,6 +178,9 @@ class InputProcessor:
             priority=options.priority,
             eos_token_ids=model.eos_token_ids,
             cache_salt=options.cache_salt,
+            bad_words=bad_words_token_ids(
+                resolved.bad_words, self.loaded.tokenizer, info.vocab_size
+            ),
             output=Output(lambda token_ids: decode(token_ids, resolved.skip_special_tokens)),
         )
 
@@ -247,3 +253,24 @@ class InputProcessor:
         if group.notifier is not None:
             group.notifier.submitted(asked)
         return stream
+
+
+def bad_words_token_ids(
+    words: Sequence[str], tokenizer: Any, vocab_size: int
+) -> tuple[tuple[int, ...], ...]:
+    """Token sequences of ``bad_words``, as in vLLM: each as it is, and behind a space if that makes
+    another sequence of the same length.
+
+    Raises:
+        InvalidRequestError: for one that has no tokens, or some that the model has not.
+    """
+    found: list[tuple[int, ...]] = []
+    for word in words:
+        bare = tuple(tokenizer.encode(word.lstrip(), add_special_tokens=False))
+        if not bare or max(bare) >= vocab_size:
+            raise check.invalid("bad_words", word, "texts whose tokens the model has")
+        found.append(bare)
+        spaced = tuple(tokenizer.encode(" " + word.lstrip(), add_special_tokens=False))
+        if len(spaced) == len(bare) and spaced[0] != bare[0] and max(spaced) < vocab_size:
+            found.append(spaced)
+    return tuple(found)
