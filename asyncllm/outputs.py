@@ -133,6 +133,13 @@ class CompletionOutput:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     tool_calls: tuple[Any, ...] = ()
 
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Sum of the sampled tokens' log-probabilities; None without ``logprobs``."""
+        if self.logprobs is None:
+            return None
+        return sum(one.logprob for one in self.logprobs)
+
 
 @dataclass(frozen=True, slots=True)
 class Completion:
