@@ -20,8 +20,12 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from asyncllm.checkpoint.model_files import resolve_model
+from asyncllm.errors import InvalidRequestError
 from asyncllm.gpu.batch.sampling_inputs import MAX_BIAS, MAX_STOP_IDS, Stages
 from asyncllm.gpu.ops.gumbel import gumbel_keys, gumbel_sample
+from asyncllm.runtime.input_processor import bad_words_token_ids
+from asyncllm.text.tokenizer import Tokenizer
 from tests.test_sampler import Bench, chi_square
 
 VOCAB = 200
@@ -205,3 +209,31 @@ def test_two_rounds_have_the_distribution_of_one() -> None:
     wanted = np.append(expected[~rare], expected[rare].sum())
     assert chi_square(np.append(found[~rare], found[rare].sum()), wanted) > 1e-4
     assert len(set(gumbel_keys(states, positions).tolist())) == count
+
+
+def test_bad_words_are_spelt_with_and_without_a_space() -> None:
+    tokenizer = Tokenizer.from_directory(resolve_model(None, None))
+    found = bad_words_token_ids([" house", "the"], tokenizer, 10**6)
+    bare = [tuple(tokenizer.encode(w, add_special_tokens=False)) for w in ("house", "the")]
+    spaced = [tuple(tokenizer.encode(f" {w}", add_special_tokens=False)) for w in ("house", "the")]
+    assert set(bare) <= set(found) <= {*bare, *spaced}
+    for one, other in zip(bare, spaced, strict=True):
+        assert (other in found) == (len(one) == len(other) and one[0] != other[0])
+    with pytest.raises(InvalidRequestError, match="tokens the model has"):
+        bad_words_token_ids(["house"], tokenizer, 1)
+
+
+def test_all_logprobs() -> None:
+    bench = Bench(VOCAB)
+    bench.enter(0, PROMPT, [], logprobs=-1, temperature=0.0)
+    bench.enter(1, PROMPT, [], logprobs=70, temperature=1.0)
+    logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(1))
+    output = bench.sample(logits, [0, 1])
+    for row, count in ((0, VOCAB), (1, 70)):
+        exact, found = logits[row].log_softmax(-1), output.logprobs[row]
+        assert found.token_id == output.token_ids[row]
+        assert found.sampled.rank == int((exact > exact[found.token_id]).sum()) + 1
+        assert [one.rank for one in found.top] == list(range(1, count + 1))
+        order = exact.sort(descending=True)
+        assert [one.token_id for one in found.top] == order.indices[:count].tolist()
+        assert [one.logprob for one in found.top] == order.values[:count].tolist()
