@@ -324,6 +324,12 @@ def choose_kernel(
     largest = tl.max(maxima, 0)
     base = tl.where(largest == float("-inf"), 0.0, largest)
     total = tl.sum(sums * tl.exp(maxima - base), 0)
+    key = race_key(states, positions, row, line)
+    counter = chunk.to(tl.uint32)
+    word, _, _, _ = tl.philox(key, counter, counter * 0 + 1, counter * 0, counter * 0)
+    by_mass = tl.where(sums > 0.0, maxima + tl.log(sums) - log_exponential(word), float("-inf"))
+    # Looked for in every row: kept for a branch, what it is made of would spill.
+    heaviest = tl.min(tl.where(by_mass == tl.max(by_mass, 0), chunk, num_chunks - 1), 0)
     first = tl.min(tl.where(scores == tl.max(scores, 0), chunk, num_chunks - 1), 0)
     token = tl.load(chunk_token + row * num_chunks + first)
     greedy, factor = temperature_factor(tl.load(temperatures + line))
@@ -335,13 +341,7 @@ def choose_kernel(
     # A sum is a number only if every logit is one.
     valid = total >= 0.5
     logits += row * stride_logits
-    key = race_key(states, positions, row, line)
     if valid & (greedy == 0) & (cut == 0) & (top_p >= 1.0):
-        counter = chunk.to(tl.uint32)
-        word, _, _, _ = tl.philox(key, counter, counter * 0 + 1, counter * 0, counter * 0)
-        score = maxima + tl.log(sums) - log_exponential(word)
-        score = tl.where(exists & (sums > 0.0), score, float("-inf"))
-        heaviest = tl.min(tl.where(score == tl.max(score, 0), chunk, num_chunks - 1), 0)
         token = race_in_chunk(logits, heaviest, factor, vocab_size, key)
     if valid & (greedy == 0) & (cut | (top_p < 1.0)):
         listed += row * num_chunks
