@@ -133,7 +133,7 @@ class TopLogprobs:
         self, max_num_seqs: int, count: int, device: torch.device, *, pinned: bool = False
     ) -> None:
         shape = (max_num_seqs, count + 1)
-        self.values = torch.zeros(shape, device=device, pin_memory=pinned)
+        self.values = torch.zeros(shape, dtype=torch.float32, device=device, pin_memory=pinned)
         self.ids = torch.zeros(shape, dtype=torch.int64, device=device, pin_memory=pinned)
 
     def copy_from(self, device: TopLogprobs, num_rows: int) -> None:

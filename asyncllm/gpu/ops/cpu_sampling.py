@@ -50,7 +50,7 @@ def sample(
     for rows in torch.nonzero(req_indices >= 0).flatten().split(max(1, BLOCK // width)):
         lines = req_indices[rows]
         temperature = sampling.temperature[lines]
-        scaled = torch.full((len(rows), width), -torch.inf)
+        scaled = logits.new_full((len(rows), width), -torch.inf, dtype=torch.float32)
         factors = temperature_factors(temperature).unsqueeze(1)
         torch.mul(logits[rows].float(), factors, out=scaled[:, : logits.shape[1]])
         keys = gumbel_keys(sampling.states[lines], positions[rows] + 1)
@@ -144,12 +144,13 @@ def _candidates(scaled: Tensor, maxima: Tensor, width: int) -> tuple[Tensor, Ten
         the largest logit that is not among them.
     """
     count = maxima.shape[1]
-    ids = torch.arange(scaled.shape[1]).expand(len(scaled), -1)
-    bound = torch.full((len(scaled),), -torch.inf)
+    ids = torch.arange(scaled.shape[1], device=scaled.device).expand(len(scaled), -1)
+    bound = scaled.new_full((len(scaled),), -torch.inf)
     if width < count:
         top = maxima.topk(width + 1)
         bound = top.values[:, -1]
         spans = top.indices[:, :width].sort(-1).values
-        ids = (torch.arange(SPAN).unsqueeze(1) * count + spans.unsqueeze(1)).flatten(1)
+        spread = torch.arange(SPAN, device=scaled.device).unsqueeze(1) * count
+        ids = (spread + spans.unsqueeze(1)).flatten(1)
     values, order = scaled.gather(1, ids).sort(dim=-1, descending=True, stable=True)
     return values, ids.gather(1, order), bound

@@ -102,7 +102,7 @@ class Sampler:
         self._ops = ops
         self._updates: list[LineUpdate] = []
         self._tensors = self.state.tensors()
-        self._last_sampled_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64)
+        self._last_sampled_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device="cpu")
 
     def assign(self, assignment: RequestAssignment) -> None:
         """Takes over a request's parameters. Its tokens are in the input batch already.
