@@ -70,6 +70,8 @@ class EngineConfig:
             within a priority). It orders admission and victims, not what runs already.
         max_queued_requests: requests waiting at most; more are EngineOverloadedError.
         max_queued_tokens: prompt tokens waiting at most.
+        max_logprobs: the most ``logprobs`` that a request may ask for; -1 is any number, up to the
+            whole vocabulary.
         seed: of the seeds that are drawn for requests without one; None draws them from the
             operating system.
         quantization: "int8" rounds the weights of linear layers to 8 bits while they are loaded,
@@ -114,6 +116,7 @@ class EngineConfig:
     scheduling_policy: SchedulingPolicy = "fcfs"
     max_queued_requests: int = 1024
     max_queued_tokens: int = 1_000_000
+    max_logprobs: int = 20
     seed: int | None = None
     quantization: Quantization | None = None
     load_format: LoadFormat = "auto"
@@ -134,6 +137,7 @@ class EngineConfig:
         check.field(self, check.integer, "num_threads", 1, 1024)
         check.field(self, check.integer, "max_queued_requests", 1)
         check.field(self, check.integer, "max_queued_tokens", 1)
+        check.field(self, check.integer, "max_logprobs", -1)
         check.field(self, check.integer, "seed", 0, 2**64 - 1)
         if not check.same(self.max_num_batched_tokens, "auto"):
             check.field(self, check.integer, "max_num_batched_tokens", 1, _MAX_TOKENS)

@@ -15,10 +15,13 @@ from asyncllm.structured.spec import parse_structured_outputs
 MAX_OUTPUTS = 256
 """Of one request. Each has a copy of the prompt's token ids."""
 
-MAX_LOGPROBS = 64
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024
 """Characters. Each token's text is searched for every stop string, while the batch waits."""
+
+MAX_BAD_WORDS = 1024
+MAX_BAD_WORD_LENGTH = 1024
+"""Characters. The sequences are looked for at each token, while the batch waits."""
 
 MAX_LOGITS_PROCESSORS = 64
 """Each is called for each token, while the batch waits."""
@@ -58,10 +61,14 @@ class SamplingParams:
         ignore_eos: go on past the model's end-of-sequence tokens.
         max_tokens: output tokens at most; None goes up to the context.
         min_tokens: neither EOS nor a stop token or string before so many tokens.
-        logprobs: number of most likely tokens to report at each position, 0 to 64;
-            the sampled token is always reported; None reports nothing.
+        logprobs: number of most likely tokens to report at each position, at most
+            ``EngineConfig.max_logprobs``; -1 for all, where that is -1. The sampled token is always
+            reported; None reports nothing.
         logit_bias: token id to a number added to its logit, in [-100, 100].
         allowed_token_ids: nothing else may be sampled.
+        bad_words: texts, 1024 of 1024 characters at most, whose tokens may not follow one another
+            in the output, be it behind a space or not. Those of one token cost nothing; longer
+            ones are looked for on the host.
         skip_special_tokens: leave special tokens out of the text.
         include_stop_str_in_output: keep the stop string at the end of the text.
         logits_processors: callables ``(output_token_ids, logits) -> logits``, 64 at most.
@@ -69,7 +76,7 @@ class SamplingParams:
             JSON schema as a dict or text, a Pydantic model, a dataclass or a TypedDict),
             ``regex``, ``choice`` (strings), ``grammar`` (Lark or GBNF), ``json_object`` (True) and
             ``structural_tag``; see docs/structured_output.md. Kept as a StructuredOutputs.
-        prompt_logprobs, bad_words: not supported yet; setting one is an InvalidRequestError.
+        prompt_logprobs: not supported yet; setting one is an InvalidRequestError.
 
     Raises:
         InvalidRequestError: for a value outside its range, with ``param`` set.
@@ -112,7 +119,7 @@ class SamplingParams:
         check.field(self, check.integer, "seed", -(2**63), 2**64 - 1)
         check.field(self, check.integer, "max_tokens", 1)
         check.field(self, check.integer, "min_tokens", 0)
-        check.field(self, check.integer, "logprobs", 0, MAX_LOGPROBS)
+        check.field(self, check.integer, "logprobs", -1)
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             check.field(self, check.boolean, name)
         if self.top_k == -1:
@@ -132,8 +139,6 @@ class SamplingParams:
 
     def _refuse_unsupported(self) -> None:
         check.refuse_unsupported("prompt_logprobs", self.prompt_logprobs, None)
-        check.refuse_unsupported("bad_words", self.bad_words, (), [], None)
-        self._set("bad_words", ())
 
     def _freeze_collections(self) -> None:
         """Turns every collection into an immutable one, so that a caller's later change of
@@ -145,6 +150,7 @@ class SamplingParams:
         lengths = [len(check.string("stop", one)) for one in self.stop]
         if max(lengths, default=0) > MAX_STOP_LENGTH:
             raise check.invalid("stop", self.stop, accepted)
+        self._check_bad_words()
         check.field(self, check.token_ids, "stop_token_ids")
         check.field(self, check.token_ids, "allowed_token_ids")
         if self.allowed_token_ids == ():
@@ -160,6 +166,13 @@ class SamplingParams:
         if not all(callable(processor) for processor in self.logits_processors):
             raise check.invalid("logits_processors", self.logits_processors, "callables")
 
+    def _check_bad_words(self) -> None:
+        accepted = f"texts of {MAX_BAD_WORD_LENGTH} characters at most"
+        check.field(self, check.items, "bad_words", accepted, MAX_BAD_WORDS)
+        for word in self.bad_words:
+            if len(check.string("bad_words", word)) > MAX_BAD_WORD_LENGTH or not word.strip():
+                raise check.invalid("bad_words", word, accepted)
+
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
 
@@ -169,6 +182,13 @@ class SamplingParams:
             largest = max(getattr(self, name) or (), default=0)
             if largest >= vocab_size:
                 raise check.invalid(name, largest, f"token ids from 0 to {vocab_size - 1}")
+
+    def check_logprobs(self, most: int) -> None:
+        """Raises InvalidRequestError for more log-probabilities than ``most``; -1 is any number."""
+        count = self.logprobs
+        if most >= 0 and count is not None and not 0 <= count <= most:
+            accepted = f"an integer from 0 to {most} or None (EngineConfig.max_logprobs={most})"
+            raise check.invalid("logprobs", count, accepted)
 
     def resolve(
         self,

@@ -23,7 +23,7 @@ from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.gpu.batch.step_buffers import PinnedStepBuffer
 from asyncllm.gpu.batch.step_inputs import ModelInputs
-from asyncllm.gpu.graph.cuda_graphs import GraphCapturer, Stages, default_sizes
+from asyncllm.gpu.graph.cuda_graphs import GraphCapturer, default_sizes
 from asyncllm.gpu.graph.decode_runner import DecodeRunner
 from asyncllm.gpu.kv_cache import KVCache, KVGroup
 from asyncllm.gpu.model_runner import ModelRunner
@@ -112,8 +112,8 @@ class LateDecodeRunner:
     ) -> None:
         self._stream.queue(partial(self._runner.forward, host, num_rows, _planned(inputs)))
 
-    def sample(self, host: PinnedStepBuffer, num_rows: int, stages: Stages) -> None:
-        self._stream.queue(partial(self._runner.sample, host, num_rows, stages))
+    def sample(self, host: PinnedStepBuffer, num_rows: int) -> None:
+        self._stream.queue(partial(self._runner.sample, host, num_rows))
 
     def logits(
         self, host: PinnedStepBuffer, num_rows: int, inputs: tuple[ModelInputs, ...] | None
@@ -236,7 +236,7 @@ def make_runner(
     if capturer is not None:
         graphs = default_sizes(max_num_seqs) if sizes is None else sizes
         decode = DecodeRunner(decoder, cache, info, capturer, graphs)
-    runner = ModelRunner(decoder, cache, info, stream=stream, decode=decode, gumbel=True)
+    runner = ModelRunner(decoder, cache, info, stream=stream, decode=decode)
     return runner if stream is None else run_late(runner, stream)
 
 

@@ -12,7 +12,8 @@ from asyncllm.core.batch import GrammarMask
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.gpu.batch.grammar_masks import mask_logits, num_words, unpack_mask
-from asyncllm.gpu.graph.cuda_graphs import EagerCapturer, GraphKey, Part, Stages
+from asyncllm.gpu.batch.sampling_inputs import Stages
+from asyncllm.gpu.graph.cuda_graphs import EagerCapturer, GraphKey, Part
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.threads import set_thread_count

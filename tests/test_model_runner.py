@@ -268,11 +268,11 @@ def test_a_step_without_rows_takes_releases():
     driver.launch([(seq, 0)])
     driver.collect()
     state = driver.executor._state
-    assert state.sampler.penalties.row_of
+    assert state.sampler.state.stages.any()
     driver.release(seq)
     driver.launch([])
     assert driver.collect().token_ids == []
-    assert not state.sampler.penalties.row_of
+    assert not state.sampler.state.stages.any()
 
 
 def test_collect_without_a_step_is_a_mistake():

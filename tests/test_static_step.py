@@ -7,7 +7,7 @@ import gc
 import random
 import weakref
 from dataclasses import replace
-from itertools import cycle, repeat
+from itertools import chain, cycle, repeat
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from asyncllm.core.executor import StepOutOfMemoryError
 from asyncllm.errors import RequestError
 from asyncllm.gpu import model_runner as model_runner_module
 from asyncllm.gpu.batch.block_table import BlockTable
+from asyncllm.gpu.batch.sampling_inputs import Stages
 from asyncllm.gpu.batch.step_buffers import PinnedStepBuffer
 from asyncllm.gpu.graph import decode_runner as decode_step_module
 from asyncllm.gpu.graph.cuda_graphs import (
@@ -28,7 +29,6 @@ from asyncllm.gpu.graph.cuda_graphs import (
     EagerCapturer,
     GraphKey,
     Part,
-    Stages,
     StepGraphs,
     default_sizes,
 )
@@ -36,7 +36,6 @@ from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.ops.torch_attention import FixedPlan, TorchAttention
 from asyncllm.gpu.ops.torch_ops import TorchOps
-from asyncllm.gpu.sample.penalties import Penalties
 from asyncllm.gpu.sample.sampling_state import SamplingState
 from asyncllm.gpu.threads import set_thread_count
 from asyncllm.runtime.loading import LoadedModel
@@ -69,9 +68,24 @@ KINDS = [
 ]
 """What the device draws without the host."""
 
-HOST_KINDS = [
+STAGED_KINDS = [
     SamplingParams(temperature=0.9, seed=7, logprobs=2),
     SamplingParams(temperature=0.0, seed=0, repetition_penalty=1.4),
+    SamplingParams(temperature=0.7, seed=3, logit_bias={5: 2.0}, presence_penalty=0.5),
+    SamplingParams(temperature=1.1, seed=4, allowed_token_ids=range(0, 128, 3), logprobs=0),
+    SamplingParams(temperature=0.8, seed=5, min_tokens=4, stop_token_ids=range(64), top_k=9),
+    SamplingParams(temperature=1.0, seed=6, frequency_penalty=0.7, top_p=0.9),
+]
+"""What takes more stages than the draw, and not the host."""
+
+
+def shift(output: list[int], logits: Tensor) -> Tensor:
+    return logits.roll(len(output))
+
+
+HOST_KINDS = [
+    SamplingParams(temperature=0.9, seed=7, logits_processors=[shift]),
+    SamplingParams(temperature=0.0, seed=0, repetition_penalty=1.4, logits_processors=[shift]),
     SamplingParams(temperature=0.7, seed=3, logit_bias={5: 2.0}, presence_penalty=0.5),
 ]
 
@@ -135,15 +149,21 @@ def poisoning(runner: ModelRunner) -> None:
     def poison() -> None:
         for values in (step.token_ids, *step.slot_mappings, step.seq_lens, step.sampled):
             values.fill_(77)
-        if step._logits is not None:
-            step._logits.fill_(torch.nan)
         step.last_sampled_tokens[-1] = 127
         for table in step.block_tables:
             table[-1] = 3
         # Finite, because plain attention weights what it does not see with zero.
         step.cache.tensor[:, :, 0] = 1e4
 
+    def poisoned_forward(*arguments: Any) -> None:
+        # The second half of a step finds what the first has left there.
+        if step._logits is not None:
+            step._logits.fill_(torch.nan)
+        forward(*arguments)
+
     capturer.before = poison
+    owner = getattr(step, "_runner", step)
+    forward, owner.forward = owner.forward, poisoned_forward
 
 
 def traced(decoder: Decoder, **settings: Any) -> ModelRunner:
@@ -179,9 +199,43 @@ def test_steps_that_need_the_host_give_the_same_tokens(llama: Decoder) -> None:
         assert outputs(runner, asked[:2], kinds, depth=depth) == expected[:2]
     assert runner.graphs is not None
     assert {record.key.part for record in runner.graphs.captured} == {Part.STEP, Part.FORWARD}
+
+
+def test_stages_of_sampling_run_ahead(llama: Decoder) -> None:
+    """Nothing waits for the host, and a plain batch keeps its one graph."""
+    kinds = KINDS[1:3] + STAGED_KINDS
+    asked = prompts(8, seed=12)
+    expected = alone(llama, asked, kinds)
+    stream = LateStream()
+    runner = make_runner(llama, capturer=TraceRecorder(), stream=stream, sizes=(2, 8))
+    poisoning(runner)
+    for depth in (1, 2):
+        assert outputs(runner, asked, kinds, depth=depth) == expected
+        assert outputs(runner, asked[:2], kinds, depth=depth) == expected[:2]
+    assert stream.most == 2
+    graphs = runner.graphs
+    assert graphs is not None
+    assert GraphKey(2) in {record.key for record in graphs.captured}
     # Asking for log-probabilities does not change a draw.
-    without = [replace(kind, logprobs=None) for kind in HOST_KINDS[:1]]
-    assert alone(llama, asked[:3], without) == alone(llama, asked[:3], HOST_KINDS[:1])
+    without = [replace(STAGED_KINDS[0], logprobs=None)]
+    assert alone(llama, asked[:3], without) == alone(llama, asked[:3], STAGED_KINDS[:1])
+
+
+def test_logprobs_of_a_static_step(llama: Decoder) -> None:
+    found = []
+    for runner in (make_runner(llama, capturer=None), traced(llama, sizes=(4,))):
+        driver = Driver(runner)
+        kinds = [STAGED_KINDS[0], STAGED_KINDS[3], KINDS[1]]
+        seqs = [driver.add([i, 5, 9], 6, kind) for i, kind in enumerate(kinds)]
+        driver.run(seqs, depth=2)
+        found.append([seq.logprobs for seq in seqs])
+    plain, static = found
+    assert [[len(one.top) for one in seq] for seq in static] == [[2] * 6, [0] * 6, []]
+    for one, other in zip(chain(*plain), chain(*static), strict=True):
+        assert one.token_id == other.token_id
+        assert one.sampled.rank == other.sampled.rank
+        assert [c.token_id for c in one.top] == [c.token_id for c in other.top]
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-5)
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
@@ -321,7 +375,7 @@ def test_what_the_device_raises_in_an_assignment_is_no_requests_own(
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(Penalties, "assign", fail)
+    monkeypatch.setattr(SamplingState, "assign", fail)
     for ahead in (False, True):
         runner = untraced(llama, ahead)
         driver = Driver(runner)
@@ -353,8 +407,15 @@ def tensors_of(value: object, seen: set[int] | None = None) -> list[Tensor]:
 
 def test_a_trace_touches_nothing_but_what_stays_where_it_is(decoder: Decoder) -> None:
     capturer = TraceRecorder()
-    runner = make_runner(decoder, capturer=capturer, stream=LateStream(), sizes=(2, 8))
-    outputs(runner, prompts(7), KINDS + HOST_KINDS, depth=2)
+    runner = make_runner(
+        decoder,
+        capturer=capturer,
+        stream=LateStream(),
+        sizes=(2, 10),
+        max_num_seqs=10,
+        num_blocks=120,
+    )
+    outputs(runner, prompts(10), KINDS + STAGED_KINDS, depth=2)
     step = decode_step(runner)
     allowed = storages(
         [
@@ -366,14 +427,16 @@ def test_a_trace_touches_nothing_but_what_stays_where_it_is(decoder: Decoder) ->
             step.seq_lens,
             step.sampled,
             *([] if step._logits is None else [step._logits]),
+            *(table for table in vars(step.tables).values() if isinstance(table, Tensor)),
+            *([] if step.logprobs is None else [step.logprobs.values, step.logprobs.ids]),
             step.cache.tensor,
             *tensors_of(decoder),
         ]
     )
     assert runner.graphs is not None
-    assert {record.key.part for record in runner.graphs.captured} == {Part.STEP, Part.FORWARD}
+    assert {record.key.part for record in runner.graphs.captured} >= {Part.FORWARD, Part.SAMPLE}
     for trace in capturer.traces:
-        assert len(constants(trace)) > 20
+        assert len(constants(trace)) > 8
         assert storages(constants(trace)) <= allowed
         ops = {str(node.target) for node in trace.graph.nodes if node.op == "call_function"}
         reads = ("aten._local_scalar_dense", "aten.nonzero", "aten.item")
@@ -508,17 +571,20 @@ def test_the_plain_step_state(block_size: int) -> None:
 
 def test_every_host_buffer_sees_every_change_of_the_sampling_parameters() -> None:
     """Three buffers take turns, of which each change finds other ones behind."""
-    state = SamplingState(2)
+    state = SamplingState(2, 100, 4)
     buffers = cycle([PinnedStepBuffer(2, [8], pinned=False) for _ in range(3)])
     for number, uses in enumerate((1, 3, 1, 2, 4)):
-        params = SamplingParams(temperature=0.5 + number, top_k=number, seed=number)
+        params = SamplingParams(temperature=0.5 + number, top_k=number, seed=number).resolve(
+            {"presence_penalty": number / 9}, {}, lambda: 0
+        )
         state.assign(RequestAssignment(number % 2, "r", [1], 1, ([1],), params))
         for _ in range(uses):
             buffer = next(buffers)
             buffer.set_sampling(state)
-            assert buffer.sampling.temperature[:2].tolist() == state.temperature.tolist()
-            assert buffer.sampling.top_k[:2].tolist() == state.top_k.tolist()
-            assert buffer.sampling.states[:2].tolist() == state.seeds.view(np.int64).tolist()
+            assert buffer.sampling.temperature.tolist() == state.temperature.tolist()
+            assert buffer.sampling.top_k.tolist() == state.top_k.tolist()
+            assert buffer.rules.presence.tolist() == state.presence.tolist()
+            assert buffer.sampling.states.tolist() == state.seeds.view(np.int64).tolist()
 
 
 # --- one step ahead ----------------------------------------------------------------------
@@ -626,7 +692,7 @@ async def test_aborts_and_preemptions_under_the_scheduler(
     """Slots and blocks change hands while steps are in flight."""
     print("seed", seed)
     draw = random.Random(seed)
-    kinds = KINDS * 3 + HOST_KINDS
+    kinds = KINDS + STAGED_KINDS + HOST_KINDS[:1]
     asked = [
         ([draw.randrange(128) for _ in range(draw.randint(1, 40))], draw.choice(kinds))
         for _ in range(24)

@@ -33,6 +33,7 @@ class RequestAssignment:
             with ``ignore_eos``.
         processors_key: of its logits processors, which stay with the engine
             (``InProcess.processors``); -1 if it has none.
+        bad_words: token sequences that may not occur in the output, of ``sampling.bad_words``.
     """
 
     req_index: int
@@ -43,6 +44,7 @@ class RequestAssignment:
     sampling: SamplingParams
     eos_token_ids: tuple[int, ...] = ()
     processors_key: int = -1
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(slots=True)

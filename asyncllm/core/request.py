@@ -66,6 +66,7 @@ class Request:
         num_slots: tokens that every group has blocks for.
         num_published: leading tokens whose full blocks were offered to the pool.
         publish_at: tokens with which the next block is full and can be offered.
+        bad_words: token sequences that may not occur in the output.
         output: its tokens' way to text; the core only passes it along.
         reasoning: of a model that thinks; set with the prompt.
         first: the member that it has the prompt and the salt of, and so the hashes of its
@@ -85,6 +86,7 @@ class Request:
     reasoning: Reasoning | None = None
     first: Request | None = None
     structured_output: StructuredOutput | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
     index: int = field(init=False)
     request_id: str = field(init=False)
     arrived_at: float = field(init=False)

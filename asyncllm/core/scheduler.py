@@ -312,6 +312,7 @@ class Scheduler:
             sampling=plain(request.sampling),
             eos_token_ids=request.eos_token_ids,
             processors_key=processors_key,
+            bad_words=request.bad_words,
         )
 
     # --- results -----------------------------------------------------------------------

@@ -45,6 +45,7 @@ from asyncllm.gpu.ops.quantise import quantise_int8
 from asyncllm.gpu.ops.registry import make_attention, make_ops
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.profile import profile_run
+from asyncllm.gpu.sample.logprobs import DEFAULT_FUSED, MAX_FUSED
 from asyncllm.gpu.threads import available_cpus, set_thread_count
 from asyncllm.gpu.token_budget import calibrate_token_budget
 from asyncllm.gpu.weights import dummy_weights, load_weights, weights_bytes
@@ -122,9 +123,10 @@ def _create(
         pipeline_depth=mode.pipeline_depth if ahead is None else 1 + ahead,
     )
     cache = KVCache(groups, size.num_blocks, dtype, device)
-    decode = None
+    decode, most = None, config.max_logprobs
+    num_logprobs = min(most, MAX_FUSED) if most >= 0 else DEFAULT_FUSED
     if mode.make_capturer is not None:
-        decode = DecodeRunner(decoder, cache, info, mode.make_capturer(), sizes)
+        decode = DecodeRunner(decoder, cache, info, mode.make_capturer(), sizes, num_logprobs)
     runner = ModelRunner(
         decoder,
         cache,
@@ -133,6 +135,7 @@ def _create(
         num_threads=1 if decoder.ops.name == "native" else num_threads,
         stream=mode.stream,
         decode=decode,
+        num_logprobs=num_logprobs,
     )
     if budget == "auto" and not mode.stream.is_async:
         measured = calibrate_token_budget(lambda count: time_prefill(runner, count))

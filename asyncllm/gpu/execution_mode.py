@@ -72,10 +72,10 @@ def graph_sizes(config: EngineConfig, mode: ExecutionMode, max_num_seqs: int) ->
 
 
 def graph_reserve(sizes: tuple[int, ...], max_num_seqs: int, vocab_size: int, width: int) -> int:
-    """Bytes to keep beside the largest step: graphs, and the logits of a step with the eager
-    sampler, as they came and in float32.
+    """Bytes to keep beside the largest step: graphs, and what sampling takes that does more than
+    the draw: the logits as they came, twice in float32, and counts of tokens.
 
     Args:
         width: bytes of an element of the logits.
     """
-    return len(sizes) * GRAPH_BYTES + max_num_seqs * vocab_size * (width + 4)
+    return len(sizes) * GRAPH_BYTES + max_num_seqs * vocab_size * (width + 12)

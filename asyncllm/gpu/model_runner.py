@@ -17,16 +17,18 @@ from asyncllm.core.in_process import InProcess
 from asyncllm.core.tracebacks import clear_frames
 from asyncllm.gpu.batch.block_table import NO_BLOCKS
 from asyncllm.gpu.batch.input_batch import PLACEHOLDER_TOKEN, InputBatch
+from asyncllm.gpu.batch.sampling_inputs import Stages
 from asyncllm.gpu.batch.step_buffers import PinnedStepBuffer
 from asyncllm.gpu.batch.step_inputs import ModelInputs
-from asyncllm.gpu.graph.cuda_graphs import Stages, StepGraphs
+from asyncllm.gpu.graph.cuda_graphs import StepGraphs
 from asyncllm.gpu.graph.decode_runner import DecodeRunner
 from asyncllm.gpu.graph.streams import Event, Stream, SyncStream
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.memory import is_out_of_memory, release
 from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.ops.gumbel import NO_TOKEN_LEFT
-from asyncllm.gpu.sample.sampler import NONE_LEFT, NOT_FINITE, SampleOutput, Sampler
+from asyncllm.gpu.sample.logprobs import MAX_FUSED, token_logprobs
+from asyncllm.gpu.sample.sampler import NONE_LEFT, NOT_FINITE, EagerStep, SampleOutput, Sampler
 from asyncllm.gpu.threads import set_thread_count
 from asyncllm.validation import explain
 
@@ -57,6 +59,8 @@ class _Step:
         event: its end, once it is queued.
         error: raised when it was to be started.
         failures: by row, errors of requests that could not be assigned.
+        row_stages, row_logprobs: ``[S]``, of the request indices: Stages, and how many
+            log-probabilities, -1 for none.
     """
 
     def __init__(self, batch: StepBatch) -> None:
@@ -71,7 +75,7 @@ class _Step:
             self.rows = np.flatnonzero(batch.samples)
             self.req_indices = req_indices[self.rows]
             self.positions = (starts + np.array(batch.counts, dtype=np.int64))[self.rows]
-        self.epochs = self.blocks_to_zero = NO_BLOCKS
+        self.epochs = self.blocks_to_zero = self.row_stages = self.row_logprobs = NO_BLOCKS
         self.masks: GrammarMask | None = None
         self.started = False
         self.host: PinnedStepBuffer | None = None
@@ -98,9 +102,9 @@ class ModelRunner:
     only queues; ``collect`` starts the oldest step and runs it.
 
     On an asynchronous one ``launch`` starts the step: its work is queued on the device behind
-    the step before it, whose tokens it finds there. A step with a row that needs the eager
-    sampler (penalties, log-probabilities, rules) is run by ``collect``, and a step behind it
-    starts only then. Of a step that awaits masks the forward pass is queued; ``sample`` queues
+    the step before it, whose tokens it finds there. A step with a row that needs the host
+    (logits processors, rules of no fixed size) is run by ``collect``, and a step behind it starts
+    only then. Of a step that awaits masks the forward pass is queued; ``sample`` queues
     the rest, and what is behind it. A late result is written back only if the request index
     still has the step's epoch, so that a finished request's token cannot reach the next one.
 
@@ -108,8 +112,7 @@ class ModelRunner:
         stream: where work is queued; None is synchronous.
         decode: the state between steps on the device, which an asynchronous stream needs; None
             keeps it on the host.
-        gumbel: the eager path draws tokens with the op set's sampler, as it always does with
-            ``decode``; without, it inverts the distribution.
+        num_logprobs: per token, that a step keeps room for.
 
     Attributes:
         info: limits for the scheduler.
@@ -126,7 +129,7 @@ class ModelRunner:
         num_threads: int | None = None,
         stream: Stream | None = None,
         decode: DecodeRunner | None = None,
-        gumbel: bool = False,
+        num_logprobs: int = 20,
     ) -> None:
         self.info = info
         self.in_process = InProcess()
@@ -139,9 +142,13 @@ class ModelRunner:
         inputs = InputBatch(
             info.max_num_seqs, info.max_model_len, info.kv_groups, tracks_tables=has_decode
         )
-        ops = decoder.ops if gumbel or has_decode else None
+        limits = info.max_num_seqs, info.vocab_size
+        if decode is not None:
+            num_logprobs = decode.num_logprobs
         with self._stream.context():
-            sampler = Sampler(info.max_num_seqs, info.vocab_size, inputs, self.device, ops)
+            sampler = Sampler(
+                *limits, inputs, self.device, decoder.ops, min(num_logprobs, MAX_FUSED)
+            )
         self._state: _Device | None = _Device(decoder, cache, inputs, sampler, decode)
         self._steps: deque[_Step] = deque()
         self._num_threads = num_threads
@@ -280,6 +287,8 @@ class ModelRunner:
         for assignment in batch.assignments:
             state.sampler.assign(self.in_process.with_processors(assignment))
         step.epochs = state.inputs.epochs[step.req_indices]
+        step.row_stages = state.sampler.state.stages[step.req_indices]
+        step.row_logprobs = state.sampler.state.logprobs[step.req_indices]
         if failures := state.sampler.failures:
             # Kept with the step: its indices may have other requests when it is collected.
             step.failures = {
@@ -292,13 +301,15 @@ class ModelRunner:
         """Queues the step, unless a row needs the eager sampler: whole, or up to its logits if it
         awaits masks."""
         state = self._open()
-        if not len(step.batch) or state.sampler.needs_eager_sampler(step.req_indices):
+        if not len(step.batch) or state.sampler.needs_host(step.req_indices):
             return
         assert state.decode is not None
         host, inputs = self._stage(state.decode, step)
         # From here on only the device knows these tokens.
         state.inputs.token_ids[step.req_indices, step.positions] = PLACEHOLDER_TOKEN
         step.host = host
+        host.stages = Stages(int(np.bitwise_or.reduce(step.row_stages, initial=0)))
+        state.decode.prepare_host(host)
         if not step.batch.masked_rows:
             state.decode.run(host, len(step.rows), inputs)
             step.event = self._stream.record()
@@ -312,12 +323,12 @@ class ModelRunner:
         decode, host = self._open().decode, step.host
         assert decode is not None
         assert host is not None
-        if host.masks is None:
-            pinned = self.device.type == "cuda"
-            host.masks = decode.make_masks(torch.device("cpu"), pinned=pinned)
+        host.stages |= Stages.MASKS
+        decode.prepare_host(host)
+        assert host.masks is not None
         errors = host.masks.set(step.masks_by_place())
         step.failures |= {int(step.rows[place]): error for place, error in errors.items()}
-        decode.sample(host, len(step.rows), Stages.MASKS)
+        decode.sample(host, len(step.rows))
         step.event = self._stream.record()
 
     def _run(self, step: _Step) -> SampleOutput:
@@ -332,9 +343,13 @@ class ModelRunner:
             logits = state.decode.logits(host, len(step.rows), inputs)
         output = SampleOutput(step.rows)
         if len(step.rows):
-            output = state.sampler.sample(
-                logits, step.req_indices, step.positions, step.masks_by_place()
-            )
+            at, masks = (step.req_indices, step.positions), step.masks_by_place()
+            if state.decode is None:
+                eager = state.sampler.host_step(*at, masks)
+            else:
+                rows = state.decode.sampling_rows(len(step.rows))
+                eager = EagerStep(*at, state.decode.buffer.sampling, rows, masks)
+            output = state.sampler.sample(logits, eager)
         self._stream.record().synchronize()
         return output
 
@@ -346,6 +361,7 @@ class ModelRunner:
         inputs = state.inputs
         host.set_rows(step.req_indices, inputs.token_ids[step.req_indices, before], before)
         host.set_sampling(state.sampler.state)
+        host.updates = state.sampler.take_updates()
         host.set_table_changes([table.take_changes() for table in inputs.tables])
         host.blocks_to_zero = step.blocks_to_zero
         if step.is_decode:
@@ -388,12 +404,19 @@ def _wait(step: _Step) -> SampleOutput:
     assert step.host is not None
     step.event.synchronize()
     tokens = step.host.tokens[: len(step.rows)].numpy().copy()
-    masked = step.masks_by_place()
-    errors: dict[int, Exception] = {}
+    output = SampleOutput(tokens)
     for place in np.flatnonzero(tokens < 0).tolist():
-        none_left = tokens[place] == NO_TOKEN_LEFT and place in masked
-        errors[place] = ValueError(NONE_LEFT if none_left else NOT_FINITE)
-    return SampleOutput(tokens, errors=errors)
+        restricted = step.row_stages[place] & Stages.RULES.value or place in step.masks_by_place()
+        none_left = tokens[place] == NO_TOKEN_LEFT and restricted
+        output.errors[place] = ValueError(NONE_LEFT if none_left else NOT_FINITE)
+    asked = np.flatnonzero((step.row_logprobs >= 0) & (tokens >= 0))
+    if len(asked):
+        top = step.host.logprobs
+        assert top is not None
+        values, ids = top.values.numpy()[asked], top.ids.numpy()[asked]
+        found = token_logprobs(values, ids, tokens[asked], step.row_logprobs[asked])
+        output.logprobs = dict(zip(asked.tolist(), found, strict=True))
+    return output
 
 
 def _memory_error(error: Exception, step: _Step) -> StepOutOfMemoryError:

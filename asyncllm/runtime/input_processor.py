@@ -230,6 +230,7 @@ class InputProcessor:
             draw_seed=lambda: self._random.getrandbits(64),
         )
         resolved.check_vocabulary(info.vocab_size)
+        resolved.check_logprobs(self.config.max_logprobs)
         executor = self.loaded.executor
         if resolved.logits_processors and getattr(executor, "in_process", None) is None:
             accepted = "none with an executor that runs in another process"
@@ -247,6 +248,7 @@ class InputProcessor:
             deadline=math.inf if options.timeout is None else now + options.timeout,
         )
         tokenizer, skip = self.loaded.tokenizer, resolved.skip_special_tokens
+        bad_words = bad_words_token_ids(resolved.bad_words, tokenizer, info.vocab_size)
         first: Request | None = None
         for index in range(resolved.n):
             member = Request(
@@ -256,6 +258,7 @@ class InputProcessor:
                 priority=options.priority,
                 eos_token_ids=model.eos_token_ids,
                 cache_salt=options.cache_salt,
+                bad_words=bad_words,
                 output=Output(lambda token_ids: tokenizer.decode(token_ids, skip)),
                 first=first,
             )
@@ -396,3 +399,24 @@ class InputProcessor:
         if group.notifier is not None:
             group.notifier.submitted(asked)
         return stream
+
+
+def bad_words_token_ids(
+    words: Sequence[str], tokenizer: Any, vocab_size: int
+) -> tuple[tuple[int, ...], ...]:
+    """Token sequences of ``bad_words``, as in vLLM: each as it is, and behind a space if that makes
+    another sequence of the same length.
+
+    Raises:
+        InvalidRequestError: for one that has no tokens, or some that the model has not.
+    """
+    found: list[tuple[int, ...]] = []
+    for word in words:
+        bare = tuple(tokenizer.encode(word.lstrip(), add_special_tokens=False))
+        if not bare or max(bare) >= vocab_size:
+            raise check.invalid("bad_words", word, "texts whose tokens the model has")
+        found.append(bare)
+        spaced = tuple(tokenizer.encode(" " + word.lstrip(), add_special_tokens=False))
+        if len(spaced) == len(bare) and spaced[0] != bare[0] and max(spaced) < vocab_size:
+            found.append(spaced)
+    return tuple(found)

@@ -10,7 +10,8 @@ import torch
 from asyncllm.gpu.batch.block_table import NO_BLOCKS
 from asyncllm.gpu.batch.decode_inputs import SamplingTensors
 from asyncllm.gpu.batch.grammar_masks import GrammarMasks
-from asyncllm.gpu.sample.sampling_state import SamplingState
+from asyncllm.gpu.batch.sampling_inputs import RuleTensors, Stages, TopLogprobs
+from asyncllm.gpu.sample.sampling_state import LineUpdate, SamplingState
 
 _ALIGNMENT = 16
 
@@ -24,7 +25,7 @@ class StepBuffer:
     Attributes:
         memory: all of it, uint8.
         req_indices, host_token_ids, positions: ``[N]`` int64, see DecodeInputs.
-        sampling: by request index, ``[N + 1]`` each.
+        sampling, rules: by request index, ``[N + 1]`` each.
         table_changes: per KV group ``[N]`` int64, indices into the flat block table, and
             ``[N]`` int32, their new values.
     """
@@ -39,6 +40,9 @@ class StepBuffer:
             (torch.float32, lines),
             (torch.int32, lines),
             *[(torch.float32, lines)] * 2,
+            *[(torch.int32, lines)] * 3,
+            *[(torch.int64, lines)] * 2,
+            *[(torch.float32, lines)] * 3,
             *[(torch.int64, rows), (torch.int32, rows)] * num_groups,
         ]
         spans: list[tuple[int, int]] = []
@@ -54,7 +58,8 @@ class StepBuffer:
         ]
         self.req_indices, self.host_token_ids, self.positions = views[:3]
         self.sampling = SamplingTensors(*views[3:8])
-        self.table_changes = list(zip(views[8::2], views[9::2], strict=True))
+        self.rules = RuleTensors(*views[8:16])
+        self.table_changes = list(zip(views[16::2], views[17::2], strict=True))
         self.req_indices.fill_(-1)
         self.sampling.top_p.fill_(1.0)
 
@@ -68,7 +73,10 @@ class PinnedStepBuffer(StepBuffer):
     Attributes:
         tokens: ``[N]`` int64, where the step's sampled tokens arrive.
         blocks_to_zero: KV blocks to clear ahead of the step.
+        stages: of sampling.
+        updates: lines of the LogitsTables to write ahead of the step.
         masks: of the step; made for the first one that has any.
+        logprobs: where the step's arrive; likewise.
         overflow: ``(group, indices, values)`` of each group with more than N table changes.
     """
 
@@ -76,12 +84,15 @@ class PinnedStepBuffer(StepBuffer):
         super().__init__(max_num_seqs, len(padding_indices), torch.device("cpu"), pinned=pinned)
         self.tokens = torch.full((max_num_seqs,), -1, dtype=torch.int64, pin_memory=pinned)
         self.blocks_to_zero = NO_BLOCKS
+        self.stages = Stages.NONE
+        self.updates: list[LineUpdate] = []
         self.masks: GrammarMasks | None = None
+        self.logprobs: TopLogprobs | None = None
         self.overflow: list[tuple[int, np.ndarray, np.ndarray]] = []
         self._padding_indices = padding_indices
         sections = [section.numpy() for section in self._sections]
-        self._rows, self._sampling = sections[:3], sections[3:8]
-        self._changes = list(zip(sections[8::2], sections[9::2], strict=True))
+        self._rows, self._sampling = sections[:3], sections[3:16]
+        self._changes = list(zip(sections[16::2], sections[17::2], strict=True))
         self._sampling_version = -1
 
     def set_rows(
@@ -111,7 +122,5 @@ class PinnedStepBuffer(StepBuffer):
         if state.version == self._sampling_version:
             return
         self._sampling_version = state.version
-        seeds = state.seeds.view(np.int64)
-        values = (seeds, state.temperature, state.top_k, state.top_p, state.min_p)
-        for section, value in zip(self._sampling, values, strict=True):
-            section[:-1] = value
+        for section, value in zip(self._sampling, state.arrays(), strict=True):
+            section[:] = value

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from asyncllm.gpu.batch.sampling_inputs import Stages
 from asyncllm.gpu.memory import is_out_of_memory
 from asyncllm.logger import get_logger
 
@@ -26,13 +27,6 @@ class Part(enum.Enum):
     STEP = enum.auto()
     FORWARD = enum.auto()
     SAMPLE = enum.auto()
-
-
-class Stages(enum.Flag):
-    """What sampling does beside the draw."""
-
-    NONE = 0
-    MASKS = enum.auto()
 
 
 @dataclass(frozen=True, slots=True)

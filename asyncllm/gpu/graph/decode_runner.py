@@ -11,9 +11,16 @@ from torch import Tensor
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.gpu.batch.decode_inputs import DecodeInputs
 from asyncllm.gpu.batch.grammar_masks import GrammarMasks
+from asyncllm.gpu.batch.sampling_inputs import (
+    LOGITS_STAGES,
+    LogitsTables,
+    SamplingRows,
+    Stages,
+    TopLogprobs,
+)
 from asyncllm.gpu.batch.step_buffers import PinnedStepBuffer, StepBuffer
 from asyncllm.gpu.batch.step_inputs import ModelInputs
-from asyncllm.gpu.graph.cuda_graphs import GraphCapturer, GraphKey, Part, Stages, StepGraphs
+from asyncllm.gpu.graph.cuda_graphs import GraphCapturer, GraphKey, Part, StepGraphs
 from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.models.decoder import Decoder
@@ -31,6 +38,7 @@ class DecodeRunner:
     Args:
         capturer: makes a graph of a decode step.
         sizes: batch sizes that get one.
+        num_logprobs: per token, in a step with log-probabilities.
 
     Attributes:
         host_buffers: where the host writes a step. One more than there are steps in flight take
@@ -40,6 +48,8 @@ class DecodeRunner:
         last_sampled_tokens: ``[N + 1]`` int64, by request index.
         sampled: ``[N]`` int64, the tokens of the last step, by row.
         masks: of the step that is sampled; None before the first that has any.
+        logprobs: of the last step, by row; likewise.
+        tables: lines of the rules and penalties; the sampler's.
         graphs: of the decode step.
     """
 
@@ -50,6 +60,7 @@ class DecodeRunner:
         info: ExecutorInfo,
         capturer: GraphCapturer,
         sizes: tuple[int, ...],
+        num_logprobs: int = 20,
     ) -> None:
         self.decoder, self.cache, self.info = decoder, cache, info
         self.device = device = decoder.embedding.device
@@ -73,7 +84,10 @@ class DecodeRunner:
         self.host_buffers: Iterator[PinnedStepBuffer] = cycle(
             [PinnedStepBuffer(rows, padding, pinned=pinned) for _ in range(count)]
         )
+        self.tables = LogitsTables(rows, info.vocab_size, device)
         self.masks: GrammarMasks | None = None
+        self.logprobs: TopLogprobs | None = None
+        self.num_logprobs = min(num_logprobs, info.vocab_size)
         self._logits: Tensor | None = None
         self._mixed_logits: Tensor | None = None
         self.graphs = StepGraphs(self._decode, capturer, sizes)
@@ -83,20 +97,21 @@ class DecodeRunner:
     def run(
         self, host: PinnedStepBuffer, num_rows: int, inputs: Sequence[ModelInputs] | None
     ) -> None:
-        """Queues a step, up to the copy of its tokens to ``host.tokens``.
+        """Queues a step, up to the copy of its tokens to ``host.tokens``. Without stages a decode
+        step is one graph; else it is two.
 
         Args:
             host: the step; its rows are those that are sampled.
             num_rows: rows that are sampled.
             inputs: of a mixed step, per KV group; None for a decode step.
         """
-        if inputs is None:
+        if inputs is None and not host.stages:
             self._receive(host)
             self.graphs.run(num_rows)
             self._return_tokens(host, num_rows)
         else:
             self.forward(host, num_rows, inputs)
-            self.sample(host, num_rows, Stages.NONE)
+            self.sample(host, num_rows)
 
     def forward(
         self, host: PinnedStepBuffer, num_rows: int, inputs: Sequence[ModelInputs] | None
@@ -128,28 +143,35 @@ class DecodeRunner:
             logits = self._logits[:num_rows]
         return logits
 
-    def sample(self, host: PinnedStepBuffer, num_rows: int, stages: Stages) -> None:
-        """Queues the second half: from the logits to the copy of the tokens to ``host.tokens``.
-
-        Args:
-            stages: MASKS if ``host.masks`` are the step's.
-        """
+    def sample(self, host: PinnedStepBuffer, num_rows: int) -> None:
+        """Queues the second half: from the logits to the copy of the tokens to ``host.tokens``, and
+        of their log-probabilities to ``host.logprobs``."""
+        stages, info = host.stages, self.info
         if stages & Stages.MASKS:
             assert host.masks is not None
             if self.masks is None:
-                self.masks = self.make_masks(self.device)
+                self.masks = GrammarMasks(info.max_num_seqs, info.vocab_size, self.device)
             self.masks.copy_from(host.masks)
+        if stages & Stages.LOGPROBS and self.logprobs is None:
+            self.logprobs = TopLogprobs(info.max_num_seqs, self.num_logprobs, self.device)
         logits, self._mixed_logits = self._mixed_logits, None
         if logits is None:
             self.graphs.run(num_rows, Part.SAMPLE, stages)
         elif num_rows:
             self._sample(logits, stages)
         self._return_tokens(host, num_rows)
+        if stages & Stages.LOGPROBS:
+            assert self.logprobs is not None
+            assert host.logprobs is not None
+            host.logprobs.copy_from(self.logprobs, num_rows)
 
-    def make_masks(self, device: torch.device, *, pinned: bool = False) -> GrammarMasks:
-        """Room for a step's masks, on the device or for a host buffer."""
-        info = self.info
-        return GrammarMasks(info.max_num_seqs, info.vocab_size, device, pinned=pinned)
+    def prepare_host(self, host: PinnedStepBuffer) -> None:
+        """Makes what the buffer's stages need of it."""
+        info, cpu, pinned = self.info, torch.device("cpu"), self.device.type == "cuda"
+        if host.stages & Stages.MASKS and host.masks is None:
+            host.masks = GrammarMasks(info.max_num_seqs, info.vocab_size, cpu, pinned=pinned)
+        if host.stages & Stages.LOGPROBS and host.logprobs is None:
+            host.logprobs = TopLogprobs(info.max_num_seqs, self.num_logprobs, cpu, pinned=pinned)
 
     def _return_tokens(self, host: PinnedStepBuffer, num_rows: int) -> None:
         host.tokens[:num_rows].copy_(self.sampled[:num_rows], non_blocking=True)
@@ -157,6 +179,8 @@ class DecodeRunner:
     def _receive(self, host: PinnedStepBuffer) -> None:
         self.cache.clear(host.blocks_to_zero)
         self.buffer.memory.copy_(host.memory, non_blocking=True)
+        for update in host.updates:
+            update.write(self.tables)
         for group, indices, values in host.overflow:
             self.block_tables[group].view(-1).index_copy_(
                 0, copy_to_device(indices, self.device), copy_to_device(values, self.device)
@@ -213,14 +237,31 @@ class DecodeRunner:
 
     def _sample(self, logits: Tensor, stages: Stages) -> None:
         rows, buffer = logits.shape[0], self.buffer
-        if stages & Stages.MASKS:
-            assert self.masks is not None
-            logits = self.decoder.ops.mask_logits(logits, self.masks.slots[:rows], self.masks.words)
-        self.decoder.ops.sample(
-            logits,
+        ops, processed = self.decoder.ops, logits
+        if stages & LOGITS_STAGES:
+            processed = ops.process_logits(logits, self.sampling_rows(rows), stages)
+        ops.sample(
+            processed,
             buffer.sampling,
             buffer.req_indices[:rows],
             buffer.positions[:rows],
             self.last_sampled_tokens,
             self.sampled[:rows],
+        )
+        if stages & Stages.LOGPROBS:
+            assert self.logprobs is not None
+            ops.top_logprobs(logits, self.sampled[:rows], self.logprobs)
+
+    def sampling_rows(self, num_rows: int) -> SamplingRows:
+        """The rows that were received last."""
+        buffer, masks = self.buffer, self.masks
+        return SamplingRows(
+            req_indices=buffer.req_indices[:num_rows],
+            positions=buffer.positions[:num_rows],
+            host_token_ids=buffer.host_token_ids[:num_rows],
+            last_sampled_tokens=self.last_sampled_tokens,
+            rules=buffer.rules,
+            tables=self.tables,
+            mask_slots=None if masks is None else masks.slots[:num_rows],
+            mask_words=None if masks is None else masks.words,
         )

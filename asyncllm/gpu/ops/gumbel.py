@@ -1,16 +1,19 @@
-"""gumbel_sample: Gumbel-max sampling in plain torch, the function of the Triton sampler.
+"""gumbel_sample: Gumbel-max sampling in plain torch, the function of every op set's sampler.
 
 Each token i of a row draws an exponential number ``E_i``, and the kept token with the least
 ``E_i / p_i`` wins: the exponential race, or Gumbel-max trick (Gumbel, 1954; Maddison et al.,
-2014). ``E_i`` depends on (seed, position, token) alone: a row's token depends on no other
-row, and a change of the logits in the last bits changes it only where two tokens were about
-to tie. The random bits are Philox4x32-10 (Salmon et al., 2011), keyed by output number
-``position`` of SplitMix64 (Steele, Lea and Flood, 2014).
+2014). A row that nothing truncates is raced in two rounds, which has the same distribution and
+draws a hundredth of the numbers: chunks of 256 tokens by their mass, then the tokens of the chunk
+that won. ``E_i`` depends on (seed, position, token or chunk) alone: a row's token depends on no
+other row, and a change of the logits in the last bits changes it only where two were about to tie.
+The random bits are Philox4x32-10 (Salmon et al., 2011), keyed by output number ``position`` of
+SplitMix64 (Steele, Lea and Flood, 2014).
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 MIN_TEMPERATURE = 1e-5
@@ -55,27 +58,77 @@ def gumbel_sample(
     """
     vocab_size = logits.shape[1]
     greedy = temperature < MIN_TEMPERATURE
-    factor = torch.where(greedy, 1.0, 1.0 / torch.where(greedy, 1.0, temperature))
-    scaled = logits.float() * factor.unsqueeze(1)
+    scaled = logits.float() * temperature_factors(temperature).unsqueeze(1)
+    keys = gumbel_keys(states, positions)
     order = scaled.sort(dim=-1, descending=True, stable=True)
     values, ids = order.values, order.indices
     largest = values[:, :1]
-    kept = values >= (largest + min_p.unsqueeze(1).log()).clamp(min=_LOWEST)
-    limit = torch.where(top_k <= 0, vocab_size, top_k).unsqueeze(1)
-    kept &= torch.arange(vocab_size, device=logits.device) < limit
-    mass = torch.where(kept, (values.double() - largest).exp(), 0.0)
-    cumulative = mass.cumsum(-1)
-    allowed = torch.where(top_p >= 1.0, torch.inf, top_p.double() * cumulative[:, -1])
-    kept &= cumulative - mass < allowed.unsqueeze(1)
-    noise = exponentials(gumbel_keys(states, positions), vocab_size).gather(1, ids)
-    score = torch.where(greedy.unsqueeze(1), values, values - noise.log())
+    kept = kept_tokens(values, top_k, top_p, min_p)
+    score = values - exponentials(keys, vocab_size).gather(1, ids).log()
     winner = torch.where(kept, score, -torch.inf).argmax(-1, keepdim=True)
     winner = torch.where(greedy.unsqueeze(1), 0, winner)
     tokens = ids.gather(1, winner).squeeze(1)
+    raced = ~greedy & ~truncates(top_k, top_p, min_p, vocab_size)
+    tokens = torch.where(raced, race_in_rounds(scaled, keys), tokens)
     # A sum of masses is a number only if every logit is one; minus infinity excludes a token.
     total = (scaled.double() - largest).exp().sum(-1)
     none_left = torch.where(largest.squeeze(1) == -torch.inf, NO_TOKEN_LEFT, -1)
     return torch.where(total >= 0.5, tokens, none_left)
+
+
+def temperature_factors(temperature: Tensor) -> Tensor:
+    """``[S]``: factors on the logits; 1 for greedy rows."""
+    greedy = temperature < MIN_TEMPERATURE
+    return torch.where(greedy, 1.0, 1.0 / torch.where(greedy, 1.0, temperature))
+
+
+def truncates(top_k: Tensor, top_p: Tensor, min_p: Tensor, vocab_size: int) -> Tensor:
+    """``[S]`` bool: rows from which some token may be left out."""
+    return ((top_k > 0) & (top_k < vocab_size)) | (top_p < 1.0) | (min_p > 0.0)
+
+
+def kept_tokens(
+    values: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, total: Tensor | None = None
+) -> Tensor:
+    """``[S, C]`` bool: which of the first tokens in order survive truncation.
+
+    Args:
+        values: ``[S, C]``, the largest logits divided by the temperature, descending.
+        total: ``[S]`` float64, mass of all tokens, that of the first being 1; infinite in rows
+            for which ``values`` holds all that min_p and top_k keep.
+    """
+    largest, count = values[:, :1], values.shape[1]
+    kept = values >= (largest + min_p.unsqueeze(1).log()).clamp(min=_LOWEST)
+    limit = torch.where(top_k <= 0, 2**31 - 1, top_k).unsqueeze(1)
+    kept &= torch.arange(count, device=values.device) < limit
+    mass = torch.where(kept, (values.double() - largest).exp(), 0.0)
+    cumulative = mass.cumsum(-1)
+    whole = cumulative[:, -1]
+    if total is not None:
+        whole = torch.where(total.isinf(), whole, total)
+    allowed = torch.where(top_p >= 1.0, torch.inf, top_p.double() * whole)
+    return kept & (cumulative - mass < allowed.unsqueeze(1))
+
+
+def race_in_rounds(scaled: Tensor, keys: Tensor) -> Tensor:
+    """``[S]`` int64: winners of rows that nothing truncates.
+
+    Args:
+        scaled: ``[S, V]`` float32, divided by the temperature.
+    """
+    count = -(-scaled.shape[1] // CHUNK)
+    chunks = F.pad(scaled, (0, count * CHUNK - scaled.shape[1]), value=-torch.inf)
+    chunks = chunks.view(len(scaled), count, CHUNK)
+    score = chunks.logsumexp(-1) - chunk_exponentials(keys, count).log()
+    return race_in_chunk(chunks, score.argmax(-1), keys)
+
+
+def race_in_chunk(chunks: Tensor, chunk: Tensor, keys: Tensor) -> Tensor:
+    """``[S]`` int64: the winning token of ``chunk [S]`` among ``chunks [S, C, CHUNK]``."""
+    inside = chunks[torch.arange(len(chunks), device=chunks.device), chunk]
+    lanes = torch.arange(CHUNK, device=chunks.device)
+    noise = exponentials_of(keys, chunk.unsqueeze(1) * CHUNK + lanes)
+    return chunk * CHUNK + (inside - noise.log()).argmax(-1)
 
 
 def gumbel_keys(states: Tensor, positions: Tensor) -> Tensor:
@@ -87,26 +140,40 @@ def gumbel_keys(states: Tensor, positions: Tensor) -> Tensor:
 
 
 def exponentials(keys: Tensor, vocab_size: int) -> Tensor:
-    """``[S, vocab_size]`` float32, exponentially distributed with mean 1.
+    """``[S, vocab_size]`` float32, exponentially distributed with mean 1, of all tokens."""
+    tokens = torch.arange(vocab_size, device=keys.device)
+    return exponentials_of(keys, tokens.expand(len(keys), -1))
+
+
+def exponentials_of(keys: Tensor, tokens: Tensor) -> Tensor:
+    """``[S, T]`` float32, of ``tokens [S, T]``.
 
     Token t takes word ``t // CHUNK % 4`` of counter ``t // (4 * CHUNK) * CHUNK + t % CHUNK``,
     so that four chunks in a row share their counters.
     """
-    tokens = torch.arange(vocab_size, device=keys.device)
     counters = tokens // (4 * CHUNK) * CHUNK + tokens % CHUNK
-    words = torch.stack(_philox(counters.unsqueeze(0), keys.unsqueeze(1)))
-    word = words.gather(0, (tokens // CHUNK % 4).expand(1, len(keys), -1)).squeeze(0)
+    words = torch.stack(_philox(counters, keys.unsqueeze(1), 0))
+    return _exponential(words.gather(0, (tokens // CHUNK % 4).unsqueeze(0)).squeeze(0))
+
+
+def chunk_exponentials(keys: Tensor, count: int) -> Tensor:
+    """``[S, count]`` float32, of chunks. Chunk c takes word 0 of counter (c, 1)."""
+    chunks = torch.arange(count, device=keys.device).expand(len(keys), -1)
+    return _exponential(_philox(chunks, keys.unsqueeze(1), 1)[0])
+
+
+def _exponential(word: Tensor) -> Tensor:
     u = ((word.float() + 0.5) * 2.0**-32).clamp(max=1.0 - 2.0**-24)
     # Near 0, where the winners are, 1 - u would lose the bits of u.
     series = 1.0 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4 + u * (1 / 5 + u * (1 / 6)))))
     return torch.where(u < 0.0625, u * series, -(1.0 - u).log())
 
 
-def _philox(counters: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Four words of Philox4x32-10 as int64 in [0, 2**32); the counter's upper words are 0."""
+def _philox(counters: Tensor, keys: Tensor, domain: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Four words of Philox4x32-10 as int64 in [0, 2**32), of the counter (counters, domain)."""
     key0, key1 = torch.broadcast_tensors(keys & _LOW32, _shifted(keys, 32))[:2]
     zero = torch.zeros_like(counters + keys)
-    c0, c1, c2, c3 = counters + zero, zero, zero, zero
+    c0, c1, c2, c3 = counters + zero, zero + domain, zero, zero
     for _ in range(10):
         product0, product2 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
         c0 = _shifted(product2, 32) ^ c1 ^ key0

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.ops.base import AttentionShape, RMSNorm, RopeAndCache
+from asyncllm.gpu.ops.cpu_ops import CpuOps
 from asyncllm.gpu.ops.linear_weights import LinearWeights, QuantScheme
-from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.native import Context, PackedWeights, RopeArgs, fail
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -237,7 +237,7 @@ def check_cache(cache: Tensor, shape: AttentionShape, dtype: torch.dtype) -> tup
     return tuple(strides)
 
 
-class NativeOps(TorchOps):
+class NativeOps(CpuOps):
     """Compiled ops with a context's threads; what a step does once is plain torch."""
 
     name = "native"

@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from asyncllm.gpu.ops.base import Linear
+from asyncllm.gpu.ops.cpu_ops import CpuOps
 from asyncllm.gpu.ops.linear_weights import LinearWeights
-from asyncllm.gpu.ops.torch_ops import TorchLinear, TorchOps
+from asyncllm.gpu.ops.torch_ops import TorchLinear
 
 PLAIN_PRODUCT = 400_000
 """Rows times weight elements up to which ``F.linear`` is faster in float32. Weights no
@@ -73,7 +74,7 @@ class SmallLinear:
         return self.packed(x)
 
 
-class OneDNNOps(TorchOps):
+class OneDNNOps(CpuOps):
     """Plain torch on a CPU, but for linear layers."""
 
     name = "onednn"

@@ -11,6 +11,7 @@ import torch
 from asyncllm.errors import EngineError, InvalidRequestError
 from asyncllm.gpu.ops.backend import AttentionBackend, AttentionRequest, Unmet
 from asyncllm.gpu.ops.base import Attention
+from asyncllm.gpu.ops.cpu_ops import CpuOps
 from asyncllm.gpu.ops.flash_attention_2 import FlashAttention2
 from asyncllm.gpu.ops.flash_attention_3 import FlashAttention3
 from asyncllm.gpu.ops.native_attention import REMEDY, NativeAttention
@@ -145,7 +146,7 @@ def make_ops(device: torch.device, attention: Attention) -> TorchOps:
     if onednn_works():
         return OneDNNOps()
     logger.warning("this build of torch has no packed linear layers: decoding will be slower")
-    return TorchOps()
+    return CpuOps()
 
 
 def _load(entry: EntryPoint) -> AttentionBackend:

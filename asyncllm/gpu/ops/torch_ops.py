@@ -15,10 +15,10 @@ from torch import Tensor
 
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.batch.decode_inputs import DecodeInputs, SamplingTensors
-from asyncllm.gpu.batch.grammar_masks import mask_logits
 from asyncllm.gpu.ops.base import AttentionShape, Embedding, Linear, RMSNorm, RopeAndCache
 from asyncllm.gpu.ops.gumbel import gumbel_sample
 from asyncllm.gpu.ops.linear_weights import LinearWeights, QuantScheme
+from asyncllm.gpu.ops.logits import process_logits, top_logprobs
 
 
 class TorchLinear:
@@ -184,7 +184,8 @@ class TorchOps:
         rows.seq_lens.copy_((rows.positions + 1).masked_fill(padded, 0))
         rows.slot_mapping.copy_(slots.masked_fill(padded, 0))
 
-    mask_logits = staticmethod(mask_logits)
+    process_logits = staticmethod(process_logits)
+    top_logprobs = staticmethod(top_logprobs)
 
     @staticmethod
     def sample(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 import numpy as np
@@ -12,26 +12,29 @@ from torch import Tensor
 
 from asyncllm.core.batch import RequestAssignment
 from asyncllm.gpu.batch.decode_inputs import SamplingTensors
-from asyncllm.gpu.batch.grammar_masks import unpack_mask
+from asyncllm.gpu.batch.grammar_masks import GrammarMasks
 from asyncllm.gpu.batch.input_batch import InputBatch
+from asyncllm.gpu.batch.sampling_inputs import (
+    LOGITS_STAGES,
+    LogitsTables,
+    SamplingRows,
+    Stages,
+    TopLogprobs,
+)
 from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.memory import is_device_failure
-from asyncllm.gpu.ops.gumbel import MIN_TEMPERATURE
+from asyncllm.gpu.ops.gumbel import NO_TOKEN_LEFT
 from asyncllm.gpu.ops.torch_ops import TorchOps
-from asyncllm.gpu.sample.inverse_cdf import sample_inverse_cdf
-from asyncllm.gpu.sample.logprobs import gather_logprobs
-from asyncllm.gpu.sample.penalties import Penalties
-from asyncllm.gpu.sample.rng import counter_uniform
-from asyncllm.gpu.sample.sampling_state import LogitsRules, SamplingState
+from asyncllm.gpu.sample.host_rules import apply_bias, apply_processors, hide_tokens
+from asyncllm.gpu.sample.logprobs import logprobs_of_row, token_logprobs
+from asyncllm.gpu.sample.sampling_state import LineUpdate, SamplingState
 from asyncllm.outputs import TokenLogprobs
-from asyncllm.validation import describe
 
 NOT_FINITE = "the model's logits are not finite numbers"
 NONE_LEFT = (
-    "no token is left to sample: the grammar, allowed_token_ids, min_tokens and logits processors "
-    "exclude all of them"
+    "no token is left to sample: the grammar, allowed_token_ids, bad_words, min_tokens and logits "
+    "processors exclude all of them"
 )
-
 NO_MASKS: Mapping[int, bytes] = MappingProxyType({})
 
 
@@ -48,19 +51,37 @@ class SampleOutput:
     errors: dict[int, Exception] = field(default_factory=dict)
 
 
+@dataclass(slots=True)
+class EagerStep:
+    """A step for the eager sampler.
+
+    Attributes:
+        req_indices: ``[S]``, none twice.
+        positions: ``[S]``, of the sampled token in its sequence.
+        sampling, rows: the same on the device.
+        masks: of some rows, see GrammarMask.
+    """
+
+    req_indices: np.ndarray
+    positions: np.ndarray
+    sampling: SamplingTensors
+    rows: SamplingRows
+    masks: Mapping[int, bytes]
+
+
 class Sampler:
     """The eager sampler: one token per row, by the parameters of its request index.
 
-    Stages, each skipped unless a row needs it, in vLLM's order: allowed tokens, min_tokens,
-    logit_bias, penalties, the request's processors; greedy rows end here with the likeliest
-    token; temperature, min_p, top_k, top_p, and a draw keyed by (seed, position).
-    Log-probabilities are those of the logits as the model gave them.
+    Rows that need more than the draw pass through the op set's ``process_logits``, as in a fused
+    step, and those with rules of no fixed size through the host; the others are drawn from the
+    logits as they are. Log-probabilities are those of the logits as the model gave them.
 
     Args:
-        ops: draws tokens by the op set's sampler, as fused steps do; None inverts the
-            distribution, which is faster on a CPU.
+        ops: the op set, which processes logits and draws tokens as in fused steps.
+        num_logprobs: per token, in a fused step.
 
     Attributes:
+        tables: lines of the rules and penalties, on ``device``.
         failures: by request index, the error for which it cannot be sampled.
     """
 
@@ -70,14 +91,18 @@ class Sampler:
         vocab_size: int,
         inputs: InputBatch,
         device: torch.device,
-        ops: TorchOps | None = None,
+        ops: TorchOps,
+        num_logprobs: int = 20,
     ) -> None:
         self.inputs = inputs
         self.device = device
-        self.state = SamplingState(max_num_seqs)
-        self.penalties = Penalties(vocab_size, device)
+        self.state = SamplingState(max_num_seqs, vocab_size, min(num_logprobs, vocab_size))
+        self.tables = LogitsTables(max_num_seqs, vocab_size, device)
         self.failures: dict[int, Exception] = {}
         self._ops = ops
+        self._updates: list[LineUpdate] = []
+        self._tensors = self.state.tensors()
+        self._last_sampled_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device="cpu")
 
     def assign(self, assignment: RequestAssignment) -> None:
         """Takes over a request's parameters. Its tokens are in the input batch already.
@@ -88,37 +113,50 @@ class Sampler:
         req_index = assignment.req_index
         self.release(req_index)
         try:
-            self.state.assign(assignment)
-            if self.state.penalised(np.array([req_index]))[0]:
-                tokens = np.asarray(assignment.token_ids, dtype=np.int64)
-                prompt = assignment.num_prompt_tokens
-                self.penalties.assign(req_index, tokens[:prompt], tokens[prompt:])
+            update = self.state.assign(assignment)
         except Exception as error:
             if is_device_failure(error):
                 raise
             self.release(req_index)
             self.failures[req_index] = error
+        else:
+            if update is not None:
+                self._updates.append(update)
 
-    def needs_eager_sampler(self, req_indices: np.ndarray) -> bool:
-        """Whether any of ``req_indices`` asks for more than the draw: log-probabilities, penalties,
-        or rules, which read the tokens so far or the logits on the host."""
-        state = self.state
-        if state.rules and not state.rules.keys().isdisjoint(req_indices.tolist()):
-            return True
-        return bool((state.logprobs[req_indices] >= 0).any() or state.penalised(req_indices).any())
+    def take_updates(self) -> list[LineUpdate]:
+        """Lines of the tables that were assigned since the last call, to be written ahead of the
+        next step."""
+        updates, self._updates = self._updates, []
+        return updates
+
+    def needs_host(self, req_indices: np.ndarray) -> bool:
+        """Whether any of ``req_indices`` has to be sampled by ``sample``."""
+        return self.state.needs_host(req_indices)
 
     def release(self, req_index: int) -> None:
         self.state.release(req_index)
-        self.penalties.release(req_index)
         self.failures.pop(req_index, None)
 
-    def sample(
-        self,
-        logits: Tensor,
-        req_indices: np.ndarray,
-        positions: np.ndarray,
-        masks: Mapping[int, bytes] = NO_MASKS,
-    ) -> SampleOutput:
+    def host_step(
+        self, req_indices: np.ndarray, positions: np.ndarray, masks: Mapping[int, bytes] = NO_MASKS
+    ) -> EagerStep:
+        """A step whose state is on the host. Writes the tables."""
+        for update in self.take_updates():
+            update.write(self.tables)
+        sampling, rules = self._tensors
+        rows = SamplingRows(
+            req_indices=torch.from_numpy(req_indices),
+            positions=torch.from_numpy(positions - 1),
+            host_token_ids=torch.from_numpy(
+                self.inputs.token_ids[req_indices, positions - 1].astype(np.int64)
+            ),
+            last_sampled_tokens=self._last_sampled_tokens,
+            rules=rules,
+            tables=self.tables,
+        )
+        return EagerStep(req_indices, positions, sampling, rows, masks)
+
+    def sample(self, logits: Tensor, step: EagerStep) -> SampleOutput:
         """Samples a token for each row.
 
         A row whose logits are not numbers, whose processor raises, or that has no token left
@@ -126,181 +164,120 @@ class Sampler:
 
         Args:
             logits: ``[S, vocab_size]``; not changed.
-            req_indices: ``[S]``, none twice.
-            positions: ``[S]``, of the sampled token in its sequence.
-            masks: of some rows, see GrammarMask.
         """
         output = SampleOutput(np.empty(0, dtype=np.int64))
-        processed = self._process(logits, req_indices, positions, output.errors, masks)
-        if self._ops is not None:
-            output.token_ids = self._sample_gumbel(self._ops, processed, req_indices, positions)
-            broken = output.token_ids < 0
+        chosen = self._rows_to_process(step)
+        tokens = torch.full_like(step.rows.req_indices, -1)
+        if not len(chosen):
+            self._draw(logits, step, step.rows.req_indices, step.rows.positions, tokens)
         else:
-            best, tokens = processed.max(-1)
-            output.token_ids = tokens.cpu().numpy()
-            broken = ~np.isfinite(best.float().cpu().numpy())
-        if broken.any():
-            self._explain(logits, processed, np.flatnonzero(broken), output.errors)
-        if self._ops is None:
-            self._draw(processed, req_indices, positions, output)
+            index = self._tensor(chosen)
+            processed = self.process(logits, step, chosen, output.errors)
+            plain = step.rows.req_indices.clone()
+            plain[index] = -1
+            if len(chosen) < len(tokens):
+                self._draw(logits, step, plain, step.rows.positions, tokens)
+            some = tokens[index]
+            self._draw(
+                processed, step, step.rows.req_indices[index], step.rows.positions[index], some
+            )
+            tokens[index] = some
+        # A copy, because the caller keeps it.
+        output.token_ids = tokens.cpu().numpy().copy()
+        if (output.token_ids < 0).any():
+            self._explain(logits, step, output)
         if output.errors:
             output.token_ids[list(output.errors)] = -1
-        self._finish(logits, req_indices, output)
+        self._gather_logprobs(logits, step, output)
         return output
 
-    def _process(
-        self,
-        logits: Tensor,
-        req_indices: np.ndarray,
-        positions: np.ndarray,
-        errors: dict[int, Exception],
-        masks: Mapping[int, bytes] = NO_MASKS,
+    def _rows_to_process(self, step: EagerStep) -> np.ndarray:
+        """Rows that need more than the draw."""
+        needed = (self.state.stages[step.req_indices] & LOGITS_STAGES.value) != 0
+        if self.state.host:
+            needed |= np.isin(step.req_indices, list(self.state.host))
+        needed[list(step.masks)] = True
+        return np.flatnonzero(needed)
+
+    def process(
+        self, logits: Tensor, step: EagerStep, chosen: np.ndarray, errors: dict[int, Exception]
     ) -> Tensor:
-        """Logits after the stages that may change the likeliest token; ``logits`` itself if no
-        row needs one."""
-        penalised = np.flatnonzero(self.state.penalised(req_indices))
-        ruled = [
-            (row, req_index)
-            for row, req_index in enumerate(req_indices.tolist())
-            if req_index in self.state.rules
-        ]
-        if not len(penalised) and not ruled and not masks:
-            return logits
-        logits = logits.to(torch.float32, copy=True)
-        for row, mask in masks.items():
-            try:
-                hidden = ~unpack_mask(mask, logits.shape[1])
-            except ValueError as error:
-                errors[row] = error
-            else:
-                logits[row].masked_fill_(self._tensor(hidden), -torch.inf)
-        for row, req_index in ruled:
-            generated = int(positions[row] - self.state.num_prompt_tokens[req_index])
-            try:
-                self._apply_rules(logits[row], self.state.rules[req_index], generated)
-            except Exception as error:
-                if is_device_failure(error):
-                    raise
-                errors[row] = error
-        if len(penalised):
-            self.penalties.apply(logits, penalised, req_indices[penalised], self.state)
-        for row, req_index in ruled:
-            rules = self.state.rules[req_index]
-            if rules.processors and row not in errors:
-                self._apply_processors(logits, row, req_index, int(positions[row]), rules, errors)
-        return logits
-
-    def _apply_rules(self, row: Tensor, rules: LogitsRules, generated: int) -> None:
-        if rules.allowed is not None:
-            hidden = torch.ones_like(row, dtype=torch.bool)
-            hidden[self._tensor(rules.allowed)] = False
-            row.masked_fill_(hidden, -torch.inf)
-        if generated < rules.min_tokens and len(rules.stop_ids):
-            row[self._tensor(rules.stop_ids)] = -torch.inf
-        if rules.bias is not None:
-            ids, values = rules.bias
-            row[self._tensor(ids)] += self._tensor(values)
-
-    def _apply_processors(
-        self,
-        logits: Tensor,
-        row: int,
-        req_index: int,
-        position: int,
-        rules: LogitsRules,
-        errors: dict[int, Exception],
-    ) -> None:
-        output = self.inputs.output_token_ids(req_index, position).tolist()
-        value: object = logits[row].clone()
-        try:
-            for processor in rules.processors:
-                value = processor(output, value)
-                if not isinstance(value, Tensor) or value.shape != logits.shape[1:]:
-                    raise TypeError(
-                        f"logits processor {describe(processor)} returned {_kind(value)}, expected "
-                        f"a tensor of shape {tuple(logits.shape[1:])}"
-                    )
-            logits[row] = value  # pyright: ignore[reportArgumentType]
-        except Exception as error:
-            errors[row] = error
-        except BaseException as error:
-            # No signal is delivered on this thread: an exit or an interrupt is the
-            # processor's own, and ends neither the thread nor the process.
-            errors[row] = RuntimeError(f"a logits processor raised {describe(error)}")
-            errors[row].__cause__ = error
-
-    def _explain(
-        self, logits: Tensor, processed: Tensor, rows: np.ndarray, errors: dict[int, Exception]
-    ) -> None:
-        """The errors of rows whose maximum is not finite: it is NaN if any logit is, infinite if
-        one is, and minus infinity if no token is left."""
-        for row in rows.tolist():
-            if row in errors:
-                continue
-            if not bool(torch.isfinite(logits[row].max())):
-                errors[row] = ValueError(NOT_FINITE)
-            elif bool(torch.isneginf(processed[row].max())):
-                errors[row] = ValueError(NONE_LEFT)
-            else:
-                errors[row] = ValueError("a logits processor returned logits that are not finite")
-
-    def _sample_gumbel(
-        self, ops: TorchOps, logits: Tensor, req_indices: np.ndarray, positions: np.ndarray
-    ) -> np.ndarray:
-        """Tokens of the op set's sampler, as a fused step draws them; -1 for a row that has NaN or
-        infinity, or no finite logit."""
-        state, rows = self.state, len(req_indices)
-        # Parameters are by row here; the last line is for padded rows, of which there are none.
-        lines = np.append(req_indices, req_indices[:1])
-        sampling = SamplingTensors(
-            states=self._tensor(state.seeds[lines].view(np.int64)),
-            temperature=self._tensor(state.temperature[lines]),
-            top_k=self._tensor(state.top_k[lines]),
-            top_p=self._tensor(state.top_p[lines].astype(np.float32)),
-            min_p=self._tensor(state.min_p[lines].astype(np.float32)),
+        """``logits[chosen]`` behind all stages up to temperature, float32."""
+        index, all_rows = self._tensor(chosen), step.rows
+        stages = self.state.stages_of(step.req_indices[chosen]) & LOGITS_STAGES
+        rows = replace(
+            all_rows,
+            req_indices=all_rows.req_indices[index],
+            positions=all_rows.positions[index],
+            host_token_ids=all_rows.host_token_ids[index],
         )
-        row_indices, before = self._tensor(np.arange(rows)), self._tensor(positions - 1)
-        last_sampled_tokens, out = row_indices.new_empty(rows + 1), torch.empty_like(row_indices)
-        ops.sample(logits, sampling, row_indices, before, last_sampled_tokens, out)
-        return out.cpu().numpy()
+        place_of = {row: place for place, row in enumerate(chosen.tolist())}
+        if step.masks:
+            stages |= Stages.MASKS
+            masks = GrammarMasks(len(chosen), logits.shape[1], torch.device("cpu"))
+            found = masks.set({place_of[row]: mask for row, mask in step.masks.items()})
+            errors |= {int(chosen[place]): error for place, error in found.items()}
+            slots, words = masks.slots.to(self.device), masks.words.to(self.device)
+            rows = replace(rows, mask_slots=slots, mask_words=words)
+        raw = logits[index].float()
+        ruled = [
+            (row, rules, int(step.positions[row]))
+            for row, req_index in enumerate(step.req_indices.tolist())
+            if (rules := self.state.host.get(req_index)) is not None
+        ]
+        for row, rules, _ in ruled:
+            apply_bias(raw[place_of[row]], rules)
+        processed = self._ops.process_logits(raw, rows, stages)
+        for row, rules, position in ruled:
+            output = self.inputs.output_token_ids(int(step.req_indices[row]), position)
+            hide_tokens(processed[place_of[row]], rules, output, position)
+            if rules.processors and row not in errors:
+                try:
+                    apply_processors(processed[place_of[row]], rules, output)
+                except Exception as error:
+                    errors[row] = error
+        return processed
 
     def _draw(
-        self, logits: Tensor, req_indices: np.ndarray, positions: np.ndarray, output: SampleOutput
+        self,
+        logits: Tensor,
+        step: EagerStep,
+        req_indices: Tensor,
+        positions: Tensor,
+        out: Tensor,
     ) -> None:
-        """Replaces the likeliest tokens of the rows that are not greedy."""
-        state = self.state
-        rows = np.flatnonzero(state.temperature[req_indices] >= MIN_TEMPERATURE)
-        if output.errors:
-            rows = np.setdiff1d(rows, list(output.errors))
-        if not len(rows):
-            return
-        req_indices = req_indices[rows]
-        chosen = logits if len(rows) == logits.shape[0] else logits[self._tensor(rows)]
-        tokens = sample_inverse_cdf(
-            chosen.float() / self._tensor(state.temperature[req_indices]).unsqueeze(1),
-            counter_uniform(state.seeds[req_indices], positions[rows]),
-            state.top_k[req_indices],
-            state.top_p[req_indices],
-            state.min_p[req_indices],
-        )
-        output.token_ids[rows] = tokens.cpu().numpy()
+        last = step.rows.last_sampled_tokens
+        self._ops.sample(logits, step.sampling, req_indices, positions, last, out)
 
-    def _finish(self, logits: Tensor, req_indices: np.ndarray, output: SampleOutput) -> None:
-        """Log-probabilities, and the counts for later penalties."""
-        good = output.token_ids >= 0
-        asked = np.flatnonzero((self.state.logprobs[req_indices] >= 0) & good)
-        output.logprobs = gather_logprobs(
-            logits, asked, output.token_ids[asked], self.state.logprobs[req_indices[asked]]
-        )
-        counted = np.flatnonzero(self.state.penalised(req_indices) & good)
-        if len(counted):
-            self.penalties.count(req_indices[counted], output.token_ids[counted])
+    def _explain(self, logits: Tensor, step: EagerStep, output: SampleOutput) -> None:
+        """The errors of rows without a token."""
+        for row in np.flatnonzero(output.token_ids < 0).tolist():
+            if row in output.errors:
+                continue
+            if not bool(torch.isfinite(logits[row].max())):
+                output.errors[row] = ValueError(NOT_FINITE)
+            elif output.token_ids[row] == NO_TOKEN_LEFT:
+                output.errors[row] = ValueError(NONE_LEFT)
+            else:
+                output.errors[row] = ValueError(
+                    "a logits processor returned logits that are not finite"
+                )
+
+    def _gather_logprobs(self, logits: Tensor, step: EagerStep, output: SampleOutput) -> None:
+        state, tokens = self.state, output.token_ids
+        counts = state.logprobs[step.req_indices]
+        asked = np.flatnonzero((counts >= 0) & (tokens >= 0))
+        if len(asked):
+            top = TopLogprobs(len(asked), state.num_logprobs, self.device)
+            index = self._tensor(asked)
+            self._ops.top_logprobs(logits[index], self._tensor(tokens[asked]), top)
+            values, ids = top.values.cpu().numpy(), top.ids.cpu().numpy()
+            found = token_logprobs(values, ids, tokens[asked], counts[asked])
+            output.logprobs.update(zip(asked.tolist(), found, strict=True))
+        for row, req_index in enumerate(step.req_indices.tolist() if state.host_logprobs else ()):
+            count = state.host_logprobs.get(req_index)
+            if count is not None and tokens[row] >= 0:
+                output.logprobs[row] = logprobs_of_row(logits[row], int(tokens[row]), count)
 
     def _tensor(self, values: np.ndarray) -> Tensor:
         return copy_to_device(values, self.device)
-
-
-def _kind(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    return f"a {type(value).__name__}"

@@ -6,65 +6,147 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from asyncllm.core.batch import RequestAssignment
+from asyncllm.gpu.batch.decode_inputs import SamplingTensors
+from asyncllm.gpu.batch.grammar_masks import num_words
+from asyncllm.gpu.batch.sampling_inputs import (
+    MAX_BIAS,
+    MAX_STOP_IDS,
+    UNCOUNTED,
+    LogitsTables,
+    RuleTensors,
+    Stages,
+)
+from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.sample.rng import mix_seed
 from asyncllm.sampling_params import LogitsProcessor
 
 _MAX_TOP_K = 2**31 - 1
 
+IdsAndValues = tuple[np.ndarray, np.ndarray]
+
 
 @dataclass(slots=True)
-class LogitsRules:
-    """Sampling parameters that few requests set, or that have no fixed size.
+class HostRules:
+    """What a request asks for that has no fixed size, or needs the host.
 
     Attributes:
-        bias: token ids and the numbers added to their logits, or None.
-        allowed: the only token ids that may be sampled, or None.
+        bias: token ids and the numbers added to their logits, if there are too many for the
+            device.
+        stop_ids: tokens that ``min_tokens`` suppresses, likewise.
+        min_end: position from which on they may be sampled.
+        bad_words: sequences of two tokens or more, of which the last may not follow the others.
         processors: the request's own, in order.
-        stop_ids: tokens that ``min_tokens`` suppresses.
-        min_tokens: output tokens before one of ``stop_ids`` may come.
     """
 
-    bias: tuple[np.ndarray, np.ndarray] | None
-    allowed: np.ndarray | None
+    bias: IdsAndValues | None
+    stop_ids: np.ndarray | None
+    min_end: int
+    bad_words: tuple[tuple[int, ...], ...]
     processors: tuple[LogitsProcessor, ...]
-    stop_ids: np.ndarray
-    min_tokens: int
+
+
+@dataclass(slots=True)
+class LineUpdate:
+    """A request index's lines of LogitsTables.
+
+    Attributes:
+        allowed: ``[W]`` int32.
+        bias: ids and values.
+        stop_ids: int32.
+        counts: of the output so far, token ids and how often each occurs.
+        in_prompt: ``[W]`` int32.
+    """
+
+    req_index: int
+    stages: Stages
+    allowed: np.ndarray | None = None
+    bias: IdsAndValues | None = None
+    stop_ids: np.ndarray | None = None
+    counts: IdsAndValues | None = None
+    in_prompt: np.ndarray | None = None
+
+    def write(self, tables: LogitsTables) -> None:
+        """Queues the changes."""
+        tables.make(self.stages)
+        line, device = self.req_index, tables.device
+        if self.allowed is not None:
+            tables.allowed[line] = copy_to_device(self.allowed, device)
+        if self.bias is not None:
+            ids, values = self.bias
+            tables.bias_ids[line, : len(ids)] = copy_to_device(ids, device)
+            tables.bias_values[line, : len(ids)] = copy_to_device(values, device)
+        if self.stop_ids is not None:
+            tables.stop_ids[line, : len(self.stop_ids)] = copy_to_device(self.stop_ids, device)
+        if self.counts is not None and self.in_prompt is not None:
+            ids, counts = self.counts
+            tables.counts[line].zero_()
+            tables.counts[line].index_copy_(
+                0, copy_to_device(ids, device), copy_to_device(counts, device)
+            )
+            tables.in_prompt[line] = copy_to_device(self.in_prompt, device)
 
 
 class SamplingState:
     """Sampling parameters by request index, set when a request enters, in the dtypes that steps
     compute with: a value that does not fit raises then, for its request, and not in a step.
 
+    The arrays are as SamplingTensors and RuleTensors describe them, a line for padding included.
+
     Attributes:
-        temperature, presence, frequency, repetition: ``[max_num_seqs]`` float32.
-        top_p, min_p: ``[max_num_seqs]`` float64.
-        top_k: ``[max_num_seqs]`` int32; 0 keeps all.
-        seeds: ``[max_num_seqs]`` uint64, mixed.
-        logprobs: ``[max_num_seqs]`` int64, -1 for none.
-        num_prompt_tokens: ``[max_num_seqs]``.
-        rules: by request index, for those that have any.
+        seeds: ``[N + 1]`` uint64, mixed.
+        logprobs: ``[N + 1]`` int64, -1 for none; at most ``num_logprobs``.
+        stages: ``[N + 1]`` int64, the bits of Stages that an index needs.
+        host: by request index, for those that have any.
+        host_logprobs: by request index, numbers of log-probabilities above ``num_logprobs``.
         version: changes of the parameters so far, so that a copy knows whether it is current.
     """
 
-    def __init__(self, max_num_seqs: int) -> None:
-        self.temperature = np.ones(max_num_seqs, dtype=np.float32)
-        self.top_p = np.ones(max_num_seqs)
-        self.min_p = np.zeros(max_num_seqs)
-        self.presence = np.zeros(max_num_seqs, dtype=np.float32)
-        self.frequency = np.zeros(max_num_seqs, dtype=np.float32)
-        self.repetition = np.ones(max_num_seqs, dtype=np.float32)
-        self.top_k = np.zeros(max_num_seqs, dtype=np.int32)
-        self.seeds = np.zeros(max_num_seqs, dtype=np.uint64)
-        self.logprobs = np.full(max_num_seqs, -1, dtype=np.int64)
-        self.num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
-        self.rules: dict[int, LogitsRules] = {}
+    def __init__(self, max_num_seqs: int, vocab_size: int, num_logprobs: int) -> None:
+        lines = max_num_seqs + 1
+        self.vocab_size, self.num_logprobs = vocab_size, num_logprobs
+        self.temperature = np.ones(lines, dtype=np.float32)
+        self.top_p = np.ones(lines, dtype=np.float32)
+        self.min_p = np.zeros(lines, dtype=np.float32)
+        self.top_k = np.zeros(lines, dtype=np.int32)
+        self.seeds = np.zeros(lines, dtype=np.uint64)
+        self.restricted = np.zeros(lines, dtype=np.int32)
+        self.num_bias = np.zeros(lines, dtype=np.int32)
+        self.num_stop_ids = np.zeros(lines, dtype=np.int32)
+        self.min_end = np.zeros(lines, dtype=np.int64)
+        self.counted_from = np.full(lines, UNCOUNTED, dtype=np.int64)
+        self.repetition = np.ones(lines, dtype=np.float32)
+        self.frequency = np.zeros(lines, dtype=np.float32)
+        self.presence = np.zeros(lines, dtype=np.float32)
+        self.logprobs = np.full(lines, -1, dtype=np.int64)
+        self.stages = np.zeros(lines, dtype=np.int64)
+        self.host: dict[int, HostRules] = {}
+        self.host_logprobs: dict[int, int] = {}
         self.version = 0
 
-    def assign(self, assignment: RequestAssignment) -> None:
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """What a step reads, in the order of SamplingTensors and RuleTensors."""
+        seeds = self.seeds.view(np.int64)
+        return (
+            *(seeds, self.temperature, self.top_k, self.top_p, self.min_p),
+            *(self.restricted, self.num_bias, self.num_stop_ids, self.min_end),
+            *(self.counted_from, self.repetition, self.frequency, self.presence),
+        )
+
+    def tensors(self) -> tuple[SamplingTensors, RuleTensors]:
+        """The arrays, whose memory they share."""
+        found = [torch.from_numpy(array) for array in self.arrays()]
+        return SamplingTensors(*found[:5]), RuleTensors(*found[5:])
+
+    def assign(self, assignment: RequestAssignment) -> LineUpdate | None:
         """Sets the parameters of a request. Raises for a value that no array holds; the index has
-        to be released then."""
+        to be released then.
+
+        Returns:
+            Its lines of the tables, if it needs any.
+        """
         req_index = assignment.req_index
         self.version += 1
         params: Any = assignment.sampling
@@ -73,44 +155,108 @@ class SamplingState:
             self.presence[req_index] = params.presence_penalty
             self.frequency[req_index] = params.frequency_penalty
             self.repetition[req_index] = params.repetition_penalty
-        self.top_p[req_index] = params.top_p
-        self.min_p[req_index] = params.min_p
+            self.top_p[req_index] = params.top_p
+            self.min_p[req_index] = params.min_p
         # No vocabulary is as large as the largest of these.
         self.top_k[req_index] = min(params.top_k, _MAX_TOP_K)
         self.seeds[req_index] = mix_seed(params.seed)
-        self.logprobs[req_index] = -1 if params.logprobs is None else params.logprobs
-        self.num_prompt_tokens[req_index] = assignment.num_prompt_tokens
-        self._assign_rules(assignment)
+        update = LineUpdate(req_index, Stages.NONE)
+        self._assign_logprobs(update, params.logprobs)
+        self._assign_rules(update, assignment)
+        self._assign_penalties(update, assignment)
+        self.stages[req_index] = update.stages.value
+        return update if update.stages & (Stages.RULES | Stages.PENALTIES) else None
 
-    def _assign_rules(self, assignment: RequestAssignment) -> None:
-        req_index, params = assignment.req_index, assignment.sampling
-        self.rules.pop(req_index, None)
-        bias, allowed = params.logit_bias, params.allowed_token_ids
-        if not bias and allowed is None and not params.min_tokens and not params.logits_processors:
+    def _assign_logprobs(self, update: LineUpdate, count: int | None) -> None:
+        if count is None:
             return
-        self.rules[req_index] = LogitsRules(
-            bias=(
-                (np.array(list(bias), np.int64), np.array(list(bias.values()), np.float32))
-                if bias
-                else None
-            ),
-            allowed=None if allowed is None else np.array(allowed, np.int64),
-            processors=tuple(params.logits_processors),
-            stop_ids=np.array([*assignment.eos_token_ids, *params.stop_token_ids], np.int64),
-            min_tokens=params.min_tokens,
+        if 0 <= count <= self.num_logprobs:
+            self.logprobs[update.req_index] = count
+            update.stages |= Stages.LOGPROBS
+        else:
+            self.host_logprobs[update.req_index] = (
+                self.vocab_size if count < 0 else int(np.int64(count))
+            )
+
+    def _assign_rules(self, update: LineUpdate, assignment: RequestAssignment) -> None:
+        req_index, params = update.req_index, assignment.sampling
+        bias, stop_ids = self._bias(params.logit_bias), None
+        if params.min_tokens:
+            stop_ids = self._ids([*assignment.eos_token_ids, *params.stop_token_ids])
+            self.min_end[req_index] = assignment.num_prompt_tokens + params.min_tokens
+        allowed = self._allowed(params.allowed_token_ids, assignment.bad_words)
+        host = HostRules(
+            bias if bias is not None and len(bias[0]) > MAX_BIAS else None,
+            stop_ids if stop_ids is not None and len(stop_ids) > MAX_STOP_IDS else None,
+            int(self.min_end[req_index]),
+            tuple(words for words in assignment.bad_words if len(words) > 1),
+            tuple(params.logits_processors),
         )
+        if host.bias is None and bias is not None:
+            update.bias, self.num_bias[req_index] = bias, len(bias[0])
+        if host.stop_ids is None and stop_ids is not None:
+            update.stop_ids, self.num_stop_ids[req_index] = stop_ids, len(stop_ids)
+        update.allowed, self.restricted[req_index] = allowed, allowed is not None
+        if allowed is not None or update.bias is not None or update.stop_ids is not None:
+            update.stages |= Stages.RULES
+        if host.bias or host.stop_ids is not None or host.bad_words or host.processors:
+            self.host[req_index] = host
+
+    def _assign_penalties(self, update: LineUpdate, assignment: RequestAssignment) -> None:
+        params, req_index = assignment.sampling, update.req_index
+        penalties = (params.presence_penalty, params.frequency_penalty)
+        if penalties == (0, 0) and params.repetition_penalty == 1:
+            return
+        tokens = np.asarray(assignment.token_ids, dtype=np.int64)
+        prompt = assignment.num_prompt_tokens
+        ids, counts = np.unique(tokens[prompt:], return_counts=True)
+        update.counts = ids, counts.astype(np.int32)
+        update.in_prompt = self._packed(tokens[:prompt])
+        update.stages |= Stages.PENALTIES
+        self.counted_from[req_index] = len(tokens)
+
+    def _bias(self, bias: Any) -> IdsAndValues | None:
+        if not bias:
+            return None
+        with np.errstate(over="raise", invalid="raise"):
+            return self._ids(list(bias)), np.array(list(bias.values()), np.float32)
+
+    def _allowed(self, allowed: Any, bad_words: tuple[tuple[int, ...], ...]) -> np.ndarray | None:
+        single = [words[0] for words in bad_words if len(words) == 1]
+        if allowed is None and not single:
+            return None
+        words = self._packed(self._ids(allowed)) if allowed is not None else ~self._packed([])
+        return words & ~self._packed(self._ids(single))
+
+    def _ids(self, token_ids: Any) -> np.ndarray:
+        """As int32; raises IndexError for what is no token."""
+        ids = np.array(token_ids, np.int64)
+        if len(ids) and (ids.min() < 0 or ids.max() >= self.vocab_size):
+            raise IndexError(f"token ids {ids.min()} to {ids.max()} in {self.vocab_size} tokens")
+        return ids.astype(np.int32)
+
+    def _packed(self, token_ids: Any) -> np.ndarray:
+        """``[W]`` int32, a bit per token."""
+        bits = np.zeros(num_words(self.vocab_size) * 32, dtype=np.uint8)
+        bits[np.asarray(token_ids, dtype=np.int64)] = 1
+        return np.packbits(bits, bitorder="little").view("<i4")
 
     def release(self, req_index: int) -> None:
         """Sets neutral values, with which a row needs no stage but the draw."""
         self.temperature[req_index] = self.repetition[req_index] = self.top_p[req_index] = 1.0
         self.presence[req_index] = self.frequency[req_index] = self.min_p[req_index] = 0.0
         self.top_k[req_index], self.logprobs[req_index] = 0, -1
-        self.rules.pop(req_index, None)
+        self.restricted[req_index] = self.num_bias[req_index] = self.num_stop_ids[req_index] = 0
+        self.min_end[req_index], self.counted_from[req_index] = 0, UNCOUNTED
+        self.stages[req_index] = 0
+        self.host.pop(req_index, None)
+        self.host_logprobs.pop(req_index, None)
 
-    def penalised(self, req_indices: np.ndarray) -> np.ndarray:
-        """Which of ``req_indices`` have a penalty, as booleans."""
-        return (
-            (self.presence[req_indices] != 0.0)
-            | (self.frequency[req_indices] != 0.0)
-            | (self.repetition[req_indices] != 1.0)
-        )
+    def stages_of(self, req_indices: np.ndarray) -> Stages:
+        return Stages(int(np.bitwise_or.reduce(self.stages[req_indices], initial=0)))
+
+    def needs_host(self, req_indices: np.ndarray) -> bool:
+        """Whether any of ``req_indices`` has rules of no fixed size, logits processors, or more
+        log-probabilities than a step keeps room for."""
+        known = self.host.keys() | self.host_logprobs.keys()
+        return bool(known) and not known.isdisjoint(req_indices.tolist())

@@ -1,8 +1,10 @@
 """sample: Gumbel-max sampling in two kernels over the vocabulary, without a sort.
 
 They compute what ``gumbel_sample`` describes. The first kernel reduces the vocabulary to
-statistics of chunks of 256 tokens, winner of the race included. The second has one program
-per row. If nothing truncates the row, it is done with the best of the winners. Otherwise:
+statistics of chunks of 256 tokens, for truncated rows the winner of the race included. The
+second has one program
+per row. If nothing truncates the row, the chunks race by their mass, and the tokens of the one
+that wins. Otherwise:
 
 - top_k: the k-th largest of the chunks' maxima bounds the k-th largest logit from below, so
   that only the chunks above it, rarely many more than k, have to be read again; quickselect
@@ -80,6 +82,9 @@ def chunk_kernel(
     states,
     positions,
     temperatures,
+    top_ks,
+    top_ps,
+    min_ps,
     req_indices,
     vocab_size,
     num_chunks,
@@ -96,7 +101,16 @@ def chunk_kernel(
     counter = (group[:, None] * CHUNK + lane[None, :]).to(tl.uint32)
     zero = counter * 0
     key = race_key(states, positions, row, line)
-    word0, word1, word2, word3 = tl.philox(key, counter, zero, zero, zero)
+    k = tl.load(top_ks + line).to(tl.int32)
+    limited = (k > 0) & (k < vocab_size)
+    truncated = limited | (tl.load(min_ps + line) > 0.0) | (tl.load(top_ps + line) < 1.0)
+    races = (greedy == 0) & truncated
+    word0 = zero
+    word1 = zero
+    word2 = zero
+    word3 = zero
+    if races:
+        word0, word1, word2, word3 = tl.philox(key, counter, zero, zero, zero)
     for index in tl.static_range(4):
         chunk = group * 4 + index
         token = chunk[:, None] * CHUNK + lane[None, :]
@@ -104,7 +118,7 @@ def chunk_kernel(
         at = logits + row * stride_logits + token
         value = tl.load(at, mask=real, other=float("-inf")).to(tl.float32) * factor
         score = value
-        if not greedy:
+        if races:
             if index == 0:
                 score = value - log_exponential(word0)
             elif index == 1:
@@ -164,6 +178,24 @@ def is_ahead(value, token, of_value, of_token):
 @triton.jit
 def value_of(logits, token, factor):
     return tl.load(logits + token).to(tl.float32) * factor
+
+
+@triton.jit
+def race_in_chunk(logits, chunk, factor, vocab_size, key):
+    """The winning token of a chunk."""
+    lane = tl.arange(0, CHUNK)
+    token = chunk * CHUNK + lane
+    value = tl.load(logits + token, mask=token < vocab_size, other=float("-inf"))
+    counter = (chunk // 4 * CHUNK + lane).to(tl.uint32)
+    zero = counter * 0
+    word0, word1, word2, word3 = tl.philox(key, counter, zero, zero, zero)
+    index = chunk % 4
+    word = tl.where(
+        index < 2, tl.where(index == 0, word0, word1), tl.where(index == 2, word2, word3)
+    )
+    score = value.to(tl.float32) * factor - log_exponential(word)
+    first = tl.min(tl.where(score == tl.max(score, 0), token, vocab_size), 0)
+    return tl.minimum(first, vocab_size - 1)
 
 
 @triton.jit
@@ -292,6 +324,12 @@ def choose_kernel(
     largest = tl.max(maxima, 0)
     base = tl.where(largest == float("-inf"), 0.0, largest)
     total = tl.sum(sums * tl.exp(maxima - base), 0)
+    key = race_key(states, positions, row, line)
+    counter = chunk.to(tl.uint32)
+    word, _, _, _ = tl.philox(key, counter, counter * 0 + 1, counter * 0, counter * 0)
+    by_mass = tl.where(sums > 0.0, maxima + tl.log(sums) - log_exponential(word), float("-inf"))
+    # Looked for in every row: kept for a branch, what it is made of would spill.
+    heaviest = tl.min(tl.where(by_mass == tl.max(by_mass, 0), chunk, num_chunks - 1), 0)
     first = tl.min(tl.where(scores == tl.max(scores, 0), chunk, num_chunks - 1), 0)
     token = tl.load(chunk_token + row * num_chunks + first)
     greedy, factor = temperature_factor(tl.load(temperatures + line))
@@ -302,10 +340,11 @@ def choose_kernel(
     cut = limited | (min_p > 0.0)
     # A sum is a number only if every logit is one.
     valid = total >= 0.5
+    logits += row * stride_logits
+    if valid & (greedy == 0) & (cut == 0) & (top_p >= 1.0):
+        token = race_in_chunk(logits, heaviest, factor, vocab_size, key)
     if valid & (greedy == 0) & (cut | (top_p < 1.0)):
-        logits += row * stride_logits
         listed += row * num_chunks
-        key = race_key(states, positions, row, line)
         floor_value = tl.maximum(largest + tl.log(min_p), LOWEST)
         bound = value_of(logits, token, factor)
         order = order_of(maxima)
@@ -364,8 +403,9 @@ def sample(
     chunks = (*floats, indices[0])
     of_rows = (logits, sampling.states, positions, sampling.temperature)
     sizes = (vocab_size, num_chunks, logits.stride(0))
+    limits = (sampling.top_k, sampling.top_p, sampling.min_p)
     chunk_kernel[(rows, cdiv(num_chunks, 4 * COUNTERS.value))](
-        *chunks, *of_rows, req_indices, *sizes, num_warps=4
+        *chunks, *of_rows, *limits, req_indices, *sizes, num_warps=4
     )
     choose_kernel[(rows,)](
         out,
@@ -373,9 +413,7 @@ def sample(
         indices[1],
         *chunks,
         *of_rows,
-        sampling.top_k,
-        sampling.top_p,
-        sampling.min_p,
+        *limits,
         req_indices,
         *sizes,
         CHUNKS=next_power_of_2(num_chunks),

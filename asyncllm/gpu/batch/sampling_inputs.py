@@ -1,0 +1,142 @@
+"""SamplingRows: what the rows of a step are sampled by, beside the parameters of the draw."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from asyncllm.gpu.batch.grammar_masks import num_words
+
+MAX_BIAS = 1024
+"""Entries of a ``logit_bias`` that a device applies; a longer one is applied on the host."""
+
+MAX_STOP_IDS = 128
+"""Token ids that a device suppresses for ``min_tokens``; more are suppressed on the host."""
+
+UNCOUNTED = 2**63 - 1
+"""``counted_from`` of a request index without penalties."""
+
+
+class Stages(enum.Flag):
+    """What sampling does beside the draw."""
+
+    NONE = 0
+    MASKS = enum.auto()
+    """Grammars' masks, by row."""
+    RULES = enum.auto()
+    """``logit_bias``, ``allowed_token_ids``, ``bad_words`` of one token, ``min_tokens``."""
+    PENALTIES = enum.auto()
+    LOGPROBS = enum.auto()
+
+
+LOGITS_STAGES = Stages.MASKS | Stages.RULES | Stages.PENALTIES
+
+
+@dataclass(frozen=True, slots=True)
+class RuleTensors:
+    """Scalars of the rules and penalties by request index, ``[N + 1]`` each.
+
+    Attributes:
+        restricted: int32, 1 if the index has a line in ``LogitsTables.allowed``.
+        num_bias, num_stop_ids: int32, entries of its lines of those tables.
+        min_end: int64, position from which on its stop ids may be sampled.
+        counted_from: int64, position of the first token that is not in its counts yet;
+            UNCOUNTED without penalties.
+        repetition, frequency, presence: float32.
+    """
+
+    restricted: Tensor
+    num_bias: Tensor
+    num_stop_ids: Tensor
+    min_end: Tensor
+    counted_from: Tensor
+    repetition: Tensor
+    frequency: Tensor
+    presence: Tensor
+
+
+class LogitsTables:
+    """Lines of the rules and penalties by request index, made when a request first needs them,
+    and then at fixed addresses. A line that no scalar of RuleTensors refers to is stale.
+
+    Attributes:
+        allowed: ``[N + 1, W]`` int32, a bit per token.
+        bias_ids, bias_values: ``[N + 1, MAX_BIAS]`` int32 and float32.
+        stop_ids: ``[N + 1, MAX_STOP_IDS]`` int32.
+        counts: ``[N + 1, vocab_size]`` int32, how often the output holds each token.
+        in_prompt: ``[N + 1, W]`` int32, a bit per token.
+    """
+
+    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
+        self.lines, self.vocab_size, self.device = max_num_seqs + 1, vocab_size, device
+        self.made = Stages.NONE
+        self.allowed = self.bias_ids = self.stop_ids = self._zeros(0)
+        self.counts = self.in_prompt = self._zeros(0)
+        self.bias_values = self._zeros(0, torch.float32)
+
+    def make(self, stages: Stages) -> None:
+        """Makes the tables of ``stages``, unless they are there."""
+        words = num_words(self.vocab_size)
+        if stages & ~self.made & Stages.RULES:
+            self.allowed, self.stop_ids = self._zeros(words), self._zeros(MAX_STOP_IDS)
+            self.bias_ids = self._zeros(MAX_BIAS)
+            self.bias_values = self._zeros(MAX_BIAS, torch.float32)
+        if stages & ~self.made & Stages.PENALTIES:
+            self.counts, self.in_prompt = self._zeros(self.vocab_size), self._zeros(words)
+        self.made |= stages
+
+    def _zeros(self, width: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.zeros((self.lines, width), dtype=dtype, device=self.device)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """S rows that are sampled, N request indices.
+
+    Attributes:
+        req_indices: ``[S]`` int64; -1 for a row to leave out.
+        positions: ``[S]`` int64, of the token before the one that is sampled.
+        host_token_ids: ``[S]`` int64, that token; -1 where it is in ``last_sampled_tokens``.
+        last_sampled_tokens: ``[N + 1]`` int64, by request index.
+        rules, tables: by request index.
+        mask_slots, mask_words: see GrammarMasks; None without MASKS.
+    """
+
+    req_indices: Tensor
+    positions: Tensor
+    host_token_ids: Tensor
+    last_sampled_tokens: Tensor
+    rules: RuleTensors
+    tables: LogitsTables
+    mask_slots: Tensor | None = None
+    mask_words: Tensor | None = None
+
+    def lines(self) -> Tensor:
+        """``[S]`` int64: each row's request index, N for one that is left out."""
+        return torch.where(
+            self.req_indices < 0, len(self.last_sampled_tokens) - 1, self.req_indices
+        )
+
+
+class TopLogprobs:
+    """Log-probabilities of the rows of a step, on the device or in host memory.
+
+    Attributes:
+        values: ``[N, K + 1]`` float32, of the K likeliest tokens, and last of the sampled one.
+        ids: ``[N, K + 1]`` int64, those tokens, and last the sampled one's rank.
+    """
+
+    def __init__(
+        self, max_num_seqs: int, count: int, device: torch.device, *, pinned: bool = False
+    ) -> None:
+        shape = (max_num_seqs, count + 1)
+        self.values = torch.zeros(shape, dtype=torch.float32, device=device, pin_memory=pinned)
+        self.ids = torch.zeros(shape, dtype=torch.int64, device=device, pin_memory=pinned)
+
+    def copy_from(self, device: TopLogprobs, num_rows: int) -> None:
+        """Queues the copy of a step's."""
+        self.values[:num_rows].copy_(device.values[:num_rows], non_blocking=True)
+        self.ids[:num_rows].copy_(device.ids[:num_rows], non_blocking=True)

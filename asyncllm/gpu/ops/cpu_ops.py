@@ -1,0 +1,13 @@
+"""CpuOps: the op set in plain torch, with what a CPU does better another way."""
+
+from __future__ import annotations
+
+from asyncllm.gpu.ops.cpu_sampling import sample
+from asyncllm.gpu.ops.torch_ops import TorchOps
+
+
+class CpuOps(TorchOps):
+    """Reads tensors on the host, so that no graph can hold its ops."""
+
+    name = "cpu"
+    sample = staticmethod(sample)

@@ -1,0 +1,156 @@
+"""sample: the exponential race on a CPU, without a sort of the vocabulary.
+
+The function is ``gumbel.gumbel_sample``. A few rows at a time pass through the cache. The tokens
+that survive truncation are searched among the spans, of 32 tokens each, with the largest maxima:
+everything above the largest maximum that was left out is in order, and if the cut is not there,
+more spans are taken.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from asyncllm.gpu.batch.decode_inputs import SamplingTensors
+from asyncllm.gpu.ops.gumbel import (
+    CHUNK,
+    MIN_TEMPERATURE,
+    NO_TOKEN_LEFT,
+    chunk_exponentials,
+    exponentials_of,
+    gumbel_keys,
+    kept_tokens,
+    race_in_chunk,
+    temperature_factors,
+    truncates,
+)
+
+BLOCK = 2**20
+"""Logits at a time, in whole rows."""
+
+SPAN = 32
+"""Tokens, a stride apart, whose maximum is looked at first: a maximum over a stride takes a
+fraction of the time of one over neighbours."""
+
+SPANS = (64, 512)
+"""Spans to search before all of them."""
+
+
+def sample(
+    logits: Tensor,
+    sampling: SamplingTensors,
+    req_indices: Tensor,
+    positions: Tensor,
+    last_sampled_tokens: Tensor,
+    out: Tensor,
+) -> None:
+    """See ``TorchOps.sample``. A row's token depends on that row alone."""
+    out.fill_(-1)
+    width = -(-logits.shape[1] // CHUNK) * CHUNK
+    for rows in torch.nonzero(req_indices >= 0).flatten().split(max(1, BLOCK // width)):
+        lines = req_indices[rows]
+        temperature = sampling.temperature[lines]
+        scaled = logits.new_full((len(rows), width), -torch.inf, dtype=torch.float32)
+        factors = temperature_factors(temperature).unsqueeze(1)
+        torch.mul(logits[rows].float(), factors, out=scaled[:, : logits.shape[1]])
+        keys = gumbel_keys(sampling.states[lines], positions[rows] + 1)
+        limits = (sampling.top_k[lines], sampling.top_p[lines], sampling.min_p[lines])
+        tokens = _sample_rows(scaled, keys, temperature, limits, logits.shape[1])
+        out[rows] = tokens
+        last_sampled_tokens[lines] = tokens.clamp(min=0)
+
+
+def _sample_rows(
+    scaled: Tensor,
+    keys: Tensor,
+    temperature: Tensor,
+    limits: tuple[Tensor, Tensor, Tensor],
+    vocab_size: int,
+) -> Tensor:
+    maxima = scaled.view(len(scaled), SPAN, -1).amax(1)
+    largest = maxima.amax(-1)
+    finite = torch.isfinite(largest)
+    tokens = torch.where(largest == -torch.inf, NO_TOKEN_LEFT, -1)
+    greedy = temperature < MIN_TEMPERATURE
+    truncated = truncates(*limits, vocab_size)
+    if len(rows := torch.nonzero(finite & greedy).flatten()):
+        tokens[rows] = scaled[rows].argmax(-1)
+    drawn = finite & ~greedy
+    if len(rows := torch.nonzero(drawn & ~truncated).flatten()):
+        tokens[rows] = _race_whole(scaled[rows], largest[rows], keys[rows])
+    if len(rows := torch.nonzero(drawn & truncated).flatten()):
+        chosen = limits[0][rows], limits[1][rows], limits[2][rows]
+        tokens[rows] = _race_truncated(
+            scaled[rows], maxima[rows], keys[rows], chosen, vocab_size, SPANS[0]
+        )
+    return tokens
+
+
+def _chunk_mass(scaled: Tensor, largest: Tensor) -> Tensor:
+    """``[R, chunks]``, that of the largest token being 1."""
+    return (scaled - largest.unsqueeze(1)).exp_().view(len(scaled), -1, CHUNK).sum(-1)
+
+
+def _race_whole(scaled: Tensor, largest: Tensor, keys: Tensor) -> Tensor:
+    mass = _chunk_mass(scaled, largest)
+    score = mass.log() - chunk_exponentials(keys, mass.shape[1]).log()
+    return race_in_chunk(scaled.view(len(scaled), -1, CHUNK), score.argmax(-1), keys)
+
+
+def _race_truncated(
+    scaled: Tensor,
+    maxima: Tensor,
+    keys: Tensor,
+    limits: tuple[Tensor, Tensor, Tensor],
+    vocab_size: int,
+    width: int,
+) -> Tensor:
+    """Rows whose cut lies among the first tokens of ``width`` spans; the others again, with
+    more."""
+    top_k, top_p, min_p = limits
+    values, ids, bound = _candidates(scaled, maxima, width)
+    largest = values[:, 0]
+    known = values > bound.unsqueeze(1)
+    limited = (top_k > 0) & (top_k < vocab_size)
+    complete = limited & (known.sum(-1) >= top_k)
+    complete |= largest + min_p.log() > bound
+    total = torch.full_like(largest, torch.inf, dtype=torch.float64)
+    if len(rows := torch.nonzero(~limited & (min_p == 0.0)).flatten()):
+        # Only a nucleus of all tokens needs the mass of those that are not candidates.
+        total[rows] = _chunk_mass(scaled[rows], largest[rows]).sum(-1, dtype=torch.float64)
+    values = values.masked_fill(~known, -torch.inf)
+    mass = (values.double() - largest.unsqueeze(1)).exp().sum(-1)
+    complete |= (total < torch.inf) & (mass >= top_p * total)
+    kept = kept_tokens(values, top_k, top_p, min_p, total)
+    most = int(kept.sum(-1).max())
+    kept, ids = kept[:, :most], ids[:, :most]
+    score = values[:, :most] - exponentials_of(keys, ids).log()
+    winner = torch.where(kept, score, -torch.inf).argmax(-1, keepdim=True)
+    tokens = ids.gather(1, winner).squeeze(1)
+    if len(rows := torch.nonzero(~complete & (bound > -torch.inf)).flatten()):
+        wider = next((count for count in SPANS if count > width), maxima.shape[1])
+        chosen = limits[0][rows], limits[1][rows], limits[2][rows]
+        tokens[rows] = _race_truncated(
+            scaled[rows], maxima[rows], keys[rows], chosen, vocab_size, wider
+        )
+    return tokens
+
+
+def _candidates(scaled: Tensor, maxima: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The tokens of the ``width`` spans with the largest maxima.
+
+    Returns:
+        Their logits ``[R, C]``, descending, equal ones in order of their ids; the ids; and ``[R]``
+        the largest logit that is not among them.
+    """
+    count = maxima.shape[1]
+    ids = torch.arange(scaled.shape[1], device=scaled.device).expand(len(scaled), -1)
+    bound = scaled.new_full((len(scaled),), -torch.inf)
+    if width < count:
+        top = maxima.topk(width + 1)
+        bound = top.values[:, -1]
+        spans = top.indices[:, :width].sort(-1).values
+        spread = torch.arange(SPAN, device=scaled.device).unsqueeze(1) * count
+        ids = (spread + spans.unsqueeze(1)).flatten(1)
+    values, order = scaled.gather(1, ids).sort(dim=-1, descending=True, stable=True)
+    return values, ids.gather(1, order), bound

@@ -1,0 +1,103 @@
+"""process_logits and top_logprobs: what sampling does to logits beside the draw, in plain torch.
+
+Nothing is read on the host, so that a CUDA graph may hold them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from asyncllm.gpu.batch.grammar_masks import mask_logits, unpack_bits
+from asyncllm.gpu.batch.sampling_inputs import (
+    MAX_BIAS,
+    MAX_STOP_IDS,
+    SamplingRows,
+    Stages,
+    TopLogprobs,
+)
+
+
+def process_logits(logits: Tensor, rows: SamplingRows, stages: Stages) -> Tensor:
+    """Logits behind the stages that come before temperature, in vLLM's order: grammars' masks,
+    ``logit_bias``, ``allowed_token_ids`` and ``bad_words``, ``min_tokens``, then repetition,
+    frequency and presence penalties.
+
+    With PENALTIES the token before the one that is sampled is counted first, so that the counts
+    of a request are right whoever sampled it.
+
+    Args:
+        logits: ``[S, vocab_size]``, not changed.
+
+    Returns:
+        ``[S, vocab_size]`` float32; undefined in rows that are left out.
+    """
+    processed = logits.float()
+    if processed.data_ptr() == logits.data_ptr():
+        processed = logits.clone()
+    lines = rows.lines()
+    if stages & Stages.MASKS:
+        assert rows.mask_slots is not None
+        assert rows.mask_words is not None
+        processed = mask_logits(processed, rows.mask_slots, rows.mask_words)
+    if stages & Stages.RULES:
+        _apply_rules(processed, lines, rows)
+    if stages & Stages.PENALTIES:
+        _count(lines, rows)
+        processed = _penalise(processed, lines, rows)
+    return processed
+
+
+def _apply_rules(logits: Tensor, lines: Tensor, rows: SamplingRows) -> None:
+    rules, tables = rows.rules, rows.tables
+    entry = torch.arange(MAX_BIAS, device=logits.device)
+    active = entry < rules.num_bias[lines].unsqueeze(1)
+    ids = torch.where(active, tables.bias_ids[lines], 0).long()
+    logits.scatter_add_(1, ids, torch.where(active, tables.bias_values[lines], 0.0))
+    allowed = unpack_bits(tables.allowed[lines], logits.shape[1])
+    free = (rules.restricted[lines] == 0).unsqueeze(1)
+    logits.masked_fill_(~(allowed | free), -torch.inf)
+    early = rows.positions + 1 < rules.min_end[lines]
+    active = entry[:MAX_STOP_IDS] < rules.num_stop_ids[lines].unsqueeze(1)
+    active &= early.unsqueeze(1)
+    ids = torch.where(active, tables.stop_ids[lines], 0).long()
+    # The least of the logit and infinity is the logit: entries that are not active do nothing.
+    floor = torch.where(active, -torch.inf, torch.inf).to(logits.dtype)
+    logits.scatter_reduce_(1, ids, floor, "amin")
+
+
+def _count(lines: Tensor, rows: SamplingRows) -> None:
+    counts = rows.tables.counts
+    last = torch.where(
+        rows.host_token_ids < 0, rows.last_sampled_tokens[lines], rows.host_token_ids
+    )
+    new = (rows.positions >= rows.rules.counted_from[lines]) & (rows.req_indices >= 0)
+    counts.view(-1).index_add_(0, lines * counts.shape[1] + last.clamp(min=0), new.to(counts.dtype))
+
+
+def _penalise(logits: Tensor, lines: Tensor, rows: SamplingRows) -> Tensor:
+    rules, counts = rows.rules, rows.tables.counts[lines]
+    used = counts > 0
+    seen = used | unpack_bits(rows.tables.in_prompt[lines], logits.shape[1])
+    repetition = rules.repetition[lines].unsqueeze(1)
+    scaled = torch.where(logits > 0, logits / repetition, logits * repetition)
+    logits = torch.where(seen, scaled, logits)
+    logits = logits - rules.frequency[lines].unsqueeze(1) * counts
+    return logits - rules.presence[lines].unsqueeze(1) * used
+
+
+def top_logprobs(logits: Tensor, tokens: Tensor, out: TopLogprobs) -> None:
+    """Writes the log-probabilities of the model's own distribution, and the sampled tokens'
+    ranks: one more than the number of tokens that are more likely.
+
+    Args:
+        logits: ``[S, vocab_size]``, as the model gave them.
+        tokens: ``[S]`` int64; what is written for a negative one is undefined.
+    """
+    count, wide = len(tokens), logits.float()
+    total = wide.logsumexp(-1, keepdim=True)
+    values, ids = wide.topk(out.values.shape[1] - 1)
+    sampled = wide.gather(1, tokens.clamp(min=0).unsqueeze(1))
+    ranks = (wide > sampled).sum(-1, keepdim=True) + 1
+    out.values[:count].copy_(torch.cat((values, sampled), -1) - total)
+    out.ids[:count].copy_(torch.cat((ids, ranks), -1))

@@ -1,0 +1,67 @@
+"""The rules of one row that need the host: those of no fixed size, and logits processors."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncllm.gpu.h2d import copy_to_device
+from asyncllm.gpu.sample.sampling_state import HostRules
+from asyncllm.validation import describe
+
+
+def apply_bias(row: Tensor, rules: HostRules) -> None:
+    if rules.bias is not None:
+        ids, values = rules.bias
+        row[_tensor(ids, row).long()] += _tensor(values, row)
+
+
+def hide_tokens(row: Tensor, rules: HostRules, output: np.ndarray, position: int) -> None:
+    """Hides stop tokens before ``min_tokens``, and the last token of each of the ``bad_words``
+    whose other tokens end the output.
+
+    Args:
+        output: ``[n]``, the output before ``position``.
+    """
+    if rules.stop_ids is not None and position < rules.min_end:
+        row[_tensor(rules.stop_ids, row).long()] = -torch.inf
+    if not rules.bad_words:
+        return
+    longest = max(map(len, rules.bad_words)) - 1
+    tail = output[-longest:].tolist()
+    for *first, last in rules.bad_words:
+        if tail[len(tail) - len(first) :] == first and len(first) <= len(tail):
+            row[last] = -torch.inf
+
+
+def apply_processors(row: Tensor, rules: HostRules, output: np.ndarray) -> None:
+    """Writes what the request's processors make of the row. Raises what they raise, as an
+    Exception, and for a result that is no row."""
+    value: object = row.clone()
+    tokens = output.tolist()
+    try:
+        for processor in rules.processors:
+            value = processor(tokens, value)
+            if not isinstance(value, Tensor) or value.shape != row.shape:
+                raise TypeError(
+                    f"logits processor {describe(processor)} returned {_kind(value)}, expected "
+                    f"a tensor of shape {tuple(row.shape)}"
+                )
+        row.copy_(value)  # pyright: ignore[reportArgumentType]
+    except Exception:
+        raise
+    except BaseException as error:
+        # No signal is delivered on this thread: an exit or an interrupt is the
+        # processor's own, and ends neither the thread nor the process.
+        raise RuntimeError(f"a logits processor raised {describe(error)}") from error
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return f"a {type(value).__name__}"
+
+
+def _tensor(values: np.ndarray, row: Tensor) -> Tensor:
+    return copy_to_device(values, row.device)

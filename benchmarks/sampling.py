@@ -1,0 +1,114 @@
+"""What sampling takes of a CPU step: 64 rows, a vocabulary of 152k tokens, each feature by itself.
+
+The step beside it is a decode step of the 0.6B shape (28 layers of 1024, an MLP of 3072) without
+its attention: its matrix products, of which one layer and the head are measured. All times are
+CPU times of one thread, so that neighbours on the machine do not count.
+
+python -m benchmarks.sampling [--quick] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from asyncllm.core.batch import RequestAssignment, StepBatch
+from asyncllm.core.kv_cache_spec import KVCacheSpec
+from asyncllm.gpu.batch.input_batch import InputBatch
+from asyncllm.gpu.ops.linear_weights import LinearWeights
+from asyncllm.gpu.ops.onednn_ops import OneDNNOps
+from asyncllm.gpu.sample.sampler import Sampler
+from asyncllm.sampling_params import SamplingParams
+from benchmarks.common import Report, options
+
+ROWS, VOCAB, HIDDEN, MLP, LAYERS = 64, 151_936, 1024, 3072, 28
+QKV, ATTENTION = 4096, 2048
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "plain": {},
+    "top_k=50": {"top_k": 50},
+    "top_p=0.9": {"top_p": 0.9},
+    "top_k=20, top_p=0.95": {"top_k": 20, "top_p": 0.95},
+    "min_p=0.05": {"min_p": 0.05},
+    "repetition_penalty": {"repetition_penalty": 1.1},
+    "presence and frequency": {"presence_penalty": 0.5, "frequency_penalty": 0.5},
+    "logit_bias": {"logit_bias": {100: 1.0, 200: -1.0}},
+    "allowed_token_ids": {"allowed_token_ids": range(0, VOCAB, 2)},
+    "min_tokens": {"min_tokens": 20, "stop_token_ids": [5]},
+    "logprobs=5": {"logprobs": 5},
+}
+MASKED = "grammar's mask"
+
+
+def cpu_time(run: Callable[[], object], rounds: int) -> float:
+    """The least of ``rounds``, after one that warms up."""
+    run()
+    times = []
+    for _ in range(rounds):
+        began = time.thread_time()
+        run()
+        times.append(time.thread_time() - began)
+    return min(times)
+
+
+def step_time(rounds: int) -> float:
+    ops, shapes = (
+        OneDNNOps(),
+        [(QKV, HIDDEN), (HIDDEN, ATTENTION), (2 * MLP, HIDDEN), (HIDDEN, MLP)],
+    )
+
+    def product(shape: tuple[int, int]) -> float:
+        weight = torch.randn(shape, dtype=torch.bfloat16) * 0.02
+        linear = ops.linear(LinearWeights(weight))
+        x = torch.randn(ROWS, shape[1], dtype=torch.bfloat16)
+        return cpu_time(lambda: linear(x), rounds)
+
+    return LAYERS * sum(map(product, shapes)) + product((VOCAB, HIDDEN))
+
+
+def make_logits() -> torch.Tensor:
+    """As a model's: fifty likely tokens in each row above a wide remainder."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(ROWS, VOCAB, generator=generator) * 2
+    likely = torch.randint(0, VOCAB, (ROWS, 50), generator=generator)
+    logits.scatter_add_(1, likely, torch.full((ROWS, 50), 12.0))
+    return logits.to(torch.bfloat16)
+
+
+def sampling_time(fields: dict[str, Any], rounds: int, masked: bool = False) -> float:
+    inputs = InputBatch(ROWS, 256, [KVCacheSpec((0,), 32)])
+    sampler = Sampler(ROWS, VOCAB, inputs, torch.device("cpu"), OneDNNOps())
+    params = SamplingParams(**({"temperature": 1.0, "seed": 1} | fields)).resolve({}, {}, int)
+    for row in range(ROWS):
+        assignment = RequestAssignment(row, "r", [1] * 100, 50, ([1],), params)
+        inputs.apply(StepBatch(0, assignments=[assignment]))
+        sampler.assign(assignment)
+    logits, rows, positions = make_logits(), np.arange(ROWS), np.full(ROWS, 100)
+    masks = dict.fromkeys(range(ROWS if masked else 0), b"\x7f" * (VOCAB // 8))
+    return cpu_time(
+        lambda: sampler.sample(logits, sampler.host_step(rows, positions, masks)), rounds
+    )
+
+
+def main() -> None:
+    arguments = options(__doc__).parse_args()
+    rounds = 1 if arguments.quick else 5
+    torch.set_num_threads(1)
+    report = Report("sampling, 64 rows of 152k tokens, one thread")
+    with torch.inference_mode():
+        step = step_time(rounds)
+        report.add("matrix products of a step", step, "ms")
+        measured = {name: sampling_time(fields, rounds) for name, fields in FEATURES.items()}
+        measured[MASKED] = sampling_time({}, rounds, masked=True)
+    for name, seconds in measured.items():
+        report.add(name, seconds, "ms", f"{seconds / (step + seconds):.1%} of the step")
+    report.write(arguments.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,239 @@
+"""Sampling against transformers' logits processors: equal logits, and draws that follow them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LogitsProcessorList
+from transformers.generation.logits_process import (
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from asyncllm.checkpoint.model_files import resolve_model
+from asyncllm.errors import InvalidRequestError
+from asyncllm.gpu.batch.sampling_inputs import MAX_BIAS, MAX_STOP_IDS, Stages
+from asyncllm.gpu.ops.gumbel import gumbel_keys, gumbel_sample
+from asyncllm.runtime.input_processor import bad_words_token_ids
+from asyncllm.text.tokenizer import Tokenizer
+from tests.test_sampler import Bench, chi_square
+
+VOCAB = 200
+LARGE = 3000
+PROMPT, OUTPUT = [3, 4, 5, 3], [7, 7, 9, 4]
+BIAS = {3: 2.5, 7: -1.25, 150: 0.3}
+
+
+def bias_of(values: dict[int, float]) -> SequenceBiasLogitsProcessor:
+    return SequenceBiasLogitsProcessor([[[token], value] for token, value in values.items()])
+
+
+def only(allowed: list[int]) -> SuppressTokensLogitsProcessor:
+    return SuppressTokensLogitsProcessor([t for t in range(VOCAB) if t not in allowed])
+
+
+RULES: dict[str, tuple[dict[str, Any], list[Any]]] = {
+    "plain": ({}, []),
+    "repetition": ({"repetition_penalty": 1.3}, [RepetitionPenaltyLogitsProcessor(1.3)]),
+    "bias": ({"logit_bias": BIAS}, [bias_of(BIAS)]),
+    "allowed": ({"allowed_token_ids": [3, 9, 60]}, [only([3, 9, 60])]),
+    "bad word": (
+        {"bad_words": ((7,), (60,))},
+        [NoBadWordsLogitsProcessor([[7], [60]], eos_token_id=-1)],
+    ),
+    "bad words": (
+        {"bad_words": ((9, 4, 8), (7, 8), (4, 11))},
+        [NoBadWordsLogitsProcessor([[9, 4, 8], [7, 8], [4, 11]], eos_token_id=-1)],
+    ),
+    "min_tokens": (
+        {"min_tokens": 5, "stop_token_ids": [3, 9], "eos": (10,)},
+        [MinNewTokensLengthLogitsProcessor(len(PROMPT), 5, [3, 9, 10])],
+    ),
+    "min_tokens reached": (
+        {"min_tokens": 4, "stop_token_ids": [3, 9], "eos": (10,)},
+        [MinNewTokensLengthLogitsProcessor(len(PROMPT), 4, [3, 9, 10])],
+    ),
+    "all": (
+        {
+            "repetition_penalty": 0.7,
+            "logit_bias": BIAS,
+            "bad_words": ((60,), (4, 11)),
+            "min_tokens": 9,
+            "stop_token_ids": [12],
+        },
+        [
+            bias_of(BIAS),
+            RepetitionPenaltyLogitsProcessor(0.7),
+            NoBadWordsLogitsProcessor([[60], [4, 11]], eos_token_id=-1),
+            MinNewTokensLengthLogitsProcessor(len(PROMPT), 9, [12]),
+        ],
+    ),
+}
+
+
+def enter_all(bench: Bench, rules: list[tuple[dict[str, Any], list[Any]]]) -> None:
+    for req_index, (fields, _) in enumerate(rules):
+        bench.enter(req_index, PROMPT, OUTPUT, **({"temperature": 1.0} | fields))
+
+
+def expected_of(logits: torch.Tensor, processors: list[Any]) -> torch.Tensor:
+    tokens = torch.tensor([PROMPT + OUTPUT])
+    return LogitsProcessorList(processors)(tokens, logits.unsqueeze(0).clone())[0]
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_processed_logits_equal_transformers_to_the_bit(seed: int) -> None:
+    """Each alone and all in one batch."""
+    rules = list(RULES.values())
+    logits = torch.randn(len(rules), VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+    bench = Bench(VOCAB)
+    enter_all(bench, rules)
+    rows = np.arange(len(rules))
+    step = bench.sampler.host_step(rows, np.full(len(rules), len(PROMPT + OUTPUT)))
+    found = bench.sampler.process(logits, step, rows, errors := {})
+    assert not errors
+    for row, (_, processors) in enumerate(rules):
+        assert torch.equal(found[row], expected_of(logits[row], processors)), list(RULES)[row]
+        alone = Bench(VOCAB)
+        enter_all(alone, rules[row : row + 1])
+        single = alone.sampler.host_step(np.array([0]), step.positions[:1])
+        again = alone.sampler.process(logits[row : row + 1], single, np.array([0]), {})
+        assert torch.equal(again[0], found[row])
+
+
+def test_what_is_too_long_for_the_device_gives_the_same() -> None:
+    ids = list(range(0, LARGE, 2))
+    assert len(ids) > MAX_BIAS > MAX_STOP_IDS
+    fields = {
+        "logit_bias": {token: token % 7 - 3.0 for token in ids},
+        "min_tokens": 9,
+        "stop_token_ids": ids[: MAX_STOP_IDS + 1],
+        "repetition_penalty": 1.2,
+    }
+    logits = torch.randn(2, LARGE, generator=torch.Generator().manual_seed(4))
+    bench = Bench(LARGE)
+    for req_index in (0, 1):
+        bench.enter(req_index, PROMPT, OUTPUT, temperature=1.0, **fields)
+    assert bench.sampler.needs_host(np.array([0]))
+    processors = [
+        bias_of(fields["logit_bias"]),
+        RepetitionPenaltyLogitsProcessor(1.2),
+        MinNewTokensLengthLogitsProcessor(len(PROMPT), 9, fields["stop_token_ids"]),
+    ]
+    step = bench.sampler.host_step(np.arange(2), np.full(2, len(PROMPT + OUTPUT)))
+    found = bench.sampler.process(logits, step, np.arange(2), {})
+    for row in (0, 1):
+        assert torch.equal(found[row], expected_of(logits[row], processors))
+
+
+TRUNCATIONS: list[tuple[dict[str, Any], list[Any]]] = [
+    ({}, []),
+    ({"top_k": 7}, [TopKLogitsWarper(7)]),
+    ({"top_p": 0.8}, [TopPLogitsWarper(0.8)]),
+    ({"min_p": 0.05}, [MinPLogitsWarper(0.05)]),
+    ({"top_k": 20, "top_p": 0.9}, [TopKLogitsWarper(20), TopPLogitsWarper(0.9)]),
+    ({"repetition_penalty": 1.5}, [RepetitionPenaltyLogitsProcessor(1.5)]),
+    (
+        {"temperature": 0.7, "logit_bias": BIAS, "top_k": 12},
+        [bias_of(BIAS), TemperatureLogitsWarper(0.7), TopKLogitsWarper(12)],
+    ),
+    (
+        {"allowed_token_ids": list(range(30)), "top_p": 0.7},
+        [only(list(range(30))), TopPLogitsWarper(0.7)],
+    ),
+]
+
+
+def test_draws_of_a_mixed_batch_follow_transformers() -> None:
+    """Many seeds; chi-square over the likely tokens, and none that is cut off."""
+    rounds, kinds = 800, len(TRUNCATIONS)
+    logits = torch.randn(kinds, VOCAB, generator=torch.Generator().manual_seed(11)) * 2
+    counts = np.zeros((kinds, VOCAB))
+    bench = Bench(VOCAB, req_indices=kinds * 50)
+    for first in range(0, rounds, 50):
+        for row in range(kinds * 50):
+            fields = {"temperature": 1.0} | TRUNCATIONS[row % kinds][0]
+            bench.enter(row, PROMPT, OUTPUT, **fields, seed=first * kinds + row)
+        tokens = bench.sample(logits.repeat(50, 1), list(range(kinds * 50))).token_ids
+        np.add.at(counts, (np.arange(kinds * 50) % kinds, tokens), 1)
+    for row, (fields, processors) in enumerate(TRUNCATIONS):
+        expected = expected_of(logits[row], processors).double().softmax(-1).numpy() * rounds
+        assert not counts[row][expected == 0].any(), fields
+        rare = expected < 8
+        wanted = np.append(expected[~rare], expected[rare].sum())
+        found = np.append(counts[row][~rare], counts[row][rare].sum())
+        wanted, found = wanted[wanted > 0], found[wanted > 0]
+        p_value = chi_square(found, wanted)
+        print(fields, f"p = {p_value:.4f}")
+        assert p_value > 1e-4, fields
+
+
+def test_presence_and_frequency() -> None:
+    """vLLM's: what transformers has not."""
+    bench = Bench(VOCAB)
+    bench.enter(0, PROMPT, OUTPUT, presence_penalty=0.5, frequency_penalty=0.25, temperature=1.0)
+    logits = torch.zeros(1, VOCAB)
+    step = bench.sampler.host_step(np.array([0]), np.array([len(PROMPT + OUTPUT)]))
+    found = bench.sampler.process(logits, step, np.array([0]), {})[0]
+    assert {t: found[t].item() for t in found.nonzero().flatten().tolist()} == {
+        4: -0.75,
+        7: -1.0,
+        9: -0.75,
+    }
+    assert bench.sampler.state.stages_of(np.array([0])) is Stages.PENALTIES
+
+
+def test_two_rounds_have_the_distribution_of_one() -> None:
+    """Rows that nothing truncates race chunk by chunk: as often as any token, and independent of
+    the race among all tokens, which truncated rows run."""
+    count = 1500
+    logits = torch.randn(1, 700, generator=torch.Generator().manual_seed(3)) * 2
+    states, positions = torch.arange(count) * 977, torch.arange(count)
+    ones, zeros = torch.ones(count), torch.zeros(count)
+    whole = gumbel_sample(
+        logits.expand(count, -1), states, positions, ones, zeros.int(), ones, zeros
+    )
+    expected = logits[0].double().softmax(-1).numpy() * count
+    found = np.bincount(whole.numpy(), minlength=700)
+    rare = expected < 8
+    wanted = np.append(expected[~rare], expected[rare].sum())
+    assert chi_square(np.append(found[~rare], found[rare].sum()), wanted) > 1e-4
+    assert len(set(gumbel_keys(states, positions).tolist())) == count
+
+
+def test_bad_words_are_spelt_with_and_without_a_space() -> None:
+    tokenizer = Tokenizer.from_directory(resolve_model(None, None))
+    found = bad_words_token_ids([" house", "the"], tokenizer, 10**6)
+    bare = [tuple(tokenizer.encode(w, add_special_tokens=False)) for w in ("house", "the")]
+    spaced = [tuple(tokenizer.encode(f" {w}", add_special_tokens=False)) for w in ("house", "the")]
+    assert set(bare) <= set(found) <= {*bare, *spaced}
+    for one, other in zip(bare, spaced, strict=True):
+        assert (other in found) == (len(one) == len(other) and one[0] != other[0])
+    with pytest.raises(InvalidRequestError, match="tokens the model has"):
+        bad_words_token_ids(["house"], tokenizer, 1)
+
+
+def test_all_logprobs() -> None:
+    bench = Bench(VOCAB)
+    bench.enter(0, PROMPT, [], logprobs=-1, temperature=0.0)
+    bench.enter(1, PROMPT, [], logprobs=70, temperature=1.0)
+    logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(1))
+    output = bench.sample(logits, [0, 1])
+    for row, count in ((0, VOCAB), (1, 70)):
+        exact, found = logits[row].log_softmax(-1), output.logprobs[row]
+        assert found.token_id == output.token_ids[row]
+        assert found.sampled.rank == int((exact > exact[found.token_id]).sum()) + 1
+        assert [one.rank for one in found.top] == list(range(1, count + 1))
+        order = exact.sort(descending=True)
+        assert [one.token_id for one in found.top] == order.indices[:count].tolist()
+        assert [one.logprob for one in found.top] == order.values[:count].tolist()
