@@ -33,7 +33,6 @@ NATIVE: dict[str, Any] = {"attention_backend": "native"}
 VARIANTS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32", **NATIVE},
     "bfloat16": {"dtype": "bfloat16", **NATIVE},
-    "float16": {"dtype": "float16", **NATIVE},
     "int8, float32 between": {"dtype": "float32", "quantization": "int8", **NATIVE},
     "int8, bfloat16 between": {"dtype": "bfloat16", "quantization": "int8", **NATIVE},
 }
