@@ -8,7 +8,10 @@ card, on fewer items.
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,27 +33,40 @@ NATIVE: dict[str, Any] = {"attention_backend": "native"}
 VARIANTS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32", **NATIVE},
     "bfloat16": {"dtype": "bfloat16", **NATIVE},
-    "float16": {"dtype": "float16", **NATIVE},
     "int8, float32 between": {"dtype": "float32", "quantization": "int8", **NATIVE},
     "int8, bfloat16 between": {"dtype": "bfloat16", "quantization": "int8", **NATIVE},
 }
 
 
-def texts(characters: int) -> list[list[int]]:
-    """Token ids of documents of ``characters`` in all that the training did not see, cut at the
-    context."""
+@dataclass(frozen=True)
+class Text:
+    """A document.
+
+    Attributes:
+        token_ids: all of it.
+        written: ``[tokens - 1]`` bool, which tokens but the first are the model's to write: it
+            was not trained to predict what a user says.
+    """
+
+    token_ids: list[int]
+    written: Tensor
+
+
+def texts(characters: int) -> list[Text]:
+    """Documents of ``characters`` in all that the training did not see, cut at the context."""
     generators()
-    from demo_model import corpus
+    from demo_model import corpus  # pyright: ignore[reportMissingImports]
 
     path = resolve_model(None)
     tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
     context = ModelConfig.from_directory(path).max_position_embeddings
     found = []
     for pieces in corpus.documents("quality", characters):
-        text = "".join(text for text, _ in pieces)
-        ids = tokenizer.encode(text, add_special_tokens=False).ids
-        if len(ids) > 1:
-            found.append(ids[:context])
+        encoding = tokenizer.encode("".join(text for text, _ in pieces), add_special_tokens=False)
+        ends = list(itertools.accumulate(len(text) for text, _ in pieces))
+        starts = [start for start, _ in encoding.offsets[1:context]]
+        written = [pieces[bisect.bisect_right(ends, start)][1] for start in starts]
+        found.append(Text(encoding.ids[:context], torch.tensor(written, dtype=torch.bool)))
     return found
 
 
@@ -61,7 +77,7 @@ def generators() -> None:
         sys.path.insert(0, folder)
 
 
-def teacher_forced_logits(found: list[list[int]], **settings: Any) -> list[Tensor]:
+def teacher_forced_logits(found: list[Text], **settings: Any) -> list[Tensor]:
     """Logits ``[tokens - 1, vocab_size]`` float32 of each text, in one step each."""
     model = ModelConfig.from_directory(resolve_model(None))
     config = EngineConfig(device="cpu", num_threads=2, num_blocks=64, max_num_seqs=1, **settings)
@@ -71,9 +87,9 @@ def teacher_forced_logits(found: list[list[int]], **settings: Any) -> list[Tenso
     batch = InputBatch(1, runner.info.max_model_len, runner.info.kv_groups)
     logits = []
     with torch.inference_mode():
-        for ids in found:
-            count = len(ids) - 1
-            batch.token_ids[0, :count] = ids[:-1]
+        for text in found:
+            count = len(text.token_ids) - 1
+            batch.token_ids[0, :count] = text.token_ids[:-1]
             for table in batch.tables:
                 table.num_blocks[0] = 0
                 table.append(0, list(range(1, 2 + count // table.block_size)))
@@ -87,13 +103,14 @@ def teacher_forced_logits(found: list[list[int]], **settings: Any) -> list[Tenso
     return logits
 
 
-def perplexity(found: list[list[int]], logits: list[Tensor]) -> float:
-    """Of all tokens but the first of each text."""
+def perplexity(found: list[Text], logits: list[Tensor]) -> float:
+    """Of the tokens that are the model's to write."""
     losses = [
-        F.cross_entropy(own.double(), torch.tensor(ids[1:]), reduction="none")
-        for ids, own in zip(found, logits, strict=True)
+        F.cross_entropy(own.double(), torch.tensor(text.token_ids[1:]), reduction="none")
+        for text, own in zip(found, logits, strict=True)
     ]
-    return float(torch.cat(losses).mean().exp())
+    written = torch.cat([text.written for text in found])
+    return float(torch.cat(losses)[written].mean().exp())
 
 
 def logit_error(expected: list[Tensor], logits: list[Tensor]) -> tuple[float, float]:
@@ -108,7 +125,7 @@ def logit_error(expected: list[Tensor], logits: list[Tensor]) -> tuple[float, fl
 def examine(report: Report, name: str, count: int, **settings: Any) -> None:
     """Held-out scores over all skills."""
     generators()
-    from demo_model import heldout
+    from demo_model import heldout  # pyright: ignore[reportMissingImports]
 
     with LLM(device="cpu", num_threads=2, max_num_seqs=64, **settings) as llm:
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -16,6 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncllm import AsyncLLMEngine
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.native_attention import NativeAttention
@@ -441,15 +443,50 @@ def test_neon_computes_the_same(tmp_path):
 
 def test_threads_by_affinity_and_quota(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)))
-    assert available_cpus(tmp_path) == 6
+    membership = tmp_path / "membership"
+
+    def found() -> int:
+        return available_cpus(tmp_path, membership)
+
+    assert found() == 6
     for text, expected in (("max 100000", 6), ("250000 100000", 2), ("50000 100000", 1)):
         (tmp_path / "cpu.max").write_text(f"{text}\n")
-        assert available_cpus(tmp_path) == expected
+        assert found() == expected
     (tmp_path / "cpu.max").write_text("900000 100000\n")
-    assert available_cpus(tmp_path) == 6
+    assert found() == 6
+    # Of the groups that a process is in, one within the other, the least counts.
+    service = tmp_path / "system.slice" / "host.service"
+    service.mkdir(parents=True)
+    membership.write_text("0::/system.slice/host.service\n")
+    assert found() == 6
+    for folder, limit, expected in ((service, 5, 5), (service.parent, 3, 3), (service, 2, 2)):
+        (folder / "cpu.max").write_text(f"{limit}00000 100000\n")
+        assert found() == expected
+    membership.write_text("0::/another/of/the/host\n")
+    assert found() == 6
     (tmp_path / "cpu.max").unlink()
-    (tmp_path / "cpu").mkdir()
-    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
-    for quota, expected in (("-1", 6), ("300000", 3)):
-        (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text(f"{quota}\n")
-        assert available_cpus(tmp_path) == expected
+    group = tmp_path / "cpu" / "docker"
+    group.mkdir(parents=True)
+    membership.write_text("5:memory:/docker\n4:cpu,cpuacct:/docker\n0::/\n")
+    for folder in (group.parent, group):
+        (folder / "cpu.cfs_period_us").write_text("100000\n")
+        for quota, expected in (("-1", 6), ("300000", 3)):
+            (folder / "cpu.cfs_quota_us").write_text(f"{quota}\n")
+            assert found() == expected
+        (folder / "cpu.cfs_quota_us").write_text("-1\n")
+
+
+@pytest.mark.asyncio
+async def test_threads_end_with_the_engine():
+    """When ``aclose()`` returns, and not when the collector comes."""
+    if not ISAS:
+        pytest.skip("no C++ compiler to build the native ops with")
+    before = len(own_threads())
+    gc.disable()
+    try:
+        async with AsyncLLMEngine(attention_backend="native", num_threads=3) as engine:
+            await engine.stream("Once", max_tokens=2).result()
+            assert len(own_threads()) == before + 2
+        assert len(own_threads()) == before
+    finally:
+        gc.enable()

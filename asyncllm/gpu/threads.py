@@ -31,24 +31,43 @@ def set_thread_count(count: int) -> bool:
     return True
 
 
-def available_cpus(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+def available_cpus(
+    cgroup: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
+) -> int:
     """Cores that this process may keep busy: those of its affinity mask, and no more than its
-    control group has time for. A thread beyond that would be stopped in the middle of an op.
+    control groups have time for. A thread beyond that would be stopped in the middle of an op.
 
     Args:
-        cgroup: where the process sees its control group, of version 2 or 1.
+        cgroup: where control groups, of version 2 or 1, are mounted.
+        membership: which of them the process is in. In a container these may be names of the
+            host's, and the mount itself is the group.
     """
     affinity = getattr(os, "sched_getaffinity", None)
     count = len(affinity(0)) if affinity else os.cpu_count() or 1
     try:
-        if (cgroup / "cpu.max").exists():
-            quota, period = (cgroup / "cpu.max").read_text(encoding="ascii").split()
+        lines = membership.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    limits = [_quota(cgroup), _quota(cgroup / "cpu")]
+    for _, controllers, path in (line.split(":", 2) for line in lines if line.count(":") >= 2):
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        mount, group = cgroup / "cpu" if controllers else cgroup, Path(path.lstrip("/"))
+        limits += [_quota(mount / each) for each in (group, *group.parents)]
+    return max(1, min([count, *(limit for limit in limits if limit is not None)]))
+
+
+def _quota(folder: Path) -> int | None:
+    """Whole cores that a control group has time for; None is no limit, or no such group."""
+    try:
+        if (folder / "cpu.max").exists():
+            quota, period = (folder / "cpu.max").read_text(encoding="ascii").split()
         else:
             quota, period = (
-                (cgroup / f"cpu/cpu.cfs_{name}_us").read_text(encoding="ascii").strip()
+                (folder / f"cpu.cfs_{name}_us").read_text(encoding="ascii").strip()
                 for name in ("quota", "period")
             )
         limit = int(quota) // int(period)
     except (OSError, ValueError):
-        return count
-    return count if limit < 0 else max(1, min(count, limit))
+        return None
+    return None if limit < 0 else limit

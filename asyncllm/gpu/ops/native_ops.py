@@ -124,6 +124,7 @@ class NativeRMSNorm:
 
     def __init__(self, context: Context, weight: Tensor, eps: float) -> None:
         self.context, self.weight, self.eps = context, parameter(weight), eps
+        self.width = weight.shape[0]
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._norm(x, None)
@@ -136,9 +137,9 @@ class NativeRMSNorm:
         weight, context = self.weight, self.context
         x = rows_of(x, weight.dtype)
         rows, width = x.shape
-        if width != len(weight) or (residual is not None and residual.shape != x.shape):
+        if width != self.width or (residual is not None and residual.shape != x.shape):
             raise ValueError(
-                f"native rms_norm: x is {tuple(x.shape)}, expected {len(weight)} columns and the "
+                f"native rms_norm: x is {tuple(x.shape)}, expected {self.width} columns and the "
                 "residual's shape"
             )
         out = x.new_empty((rows, width))
@@ -171,6 +172,11 @@ class NativeRopeAndCache:
         if q_norm is not None and k_norm is not None:
             self.norms = parameter(q_norm), parameter(k_norm)
             self.args.q_norm, self.args.k_norm = (norm.data_ptr() for norm in self.norms)
+            q_norm, k_norm = self.norms
+            if not (
+                q_norm.dtype == k_norm.dtype and q_norm.shape == k_norm.shape == (shape.head_dim,)
+            ):
+                raise ValueError(f"native rope: norms are not [{shape.head_dim}] of one dtype")
 
     def __call__(
         self, qkv: Tensor, rotary: tuple[Tensor, Tensor], cache: Tensor, slot_mapping: Tensor
@@ -182,11 +188,14 @@ class NativeRopeAndCache:
         num_q, num_k = shape.num_heads, shape.num_kv_heads
         heads = qkv.view(num_tokens, num_q + 2 * num_k, dim)
         kv_strides = check_cache(cache, shape, table.dtype)
-        norms = self.norms or ()
-        if any(norm.dtype != table.dtype or norm.shape != (dim,) for norm in norms):
-            raise ValueError(f"native rope: norms are not [{dim}] of {table.dtype}")
+        if self.norms is not None and self.norms[0].dtype != table.dtype:
+            raise ValueError(f"native rope: norms are not of {table.dtype}")
         for name, index in (("positions", positions), ("slots", slot_mapping)):
-            if index.dtype != torch.int64 or not index.is_contiguous() or len(index) != num_tokens:
+            if (
+                index.dtype != torch.int64
+                or index.shape[0] != num_tokens
+                or not index.is_contiguous()
+            ):
                 raise ValueError(f"native rope: {name} are not {num_tokens} contiguous int64")
         args.qkv, args.token_stride = qkv.data_ptr(), qkv.stride(0)
         args.table, args.table_rows = table.data_ptr(), table.shape[0]

@@ -1,0 +1,88 @@
+"""A random checkpoint that every engine reads: a Qwen3 of a given shape, with a tokenizer."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import string
+from pathlib import Path
+from typing import Any
+
+COMMON: dict[str, Any] = {
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+    "bos_token_id": None,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "0.6b": {
+        "vocab_size": 151936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
+    "tiny": {
+        "vocab_size": 1024,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    },
+}
+
+
+def make(folder: Path, shape: str) -> Path:
+    """The checkpoint's directory in ``folder``, written unless it is there."""
+    path = folder / f"qwen3-{shape}"
+    if (path / "tokenizer_config.json").exists():
+        return path
+    import torch
+    import transformers
+
+    config = transformers.Qwen3Config(**COMMON | SHAPES[shape])
+    with torch.device("meta"):
+        model = transformers.Qwen3ForCausalLM(config)
+    model = model.to(torch.bfloat16).to_empty(device="cpu")
+    model.tie_weights()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
+            else:
+                parameter.fill_(1.0)
+    model.save_pretrained(path)
+    write_tokenizer(path, SHAPES[shape]["vocab_size"])
+    return path
+
+
+def write_tokenizer(path: Path, size: int) -> None:
+    """A byte-level BPE of ``size`` tokens: after the bytes the words of two letters, three, and
+    so on, so that every token that a model can name is text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    vocab = {"<|endoftext|>": 0}
+    for letter in sorted(ByteLevel.alphabet()):
+        vocab[letter] = len(vocab)
+    merges = []
+    for length in itertools.count(2):
+        for letters in itertools.product(string.ascii_lowercase, repeat=length):
+            if len(vocab) == size:
+                break
+            vocab["".join(letters)] = len(vocab)
+            merges.append(("".join(letters[:-1]), letters[-1]))
+        if len(vocab) == size:
+            break
+    tokenizer = Tokenizer(models.BPE(vocab, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(path / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+    (path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")

@@ -1,0 +1,210 @@
+"""asyncllm beside the engines that an application would otherwise embed, on one checkpoint.
+
+Every engine is a process of its own (``benchmarks.peer_workers``), in its own environment where
+``--python NAME=PATH`` names one, and loaded once; a round asks each in turn. Two workloads:
+
+    A   one stream, 128 tokens in, 64 out: to the first token, and between tokens
+    B   16 requests at once, 64 to 256 tokens in, 64 out: output tokens a second
+
+All are greedy and ignore the end of sequence. asyncllm's figures are those of token streams with
+text; the others are given token ids and give them back. Compare ratios, which are taken inside a
+round: an engine's figure over asyncllm's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks import peer_checkpoint
+from benchmarks.common import Report, options
+
+ROOT = Path(__file__).parent.parent
+TOKENS = 64
+MODULES = {
+    "asyncllm": "asyncllm",
+    "transformers": "transformers",
+    "openvino-genai": "openvino_genai",
+}
+"""What each engine is imported as."""
+
+
+class PeerError(Exception):
+    """An engine that cannot be measured; the message says why."""
+
+
+@dataclass
+class Engine:
+    """An engine's process, and the figures of each round by name."""
+
+    name: str
+    process: subprocess.Popen[str]
+    rounds: list[dict[str, float]] = field(default_factory=list)
+
+    def ask(self, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"prompts": prompts, "tokens": TOKENS}) + "\n")
+        self.process.stdin.flush()
+        return self.answer()
+
+    def answer(self) -> dict[str, Any]:
+        """Raises PeerError where the process has ended."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise PeerError(f"it ended with exit status {self.process.wait()}")
+        return json.loads(line)
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def is_installed(python: str, module: str) -> bool:
+    probe = f"import importlib.util as u, sys; sys.exit(u.find_spec({module!r}) is None)"
+    return subprocess.run([python, "-c", probe], cwd=ROOT, check=False).returncode == 0
+
+
+def start(name: str, python: str, checkpoint: Path, arguments: argparse.Namespace) -> Engine:
+    """The engine, loaded.
+
+    Raises:
+        PeerError: it is not installed, does not have these weights, or fails.
+    """
+    if not is_installed(python, MODULES[name]):
+        raise PeerError("not installed")
+    command = [python, "-m", "benchmarks.peer_workers", name, "--checkpoint", str(checkpoint)]
+    command += ["--dtype", arguments.dtype, "--threads", str(arguments.num_threads)]
+    if name == "openvino-genai":
+        command += ["--export", str(export(python, checkpoint, arguments.weights or "fp16"))]
+    elif arguments.weights is not None:
+        if name == "transformers":
+            raise PeerError(f"has no {arguments.weights} weights here")
+        command += ["--weights", arguments.weights]
+    environment = os.environ | {"OMP_NUM_THREADS": str(arguments.num_threads)}
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=None if arguments.verbose else subprocess.DEVNULL,
+        text=True,
+    )
+    engine = Engine(name, process)
+    engine.answer()
+    return engine
+
+
+def export(python: str, checkpoint: Path, weights: str) -> Path:
+    """The checkpoint in OpenVINO's format, which ``optimum-intel`` writes once."""
+    target = checkpoint.with_name(f"{checkpoint.name}-openvino-{weights}")
+    if (target / "openvino_model.bin").exists():
+        return target
+    tool = "optimum.commands.optimum_cli"
+    if not is_installed(python, tool):
+        raise PeerError("no export, and no optimum-intel to make one")
+    command = [python, "-m", tool, "export", "openvino", "-m", str(checkpoint)]
+    command += ["--task", "text-generation-with-past", "--weight-format", weights, str(target)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise PeerError(f"its export failed: {done.stderr.strip().splitlines()[-1:]}")
+    return target
+
+
+def draw_prompts(seed: int, lengths: Sequence[int], vocab_size: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(1, vocab_size) for _ in range(length)] for length in lengths]
+
+
+def measure(engine: Engine, index: int, vocab_size: int) -> None:
+    """One round of both workloads; the same prompts for every engine."""
+    alone = engine.ask(draw_prompts(index, [128], vocab_size))
+    lengths = [random.Random(index + at).randint(64, 256) for at in range(16)]
+    batch = engine.ask(draw_prompts(index, lengths, vocab_size))
+    engine.rounds.append(
+        {
+            "A first token": alone["first"],
+            "A between tokens": (alone["seconds"] - alone["first"]) / (TOKENS - 1),
+            "B": len(lengths) * TOKENS / batch["seconds"],
+        }
+    )
+
+
+def tell(report: Report, engines: Sequence[Engine], missing: Mapping[str, str]) -> None:
+    """Medians, and the medians of the ratios to asyncllm's figure of the same round."""
+    (ours, *_), units = engines, {"A first token": "ms", "A between tokens": "ms", "B": "tok/s"}
+    for figure, unit in units.items():
+        report.section(figure)
+        for engine in engines:
+            values = [found[figure] for found in engine.rounds]
+            ratios = [value / own[figure] for value, own in zip(values, ours.rounds, strict=True)]
+            note = f"{statistics.median(ratios):.2f} of asyncllm's; " if engine is not ours else ""
+            low, high = (f"{value * 1e3:.0f}" if unit == "ms" else f"{value:.0f}"
+                         for value in (min(values), max(values)))  # fmt: skip
+            report.add(engine.name, statistics.median(values), unit, f"{note}{low} to {high}")
+    for name, reason in missing.items():
+        print(f"\n{name}: {reason}")
+
+
+def main() -> int:
+    parser = options(__doc__)
+    parser.add_argument("--shape", choices=peer_checkpoint.SHAPES, default="0.6b")
+    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "peers",
+                        help="where the checkpoint is made, and kept")  # fmt: skip
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--weights", choices=("int8",), help="quantised weights")
+    parser.add_argument("--num-threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, help="5 unless given, 2 with --quick")
+    parser.add_argument("--python", action="append", default=[], metavar="NAME=PATH",
+                        help="the interpreter that has an engine")  # fmt: skip
+    parser.add_argument("--only", metavar="NAME,…", help="these engines beside asyncllm")
+    parser.add_argument("--verbose", action="store_true", help="show what the engines print")
+    arguments = parser.parse_args()
+    pythons = dict.fromkeys(MODULES, sys.executable) | dict(
+        given.split("=", 1) for given in arguments.python
+    )
+    checkpoint = peer_checkpoint.make(arguments.folder, arguments.shape)
+    report = Report(
+        f"Peers: Qwen3 of shape {arguments.shape}, {arguments.dtype}, "
+        f"weights {arguments.weights or 'plain'}, {arguments.num_threads} threads"
+    )
+    engines: list[Engine] = []
+    missing: dict[str, str] = {}
+    try:
+        for name in MODULES:
+            if arguments.only and name not in ("asyncllm", *arguments.only.split(",")):
+                continue
+            try:
+                engines.append(start(name, pythons[name], checkpoint, arguments))
+            except PeerError as error:
+                if name == "asyncllm":
+                    raise
+                missing[name] = str(error)
+        vocab_size = peer_checkpoint.SHAPES[arguments.shape]["vocab_size"]
+        for index in range(1 + (arguments.rounds or (2 if arguments.quick else 5))):
+            for engine in engines:
+                measure(engine, index, vocab_size)
+        for engine in engines:
+            # Libraries allocate and compile in the first.
+            del engine.rounds[0]
+        tell(report, engines, missing)
+    finally:
+        for engine in engines:
+            engine.close()
+    report.write(arguments.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
