@@ -45,6 +45,7 @@ def get_weather(city: str) -> str:
 
 
 TOOLS = [add, get_weather]
+NAMED = {"type": "function", "name": "add"}
 
 
 def values(calls: Any) -> list[tuple[str, str]]:
@@ -216,15 +217,31 @@ async def test_a_stop_string_that_cuts_a_call() -> None:
 @pytest.mark.parametrize(
     ("options", "param", "says"),
     [
-        ({"tool_choice": "required"}, "tool_choice", "structured outputs.*not supported yet"),
-        ({"tool_choice": {"type": "function", "name": "add"}}, "tool_choice", "not supported yet"),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls", "not supported yet"),
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "beside those of tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "not supported yet"),
+        (
+            {"response_format": {"type": "json_object"}, "tool_choice": "required"},
+            "response_format",
+            "response_format: with tools and tool_choice='required', expected None",
+        ),
+        (
+            {
+                "structured_outputs": {"json": {}},
+                "tool_choice": {"type": "function", "name": "add"},
+            },
+            "structured_outputs",
+            "structured_outputs: with tools and tool_choice=.'name': 'add'., expected None",
+        ),
+        (
+            {"params": SamplingParams(structured_outputs={"regex": "a"})},
+            "structured_outputs",
+            "tool_choice='auto', expected a JSON schema or any JSON object",
+        ),
     ],
 )
 @pytest.mark.asyncio
-async def test_what_takes_a_grammar_is_refused(options: Any, param: str, says: str) -> None:
+async def test_what_cannot_be_had_with_tools_is_refused(
+    options: Any, param: str, says: str
+) -> None:
     async with fake_engine(ONE) as engine:
         with pytest.raises(InvalidRequestError, match=says) as caught:
             engine.chat(ASK, tools=TOOLS, **options)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from asyncllm.structured.grammar import MAX_WHITESPACE, WHITESPACE, GrammarError
@@ -13,17 +15,20 @@ MAX_RULES = 4096
 _EMPTY = '""'
 
 
-def to_lark(tag: dict[str, Any]) -> str:
+def to_lark(tag: dict[str, Any], special: Mapping[int, str] = MappingProxyType({})) -> str:
     """A structural tag as a grammar in llguidance's Lark.
 
     Of the formats it has const_string, json_schema, sequence, or, tag, tags_with_separator, and
     triggered_tags as the whole: text is free up to a trigger, where a tag that begins with it
     follows.
 
+    Args:
+        special: ids and names of tokens that are meant where a delimiter has their name.
+
     Raises:
         GrammarError: for a tag of another form.
     """
-    lark = _Lark()
+    lark = _Lark(special)
     form = with_format(tag)["format"]
     if _field(form, "type", str) == "triggered_tags":
         start = lark.triggered_tags(form)
@@ -35,8 +40,11 @@ def to_lark(tag: dict[str, Any]) -> str:
 class _Lark:
     """Rules of a grammar, as they are written."""
 
-    def __init__(self) -> None:
+    def __init__(self, special: Mapping[int, str]) -> None:
         self.rules: list[str] = []
+        self._special = {name: token_id for token_id, name in special.items()}
+        names = sorted(map(re.escape, filter(None, self._special)), key=len, reverse=True)
+        self._names = re.compile(f"({'|'.join(names)})" if names else "(?!)()")
 
     def rule(self, body: str, attributes: str = "") -> str:
         if len(self.rules) >= MAX_RULES:
@@ -49,7 +57,7 @@ class _Lark:
         """A rule of the format; its name."""
         kind = _field(form, "type", str)
         if kind == "const_string":
-            return self.rule(_quoted(_field(form, "value", str)))
+            return self.rule(self._spelled(_field(form, "value", str)) or _EMPTY)
         if kind == "json_schema" and form.get("style", "json") == "json":
             return self.rule(_json(form.get("json_schema")))
         if kind in ("sequence", "or"):
@@ -63,14 +71,23 @@ class _Lark:
 
     def _tag(self, form: Any, begin: str) -> str:
         content, end = self.expression(form.get("content")), _field(form, "end", str)
-        return f"{_quoted(begin)} {content} {_quoted(end)}"
+        return f"{self._spelled(begin)} {content} {self._spelled(end)}"
 
     def _with_separator(self, form: Any) -> str:
         tags = " | ".join(map(self.expression, _field(form, "tags", list))) or _EMPTY
         body = self.rule(tags)
         if not form.get("stop_after_first", False):
-            body += f" ({_quoted(_field(form, 'separator', str))} {body})*"
+            body += f" ({self._spelled(_field(form, 'separator', str))} {body})*"
         return body if form.get("at_least_one", False) else f"({body})?"
+
+    def _spelled(self, text: str) -> str:
+        parts = []
+        for part in self._names.split(text):
+            if part in self._special:
+                parts.append(f"<[{self._special[part]}]>")
+            elif part:
+                parts.append(json.dumps(part))
+        return " ".join(parts)
 
     def triggered_tags(self, form: Any) -> str:
         triggers = _field(form, "triggers", list)
@@ -82,7 +99,9 @@ class _Lark:
             trigger = next((t for t in triggers if isinstance(t, str) and begin.startswith(t)), "")
             if not trigger:
                 raise GrammarError(f"no trigger begins {begin!r}")
-            head = self.rule(f"TEXT {_quoted(trigger)}", "[lazy]")
+            # No text holds a special token, so one needs no laziness, which is of text alone.
+            opens = self._spelled(trigger)
+            head = self.rule(f"TEXT {opens}", "" if opens.startswith("<[") else "[lazy]")
             tags.append(self.rule(f"{head} {self._tag(tag, begin[len(trigger) :])}"))
         if not tags:
             raise GrammarError("a structural tag without tags")
@@ -131,7 +150,3 @@ def schemas_in_tag(tag: Any) -> Iterator[Any]:
                     pending.append(value)
         elif isinstance(item, list):
             pending += item
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text) if text else ""

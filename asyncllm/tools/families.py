@@ -21,6 +21,7 @@ class CallForm:
         begin: NAME in it stands for the tool's.
         separator: between two calls.
         prefix, suffix: around all of them.
+        trigger: what begins calls and no text; None for ``prefix`` and ``begin`` up to the name.
         style: of the arguments: JSON, or Qwen's ``<parameter=…>``.
         parallel: an answer may have several. Harmony's ends with its first.
     """
@@ -30,6 +31,7 @@ class CallForm:
     separator: str = ""
     prefix: str = ""
     suffix: str = ""
+    trigger: str | None = None
     style: Literal["json", "qwen_xml"] = "json"
     parallel: bool = True
 
@@ -108,7 +110,11 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
             "transform": _NAMED,
         },
         form=CallForm(
-            "<tool_call>\n<function=NAME>\n", "\n</function>\n</tool_call>", "\n", style="qwen_xml"
+            "<tool_call>\n<function=NAME>\n",
+            "\n</function>\n</tool_call>",
+            "\n",
+            trigger="<tool_call>",
+            style="qwen_xml",
         ),
         signs=(("<tool_call>", "<function=", "<parameter="),),
     ),
@@ -121,7 +127,10 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
             "transform": _WHOLE,
         },
         form=CallForm(
-            '<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>", separator="\n"
+            '<tool_call>\n{"name": "NAME", "arguments": ',
+            "}\n</tool_call>",
+            separator="\n",
+            trigger="<tool_call>",
         ),
         signs=(("<tool_call>",),),
     ),
@@ -142,7 +151,9 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
             "transform": _function("{name}", "{arguments}"),
             "transform_each": True,
         },
-        form=CallForm('{"name": "NAME", "arguments": ', "}", ", ", "[TOOL_CALLS][", "]"),
+        form=CallForm(
+            '{"name": "NAME", "arguments": ', "}", ", ", "[TOOL_CALLS][", "]", "[TOOL_CALLS]"
+        ),
         signs=(("[TOOL_CALLS]",),),
     ),
     "deepseek_v3": ToolFamily(
@@ -160,6 +171,7 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
             "\n",
             "<｜tool▁calls▁begin｜>",
             "<｜tool▁calls▁end｜>",
+            trigger="<｜tool▁calls▁begin｜>",
         ),
         signs=(("<｜tool▁calls▁begin｜>", "```json"),),
         skip="<｜tool▁calls▁end｜>",
@@ -180,6 +192,7 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
             "",
             "<｜tool▁calls▁begin｜>",
             "<｜tool▁calls▁end｜>",
+            trigger="<｜tool▁calls▁begin｜>",
         ),
         signs=(("<｜tool▁calls▁begin｜>",),),
         skip="<｜tool▁calls▁end｜>",
