@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -322,16 +323,18 @@ TEMPLATE = (
 )
 
 
-def thinking_engine(answers: Any, **overrides: Any) -> AsyncLLMEngine:
+def thinking_engine(
+    answers: Any, *, marks: Any = None, depth: int = 1, **overrides: Any
+) -> AsyncLLMEngine:
     """fake_engine whose tokenizer has ``<think>`` and ``</think>``, which are not special."""
 
     def load(config: EngineConfig, progress: Any) -> LoadedModel:
         backend = byte_tokenizer().backend
-        backend.add_tokens([tokenizers.AddedToken(t, normalized=False) for t in MARKS])
+        backend.add_tokens([tokenizers.AddedToken(t, normalized=False) for t in marks or MARKS])
         names = {"eos_token": "<|im_end|>"}
         tokenizer = Tokenizer(backend, ChatTemplate({"default": TEMPLATE}, names), names)
         tokenizer.chat_template.compile()
-        info = _limits(config, tokenizer.vocab_size)
+        info = replace(_limits(config, tokenizer.vocab_size), pipeline_depth=depth)
         executor = ScriptedExecutor(info, tokenizer, answers)
         return LoadedModel(executor, tokenizer, FakeModelConfig(info.max_model_len))
 
@@ -457,7 +460,7 @@ def test_reasoning_follows_tokens() -> None:
 
 def test_delimiters_that_are_special_tokens_are_kept_in_the_text() -> None:
     backend = byte_tokenizer().backend
-    backend.add_special_tokens([tokenizers.AddedToken(t, normalized=False) for t in MARKS])
+    backend.add_special_tokens([tokenizers.AddedToken(t, normalized=False) for t in marks or MARKS])
     tokenizer = Tokenizer(backend, ChatTemplate({}, {}), {})
     visible = tokenizer.special_tokens_of(lambda text: text == "<think>")
     assert visible == {THINK}

@@ -13,6 +13,7 @@ from asyncllm.structured.json_schema import LLGUIDANCE, refuse_unenforced
 
 MAX_RULES = 4096
 _EMPTY = '""'
+_NEEDS_XGRAMMAR = "takes the xgrammar backend: `pip install asyncllm[xgrammar]`"
 
 
 def to_lark(tag: dict[str, Any], special: Mapping[int, str] = MappingProxyType({})) -> str:
@@ -67,7 +68,7 @@ class _Lark:
             return self.rule(self._tag(form, _field(form, "begin", str)))
         if kind == "tags_with_separator":
             return self.rule(self._with_separator(form))
-        raise GrammarError(f"the format {kind!r} needs the xgrammar backend")
+        raise GrammarError(f"{_kind(form)} {_NEEDS_XGRAMMAR}")
 
     def _tag(self, form: Any, begin: str) -> str:
         content, end = self.expression(form.get("content")), _field(form, "end", str)
@@ -92,7 +93,7 @@ class _Lark:
     def triggered_tags(self, form: Any) -> str:
         triggers = _field(form, "triggers", list)
         if form.get("at_least_one", False) or form.get("excludes"):
-            raise GrammarError("triggered_tags with conditions need the xgrammar backend")
+            raise GrammarError(f"triggered_tags with conditions {_NEEDS_XGRAMMAR}")
         tags = []
         for tag in _field(form, "tags", list):
             begin = _field(tag, "begin", str)
@@ -108,6 +109,11 @@ class _Lark:
         if form.get("stop_after_first", False):
             return f"{' | '.join(tags)} | {self.rule('TEXT')}"
         return f"({' | '.join(tags)})* {self.rule('TEXT')}"
+
+
+def _kind(form: dict[str, Any]) -> str:
+    style = f" in the style {form['style']!r}" if "style" in form else ""
+    return f"the format {form['type']!r}{style}"
 
 
 def _field(form: Any, name: str, kind: type) -> Any:
