@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -60,7 +61,7 @@ def backend(request: pytest.FixtureRequest) -> Any:
 def test_a_delimiter_of_several_tokens_opens_thoughts(backend: Any) -> None:
     follower = Follower(backend, "ab?")
     assert follower.allowed() == {ord("a"), BEGIN[0]}
-    for before, following in zip(BEGIN, BEGIN[1:], strict=False):
+    for before, following in itertools.pairwise(BEGIN):
         follower.take(before)
         assert follower.allowed() == {following}, "the grammar does not begin with it"
     follower.take(BEGIN[2])
@@ -163,6 +164,22 @@ async def test_what_follows_the_thoughts_is_a_call(depth: int) -> None:
         assert output.token_ids[-3:] != tuple(b"No.")
         for call in output.tool_calls:
             assert isinstance(json.loads(call.arguments), dict)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("restart", ["", "<|start|>assistant"])
+async def test_harmonys_thoughts_end_before_a_call_as_well(restart: str) -> None:
+    call = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a":1,"b":2}'
+    options = {"reasoning_parser": "gpt_oss", "tool_parser": "gpt_oss", "marks": HARMONY}
+    scripts = iter([f"{ANALYSIS}Add.<|end|>{restart}{call}", call])
+    async with thinking_engine(lambda _: next(scripts), **options) as engine:
+        stream = engine.chat(ASK, tools=TOOLS, tool_choice="required", n=2, max_tokens=300)
+        outputs = (await stream.result()).outputs
+        with pytest.raises(InvalidRequestError, match="writes a header") as caught:
+            engine.chat(ASK, tools=TOOLS, response_format={"type": "json_object"})
+        assert caught.value.param == "response_format"
+    assert [output.reasoning for output in outputs] == ["Add.", ""]
+    assert [values(output.tool_calls) for output in outputs] == [[("add", '{"a":1,"b":2}')]] * 2
 
 
 @pytest.mark.asyncio

@@ -391,7 +391,11 @@ def test_each_family_has_a_grammar(family: str) -> None:
         before, found, after = found["elements"]
         assert (before["value"], after["value"]) == (form.prefix, form.suffix)
     begins = [tag["begin"] for tag in found["tags"]]
-    assert begins == [form.begin.replace("NAME", name) for name in ("add", "get_weather")]
+    assert begins == [
+        before + form.begin.replace("NAME", name)
+        for name in ("add", "get_weather")
+        for before in (["", form.restart] if form.restart else [""])
+    ]
     assert json.loads(json.dumps(found)) == found
     assert found["stop_after_first"] == (family == "gpt_oss")
     styles = {tag["content"].get("style", "json") for tag in found["tags"]}

@@ -460,7 +460,7 @@ def test_reasoning_follows_tokens() -> None:
 
 def test_delimiters_that_are_special_tokens_are_kept_in_the_text() -> None:
     backend = byte_tokenizer().backend
-    backend.add_special_tokens([tokenizers.AddedToken(t, normalized=False) for t in marks or MARKS])
+    backend.add_special_tokens([tokenizers.AddedToken(t, normalized=False) for t in MARKS])
     tokenizer = Tokenizer(backend, ChatTemplate({}, {}), {})
     visible = tokenizer.special_tokens_of(lambda text: text == "<think>")
     assert visible == {THINK}

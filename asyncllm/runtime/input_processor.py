@@ -29,6 +29,7 @@ from asyncllm.sampling_params import SamplingParams
 from asyncllm.stream import TokenStream
 from asyncllm.structured.compiler import GrammarCompiler
 from asyncllm.structured.grammar import Grammar
+from asyncllm.structured.spec import StructuredOutputs
 from asyncllm.text.template_input import TemplateInput
 from asyncllm.text.tokenizer_thread import LONG_TEXT, TokenizerThread
 from asyncllm.tools.message_parser import MessageParser
@@ -49,20 +50,22 @@ class DelimiterTokens:
 
     Attributes:
         special: ids of the special tokens among them, which are kept in the text.
-        begin, end: of reasoning; empty where they are no tokens of their own.
+        begin, end, end_before_call: of reasoning; empty where they are no tokens of their own.
     """
 
     special: frozenset[int]
     begin: tuple[int, ...]
     end: tuple[int, ...]
+    end_before_call: tuple[int, ...]
 
     @classmethod
     def of(cls, form: ResponseFormat, tokenizer: Tokenizer) -> DelimiterTokens:
         begin, end = tokenizer.delimiter_ids(form.begin), tokenizer.delimiter_ids(form.end)
-        return cls(tokenizer.special_tokens_of(form.spells), begin, end)
+        before_call = tokenizer.delimiter_ids(form.end_before_call)
+        return cls(tokenizer.special_tokens_of(form.spells), begin, end, before_call)
 
     def reasoning(
-        self, form: ResponseFormat, prompt_end: str, with_grammar: bool
+        self, form: ResponseFormat, prompt_end: str, grammar: StructuredOutputs | None
     ) -> Reasoning | None:
         """The state in which a prompt leaves its model.
 
@@ -72,7 +75,7 @@ class DelimiterTokens:
         prompt_end = prompt_end.rstrip()
         opened = bool(form.begin) and prompt_end.endswith(form.begin)
         if not self.begin or not self.end:
-            if opened and with_grammar:
+            if opened and grammar is not None:
                 raise InvalidRequestError(
                     "structured_outputs: the prompt has opened the model's thoughts, and the "
                     f"tokenizer has no token for their end, {form.end!r}; expected a chat "
@@ -81,7 +84,10 @@ class DelimiterTokens:
                 )
             return None
         may_begin = not opened and not prompt_end.endswith(form.end)
-        return Reasoning(self.begin, self.end, opened, may_begin, once=with_grammar)
+        end = self.end
+        if self.end_before_call and grammar is not None and grammar.param == "tools":
+            end = self.end_before_call
+        return Reasoning(self.begin, end, opened, may_begin, once=grammar is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,8 +383,8 @@ class InputProcessor:
             end = tokenizer.decode(token_ids[-_PROMPT_END:], skip_special_tokens=False)
             parser.answer_begin = parser.form.answer_begins_in(end)
             for member in request.group.members:
-                with_grammar = member.sampling.structured_outputs is not None
-                member.reasoning = delimiters.reasoning(parser.form, end, with_grammar)
+                grammar = member.sampling.structured_outputs
+                member.reasoning = delimiters.reasoning(parser.form, end, grammar)
         for member in request.group.members:
             member.output.detokenizer = tokenizer.detokenizer(member.sampling, token_ids, **shown)
             member.set_prompt(token_ids if member is request else token_ids.copy())

@@ -24,6 +24,7 @@ class CallForm:
         trigger: what begins calls and no text; None for ``prefix`` and ``begin`` up to the name.
         style: of the arguments: JSON, or Qwen's ``<parameter=…>``.
         parallel: an answer may have several. Harmony's ends with its first.
+        restart: what may come before a call behind thoughts.
     """
 
     begin: str
@@ -34,6 +35,7 @@ class CallForm:
     trigger: str | None = None
     style: Literal["json", "qwen_xml"] = "json"
     parallel: bool = True
+    restart: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,7 @@ class ReasoningFamily:
     Attributes:
         thoughts: the template's field ``reasoning_content``.
         begin, end: what thinking begins and ends with as the engine looks for it, by token id.
+        end_before_call: what it ends with where a call has to follow; ``end`` if empty.
         signs, skip, prompt_end: as of a ToolFamily.
     """
 
@@ -75,6 +78,7 @@ class ReasoningFamily:
     signs: tuple[tuple[str, ...], ...]
     skip: str | None = None
     prompt_end: str = ""
+    end_before_call: str = ""
 
 
 def _function(name: str, arguments: str) -> dict[str, Any]:
@@ -210,6 +214,7 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
             "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>",
             "",
             parallel=False,
+            restart="<|start|>assistant",
         ),
         signs=(("<|channel|>", "<|constrain|>", "<|message|>"),),
         skip=_HARMONY_SKIP,
@@ -255,5 +260,6 @@ REASONING_FAMILIES: Mapping[str, ReasoningFamily] = {
         (("<|channel|>", "analysis", "<|message|>"),),
         _HARMONY_SKIP,
         "<|start|>assistant",
+        "<|end|>",
     ),
 }

@@ -36,9 +36,15 @@ def with_tool_grammar(
     given = sampling.get("structured_outputs")
     if given is None and isinstance(params, SamplingParams):
         given = params.structured_outputs
-    answer = parse_structured_outputs(given)
-    if answer is None and not use.is_constrained:
+    answer, form = parse_structured_outputs(given), template.form
+    if answer is None and (not use.is_constrained or _ends_with_a_call(use, form)):
         return sampling, True
+    if answer is not None and form is not None and form.restart:
+        raise InvalidRequestError(
+            f"{answer.param}: with tools of a model that writes a header before its answer, "
+            "expected None",
+            param=answer.param,
+        )
     if answer is not None and (use.choice != "auto" or answer.kind not in ("json", "json_object")):
         accepted = "a JSON schema or any JSON object" if use.choice == "auto" else "None"
         raise InvalidRequestError(
@@ -87,7 +93,12 @@ def tool_grammar(
         )
     name = choice["name"] if isinstance(choice, dict) else None
     functions = [tool["function"] for tool in tools]
-    tags = [_tag(form, one) for one in functions if name in (None, one["name"])]
+    tags = [
+        _tag(form, one, before)
+        for one in functions
+        if name in (None, one["name"])
+        for before in dict.fromkeys(("", form.restart))
+    ]
     parallel = parallel and form.parallel and name is None
     if choice == "auto" and answer is None:
         found = _text_with_calls(form, tags, parallel)
@@ -99,11 +110,16 @@ def tool_grammar(
     return {"type": "structural_tag", "format": found}
 
 
-def _tag(form: CallForm, function: dict[str, Any]) -> dict[str, Any]:
+def _ends_with_a_call(use: ToolUse, form: CallForm | None) -> bool:
+    """Whether the model's answers have one call by themselves, which is all that is asked."""
+    return use.choice == "auto" and form is not None and not form.parallel
+
+
+def _tag(form: CallForm, function: dict[str, Any], before: str) -> dict[str, Any]:
     content: dict[str, Any] = {"type": "json_schema", "json_schema": _arguments(function)}
     if form.style != "json":
         content["style"] = form.style
-    begin = form.begin.replace("NAME", function["name"])
+    begin = before + form.begin.replace("NAME", function["name"])
     return {"type": "tag", "begin": begin, "content": content, "end": form.end}
 
 
