@@ -103,6 +103,24 @@ async def test_a_conversation_goes_on_with_the_results() -> None:
 
 
 @pytest.mark.asyncio
+async def test_ids_are_the_engines_whatever_the_model_writes() -> None:
+    same = '{"id": "a", "name": "add", "arguments": {"a": 1, "b": 2}}'
+    text = f"<tool_call>{same}</tool_call>" * 2
+    async with fake_engine(text) as engine:
+        completion = await engine.chat(ASK, tools=TOOLS, n=2, temperature=1).result()
+        calls = [call for output in completion.outputs for call in output.tool_calls]
+        assert len(calls) == 4
+        assert len({call.id for call in calls} - {"a"}) == 4
+        # A conversation may have an id twice: the template makes of it what it likes.
+        message = completion.outputs[0].message
+        for call in message["tool_calls"]:
+            call["id"] = "a"
+        results = [{"role": "tool", "tool_call_id": "a", "content": "3"}] * 2
+        answer = await engine.chat([*ASK, message, *results], tools=TOOLS).result()
+    assert values(answer.tool_calls) == values(calls[:2])
+
+
+@pytest.mark.asyncio
 async def test_unread_deltas_that_merge_are_the_same_calls() -> None:
     gate = threading.Semaphore(0)
     text = f"{ONE}{TWO}ok"
