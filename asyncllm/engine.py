@@ -322,11 +322,13 @@ class AsyncLLMEngine(Handle):
             tools: what the model may call: OpenAI's schemas, Python functions, or Pydantic models
                 of the arguments; see docs/tools.md. Calls come as ``Delta.tool_calls``.
             tool_choice: "auto"; "none" does not show the tools to the model; "required" and
-                ``{"type": "function", "function": {"name": …}}`` are not supported yet.
-            parallel_tool_calls: several calls in one answer; False is not supported yet.
+                ``{"type": "function", "function": {"name": …}}`` hold it to calls, whose
+                arguments fit the tool's schema, by a grammar as of ``structured_outputs``.
+            parallel_tool_calls: several calls in one answer; False ends it with the first.
             response_format: OpenAI's: ``{"type": "text"}``, ``{"type": "json_object"}``, or
                 ``{"type": "json_schema", "json_schema": {"name": …, "schema": {…}}}``; or a
-                Pydantic model, a dataclass or a TypedDict. See docs/structured_output.md.
+                Pydantic model, a dataclass or a TypedDict. See docs/structured_output.md. With
+                tools that the model may call, it calls some or answers in that format.
             chat_template_kwargs: further variables of the template, as ``enable_thinking``.
             split_special_tokens: special tokens written in the messages, tools and variables
                 are ordinary text, so that a user cannot write another's turn. False makes

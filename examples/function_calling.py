@@ -37,7 +37,8 @@ async def answer(engine: AsyncLLMEngine, question: str, max_rounds: int = 4) -> 
             return completion.text
         for call in completion.tool_calls:
             # The engine promises a tool on offer and a JSON object. That the object fits the
-            # function is the model's doing, so what it raises goes back to the model as well.
+            # function is the model's doing, unless tool_choice="required" or a named one holds it
+            # to the schema; so what it raises goes back to the model as well.
             try:
                 result = FUNCTIONS[call.name](**call.kwargs)
             except Exception as error:

@@ -48,9 +48,9 @@ class SeededExecutor(FakeExecutor):
             self._seeds[assignment.req_index] = assignment.sampling.seed
         return super()._execute(batch)
 
-    def _sample(self, batch, row, states, result):
+    def _sample(self, batch, row, states, result, mask=None):
         self._seed = self._seeds[batch.req_indices[row]]
-        super()._sample(batch, row, states, result)
+        super()._sample(batch, row, states, result, mask)
 
     def _token(self, states):
         return mix(super()._token(states), self._seed) % self.info.vocab_size

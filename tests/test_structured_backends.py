@@ -220,7 +220,7 @@ def test_structural_tags(either):
         compiled(compiler, structural_tag={"type": "structural_tag", "format": tag})
     if name == "llguidance":
         other = {"type": "structural_tag", "format": {"type": "any_text"}}
-        with pytest.raises(GrammarError, match="needs the xgrammar backend"):
+        with pytest.raises(GrammarError, match="takes the xgrammar backend"):
             compiled(compiler, structural_tag=other)
 
 

@@ -22,6 +22,7 @@ from asyncllm import (
     SamplingParams,
 )
 from asyncllm.core.executor import StepOutOfMemoryError
+from asyncllm.core.reasoning import Reasoning
 from asyncllm.core.structured_output import StructuredOutput
 from asyncllm.structured import compiler as compiler_module
 from asyncllm.structured.llguidance_backend import LLGuidanceBackend, LLGuidanceMatcher
@@ -276,7 +277,7 @@ def _thinker(**reasoning: Any) -> Any:
         min_total_tokens=0,
         stop_token_ids=frozenset({TURN_END}),
         sampling=SamplingParams(),
-        reasoning=SimpleNamespace(**(state | reasoning)),
+        reasoning=Reasoning(**(state | reasoning)),
     )
 
 

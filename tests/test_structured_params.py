@@ -225,7 +225,8 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "null"}}}
     ],
 )
 def test_response_formats(value, expected):
-    assert parse_response_format(value) == expected
+    found = parse_response_format(value)
+    assert found == (expected and dataclasses.replace(expected, param="response_format"))
 
 
 @pytest.mark.parametrize(

@@ -306,10 +306,17 @@ WEATHER = {"name": "get_weather", "parameters": {"properties": {"city": {"type":
 TWO = [{"type": "function", "function": one} for one in (ADD, WEATHER)]
 
 
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}},
+    "additionalProperties": False,
+}
+
+
 def grammar(family: str, choice: Any, parallel: bool = True) -> Any:
     form = ResponseFormats([], None, family, None).of(True)
     assert form is not None
-    return tool_grammar(form, TWO, choice, parallel)["structural_tag"]["format"]
+    return tool_grammar(form, TWO, choice, parallel)["format"]
 
 
 def test_a_grammar_writes_calls_as_the_template_does() -> None:
@@ -321,8 +328,8 @@ def test_a_grammar_writes_calls_as_the_template_does() -> None:
             "end": "}\n</tool_call>",
         }
         for name, schema in (
-            ("add", {"type": "object"}),
-            ("get_weather", {"type": "object", "properties": {"city": {"type": "string"}}}),
+            ("add", {"type": "object", "properties": {}, "additionalProperties": False}),
+            ("get_weather", CITY),
         )
     ]
     required = {
@@ -337,29 +344,42 @@ def test_a_grammar_writes_calls_as_the_template_does() -> None:
     named = {**required, "tags": tags[1:], "stop_after_first": True}
     assert grammar("hermes", {"name": "get_weather"}) == named
     auto = grammar("hermes", "auto", False)
-    assert (auto["type"], auto["triggers"]) == (
-        "triggered_tags",
-        ['<tool_call>\n{"name": "'],
-    )
+    assert (auto["type"], auto["triggers"]) == ("triggered_tags", ["<tool_call>"])
     assert (auto["stop_after_first"], auto["at_least_one"]) == (True, False)
 
 
-def test_a_choice_becomes_a_sampling_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_choice_becomes_a_sampling_parameter() -> None:
     form = ResponseFormats([], None, "hermes", None).of(True)
     auto, named = use([ADD]), use([ADD], {"type": "function", "name": "add"})
     assert form is not None
     assert auto is not None
     assert named is not None
-    assert with_tool_grammar({"seed": 1}, auto, form) == {"seed": 1}
-    monkeypatch.setattr("asyncllm.tools.tool_grammar.GRAMMARS_ARE_ENFORCED", True)
-    found = with_tool_grammar({"seed": 1}, named, form)
-    assert found == {
-        "seed": 1,
-        "structured_outputs": tool_grammar(form, named.schemas, {"name": "add"}, True),
-    }
+    assert with_tool_grammar({"seed": 1}, None, auto, form) == ({"seed": 1}, True)
+    tag = tool_grammar(form, named.schemas, {"name": "add"}, True)
+    found, free = with_tool_grammar({"seed": 1}, None, named, form)
+    spec = found.pop("structured_outputs")
+    assert (found, free, spec.param, json.loads(spec.text)) == ({"seed": 1}, False, "tools", tag)
     own = dataclasses.replace(form, form=None)
     with pytest.raises(InvalidRequestError, match="tool_parser"):
-        with_tool_grammar({}, named, own)
+        with_tool_grammar({}, None, named, own)
+
+
+def test_parameters_have_no_others_unless_they_say_so() -> None:
+    def written(parameters: Any) -> Any:
+        form = ResponseFormats([], None, "hermes", None).of(True)
+        assert form is not None
+        tool = {"function": {"name": "f", "parameters": parameters}}
+        tag = tool_grammar(form, [tool], "required", True)
+        return tag["format"]["tags"][0]["content"]["json_schema"]
+
+    closed = {"type": "object", "properties": {}, "additionalProperties": False}
+    assert written(None) == written({}) == closed
+    for open_ in (
+        {"additionalProperties": True},
+        {"patternProperties": {"^x": {}}},
+        {"anyOf": [{"required": ["a"]}]},
+    ):
+        assert written(open_) == {"type": "object", "properties": {}, **open_}
 
 
 @pytest.mark.parametrize("family", TOOL_FAMILIES)
@@ -371,7 +391,11 @@ def test_each_family_has_a_grammar(family: str) -> None:
         before, found, after = found["elements"]
         assert (before["value"], after["value"]) == (form.prefix, form.suffix)
     begins = [tag["begin"] for tag in found["tags"]]
-    assert begins == [form.begin.replace("NAME", name) for name in ("add", "get_weather")]
+    assert begins == [
+        before + form.begin.replace("NAME", name)
+        for name in ("add", "get_weather")
+        for before in (["", form.restart] if form.restart else [""])
+    ]
     assert json.loads(json.dumps(found)) == found
     assert found["stop_after_first"] == (family == "gpt_oss")
     styles = {tag["content"].get("style", "json") for tag in found["tags"]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -45,6 +46,7 @@ def get_weather(city: str) -> str:
 
 
 TOOLS = [add, get_weather]
+NAMED = {"type": "function", "name": "add"}
 
 
 def values(calls: Any) -> list[tuple[str, str]]:
@@ -98,6 +100,24 @@ async def test_a_conversation_goes_on_with_the_results() -> None:
         "<|im_start|>tool\n3<|im_end|>\n<|im_start|>assistant\n"
     )
     assert '"description": "Get the weather in a city."' in prompt
+
+
+@pytest.mark.asyncio
+async def test_ids_are_the_engines_whatever_the_model_writes() -> None:
+    same = '{"id": "a", "name": "add", "arguments": {"a": 1, "b": 2}}'
+    text = f"<tool_call>{same}</tool_call>" * 2
+    async with fake_engine(text) as engine:
+        completion = await engine.chat(ASK, tools=TOOLS, n=2, temperature=1).result()
+        calls = [call for output in completion.outputs for call in output.tool_calls]
+        assert len(calls) == 4
+        assert len({call.id for call in calls} - {"a"}) == 4
+        # A conversation may have an id twice: the template makes of it what it likes.
+        message = completion.outputs[0].message
+        for call in message["tool_calls"]:
+            call["id"] = "a"
+        results = [{"role": "tool", "tool_call_id": "a", "content": "3"}] * 2
+        answer = await engine.chat([*ASK, message, *results], tools=TOOLS).result()
+    assert values(answer.tool_calls) == values(calls[:2])
 
 
 @pytest.mark.asyncio
@@ -216,15 +236,31 @@ async def test_a_stop_string_that_cuts_a_call() -> None:
 @pytest.mark.parametrize(
     ("options", "param", "says"),
     [
-        ({"tool_choice": "required"}, "tool_choice", "structured outputs.*not supported yet"),
-        ({"tool_choice": {"type": "function", "name": "add"}}, "tool_choice", "not supported yet"),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls", "not supported yet"),
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "beside those of tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "not supported yet"),
+        (
+            {"response_format": {"type": "json_object"}, "tool_choice": "required"},
+            "response_format",
+            "response_format: with tools and tool_choice='required', expected None",
+        ),
+        (
+            {
+                "structured_outputs": {"json": {}},
+                "tool_choice": {"type": "function", "name": "add"},
+            },
+            "structured_outputs",
+            "structured_outputs: with tools and tool_choice=.'name': 'add'., expected None",
+        ),
+        (
+            {"params": SamplingParams(structured_outputs={"regex": "a"})},
+            "structured_outputs",
+            "tool_choice='auto', expected a JSON schema or any JSON object",
+        ),
     ],
 )
 @pytest.mark.asyncio
-async def test_what_takes_a_grammar_is_refused(options: Any, param: str, says: str) -> None:
+async def test_what_cannot_be_had_with_tools_is_refused(
+    options: Any, param: str, says: str
+) -> None:
     async with fake_engine(ONE) as engine:
         with pytest.raises(InvalidRequestError, match=says) as caught:
             engine.chat(ASK, tools=TOOLS, **options)
@@ -305,16 +341,18 @@ TEMPLATE = (
 )
 
 
-def thinking_engine(answers: Any, **overrides: Any) -> AsyncLLMEngine:
+def thinking_engine(
+    answers: Any, *, marks: Any = None, depth: int = 1, **overrides: Any
+) -> AsyncLLMEngine:
     """fake_engine whose tokenizer has ``<think>`` and ``</think>``, which are not special."""
 
     def load(config: EngineConfig, progress: Any) -> LoadedModel:
         backend = byte_tokenizer().backend
-        backend.add_tokens([tokenizers.AddedToken(t, normalized=False) for t in MARKS])
+        backend.add_tokens([tokenizers.AddedToken(t, normalized=False) for t in marks or MARKS])
         names = {"eos_token": "<|im_end|>"}
         tokenizer = Tokenizer(backend, ChatTemplate({"default": TEMPLATE}, names), names)
         tokenizer.chat_template.compile()
-        info = _limits(config, tokenizer.vocab_size)
+        info = replace(_limits(config, tokenizer.vocab_size), pipeline_depth=depth)
         executor = ScriptedExecutor(info, tokenizer, answers)
         return LoadedModel(executor, tokenizer, FakeModelConfig(info.max_model_len))
 

@@ -15,7 +15,7 @@ SNIPPETS = re.findall(r"^```python\n(.*?)^```\n+```text\n(.*?)^```", PAGE, re.M 
 
 
 def test_the_page(capsys: pytest.CaptureFixture[str]) -> None:
-    assert len(SNIPPETS) == PAGE.count("```python") == 6
+    assert len(SNIPPETS) == PAGE.count("```python") == 7
 
     async def run() -> None:
         names: dict[str, object] = {"__name__": "__main__"}

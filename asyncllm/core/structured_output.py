@@ -11,6 +11,7 @@ from asyncllm.errors import RequestError
 from asyncllm.outputs import FinishReason
 
 if TYPE_CHECKING:
+    from asyncllm.core.reasoning import Reasoning
     from asyncllm.core.request import Request
     from asyncllm.core.scheduler import ScheduledStep
 
@@ -49,30 +50,62 @@ class StructuredOutput:
     """A request's grammar. Its state is a function of the tokens that the request took in, so
     that preemption, rollback and late results leave it as it is.
 
+    The grammar begins behind the model's thoughts. An output that begins with the first tokens of
+    what opens them may also be an answer, if the grammar admits these: the matcher then follows
+    them, and goes back should thoughts be opened after all.
+
     Attributes:
         allowed: of ``allowed_token_ids`` as a number with a bit for each; None for all.
+        num_opening: leading tokens that may become the opening of thoughts and that the matcher
+            followed; None if the grammar does not admit them.
     """
 
     matcher: GrammarMatcher
     allowed: int | None = field(init=False, default=None)
+    num_opening: int | None = field(init=False, default=0)
 
     def advance(
         self, request: Request, token_id: int, reason: FinishReason | None
     ) -> FinishReason | None:
-        """Takes in the token just appended, which so far ends the request for ``reason``.
-        Returns why it does: an output that is complete ends by itself, without EOS.
+        """Takes in the token just appended, which so far ends the request for ``reason``, and
+        which ``request.reasoning`` has not taken in yet. Returns why it does: an output that is
+        complete ends by itself, without EOS.
 
         Raises:
             Exception: for a token that was not allowed, or any of the matcher.
         """
-        if reason == "stop" or _is_thought(request, token_id):
-            return reason  # a stop token, or what comes before the answer
-        if not self.matcher.accept(token_id):
+        if reason == "stop":
+            return reason  # a stop token, which the grammar does not know
+        reasoning = request.reasoning
+        if reasoning is not None:
+            if reasoning.thinking:
+                return reason
+            if token_id == reasoning.next_of_begin():
+                self._follow_opening(reasoning, token_id)
+                return self._ended(reason) if self.num_opening else reason
+        if self.num_opening is None or not self.matcher.accept(token_id):
             raise RequestError(
                 f"request {request.request_id!r}: token {token_id} does not follow the grammar of "
                 "structured_outputs"
             )
+        return self._ended(reason)
+
+    def _ended(self, reason: FinishReason | None) -> FinishReason | None:
         return "stop" if self.matcher.is_terminated() else reason
+
+    def _follow_opening(self, reasoning: Reasoning, token_id: int) -> None:
+        matcher, followed = self.matcher, self.num_opening
+        if reasoning.is_last_of_begin():
+            if followed:
+                matcher.rollback(followed)
+            self.num_opening = 0
+        elif followed is not None:
+            if _has(matcher.bitmask(), token_id) and matcher.accept(token_id):
+                self.num_opening = followed + 1
+            else:
+                if followed:
+                    matcher.rollback(followed)
+                self.num_opening = None
 
     def mask(self, request: Request) -> bytes | None:
         """The tokens that may come next: all, told by no bytes, while the model thinks; None if
@@ -84,20 +117,21 @@ class StructuredOutput:
         Raises:
             RequestError: if nothing may come, and the output is not complete.
         """
-        reasoning = getattr(request, "reasoning", None)
+        reasoning = request.reasoning
         if reasoning is not None and reasoning.thinking:
             return b""
         matcher = self.matcher
-        mask = matcher.bitmask()
-        if reasoning is not None and reasoning.may_begin:
-            token_id = reasoning.begin[0]
-            mask[token_id >> 3] |= 1 << (token_id & 7)
-        may_end = matcher.may_end()
+        mask, may_end = matcher.bitmask(), matcher.may_end()
+        if self.num_opening is None:
+            mask, may_end = bytearray(len(mask)), False
         stops = may_end and len(request.token_ids) + 1 >= request.min_total_tokens
         for token_id in request.stop_token_ids:
             byte, bit = token_id >> 3, 1 << (token_id & 7)
             if byte < len(mask):
                 mask[byte] = mask[byte] | bit if stops else mask[byte] & ~bit
+        opening = None if reasoning is None else reasoning.next_of_begin()
+        if opening is not None and opening >> 3 < len(mask):
+            mask[opening >> 3] |= 1 << (opening & 7)
         if request.sampling.allowed_token_ids is not None:
             mask = self._among_allowed(request.sampling.allowed_token_ids, mask)
         if mask != bytes(len(mask)):
@@ -120,13 +154,8 @@ class StructuredOutput:
         return bytearray(both.to_bytes(len(mask), "little"))
 
 
-def _is_thought(request: Request, token_id: int) -> bool:
-    """Whether the token just appended belongs to the model's thoughts: the grammar begins behind
-    them. They are told apart after this, when the token's text is."""
-    reasoning = getattr(request, "reasoning", None)
-    if reasoning is None:
-        return False
-    return reasoning.thinking or (reasoning.may_begin and token_id == reasoning.begin[0])
+def _has(mask: bytearray, token_id: int) -> bool:
+    return token_id >> 3 < len(mask) and bool(mask[token_id >> 3] >> (token_id & 7) & 1)
 
 
 def masked_rows(step: ScheduledStep) -> list[int]:

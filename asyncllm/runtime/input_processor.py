@@ -29,6 +29,7 @@ from asyncllm.sampling_params import SamplingParams
 from asyncllm.stream import TokenStream
 from asyncllm.structured.compiler import GrammarCompiler
 from asyncllm.structured.grammar import Grammar
+from asyncllm.structured.spec import StructuredOutputs
 from asyncllm.text.template_input import TemplateInput
 from asyncllm.text.tokenizer_thread import LONG_TEXT, TokenizerThread
 from asyncllm.tools.message_parser import MessageParser
@@ -49,26 +50,44 @@ class DelimiterTokens:
 
     Attributes:
         special: ids of the special tokens among them, which are kept in the text.
-        begin, end: of reasoning; empty where they are no tokens of their own.
+        begin, end, end_before_call: of reasoning; empty where they are no tokens of their own.
     """
 
     special: frozenset[int]
     begin: tuple[int, ...]
     end: tuple[int, ...]
+    end_before_call: tuple[int, ...]
 
     @classmethod
     def of(cls, form: ResponseFormat, tokenizer: Tokenizer) -> DelimiterTokens:
         begin, end = tokenizer.delimiter_ids(form.begin), tokenizer.delimiter_ids(form.end)
-        return cls(tokenizer.special_tokens_of(form.spells), begin, end)
+        before_call = tokenizer.delimiter_ids(form.end_before_call)
+        return cls(tokenizer.special_tokens_of(form.spells), begin, end, before_call)
 
-    def reasoning(self, form: ResponseFormat, prompt_end: str) -> Reasoning | None:
-        """The state in which a prompt leaves its model."""
-        if not self.begin or not self.end:
-            return None
+    def reasoning(
+        self, form: ResponseFormat, prompt_end: str, grammar: StructuredOutputs | None
+    ) -> Reasoning | None:
+        """The state in which a prompt leaves its model.
+
+        Raises:
+            InvalidRequestError: for a grammar behind thoughts whose end no token tells.
+        """
         prompt_end = prompt_end.rstrip()
-        opened = prompt_end.endswith(form.begin)
+        opened = bool(form.begin) and prompt_end.endswith(form.begin)
+        if not self.begin or not self.end:
+            if opened and grammar is not None:
+                raise InvalidRequestError(
+                    "structured_outputs: the prompt has opened the model's thoughts, and the "
+                    f"tokenizer has no token for their end, {form.end!r}; expected a chat "
+                    "template that does not open them",
+                    param="structured_outputs",
+                )
+            return None
         may_begin = not opened and not prompt_end.endswith(form.end)
-        return Reasoning(self.begin, self.end, opened, may_begin)
+        end = self.end
+        if self.end_before_call and grammar is not None and grammar.param == "tools":
+            end = self.end_before_call
+        return Reasoning(self.begin, end, opened, may_begin, once=grammar is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,20 +186,25 @@ class InputProcessor:
                 "chat_template_kwargs", variables, "a dict of names to values, or None"
             )
         split_special_tokens = check.boolean("split_special_tokens", split_special_tokens)
-        form, given = self._form(use), dict(variables or {})
+        form, given, free = self._form(use), dict(variables or {}), True
         if use is not None:
             if "tools" in given:
                 accepted = "no tools beside those of tools="
                 raise check.invalid("chat_template_kwargs", variables, accepted)
             given["tools"] = use.schemas
             assert form is not None
-            sampling = with_tool_grammar(sampling, use, form)
+            sampling, free = with_tool_grammar(sampling, params, use, form)
         as_text = form is not None and form.arguments_as_text
         chat = TemplateInput(messages, given, arguments_as_text=as_text)
         request = self._request(params, sampling, options)
         parser = None
         if form is not None:
-            parser = MessageParser(form, {} if use is None else use.parameters)
+            parser = MessageParser(
+                form,
+                {} if use is None else use.parameters,
+                one_call=use is not None and not use.parallel,
+                text_is_free=free if use else request.sampling.structured_outputs is None,
+            )
         asked = RequestInfo("chat", messages)
         encode = partial(
             self.loaded.tokenizer.encode_chat,
@@ -362,7 +386,8 @@ class InputProcessor:
             end = tokenizer.decode(token_ids[-_PROMPT_END:], skip_special_tokens=False)
             parser.answer_begin = parser.form.answer_begins_in(end)
             for member in request.group.members:
-                member.reasoning = delimiters.reasoning(parser.form, end)
+                grammar = member.sampling.structured_outputs
+                member.reasoning = delimiters.reasoning(parser.form, end, grammar)
         for member in request.group.members:
             member.output.detokenizer = tokenizer.detokenizer(member.sampling, token_ids, **shown)
             member.set_prompt(token_ids if member is request else token_ids.copy())

@@ -178,7 +178,7 @@ class GrammarCompiler:
 
 
 def _refusal(spec: StructuredOutputs, why: str) -> InvalidRequestError:
-    return InvalidRequestError(
-        f"structured_outputs.{spec.kind}={check.describe(spec.text)}: {why}",
-        param="structured_outputs",
-    )
+    what = spec.param
+    if what == "structured_outputs":
+        what += f".{spec.kind}={check.describe(spec.text)}"
+    return InvalidRequestError(f"{what}: {why}", param=spec.param)

@@ -56,7 +56,8 @@ class LLGuidanceBackend:
                 case "choice":
                     return library.grammar_from_regex("|".join(map(_escape, json.loads(text))))
                 case "structural_tag":
-                    return library.grammar_from_lark(to_lark(json.loads(text)))
+                    special = self._vocabulary.special if spec.param == "tools" else {}
+                    return library.grammar_from_lark(to_lark(json.loads(text), special))
                 case "grammar":
                     return self._library.grammar_from("grammar", text)
         except ValueError as error:

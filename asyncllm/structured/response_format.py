@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from asyncllm import validation as check
@@ -28,10 +29,11 @@ def parse_response_format(value: Any) -> StructuredOutputs | None:
     if value is None:
         return None
     try:
-        return parse_structured_outputs(_structured_outputs(value))
+        found = parse_structured_outputs(_structured_outputs(value))
     except InvalidRequestError as error:
         error.param = _NAME
         raise
+    return None if found is None else replace(found, param=_NAME)
 
 
 def _structured_outputs(value: Any) -> dict[str, Any] | None:

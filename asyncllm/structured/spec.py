@@ -35,10 +35,13 @@ class StructuredOutputs:
         kind: which of them.
         text: the regular expression, or the grammar; a JSON schema, a structural tag and the
             list of choices as JSON. Equal texts are compiled once.
+        param: what the caller gave, and an error is about. In a structural tag that was made of
+            "tools" the names of special tokens stand for these.
     """
 
     kind: Kind
     text: str
+    param: Literal["structured_outputs", "response_format", "tools"] = "structured_outputs"
 
 
 def parse_structured_outputs(value: Any) -> StructuredOutputs | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from asyncllm.structured.grammar import MAX_WHITESPACE, WHITESPACE, GrammarError
@@ -11,19 +13,23 @@ from asyncllm.structured.json_schema import LLGUIDANCE, refuse_unenforced
 
 MAX_RULES = 4096
 _EMPTY = '""'
+_NEEDS_XGRAMMAR = "takes the xgrammar backend: `pip install asyncllm[xgrammar]`"
 
 
-def to_lark(tag: dict[str, Any]) -> str:
+def to_lark(tag: dict[str, Any], special: Mapping[int, str] = MappingProxyType({})) -> str:
     """A structural tag as a grammar in llguidance's Lark.
 
     Of the formats it has const_string, json_schema, sequence, or, tag, tags_with_separator, and
     triggered_tags as the whole: text is free up to a trigger, where a tag that begins with it
     follows.
 
+    Args:
+        special: ids and names of tokens that are meant where a delimiter has their name.
+
     Raises:
         GrammarError: for a tag of another form.
     """
-    lark = _Lark()
+    lark = _Lark(special)
     form = with_format(tag)["format"]
     if _field(form, "type", str) == "triggered_tags":
         start = lark.triggered_tags(form)
@@ -35,8 +41,11 @@ def to_lark(tag: dict[str, Any]) -> str:
 class _Lark:
     """Rules of a grammar, as they are written."""
 
-    def __init__(self) -> None:
+    def __init__(self, special: Mapping[int, str]) -> None:
         self.rules: list[str] = []
+        self._special = {name: token_id for token_id, name in special.items()}
+        names = sorted(map(re.escape, filter(None, self._special)), key=len, reverse=True)
+        self._names = re.compile(f"({'|'.join(names)})" if names else "(?!)()")
 
     def rule(self, body: str, attributes: str = "") -> str:
         if len(self.rules) >= MAX_RULES:
@@ -49,7 +58,7 @@ class _Lark:
         """A rule of the format; its name."""
         kind = _field(form, "type", str)
         if kind == "const_string":
-            return self.rule(_quoted(_field(form, "value", str)))
+            return self.rule(self._spelled(_field(form, "value", str)) or _EMPTY)
         if kind == "json_schema" and form.get("style", "json") == "json":
             return self.rule(_json(form.get("json_schema")))
         if kind in ("sequence", "or"):
@@ -59,36 +68,52 @@ class _Lark:
             return self.rule(self._tag(form, _field(form, "begin", str)))
         if kind == "tags_with_separator":
             return self.rule(self._with_separator(form))
-        raise GrammarError(f"the format {kind!r} needs the xgrammar backend")
+        raise GrammarError(f"{_kind(form)} {_NEEDS_XGRAMMAR}")
 
     def _tag(self, form: Any, begin: str) -> str:
         content, end = self.expression(form.get("content")), _field(form, "end", str)
-        return f"{_quoted(begin)} {content} {_quoted(end)}"
+        return f"{self._spelled(begin)} {content} {self._spelled(end)}"
 
     def _with_separator(self, form: Any) -> str:
         tags = " | ".join(map(self.expression, _field(form, "tags", list))) or _EMPTY
         body = self.rule(tags)
         if not form.get("stop_after_first", False):
-            body += f" ({_quoted(_field(form, 'separator', str))} {body})*"
+            body += f" ({self._spelled(_field(form, 'separator', str))} {body})*"
         return body if form.get("at_least_one", False) else f"({body})?"
+
+    def _spelled(self, text: str) -> str:
+        parts = []
+        for part in self._names.split(text):
+            if part in self._special:
+                parts.append(f"<[{self._special[part]}]>")
+            elif part:
+                parts.append(json.dumps(part))
+        return " ".join(parts)
 
     def triggered_tags(self, form: Any) -> str:
         triggers = _field(form, "triggers", list)
         if form.get("at_least_one", False) or form.get("excludes"):
-            raise GrammarError("triggered_tags with conditions need the xgrammar backend")
+            raise GrammarError(f"triggered_tags with conditions {_NEEDS_XGRAMMAR}")
         tags = []
         for tag in _field(form, "tags", list):
             begin = _field(tag, "begin", str)
             trigger = next((t for t in triggers if isinstance(t, str) and begin.startswith(t)), "")
             if not trigger:
                 raise GrammarError(f"no trigger begins {begin!r}")
-            head = self.rule(f"TEXT {_quoted(trigger)}", "[lazy]")
+            # No text holds a special token, so one needs no laziness, which is of text alone.
+            opens = self._spelled(trigger)
+            head = self.rule(f"TEXT {opens}", "" if opens.startswith("<[") else "[lazy]")
             tags.append(self.rule(f"{head} {self._tag(tag, begin[len(trigger) :])}"))
         if not tags:
             raise GrammarError("a structural tag without tags")
         if form.get("stop_after_first", False):
             return f"{' | '.join(tags)} | {self.rule('TEXT')}"
         return f"({' | '.join(tags)})* {self.rule('TEXT')}"
+
+
+def _kind(form: dict[str, Any]) -> str:
+    style = f" in the style {form['style']!r}" if "style" in form else ""
+    return f"the format {form['type']!r}{style}"
 
 
 def _field(form: Any, name: str, kind: type) -> Any:
@@ -131,7 +156,3 @@ def schemas_in_tag(tag: Any) -> Iterator[Any]:
                     pending.append(value)
         elif isinstance(item, list):
             pending += item
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text) if text else ""

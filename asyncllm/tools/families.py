@@ -21,8 +21,10 @@ class CallForm:
         begin: NAME in it stands for the tool's.
         separator: between two calls.
         prefix, suffix: around all of them.
+        trigger: what begins calls and no text; None for ``prefix`` and ``begin`` up to the name.
         style: of the arguments: JSON, or Qwen's ``<parameter=…>``.
         parallel: an answer may have several. Harmony's ends with its first.
+        restart: what may come before a call behind thoughts.
     """
 
     begin: str
@@ -30,8 +32,10 @@ class CallForm:
     separator: str = ""
     prefix: str = ""
     suffix: str = ""
+    trigger: str | None = None
     style: Literal["json", "qwen_xml"] = "json"
     parallel: bool = True
+    restart: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,7 @@ class ReasoningFamily:
     Attributes:
         thoughts: the template's field ``reasoning_content``.
         begin, end: what thinking begins and ends with as the engine looks for it, by token id.
+        end_before_call: what it ends with where a call has to follow; ``end`` if empty.
         signs, skip, prompt_end: as of a ToolFamily.
     """
 
@@ -73,6 +78,7 @@ class ReasoningFamily:
     signs: tuple[tuple[str, ...], ...]
     skip: str | None = None
     prompt_end: str = ""
+    end_before_call: str = ""
 
 
 def _function(name: str, arguments: str) -> dict[str, Any]:
@@ -108,7 +114,11 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
             "transform": _NAMED,
         },
         form=CallForm(
-            "<tool_call>\n<function=NAME>\n", "\n</function>\n</tool_call>", "\n", style="qwen_xml"
+            "<tool_call>\n<function=NAME>\n",
+            "\n</function>\n</tool_call>",
+            "\n",
+            trigger="<tool_call>",
+            style="qwen_xml",
         ),
         signs=(("<tool_call>", "<function=", "<parameter="),),
     ),
@@ -121,7 +131,10 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
             "transform": _WHOLE,
         },
         form=CallForm(
-            '<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>", separator="\n"
+            '<tool_call>\n{"name": "NAME", "arguments": ',
+            "}\n</tool_call>",
+            separator="\n",
+            trigger="<tool_call>",
         ),
         signs=(("<tool_call>",),),
     ),
@@ -142,7 +155,9 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
             "transform": _function("{name}", "{arguments}"),
             "transform_each": True,
         },
-        form=CallForm('{"name": "NAME", "arguments": ', "}", ", ", "[TOOL_CALLS][", "]"),
+        form=CallForm(
+            '{"name": "NAME", "arguments": ', "}", ", ", "[TOOL_CALLS][", "]", "[TOOL_CALLS]"
+        ),
         signs=(("[TOOL_CALLS]",),),
     ),
     "deepseek_v3": ToolFamily(
@@ -160,6 +175,7 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
             "\n",
             "<｜tool▁calls▁begin｜>",
             "<｜tool▁calls▁end｜>",
+            trigger="<｜tool▁calls▁begin｜>",
         ),
         signs=(("<｜tool▁calls▁begin｜>", "```json"),),
         skip="<｜tool▁calls▁end｜>",
@@ -180,6 +196,7 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
             "",
             "<｜tool▁calls▁begin｜>",
             "<｜tool▁calls▁end｜>",
+            trigger="<｜tool▁calls▁begin｜>",
         ),
         signs=(("<｜tool▁calls▁begin｜>",),),
         skip="<｜tool▁calls▁end｜>",
@@ -197,6 +214,7 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
             "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>",
             "",
             parallel=False,
+            restart="<|start|>assistant",
         ),
         signs=(("<|channel|>", "<|constrain|>", "<|message|>"),),
         skip=_HARMONY_SKIP,
@@ -242,5 +260,6 @@ REASONING_FAMILIES: Mapping[str, ReasoningFamily] = {
         (("<|channel|>", "analysis", "<|message|>"),),
         _HARMONY_SKIP,
         "<|start|>assistant",
+        "<|end|>",
     ),
 }

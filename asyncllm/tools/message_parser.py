@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from asyncllm.outputs import CompletionOutput, Delta, ToolCall, ToolCallDelta
@@ -31,13 +32,17 @@ def make_call_id() -> str:
 
 class TrimmedText:
     """Text between delimiters. White space beside a delimiter is part of the format: it is left
-    out, but where text is on both sides."""
+    out, but where text is on both sides.
 
-    __slots__ = ("_begun", "_behind_delimiter", "_space")
+    Attributes:
+        begun: there was more than white space.
+    """
+
+    __slots__ = ("_behind_delimiter", "_space", "begun")
 
     def __init__(self, behind_delimiter: bool) -> None:
         self._behind_delimiter = behind_delimiter
-        self._begun = False
+        self.begun = False
         self._space: list[str] = []
 
     def push(self, text: str) -> str:
@@ -50,10 +55,10 @@ class TrimmedText:
         space = "".join(self._space)
         self._space = [text[len(body) :]] if len(body) < len(text) else []
         if self._behind_delimiter:
-            if not self._begun:
+            if not self.begun:
                 space, body = "", body.lstrip()
             self._behind_delimiter = False
-        self._begun = True
+        self.begun = True
         return space + body if space else body
 
     def delimit(self) -> None:
@@ -73,13 +78,22 @@ class OutputParser:
     Args:
         tools: parameters of the tools on offer, by name.
         answer_begin: the part of the answer that the prompt has written.
+        one_call: what follows the first call is text.
+        text_is_free: text may have calls and thoughts behind it. Under a grammar, what looks
+            like one in it is a part of it.
 
     Attributes:
         calls: those that are whole.
     """
 
     def __init__(
-        self, form: ResponseFormat, tools: Mapping[str, Mapping[str, Any]], answer_begin: str
+        self,
+        form: ResponseFormat,
+        tools: Mapping[str, Mapping[str, Any]],
+        answer_begin: str,
+        *,
+        one_call: bool = False,
+        text_is_free: bool = True,
     ) -> None:
         self.calls: list[ToolCall] = []
         self._thoughts_read: list[str] = []
@@ -88,6 +102,8 @@ class OutputParser:
         self._new_calls: list[ToolCallDelta] = []
         self._form = form
         self._tools = tools
+        self._one_call = one_call
+        self._text_is_free = text_is_free
         self._content = TrimmedText(behind_delimiter=bool(answer_begin))
         self._thoughts = TrimmedText(behind_delimiter=True)
         self._scanner = DelimiterScanner(form.delimiters)
@@ -148,8 +164,21 @@ class OutputParser:
                 self._say(content)
                 if found is None:
                     return
-                self._open(found)
+                if self._is_text(found):
+                    # A delimiter may be empty, and would be found again.
+                    rest = self._say_first(found.text, rest)
+                else:
+                    self._open(found)
             text = rest
+
+    def _is_text(self, found: Found) -> bool:
+        if self._content.begun and not self._text_is_free:
+            return True
+        return found.name == CALLS and self._one_call and bool(self.calls)
+
+    def _say_first(self, text: str, rest: str) -> str:
+        self._say(text or rest[:1])
+        return rest if text else rest[1:]
 
     def _open(self, found: Found) -> None:
         if found.name == CALLS:
@@ -198,7 +227,7 @@ class MessageParser:
     """Parses the outputs of one request, delta by delta, where they are read.
 
     Args:
-        tools: as for an OutputParser.
+        tools, one_call, text_is_free: as for an OutputParser.
 
     Attributes:
         form: of its answers.
@@ -206,10 +235,19 @@ class MessageParser:
             delta is read.
     """
 
-    def __init__(self, form: ResponseFormat, tools: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(
+        self,
+        form: ResponseFormat,
+        tools: Mapping[str, Mapping[str, Any]],
+        *,
+        one_call: bool = False,
+        text_is_free: bool = True,
+    ) -> None:
         self.answer_begin = ""
         self.form = form
-        self._tools = tools
+        self._make_output = partial(
+            OutputParser, form, tools, one_call=one_call, text_is_free=text_is_free
+        )
         self._outputs: dict[int, OutputParser] = {}
         self._unfinished: set[int] = set()
         self._interrupted = False
@@ -255,7 +293,7 @@ class MessageParser:
     def output(self, index: int) -> OutputParser:
         found = self._outputs.get(index)
         if found is None:
-            found = OutputParser(self.form, self._tools, self.answer_begin)
+            found = self._make_output(self.answer_begin)
             self._outputs[index] = found
             self._unfinished.add(index)
         return found

@@ -50,6 +50,7 @@ class ResponseFormat:
         form: how the chat template writes calls; None where that is not known.
         prompt_ends: literals that belong to the answer where the prompt ends in them.
         begin, end: of thinking, as the engine looks for it; empty where the template has patterns.
+        end_before_call: as of a ReasoningFamily.
     """
 
     calls: Mapping[str, Any] | None = None
@@ -59,6 +60,7 @@ class ResponseFormat:
     prompt_ends: tuple[str, ...] = ()
     begin: str = ""
     end: str = ""
+    end_before_call: str = ""
     arguments_as_text: bool = False
     delimiters: Delimiters = field(init=False)
     calls_close: Delimiters | None = field(init=False)
@@ -262,6 +264,7 @@ class ResponseFormats:
             prompt_ends=tuple(dict.fromkeys(end for end in ends if end)),
             begin="" if thinking is None else thinking.begin,
             end="" if thinking is None else thinking.end,
+            end_before_call="" if thinking is None else thinking.end_before_call,
             arguments_as_text=calling is not None and calling.arguments_as_text,
         )
 

@@ -1,40 +1,64 @@
-"""tool_grammar: what a model may write when it has to call a tool."""
+"""tool_grammar: what a model may write when tools and a grammar come together."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from asyncllm.errors import InvalidRequestError
+from asyncllm.sampling_params import SamplingParams
+from asyncllm.structured.json_schema import ANNOTATIONS
+from asyncllm.structured.spec import StructuredOutputs, parse_structured_outputs
+from asyncllm.tools.families import CallForm
 from asyncllm.tools.response_format import ResponseFormat
 from asyncllm.tools.tool_use import ToolUse
 
-GRAMMARS_ARE_ENFORCED = False
-"""Until there is a backend for ``structured_outputs``, what takes a grammar is refused."""
+_CLOSED = ANNOTATIONS | {"type", "properties", "required"}
+"""Keywords of parameters that name all that there are."""
 
 
 def with_tool_grammar(
-    sampling: dict[str, Any], use: ToolUse, template: ResponseFormat
-) -> dict[str, Any]:
-    """Fields of ``SamplingParams``, with the grammar that ``use`` takes, if it takes one.
+    sampling: dict[str, Any], params: Any, use: ToolUse, template: ResponseFormat
+) -> tuple[dict[str, Any], bool]:
+    """Fields of ``SamplingParams``, with the grammar that ``use`` takes, if it takes one; and
+    whether the answer may have text that no grammar holds.
+
+    A form of the answer and tools that the model may call make a grammar of both: calls, or an
+    answer of that form.
 
     Raises:
-        InvalidRequestError: for a choice that takes a grammar, while none is enforced.
+        InvalidRequestError: for a form of the answer where a call is asked for, or one that is no
+            JSON; for a model whose way of writing calls is not known; for what is past the bounds
+            of a grammar.
     """
-    if not use.is_constrained:
-        return sampling
-    if not GRAMMARS_ARE_ENFORCED:
-        given = ("parallel_tool_calls", False, "true")
-        if use.choice != "auto":
-            given = ("tool_choice", use.choice, '"auto" or "none"')
-        param, value, accepted = given
+    given = sampling.get("structured_outputs")
+    if given is None and isinstance(params, SamplingParams):
+        given = params.structured_outputs
+    answer, form = parse_structured_outputs(given), template.form
+    if answer is None and (not use.is_constrained or _ends_with_a_call(use, form)):
+        return sampling, True
+    if answer is not None and form is not None and form.restart:
         raise InvalidRequestError(
-            f"{param}={value!r}: takes structured outputs, which are not supported yet, expected "
-            f"{accepted}",
-            param=param,
+            f"{answer.param}: with tools of a model that writes a header before its answer, "
+            "expected None",
+            param=answer.param,
         )
-    grammar = tool_grammar(template, use.schemas, use.choice, use.parallel)
-    return {**sampling, "structured_outputs": grammar}
+    if answer is not None and (use.choice != "auto" or answer.kind not in ("json", "json_object")):
+        accepted = "a JSON schema or any JSON object" if use.choice == "auto" else "None"
+        raise InvalidRequestError(
+            f"{answer.param}: with tools and tool_choice={use.choice!r}, expected {accepted}",
+            param=answer.param,
+        )
+    grammar = tool_grammar(template, use.schemas, use.choice, use.parallel, answer)
+    try:
+        found = parse_structured_outputs({"structural_tag": grammar})
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"tools: their grammar: {error}", param="tools") from error
+    assert found is not None
+    free = use.choice == "auto" and answer is None
+    return {**sampling, "structured_outputs": replace(found, param="tools")}, free
 
 
 def tool_grammar(
@@ -42,12 +66,12 @@ def tool_grammar(
     tools: Sequence[dict[str, Any]],
     choice: str | dict[str, str],
     parallel: bool,
+    answer: StructuredOutputs | None = None,
 ) -> dict[str, Any]:
-    """A value of ``SamplingParams.structured_outputs`` that makes the model call a tool.
+    """A structural tag, in xgrammar's terms, that makes the model write calls.
 
-    Calls are written as the model's chat template writes them, so they always parse. In the terms
-    of xgrammar's structural tags: a tag for each tool, whose content is the schema of its
-    parameters.
+    They are written as the model's chat template writes them, so they always parse: a tag for
+    each tool, whose content is the schema of its parameters.
 
     Args:
         template: how the model writes calls.
@@ -55,6 +79,7 @@ def tool_grammar(
         choice: "required" for any tool; ``{"name": …}`` for one; "auto" for text that may have
             calls.
         parallel: several calls. One that is named is called once.
+        answer: JSON that comes in the place of text, and of calls.
 
     Raises:
         InvalidRequestError: for a model whose way of writing calls is not known.
@@ -66,47 +91,66 @@ def tool_grammar(
             "EngineConfig.tool_parser to name it",
             param="tool_choice",
         )
-    named = isinstance(choice, dict)
-    tags = []
-    for function in (tool["function"] for tool in tools):
-        if named and function["name"] != choice["name"]:
-            continue
-        schema = {"type": "object", **(function.get("parameters") or {"properties": {}})}
-        content: dict[str, Any] = {"type": "json_schema", "json_schema": schema}
-        if form.style != "json":
-            content["style"] = form.style
-        begin = form.begin.replace("NAME", function["name"])
-        tags.append({"type": "tag", "begin": begin, "content": content, "end": form.end})
-    if choice == "auto":
-        return _structural_tag(
-            _text_with_calls(form.prefix, form.suffix, form.begin, tags, parallel)
-        )
+    name = choice["name"] if isinstance(choice, dict) else None
+    functions = [tool["function"] for tool in tools]
+    tags = [
+        _tag(form, one, before)
+        for one in functions
+        if name in (None, one["name"])
+        for before in dict.fromkeys(("", form.restart))
+    ]
+    parallel = parallel and form.parallel and name is None
+    if choice == "auto" and answer is None:
+        found = _text_with_calls(form, tags, parallel)
+    else:
+        found = _calls(form, tags, parallel)
+        if answer is not None:
+            schema = {"type": "json_schema", "json_schema": json.loads(answer.text)}
+            found = {"type": "or", "elements": [found, schema]}
+    return {"type": "structural_tag", "format": found}
+
+
+def _ends_with_a_call(use: ToolUse, form: CallForm | None) -> bool:
+    """Whether the model's answers have one call by themselves, which is all that is asked."""
+    return use.choice == "auto" and form is not None and not form.parallel
+
+
+def _tag(form: CallForm, function: dict[str, Any], before: str) -> dict[str, Any]:
+    content: dict[str, Any] = {"type": "json_schema", "json_schema": _arguments(function)}
+    if form.style != "json":
+        content["style"] = form.style
+    begin = before + form.begin.replace("NAME", function["name"])
+    return {"type": "tag", "begin": begin, "content": content, "end": form.end}
+
+
+def _arguments(function: dict[str, Any]) -> dict[str, Any]:
+    """The schema of the arguments, which has no others than those that it names, unless it says
+    so: a function could not take them."""
+    schema = {"type": "object", "properties": {}, **(function.get("parameters") or {})}
+    return schema | {"additionalProperties": False} if schema.keys() <= _CLOSED else schema
+
+
+def _calls(form: CallForm, tags: list[dict[str, Any]], parallel: bool) -> dict[str, Any]:
     calls: dict[str, Any] = {
         "type": "tags_with_separator",
         "tags": tags,
         "separator": form.separator,
         "at_least_one": True,
-        "stop_after_first": named or not parallel or not form.parallel,
+        "stop_after_first": not parallel,
     }
     if not form.prefix:
-        return _structural_tag(calls)
-    around = ({"type": "const_string", "value": text} for text in (form.prefix, form.suffix))
-    before, after = around
-    return _structural_tag({"type": "sequence", "elements": [before, calls, after]})
+        return calls
+    before, after = ({"type": "const_string", "value": text} for text in (form.prefix, form.suffix))
+    return {"type": "sequence", "elements": [before, calls, after]}
 
 
-def _text_with_calls(
-    prefix: str, suffix: str, begin: str, tags: list[dict[str, Any]], parallel: bool
-) -> dict[str, Any]:
+def _text_with_calls(form: CallForm, tags: list[dict[str, Any]], parallel: bool) -> dict[str, Any]:
+    prefix, suffix = form.prefix, form.suffix
     tags = [{**tag, "begin": prefix + tag["begin"], "end": tag["end"] + suffix} for tag in tags]
     return {
         "type": "triggered_tags",
-        "triggers": [(prefix + begin).partition("NAME")[0]],
+        "triggers": [form.trigger or (prefix + form.begin).partition("NAME")[0]],
         "tags": tags,
         "at_least_one": False,
         "stop_after_first": not parallel,
     }
-
-
-def _structural_tag(form: dict[str, Any]) -> dict[str, Any]:
-    return {"structural_tag": {"type": "structural_tag", "format": form}}

@@ -1,0 +1,258 @@
+"""Grammars of tools: what they admit, the family's parser reads as calls that fit."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+
+from asyncllm import LLM, InvalidRequestError
+from asyncllm.structured.backends import make_backend
+from asyncllm.structured.grammar import Grammar, Vocabulary
+from asyncllm.structured.spec import StructuredOutputs
+from asyncllm.testing import fake_engine
+from asyncllm.testing.fake_executor import mix
+from asyncllm.tools.families import TOOL_FAMILIES
+from asyncllm.tools.message_parser import OutputParser
+from asyncllm.tools.response_format import ResponseFormat, ResponseFormats
+from asyncllm.tools.tool_grammar import with_tool_grammar
+from asyncllm.tools.tool_use import ToolUse
+from tests.structured import ByteRig, byte_vocabulary, tokens_of
+from tests.test_tools import ONE, add
+
+ASK = [{"role": "user", "content": "Ask."}]
+WEATHER = {
+    "name": "get_weather",
+    "parameters": {
+        "properties": {
+            "city": {"enum": ["Oslo", "São\nPaulo", "</tool_call>"]},
+            "days": {"type": "integer", "minimum": 1, "maximum": 30},
+        },
+        "required": ["city"],
+    },
+}
+NOW = {"name": "now"}
+TOOLS = [WEATHER, NOW]
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+
+
+def assert_fits(name: str, arguments: str) -> None:
+    found = {"get_weather": WEATHER["parameters"], "now": {"maxProperties": 0}}[name]
+    jsonschema.validate(json.loads(arguments), {"type": "object", **found})
+
+
+def form_of(family: str) -> ResponseFormat:
+    form = ResponseFormats([], None, family, None).of(True)
+    assert form is not None
+    return form
+
+
+def grammar_of(family: str, choice: Any, parallel: bool, backend: Any) -> tuple[Grammar, ToolUse]:
+    use = ToolUse.of(TOOLS, choice, parallel)
+    assert use is not None
+    sampling, _ = with_tool_grammar({}, None, use, form_of(family))
+    spec = sampling["structured_outputs"]
+    assert isinstance(spec, StructuredOutputs)
+    return backend.compile(spec), use
+
+
+def draw(grammar: Grammar, seed: int, most: int = 600) -> bytes | None:
+    """An output that the grammar admits, by bytes drawn among those allowed; None if it does not
+    end."""
+    matcher, text = grammar.new_matcher(), bytearray()
+    while len(text) < most:
+        if matcher.is_terminated():
+            return bytes(text)
+        allowed = sorted(tokens_of(matcher.bitmask()))
+        if matcher.may_end() and (not allowed or mix(seed, len(text) + 1) % 4 == 0):
+            return bytes(text)
+        # No more spaces than JSON needs: white space may be long.
+        visible = [one for one in allowed if one not in b" \t\r\n"] or allowed
+        seed = mix(seed, len(text))
+        token = visible[seed % len(visible)]
+        assert matcher.accept(token)
+        text.append(token)
+    return None
+
+
+@pytest.mark.parametrize("family", TOOL_FAMILIES)
+def test_what_a_grammar_admits_its_parser_reads(family: str) -> None:
+    name = "xgrammar" if TOOL_FAMILIES[family].form.style != "json" else "llguidance"  # type: ignore[union-attr]
+    backend = make_backend(name, byte_vocabulary())
+    seen = set()
+    for choice, parallel in (("required", True), ("required", False), (NAMED, True)):
+        grammar, use = grammar_of(family, choice, parallel, backend)
+        for seed in range(12):
+            text = draw(grammar, seed)
+            if text is None:
+                continue
+            begin = "<|start|>assistant" if family == "gpt_oss" else ""
+            parser = OutputParser(form_of(family), use.parameters, begin, one_call=not parallel)
+            parser.push(text.decode())
+            parser.finish()
+            said, _, _ = parser.take()
+            assert parser.calls, text
+            assert said == "", text
+            for call in parser.calls:
+                assert_fits(call.name, call.arguments)
+                seen.add(call.name)
+            if choice != "required" or not parallel:
+                assert len(parser.calls) == 1
+            if choice == NAMED:
+                assert parser.calls[0].name == "get_weather"
+    assert seen == {"get_weather", "now"}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("depth", [1, 2])
+async def test_random_tokens_under_masks_make_calls_that_fit(depth: int) -> None:
+    async with ByteRig(depth=depth).engine() as engine:
+        for choice, parallel in (("required", True), ("required", False), (NAMED, True)):
+            stream = engine.chat(
+                ASK, tools=TOOLS, tool_choice=choice, parallel_tool_calls=parallel, n=3,
+                seed=3, max_tokens=700,
+            )  # fmt: skip
+            completion = await stream.result()
+            ids = []
+            for output in completion.outputs:
+                assert output.text == ""
+                assert output.tool_calls
+                assert output.finish_reason in ("tool_calls", "length")
+                assert len(output.tool_calls) == 1 or (choice == "required" and parallel)
+                for call in output.tool_calls:
+                    assert_fits(call.name, call.arguments)
+                    ids.append(call.id)
+            assert len(set(ids)) == len(ids)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"tool_choice": "required"}, {"tool_choice": NAMED}, {"parallel_tool_calls": False}],
+)
+def test_the_packaged_model_makes_calls_that_fit(options: Any) -> None:
+    with LLM() as llm:
+        for question in ("What is the weather in Oslo?", "Who are you?"):
+            messages = [{"role": "user", "content": question}]
+            completion = llm.chat(messages, tools=TOOLS, n=3, seed=5, max_tokens=200, **options)
+            for output in completion.outputs:
+                assert output.tool_calls or "parallel_tool_calls" in options
+                assert len(output.tool_calls) < 2 or options["tool_choice"] == "required"
+                for call in output.tool_calls:
+                    assert_fits(call.name, call.arguments)
+            calls = [call for output in completion.outputs for call in output.tool_calls]
+            assert len({call.id for call in calls}) == len(calls)
+
+
+@pytest.mark.asyncio
+async def test_an_answer_in_a_form_or_calls() -> None:
+    """With a form of the answer beside tools that the model may call, it does either."""
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+    answers = iter([json.dumps({"a": ONE}), ONE, "No."])
+    async with fake_engine(lambda _: next(answers)) as engine:
+        stream = engine.chat(
+            ASK, tools=[add], n=3, max_tokens=400,
+            response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
+        )  # fmt: skip
+        first, second, third = (await stream.result()).outputs
+    assert json.loads(first.text) == {"a": ONE}
+    assert first.tool_calls == ()
+    assert (second.text, [call.name for call in second.tool_calls]) == ("", ["add"])
+    assert not third.text.startswith("No.")
+
+
+@pytest.mark.asyncio
+async def test_one_call_at_most() -> None:
+    """Text is free up to a call, which ends the answer."""
+    answers = iter([f"Hm. {ONE}\n{ONE}", "Just text.", f'x<tool_call>{{"name": "add"{ONE}'])
+    async with fake_engine(lambda _: next(answers)) as engine:
+        stream = engine.chat(ASK, tools=[add], parallel_tool_calls=False, n=3, max_tokens=300)
+        first, second, third = (await stream.result()).outputs
+    assert (first.text, [call.name for call in first.tool_calls]) == ("Hm.", ["add"])
+    assert (second.text, second.tool_calls) == ("Just text.", ())
+    assert third.text.startswith("x")
+    assert all(call.name == "add" for call in third.tool_calls)
+
+
+def test_a_parser_for_one_call_takes_the_next_for_text() -> None:
+    for family in ("hermes", "llama3_json"):
+        form = form_of(family).form
+        assert form is not None
+        call = form.begin.replace("NAME", "now") + "{}" + form.end
+        for text in (call + form.separator + call, call + form.separator + call + " x"):
+            for size in (1, 3, 999):
+                parser = OutputParser(form_of(family), {"now": {}}, "", one_call=True)
+                for begin in range(0, len(text), size):
+                    parser.push(text[begin : begin + size])
+                parser.finish()
+                said, _, _ = parser.take()
+                assert [call.name for call in parser.calls] == ["now"]
+                assert said.strip() == text[len(call) :].strip()
+
+
+def test_special_tokens_stand_where_a_delimiter_has_their_names() -> None:
+    names = {256: "[TOOL_CALLS]", 257: "[ARGS]", 258: "<|im_end|>"}
+    vocabulary = Vocabulary(
+        [*byte_vocabulary().tokens, b"", b"", b""], names, lambda text: list(text.encode())
+    )
+    backend = make_backend("llguidance", vocabulary)
+    grammar, _ = grammar_of("mistral_v11", NAMED, True, backend)
+    matcher = grammar.new_matcher()
+    for token in (256, *b"get_weather", 257, *b'{"city":"Oslo"}'):
+        assert token in tokens_of(matcher.bitmask())
+        assert matcher.accept(token)
+    assert matcher.may_end()
+    free, _ = grammar_of("mistral_v11", "auto", False, backend)
+    matcher = free.new_matcher()
+    for token in (*b"Hm. ", 256):
+        assert {256, ord("[")} <= tokens_of(matcher.bitmask())
+        assert not {257, 258} & tokens_of(matcher.bitmask())
+        assert matcher.accept(token)
+    assert tokens_of(matcher.bitmask()) == {ord("g"), ord("n")}
+
+
+@pytest.mark.parametrize(
+    ("schema", "says"),
+    [
+        ({"not": {"type": "string"}}, "tools: the keyword 'not' is not enforced"),
+        ({"enum": []}, "tools: "),
+    ],
+)
+@pytest.mark.asyncio
+async def test_a_schema_that_is_not_enforced_is_refused_by_name(schema: Any, says: str) -> None:
+    tools = [{"name": "now", "parameters": {"properties": {"x": schema}, "required": ["x"]}}]
+    async with ByteRig().engine(structured_outputs_backend="llguidance") as engine:
+        with pytest.raises(InvalidRequestError, match=says) as caught:
+            await engine.chat(ASK, tools=tools, tool_choice="required").result()
+        assert caught.value.param == "tools"
+        free = await engine.chat(ASK, tools=tools, max_tokens=2).result()
+        assert len(free.token_ids) == 2
+
+
+@pytest.mark.asyncio
+async def test_a_style_that_one_backend_has_names_it() -> None:
+    options = {"tool_parser": "qwen3_coder", "structured_outputs_backend": "llguidance"}
+    async with ByteRig().engine(**options) as engine:
+        with pytest.raises(InvalidRequestError, match=r"'qwen_xml' takes .*asyncllm\[xgrammar\]"):
+            await engine.chat(ASK, tools=TOOLS, tool_choice="required").result()
+
+
+@pytest.mark.asyncio
+async def test_outputs_that_are_complete_end_one_by_one() -> None:
+    """A grammar that can go on nowhere ends an output without a token: ``complete``, for each
+    member of a group, with the last of which the group ends."""
+    scripts = iter(["aaa", "b", "ab", "aaac"])
+    async with fake_engine(lambda _: next(scripts)) as engine:
+        stream = engine.stream(
+            "x", n=4, temperature=1, allowed_token_ids=[*b"ab"], max_tokens=50,
+            structured_outputs={"regex": "(a{1,3}|b)c*"},
+        )  # fmt: skip
+        deltas = [delta async for delta in stream]
+        outputs = stream.completion().outputs
+        stats = engine.stats()
+    assert [delta.usage is not None for delta in deltas] == [False] * (len(deltas) - 1) + [True]
+    assert sorted(d.index for d in deltas if d.finish_reason) == [0, 1, 2, 3]
+    assert [output.text for output in outputs] == ["aaa", "b", "aaa", "aaa"]
+    assert {output.finish_reason for output in outputs} == {"stop"}
+    assert (stats.num_finished, stats.num_running) == (1, 0)
