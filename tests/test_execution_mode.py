@@ -173,6 +173,6 @@ def test_sizes_that_cannot_be(fields: dict[str, Any], says: str) -> None:
 
 
 def test_what_is_kept_for_graphs() -> None:
-    assert graph_reserve((), 256, 1000, 2) == 256 * 1000 * 6
+    assert graph_reserve((), 256, 1000, 2) == 256 * 1000 * 14
     assert graph_reserve((1, 2, 4), 4, 10, 4) == 3 * GRAPH_BYTES + 640
     assert torch.bfloat16.itemsize == 2

@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from asyncllm.gpu.graph.cuda_graphs import EagerCapturer
+from asyncllm.gpu.graph.cuda_graphs import EagerCapturer, GraphKey, Part
 from asyncllm.gpu.ops.triton.attention import TritonAttention, TritonPlan
 from asyncllm.runtime.loading import load_model
 from benchmarks.gpu import baselines, decode, engine, probe
@@ -304,9 +304,9 @@ def test_what_a_runner_captured_is_reported(graphs_on_the_cpu, tmp_path):
     stage = make_stage()
     buckets, costs = engine.asyncio.run(main(stage))
     assert buckets == (1, 2, 4, 8)
-    assert [(cost.bucket, cost.samples) for cost in costs] == [(8, True), (4, True), (1, True)]
+    assert [(cost.bucket, cost.part) for cost in costs] == [(8, "step"), (4, "step"), (1, "step")]
     found = figures(stage)
-    assert found["graph of 4 rows, sampler inside"] == costs[1].seconds
+    assert found["graph of 4 rows, step"] == costs[1].seconds
     assert found["capture of all buckets"] == sum(cost.seconds for cost in costs) > 0
     assert found["tiny Qwen, batch 1, step"] > 0
 
@@ -382,8 +382,8 @@ def test_the_stand_in_has_what_a_clock_has():
 
 def test_graph_costs_are_the_runners(monkeypatch):
     records = [
-        SimpleNamespace(key=SimpleNamespace(bucket=8, samples=True), seconds=0.5, num_bytes=100),
-        SimpleNamespace(key=SimpleNamespace(bucket=8, samples=False), seconds=0.25, num_bytes=50),
+        SimpleNamespace(key=GraphKey(8), seconds=0.5, num_bytes=100),
+        SimpleNamespace(key=GraphKey(8, Part.FORWARD), seconds=0.25, num_bytes=50),
     ]
     graphs = SimpleNamespace(buckets=(1, 8), captured=records)
     runner = SimpleNamespace(graphs=graphs)
@@ -391,7 +391,7 @@ def test_graph_costs_are_the_runners(monkeypatch):
     monkeypatch.setattr("benchmarks.gpu.probe.probe_of", lambda opened: probe)
     assert graph_costs(None) == (
         (1, 8),
-        [GraphCost(8, True, 0.5, 100), GraphCost(8, False, 0.25, 50)],
+        [GraphCost(8, "step", 0.5, 100), GraphCost(8, "forward", 0.25, 50)],
     )
     graphs.buckets = ()
     assert graph_costs(None) is None
@@ -400,12 +400,12 @@ def test_graph_costs_are_the_runners(monkeypatch):
 
 
 def test_capture_is_summed(tmp_path, monkeypatch):
-    costs = [GraphCost(8, True, 0.5, 2**29), GraphCost(1, True, 0.25, 2**28)]
+    costs = [GraphCost(8, "step", 0.5, 2**29), GraphCost(1, "step", 0.25, 2**28)]
     monkeypatch.setattr(engine, "graph_costs", lambda opened: ((1, 8), costs))
     stage = make_stage()
     engine.EngineBench(stage, HostClock(), tiny_plan(), tmp_path).report_capture(None)
     found = figures(stage)
-    assert found["graph of 8 rows, sampler inside"] == 0.5
+    assert found["graph of 8 rows, step"] == 0.5
     assert found["capture of all buckets"] == 0.75
     assert found["memory of all graphs"] == 0.75
 

@@ -64,6 +64,6 @@ class Vocabulary:
 
 
 WHITESPACE = "[ \\n\\r\\t]"
-MAX_WHITESPACE = 16
-"""Characters between two parts of JSON: a line break and seven levels of indentation. Without a
-bound, a small model may write nothing else."""
+MAX_WHITESPACE = 1
+"""Characters between two parts of JSON. With room for indentation a small model writes little
+else."""

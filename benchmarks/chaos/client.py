@@ -179,7 +179,7 @@ class Client:
             [
                 {"temperature": -1.0},
                 {"max_tokens": 0},
-                {"n": 3},
+                {"n": 3, "temperature": 0.0},
                 {"on_slow": "explode"},
                 {"stop_token_ids": [10**9]},
                 {"no_such_field": 1},

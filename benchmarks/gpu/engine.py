@@ -167,9 +167,8 @@ class EngineBench:
             return
         buckets, costs = found
         for cost in costs:
-            kind = "sampler inside" if cost.samples else "up to the logits"
             note = f"{cost.num_bytes / 2**20:.1f} MiB"
-            self.report.add(f"graph of {cost.bucket} rows, {kind}", cost.seconds, "ms", note)
+            self.report.add(f"graph of {cost.bucket} rows, {cost.part}", cost.seconds, "ms", note)
         note = f"{len(costs)} graphs of {len(buckets)} batch sizes"
         seconds = sum(cost.seconds for cost in costs)
         size = sum(cost.num_bytes for cost in costs) / GIB

@@ -94,10 +94,10 @@ def probe_of(engine: AsyncLLMEngine) -> Probe:
 
 @dataclass(frozen=True, slots=True)
 class GraphCost:
-    """One captured graph: its batch size, whether it samples, seconds and bytes it took."""
+    """One captured graph: its batch size, what of a step it holds, seconds and bytes it took."""
 
     bucket: int
-    samples: bool
+    part: str
     seconds: float
     num_bytes: int
 
@@ -109,7 +109,7 @@ def graph_costs(engine: AsyncLLMEngine) -> tuple[tuple[int, ...], list[GraphCost
     if graphs is None or not graphs.buckets:
         return None
     costs = [
-        GraphCost(record.key.bucket, record.key.samples, record.seconds, record.num_bytes)
+        GraphCost(record.key.bucket, record.key.part.name.lower(), record.seconds, record.num_bytes)
         for record in graphs.captured
     ]
     return tuple(graphs.buckets), costs

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("triton")
 
 from asyncllm.core.executor import ExecutorInfo
-from asyncllm.gpu.graph.cuda_graphs import EagerCapturer
+from asyncllm.gpu.graph.cuda_graphs import EagerCapturer, GraphKey
 from asyncllm.gpu.graph.decode_runner import DecodeRunner
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.models.dense import attention_kinds, build_decoder, kv_groups
@@ -54,7 +54,7 @@ class Counting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def nodes(num_layers: int, rows: int, *, samples: bool = True) -> Counter[str]:
+def nodes(num_layers: int, rows: int) -> Counter[str]:
     """Launches of a decode step for an H200: 132 multiprocessors, compute capability 9.0."""
     heads = {"num_heads": 16, "num_kv_heads": 8}
     model = replace(small_model(), num_layers=num_layers, sliding_layers=(), **heads)
@@ -78,13 +78,11 @@ def nodes(num_layers: int, rows: int, *, samples: bool = True) -> Counter[str]:
     step = DecodeRunner(
         decoder, KVCache(groups, 32, torch.bfloat16, CPU), info, EagerCapturer(), ()
     )
-    if not samples:
-        step.logits(next(step.host_buffers), rows, None)
     modules = (activation, decode_attention, norm, rope_cache, sampling, decode_inputs)
     with ExitStack() as stack, torch.inference_mode():
         launches = [stack.enter_context(recording(module)) for module in modules]
         counting = stack.enter_context(Counting())
-        step._decode(rows, samples)
+        step._decode(GraphKey(rows))
     kernels = Counter(launch.kernel.fn.__name__ for found in launches for launch in found)
     return counting.ops + kernels
 

@@ -54,4 +54,4 @@ def test_a_mixed_step_sends_no_block_tables(max_len: int) -> None:
     # kinds of attention lengths and starts.
     expected = 8 * (3 * tokens + 2 * rows) + 2 * 4 * (rows + rows - decodes + 1)
     assert sent == expected + decode_step(runner).buffer.memory.nbytes
-    assert decode_step(runner).buffer.memory.nbytes < 1000
+    assert decode_step(runner).buffer.memory.nbytes < 1100
