@@ -22,10 +22,11 @@ class Logprob(NamedTuple):
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probabilities at one output position.
+    """Log-probabilities at one position of the output or the prompt.
 
-    ``top`` holds the ``logprobs=k`` most likely tokens in descending order; the sampled
-    token is in ``sampled`` whether it is among them or not.
+    ``top`` holds the ``logprobs=k`` or ``prompt_logprobs=k`` most likely tokens in descending
+    order; the sampled token, or the one that the prompt has there, is in ``sampled`` whether it
+    is among them or not.
     """
 
     sampled: Logprob
@@ -238,12 +239,17 @@ class Completion:
     ``outputs`` are in the order of their index. ``text``, ``token_ids``, ``finish_reason``,
     ``stop_reason``, ``logprobs``, ``reasoning``, ``tool_calls`` and ``message`` are those of
     ``outputs[0]``.
+
+    ``prompt_logprobs`` has a place for each token of the prompt, None for the first, which
+    nothing comes before; it is None without ``SamplingParams.prompt_logprobs``, and for a request
+    that ended before its prompt was computed.
     """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     outputs: tuple[CompletionOutput, ...]
     usage: Usage | None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
     @property
     def text(self) -> str:

@@ -76,7 +76,9 @@ class SamplingParams:
             JSON schema as a dict or text, a Pydantic model, a dataclass or a TypedDict),
             ``regex``, ``choice`` (strings), ``grammar`` (Lark or GBNF), ``json_object`` (True) and
             ``structural_tag``; see docs/structured_output.md. Kept as a StructuredOutputs.
-        prompt_logprobs: not supported yet; setting one is an InvalidRequestError.
+        prompt_logprobs: number of most likely tokens to report at each position of the prompt but
+            the first, with the bounds of ``logprobs``; the prompt's own token is always reported.
+            Of the request's first output alone, which does not read the prefix cache.
 
     Raises:
         InvalidRequestError: for a value outside its range, with ``param`` set.
@@ -107,7 +109,6 @@ class SamplingParams:
     logits_processors: Sequence[LogitsProcessor] = ()
 
     def __post_init__(self) -> None:
-        self._refuse_unsupported()
         check.field(self, check.integer, "n", 1, MAX_OUTPUTS)
         check.field(self, check.number, "temperature", 0, 100)
         check.field(self, check.number, "top_p", 0, 1, above=True)
@@ -120,6 +121,7 @@ class SamplingParams:
         check.field(self, check.integer, "max_tokens", 1)
         check.field(self, check.integer, "min_tokens", 0)
         check.field(self, check.integer, "logprobs", -1)
+        check.field(self, check.integer, "prompt_logprobs", -1)
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             check.field(self, check.boolean, name)
         if self.top_k == -1:
@@ -136,9 +138,6 @@ class SamplingParams:
         if self.temperature == 0 and self.n > 1:
             accepted = "1 with temperature=0, which gives every output the same tokens"
             raise check.invalid("n", self.n, accepted)
-
-    def _refuse_unsupported(self) -> None:
-        check.refuse_unsupported("prompt_logprobs", self.prompt_logprobs, None)
 
     def _freeze_collections(self) -> None:
         """Turns every collection into an immutable one, so that a caller's later change of
@@ -185,10 +184,11 @@ class SamplingParams:
 
     def check_logprobs(self, most: int) -> None:
         """Raises InvalidRequestError for more log-probabilities than ``most``; -1 is any number."""
-        count = self.logprobs
-        if most >= 0 and count is not None and not 0 <= count <= most:
-            accepted = f"an integer from 0 to {most} or None (EngineConfig.max_logprobs={most})"
-            raise check.invalid("logprobs", count, accepted)
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            if most >= 0 and count is not None and not 0 <= count <= most:
+                accepted = f"an integer from 0 to {most} or None (EngineConfig.max_logprobs={most})"
+                raise check.invalid(name, count, accepted)
 
     def resolve(
         self,

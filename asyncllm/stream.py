@@ -14,7 +14,14 @@ from asyncllm.core.request import Request
 from asyncllm.core.request_group import RequestGroup
 from asyncllm.errors import RequestError
 from asyncllm.output_reader import OutputReader
-from asyncllm.outputs import Completion, CompletionOutput, Delta, FinishReason, Usage
+from asyncllm.outputs import (
+    Completion,
+    CompletionOutput,
+    Delta,
+    FinishReason,
+    TokenLogprobs,
+    Usage,
+)
 from asyncllm.runtime.event_loop import EventLoopBackend
 from asyncllm.runtime.handle import Handle
 from asyncllm.runtime.mailbox import LoopMailbox, ThreadMailbox
@@ -82,6 +89,11 @@ class TokenStream(Handle):
         """The prompt; None while it is still being tokenised."""
         length = self._request.num_prompt_tokens
         return tuple(self._request.token_ids[:length]) if length else None
+
+    @property
+    def prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
+        """As ``Completion.prompt_logprobs``; there when the first delta is."""
+        return self._request.whole_prompt_logprobs
 
     @property
     def num_outputs(self) -> int:
@@ -324,7 +336,7 @@ class TokenStream(Handle):
         outputs = self._outputs_read()
         if self._parser is not None:
             outputs = tuple([self._parser.complete(output) for output in outputs])
-        return Completion(self.request_id, prompt, outputs, self.usage)
+        return Completion(self.request_id, prompt, outputs, self.usage, self.prompt_logprobs)
 
     def _outputs_read(self) -> tuple[CompletionOutput, ...]:
         if self._texts_of_only is not None:

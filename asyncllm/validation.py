@@ -194,14 +194,6 @@ def same(value: Any, other: Any) -> bool:
     return bool(value == other)
 
 
-def refuse_unsupported(name: str, value: Any, *neutral: Any) -> None:
-    """Raises InvalidRequestError unless ``value`` asks for nothing."""
-    for one in neutral:
-        if value is one or same(value, one):
-            return
-    raise InvalidRequestError(f"{name} is not supported yet", param=name)
-
-
 def refuse_unknown(kind: str, given: Iterable[str], known: Collection[str]) -> None:
     """Raises InvalidRequestError for a name that does not exist."""
     for name in given:

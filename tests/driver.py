@@ -6,7 +6,14 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from asyncllm.core.batch import GrammarMask, RequestAssignment, RowError, StepBatch, StepResult
+from asyncllm.core.batch import (
+    GrammarMask,
+    PromptSpan,
+    RequestAssignment,
+    RowError,
+    StepBatch,
+    StepResult,
+)
 from asyncllm.core.executor import Executor
 from asyncllm.core.in_process import plain
 from asyncllm.outputs import TokenLogprobs
@@ -57,6 +64,7 @@ class Sequence:
     computed: int = 0
     in_flight: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     error: Exception | None = None
     mask: Callable[[list[int]], bytes] | None = None  # from the tokens so far
 
@@ -109,6 +117,7 @@ class Driver:
             batch.starts.append(seq.computed)
             batch.counts.append(count)
             batch.samples.append(samples)
+            self._ask(batch, seq, count)
             seq.computed += count
             seq.in_flight += samples
             if samples and seq.mask is not None:
@@ -119,6 +128,14 @@ class Driver:
         self.batches.append(batch)
         self.executor.launch(batch)
         return batch
+
+    def _ask(self, batch: StepBatch, seq: Sequence, count: int) -> None:
+        """The row's prompt log-probabilities, none of them twice."""
+        first = max(seq.computed, len(seq.prompt_logprobs))
+        end = min(seq.computed + count, len(seq.prompt) - 1)
+        if seq.sampling.prompt_logprobs is not None and first < end:
+            span = PromptSpan(first, end, seq.sampling.prompt_logprobs)
+            batch.prompt_logprobs[len(batch) - 1] = span
 
     def collect(self) -> StepResult:
         batch, rows = self.batches.popleft(), self.in_flight[0]
@@ -139,6 +156,7 @@ class Driver:
                 seq.error = self.executor.in_process.errors[result.step][row]
                 assert result.errors[row] == RowError.of(seq.error)
                 continue
+            seq.prompt_logprobs += result.prompt_logprobs.get(row, ())
             if not samples:
                 continue
             seq.tokens.append(next(token_ids))

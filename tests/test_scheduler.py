@@ -48,10 +48,12 @@ class Rig:
         self.in_flight: list[ScheduledStep] = []
         self.arrival_index = 0
 
-    def add(self, prompt, max_tokens=8, *, priority=0, deadline=math.inf, eos=(), salt=None):
+    def add(
+        self, prompt, max_tokens=8, *, priority=0, deadline=math.inf, eos=(), salt=None, **sampling
+    ):
         request = Request(
             RequestGroup(f"r{self.arrival_index}", deadline=deadline),
-            SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=0),
+            SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=0, **sampling),
             token_ids=list(prompt),
             max_model_len=self.info.max_model_len,
             arrival_index=self.arrival_index,
@@ -92,10 +94,17 @@ class Rig:
         raise AssertionError("requests do not finish")
 
     def expect(self, request):
-        """The output of a finished request equals the one computed without any cache."""
+        """The output of a finished request equals the one computed without any cache, and so
+        do the prompt log-probabilities that it asked for."""
         prompt = request.token_ids[: request.num_prompt_tokens]
         expected = self.executor.reference(prompt, request.num_output_tokens)
         assert request.output_token_ids == expected
+        count, found = request.sampling.prompt_logprobs, request.prompt_logprobs
+        if count is None:
+            assert found is None
+            return
+        of_prompt = self.executor.reference_prompt_logprobs(prompt, count)
+        assert found == (of_prompt[: len(found)] if request.finish_reason == "abort" else of_prompt)
 
 
 def test_one_request_prefills_then_decodes():
@@ -657,8 +666,8 @@ def longest(num_blocks: int, block_size) -> int:
 
 class SchedulerMachine(RuleBasedStateMachine):
     """Tiny pools, few distinct tokens (so that prefixes are shared), aborts, pauses, failed
-    steps, several KV groups, depth 1 and 2, several tokens per row, every policy. Outputs
-    must equal those without any cache."""
+    steps, prompt log-probabilities, several KV groups, depth 1 and 2, several tokens per row,
+    every policy. Outputs must equal those without any cache."""
 
     @initialize(
         num_blocks=st.integers(5, 14),
@@ -693,6 +702,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             priority=data.draw(st.integers(0, 2)),
             deadline=data.draw(st.sampled_from([1.0, 2.0, math.inf])),
             eos=data.draw(st.sampled_from([(), tuple(range(0, 997, 7))])),
+            prompt_logprobs=data.draw(st.sampled_from([None, None, 0, 2])),
         )
         self.requests.append(request)
 

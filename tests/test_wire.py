@@ -56,7 +56,10 @@ class Pickling:
 def test_the_fake_behind_a_pickle(limits):
     rig = Rig(**({"num_blocks": 13, "max_model_len": 24} | limits))
     rig.executor = Pickling(rig.executor)
-    requests = [rig.add(range(8 * i, 8 * i + 8), max_tokens=12) for i in range(4)]
+    requests = [
+        rig.add(range(8 * i, 8 * i + 8), max_tokens=12, prompt_logprobs=(None, 1)[i % 2])
+        for i in range(4)
+    ]
     while rig.scheduler.has_work():
         if len(rig.in_flight) < rig.info.pipeline_depth:
             rig.launch()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from asyncllm.outputs import TokenLogprobs
 from asyncllm.sampling_params import SamplingParams
@@ -47,6 +48,21 @@ class RequestAssignment:
     bad_words: tuple[tuple[int, ...], ...] = ()
 
 
+class PromptSpan(NamedTuple):
+    """Positions of a row that its request wants prompt log-probabilities of: the logits at a
+    position say how likely the prompt's token behind it was.
+
+    Attributes:
+        first: at least the row's start.
+        end: behind the last; at most the prompt's last position, and the row's end.
+        num_top: most likely tokens to report at each.
+    """
+
+    first: int
+    end: int
+    num_top: int
+
+
 @dataclass(slots=True)
 class StepBatch:
     """One step: which rows compute which tokens.
@@ -67,6 +83,8 @@ class StepBatch:
         num_tokens: sum of ``counts``.
         masked_rows: sampling rows, in ascending order, whose tokens a grammar restricts. The
             step is sampled once ``Executor.sample`` brings their masks, and not before.
+        prompt_logprobs: row to the span that it wants prompt log-probabilities of. No decode row
+            is among them.
     """
 
     step: int
@@ -80,6 +98,7 @@ class StepBatch:
     assignments: list[RequestAssignment] = field(default_factory=list)
     new_blocks: list[tuple[int, tuple[list[int], ...]]] = field(default_factory=list)
     masked_rows: list[int] = field(default_factory=list)
+    prompt_logprobs: dict[int, PromptSpan] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.req_indices)
@@ -129,6 +148,8 @@ class StepResult:
             else 1 to ``max_tokens_per_row``. The KV of all of them but the last is written.
         logprobs: row to log-probabilities of each of its tokens, for rows whose request asked
             for them.
+        prompt_logprobs: row to those of the tokens behind the positions of its ``PromptSpan``, in
+            order; of all rows that wanted them and are not in ``errors``.
         errors: row to the error that ends this row's request and no other (a logits
             processor that raised, logits that are not numbers). An executor in the engine's
             process leaves the exceptions in ``InProcess.errors``.
@@ -138,4 +159,5 @@ class StepResult:
     token_ids: list[int]
     counts: list[int]
     logprobs: dict[int, Sequence[TokenLogprobs]] = field(default_factory=dict)
+    prompt_logprobs: dict[int, Sequence[TokenLogprobs]] = field(default_factory=dict)
     errors: dict[int, RowError] = field(default_factory=dict)

@@ -99,10 +99,11 @@ class KVCacheManager:
 
     def find_prefix(self, request: Request) -> tuple[list[Block], ...]:
         """The longest cached prefix that all groups have, as blocks per group. It leaves at
-        least one token to compute: a step without one yields no logits."""
+        least one token to compute: a step without one yields no logits. No longer than the
+        request may use: ``Request.max_cached_tokens``."""
         if not self.enable_prefix_caching:
             return tuple([] for _ in self.groups)
-        length, agreed = len(request.token_ids) - 1, False
+        length, agreed = request.max_cached_tokens, False
         found: list[list[Block]] = []
         while not agreed:
             found, agreed = [], True
@@ -137,7 +138,7 @@ class KVCacheManager:
         self._append(request, missing)
         if request.first_scheduled_at is None:
             request.num_cached_tokens = request.num_computed_tokens
-            if self.enable_prefix_caching:
+            if self.enable_prefix_caching and request.prompt_logprobs is None:
                 self.num_queried_tokens += len(request.token_ids)
                 self.num_hit_tokens += request.num_computed_tokens
         return True

@@ -285,7 +285,13 @@ def make_partial(group: RequestGroup, now: float) -> Completion | None:
         return None
     prompt = members[0].token_ids[: members[0].num_prompt_tokens]
     outputs = tuple(map(_partial_output, members))
-    return Completion(group.request_id, tuple(prompt), outputs, make_usage(group, members, now))
+    return Completion(
+        group.request_id,
+        tuple(prompt),
+        outputs,
+        make_usage(group, members, now),
+        members[0].whole_prompt_logprobs,
+    )
 
 
 def _partial_output(request: Request) -> CompletionOutput:

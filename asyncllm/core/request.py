@@ -17,7 +17,7 @@ from asyncllm.core.block_pool import Block
 from asyncllm.core.reasoning import Reasoning
 from asyncllm.core.request_group import RequestGroup
 from asyncllm.core.structured_output import StructuredOutput
-from asyncllm.outputs import FinishReason
+from asyncllm.outputs import FinishReason, TokenLogprobs
 from asyncllm.sampling_params import SamplingParams
 
 _DIGEST_SIZE = 16
@@ -72,6 +72,9 @@ class Request:
         first: the member that it has the prompt and the salt of, and so the hashes of its
             blocks; None if that is itself.
         structured_output: the grammar that its tokens follow; None without.
+        prompt_logprobs: of the prompt's tokens from the second on, as far as they have come; None
+            if ``sampling`` does not ask for them. Only the engine thread appends, as to
+            ``token_ids``.
     """
 
     group: RequestGroup
@@ -112,6 +115,7 @@ class Request:
     finished_at: float | None = field(init=False, default=None)
     finish_reason: FinishReason | None = field(init=False, default=None)
     stop_reason: str | int | None = field(init=False, default=None)
+    prompt_logprobs: list[TokenLogprobs] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         group, sampling = self.group, self.sampling
@@ -123,6 +127,8 @@ class Request:
         if sampling.ignore_eos:
             self.eos_token_ids = ()
         self.stop_token_ids = frozenset((*sampling.stop_token_ids, *self.eos_token_ids))
+        if sampling.prompt_logprobs is not None:
+            self.prompt_logprobs = []
         if self.token_ids:
             self.set_prompt(self.token_ids)
 
@@ -144,6 +150,24 @@ class Request:
     @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def max_cached_tokens(self) -> int:
+        """Leading tokens whose KV may come from the prefix cache: not the last, whose logits
+        are sampled from, nor one whose logits have yet to say how likely the next one was."""
+        found = self.prompt_logprobs
+        if found is None or len(found) >= self.num_prompt_tokens - 1:
+            return len(self.token_ids) - 1
+        return len(found)
+
+    @property
+    def whole_prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
+        """A place for each token of the prompt, None for the first. None in all if it does not
+        ask for them, or before they have all come."""
+        found = self.prompt_logprobs
+        if found is None or len(found) != self.num_prompt_tokens - 1:
+            return None
+        return None, *found
 
     @property
     def finished(self) -> bool:

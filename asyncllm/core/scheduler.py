@@ -16,6 +16,11 @@ from asyncllm.core.block_pool import Block
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.in_process import InProcess, plain
 from asyncllm.core.kv_cache import KVCacheManager, block_ids
+from asyncllm.core.prompt_logprobs import (
+    check_prompt_logprobs,
+    keep_prompt_logprobs,
+    prompt_spans,
+)
 from asyncllm.core.request import Request, Status
 from asyncllm.core.structured_output import masked_rows
 from asyncllm.core.waiting_queue import WaitingQueue
@@ -160,6 +165,8 @@ class Scheduler:
         batch.new_blocks = [(r.req_index, ids) for r, ids in grown.items() if r in scheduled]
         if step.is_masked:
             batch.masked_rows = masked_rows(step)
+        if batch.num_decodes < len(step.requests):
+            batch.prompt_logprobs = prompt_spans(step, self.info.vocab_size)
         batch.released, self._released_req_indices = self._released_req_indices, []
         batch.assignments = [self._assignment(r) for r in step.admitted]
         self._num_steps += 1
@@ -332,6 +339,8 @@ class Scheduler:
         token_ids, counts, logprobs = result.token_ids, result.counts, result.logprobs
         epochs = step.epochs
         exceptions = self.in_process.errors.pop(result.step, {})
+        if result.prompt_logprobs:
+            keep_prompt_logprobs(step, result)
         end = 0
         for row, request in enumerate(step.requests):
             i = first = end
@@ -381,6 +390,8 @@ class Scheduler:
         samples, counts, token_ids = step.batch.samples, result.counts, result.token_ids
         if counts != samples or result.errors:
             self._check_counts(step, result)
+        if step.batch.prompt_logprobs or result.prompt_logprobs:
+            check_prompt_logprobs(step, result)
         if len(token_ids) != sum(counts):
             raise ValueError(
                 f"step {number} counts {sum(counts)} tokens, its result has {len(token_ids)}"

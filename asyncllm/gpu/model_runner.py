@@ -28,8 +28,10 @@ from asyncllm.gpu.memory import is_out_of_memory, release
 from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.ops.gumbel import NO_TOKEN_LEFT
 from asyncllm.gpu.sample.logprobs import MAX_FUSED, token_logprobs
+from asyncllm.gpu.sample.prompt_logprobs import gather_prompt_logprobs
 from asyncllm.gpu.sample.sampler import NONE_LEFT, NOT_FINITE, EagerStep, SampleOutput, Sampler
 from asyncllm.gpu.threads import set_thread_count
+from asyncllm.outputs import TokenLogprobs
 from asyncllm.validation import explain
 
 
@@ -61,6 +63,7 @@ class _Step:
         failures: by row, errors of requests that could not be assigned.
         row_stages, row_logprobs: ``[S]``, of the request indices: Stages, and how many
             log-probabilities, -1 for none.
+        prompt_logprobs: by row, of its PromptSpan.
     """
 
     def __init__(self, batch: StepBatch) -> None:
@@ -82,6 +85,7 @@ class _Step:
         self.event: Event | None = None
         self.error: Exception | None = None
         self.failures: dict[int, Exception] = {}
+        self.prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
 
     @property
     def awaits_masks(self) -> bool:
@@ -103,10 +107,11 @@ class ModelRunner:
 
     On an asynchronous one ``launch`` starts the step: its work is queued on the device behind
     the step before it, whose tokens it finds there. A step with a row that needs the host
-    (logits processors, rules of no fixed size) is run by ``collect``, and a step behind it starts
-    only then. Of a step that awaits masks the forward pass is queued; ``sample`` queues
-    the rest, and what is behind it. A late result is written back only if the request index
-    still has the step's epoch, so that a finished request's token cannot reach the next one.
+    (logits processors, rules of no fixed size, prompt log-probabilities) is run by ``collect``,
+    and a step behind it starts only then. Of a step that awaits masks the forward pass is queued;
+    ``sample`` queues the rest, and what is behind it. A late result is written back only if the
+    request index still has the step's epoch, so that a finished request's token cannot reach the
+    next one.
 
     Args:
         stream: where work is queued; None is synchronous.
@@ -298,10 +303,12 @@ class ModelRunner:
             }
 
     def _run_ahead(self, step: _Step) -> None:
-        """Queues the step, unless a row needs the eager sampler: whole, or up to its logits if it
-        awaits masks."""
+        """Queues the step, unless a row needs the host: whole, or up to its logits if it awaits
+        masks."""
         state = self._open()
         if not len(step.batch) or state.sampler.needs_host(step.req_indices):
+            return
+        if step.batch.prompt_logprobs:
             return
         assert state.decode is not None
         host, inputs = self._stage(state.decode, step)
@@ -337,10 +344,13 @@ class ModelRunner:
         if state.decode is None:
             state.cache.clear(step.blocks_to_zero)
             inputs = state.inputs.prepare(step.batch, self.device)
-            logits = state.decoder.logits(state.decoder.forward(inputs, state.cache))
+            hidden = state.decoder.forward(inputs, state.cache)
+            logits = state.decoder.logits(hidden[: len(step.rows)])
+            prompt_hidden = hidden[len(step.rows) :]
         else:
             host, inputs = self._stage(state.decode, step)
             logits = state.decode.logits(host, len(step.rows), inputs)
+            prompt_hidden = state.decode.take_prompt_hidden()
         output = SampleOutput(step.rows)
         if len(step.rows):
             at, masks = (step.req_indices, step.positions), step.masks_by_place()
@@ -350,6 +360,12 @@ class ModelRunner:
                 rows = state.decode.sampling_rows(len(step.rows))
                 eager = EagerStep(*at, state.decode.buffer.sampling, rows, masks)
             output = state.sampler.sample(logits, eager)
+        if step.batch.prompt_logprobs:
+            assert prompt_hidden is not None
+            step.prompt_logprobs, errors = gather_prompt_logprobs(
+                step.batch, prompt_hidden, state.inputs, state.decoder
+            )
+            step.failures = errors | step.failures
         self._stream.record().synchronize()
         return output
 
@@ -387,6 +403,9 @@ class ModelRunner:
                 clear_frames(error)
             tokens = zip(row_of, result.token_ids, strict=True)
             result.token_ids = [token for row, token in tokens if row not in errors]
+        if step.prompt_logprobs:
+            found = step.prompt_logprobs.items()
+            result.prompt_logprobs = {row: one for row, one in found if row not in result.errors}
         return result
 
     def _write_back(self, step: _Step, tokens: np.ndarray) -> None:

@@ -8,10 +8,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import cast
 
-from asyncllm.core.batch import GrammarMask, RowError, StepBatch, StepResult
+from asyncllm.core.batch import GrammarMask, PromptSpan, RowError, StepBatch, StepResult
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.in_process import InProcess
+from asyncllm.outputs import Logprob, TokenLogprobs
 
 _MASK = (1 << 64) - 1
 
@@ -50,6 +52,9 @@ class FakeExecutor:
     Each KV group keeps digests of its own, so that a block of another group is a wrong one.
     With ``info.max_tokens_per_row`` above 1 it drafts as speculative decoding does: the digest
     says how many drafts are accepted, and the rejected ones leave wrong KV behind.
+
+    Its prompt log-probabilities are made of the digests too: the token that a digest says is the
+    likeliest, the next ones follow it, and the one of rank r has -r / 10.
 
     A row under a grammar's mask keeps its token if that is allowed, else draws another by the
     same digest; it yields one, whatever ``max_tokens_per_row`` is.
@@ -94,6 +99,21 @@ class FakeExecutor:
             tokens.append(self._token(states))
             states = [mix(state, tokens[-1]) for state in states]
         return tokens[len(prompt) :]
+
+    def reference_prompt_logprobs(self, prompt: Sequence[int], count: int) -> list[TokenLogprobs]:
+        """Those of ``prompt`` from the second token on, computed without any cache."""
+        states = list(range(len(self.info.kv_groups)))
+        found = []
+        for position in range(1, len(prompt)):
+            states = [mix(state, prompt[position - 1]) for state in states]
+            found.append(self._logprobs(states, prompt[position], count))
+        return found
+
+    def _logprobs(self, states: Sequence[int], token_id: int, count: int) -> TokenLogprobs:
+        likeliest, size = self._token(states), self.info.vocab_size
+        top = [Logprob((likeliest + r - 1) % size, -r / 10, r) for r in range(1, count + 1)]
+        rank = (token_id - likeliest) % size + 1
+        return TokenLogprobs(Logprob(token_id, -rank / 10, rank), tuple(top))
 
     def _token(self, states: Sequence[int]) -> int:
         """Of the digests of all groups."""
@@ -158,12 +178,21 @@ class FakeExecutor:
         masks = self._masks.pop(batch.step, GrammarMask(batch.step))
         mask_of = dict(zip(masks.rows, masks.masks, strict=True))
         groups = range(len(self.info.kv_groups))
-        for row, states in enumerate(
-            zip(*(self._forward(batch, group) for group in groups), strict=True)
-        ):
+        forwarded = list(zip(*(self._forward(batch, group) for group in groups), strict=True))
+        for row, span in batch.prompt_logprobs.items():
+            result.prompt_logprobs[row] = self._span_logprobs(batch.req_indices[row], span)
+        for row, states in enumerate(forwarded):
             if batch.samples[row]:
                 self._sample(batch, row, states, result, mask_of.get(row))
         return result
+
+    def _span_logprobs(self, req_index: int, span: PromptSpan) -> list[TokenLogprobs]:
+        groups, found = range(len(self.info.kv_groups)), []
+        for position in range(span.first, span.end):
+            states = [self._kv[self._index(g, req_index, position)] for g in groups]
+            token_id = self._tokens[req_index][position + 1]
+            found.append(self._logprobs(cast("list[int]", states), token_id, span.num_top))
+        return found
 
     def _forward(self, batch: StepBatch, group: int) -> list[int]:
         """The digest at the last position of each row. A row may read what another writes
@@ -246,6 +275,7 @@ class FakeExecutor:
             result.counts[row] = len(yielded)
         else:
             # The next step may be launched already, and needs a token to go on with.
+            result.prompt_logprobs.pop(row, None)
             result.errors[row] = RowError.of(error)
             self.in_process.errors.setdefault(batch.step, {})[row] = error
         tokens = self._tokens[req_index]

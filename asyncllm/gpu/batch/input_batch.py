@@ -115,8 +115,10 @@ class InputBatch:
             positions = np.arange(query_start_loc[-1]) + np.repeat(
                 starts - query_start_loc[:-1], counts
             )
-            sampled = query_start_loc[1:][np.array(batch.samples, dtype=bool)] - 1
-            logits_indices = copy_to_device(sampled, device)
+            wanted = query_start_loc[1:][np.array(batch.samples, dtype=bool)] - 1
+            if batch.prompt_logprobs:
+                wanted = np.concatenate((wanted, *_span_indices(batch, query_start_loc)))
+            logits_indices = copy_to_device(wanted, device)
         token_ids = copy_to_device(self.token_ids[lines, positions].astype(np.int64), device)
         device_positions = copy_to_device(positions, device)
         device_req_indices = copy_to_device(req_indices, device)
@@ -139,6 +141,14 @@ class InputBatch:
             )
             for group, table in enumerate(self.tables)
         )
+
+
+def _span_indices(batch: StepBatch, query_start_loc: np.ndarray) -> list[np.ndarray]:
+    """The step's tokens at the positions of the spans that prompt log-probabilities are of."""
+    return [
+        np.arange(span.first, span.end) + (query_start_loc[row] - batch.starts[row])
+        for row, span in batch.prompt_logprobs.items()
+    ]
 
 
 def _span(batch: StepBatch, row: int | None) -> tuple[int, int]:

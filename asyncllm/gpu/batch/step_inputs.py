@@ -20,7 +20,8 @@ class ModelInputs:
         num_decodes: leading rows of one token each.
         token_ids: ``[T]`` int64; PLACEHOLDER_TOKEN where only the device has the token.
         positions: ``[T]`` int64, position of each token in its sequence.
-        logits_indices: ``[S]`` int64, tokens whose logits are wanted; None if all are.
+        logits_indices: ``[S]`` int64, tokens whose logits are wanted, those that are sampled from
+            first; None if all are.
         req_indices: ``[R]`` int64, each row's line in the block tables.
         host_req_indices: the same on the host.
         query_start_loc: ``[R + 1]`` int64, first token of each row, T last.

@@ -90,6 +90,7 @@ class DecodeRunner:
         self.num_logprobs = min(num_logprobs, info.vocab_size)
         self._logits: Tensor | None = None
         self._mixed_logits: Tensor | None = None
+        self._prompt_hidden: Tensor | None = None
         self.graphs = StepGraphs(self._decode, capturer, sizes)
 
     # --- what the model runner queues --------------------------------------------------
@@ -118,11 +119,13 @@ class DecodeRunner:
     ) -> None:
         """Queues the first half of the same step: up to its logits."""
         self._receive(host)
-        self._mixed_logits = None
+        self._mixed_logits = self._prompt_hidden = None
         if inputs is not None:
             self._change_tables()
             self._insert_sampled(inputs[0])
             hidden = self.decoder.forward(inputs, self.cache)
+            if len(hidden) > num_rows:
+                hidden, self._prompt_hidden = hidden[:num_rows], hidden[num_rows:]
             self._mixed_logits = self.decoder.logits(hidden)
             return
         if self._logits is None:
@@ -142,6 +145,12 @@ class DecodeRunner:
             assert self._logits is not None
             logits = self._logits[:num_rows]
         return logits
+
+    def take_prompt_hidden(self) -> Tensor | None:
+        """Hidden states ``[E, H]`` of the last ``logits``, at the positions that prompt
+        log-probabilities are wanted of, once; None if there are none."""
+        hidden, self._prompt_hidden = self._prompt_hidden, None
+        return hidden
 
     def sample(self, host: PinnedStepBuffer, num_rows: int) -> None:
         """Queues the second half: from the logits to the copy of the tokens to ``host.tokens``, and

@@ -1,0 +1,58 @@
+"""Prompt log-probabilities: what a step is asked for, and what it brought.
+
+A chunk of the prompt brings those of its own positions, so that they come in order. A position
+whose KV is in the prefix cache has no logits: a request reads no further in it than it has
+log-probabilities already, which are none until it is preempted.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from asyncllm.core.batch import PromptSpan, StepResult
+
+if TYPE_CHECKING:
+    from asyncllm.core.scheduler import ScheduledStep
+
+
+def prompt_spans(step: ScheduledStep, vocab_size: int) -> dict[int, PromptSpan]:
+    """The spans of a step's rows, decodes first, whose requests lack log-probabilities."""
+    batch, spans = step.batch, {}
+    for row in range(batch.num_decodes, len(batch)):
+        request = step.requests[row]
+        if request.prompt_logprobs is None:
+            continue
+        start = batch.starts[row]
+        # A prompt that is computed again after a preemption brings what it did not before.
+        first = max(start, len(request.prompt_logprobs))
+        end = min(start + batch.counts[row], request.num_prompt_tokens - 1)
+        if first < end:
+            count = request.sampling.prompt_logprobs
+            assert count is not None
+            num_top = vocab_size if count < 0 else min(count, vocab_size)
+            spans[row] = PromptSpan(first, end, num_top)
+    return spans
+
+
+def check_prompt_logprobs(step: ScheduledStep, result: StepResult) -> None:
+    """Raises ValueError unless the result has what the step asked for."""
+    wanted = {
+        row: span.end - span.first
+        for row, span in step.batch.prompt_logprobs.items()
+        if row not in result.errors
+    }
+    found = {row: len(values) for row, values in result.prompt_logprobs.items()}
+    if found != wanted:
+        raise ValueError(
+            f"step {result.step} has prompt log-probabilities of {found} tokens by row; "
+            f"expected {wanted}"
+        )
+
+
+def keep_prompt_logprobs(step: ScheduledStep, result: StepResult) -> None:
+    """Appends them to the requests that still have the epoch of the step."""
+    for row, values in result.prompt_logprobs.items():
+        request = step.requests[row]
+        if request.epoch == step.epochs[row]:
+            assert request.prompt_logprobs is not None
+            request.prompt_logprobs.extend(values)

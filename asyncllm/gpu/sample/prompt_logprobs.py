@@ -1,0 +1,62 @@
+"""Log-probabilities of the prompt's own tokens, from hidden states at all their positions."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncllm.core.batch import StepBatch
+from asyncllm.gpu.batch.input_batch import InputBatch
+from asyncllm.gpu.batch.sampling_inputs import TopLogprobs
+from asyncllm.gpu.h2d import copy_to_device
+from asyncllm.gpu.models.decoder import Decoder
+from asyncllm.gpu.sample.logprobs import token_logprobs
+from asyncllm.gpu.sample.sampler import NOT_FINITE
+from asyncllm.outputs import TokenLogprobs
+
+SLICE_ELEMENTS = 1 << 24
+"""Logits that are there at a time, 64 MiB in float32: those of a chunk of 8192 tokens would be
+5 GB with a vocabulary of 152k."""
+
+
+def gather_prompt_logprobs(
+    batch: StepBatch, hidden: Tensor, inputs: InputBatch, decoder: Decoder
+) -> tuple[dict[int, list[TokenLogprobs]], dict[int, Exception]]:
+    """By row, the log-probabilities that ``batch.prompt_logprobs`` asks for, and the errors of
+    those that have none.
+
+    Args:
+        hidden: ``[E, H]`` at the positions of the spans, in their order.
+    """
+    found: dict[int, list[TokenLogprobs]] = {}
+    errors: dict[int, Exception] = {}
+    begin = 0
+    for row, span in batch.prompt_logprobs.items():
+        end = begin + span.end - span.first
+        tokens = inputs.token_ids[batch.req_indices[row], span.first + 1 : span.end + 1]
+        values = _span_logprobs(hidden[begin:end], tokens, span.num_top, decoder)
+        if values is None:
+            errors[row] = ValueError(NOT_FINITE)
+        else:
+            found[row] = values
+        begin = end
+    return found, errors
+
+
+def _span_logprobs(
+    hidden: Tensor, tokens: np.ndarray, num_top: int, decoder: Decoder
+) -> list[TokenLogprobs] | None:
+    """Those of one row, in slices; None if its logits are not finite numbers."""
+    size = max(1, SLICE_ELEMENTS // decoder.model.vocab_size)
+    found: list[TokenLogprobs] = []
+    for begin in range(0, len(tokens), size):
+        given = tokens[begin : begin + size].astype(np.int64)
+        logits = decoder.logits(hidden[begin : begin + size])
+        if not bool(torch.isfinite(logits.amax(-1)).all()):
+            return None
+        top = TopLogprobs(len(given), num_top, logits.device)
+        decoder.ops.top_logprobs(logits, copy_to_device(given, logits.device), top)
+        values, ids = top.values.cpu().numpy(), top.ids.cpu().numpy()
+        found += token_logprobs(values, ids, given, np.full(len(given), num_top))
+    return found

@@ -1,0 +1,263 @@
+"""Prompt log-probabilities: transformers' values, in whatever chunks and company."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import asyncllm
+from asyncllm import AsyncLLMEngine, SamplingParams
+from asyncllm.core.batch import PromptSpan
+from asyncllm.errors import DeadlineExceededError, RequestError
+from asyncllm.gpu.graph.cuda_graphs import EagerCapturer
+from asyncllm.gpu.models.decoder import Decoder
+from asyncllm.gpu.sample import prompt_logprobs as prompt_logprobs_module
+from asyncllm.gpu.threads import set_thread_count
+from asyncllm.outputs import TokenLogprobs
+from tests.checkpoints import make_checkpoint
+from tests.driver import Driver, Sequence
+from tests.fakes import fake
+from tests.static_runner import LateStream, make_decoder, make_runner
+from tests.test_model_runner import MODEL
+from tests.test_scheduler import Rig
+
+VOCAB_SIZE = 2048
+SETTINGS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "num_threads": 1}
+SETTINGS |= {"block_size": 4, "num_blocks": 120}
+Found = tuple[TokenLogprobs | None, ...]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> None:
+    set_thread_count(1)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.nn.Module]:
+    path = tmp_path_factory.mktemp("checkpoint")
+    demo_model = Path(asyncllm.__file__).parent / "demo_model"
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(demo_model / name, path / name)
+    return path, make_checkpoint(path, "Qwen3ForCausalLM", head_dim=16, vocab_size=VOCAB_SIZE)
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    draw = random.Random(5)
+    return [[draw.randrange(VOCAB_SIZE) for _ in range(n)] for n in lengths]
+
+
+def check(found: Found | None, prompt: list[int], model: Any, count: int) -> None:
+    """Raises AssertionError unless these are transformers' log-probabilities of the prompt."""
+    assert found is not None
+    assert len(found) == len(prompt)
+    assert found[0] is None
+    with torch.inference_mode():
+        expected = model(torch.tensor([prompt])).logits[0].float().log_softmax(-1)
+    for entry, token, row in zip(found[1:], prompt[1:], expected, strict=False):
+        assert entry is not None
+        assert entry.token_id == token
+        assert abs(entry.logprob - row[token]) < 1e-4
+        closer = int((row > row[token] + 1e-4).sum()), int((row > row[token] - 1e-4).sum())
+        assert closer[0] + 1 <= entry.sampled.rank <= max(closer)
+        assert [one.rank for one in entry.top] == [*range(1, count + 1)]
+        best = row.topk(count).values.tolist()
+        for one, value in zip(entry.top, best, strict=True):
+            assert abs(one.logprob - value) < 1e-4
+            assert abs(row[one.token_id] - value) < 1e-4
+
+
+@pytest.mark.asyncio(loop_factories=["asyncio"])
+@pytest.mark.parametrize("budget", [3, 16, 256])
+@pytest.mark.parametrize("ahead", [False, True])
+async def test_equal_to_transformers_for_every_chunk_size(checkpoint, budget, ahead):
+    path, model = checkpoint
+    asked = prompts(1, 2, 5, 16, 33, 47)
+    settings = SETTINGS | {"max_num_batched_tokens": budget, "max_num_seqs": 3}
+    async with AsyncLLMEngine(path, async_scheduling=ahead, **settings) as engine:
+        plain = engine.stream(asked[4], max_tokens=4, temperature=0, logprobs=1)
+        streams = [
+            engine.stream(prompt, max_tokens=1 + i % 3, temperature=0, prompt_logprobs=i % 4)
+            for i, prompt in enumerate(asked)
+        ]
+        results = [await stream.result() for stream in streams]
+        neighbour = await plain.result()
+    assert neighbour.prompt_logprobs is None
+    assert neighbour.token_ids[:2] == results[4].token_ids
+    for i, (prompt, result) in enumerate(zip(asked, results, strict=True)):
+        check(result.prompt_logprobs, prompt, model, i % 4)
+        assert result.usage.cached_tokens == 0
+        assert streams[i].prompt_logprobs == result.prompt_logprobs
+
+
+@pytest.mark.asyncio(loop_factories=["asyncio"])
+async def test_several_outputs_preemption_and_the_whole_vocabulary(checkpoint):
+    path, model = checkpoint
+    asked = prompts(24, 26, 23)
+    settings = SETTINGS | {"num_blocks": 20, "max_num_batched_tokens": 16, "max_logprobs": -1}
+    async with AsyncLLMEngine(path, **settings) as engine:
+        streams = [
+            engine.stream(prompt, max_tokens=40, ignore_eos=True, seed=1, prompt_logprobs=2)
+            for prompt in asked
+        ]
+        several = engine.stream(asked[0], n=2, max_tokens=2, seed=1, prompt_logprobs=-1)
+        results = [await stream.result() for stream in (*streams, several)]
+        assert engine.stats().num_preemptions > 0
+        hit = await engine.stream(asked[0], max_tokens=1).result()
+    for result, prompt, count in zip(
+        results, (*asked, asked[0]), (2, 2, 2, VOCAB_SIZE), strict=True
+    ):
+        check(result.prompt_logprobs, prompt, model, count)
+    assert hit.prompt_logprobs is None
+    assert hit.usage.cached_tokens > 0
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    return make_decoder(MODEL)
+
+
+def run(decoder: Decoder, depth: int, chunk: int, *, late: bool) -> list[Sequence]:
+    settings: dict[str, Any] = {"capturer": None}
+    if late:
+        settings = {"capturer": EagerCapturer(), "stream": LateStream()}
+    driver = Driver(make_runner(decoder, **settings))
+    draw = random.Random(2)
+    seqs = []
+    for i, length in enumerate((30, 9, 4, 21, 2)):
+        params = SamplingParams(temperature=0.0, seed=0, prompt_logprobs=(None, 3)[i % 2])
+        prompt = [draw.randrange(128) for _ in range(length)]
+        seqs.append(driver.add(prompt, 5, params))
+    driver.run(seqs, chunk, depth)
+    assert not any(seq.error for seq in seqs)
+    return seqs
+
+
+@pytest.mark.parametrize("slice_elements", [1, 1000, 1 << 24])
+def test_device_that_runs_ahead_gives_the_same(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch, slice_elements: int
+) -> None:
+    expected = run(decoder, 1, 0, late=False)
+    assert [len(seq.prompt_logprobs) for seq in expected] == [0, 8, 0, 20, 0]
+    monkeypatch.setattr(prompt_logprobs_module, "SLICE_ELEMENTS", slice_elements)
+    for depth in (1, 2):
+        for chunk in (0, 1, 4, 7):
+            for seq, other in zip(run(decoder, depth, chunk, late=True), expected, strict=True):
+                assert seq.outputs == other.outputs
+                for one, two in zip(seq.prompt_logprobs, other.prompt_logprobs, strict=True):
+                    assert one.token_id == two.token_id
+                    assert one.logprob == pytest.approx(two.logprob, abs=1e-4)
+                    assert [c.logprob for c in one.top] == pytest.approx(
+                        [c.logprob for c in two.top], abs=1e-4
+                    )
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_logits_that_are_not_finite_end_their_own_request(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch, late: bool
+) -> None:
+    """Only the positions of the prompt are; what the request is sampled from is sound."""
+    logits = decoder.logits
+    asked = SamplingParams(temperature=0.0, seed=0, prompt_logprobs=0)
+    settings: dict[str, Any] = {"capturer": None}
+    if late:
+        settings = {"capturer": EagerCapturer(), "stream": LateStream()}
+    driver = Driver(make_runner(decoder, **settings))
+    broken, sound = driver.add([1] * 12, 3, asked), driver.add([2] * 5, 3, asked)
+    monkeypatch.setattr(
+        decoder, "logits", lambda hidden: logits(hidden) * (torch.nan if len(hidden) == 11 else 1)
+    )
+    driver.run([broken, sound])
+    assert "not finite" in str(broken.error)
+    assert (len(broken.outputs), len(broken.prompt_logprobs)) == (0, 0)
+    assert (len(sound.outputs), len(sound.prompt_logprobs)) == (3, 4)
+
+
+# --- the core ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_chunks_bring_their_own_positions(depth: int) -> None:
+    rig = Rig(max_num_batched_tokens=4, pipeline_depth=depth)
+    request = rig.add(range(10), max_tokens=1, prompt_logprobs=3)
+    spans = []
+    while rig.scheduler.has_work():
+        step = rig.launch()
+        if step is not None:
+            spans.append(step.batch.prompt_logprobs)
+        rig.collect()
+    assert spans == [{0: PromptSpan(0, 4, 3)}, {0: PromptSpan(4, 8, 3)}, {0: PromptSpan(8, 9, 3)}]
+    rig.expect(request)
+    assert request.whole_prompt_logprobs == (
+        None,
+        *rig.executor.reference_prompt_logprobs(range(10), 3),
+    )
+
+
+def test_the_prefix_cache_is_written_and_not_read() -> None:
+    rig = Rig()
+    first, again = (rig.add(range(12), max_tokens=1, prompt_logprobs=0) for _ in range(2))
+    assert rig.step() == {"r0": 12, "r1": 12}
+    plain = rig.add(range(12), max_tokens=1)
+    assert rig.step() == {"r2": 4}
+    assert (first.num_cached_tokens, again.num_cached_tokens, plain.num_cached_tokens) == (0, 0, 8)
+    assert (rig.scheduler.kv.num_queried_tokens, rig.scheduler.kv.num_hit_tokens) == (12, 8)
+    for request in (first, again, plain):
+        rig.expect(request)
+
+
+def test_a_preempted_request_goes_on_behind_what_it_has() -> None:
+    """What has come is not asked for again, and its blocks may be read."""
+    rig = Rig(max_num_batched_tokens=6)
+    request = rig.add(range(16), max_tokens=3, prompt_logprobs=1)
+    rig.step()
+    rig.step()
+    rig.scheduler._preempt(request)
+    step = rig.launch()
+    assert step is not None
+    assert (step.batch.starts, step.batch.prompt_logprobs) == ([12], {0: PromptSpan(12, 15, 1)})
+    rig.collect()
+    rig.finish_all()
+    rig.expect(request)
+
+
+def test_results_without_what_was_asked_for_are_noticed() -> None:
+    rig = Rig()
+    rig.add(range(3), prompt_logprobs=0)
+    step = rig.launch()
+    assert step is not None
+    result = rig.executor.collect()
+    result.prompt_logprobs[0] = result.prompt_logprobs[0][:1]
+    with pytest.raises(ValueError, match=r"of \{0: 1\} tokens by row; expected \{0: 2\}"):
+        rig.scheduler.update(step, result)
+
+
+@pytest.mark.asyncio(loop_factories=["asyncio"])
+async def test_ends_before_the_prompt_is_computed() -> None:
+    """An error of the row, an abort and a deadline each leave the others their results."""
+    rig = fake(max_num_batched_tokens=4)
+    prompt = [*range(1, 11)]
+    async with rig.engine() as engine:
+        rig.executor.row_errors["bad"] = ZeroDivisionError("on purpose")
+        bad = engine.stream(prompt, request_id="bad", max_tokens=2, prompt_logprobs=1)
+        good = engine.stream(prompt, max_tokens=2, prompt_logprobs=1)
+        with pytest.raises(RequestError, match="on purpose"):
+            await bad.result()
+        result = await good.result()
+        assert result.prompt_logprobs == (
+            None,
+            *rig.executor.reference_prompt_logprobs(prompt, 1),
+        )
+        late = engine.stream(prompt, timeout=1e-6, prompt_logprobs=1)
+        with pytest.raises(DeadlineExceededError):
+            await late.result()
+        aborted = engine.stream(prompt, prompt_logprobs=1)
+        aborted.abort()
+        assert (await aborted.result()).prompt_logprobs is None
+        await asyncio.sleep(0)
+        assert engine.stats().num_free_blocks == engine.stats().num_blocks
