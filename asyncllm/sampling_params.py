@@ -21,6 +21,8 @@ MAX_STOP_LENGTH = 1024
 
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_LENGTH = 1024
+MAX_BAD_CHARACTERS = 2**14
+"""Of all of them together: they are tokenised, twice, while an event loop waits."""
 """Characters. The sequences are looked for at each token, while the batch waits."""
 
 MAX_LOGITS_PROCESSORS = 64
@@ -66,9 +68,9 @@ class SamplingParams:
             reported; None reports nothing.
         logit_bias: token id to a number added to its logit, in [-100, 100].
         allowed_token_ids: nothing else may be sampled.
-        bad_words: texts, 1024 of 1024 characters at most, whose tokens may not follow one another
-            in the output, be it behind a space or not. Those of one token cost nothing; longer
-            ones are looked for on the host.
+        bad_words: texts, 1024 of 1024 characters at most and 16,384 in all, whose tokens may not
+            follow one another in the output, be it behind a space or not. Those of one token
+            cost nothing; longer ones are looked for on the host.
         skip_special_tokens: leave special tokens out of the text.
         include_stop_str_in_output: keep the stop string at the end of the text.
         logits_processors: callables ``(output_token_ids, logits) -> logits``, 64 at most.
@@ -171,6 +173,9 @@ class SamplingParams:
         for word in self.bad_words:
             if len(check.string("bad_words", word)) > MAX_BAD_WORD_LENGTH or not word.strip():
                 raise check.invalid("bad_words", word, accepted)
+        if sum(map(len, self.bad_words)) > MAX_BAD_CHARACTERS:
+            accepted = f"at most {MAX_BAD_CHARACTERS} characters in all"
+            raise check.invalid("bad_words", self.bad_words, accepted)
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)

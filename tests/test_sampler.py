@@ -18,8 +18,10 @@ from asyncllm.gpu.batch.decode_inputs import SamplingTensors
 from asyncllm.gpu.batch.input_batch import InputBatch
 from asyncllm.gpu.batch.sampling_inputs import Stages
 from asyncllm.gpu.ops.cpu_ops import CpuOps
+from asyncllm.gpu.sample.host_rules import apply_processors
 from asyncllm.gpu.sample.rng import mix_seed
 from asyncllm.gpu.sample.sampler import SampleOutput, Sampler
+from asyncllm.gpu.sample.sampling_state import HostRules
 from asyncllm.gpu.threads import set_thread_count
 from asyncllm.sampling_params import SamplingParams
 from tests.driver import UNCHECKED, unchecked
@@ -474,3 +476,17 @@ def test_logprobs_are_those_of_the_raw_logits(dtype):
         for candidate in entry.top:
             assert candidate.logprob == pytest.approx(exact[candidate.token_id].item(), abs=1e-5)
     assert output.token_ids[0] == 50
+
+
+def test_a_processor_that_takes_the_memory_away_ends_its_own_row():
+    """torch itself would read past its end."""
+
+    def processor(output, logits):
+        logits.untyped_storage().resize_(0)
+        return logits
+
+    row = torch.zeros(40)
+    rules = HostRules(None, None, 0, (), (processor,))
+    with pytest.raises(ValueError, match="storage does not hold it"):
+        apply_processors(row, rules, np.array([], dtype=np.int64))
+    assert row.eq(0).all()

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from asyncllm import LLM, InvalidRequestError
+from asyncllm import LLM, InvalidRequestError, RequestError
 from asyncllm.core.structured_output import GrammarMatcher
 from asyncllm.structured.backends import check_first_mask
 from asyncllm.structured.grammar import Grammar, GrammarError, Vocabulary
@@ -454,3 +454,17 @@ def test_logit_bias_chooses_among_what_the_grammar_allows():
         asked = {"regex": "[ab]{5}"}
         found = llm.generate("x", structured_outputs=asked, logit_bias={token_id: 100.0}, seed=1)
         assert found.text == "bbbbb"
+
+
+@pytest.mark.parametrize("text", ["<|im_end|>", "a<|im_end|>b"])
+def test_a_forced_text_may_spell_a_special_token(text):
+    with LLM() as llm:
+        found = llm.generate("x", structured_outputs={"choice": [text]}, seed=1)
+        assert (found.text, found.finish_reason) == (text, "stop")
+
+
+def test_a_limit_of_the_parser_is_named():
+    properties = {f"p{i}": {"type": "integer"} for i in range(550)}
+    schema = {"type": "object", "properties": properties, "additionalProperties": False}
+    with LLM() as llm, pytest.raises(RequestError, match="structured_outputs: Pars"):
+        llm.generate("x", structured_outputs={"json": schema}, max_tokens=40, seed=1)

@@ -83,7 +83,12 @@ class LLGuidanceMatcher:
         self._vocabulary = vocabulary
 
     def accept(self, token_id: int) -> bool:
-        return self._matcher.consume_token(token_id)
+        if self._matcher.consume_token(token_id):
+            return True
+        error = self._matcher.get_error()
+        if "satisfy the grammar" in error:
+            return False
+        raise GrammarError(f"structured_outputs: {_explain(error)}")  # a limit of the parser
 
     def rollback(self, num_tokens: int) -> None:
         if not self._matcher.rollback(num_tokens):
@@ -117,6 +122,7 @@ class _Tokens:
         self.eos_token_id = size
         self.bos_token_id = None
         self._encode = vocabulary.encode
+        self._texts = vocabulary.tokens
         self._ids = {data: i for i, data in enumerate(vocabulary.tokens) if data}
         self._longest = min(max(map(len, self._ids), default=0), _MAX_PIECE)
 
@@ -126,9 +132,10 @@ class _Tokens:
         data = text.encode() if isinstance(text, str) else text
         with suppress(Exception):
             found = self._encode(data.decode())
-            if b"".join(self.tokens[i] for i in found) == data:
+            if b"".join(self._texts[i] for i in found) == data:
                 return found
-        # Half a character, or a tokenizer that puts a space before every text.
+        # Half a character, a text that spells a special token, or a tokenizer that puts a space
+        # before every text.
         return self._longest_first(data)
 
     def _longest_first(self, data: bytes) -> list[int]:

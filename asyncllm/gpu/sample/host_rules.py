@@ -48,13 +48,23 @@ def apply_processors(row: Tensor, rules: HostRules, output: np.ndarray) -> None:
                     f"logits processor {describe(processor)} returned {_kind(value)}, expected "
                     f"a tensor of shape {tuple(row.shape)}"
                 )
-        row.copy_(value)  # pyright: ignore[reportArgumentType]
+        assert isinstance(value, Tensor)
+        _check_storage(value)
+        row.copy_(value)
     except Exception:
         raise
     except BaseException as error:
         # No signal is delivered on this thread: an exit or an interrupt is the
         # processor's own, and ends neither the thread nor the process.
         raise RuntimeError(f"a logits processor raised {describe(error)}") from error
+
+
+def _check_storage(value: Tensor) -> None:
+    """Raises unless the tensor's memory holds all of it: its storage may have been resized, and
+    torch would read past the end."""
+    last = value.storage_offset() + (len(value) - 1) * value.stride(0)
+    if value.untyped_storage().nbytes() < (last + 1) * value.itemsize:
+        raise ValueError("a logits processor returned a tensor whose storage does not hold it")
 
 
 def _kind(value: object) -> str:
