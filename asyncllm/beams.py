@@ -83,7 +83,7 @@ async def beam_search(
             the engine does not report enough log-probabilities.
         DeadlineExceededError: with the best outputs so far, whether they had ended or not.
         EngineOverloadedError: if the queue is full when the search begins. Later it waits.
-        AsyncLLMError: whatever else ends one of its requests ends the search.
+        AsyncLLMError: any other that ends one of its requests ends the search.
 
     Cancelled, it aborts the requests that run.
     """

@@ -57,7 +57,7 @@ class FakeExecutor:
     likeliest, the next ones follow it, and the one of rank r has -r / 10.
 
     A row under a grammar's mask keeps its token if that is allowed, else draws another by the
-    same digest; it yields one, whatever ``max_tokens_per_row`` is.
+    same digest; it yields one for any ``max_tokens_per_row``.
 
     Args:
         info: limits to report.

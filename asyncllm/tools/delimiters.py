@@ -10,7 +10,7 @@ MAX_LENGTH = 4096
 """Characters of a delimiter. What may become a longer one is text."""
 
 _SAMPLES = string.printable
-# In no class that a pattern lists, so whatever accepts it accepts about anything.
+# In no class that a pattern lists, so a pattern that accepts it accepts about anything.
 _ODD = "\U000f1234"
 
 

@@ -121,7 +121,7 @@ class ResponseFormat:
         ]
         try:
             message = parse_response(raw, template, prefix="", tools=schemas)
-        except Exception:  # a parser of someone's template: whatever it raises, this is no call
+        except Exception:  # of a template's own parser: this is no call
             return None
         found = message.get(CALLS)
         calls = [_name_and_arguments(call) for call in _flat(found)]

@@ -24,7 +24,7 @@ def process_logits(logits: Tensor, rows: SamplingRows, stages: Stages) -> Tensor
     frequency and presence penalties.
 
     With PENALTIES the token before the one that is sampled is counted first, so that the counts
-    of a request are right whoever sampled it.
+    of a request are right on every path that samples it.
 
     Args:
         logits: ``[S, vocab_size]``, not changed.

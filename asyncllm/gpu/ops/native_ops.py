@@ -99,7 +99,8 @@ class NativeEmbedding:
         if ids.dtype != torch.int64 or ids.device.type != "cpu" or ids.dim() != 1:
             raise ValueError(f"native gather: ids are {tuple(ids.shape)} of {ids.dtype}")
         out = torch.empty((len(ids), head.k), dtype=self.dtype, device="cpu")
-        status = context.library.gather(
+        library = context.library
+        status = library.gather(
             context.handle, head.weights.handle, ids.data_ptr(), len(ids), out.data_ptr(),
             DTYPES[self.dtype],
         )  # fmt: skip
