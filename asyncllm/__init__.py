@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from asyncllm.beams import BeamOutput as BeamOutput
     from asyncllm.beams import beam_search as beam_search
     from asyncllm.config import EngineConfig as EngineConfig
+    from asyncllm.core.execution_report import ExecutionReport as ExecutionReport
     from asyncllm.engine import AsyncLLMEngine as AsyncLLMEngine
     from asyncllm.errors import AsyncLLMError as AsyncLLMError
     from asyncllm.errors import ContextLengthExceededError as ContextLengthExceededError
@@ -55,6 +56,7 @@ logging.getLogger("asyncllm").addHandler(logging.NullHandler())
 _HOMES = {
     "asyncllm.beams": "BeamOutput beam_search",
     "asyncllm.config": "EngineConfig",
+    "asyncllm.core.execution_report": "ExecutionReport",
     "asyncllm.observer": "Observer",
     "asyncllm.engine": "AsyncLLMEngine",
     "asyncllm.errors": "AsyncLLMError ContextLengthExceededError DeadlineExceededError "

@@ -14,6 +14,7 @@ from asyncllm import validation as check
 from asyncllm.checkpoint.progress import LoadStage
 from asyncllm.config import EngineConfig
 from asyncllm.core.channel import OnSlow
+from asyncllm.core.execution_report import ExecutionReport
 from asyncllm.errors import EngineClosedError, EngineError
 from asyncllm.observer import Observer, Observers
 from asyncllm.outputs import Completion, EngineStats
@@ -393,6 +394,32 @@ class AsyncLLMEngine(Handle):
         """Forgets all cached prefixes. False, with nothing done, while requests hold KV."""
         core = self._running().core
         return await wait_for(core.call(core.scheduler.kv.pool.reset_prefix_cache))
+
+    async def execution_report(self) -> ExecutionReport:
+        """Which ops run here, on how many threads, and how fast memory is for them. On a CPU no
+        step runs for some tenths of a second meanwhile.
+
+        Raises:
+            EngineError: an executor that does not tell.
+        """
+        core = self._running().core
+        report = getattr(core.executor, "report", None)
+        if report is None:
+            raise EngineError(f"a {type(core.executor).__name__} has no report of its execution")
+
+        def run() -> ExecutionReport | Exception:
+            # What a call raises would kill the engine.
+            try:
+                return report()
+            except Exception as error:
+                return error
+
+        found = await wait_for(core.call(run))
+        if isinstance(found, Exception):
+            raise EngineError(
+                f"the execution cannot be measured: {check.explain(found)}"
+            ) from found
+        return found
 
     def stats(self) -> EngineStats:
         """A snapshot; never blocks, any thread."""

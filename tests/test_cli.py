@@ -262,7 +262,8 @@ def test_bench_writes_what_it_prints(tmp_path: Path) -> None:
     assert is_plain(done.stdout)
     assert "streams  tok/s" in done.stdout
     result = json.loads(file.read_text(encoding="utf-8"))
-    assert set(result) == {"machine", "command", "config", "rows"}
+    assert set(result) == {"machine", "command", "config", "execution", "rows"}
+    assert result["execution"]["weight_bytes"] > 6_000_000  # 1.7 million parameters of 4 bytes
     assert {"processor", "python", "torch", "asyncllm"} <= set(result["machine"])
     assert [row["concurrency"] for row in result["rows"]] == [1, 2]
     for row in result["rows"]:
@@ -270,6 +271,24 @@ def test_bench_writes_what_it_prints(tmp_path: Path) -> None:
         assert row["output_tokens"] == 5 * row["requests"]
         for name in ("ttft", "between_tokens", "loop_lag", "cancel_to_free"):
             assert 0 <= row[f"{name}_p50"] <= row[f"{name}_p99"]
+        execution = result["execution"]
+        read = execution["weight_bytes"] + row["concurrency"] * 11 * execution["kv_bytes_per_token"]
+        assert row["step_floor"] == pytest.approx(read / execution["memory_bandwidth"])
+
+
+def test_bench_says_which_path_runs_and_why() -> None:
+    done = asyncllm("bench", "--env")
+    assert (done.returncode, done.stderr) == (0, "")
+    machine, path, traffic = done.stdout.splitlines()
+    assert "torch" in machine
+    assert re.fullmatch(
+        r"ops (native \(\w+\)|onednn|cpu), attention \w+, float32 on cpu on 1 thread: .+", path
+    )
+    assert re.fullmatch(
+        r"a step reads \S+ MB of weights, and \S+ kB for each token of its sequences; its threads "
+        r"read \S+ GB/s",
+        traffic,
+    )
 
 
 def test_bench_of_what_does_not_fit() -> None:

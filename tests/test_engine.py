@@ -37,6 +37,7 @@ from asyncllm import (
 from asyncllm import validation as check
 from asyncllm.callbacks import stream_with_callbacks
 from asyncllm.llm import LLMStream
+from asyncllm.testing import fake_engine
 from tests.fakes import VOCAB_SIZE, fake
 
 pytestmark = pytest.mark.asyncio
@@ -838,3 +839,35 @@ async def test_a_prompt_of_any_length_is_refused_before_it_is_read():
         for prompt in (itertools.repeat(1), range(10**30)):
             with pytest.raises(InvalidRequestError, match="at most"):
                 engine.stream(prompt)
+
+
+async def test_the_report_of_the_execution():
+    async with AsyncLLMEngine(dtype="float32", device="cpu", attention_backend="torch") as engine:
+        stream = engine.stream("Tell me a story.", max_tokens=12, temperature=0.0)
+        await anext(stream)
+        report = await engine.execution_report()
+        assert (report.device, report.dtype) == ("cpu", "float32")
+        assert (report.attention_backend, report.instruction_set) == ("torch", None)
+        config = engine.model_config
+        kv_heads = config.num_layers * config.num_kv_heads * config.head_dim
+        assert report.kv_bytes_per_token == 2 * kv_heads * 4
+        assert report.weight_bytes > config.vocab_size * config.hidden_size * 4
+        assert report.memory_bandwidth is not None
+        floor = (report.weight_bytes + 7 * report.kv_bytes_per_token) / report.memory_bandwidth
+        assert report.floor(7) == pytest.approx(floor)
+        assert (await stream.result()).finish_reason in ("stop", "length")
+    with pytest.raises(EngineClosedError):
+        await engine.execution_report()
+
+
+async def test_a_report_that_fails_is_its_callers_alone():
+    def report():
+        raise MemoryError("no room to measure in")
+
+    async with fake_engine("an answer") as engine:
+        with pytest.raises(EngineError, match="a ScriptedExecutor has no report of its execution"):
+            await engine.execution_report()
+        engine._thread.core.executor.report = report
+        with pytest.raises(EngineError, match=r"cannot be measured: .*no room to measure in"):
+            await engine.execution_report()
+        assert (await engine.generate("hello")).text == "an answer"

@@ -490,3 +490,29 @@ async def test_threads_end_with_the_engine():
         assert len(own_threads()) == before
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_memory_is_read_whole(isa):
+    ops = NativeOps(context(2, isa))
+    generator = torch.Generator().manual_seed(0)
+    for count in (0, 8, 40_000, 3 * 2**15 + 8):
+        memory = torch.randint(-(2**62), 2**62, (count,), generator=generator)
+        assert ops.read(memory) == int(memory.sum())
+    memory = torch.ones(65, dtype=torch.int64)
+    for wrong in (memory[:7], memory[:63]):  # no multiple of 64 bytes
+        with pytest.raises(RuntimeError, match="native read: shapes, strides"):
+            ops.read(wrong)
+
+
+def test_what_a_step_reads():
+    weights = LinearWeights(torch.zeros(16, 8))
+    ops = NativeOps(context(1, "baseline"))
+    assert ops.linear_bytes == 0
+    ops.linear(weights)
+    assert ops.linear_bytes == 16 * 8 * 4
+    ops.linear(quantise_int8(weights))
+    assert ops.linear_bytes == 16 * 8 * 4 + 16 * 8 + 16 * 4
+    ops.tied_embedding(LinearWeights(torch.zeros(4, 8)), torch.float32)
+    assert ops.linear_bytes == 16 * 8 * 4 + 16 * 8 + 16 * 4 + 4 * 8 * 4
+    assert NativeOps.linear_bytes == 0

@@ -111,6 +111,9 @@ def _add_bench(commands: Any) -> None:
     _add_count(parser, "--output-len", 64, "tokens per answer")
     _add_count(parser, "--rounds", 2, "requests per stream and row")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the prompts (0)")
+    parser.add_argument(
+        "--env", action="store_true", help="say which path the model takes here and why, no more"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the figures there as well")
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from asyncllm.cli.measure import LagMeter, describe, machine, percentile
 from asyncllm.cli.session import checked_config, context_length, model_name, open_engine, run_async
 from asyncllm.cli.text import seconds
+from asyncllm.core.execution_report import ExecutionReport
 from asyncllm.engine import AsyncLLMEngine
 from asyncllm.errors import InvalidRequestError
 from asyncllm.outputs import Usage
@@ -57,7 +58,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json is not None:
         _check_writable(arguments.json)
     result = run_async(arguments, lambda: _main(arguments))
-    _print_table(result["rows"])
+    if not arguments.env:
+        _print_table(result["rows"])
     if arguments.json is not None:
         Path(arguments.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return 0
@@ -70,25 +72,32 @@ async def _main(arguments: argparse.Namespace) -> dict[str, Any]:
         _check_lengths(engine, arguments)
         load = Load(engine, arguments.prompt_len, arguments.output_len, arguments.seed)
         await load.warm_up()
+        report = await engine.execution_report()
         print(describe(facts))
+        print(describe_path(report, config.attention_backend))
+        result = {
+            "machine": facts,
+            "command": ["asyncllm", *sys.argv[1:]],
+            "config": {k: str(v) for k, v in asdict(config).items() if v is not None},
+            "execution": asdict(report),
+            "rows": list[dict[str, Any]](),
+        }
+        if arguments.env:
+            return result
         print(
             f"{model_name(engine)}: prompts of {arguments.prompt_len} tokens, answers of "
             f"{arguments.output_len}, {arguments.rounds} requests a stream"
         )
-        rows = []
+        context = arguments.prompt_len + arguments.output_len // 2
         try:
             for concurrency in arguments.concurrency:
                 _progress(f"{concurrency} streams …")
                 row = await load.measure(concurrency, arguments.rounds)
-                rows.append(row.summary())
+                floor = {"step_floor": report.floor(concurrency * context)}
+                result["rows"].append(row.summary() | floor)
         finally:
             _progress("")
-    return {
-        "machine": facts,
-        "command": ["asyncllm", *sys.argv[1:]],
-        "config": {k: str(v) for k, v in asdict(config).items() if v is not None},
-        "rows": rows,
-    }
+    return result
 
 
 def _check_writable(file: str) -> None:
@@ -181,6 +190,41 @@ class Load:
             await stream.result()
 
 
+def describe_path(report: ExecutionReport, attention_backend: str) -> str:
+    """The ops that run, why, and what memory allows them."""
+    count = report.num_threads
+    threads = "" if count is None else f" on {count} thread{'s' * (count != 1)}"
+    what = report.op_set
+    if report.instruction_set is not None:
+        what += f" ({report.instruction_set})"
+    text = (
+        f"ops {what}, attention {report.attention_backend}, {report.dtype} on {report.device}"
+        f"{threads}: {_reason(report, attention_backend)}\n"
+        f"a step reads {_megabytes(report.weight_bytes)} of weights, and "
+        f"{report.kv_bytes_per_token / 1e3:.3g} kB for each token of its sequences"
+    )
+    if report.memory_bandwidth is not None:
+        text += f"; its threads read {report.memory_bandwidth / 1e9:.3g} GB/s"
+    return text
+
+
+def _reason(report: ExecutionReport, attention_backend: str) -> str:
+    if attention_backend != "auto":
+        return f"attention_backend={attention_backend!r}"
+    if report.device != "cpu":
+        return "the kernels for a GPU"
+    from asyncllm.gpu.ops.registry import native_is_faster
+
+    faster, reason = native_is_faster()
+    if faster and report.op_set != "native":
+        return "native ops do not take this model's shapes"
+    return reason
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:.3g} MB" if count < 1e9 else f"{count / 1e9:.3g} GB"
+
+
 _COLUMNS = (
     ("streams", "concurrency"),
     ("tok/s", "tokens_per_second"),
@@ -188,6 +232,7 @@ _COLUMNS = (
     ("p99", "ttft_p99"),
     ("next token p50", "between_tokens_p50"),
     ("p99", "between_tokens_p99"),
+    ("floor", "step_floor"),
     ("loop lag p99", "loop_lag_p99"),
     ("cancel to free p99", "cancel_to_free_p99"),
 )

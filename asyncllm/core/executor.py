@@ -71,7 +71,8 @@ class Executor(Protocol):
     ``sample_tokens``). Its successor may be launched before that, and begins behind it.
     An executor that has no device of its own
     to run ahead (the CPU) does the work in ``collect``. One in the engine's process has an
-    ``InProcess`` as its attribute ``in_process``.
+    ``InProcess`` as its attribute ``in_process``. A method ``report() -> ExecutionReport`` is
+    optional.
 
     Raises:
         StepOutOfMemoryError: from ``launch`` or ``collect``; the step left nothing behind that

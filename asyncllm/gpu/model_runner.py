@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from asyncllm.core.batch import GrammarMask, RowError, StepBatch, StepResult
+from asyncllm.core.execution_report import ExecutionReport
 from asyncllm.core.executor import ExecutorInfo, StepOutOfMemoryError
 from asyncllm.core.in_process import InProcess
 from asyncllm.core.tracebacks import clear_frames
@@ -20,6 +21,7 @@ from asyncllm.gpu.batch.input_batch import PLACEHOLDER_TOKEN, InputBatch
 from asyncllm.gpu.batch.sampling_inputs import Stages
 from asyncllm.gpu.batch.step_buffers import PinnedStepBuffer
 from asyncllm.gpu.batch.step_inputs import ModelInputs
+from asyncllm.gpu.floor import memory_bandwidth
 from asyncllm.gpu.graph.cuda_graphs import StepGraphs
 from asyncllm.gpu.graph.decode_runner import DecodeRunner
 from asyncllm.gpu.graph.streams import Event, Stream, SyncStream
@@ -177,6 +179,26 @@ class ModelRunner:
             with torch.inference_mode(), self._stream.context():
                 graphs.capture_all(progress)
             self._stream.synchronize()
+
+    def report(self) -> ExecutionReport:
+        """The path of the steps, and the floor of their time. On a CPU it takes some tenths of a
+        second, and no step may be in flight."""
+        self._enter_thread()
+        state, info = self._open(), self.info
+        decoder, cache = state.decoder, state.cache.tensor
+        context = getattr(decoder.ops, "context", None)
+        per_block = cache.nbytes / info.num_blocks
+        return ExecutionReport(
+            device=str(self.device),
+            dtype=str(self.dtype).removeprefix("torch."),
+            op_set=decoder.ops.name,
+            attention_backend=", ".join(sorted({one.name for one in decoder.attention.values()})),
+            instruction_set=None if context is None else context.isa,
+            num_threads=self._num_threads if context is None else context.num_threads,
+            weight_bytes=decoder.ops.linear_bytes,
+            kv_bytes_per_token=sum(per_block / group.block_size for group in info.kv_groups),
+            memory_bandwidth=None if self.device.type == "cuda" else memory_bandwidth(decoder.ops),
+        )
 
     # --- the executor ------------------------------------------------------------------
 

@@ -79,6 +79,7 @@ _SIGNATURES = {
     "rms_norm": (_N, [_P, _P, _I, _P, _I, _P, _F, _P, _I, _I, _N]),
     "rope_and_cache": (_N, [_P, POINTER(RopeArgs)]),
     "silu_mul": (_N, [_P, _P, _I, _P, _I, _I, _N]),
+    "read": (_N, [_P, _P, _I, POINTER(ctypes.c_uint64)]),
 }
 
 

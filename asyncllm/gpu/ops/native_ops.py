@@ -263,8 +263,18 @@ class NativeOps(CpuOps):
     def tied_embedding(
         self, weights: LinearWeights, dtype: torch.dtype
     ) -> tuple[NativeEmbedding, NativeLinear]:
-        head = NativeLinear(self.context, weights)
+        head = self.linear(weights)
+        assert isinstance(head, NativeLinear)
         return NativeEmbedding(head, dtype), head
+
+    def read(self, memory: Tensor) -> int:
+        total, context = ctypes.c_uint64(), self.context
+        status = context.library.read(
+            context.handle, memory.data_ptr(), memory.nbytes, ctypes.byref(total)
+        )
+        if status:
+            fail("read", status)
+        return ctypes.c_int64(total.value).value
 
     def rms_norm(self, weight: Tensor, eps: float) -> RMSNorm:
         return NativeRMSNorm(self.context, weight, eps)

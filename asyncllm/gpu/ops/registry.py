@@ -77,22 +77,28 @@ def resolve(name: str, request: AttentionRequest) -> str:
         return name
     if request.device.type == "cuda":
         return "triton"
-    if any(NativeAttention.constraints.unmet(request)) or not _native_is_faster():
+    native, _ = native_is_faster()
+    if any(NativeAttention.constraints.unmet(request)) or not native:
         return "torch"
     return "native"
 
 
-def _native_is_faster() -> bool:
+def native_is_faster() -> tuple[bool, str]:
     """Whether native ops are there, on a processor where they were measured to be faster than
-    torch's: one with AVX2, and no more than that."""
-    if torch.backends.cpu.get_cpu_capability() != "AVX2":
-        return False
+    torch's: one with AVX2, and no more than that; and why."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    if capability != "AVX2":
+        return False, f"native ops have not been compared with torch's on {capability}"
     try:
-        return Library().best_isa() == b"avx2"
+        found = Library().best_isa() == b"avx2"
     except NativeUnavailableError as error:
         # Its text alone: a handler may keep the record, and with the exception all its frames.
-        logger.warning("%s: the CPU runs torch's, which are slower; %s", str(error), REMEDY)
-        return False
+        reason = f"{error}: the CPU runs torch's, which are slower; {REMEDY}"
+        logger.warning("%s", reason)
+        return False, reason
+    if not found:
+        return False, "the native ops here have not been compiled for AVX2"
+    return True, "native ops were measured to be faster on AVX2"
 
 
 def find_backend(name: str) -> AttentionBackend:

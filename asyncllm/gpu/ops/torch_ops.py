@@ -111,6 +111,8 @@ class TorchOps:
     name = "torch"
     schemes: ClassVar[frozenset[QuantScheme]] = frozenset({"plain"})
     """Of the weights that its linear layers take."""
+    linear_bytes = 0
+    """Of the weights of all linear layers that were made, which a step reads."""
 
     def linear(self, weights: LinearWeights) -> Linear:
         """A linear layer that takes over ``weights``: unless they are shared, the caller drops
@@ -124,6 +126,8 @@ class TorchOps:
                 f"weights of scheme {weights.scheme!r}: the op set {self.name!r} takes "
                 f"{' and '.join(map(repr, sorted(self.schemes)))} only"
             )
+        scales = 0 if weights.scales is None else weights.scales.nbytes
+        self.linear_bytes += weights.values.nbytes + scales
         return self.make_linear(weights)
 
     def make_linear(self, weights: LinearWeights) -> Linear:
@@ -144,6 +148,11 @@ class TorchOps:
         """
         shared = replace(weights, shared=True)
         return self.embedding(weights.values), self.linear(shared)
+
+    def read(self, memory: Tensor) -> int:
+        """The sum of ``memory [n]`` int64 modulo 2**64, at the rate at which linear layers can read
+        their weights."""
+        return int(memory.sum())
 
     def rms_norm(self, weight: Tensor, eps: float) -> RMSNorm:
         return TorchRMSNorm(weight, eps)

@@ -92,6 +92,9 @@ int32_t asyncllm_rope_and_cache(Context*, const RopeArgs*);
 int32_t asyncllm_silu_mul(Context*, const void* gate_up, int64_t stride, void* out, int64_t rows,
                           int64_t width, int32_t dtype);
 
+// The sum of memory's words, for the time that reading it takes; bytes are a multiple of 64.
+int32_t asyncllm_read(Context*, const void* memory, int64_t bytes, uint64_t* sum);
+
 #ifdef __cplusplus
 }
 #endif
