@@ -67,6 +67,7 @@ class Sequence:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     error: Exception | None = None
     mask: Callable[[list[int]], bytes] | None = None  # from the tokens so far
+    needs_host: bool = False  # waits for its last token
 
     @property
     def outputs(self) -> list[int]:
@@ -168,9 +169,10 @@ class Driver:
         """Runs all to their end: prompts in chunks of so many tokens, 0 for whole."""
         while True:
             live = [seq for seq in seqs if not seq.done]
-            if live:
-                self.launch([(seq, self._next(seq, chunk)) for seq in live])
-            if len(self.in_flight) >= depth or (not live and self.in_flight):
+            ready = [seq for seq in live if not (seq.needs_host and seq.in_flight)]
+            if ready:
+                self.launch([(seq, self._next(seq, chunk)) for seq in ready])
+            if len(self.in_flight) >= depth or (not ready and self.in_flight):
                 self.collect()
             if not live and not self.in_flight:
                 break

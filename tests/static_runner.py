@@ -67,6 +67,9 @@ class LateStream:
     def context(self) -> AbstractContextManager[object]:
         return nullcontext()
 
+    def aside(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
     def queue(self, work: Callable[[], None]) -> None:
         self._queue.append(work)
 
@@ -114,12 +117,6 @@ class LateDecodeRunner:
 
     def sample(self, host: PinnedStepBuffer, num_rows: int) -> None:
         self._stream.queue(partial(self._runner.sample, host, num_rows))
-
-    def logits(
-        self, host: PinnedStepBuffer, num_rows: int, inputs: tuple[ModelInputs, ...] | None
-    ) -> Tensor:
-        self._stream.synchronize()
-        return self._runner.logits(host, num_rows, inputs)
 
 
 def _planned(inputs: tuple[ModelInputs, ...] | None) -> tuple[ModelInputs, ...] | None:

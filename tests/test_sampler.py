@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncllm.core.batch import RequestAssignment, StepBatch
+from asyncllm.core.executor import SamplingLimits
 from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.gpu.batch.decode_inputs import SamplingTensors
 from asyncllm.gpu.batch.input_batch import InputBatch
-from asyncllm.gpu.batch.sampling_inputs import Stages
+from asyncllm.gpu.batch.sampling_inputs import MAX_BIAS, MAX_STOP_IDS, Stages
 from asyncllm.gpu.ops.cpu_ops import CpuOps
 from asyncllm.gpu.sample.host_rules import apply_processors
 from asyncllm.gpu.sample.rng import mix_seed
@@ -368,6 +369,36 @@ def test_processors_see_the_output_and_fail_alone():
     assert output.logprobs[0].logprob == pytest.approx(before[0].log_softmax(-1)[11].item())
 
 
+@examples(60)
+@given(
+    fields=st.fixed_dictionaries(
+        {},
+        optional={
+            "logprobs": st.integers(-1, 70),
+            "min_tokens": st.sampled_from([0, 3]),
+            "stop_token_ids": st.sampled_from([[7], range(127), range(128), range(129)]),
+            "ignore_eos": st.booleans(),
+            "logit_bias": st.sampled_from([1, MAX_BIAS, MAX_BIAS + 1]).map(
+                lambda count: dict.fromkeys(range(count), 1.0)
+            ),
+            "logits_processors": st.sampled_from([(), (print,)]),
+            "allowed_token_ids": st.just([1, 2]),
+            "presence_penalty": st.just(1.0),
+        },
+    ),
+    eos=st.sampled_from([(), (1,), (1, 2)]),
+    bad_words=st.sampled_from([(), ((3,),), ((3,), (4, 5))]),
+)
+def test_the_core_knows_which_requests_need_the_host(fields, eos, bad_words):
+    bench = Bench(2000, 2)
+    limits = SamplingLimits(MAX_BIAS, MAX_STOP_IDS, 64)
+    params = SamplingParams(**fields)
+    known = () if params.ignore_eos else eos
+    bench.enter(1, [1, 2], [], known, bad_words, **fields)
+    needs = bench.sampler.state.needing_host(np.array([0, 1])).tolist()
+    assert needs == ([1] if limits.exceeded_by(params, eos, bad_words) else [])
+
+
 class Unprintable(Exception):
     def __repr__(self) -> str:
         raise ValueError("on purpose")
@@ -424,7 +455,7 @@ def test_what_cannot_be_assigned_leaves_its_slot_neutral(fields):
     params = unchecked(**fields)
     bench.sampler.assign(RequestAssignment(0, "odd", [1, 2], 2, [1], params))
     assert set(bench.sampler.failures) == {0}
-    assert not bench.sampler.needs_host(np.array([0]))
+    assert not len(bench.sampler.state.needing_host(np.array([0])))
     assert bench.sampler.state.stages_of(np.array([0])) is Stages.NONE
     assert bench.sample(torch.zeros(1, 30), [0]).token_ids[0] >= 0
     bench.enter(0, [1, 2], [], temperature=0.0, logit_bias={4: 5.0})

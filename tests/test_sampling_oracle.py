@@ -106,7 +106,7 @@ def test_processed_logits_equal_transformers_to_the_bit(seed: int) -> None:
         assert torch.equal(found[row], expected_of(logits[row], processors)), list(RULES)[row]
         alone = Bench(VOCAB)
         enter_all(alone, rules[row : row + 1])
-        single = alone.sampler.host_step(np.array([0]), step.positions[:1])
+        single = alone.sampler.host_step(np.array([0]), np.array([len(PROMPT + OUTPUT)]))
         again = alone.sampler.process(logits[row : row + 1], single, np.array([0]), {})
         assert torch.equal(again[0], found[row])
 
@@ -124,7 +124,7 @@ def test_what_is_too_long_for_the_device_gives_the_same() -> None:
     bench = Bench(LARGE)
     for req_index in (0, 1):
         bench.enter(req_index, PROMPT, OUTPUT, temperature=1.0, **fields)
-    assert bench.sampler.needs_host(np.array([0]))
+    assert bench.sampler.state.needing_host(np.array([5, 1])).tolist() == [1]
     processors = [
         bias_of(fields["logit_bias"]),
         RepetitionPenaltyLogitsProcessor(1.2),

@@ -49,7 +49,16 @@ class Rig:
         self.arrival_index = 0
 
     def add(
-        self, prompt, max_tokens=8, *, priority=0, deadline=math.inf, eos=(), salt=None, **sampling
+        self,
+        prompt,
+        max_tokens=8,
+        *,
+        priority=0,
+        deadline=math.inf,
+        eos=(),
+        salt=None,
+        needs_host=False,
+        **sampling,
     ):
         request = Request(
             RequestGroup(f"r{self.arrival_index}", deadline=deadline),
@@ -60,6 +69,7 @@ class Rig:
             priority=priority,
             eos_token_ids=eos,
             cache_salt=salt,
+            needs_host=needs_host,
         )
         self.arrival_index += 1
         self.scheduler.add(request)
@@ -68,9 +78,18 @@ class Rig:
     def launch(self) -> ScheduledStep | None:
         step = self.scheduler.schedule()
         if step is not None:
+            self.check_tokens_are_known(step)
             self.executor.launch(step.batch)
             self.in_flight.append(step)
         return step
+
+    def check_tokens_are_known(self, step):
+        """No row goes on from a token in flight that the host draws."""
+        for request, epoch in zip(step.requests, step.epochs, strict=True):
+            for earlier in self.in_flight if request.needs_host else ():
+                for row, other in enumerate(earlier.requests):
+                    if other is request and earlier.epochs[row] == epoch:
+                        assert not earlier.batch.samples[row], request
 
     def collect(self):
         step = self.in_flight.pop(0)
@@ -470,6 +489,44 @@ def test_depth_two_feeds_tokens_that_nobody_has_seen():
     assert rig.scheduler.kv.pool.num_free == 16
 
 
+def test_a_request_that_needs_the_host_waits_alone():
+    rig = Rig(pipeline_depth=2)
+    plain, ruled = rig.add(range(5), max_tokens=7), rig.add(range(9, 12), needs_host=True)
+    late = rig.add(range(20, 50), max_tokens=3, needs_host=True)
+    shapes = []
+    while rig.scheduler.has_work() or rig.in_flight:
+        step = rig.launch()
+        if step is not None:
+            shapes.append(
+                {r.request_id: n for r, n in zip(step.requests, step.batch.counts, strict=True)}
+            )
+        if step is None or len(rig.in_flight) == 2:
+            rig.collect()
+        rig.scheduler.check_integrity()
+    # The chunks of a prompt follow one another: none of them but the last gives a token.
+    assert shapes[:4] == [
+        {"r0": 5, "r1": 3, "r2": 24},
+        {"r0": 1, "r2": 6},
+        {"r0": 1, "r1": 1},
+        {"r0": 1, "r2": 1},
+    ]
+    assert [sum("r1" in shape for shape in shapes), len(shapes)] == [8, 11]
+    assert all("r0" in shape for shape in shapes[:7])
+    for request, count in ((plain, 7), (ruled, 8), (late, 3)):
+        assert request.num_output_tokens == count
+        rig.expect(request)
+
+
+def test_at_depth_one_the_host_makes_no_difference():
+    shapes = []
+    for needs_host in (False, True):
+        rig = Rig()
+        for i in range(3):
+            rig.add(range(i, i + 9), max_tokens=6, needs_host=needs_host)
+        shapes.append([rig.step() for _ in range(8)])
+    assert shapes[0] == shapes[1]
+
+
 def test_late_result_of_a_preempted_request_is_dropped():
     rig = Rig(pipeline_depth=2, num_blocks=7, max_model_len=24)
     requests = [rig.add(range(8), max_tokens=12), rig.add(range(20, 28), max_tokens=12)]
@@ -666,8 +723,8 @@ def longest(num_blocks: int, block_size) -> int:
 
 class SchedulerMachine(RuleBasedStateMachine):
     """Tiny pools, few distinct tokens (so that prefixes are shared), aborts, pauses, failed
-    steps, prompt log-probabilities, several KV groups, depth 1 and 2, several tokens per row,
-    every policy. Outputs must equal those without any cache."""
+    steps, prompt log-probabilities, tokens drawn with the host, several KV groups, depth 1 and 2,
+    several tokens per row, every policy. Outputs must equal those without any cache."""
 
     @initialize(
         num_blocks=st.integers(5, 14),
@@ -703,6 +760,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             deadline=data.draw(st.sampled_from([1.0, 2.0, math.inf])),
             eos=data.draw(st.sampled_from([(), tuple(range(0, 997, 7))])),
             prompt_logprobs=data.draw(st.sampled_from([None, None, 0, 2])),
+            needs_host=data.draw(st.sampled_from([False, False, True])),
         )
         self.requests.append(request)
 

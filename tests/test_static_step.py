@@ -40,7 +40,7 @@ from asyncllm.gpu.sample.sampling_state import SamplingState
 from asyncllm.gpu.threads import set_thread_count
 from asyncllm.runtime.loading import LoadedModel
 from asyncllm.sampling_params import SamplingParams
-from tests.driver import UNCHECKED, Driver, unchecked
+from tests.driver import UNCHECKED, Driver, Sequence, packed, unchecked
 from tests.fakes import FakeModelConfig, FakeTokenizer
 from tests.static_runner import (
     LateStream,
@@ -190,7 +190,7 @@ def test_tokens_equal_the_plain_path_in_every_bucket(decoder: Decoder) -> None:
 
 
 def test_steps_that_need_the_host_give_the_same_tokens(llama: Decoder) -> None:
-    """Their graph ends at the logits; rows beside them are drawn there too."""
+    """Their graph ends at the logits; the rows beside them are drawn by another one."""
     asked, kinds = prompts(7, seed=2), KINDS[:2] + HOST_KINDS
     expected = alone(llama, asked, kinds)
     runner = traced(llama, sizes=(2, 8))
@@ -198,7 +198,7 @@ def test_steps_that_need_the_host_give_the_same_tokens(llama: Decoder) -> None:
         assert outputs(runner, asked, kinds, depth=depth) == expected
         assert outputs(runner, asked[:2], kinds, depth=depth) == expected[:2]
     assert runner.graphs is not None
-    assert {record.key.part for record in runner.graphs.captured} == {Part.STEP, Part.FORWARD}
+    assert {record.key.part for record in runner.graphs.captured} == {*Part}
 
 
 def test_stages_of_sampling_run_ahead(llama: Decoder) -> None:
@@ -310,12 +310,17 @@ def test_many_new_blocks_at_once(llama: Decoder) -> None:
     assert second.outputs == alone_greedy(llama, prompt, 9)
 
 
-def alone_greedy(decoder: Decoder, prompt: list[int], count: int) -> list[int]:
+def one(decoder: Decoder, prompt: list[int], count: int, params: SamplingParams) -> list[int]:
+    """By itself on the plain path."""
     runner = make_runner(decoder, capturer=None)
     driver = Driver(runner)
-    seq = driver.add(prompt, count, GREEDY)
+    seq = driver.add(prompt, count, params)
     driver.run([seq])
     return seq.outputs
+
+
+def alone_greedy(decoder: Decoder, prompt: list[int], count: int) -> list[int]:
+    return one(decoder, prompt, count, GREEDY)
 
 
 def test_a_row_whose_logits_are_not_numbers_ends_alone(llama: Decoder) -> None:
@@ -598,11 +603,93 @@ def test_a_second_step_is_queued_behind_the_first(llama: Decoder, depth: int) ->
     assert stream.most == depth
 
 
-def test_a_step_that_needs_the_host_waits_for_the_one_before(llama: Decoder) -> None:
+def test_a_step_behind_a_token_of_the_host_waits_for_it(llama: Decoder) -> None:
+    """A scheduler makes no such step; one that does costs time and not the tokens."""
     stream = LateStream()
     runner = make_runner(llama, capturer=EagerCapturer(), stream=stream)
-    outputs(runner, prompts(4), HOST_KINDS, depth=2)
+    asked = prompts(4)
+    assert outputs(runner, asked, HOST_KINDS, depth=2) == alone(llama, asked, HOST_KINDS)
     assert stream.most == 1
+
+
+def test_rows_that_need_the_host_wait_alone(llama: Decoder) -> None:
+    """Every other step has them, each step the others; both are as they are alone."""
+    kinds = [KINDS[1], *HOST_KINDS[:2], SamplingParams(temperature=1.2, seed=3, logprobs=-1)]
+    asked = prompts(5, seed=5)
+    stream = LateStream()
+    runner = make_runner(llama, capturer=TraceRecorder(), stream=stream, sizes=(2, 8))
+    poisoning(runner)
+    driver = Driver(runner)
+    seqs = [driver.add(p, 12, kinds[i % 4], needs_host=i % 4 > 0) for i, p in enumerate(asked)]
+    sizes: list[list[bool]] = []
+    launch = driver.launch
+
+    def recording(work: list[tuple[Sequence, int]]) -> StepBatch:
+        sizes.append([seq in dict(work) for seq in seqs])
+        return launch(work)
+
+    driver.launch = recording
+    driver.run(seqs, depth=2)
+    assert stream.most == 2
+    assert sizes == [[True, i % 2 == 0, i % 2 == 0, i % 2 == 0, True] for i in range(12)] + [
+        [False, i % 2 == 0, i % 2 == 0, i % 2 == 0, False] for i in range(12, 23, 2)
+    ]
+    for seq, params in zip(seqs, [*kinds, kinds[0]], strict=True):
+        assert seq.outputs == one(llama, seq.prompt, 12, params)
+    assert [found.token_id for found in seqs[3].logprobs] == seqs[3].outputs
+    assert {len(one.top) for one in seqs[3].logprobs} == {128}
+
+
+def test_a_slot_changes_hands_before_the_host_draws_its_token(llama: Decoder) -> None:
+    """A paused request leaves its slot with a token in flight, which is its own all the same."""
+    params = [
+        SamplingParams(temperature=0.9, seed=5, repetition_penalty=1.4, logits_processors=[shift]),
+        SamplingParams(temperature=0.3, seed=6, logits_processors=[shift], presence_penalty=1.0),
+    ]
+    asked = prompts(2, seed=4)
+    expected = [one(llama, asked[0], 4, params[0]), one(llama, asked[1], 1, params[1])]
+    runner = traced(llama, max_num_seqs=1)
+    driver = Driver(runner)
+    first, second = (driver.add(p, 9, one) for p, one in zip(asked, params, strict=True))
+    for _ in range(3):
+        driver.launch([(first, 0)])
+        driver.collect()
+    driver.launch([(first, 0)])
+    driver.release(first)
+    driver.launch([(second, 0)])
+    assert second.req_index == 0
+    # Both are queued, and neither has run: two times the work and its event.
+    assert len(decode_step(runner)._stream._queue) == 4
+    driver.collect()
+    driver.collect()
+    assert [first.outputs, second.outputs] == expected
+
+
+def test_a_host_row_under_a_grammar_and_one_that_fails(llama: Decoder) -> None:
+    def refuse(output: list[int], logits: Tensor) -> Tensor:
+        if len(output) == 2:
+            raise KeyError("on purpose")
+        return logits
+
+    def even(tokens: list[int]) -> bytes:
+        return packed(range(len(tokens) % 2, 128, 2), 128)
+
+    scaled = replace(KINDS[1], logits_processors=[lambda tokens, row: row * (1 + len(tokens) % 2)])
+    found = []
+    for runner in (make_runner(llama, capturer=None), traced(llama, sizes=(4,))):
+        driver = Driver(runner)
+        seqs = [
+            driver.add([1, 2, 3], 8, scaled, mask=even, needs_host=True),
+            driver.add([4, 5], 8, replace(KINDS[1], logits_processors=[refuse]), needs_host=True),
+            driver.add([6, 7, 8], 8, KINDS[2], mask=even),
+            driver.add([9], 8, KINDS[3]),
+        ]
+        driver.run(seqs, depth=2)
+        assert [len(seq.outputs) for seq in seqs] == [8, 2, 8, 8]
+        assert isinstance(seqs[1].error, KeyError)
+        assert all(t % 2 == (i + 3) % 2 for i, t in enumerate(seqs[0].outputs))
+        found.append([seq.outputs for seq in seqs])
+    assert found[0] == found[1]
 
 
 def test_running_ahead_takes_state_on_the_device(llama: Decoder) -> None:

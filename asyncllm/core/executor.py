@@ -2,16 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from asyncllm.core.batch import GrammarMask, StepBatch, StepResult
 from asyncllm.core.kv_cache_spec import KVCacheSpec
+from asyncllm.sampling_params import SamplingParams
 
 
 class StepOutOfMemoryError(Exception):
     """The device ran out of memory in a step. Nothing of the step counts; the scheduler
     takes it back and tries a smaller one."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingLimits:
+    """What the device of an executor samples without the host.
+
+    Attributes:
+        max_bias: entries of ``logit_bias``.
+        max_stop_ids: token ids that ``min_tokens`` suppresses.
+        max_logprobs: ``logprobs``.
+    """
+
+    max_bias: int
+    max_stop_ids: int
+    max_logprobs: int
+
+    def exceeded_by(
+        self,
+        sampling: SamplingParams,
+        eos_token_ids: Sequence[int] = (),
+        bad_words: Sequence[Sequence[int]] = (),
+    ) -> bool:
+        """Whether a request needs the host: for one of these, for processors of its own, or for
+        ``bad_words`` of several tokens.
+
+        Args:
+            eos_token_ids: the model's.
+            bad_words: as token sequences.
+        """
+        num_stop_ids = 0
+        if sampling.min_tokens:
+            num_stop_ids = len(sampling.stop_token_ids)
+            num_stop_ids += 0 if sampling.ignore_eos else len(eos_token_ids)
+        logprobs = sampling.logprobs
+        return (
+            bool(sampling.logits_processors)
+            or len(sampling.logit_bias or ()) > self.max_bias
+            or num_stop_ids > self.max_stop_ids
+            or (logprobs is not None and not 0 <= logprobs <= self.max_logprobs)
+            or any(len(words) > 1 for words in bad_words)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +74,9 @@ class ExecutorInfo:
             reserves blocks for the KV of ``max_tokens_per_row - 1`` of them, within
             ``max_model_len`` (vLLM's lookahead slots). ``max_num_batched_tokens`` does not
             count them.
+        sampling_limits: of an executor that runs ahead. A request beyond them is left out of a
+            step while one in flight has yet to give its token, and the others are not. None
+            where a step can be launched whatever the one before it samples.
 
     Raises:
         ValueError: for several tokens per row with steps in flight. A second step starts
@@ -45,6 +91,7 @@ class ExecutorInfo:
     max_num_batched_tokens: int
     pipeline_depth: int = 1
     max_tokens_per_row: int = 1
+    sampling_limits: SamplingLimits | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens_per_row > 1 and self.pipeline_depth > 1:

@@ -56,6 +56,8 @@ class Request:
         sampling: resolved: every field with a neutral value is set, and ``seed``.
         arrival_index: order of submission; ties in every policy are broken by it.
         max_total_tokens: prompt and output together at most.
+        run_ahead_end: tokens, those in flight included, at which a token in flight is waited
+            for: ``max_total_tokens``, or with ``needs_host`` any number.
         num_computed_tokens: tokens whose KV is computed by steps already launched; chases
             ``len(token_ids) + num_placeholders``.
         num_placeholders: sampled tokens of steps in flight, whose values are not known yet.
@@ -67,6 +69,8 @@ class Request:
         num_published: leading tokens whose full blocks were offered to the pool.
         publish_at: tokens with which the next block is full and can be offered.
         bad_words: token sequences that may not occur in the output.
+        needs_host: its tokens are drawn with the host, so that a step that goes on from one waits
+            until it is known; see SamplingLimits.
         output: its tokens' way to text; the core only passes it along.
         reasoning: of a model that thinks; set with the prompt.
         first: the member that it has the prompt and the salt of, and so the hashes of its
@@ -90,6 +94,7 @@ class Request:
     first: Request | None = None
     structured_output: StructuredOutput | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
+    needs_host: bool = False
     index: int = field(init=False)
     request_id: str = field(init=False)
     arrived_at: float = field(init=False)
@@ -97,6 +102,7 @@ class Request:
     num_prompt_tokens: int = field(init=False, default=0)
     min_total_tokens: int = field(init=False, default=0)
     max_total_tokens: int = field(init=False, default=0)
+    run_ahead_end: int = field(init=False, default=0)
     status: Status = field(init=False, default=Status.NEW)
     sort_key: tuple[float, ...] = field(init=False)
     req_index: int = field(init=False, default=-1)
@@ -142,6 +148,7 @@ class Request:
         if self.sampling.max_tokens is not None:
             limit = self.num_prompt_tokens + self.sampling.max_tokens
             self.max_total_tokens = min(limit, self.max_model_len)
+        self.run_ahead_end = 0 if self.needs_host else self.max_total_tokens
 
     @property
     def num_output_tokens(self) -> int:

@@ -187,7 +187,7 @@ class Scheduler:
             if request.status is not Status.RUNNING:
                 continue
             total = len(request.token_ids) + request.num_placeholders
-            if request.num_placeholders and total >= request.max_total_tokens:
+            if request.num_placeholders and total >= request.run_ahead_end:
                 continue
             count = min(total - request.num_computed_tokens, budget)
             end = request.num_computed_tokens + count + lookahead

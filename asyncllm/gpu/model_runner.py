@@ -5,20 +5,22 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from threading import get_ident
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from asyncllm.core.batch import GrammarMask, RowError, StepBatch, StepResult
 from asyncllm.core.execution_report import ExecutionReport
-from asyncllm.core.executor import ExecutorInfo, StepOutOfMemoryError
+from asyncllm.core.executor import ExecutorInfo, SamplingLimits, StepOutOfMemoryError
 from asyncllm.core.in_process import InProcess
 from asyncllm.core.tracebacks import clear_frames
 from asyncllm.gpu.batch.block_table import NO_BLOCKS
 from asyncllm.gpu.batch.input_batch import PLACEHOLDER_TOKEN, InputBatch
-from asyncllm.gpu.batch.sampling_inputs import Stages
+from asyncllm.gpu.batch.sampling_inputs import MAX_BIAS, MAX_STOP_IDS, Stages
 from asyncllm.gpu.batch.step_buffers import PinnedStepBuffer
 from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.floor import memory_bandwidth
@@ -29,11 +31,11 @@ from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.memory import is_out_of_memory, release
 from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.ops.gumbel import NO_TOKEN_LEFT
+from asyncllm.gpu.sample.host_rows import HostRows
 from asyncllm.gpu.sample.logprobs import MAX_FUSED, token_logprobs
-from asyncllm.gpu.sample.prompt_logprobs import gather_prompt_logprobs
-from asyncllm.gpu.sample.sampler import NONE_LEFT, NOT_FINITE, EagerStep, SampleOutput, Sampler
+from asyncllm.gpu.sample.prompt_logprobs import gather_prompt_logprobs, prompt_tokens
+from asyncllm.gpu.sample.sampler import NONE_LEFT, NOT_FINITE, SampleOutput, Sampler
 from asyncllm.gpu.threads import set_thread_count
-from asyncllm.outputs import TokenLogprobs
 from asyncllm.validation import explain
 
 
@@ -65,7 +67,8 @@ class _Step:
         failures: by row, errors of requests that could not be assigned.
         row_stages, row_logprobs: ``[S]``, of the request indices: Stages, and how many
             log-probabilities, -1 for none.
-        prompt_logprobs: by row, of its PromptSpan.
+        host_rows: of a step that runs ahead, those that are sampled with the host.
+        prompt_tokens: by row, the prompt's tokens of its PromptSpan.
     """
 
     def __init__(self, batch: StepBatch) -> None:
@@ -87,11 +90,19 @@ class _Step:
         self.event: Event | None = None
         self.error: Exception | None = None
         self.failures: dict[int, Exception] = {}
-        self.prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+        self.host_rows: HostRows | None = None
+        self.prompt_tokens: dict[int, np.ndarray] = {}
 
     @property
     def awaits_masks(self) -> bool:
         return bool(self.batch.masked_rows) and self.masks is None
+
+    def awaits_tokens_of(self, step: _Step) -> bool:
+        """Whether it goes on from a token that the host draws in ``step``."""
+        if step.host_rows is None:
+            return False
+        later = set(self.batch.req_indices).difference(self.batch.released)
+        return not later.isdisjoint(step.host_rows.req_indices.tolist())
 
     def masks_by_place(self) -> dict[int, bytes]:
         """The masks by their row's place among those that are sampled."""
@@ -108,10 +119,11 @@ class ModelRunner:
     only queues; ``collect`` starts the oldest step and runs it.
 
     On an asynchronous one ``launch`` starts the step: its work is queued on the device behind
-    the step before it, whose tokens it finds there. A step with a row that needs the host
-    (logits processors, rules of no fixed size, prompt log-probabilities) is run by ``collect``,
-    and a step behind it starts only then. Of a step that awaits masks the forward pass is queued;
-    ``sample`` queues the rest, and what is behind it. A late result is written back only if the
+    the step before it, whose tokens it finds there. Rows that need the host (logits processors,
+    rules of no fixed size) are sampled by ``collect``, from copies of all that they depend on; a
+    step that goes on from one of their tokens starts only then, and the scheduler makes no such
+    step. Of a step that awaits masks the forward pass is queued; ``sample`` queues the rest, and
+    what is behind it. A late result is written back only if the
     request index still has the step's epoch, so that a finished request's token cannot reach the
     next one.
 
@@ -156,6 +168,9 @@ class ModelRunner:
             sampler = Sampler(
                 *limits, inputs, self.device, decoder.ops, min(num_logprobs, MAX_FUSED)
             )
+        if self._stream.is_async:
+            held = SamplingLimits(MAX_BIAS, MAX_STOP_IDS, sampler.state.num_logprobs)
+            self.info = replace(info, sampling_limits=held)
         self._state: _Device | None = _Device(decoder, cache, inputs, sampler, decode)
         self._steps: deque[_Step] = deque()
         self._num_threads = num_threads
@@ -282,15 +297,18 @@ class ModelRunner:
     # --- a step ------------------------------------------------------------------------
 
     def _start_steps(self) -> None:
-        """Starts the steps that can run now. One that needs the eager sampler, or that failed,
-        holds up those behind it until it is collected, where its error is raised: the step
-        before it may have gone well."""
-        for step in self._steps:
+        """Starts the steps that can run now. One that failed, or that awaits a token of the host
+        or its masks, holds up those behind it. An error is raised where the step is collected: the
+        one before it may have gone well."""
+        for number, step in enumerate(self._steps):
             if not step.started:
+                before = islice(self._steps, number)
+                if any(step.awaits_tokens_of(one) for one in before):
+                    return
                 step.started = True
                 with self._errors_kept(step):
                     self._apply(step)
-                    self._run_ahead(step)
+                    self._queue(step)
             if step.event is None and len(step.batch):
                 return
 
@@ -324,19 +342,22 @@ class ModelRunner:
                 if req_index in failures
             }
 
-    def _run_ahead(self, step: _Step) -> None:
-        """Queues the step, unless a row needs the host: whole, or up to its logits if it awaits
-        masks."""
+    def _queue(self, step: _Step) -> None:
+        """Queues the step: whole, or up to its logits if it awaits masks."""
         state = self._open()
-        if not len(step.batch) or state.sampler.needs_host(step.req_indices):
-            return
-        if step.batch.prompt_logprobs:
+        if not len(step.batch):
             return
         assert state.decode is not None
         host, inputs = self._stage(state.decode, step)
+        step.host, host.host_rows, host.prompt_hidden = host, None, None
+        places = state.sampler.state.needing_host(step.req_indices)
+        if len(places):
+            at = step.req_indices[places], step.positions[places]
+            step.host_rows = host.host_rows = HostRows(state.sampler, places, *at)
+        if step.batch.prompt_logprobs:
+            step.prompt_tokens = prompt_tokens(step.batch, state.inputs)
         # From here on only the device knows these tokens.
         state.inputs.token_ids[step.req_indices, step.positions] = PLACEHOLDER_TOKEN
-        step.host = host
         host.stages = Stages(int(np.bitwise_or.reduce(step.row_stages, initial=0)))
         state.decode.prepare_host(host)
         if not step.batch.masked_rows:
@@ -361,35 +382,41 @@ class ModelRunner:
         step.event = self._stream.record()
 
     def _run(self, step: _Step) -> SampleOutput:
-        """Runs a step synchronously, sampling on the eager path."""
+        """Runs a step on a device whose state between steps is the host's."""
         state = self._open()
-        if state.decode is None:
-            state.cache.clear(step.blocks_to_zero)
-            inputs = state.inputs.prepare(step.batch, self.device)
-            hidden = state.decoder.forward(inputs, state.cache)
-            logits = state.decoder.logits(hidden[: len(step.rows)])
-            prompt_hidden = hidden[len(step.rows) :]
-        else:
-            host, inputs = self._stage(state.decode, step)
-            logits = state.decode.logits(host, len(step.rows), inputs)
-            prompt_hidden = state.decode.take_prompt_hidden()
-        output = SampleOutput(step.rows)
-        if len(step.rows):
-            at, masks = (step.req_indices, step.positions), step.masks_by_place()
-            if state.decode is None:
-                eager = state.sampler.host_step(*at, masks)
-            else:
-                rows = state.decode.sampling_rows(len(step.rows))
-                eager = EagerStep(*at, state.decode.buffer.sampling, rows, masks)
+        state.cache.clear(step.blocks_to_zero)
+        inputs = state.inputs.prepare(step.batch, self.device)
+        hidden = state.decoder.forward(inputs, state.cache)
+        output, count = SampleOutput(step.rows), len(step.rows)
+        if count:
+            logits = state.decoder.logits(hidden[:count])
+            eager = state.sampler.host_step(step.req_indices, step.positions, step.masks_by_place())
             output = state.sampler.sample(logits, eager)
         if step.batch.prompt_logprobs:
-            assert prompt_hidden is not None
-            step.prompt_logprobs, errors = gather_prompt_logprobs(
-                step.batch, prompt_hidden, state.inputs, state.decoder
-            )
-            step.failures = errors | step.failures
-        self._stream.record().synchronize()
+            step.prompt_tokens = prompt_tokens(step.batch, state.inputs)
+            self._gather_prompt_logprobs(step, hidden[count:], output)
         return output
+
+    def _wait(self, step: _Step) -> SampleOutput:
+        """The tokens of a step that was queued; those of its host rows are drawn."""
+        assert step.event is not None
+        assert step.host is not None
+        step.event.synchronize()
+        output = _fused_output(step, step.host)
+        if step.host_rows is not None or step.prompt_tokens:
+            with self._stream.aside():
+                if step.host_rows is not None:
+                    output.take_in(step.host_rows.places, step.host_rows.sample())
+                if step.host.prompt_hidden is not None:
+                    self._gather_prompt_logprobs(step, step.host.prompt_hidden, output)
+            step.host.host_rows = step.host.prompt_hidden = None
+        return output
+
+    def _gather_prompt_logprobs(self, step: _Step, hidden: Tensor, output: SampleOutput) -> None:
+        decoder, spans = self._open().decoder, step.batch.prompt_logprobs
+        found = gather_prompt_logprobs(spans, step.prompt_tokens, hidden, decoder)
+        output.prompt_logprobs, errors = found
+        step.failures = errors | step.failures
 
     def _stage(
         self, decode: DecodeRunner, step: _Step
@@ -411,7 +438,12 @@ class ModelRunner:
         result = StepResult(step.batch.step, [], [int(one) for one in step.batch.samples])
         if not len(step.batch):
             return result
-        output = self._run(step) if step.event is None else _wait(step)
+        if self._open().decode is None:
+            output = self._run(step)
+        else:
+            if step.event is None:
+                self._queue(step)
+            output = self._wait(step)
         self._write_back(step, output.token_ids)
         row_of, result.token_ids = step.rows.tolist(), output.token_ids.tolist()
         if output.logprobs:
@@ -425,8 +457,8 @@ class ModelRunner:
                 clear_frames(error)
             tokens = zip(row_of, result.token_ids, strict=True)
             result.token_ids = [token for row, token in tokens if row not in errors]
-        if step.prompt_logprobs:
-            found = step.prompt_logprobs.items()
+        if output.prompt_logprobs:
+            found = output.prompt_logprobs.items()
             result.prompt_logprobs = {row: one for row, one in found if row not in result.errors}
         return result
 
@@ -439,20 +471,20 @@ class ModelRunner:
         inputs.token_ids[at] = np.maximum(tokens[same], 0)
 
 
-def _wait(step: _Step) -> SampleOutput:
-    """The tokens of a step that ran ahead."""
-    assert step.event is not None
-    assert step.host is not None
-    step.event.synchronize()
-    tokens = step.host.tokens[: len(step.rows)].numpy().copy()
+def _fused_output(step: _Step, host: PinnedStepBuffer) -> SampleOutput:
+    """What the device sampled. It has -1 for the host's rows."""
+    tokens = host.tokens[: len(step.rows)].numpy().copy()
     output = SampleOutput(tokens)
-    for place in np.flatnonzero(tokens < 0).tolist():
+    failed, asked = tokens < 0, step.row_logprobs >= 0
+    if step.host_rows is not None:
+        failed[step.host_rows.places] = asked[step.host_rows.places] = False
+    for place in np.flatnonzero(failed).tolist():
         restricted = step.row_stages[place] & Stages.RULES.value or place in step.masks_by_place()
         none_left = tokens[place] == NO_TOKEN_LEFT and restricted
         output.errors[place] = ValueError(NONE_LEFT if none_left else NOT_FINITE)
-    asked = np.flatnonzero((step.row_logprobs >= 0) & (tokens >= 0))
+    asked = np.flatnonzero(asked & (tokens >= 0))
     if len(asked):
-        top = step.host.logprobs
+        top = host.logprobs
         assert top is not None
         values, ids = top.values.numpy()[asked], top.ids.numpy()[asked]
         found = token_logprobs(values, ids, tokens[asked], step.row_logprobs[asked])

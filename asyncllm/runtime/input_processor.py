@@ -273,6 +273,10 @@ class InputProcessor:
         )
         tokenizer, skip = self.loaded.tokenizer, resolved.skip_special_tokens
         bad_words = bad_words_token_ids(resolved.bad_words, tokenizer, info.vocab_size)
+        limits = info.sampling_limits
+        needs_host = limits is not None and limits.exceeded_by(
+            resolved, model.eos_token_ids, bad_words
+        )
         first: Request | None = None
         for index in range(resolved.n):
             member = Request(
@@ -283,6 +287,7 @@ class InputProcessor:
                 eos_token_ids=model.eos_token_ids,
                 cache_salt=options.cache_salt,
                 bad_words=bad_words,
+                needs_host=needs_host,
                 output=Output(lambda token_ids: tokenizer.decode(token_ids, skip)),
                 first=first,
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -118,6 +118,16 @@ class SamplingRows:
         """``[S]`` int64: each row's request index, N for one that is left out."""
         return torch.where(
             self.req_indices < 0, len(self.last_sampled_tokens) - 1, self.req_indices
+        )
+
+    def at(self, index: Tensor) -> SamplingRows:
+        """Some of the rows, copied."""
+        return replace(
+            self,
+            req_indices=self.req_indices[index],
+            positions=self.positions[index],
+            host_token_ids=self.host_token_ids[index],
+            mask_slots=None if self.mask_slots is None else self.mask_slots[index],
         )
 
 

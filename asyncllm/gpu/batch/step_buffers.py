@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from asyncllm.gpu.batch.block_table import NO_BLOCKS
 from asyncllm.gpu.batch.decode_inputs import SamplingTensors
 from asyncllm.gpu.batch.grammar_masks import GrammarMasks
 from asyncllm.gpu.batch.sampling_inputs import RuleTensors, Stages, TopLogprobs
 from asyncllm.gpu.sample.sampling_state import LineUpdate, SamplingState
+
+if TYPE_CHECKING:
+    from asyncllm.gpu.sample.host_rows import HostRows
 
 _ALIGNMENT = 16
 
@@ -75,6 +80,9 @@ class PinnedStepBuffer(StepBuffer):
         blocks_to_zero: KV blocks to clear ahead of the step.
         stages: of sampling.
         updates: lines of the LogitsTables to write ahead of the step.
+        host_rows: rows of the step that are sampled apart, with the host; None without.
+        prompt_hidden: hidden states ``[E, H]`` of the step at the positions that prompt
+            log-probabilities are wanted of; None if there are none.
         masks: of the step; made for the first one that has any.
         logprobs: where the step's arrive; likewise.
         overflow: ``(group, indices, values)`` of each group with more than N table changes.
@@ -86,6 +94,8 @@ class PinnedStepBuffer(StepBuffer):
         self.blocks_to_zero = NO_BLOCKS
         self.stages = Stages.NONE
         self.updates: list[LineUpdate] = []
+        self.host_rows: HostRows | None = None
+        self.prompt_hidden: Tensor | None = None
         self.masks: GrammarMasks | None = None
         self.logprobs: TopLogprobs | None = None
         self.overflow: list[tuple[int, np.ndarray, np.ndarray]] = []

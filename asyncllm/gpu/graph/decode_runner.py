@@ -24,6 +24,7 @@ from asyncllm.gpu.graph.cuda_graphs import GraphCapturer, GraphKey, Part, StepGr
 from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.models.decoder import Decoder
+from asyncllm.gpu.sample.host_rows import HostRows
 
 
 class DecodeRunner:
@@ -90,7 +91,6 @@ class DecodeRunner:
         self.num_logprobs = min(num_logprobs, info.vocab_size)
         self._logits: Tensor | None = None
         self._mixed_logits: Tensor | None = None
-        self._prompt_hidden: Tensor | None = None
         self.graphs = StepGraphs(self._decode, capturer, sizes)
 
     # --- what the model runner queues --------------------------------------------------
@@ -106,7 +106,7 @@ class DecodeRunner:
             num_rows: rows that are sampled.
             inputs: of a mixed step, per KV group; None for a decode step.
         """
-        if inputs is None and not host.stages:
+        if inputs is None and not host.stages and host.host_rows is None:
             self._receive(host)
             self.graphs.run(num_rows)
             self._return_tokens(host, num_rows)
@@ -119,13 +119,13 @@ class DecodeRunner:
     ) -> None:
         """Queues the first half of the same step: up to its logits."""
         self._receive(host)
-        self._mixed_logits = self._prompt_hidden = None
+        self._mixed_logits = host.prompt_hidden = None
         if inputs is not None:
             self._change_tables()
             self._insert_sampled(inputs[0])
             hidden = self.decoder.forward(inputs, self.cache)
             if len(hidden) > num_rows:
-                hidden, self._prompt_hidden = hidden[:num_rows], hidden[num_rows:]
+                hidden, host.prompt_hidden = hidden[:num_rows], hidden[num_rows:]
             self._mixed_logits = self.decoder.logits(hidden)
             return
         if self._logits is None:
@@ -134,27 +134,10 @@ class DecodeRunner:
             self._logits = self.sampled.new_zeros(shape, dtype=self.decoder.embedding.dtype)
         self.graphs.run(num_rows, Part.FORWARD)
 
-    def logits(
-        self, host: PinnedStepBuffer, num_rows: int, inputs: Sequence[ModelInputs] | None
-    ) -> Tensor:
-        """Queues the first half, for the eager sampler. Returns its logits ``[num_rows,
-        vocab_size]``, which are valid until the next step."""
-        self.forward(host, num_rows, inputs)
-        logits, self._mixed_logits = self._mixed_logits, None
-        if logits is None:
-            assert self._logits is not None
-            logits = self._logits[:num_rows]
-        return logits
-
-    def take_prompt_hidden(self) -> Tensor | None:
-        """Hidden states ``[E, H]`` of the last ``logits``, at the positions that prompt
-        log-probabilities are wanted of, once; None if there are none."""
-        hidden, self._prompt_hidden = self._prompt_hidden, None
-        return hidden
-
     def sample(self, host: PinnedStepBuffer, num_rows: int) -> None:
         """Queues the second half: from the logits to the copy of the tokens to ``host.tokens``, and
-        of their log-probabilities to ``host.logprobs``."""
+        of their log-probabilities to ``host.logprobs``. ``host.host_rows`` take theirs along, and
+        have no token."""
         stages, info = host.stages, self.info
         if stages & Stages.MASKS:
             assert host.masks is not None
@@ -164,6 +147,10 @@ class DecodeRunner:
         if stages & Stages.LOGPROBS and self.logprobs is None:
             self.logprobs = TopLogprobs(info.max_num_seqs, self.num_logprobs, self.device)
         logits, self._mixed_logits = self._mixed_logits, None
+        if host.host_rows is not None:
+            self._set_apart(host.host_rows, num_rows, logits, stages)
+            if len(host.host_rows.places) == num_rows:
+                return
         if logits is None:
             self.graphs.run(num_rows, Part.SAMPLE, stages)
         elif num_rows:
@@ -173,6 +160,17 @@ class DecodeRunner:
             assert self.logprobs is not None
             assert host.logprobs is not None
             host.logprobs.copy_from(self.logprobs, num_rows)
+
+    def _set_apart(
+        self, host_rows: HostRows, num_rows: int, logits: Tensor | None, stages: Stages
+    ) -> None:
+        """Leaves the rows out of the sampling that follows."""
+        if logits is None:
+            assert self._logits is not None
+            logits = self._logits[:num_rows]
+        rows = self.sampling_rows(num_rows)
+        index = host_rows.take(logits, rows, self.buffer.sampling, stages)
+        self.buffer.req_indices.index_fill_(0, index, -1)
 
     def prepare_host(self, host: PinnedStepBuffer) -> None:
         """Makes what the buffer's stages need of it."""

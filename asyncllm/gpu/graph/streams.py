@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -23,6 +24,11 @@ class SyncStream:
         this stream."""
         return nullcontext()
 
+    def aside(self) -> AbstractContextManager[object]:
+        """As ``context``, for work on what is done already: it does not wait for what is queued
+        here. The caller waits for it before it lets go of the tensors."""
+        return nullcontext()
+
     def record(self) -> SyncStream:
         """An event behind everything that was queued."""
         return self
@@ -38,9 +44,20 @@ class CudaStream:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
+        self._aside: torch.cuda.Stream | None = None
 
     def context(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._stream)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        if self._aside is None:
+            self._aside = torch.cuda.Stream(self._stream.device)
+        with torch.cuda.stream(self._aside):
+            try:
+                yield
+            finally:
+                self._aside.synchronize()
 
     def record(self) -> torch.cuda.Event:
         # torch.Event ignores ``blocking`` and would spin.

@@ -17,15 +17,18 @@ def apply_bias(row: Tensor, rules: HostRules) -> None:
         row[_tensor(ids, row).long()] += _tensor(values, row)
 
 
-def hide_tokens(row: Tensor, rules: HostRules, output: np.ndarray, position: int) -> None:
-    """Hides stop tokens before ``min_tokens``, and the last token of each of the ``bad_words``
-    whose other tokens end the output.
-
-    Args:
-        output: ``[n]``, the output before ``position``.
-    """
+def hide_stop_tokens(row: Tensor, rules: HostRules, position: int) -> None:
+    """Hides stop tokens before ``min_tokens``."""
     if rules.stop_ids is not None and position < rules.min_end:
         row[_tensor(rules.stop_ids, row).long()] = -torch.inf
+
+
+def hide_bad_words(row: Tensor, rules: HostRules, output: np.ndarray) -> None:
+    """Hides the last token of each of the ``bad_words`` whose other tokens end the output.
+
+    Args:
+        output: ``[n]``, the output so far.
+    """
     if not rules.bad_words:
         return
     longest = max(map(len, rules.bad_words)) - 1

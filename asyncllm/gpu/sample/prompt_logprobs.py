@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from asyncllm.core.batch import StepBatch
+from asyncllm.core.batch import PromptSpan, StepBatch
 from asyncllm.gpu.batch.input_batch import InputBatch
 from asyncllm.gpu.batch.sampling_inputs import TopLogprobs
 from asyncllm.gpu.h2d import copy_to_device
@@ -20,22 +22,33 @@ SLICE_ELEMENTS = 1 << 24
 5 GB with a vocabulary of 152k."""
 
 
+def prompt_tokens(batch: StepBatch, inputs: InputBatch) -> dict[int, np.ndarray]:
+    """By row, the tokens behind the positions of its span, copied."""
+    return {
+        row: inputs.token_ids[batch.req_indices[row], span.first + 1 : span.end + 1].copy()
+        for row, span in batch.prompt_logprobs.items()
+    }
+
+
 def gather_prompt_logprobs(
-    batch: StepBatch, hidden: Tensor, inputs: InputBatch, decoder: Decoder
+    spans: Mapping[int, PromptSpan],
+    tokens: Mapping[int, np.ndarray],
+    hidden: Tensor,
+    decoder: Decoder,
 ) -> tuple[dict[int, list[TokenLogprobs]], dict[int, Exception]]:
-    """By row, the log-probabilities that ``batch.prompt_logprobs`` asks for, and the errors of
-    those that have none.
+    """By row, the log-probabilities that ``spans`` ask for, and the errors of those that have
+    none.
 
     Args:
+        tokens: see ``prompt_tokens``.
         hidden: ``[E, H]`` at the positions of the spans, in their order.
     """
     found: dict[int, list[TokenLogprobs]] = {}
     errors: dict[int, Exception] = {}
     begin = 0
-    for row, span in batch.prompt_logprobs.items():
+    for row, span in spans.items():
         end = begin + span.end - span.first
-        tokens = inputs.token_ids[batch.req_indices[row], span.first + 1 : span.end + 1]
-        values = _span_logprobs(hidden[begin:end], tokens, span.num_top, decoder)
+        values = _span_logprobs(hidden[begin:end], tokens[row], span.num_top, decoder)
         if values is None:
             errors[row] = ValueError(NOT_FINITE)
         else:

@@ -25,9 +25,14 @@ from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.memory import is_device_failure
 from asyncllm.gpu.ops.gumbel import NO_TOKEN_LEFT
 from asyncllm.gpu.ops.torch_ops import TorchOps
-from asyncllm.gpu.sample.host_rules import apply_bias, apply_processors, hide_tokens
+from asyncllm.gpu.sample.host_rules import (
+    apply_bias,
+    apply_processors,
+    hide_bad_words,
+    hide_stop_tokens,
+)
 from asyncllm.gpu.sample.logprobs import logprobs_of_row, token_logprobs
-from asyncllm.gpu.sample.sampling_state import LineUpdate, SamplingState
+from asyncllm.gpu.sample.sampling_state import HostRules, LineUpdate, SamplingState
 from asyncllm.outputs import TokenLogprobs
 
 NOT_FINITE = "the model's logits are not finite numbers"
@@ -44,29 +49,66 @@ class SampleOutput:
 
     Attributes:
         token_ids: ``[S]`` int64, -1 where the row is in ``errors``.
+        prompt_logprobs: by row of the step.
     """
 
     token_ids: np.ndarray
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     errors: dict[int, Exception] = field(default_factory=dict)
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+
+    def take_in(self, places: np.ndarray, other: SampleOutput) -> None:
+        """Fills in the rows at ``places``, which ``other`` has."""
+        self.token_ids[places] = other.token_ids
+        self.logprobs |= {int(places[row]): found for row, found in other.logprobs.items()}
+        self.errors |= {int(places[row]): error for row, error in other.errors.items()}
+
+
+@dataclass(slots=True)
+class RuledRow:
+    """What the host applies to a row.
+
+    Attributes:
+        position: of the sampled token in its sequence.
+        output: ``[n]``, the output before it.
+    """
+
+    rules: HostRules
+    position: int
+    output: np.ndarray
+
+
+@dataclass(slots=True)
+class RowRules:
+    """What the requests of S rows ask for beside the draw, apart from their request indices,
+    which may have other requests before the rows are sampled.
+
+    Attributes:
+        stages, logprobs: ``[S]``, as in SamplingState.
+        ruled: by row, of those that need the host.
+        host_logprobs: by row, numbers of log-probabilities that no step keeps room for.
+    """
+
+    stages: np.ndarray
+    logprobs: np.ndarray
+    ruled: dict[int, RuledRow]
+    host_logprobs: dict[int, int]
 
 
 @dataclass(slots=True)
 class EagerStep:
-    """A step for the eager sampler.
+    """Rows for the eager sampler.
 
     Attributes:
-        req_indices: ``[S]``, none twice.
-        positions: ``[S]``, of the sampled token in its sequence.
-        sampling, rows: the same on the device.
-        masks: of some rows, see GrammarMask.
+        sampling: by line.
+        rows: on the device.
+        masks: of some rows, see GrammarMask, unless ``rows`` have them.
     """
 
-    req_indices: np.ndarray
-    positions: np.ndarray
+    rules: RowRules
     sampling: SamplingTensors
     rows: SamplingRows
-    masks: Mapping[int, bytes]
+    masks: Mapping[int, bytes] = field(default_factory=dict)
 
 
 class Sampler:
@@ -129,18 +171,34 @@ class Sampler:
         updates, self._updates = self._updates, []
         return updates
 
-    def needs_host(self, req_indices: np.ndarray) -> bool:
-        """Whether any of ``req_indices`` has to be sampled by ``sample``."""
-        return self.state.needs_host(req_indices)
-
     def release(self, req_index: int) -> None:
         self.state.release(req_index)
         self.failures.pop(req_index, None)
 
+    def snapshot(self, req_indices: np.ndarray, positions: np.ndarray) -> RowRules:
+        """What the requests of rows ask for now.
+
+        Args:
+            req_indices: ``[S]``, none twice.
+            positions: ``[S]``, of the sampled token in its sequence.
+        """
+        state = self.state
+        rules = RowRules(state.stages[req_indices], state.logprobs[req_indices], {}, {})
+        if not state.host and not state.host_logprobs:
+            return rules
+        for row, req_index in enumerate(req_indices.tolist()):
+            if (found := state.host.get(req_index)) is not None:
+                position = int(positions[row])
+                output = self.inputs.output_token_ids(req_index, position).copy()
+                rules.ruled[row] = RuledRow(found, position, output)
+            if (count := state.host_logprobs.get(req_index)) is not None:
+                rules.host_logprobs[row] = count
+        return rules
+
     def host_step(
         self, req_indices: np.ndarray, positions: np.ndarray, masks: Mapping[int, bytes] = NO_MASKS
     ) -> EagerStep:
-        """A step whose state is on the host. Writes the tables."""
+        """A step whose state is on the host; see ``snapshot``. Writes the tables."""
         for update in self.take_updates():
             update.write(self.tables)
         sampling, rules = self._tensors
@@ -154,7 +212,7 @@ class Sampler:
             rules=rules,
             tables=self.tables,
         )
-        return EagerStep(req_indices, positions, sampling, rows, masks)
+        return EagerStep(self.snapshot(req_indices, positions), sampling, rows, masks)
 
     def sample(self, logits: Tensor, step: EagerStep) -> SampleOutput:
         """Samples a token for each row.
@@ -165,37 +223,50 @@ class Sampler:
         Args:
             logits: ``[S, vocab_size]``; not changed.
         """
-        output = SampleOutput(np.empty(0, dtype=np.int64))
+        errors: dict[int, Exception] = {}
+        rows, sampling = step.rows, step.sampling
+        last = rows.last_sampled_tokens
         chosen = self._rows_to_process(step)
-        tokens = torch.full_like(step.rows.req_indices, -1)
+        tokens = torch.full_like(rows.req_indices, -1)
         if not len(chosen):
-            self._draw(logits, step, step.rows.req_indices, step.rows.positions, tokens)
+            self.draw(logits, sampling, rows.req_indices, rows.positions, last, tokens)
         else:
             index = self._tensor(chosen)
-            processed = self.process(logits, step, chosen, output.errors)
-            plain = step.rows.req_indices.clone()
+            processed = self.process(logits, step, chosen, errors)
+            plain = rows.req_indices.clone()
             plain[index] = -1
             if len(chosen) < len(tokens):
-                self._draw(logits, step, plain, step.rows.positions, tokens)
+                self.draw(logits, sampling, plain, rows.positions, last, tokens)
             some = tokens[index]
-            self._draw(
-                processed, step, step.rows.req_indices[index], step.rows.positions[index], some
-            )
+            at = rows.req_indices[index], rows.positions[index]
+            self.draw(processed, sampling, *at, last, some)
             tokens[index] = some
+        return self.output_of(logits, step.rules, tokens, errors)
+
+    def output_of(
+        self, logits: Tensor, rules: RowRules, tokens: Tensor, errors: dict[int, Exception]
+    ) -> SampleOutput:
+        """What was sampled, with the errors of rows without a token, and log-probabilities.
+
+        Args:
+            logits: ``[S, vocab_size]``, as the model gave them.
+            tokens: ``[S]``, as the draw left them.
+            errors: of rows that failed before it.
+        """
         # A copy, because the caller keeps it.
-        output.token_ids = tokens.cpu().numpy().copy()
+        output = SampleOutput(tokens.cpu().numpy().copy(), errors=errors)
         if (output.token_ids < 0).any():
-            self._explain(logits, step, output)
-        if output.errors:
-            output.token_ids[list(output.errors)] = -1
-        self._gather_logprobs(logits, step, output)
+            self._explain(logits, output)
+        if errors:
+            output.token_ids[list(errors)] = -1
+        self._gather_logprobs(logits, rules, output)
         return output
 
     def _rows_to_process(self, step: EagerStep) -> np.ndarray:
         """Rows that need more than the draw."""
-        needed = (self.state.stages[step.req_indices] & LOGITS_STAGES.value) != 0
-        if self.state.host:
-            needed |= np.isin(step.req_indices, list(self.state.host))
+        needed = (step.rules.stages & LOGITS_STAGES.value) != 0
+        if step.rules.ruled:
+            needed[list(step.rules.ruled)] = True
         needed[list(step.masks)] = True
         return np.flatnonzero(needed)
 
@@ -203,53 +274,66 @@ class Sampler:
         self, logits: Tensor, step: EagerStep, chosen: np.ndarray, errors: dict[int, Exception]
     ) -> Tensor:
         """``logits[chosen]`` behind all stages up to temperature, float32."""
-        index, all_rows = self._tensor(chosen), step.rows
-        stages = self.state.stages_of(step.req_indices[chosen]) & LOGITS_STAGES
-        rows = replace(
-            all_rows,
-            req_indices=all_rows.req_indices[index],
-            positions=all_rows.positions[index],
-            host_token_ids=all_rows.host_token_ids[index],
-        )
+        raw = logits[self._tensor(chosen)]
+        processed = self.process_on_device(raw, step, chosen, errors)
+        self.process_on_host(processed, step.rules, chosen, errors)
+        return processed
+
+    def process_on_device(
+        self, raw: Tensor, step: EagerStep, chosen: np.ndarray, errors: dict[int, Exception]
+    ) -> Tensor:
+        """The stages that nothing but the device's state decides on: all but bad words of several
+        tokens, and processors. Nothing is read on the host.
+
+        Args:
+            raw: ``logits[chosen]``, not changed.
+        """
+        rows, ruled = step.rows.at(self._tensor(chosen)), step.rules.ruled
+        stages = Stages(int(np.bitwise_or.reduce(step.rules.stages[chosen], initial=0)))
         place_of = {row: place for place, row in enumerate(chosen.tolist())}
         if step.masks:
             stages |= Stages.MASKS
-            masks = GrammarMasks(len(chosen), logits.shape[1], torch.device("cpu"))
+            masks = GrammarMasks(len(chosen), raw.shape[1], torch.device("cpu"))
             found = masks.set({place_of[row]: mask for row, mask in step.masks.items()})
             errors |= {int(chosen[place]): error for place, error in found.items()}
             slots, words = masks.slots.to(self.device), masks.words.to(self.device)
             rows = replace(rows, mask_slots=slots, mask_words=words)
-        raw = logits[index].float()
-        ruled = [
-            (row, rules, int(step.positions[row]))
-            for row, req_index in enumerate(step.req_indices.tolist())
-            if (rules := self.state.host.get(req_index)) is not None
-        ]
-        for row, rules, _ in ruled:
-            apply_bias(raw[place_of[row]], rules)
-        processed = self._ops.process_logits(raw, rows, stages)
-        for row, rules, position in ruled:
-            output = self.inputs.output_token_ids(int(step.req_indices[row]), position)
-            hide_tokens(processed[place_of[row]], rules, output, position)
-            if rules.processors and row not in errors:
-                try:
-                    apply_processors(processed[place_of[row]], rules, output)
-                except Exception as error:
-                    errors[row] = error
+        if any(one.rules.bias is not None for one in ruled.values()):
+            raw = raw.float() if raw.dtype != torch.float32 else raw.clone()
+            for row, one in ruled.items():
+                apply_bias(raw[place_of[row]], one.rules)
+        processed = self._ops.process_logits(raw, rows, stages & LOGITS_STAGES)
+        for row, one in ruled.items():
+            hide_stop_tokens(processed[place_of[row]], one.rules, one.position)
         return processed
 
-    def _draw(
+    def process_on_host(
+        self, processed: Tensor, rules: RowRules, chosen: np.ndarray, errors: dict[int, Exception]
+    ) -> None:
+        """The other stages, in place."""
+        place_of = {row: place for place, row in enumerate(chosen.tolist())}
+        for row, one in rules.ruled.items():
+            logits = processed[place_of[row]]
+            hide_bad_words(logits, one.rules, one.output)
+            if one.rules.processors and row not in errors:
+                try:
+                    apply_processors(logits, one.rules, one.output)
+                except Exception as error:
+                    errors[row] = error
+
+    def draw(
         self,
         logits: Tensor,
-        step: EagerStep,
+        sampling: SamplingTensors,
         req_indices: Tensor,
         positions: Tensor,
+        last_sampled_tokens: Tensor,
         out: Tensor,
     ) -> None:
-        last = step.rows.last_sampled_tokens
-        self._ops.sample(logits, step.sampling, req_indices, positions, last, out)
+        """The op set's draw; see ``TorchOps.sample``."""
+        self._ops.sample(logits, sampling, req_indices, positions, last_sampled_tokens, out)
 
-    def _explain(self, logits: Tensor, step: EagerStep, output: SampleOutput) -> None:
+    def _explain(self, logits: Tensor, output: SampleOutput) -> None:
         """The errors of rows without a token."""
         for row in np.flatnonzero(output.token_ids < 0).tolist():
             if row in output.errors:
@@ -263,20 +347,18 @@ class Sampler:
                     "a logits processor returned logits that are not finite"
                 )
 
-    def _gather_logprobs(self, logits: Tensor, step: EagerStep, output: SampleOutput) -> None:
-        state, tokens = self.state, output.token_ids
-        counts = state.logprobs[step.req_indices]
+    def _gather_logprobs(self, logits: Tensor, rules: RowRules, output: SampleOutput) -> None:
+        tokens, counts = output.token_ids, rules.logprobs
         asked = np.flatnonzero((counts >= 0) & (tokens >= 0))
         if len(asked):
-            top = TopLogprobs(len(asked), state.num_logprobs, self.device)
+            top = TopLogprobs(len(asked), self.state.num_logprobs, self.device)
             index = self._tensor(asked)
             self._ops.top_logprobs(logits[index], self._tensor(tokens[asked]), top)
             values, ids = top.values.cpu().numpy(), top.ids.cpu().numpy()
             found = token_logprobs(values, ids, tokens[asked], counts[asked])
             output.logprobs.update(zip(asked.tolist(), found, strict=True))
-        for row, req_index in enumerate(step.req_indices.tolist() if state.host_logprobs else ()):
-            count = state.host_logprobs.get(req_index)
-            if count is not None and tokens[row] >= 0:
+        for row, count in rules.host_logprobs.items():
+            if tokens[row] >= 0:
                 output.logprobs[row] = logprobs_of_row(logits[row], int(tokens[row]), count)
 
     def _tensor(self, values: np.ndarray) -> Tensor:

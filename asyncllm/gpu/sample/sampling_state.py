@@ -25,6 +25,8 @@ from asyncllm.sampling_params import LogitsProcessor
 
 _MAX_TOP_K = 2**31 - 1
 
+NO_ROWS = np.empty(0, dtype=np.int64)
+
 IdsAndValues = tuple[np.ndarray, np.ndarray]
 
 
@@ -255,8 +257,10 @@ class SamplingState:
     def stages_of(self, req_indices: np.ndarray) -> Stages:
         return Stages(int(np.bitwise_or.reduce(self.stages[req_indices], initial=0)))
 
-    def needs_host(self, req_indices: np.ndarray) -> bool:
-        """Whether any of ``req_indices`` has rules of no fixed size, logits processors, or more
-        log-probabilities than a step keeps room for."""
+    def needing_host(self, req_indices: np.ndarray) -> np.ndarray:
+        """Places of those of ``req_indices`` that have rules of no fixed size, logits processors,
+        or more log-probabilities than a step keeps room for."""
         known = self.host.keys() | self.host_logprobs.keys()
-        return bool(known) and not known.isdisjoint(req_indices.tolist())
+        if not known:
+            return NO_ROWS
+        return np.flatnonzero([req_index in known for req_index in req_indices.tolist()])
