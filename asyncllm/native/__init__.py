@@ -64,6 +64,19 @@ class RopeArgs(ctypes.Structure):
     )
 
 
+class SampleArgs(ctypes.Structure):
+    """``SampleArgs`` of the interface."""
+
+    _fields_ = _fields(
+        (_P, "logits"),
+        (_I, "row_stride rows vocab_size"),
+        (_P, "req_indices positions states temperature top_k top_p min_p"),
+        (_I, "lines"),
+        (_P, "last_sampled out"),
+        (_N, "dtype"),
+    )
+
+
 _SIGNATURES = {
     "sources": (c_char_p, []),
     "best_isa": (c_char_p, []),
@@ -74,11 +87,13 @@ _SIGNATURES = {
     "free_weights": (None, [_P]),
     "weights_bytes": (_I, [_P]),
     "linear": (_N, [_P, _P, _P, _I, _P, _I, _I, _N]),
+    "linear_argmax": (_N, [_P, _P, _P, _I, _P, _I, _N]),
     "gather": (_N, [_P, _P, _P, _I, _P, _N]),
     "attention": (_N, [_P, POINTER(AttentionArgs)]),
     "rms_norm": (_N, [_P, _P, _I, _P, _I, _P, _F, _P, _I, _I, _N]),
     "rope_and_cache": (_N, [_P, POINTER(RopeArgs)]),
     "silu_mul": (_N, [_P, _P, _I, _P, _I, _I, _N]),
+    "sample": (_N, [_P, POINTER(SampleArgs)]),
 }
 
 

@@ -58,6 +58,26 @@ typedef struct RopeArgs {
   int32_t dtype;
 } RopeArgs;
 
+// In place of a token: of a row with NaN or infinity, and of one that is all minus infinity.
+enum { NOT_FINITE = -1, NO_TOKEN_LEFT = -2 };
+
+// Rows of logits and the lines of their parameters.
+typedef struct SampleArgs {
+  const void* logits;  // [rows, vocab_size]
+  int64_t row_stride, rows, vocab_size;
+  const int64_t* req_indices;  // [rows], each row's line; negative for one that is left out
+  const int64_t* positions;    // [rows], of the token before
+  const int64_t* states;       // [lines], as the rest
+  const float* temperature;
+  const int32_t* top_k;
+  const float* top_p;
+  const float* min_p;
+  int64_t lines;
+  int64_t* last_sampled;  // [lines], written: the token, or 0
+  int64_t* out;           // [rows]
+  int32_t dtype;
+} SampleArgs;
+
 // What the library was built from, as build.py counts it.
 const char* asyncllm_sources(void);
 // The name of the best instruction set that this library has and this processor runs.
@@ -80,6 +100,10 @@ int64_t asyncllm_weights_bytes(const Weights*);
 // to integers of one scale per row for weights of type DTYPE_I8, and the sums are exact.
 int32_t asyncllm_linear(Context*, const Weights*, const void* x, int64_t x_stride, void* y,
                         int64_t y_stride, int64_t m, int32_t dtype);
+// out [m] = the first of the largest outputs of asyncllm_linear, as they would be in `dtype`, or
+// what is in place of a token.
+int32_t asyncllm_linear_argmax(Context*, const Weights*, const void* x, int64_t x_stride,
+                               int64_t* out, int64_t m, int32_t dtype);
 // out [count, k] = the rows of the weight that ids name: the embedding that a head is tied to.
 int32_t asyncllm_gather(Context*, const Weights*, const int64_t* ids, int64_t count, void* out,
                         int32_t dtype);
@@ -91,6 +115,9 @@ int32_t asyncllm_rms_norm(Context*, const void* x, int64_t x_stride, void* resid
 int32_t asyncllm_rope_and_cache(Context*, const RopeArgs*);
 int32_t asyncllm_silu_mul(Context*, const void* gate_up, int64_t stride, void* out, int64_t rows,
                           int64_t width, int32_t dtype);
+
+// Draws a token for each row: ops/gumbel.py says how. A row's token depends on that row alone.
+int32_t asyncllm_sample(Context*, const SampleArgs*);
 
 #ifdef __cplusplus
 }
