@@ -29,7 +29,14 @@ from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.ops.gumbel import NO_TOKEN_LEFT
 from asyncllm.gpu.sample.logprobs import MAX_FUSED, token_logprobs
 from asyncllm.gpu.sample.prompt_logprobs import gather_prompt_logprobs
-from asyncllm.gpu.sample.sampler import NONE_LEFT, NOT_FINITE, EagerStep, SampleOutput, Sampler
+from asyncllm.gpu.sample.sampler import (
+    NONE_LEFT,
+    NOT_FINITE,
+    EagerStep,
+    SampleOutput,
+    Sampler,
+    greedy_output,
+)
 from asyncllm.gpu.threads import set_thread_count
 from asyncllm.outputs import TokenLogprobs
 from asyncllm.validation import explain
@@ -340,19 +347,22 @@ class ModelRunner:
 
     def _run(self, step: _Step) -> SampleOutput:
         """Runs a step synchronously, sampling on the eager path."""
-        state = self._open()
+        state, output = self._open(), SampleOutput(step.rows)
+        logits = None
         if state.decode is None:
             state.cache.clear(step.blocks_to_zero)
             inputs = state.inputs.prepare(step.batch, self.device)
             hidden = state.decoder.forward(inputs, state.cache)
-            logits = state.decoder.logits(hidden[: len(step.rows)])
-            prompt_hidden = hidden[len(step.rows) :]
+            sampled, prompt_hidden = hidden[: len(step.rows)], hidden[len(step.rows) :]
+            if len(step.rows) and self._takes_argmax(state, step):
+                output = greedy_output(state.decoder.argmax(sampled))
+            else:
+                logits = state.decoder.logits(sampled)
         else:
             host, inputs = self._stage(state.decode, step)
             logits = state.decode.logits(host, len(step.rows), inputs)
             prompt_hidden = state.decode.take_prompt_hidden()
-        output = SampleOutput(step.rows)
-        if len(step.rows):
+        if len(step.rows) and logits is not None:
             at, masks = (step.req_indices, step.positions), step.masks_by_place()
             if state.decode is None:
                 eager = state.sampler.host_step(*at, masks)
@@ -368,6 +378,13 @@ class ModelRunner:
             step.failures = errors | step.failures
         self._stream.record().synchronize()
         return output
+
+    @staticmethod
+    def _takes_argmax(state: _Device, step: _Step) -> bool:
+        """Whether the output head alone says each row's token."""
+        if step.batch.masked_rows or not state.decoder.takes_argmax:
+            return False
+        return state.sampler.is_greedy(step.req_indices)
 
     def _stage(
         self, decode: DecodeRunner, step: _Step

@@ -23,7 +23,7 @@ from asyncllm.gpu.batch.sampling_inputs import (
 )
 from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.memory import is_device_failure
-from asyncllm.gpu.ops.gumbel import NO_TOKEN_LEFT
+from asyncllm.gpu.ops.gumbel import MIN_TEMPERATURE, NO_TOKEN_LEFT
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.sample.host_rules import apply_bias, apply_processors, hide_tokens
 from asyncllm.gpu.sample.logprobs import logprobs_of_row, token_logprobs
@@ -67,6 +67,15 @@ class EagerStep:
     sampling: SamplingTensors
     rows: SamplingRows
     masks: Mapping[int, bytes]
+
+
+def greedy_output(tokens: Tensor) -> SampleOutput:
+    """The output for what ``Decoder.argmax`` found, in rows of which nothing is excluded."""
+    output = SampleOutput(tokens.numpy())
+    for row in np.flatnonzero(output.token_ids < 0).tolist():
+        output.errors[row] = ValueError(NOT_FINITE)
+        output.token_ids[row] = -1
+    return output
 
 
 class Sampler:
@@ -190,6 +199,14 @@ class Sampler:
             output.token_ids[list(output.errors)] = -1
         self._gather_logprobs(logits, step, output)
         return output
+
+    def is_greedy(self, req_indices: np.ndarray) -> bool:
+        """Whether each of ``req_indices`` takes its largest logit and needs nothing else of them,
+        and no lines of the tables wait for a step that writes them."""
+        state = self.state
+        if self._updates or (state.temperature[req_indices] >= MIN_TEMPERATURE).any():
+            return False
+        return not state.stages[req_indices].any() and not self.needs_host(req_indices)
 
     def _rows_to_process(self, step: EagerStep) -> np.ndarray:
         """Rows that need more than the draw."""
