@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from asyncllm.gpu.batch.decode_inputs import SamplingTensors
+from asyncllm.gpu.batch.sampling_inputs import Stages, TopLogprobs
 from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.ops.gumbel import NO_TOKEN_LEFT
 from asyncllm.gpu.ops.linear_weights import LinearWeights
@@ -18,6 +22,7 @@ from asyncllm.sampling_params import SamplingParams
 from tests.driver import Driver
 from tests.native_library import context, isas
 from tests.test_model_runner import LARGE, MODEL, make
+from tests.test_sampler import Bench
 
 ISAS = isas()
 GREEDY = SamplingParams(temperature=0.0, seed=0)
@@ -148,12 +153,111 @@ def test_a_greedy_row_without_a_number_ends_alone(monkeypatch):
     assert str(other.error) == NOT_FINITE
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_processed_logits_have_the_bits_of_torch(isa, dtype):
+    """Rows of all kinds in one step, in three steps that count their tokens."""
+    vocab_size, rows = 1003, 24
+    random, generator = Random(4), torch.Generator().manual_seed(4)
+    benches = [Bench(vocab_size, rows, ops=name) for name in ("cpu", f"native-{isa}")]
+    some = range(vocab_size)
+    for row in range(rows):
+        fields: dict[str, Any] = {"temperature": 0.0}
+        if row % 2:
+            fields |= {"repetition_penalty": random.choice([0.7, 1.3])}
+            fields |= {"presence_penalty": random.choice([0.0, 0.3])}
+            fields |= {"frequency_penalty": random.choice([0.0, -0.7])}
+        if row % 3 == 1:
+            fields["logit_bias"] = {token: random.gauss(0, 3) for token in random.sample(some, 9)}
+        if row % 4 == 2:
+            fields["allowed_token_ids"] = random.sample(some, 500)
+        if row % 5 == 3:
+            fields |= {"min_tokens": 2, "stop_token_ids": random.sample(some, 60)}
+        prompt, output = random.choices(some, k=40), random.choices(some, k=row % 7)
+        for bench in benches:
+            bench.enter(row, prompt, output, bad_words=((row,), (1002,)), **fields)
+    for _ in range(3):
+        logits = (torch.randn(rows, vocab_size, generator=generator) * 4).to(dtype)
+        logits[3, 5], logits[5, 9] = torch.nan, -torch.inf
+        masks = {row: random.randbytes(4 * 32) for row in random.sample(range(rows), 6)}
+        masks[8] = bytes(4 * 32)
+        chosen = np.array(sorted({*masks, *random.sample(range(rows), 15)}))
+        tokens = random.choices(some, k=rows)
+        found = []
+        for bench in benches:
+            positions = np.array(list(bench.length.values()))
+            step = bench.sampler.host_step(np.arange(rows), positions, masks)
+            found.append(bench.sampler.process(logits, step, chosen, errors := {}))
+            assert not errors
+            bench.append(list(range(rows)), tokens)
+        torch.testing.assert_close(found[1], found[0], rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(benches[0].sampler.tables.counts, benches[1].sampler.tables.counts)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("vocab_size", "counts"), [(70, [0, 1, 70]), (20_000, [5, 79, 400])])
+def test_log_probabilities_and_ranks(isa, dtype, vocab_size, counts):
+    """Those of equal logits in order of their tokens, of which there are many in bfloat16."""
+    rows = 6
+    logits = torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(8)) * 4
+    logits[3] = torch.linspace(-1e-3, 1e-3, vocab_size)
+    logits[4, : vocab_size // 2] = -torch.inf
+    logits[5, 9] = torch.nan
+    logits = logits.to(dtype)
+    exact = logits.double().log_softmax(-1)
+    order = logits.sort(dim=-1, descending=True, stable=True).indices
+    tokens = torch.tensor([3, int(order[1, 4]), int(order[2, 0]), 9, 7, -1])
+    for threads in (1, 3):
+        ops = NativeOps(context(threads, isa))
+        for count in counts:
+            out = TopLogprobs(rows + 1, count, torch.device("cpu"))
+            ops.top_logprobs(logits, tokens, out)
+            for row in range(rows - 1):
+                best = order[row, :count]
+                assert torch.equal(out.ids[row, :count], best)
+                token = int(tokens[row])
+                wanted = torch.cat((exact[row, best], exact[row, token : token + 1]))
+                torch.testing.assert_close(out.values[row].double(), wanted, rtol=1e-6, atol=1e-6)
+                rank = int((logits[row] > logits[row, token]).sum()) + 1
+                assert int(out.ids[row, -1]) == rank
+            assert not out.values[-1].any()
+
+
+def test_what_cannot_be_processed_is_refused():
+    bench = Bench(40, 4, ops="native-" + ISAS[0])
+    bench.enter(0, [1], [2], temperature=0.0, presence_penalty=0.5, logit_bias={3: 1.0})
+    step = bench.sampler.host_step(np.array([0]), np.array([2]))
+    ops, rows, logits = NativeOps(context(1)), step.rows, torch.zeros(1, 40)
+    stages = Stages.RULES | Stages.PENALTIES
+    tables = rows.tables
+    tables.bias_ids[0, 0] = 40
+    with pytest.raises(RuntimeError, match="process_logits: a slot, block or position"):
+        ops.process_logits(logits, rows, stages)
+    tables.bias_ids[0, 0] = 3
+    for change in ({"req_indices": torch.tensor([5])}, {"host_token_ids": torch.tensor([40])}):
+        with pytest.raises(RuntimeError, match="beyond its table"):
+            ops.process_logits(logits, replace(rows, **change, positions=torch.tensor([9])), stages)
+    with pytest.raises(ValueError, match=r"allowed is \(5, 2\) .* expected \(5, 1\)"):
+        ops.process_logits(torch.zeros(1, 30), rows, stages)
+    masks = {"mask_slots": torch.tensor([1]), "mask_words": torch.zeros(1, 2, dtype=torch.int32)}
+    with pytest.raises(RuntimeError, match="beyond its table"):
+        ops.process_logits(logits, replace(rows, **masks), Stages.MASKS)
+    out = TopLogprobs(1, 41, torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="top_logprobs: shapes"):
+        ops.top_logprobs(logits, torch.tensor([1]), out)
+    with pytest.raises(RuntimeError, match="top_logprobs: a slot"):
+        ops.top_logprobs(logits, torch.tensor([40]), TopLogprobs(1, 2, torch.device("cpu")))
+    with pytest.raises(ValueError, match="1 rows of logits, 2 tokens"):
+        ops.top_logprobs(logits, torch.tensor([1, 2]), out)
+
+
 def test_what_cannot_be_sampled_from_is_refused():
     ops, sampling = NativeOps(context(1)), parameters(4, 5)
     lines, logits = torch.arange(4), torch.zeros(4, 9)
     with pytest.raises(ValueError, match=r"logits are \(4, 9\) of torch.float64"):
         draw(ops, logits.double(), sampling, lines)
-    with pytest.raises(ValueError, match=r"top_k is .* expected 4 or more adjacent torch.int32"):
+    with pytest.raises(ValueError, match=r"top_k is .* expected \(4,\) or more adjacent .*int32"):
         draw(ops, logits, replace(sampling, top_k=sampling.top_k.long()), lines)
     with pytest.raises(ValueError, match=r"top_p is \(3,\)"):
         draw(ops, logits, replace(sampling, top_p=sampling.top_p[:3]), lines)

@@ -77,6 +77,23 @@ class SampleArgs(ctypes.Structure):
     )
 
 
+class LogitsArgs(ctypes.Structure):
+    """``LogitsArgs`` of the interface."""
+
+    _fields_ = _fields(
+        (_P, "logits"),
+        (_I, "row_stride rows vocab_size"),
+        (_P, "out req_indices positions host_token_ids last_sampled"),
+        (_I, "lines words"),
+        (_P, "mask_slots mask_words"),
+        (_I, "num_masks"),
+        (_P, "restricted num_bias num_stop_ids min_end allowed bias_ids bias_values stop_ids"),
+        (_I, "max_bias max_stop_ids"),
+        (_P, "counted_from repetition frequency presence counts in_prompt"),
+        (_N, "dtype rules penalties"),
+    )
+
+
 _SIGNATURES = {
     "sources": (c_char_p, []),
     "best_isa": (c_char_p, []),
@@ -94,6 +111,8 @@ _SIGNATURES = {
     "rope_and_cache": (_N, [_P, POINTER(RopeArgs)]),
     "silu_mul": (_N, [_P, _P, _I, _P, _I, _I, _N]),
     "sample": (_N, [_P, POINTER(SampleArgs)]),
+    "process_logits": (_N, [_P, POINTER(LogitsArgs)]),
+    "top_logprobs": (_N, [_P, _P, _I, _I, _I, _N, _P, _I, _P, _P]),
 }
 
 

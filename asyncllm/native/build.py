@@ -95,6 +95,7 @@ def build(
         "library": defines,
         "sequences": [],
         "sampler": [],
+        "logits": [],
         "pool": [],
         "kernels_baseline": [],
     }

@@ -12,7 +12,11 @@ from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.ops.base import AttentionShape, RMSNorm, RopeAndCache
 from asyncllm.gpu.ops.cpu_ops import CpuOps
 from asyncllm.gpu.ops.linear_weights import LinearWeights, QuantScheme
-from asyncllm.gpu.ops.native_sampling import NativeSample
+from asyncllm.gpu.ops.native_sampling import (
+    NativeProcessLogits,
+    NativeSample,
+    NativeTopLogprobs,
+)
 from asyncllm.native import Context, PackedWeights, RopeArgs, fail
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -266,7 +270,7 @@ def check_cache(cache: Tensor, shape: AttentionShape, dtype: torch.dtype) -> tup
 
 
 class NativeOps(CpuOps):
-    """Compiled ops with a context's threads; what a step does once is plain torch."""
+    """Compiled ops with a context's threads."""
 
     name = "native"
     schemes: ClassVar[frozenset[QuantScheme]] = frozenset({"plain", "int8"})
@@ -275,6 +279,8 @@ class NativeOps(CpuOps):
         self.context = context
         self.silu_mul = NativeSiluMul(context)
         self.sample = NativeSample(context)
+        self.process_logits = NativeProcessLogits(context)
+        self.top_logprobs = NativeTopLogprobs(context)
 
     def make_linear(self, weights: LinearWeights) -> NativeLinear:
         return NativeLinear(self.context, weights)

@@ -236,14 +236,16 @@ class Sampler:
             errors |= {int(chosen[place]): error for place, error in found.items()}
             slots, words = masks.slots.to(self.device), masks.words.to(self.device)
             rows = replace(rows, mask_slots=slots, mask_words=words)
-        raw = logits[index].float()
+        raw = logits if len(chosen) == len(logits) else logits[index]
         ruled = [
             (row, rules, int(step.positions[row]))
             for row, req_index in enumerate(step.req_indices.tolist())
             if (rules := self.state.host.get(req_index)) is not None
         ]
-        for row, rules, _ in ruled:
-            apply_bias(raw[place_of[row]], rules)
+        if any(rules.bias is not None for _, rules, _ in ruled):
+            raw = raw.to(torch.float32, copy=True)
+            for row, rules, _ in ruled:
+                apply_bias(raw[place_of[row]], rules)
         processed = self._ops.process_logits(raw, rows, stages)
         for row, rules, position in ruled:
             output = self.inputs.output_token_ids(int(step.req_indices[row]), position)

@@ -37,6 +37,18 @@ struct Extremes {
     while (logits[at] != value) ++at;
     return chunk * CHUNK + at;
   }
+  float value_of(int64_t token) const {
+    float logits[CHUNK];
+    kernels->read_chunk(row, token / CHUNK, logits);
+    return logits[token % CHUNK];
+  }
+  // The mass of all tokens, that of a logit of `shift` being 1, from the chunks' sums.
+  double mass(const float* sums, float shift) const {
+    double total = 0;
+    for (int64_t chunk = 0; chunk < chunks(); ++chunk)
+      if (sums[chunk] > 0) total += sums[chunk] * exp(double(maxima[chunk]) - shift);
+    return total;
+  }
   // Tokens whose logit is greater.
   int64_t count_above(float value) const {
     int64_t count = 0;
@@ -48,6 +60,20 @@ struct Extremes {
     }
     return count;
   }
+};
+
+// Bounds of logits for a search that starts at the largest and may end early.
+class Descent {
+ public:
+  Descent(float largest, float lowest) : largest_(largest), lowest_(lowest) {}
+  float next() {
+    float bound = distance_ < 64 ? largest_ - distance_ : lowest_;
+    distance_ *= 2;
+    return bound > lowest_ ? bound : lowest_;
+  }
+
+ private:
+  float largest_, lowest_, distance_ = 4;
 };
 
 class Candidates {
@@ -73,7 +99,8 @@ class Candidates {
     return out;
   }
 
-  // A logit that at least k are no less than; k is at most the number of chunks.
+  // A logit that at least k are no less than; k is at most the number of chunks, and no maximum
+  // is NaN.
   float bound_of(int64_t k) {
     int64_t chunks = extremes_.chunks();
     memcpy(maxima_, extremes_.maxima, chunks * sizeof(float));
@@ -95,6 +122,14 @@ class Candidates {
       }
     }
     sort();
+  }
+
+  // Takes the k largest and some more, but none where `largest` is not a number.
+  void take_top(int64_t k, float largest) {
+    count_ = 0;
+    if (largest != largest) return;
+    if (k <= extremes_.chunks()) return take(bound_of(k));
+    for (Descent descent(largest, -INFINITY); count_ < k;) take(descent.next());
   }
 
  private:
@@ -133,18 +168,4 @@ class Candidates {
   uint64_t* spare_;
   float* maxima_;
   int64_t count_ = 0;
-};
-
-// Bounds of logits for a search that starts at the largest and may end early.
-class Descent {
- public:
-  Descent(float largest, float lowest) : largest_(largest), lowest_(lowest) {}
-  float next() {
-    float bound = distance_ < 64 ? largest_ - distance_ : lowest_;
-    distance_ *= 2;
-    return bound > lowest_ ? bound : lowest_;
-  }
-
- private:
-  float largest_, lowest_, distance_ = 4;
 };

@@ -78,6 +78,38 @@ typedef struct SampleArgs {
   int32_t dtype;
 } SampleArgs;
 
+// Rows of logits and the lines of their rules; SamplingRows and LogitsTables of
+// gpu/batch/sampling_inputs.py say more. What belongs to a stage that is not asked for may be null.
+typedef struct LogitsArgs {
+  const void* logits;  // [rows, vocab_size]
+  int64_t row_stride, rows, vocab_size;
+  float* out;                     // [rows, vocab_size]; undefined in rows that are left out
+  const int64_t* req_indices;     // [rows], each row's line; negative for one that is left out
+  const int64_t* positions;       // [rows], of the token before
+  const int64_t* host_token_ids;  // [rows], that token; negative where it is in last_sampled
+  const int64_t* last_sampled;    // [lines]
+  int64_t lines, words;           // words of 32 tokens' bits
+  const int64_t* mask_slots;      // [rows], negative for none; null where no row has a mask
+  const int32_t* mask_words;      // [num_masks, words]
+  int64_t num_masks;
+  const int32_t* restricted;  // [lines], as the rest of the scalars
+  const int32_t* num_bias;
+  const int32_t* num_stop_ids;
+  const int64_t* min_end;
+  const int32_t* allowed;    // [lines, words]
+  const int32_t* bias_ids;   // [lines, max_bias]
+  const float* bias_values;
+  const int32_t* stop_ids;   // [lines, max_stop_ids]
+  int64_t max_bias, max_stop_ids;
+  const int64_t* counted_from;
+  const float* repetition;
+  const float* frequency;
+  const float* presence;
+  int32_t* counts;           // [lines, vocab_size], written
+  const int32_t* in_prompt;  // [lines, words]
+  int32_t dtype, rules, penalties;  // the last two: whether these stages are asked for
+} LogitsArgs;
+
 // What the library was built from, as build.py counts it.
 const char* asyncllm_sources(void);
 // The name of the best instruction set that this library has and this processor runs.
@@ -118,6 +150,13 @@ int32_t asyncllm_silu_mul(Context*, const void* gate_up, int64_t stride, void* o
 
 // Draws a token for each row: ops/gumbel.py says how. A row's token depends on that row alone.
 int32_t asyncllm_sample(Context*, const SampleArgs*);
+// Logits behind the stages that come before temperature: gpu/ops/logits.py, bit by bit.
+int32_t asyncllm_process_logits(Context*, const LogitsArgs*);
+// values and ids [rows, top + 1]: log-probabilities of the likeliest tokens, and last that of
+// tokens[row] and its rank.
+int32_t asyncllm_top_logprobs(Context*, const void* logits, int64_t row_stride, int64_t rows,
+                              int64_t vocab_size, int32_t dtype, const int64_t* tokens,
+                              int64_t top, float* values, int64_t* ids);
 
 #ifdef __cplusplus
 }

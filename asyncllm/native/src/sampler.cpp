@@ -52,14 +52,6 @@ int64_t race_in_rounds(const Draw& draw) {
   return token;
 }
 
-double total_mass(const Draw& draw) {
-  double total = 0;
-  for (int64_t chunk = 0; chunk < draw.extremes.chunks(); ++chunk)
-    if (draw.sums[chunk] > 0)
-      total += draw.sums[chunk] * exp(double(draw.extremes.maxima[chunk]) - draw.largest);
-  return total;
-}
-
 // How many of the candidates, which are complete but for the nucleus, survive; -1 where the cut
 // of a nucleus lies beyond them. Masses are in double, that of the largest logit being 1.
 int64_t count_kept(const Draw& draw, const Candidates& candidates, int64_t limit, double total) {
@@ -85,7 +77,7 @@ int64_t race_truncated(const Draw& draw, void* scratch) {
   bool limited = draw.top_k > 0 && draw.top_k < draw.extremes.row.count;
   int64_t limit = limited ? draw.top_k : INT32_MAX;
   float lowest = fmaxf(draw.largest + logf(draw.min_p), -FLT_MAX);
-  double total = limited || draw.min_p > 0 ? INFINITY : total_mass(draw);
+  double total = limited || draw.min_p > 0 ? INFINITY : draw.extremes.mass(draw.sums, draw.largest);
   Descent descent(draw.largest, lowest);
   int64_t kept = -1;
   while (kept < 0) {
