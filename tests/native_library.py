@@ -6,6 +6,8 @@ import functools
 
 import pytest
 
+from asyncllm.gpu.ops.cpu_ops import CpuOps
+from asyncllm.gpu.ops.native_ops import NativeOps
 from asyncllm.native import Context, Library, NativeUnavailableError
 from asyncllm.native.build import BuildError, build, find_compiler
 
@@ -38,8 +40,18 @@ def isas() -> list[str]:
     return found
 
 
+@functools.cache
+def cpu_ops(name: str) -> CpuOps:
+    """The CPU's op set of that name, of CPU_OPS."""
+    return CpuOps() if name == "cpu" else NativeOps(context(2, name.removeprefix("native-")))
+
+
 def context(num_threads: int = 1, isa: str | None = None) -> Context:
     library = native_library()
     if library is None:
         pytest.skip("no C++ compiler to build the native ops with")
     return Context(library, num_threads, isa)
+
+
+CPU_OPS = ["cpu", *(f"native-{isa}" for isa in isas())]
+"""The op sets whose sampling runs on a CPU, native ones on two threads."""

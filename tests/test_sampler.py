@@ -18,7 +18,6 @@ from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.gpu.batch.decode_inputs import SamplingTensors
 from asyncllm.gpu.batch.input_batch import InputBatch
 from asyncllm.gpu.batch.sampling_inputs import MAX_BIAS, MAX_STOP_IDS, Stages
-from asyncllm.gpu.ops.cpu_ops import CpuOps
 from asyncllm.gpu.sample.host_rules import apply_processors
 from asyncllm.gpu.sample.rng import mix_seed
 from asyncllm.gpu.sample.sampler import SampleOutput, Sampler
@@ -27,6 +26,7 @@ from asyncllm.gpu.threads import set_thread_count
 from asyncllm.sampling_params import SamplingParams
 from tests.driver import UNCHECKED, unchecked
 from tests.hypothesis_settings import examples
+from tests.native_library import CPU_OPS, cpu_ops
 from tests.triton.checks import check_company, check_odd_rows, check_sampling
 
 CPU = torch.device("cpu")
@@ -40,9 +40,9 @@ def _one_thread():
 class Bench:
     """A sampler with requests in its slots, without a model."""
 
-    def __init__(self, vocab_size: int, req_indices: int = 32) -> None:
+    def __init__(self, vocab_size: int, req_indices: int = 32, ops: str = "cpu") -> None:
         self.inputs = InputBatch(req_indices, 256, [KVCacheSpec((0,), 16)])
-        self.sampler = Sampler(req_indices, vocab_size, self.inputs, CPU, CpuOps(), 64)
+        self.sampler = Sampler(req_indices, vocab_size, self.inputs, CPU, cpu_ops(ops), 64)
         self.length = dict.fromkeys(range(req_indices), 0)
 
     def enter(
@@ -99,7 +99,9 @@ def kept(
     return {i: p[i] / total for i in chosen}
 
 
-def draws(logits: torch.Tensor, count: int, seed: int, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarray:
+def draws(
+    ops: str, logits: torch.Tensor, count: int, seed: int, top_k=0, top_p=1.0, min_p=0.0
+) -> np.ndarray:
     """``count`` draws from one row of logits, each with a position of its own."""
     lines = torch.arange(count)
 
@@ -111,7 +113,7 @@ def draws(logits: torch.Tensor, count: int, seed: int, top_k=0, top_p=1.0, min_p
     out = torch.empty_like(lines)
     rows = logits.expand(count, -1)
     last = torch.zeros(count + 1, dtype=torch.int64)
-    CpuOps.sample(rows, SamplingTensors(state, *parameters), lines, lines, last, out)
+    cpu_ops(ops).sample(rows, SamplingTensors(state, *parameters), lines, lines, last, out)
     assert torch.equal(last[:-1], out)
     return out.numpy()
 
@@ -135,10 +137,11 @@ def chi_square(observed: np.ndarray, expected: np.ndarray) -> float:
     ],
 )
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_draws_follow_the_exact_probabilities(limits, seed):
+@pytest.mark.parametrize("ops", CPU_OPS)
+def test_draws_follow_the_exact_probabilities(ops, limits, seed):
     logits = torch.randn(100, generator=torch.Generator().manual_seed(5)) * 1.5
     expected = kept(logits, **limits)
-    tokens = draws(logits, 20_000, seed, **limits)
+    tokens = draws(ops, logits, 20_000, seed, **limits)
     assert set(tokens.tolist()) <= set(expected)
     ids = sorted(expected, key=expected.__getitem__, reverse=True)
     observed = np.array([(tokens == i).sum() for i in ids], dtype=float)
@@ -158,6 +161,7 @@ def test_neighbouring_seeds_share_nothing():
     assert len({mix_seed(seed) for seed in seeds}) == len(seeds)
 
 
+@pytest.mark.parametrize("ops", CPU_OPS)
 @examples(40)
 @given(
     seed=st.integers(0, 2**20),
@@ -166,28 +170,30 @@ def test_neighbouring_seeds_share_nothing():
     top_k=st.sampled_from([0, 1, 5, 40, 300, 5000]),
     top_p=st.sampled_from([1.0, 0.99, 0.9, 0.5, 1e-6]),
     min_p=st.sampled_from([0.0, 0.01, 0.2, 1.0]),
-    half=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
 )
 def test_the_cpu_draws_what_the_plain_function_draws(
-    seed, vocab_size, scale, top_k, top_p, min_p, half
+    ops, seed, vocab_size, scale, top_k, top_p, min_p, dtype
 ):
     """Nuclei of all widths, and in bfloat16 ties where the cut is."""
     logits = torch.randn(2, vocab_size, generator=torch.Generator().manual_seed(seed)) * scale
-    logits = logits.to(torch.bfloat16) if half else logits
+    logits = logits.to(dtype)
     parameters = [torch.full((2,), value) for value in (1.3, top_k, top_p, min_p)]
     parameters[1] = parameters[1].to(torch.int32)
     states, positions = torch.tensor([seed, seed]), torch.arange(2)
     arguments = (logits, states, positions, *parameters)
-    check_sampling(CpuOps.sample, arguments, "cpu")
+    check_sampling(cpu_ops(ops).sample, arguments, "cpu")
 
 
-def test_odd_rows_on_the_cpu():
-    check_odd_rows(CpuOps.sample, "cpu")
-    check_company(CpuOps.sample, "cpu")
+@pytest.mark.parametrize("ops", CPU_OPS)
+def test_odd_rows_on_the_cpu(ops):
+    check_odd_rows(cpu_ops(ops).sample, "cpu")
+    check_company(cpu_ops(ops).sample, "cpu")
 
 
+@pytest.mark.parametrize("ops", CPU_OPS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_draws_the_same_alone_and_in_company(dtype):
+def test_a_row_draws_the_same_alone_and_in_company(ops, dtype):
     generator = torch.Generator().manual_seed(9)
     vocab_size = 5000
     # In bfloat16 most of the likely tokens share their logit with others.
@@ -202,7 +208,7 @@ def test_a_row_draws_the_same_alone_and_in_company(dtype):
         {"temperature": 0.8, "top_p": 0.999, "logit_bias": {3: 5.0}},
         {"temperature": 1.0, "top_k": 3000, "top_p": 0.5, "logprobs": 0},
     ]
-    company = Bench(vocab_size)
+    company = Bench(vocab_size, ops=ops)
     for req_index in range(24):
         company.enter(
             req_index,
@@ -213,13 +219,13 @@ def test_a_row_draws_the_same_alone_and_in_company(dtype):
     order = list(range(24))
     together = company.sample(logits, order)
     for req_index in order:
-        alone = Bench(vocab_size)
+        alone = Bench(vocab_size, ops=ops)
         alone.enter(0, [1, 2, 3], [4] * (req_index % 5), **fields[req_index % 8])
         single = alone.sample(logits[req_index : req_index + 1], [0])
         assert single.token_ids[0] == together.token_ids[req_index]
         assert single.logprobs.get(0) == together.logprobs.get(req_index)
     turned = order[::-1]
-    again = Bench(vocab_size)
+    again = Bench(vocab_size, ops=ops)
     for req_index in order:
         again.enter(req_index, [1, 2, 3], [4] * (req_index % 5), **fields[req_index % 8])
     reversed_ = again.sample(logits[torch.tensor(turned)], turned)
@@ -257,6 +263,7 @@ def penalised(
     return result
 
 
+@pytest.mark.parametrize("ops", CPU_OPS)
 @examples(40)
 @given(
     seed=st.integers(0, 2**20),
@@ -266,13 +273,13 @@ def penalised(
     frequency=st.sampled_from([0.0, 0.4, -0.3]),
     repetition=st.sampled_from([1.0, 1.5, 0.6]),
 )
-def test_penalties_match_the_reference(seed, prompt, output, presence, frequency, repetition):
+def test_penalties_match_the_reference(ops, seed, prompt, output, presence, frequency, repetition):
     params = {
         "presence_penalty": presence,
         "frequency_penalty": frequency,
         "repetition_penalty": repetition,
     }
-    bench = Bench(20)
+    bench = Bench(20, ops=ops)
     bench.enter(3, prompt, output, temperature=0.0, **params)
     bench.enter(5, prompt, [], temperature=0.0)
     generator = torch.Generator().manual_seed(seed)
@@ -463,9 +470,10 @@ def test_what_cannot_be_assigned_leaves_its_slot_neutral(fields):
     assert bench.sample(torch.zeros(1, 30), [0]).token_ids.tolist() == [4]
 
 
+@pytest.mark.parametrize("ops", CPU_OPS)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_logits_that_are_no_numbers_end_their_row_alone(temperature):
-    bench = Bench(30)
+def test_logits_that_are_no_numbers_end_their_row_alone(ops, temperature):
+    bench = Bench(30, ops=ops)
     for req_index in range(5):
         bench.enter(req_index, [1], [], temperature=temperature, seed=req_index, top_p=0.9)
     logits = torch.randn(5, 30, generator=torch.Generator().manual_seed(6))
@@ -483,9 +491,10 @@ def test_nothing_left_to_sample_is_an_error():
     assert "no token is left" in str(output.errors[0])
 
 
+@pytest.mark.parametrize("ops", CPU_OPS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logprobs_are_those_of_the_raw_logits(dtype):
-    bench = Bench(100)
+def test_logprobs_are_those_of_the_raw_logits(ops, dtype):
+    bench = Bench(100, ops=ops)
     bench.enter(0, [1], [], temperature=0.0, logprobs=3, logit_bias={50: 99.0})
     bench.enter(1, [1], [], temperature=2.0, logprobs=0, top_k=5)
     bench.enter(2, [1], [], temperature=0.0)

@@ -26,6 +26,7 @@ from asyncllm.gpu.batch.sampling_inputs import MAX_BIAS, MAX_STOP_IDS, Stages
 from asyncllm.gpu.ops.gumbel import gumbel_keys, gumbel_sample
 from asyncllm.runtime.input_processor import bad_words_token_ids
 from asyncllm.text.tokenizer import Tokenizer
+from tests.native_library import CPU_OPS
 from tests.test_sampler import Bench, chi_square
 
 VOCAB = 200
@@ -91,12 +92,13 @@ def expected_of(logits: torch.Tensor, processors: list[Any]) -> torch.Tensor:
     return LogitsProcessorList(processors)(tokens, logits.unsqueeze(0).clone())[0]
 
 
+@pytest.mark.parametrize("ops", CPU_OPS)
 @pytest.mark.parametrize("seed", [1, 2])
-def test_processed_logits_equal_transformers_to_the_bit(seed: int) -> None:
+def test_processed_logits_equal_transformers_to_the_bit(ops: str, seed: int) -> None:
     """Each alone and all in one batch."""
     rules = list(RULES.values())
     logits = torch.randn(len(rules), VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
-    bench = Bench(VOCAB)
+    bench = Bench(VOCAB, ops=ops)
     enter_all(bench, rules)
     rows = np.arange(len(rules))
     step = bench.sampler.host_step(rows, np.full(len(rules), len(PROMPT + OUTPUT)))
@@ -104,14 +106,15 @@ def test_processed_logits_equal_transformers_to_the_bit(seed: int) -> None:
     assert not errors
     for row, (_, processors) in enumerate(rules):
         assert torch.equal(found[row], expected_of(logits[row], processors)), list(RULES)[row]
-        alone = Bench(VOCAB)
+        alone = Bench(VOCAB, ops=ops)
         enter_all(alone, rules[row : row + 1])
         single = alone.sampler.host_step(np.array([0]), np.array([len(PROMPT + OUTPUT)]))
         again = alone.sampler.process(logits[row : row + 1], single, np.array([0]), {})
         assert torch.equal(again[0], found[row])
 
 
-def test_what_is_too_long_for_the_device_gives_the_same() -> None:
+@pytest.mark.parametrize("ops", CPU_OPS)
+def test_what_is_too_long_for_the_device_gives_the_same(ops: str) -> None:
     ids = list(range(0, LARGE, 2))
     assert len(ids) > MAX_BIAS > MAX_STOP_IDS
     fields = {
@@ -121,7 +124,7 @@ def test_what_is_too_long_for_the_device_gives_the_same() -> None:
         "repetition_penalty": 1.2,
     }
     logits = torch.randn(2, LARGE, generator=torch.Generator().manual_seed(4))
-    bench = Bench(LARGE)
+    bench = Bench(LARGE, ops=ops)
     for req_index in (0, 1):
         bench.enter(req_index, PROMPT, OUTPUT, temperature=1.0, **fields)
     assert bench.sampler.state.needing_host(np.array([5, 1])).tolist() == [1]
@@ -154,12 +157,13 @@ TRUNCATIONS: list[tuple[dict[str, Any], list[Any]]] = [
 ]
 
 
-def test_draws_of_a_mixed_batch_follow_transformers() -> None:
+@pytest.mark.parametrize("ops", CPU_OPS)
+def test_draws_of_a_mixed_batch_follow_transformers(ops: str) -> None:
     """Many seeds; chi-square over the likely tokens, and none that is cut off."""
     rounds, kinds = 800, len(TRUNCATIONS)
     logits = torch.randn(kinds, VOCAB, generator=torch.Generator().manual_seed(11)) * 2
     counts = np.zeros((kinds, VOCAB))
-    bench = Bench(VOCAB, req_indices=kinds * 50)
+    bench = Bench(VOCAB, req_indices=kinds * 50, ops=ops)
     for first in range(0, rounds, 50):
         for row in range(kinds * 50):
             fields = {"temperature": 1.0} | TRUNCATIONS[row % kinds][0]

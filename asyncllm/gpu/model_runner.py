@@ -34,7 +34,13 @@ from asyncllm.gpu.ops.gumbel import NO_TOKEN_LEFT
 from asyncllm.gpu.sample.host_rows import HostRows
 from asyncllm.gpu.sample.logprobs import MAX_FUSED, token_logprobs
 from asyncllm.gpu.sample.prompt_logprobs import gather_prompt_logprobs, prompt_tokens
-from asyncllm.gpu.sample.sampler import NONE_LEFT, NOT_FINITE, SampleOutput, Sampler
+from asyncllm.gpu.sample.sampler import (
+    NONE_LEFT,
+    NOT_FINITE,
+    SampleOutput,
+    Sampler,
+    greedy_output,
+)
 from asyncllm.gpu.threads import set_thread_count
 from asyncllm.validation import explain
 
@@ -388,7 +394,9 @@ class ModelRunner:
         inputs = state.inputs.prepare(step.batch, self.device)
         hidden = state.decoder.forward(inputs, state.cache)
         output, count = SampleOutput(step.rows), len(step.rows)
-        if count:
+        if count and self._takes_argmax(state, step):
+            output = greedy_output(state.decoder.argmax(hidden[:count]))
+        elif count:
             logits = state.decoder.logits(hidden[:count])
             eager = state.sampler.host_step(step.req_indices, step.positions, step.masks_by_place())
             output = state.sampler.sample(logits, eager)
@@ -396,6 +404,13 @@ class ModelRunner:
             step.prompt_tokens = prompt_tokens(step.batch, state.inputs)
             self._gather_prompt_logprobs(step, hidden[count:], output)
         return output
+
+    @staticmethod
+    def _takes_argmax(state: _Device, step: _Step) -> bool:
+        """Whether the output head alone says each row's token."""
+        if step.batch.masked_rows or not state.decoder.takes_argmax:
+            return False
+        return state.sampler.is_greedy(step.req_indices)
 
     def _wait(self, step: _Step) -> SampleOutput:
         """The tokens of a step that was queued; those of its host rows are drawn."""

@@ -64,6 +64,36 @@ class RopeArgs(ctypes.Structure):
     )
 
 
+class SampleArgs(ctypes.Structure):
+    """``SampleArgs`` of the interface."""
+
+    _fields_ = _fields(
+        (_P, "logits"),
+        (_I, "row_stride rows vocab_size"),
+        (_P, "req_indices positions states temperature top_k top_p min_p"),
+        (_I, "lines"),
+        (_P, "last_sampled out"),
+        (_N, "dtype"),
+    )
+
+
+class LogitsArgs(ctypes.Structure):
+    """``LogitsArgs`` of the interface."""
+
+    _fields_ = _fields(
+        (_P, "logits"),
+        (_I, "row_stride rows vocab_size"),
+        (_P, "out req_indices positions host_token_ids last_sampled"),
+        (_I, "lines words"),
+        (_P, "mask_slots mask_words"),
+        (_I, "num_masks"),
+        (_P, "restricted num_bias num_stop_ids min_end allowed bias_ids bias_values stop_ids"),
+        (_I, "max_bias max_stop_ids"),
+        (_P, "counted_from repetition frequency presence counts in_prompt"),
+        (_N, "dtype rules penalties"),
+    )
+
+
 _SIGNATURES = {
     "sources": (c_char_p, []),
     "best_isa": (c_char_p, []),
@@ -74,12 +104,16 @@ _SIGNATURES = {
     "free_weights": (None, [_P]),
     "weights_bytes": (_I, [_P]),
     "linear": (_N, [_P, _P, _P, _I, _P, _I, _I, _N]),
+    "linear_argmax": (_N, [_P, _P, _P, _I, _P, _I, _N]),
     "gather": (_N, [_P, _P, _P, _I, _P, _N]),
     "attention": (_N, [_P, POINTER(AttentionArgs)]),
     "rms_norm": (_N, [_P, _P, _I, _P, _I, _P, _F, _P, _I, _I, _N]),
     "rope_and_cache": (_N, [_P, POINTER(RopeArgs)]),
     "silu_mul": (_N, [_P, _P, _I, _P, _I, _I, _N]),
     "read": (_N, [_P, _P, _I, POINTER(ctypes.c_uint64)]),
+    "sample": (_N, [_P, POINTER(SampleArgs)]),
+    "process_logits": (_N, [_P, POINTER(LogitsArgs)]),
+    "top_logprobs": (_N, [_P, _P, _I, _I, _I, _N, _P, _I, _P, _P]),
 }
 
 

@@ -95,6 +95,8 @@ def build(
         "library": defines,
         "sequences": [],
         "memory": [],
+        "sampler": [],
+        "logits": [],
         "pool": [],
         "kernels_baseline": [],
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,7 @@ from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.models.layers import AttentionKind, Layer, StepContext
 from asyncllm.gpu.models.rope import rope_table
-from asyncllm.gpu.ops.base import Attention, Embedding, Linear, RMSNorm
+from asyncllm.gpu.ops.base import ArgmaxLinear, Attention, Embedding, Linear, RMSNorm
 from asyncllm.gpu.ops.torch_ops import TorchOps
 
 
@@ -78,6 +79,17 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """``[S, H] -> [S, vocab_size]`` in the model's dtype."""
         return self.lm_head(hidden)
+
+    @functools.cached_property
+    def takes_argmax(self) -> bool:
+        """Whether the head finds its largest output by itself."""
+        return isinstance(self.lm_head, ArgmaxLinear)
+
+    def argmax(self, hidden: Tensor) -> Tensor:
+        """``[S, H] -> [S]`` int64: the tokens that greedy rows sample from ``logits(hidden)``,
+        which are not written; see ``ArgmaxLinear``. Only where ``takes_argmax``."""
+        assert isinstance(self.lm_head, ArgmaxLinear)
+        return self.lm_head.argmax(hidden)
 
     def _run(
         self,

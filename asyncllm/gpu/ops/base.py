@@ -70,6 +70,16 @@ class Linear(Protocol):
     def __call__(self, x: Tensor) -> Tensor: ...
 
 
+@runtime_checkable
+class ArgmaxLinear(Linear, Protocol):
+    """An output head that finds its largest output without writing the others."""
+
+    def argmax(self, x: Tensor) -> Tensor:
+        """``x [T, in] -> [T]`` int64: the first of the largest outputs of a call; -1 where one is
+        NaN or infinity, NO_TOKEN_LEFT where all are minus infinity."""
+        ...
+
+
 class Embedding(Protocol):
     """Token ids ``[T] -> [T, H]``; owns its table, or shares it with the head.
 

@@ -12,6 +12,11 @@ from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.ops.base import AttentionShape, RMSNorm, RopeAndCache
 from asyncllm.gpu.ops.cpu_ops import CpuOps
 from asyncllm.gpu.ops.linear_weights import LinearWeights, QuantScheme
+from asyncllm.gpu.ops.native_sampling import (
+    NativeProcessLogits,
+    NativeSample,
+    NativeTopLogprobs,
+)
 from asyncllm.native import Context, PackedWeights, RopeArgs, fail
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -67,12 +72,9 @@ class NativeLinear:
         )  # fmt: skip
 
     def __call__(self, x: Tensor) -> Tensor:
-        x = rows_of(x, self.dtype or x.dtype)
-        m, k = x.shape
-        if k != self.k:
-            raise ValueError(f"native linear: x has {k} columns, expected {self.k}")
+        x, context = self._checked(x), self.context
+        m = len(x)
         y = x.new_empty((m, self.n))
-        context = self.context
         status = context.library.linear(
             context.handle, self.weights.handle, x.data_ptr(), x.stride(0), y.data_ptr(), self.n,
             m, DTYPES[x.dtype],
@@ -80,6 +82,26 @@ class NativeLinear:
         if status:
             fail("linear", status)
         return y
+
+    def argmax(self, x: Tensor) -> Tensor:
+        """``x [T, in] -> [T]`` int64, the first of the largest outputs: those of a call, rounded
+        to the dtype of ``x``, without writing them. -1 where one is NaN or infinity, and
+        NO_TOKEN_LEFT where all are minus infinity."""
+        x = self._checked(x)
+        tokens, context = torch.empty(len(x), dtype=torch.int64, device="cpu"), self.context
+        status = context.library.linear_argmax(
+            context.handle, self.weights.handle, x.data_ptr(), x.stride(0), tokens.data_ptr(),
+            len(x), DTYPES[x.dtype],
+        )  # fmt: skip
+        if status:
+            fail("linear_argmax", status)
+        return tokens
+
+    def _checked(self, x: Tensor) -> Tensor:
+        x = rows_of(x, self.dtype or x.dtype)
+        if x.shape[1] != self.k:
+            raise ValueError(f"native linear: x has {x.shape[1]} columns, expected {self.k}")
+        return x
 
 
 class NativeEmbedding:
@@ -248,7 +270,7 @@ def check_cache(cache: Tensor, shape: AttentionShape, dtype: torch.dtype) -> tup
 
 
 class NativeOps(CpuOps):
-    """Compiled ops with a context's threads; what a step does once is plain torch."""
+    """Compiled ops with a context's threads."""
 
     name = "native"
     schemes: ClassVar[frozenset[QuantScheme]] = frozenset({"plain", "int8"})
@@ -256,6 +278,9 @@ class NativeOps(CpuOps):
     def __init__(self, context: Context) -> None:
         self.context = context
         self.silu_mul = NativeSiluMul(context)
+        self.sample = NativeSample(context)
+        self.process_logits = NativeProcessLogits(context)
+        self.top_logprobs = NativeTopLogprobs(context)
 
     def make_linear(self, weights: LinearWeights) -> NativeLinear:
         return NativeLinear(self.context, weights)

@@ -23,7 +23,7 @@ from asyncllm.gpu.batch.sampling_inputs import (
 )
 from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.memory import is_device_failure
-from asyncllm.gpu.ops.gumbel import NO_TOKEN_LEFT
+from asyncllm.gpu.ops.gumbel import MIN_TEMPERATURE, NO_TOKEN_LEFT
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.sample.host_rules import (
     apply_bias,
@@ -109,6 +109,15 @@ class EagerStep:
     sampling: SamplingTensors
     rows: SamplingRows
     masks: Mapping[int, bytes] = field(default_factory=dict)
+
+
+def greedy_output(tokens: Tensor) -> SampleOutput:
+    """The output for what ``Decoder.argmax`` found, in rows of which nothing is excluded."""
+    output = SampleOutput(tokens.numpy())
+    for row in np.flatnonzero(output.token_ids < 0).tolist():
+        output.errors[row] = ValueError(NOT_FINITE)
+        output.token_ids[row] = -1
+    return output
 
 
 class Sampler:
@@ -262,6 +271,14 @@ class Sampler:
         self._gather_logprobs(logits, rules, output)
         return output
 
+    def is_greedy(self, req_indices: np.ndarray) -> bool:
+        """Whether each of ``req_indices`` takes its largest logit and needs nothing else of them,
+        and no lines of the tables wait for a step that writes them."""
+        state = self.state
+        if self._updates or (state.temperature[req_indices] >= MIN_TEMPERATURE).any():
+            return False
+        return not state.stages[req_indices].any() and not state.needing_host(req_indices).any()
+
     def _rows_to_process(self, step: EagerStep) -> np.ndarray:
         """Rows that need more than the draw."""
         needed = (step.rules.stages & LOGITS_STAGES.value) != 0
@@ -274,7 +291,7 @@ class Sampler:
         self, logits: Tensor, step: EagerStep, chosen: np.ndarray, errors: dict[int, Exception]
     ) -> Tensor:
         """``logits[chosen]`` behind all stages up to temperature, float32."""
-        raw = logits[self._tensor(chosen)]
+        raw = logits if len(chosen) == len(logits) else logits[self._tensor(chosen)]
         processed = self.process_on_device(raw, step, chosen, errors)
         self.process_on_host(processed, step.rules, chosen, errors)
         return processed
@@ -299,7 +316,7 @@ class Sampler:
             slots, words = masks.slots.to(self.device), masks.words.to(self.device)
             rows = replace(rows, mask_slots=slots, mask_words=words)
         if any(one.rules.bias is not None for one in ruled.values()):
-            raw = raw.float() if raw.dtype != torch.float32 else raw.clone()
+            raw = raw.to(torch.float32, copy=True)
             for row, one in ruled.items():
                 apply_bias(raw[place_of[row]], one.rules)
         processed = self._ops.process_logits(raw, rows, stages & LOGITS_STAGES)

@@ -58,6 +58,58 @@ typedef struct RopeArgs {
   int32_t dtype;
 } RopeArgs;
 
+// In place of a token: of a row with NaN or infinity, and of one that is all minus infinity.
+enum { NOT_FINITE = -1, NO_TOKEN_LEFT = -2 };
+
+// Rows of logits and the lines of their parameters.
+typedef struct SampleArgs {
+  const void* logits;  // [rows, vocab_size]
+  int64_t row_stride, rows, vocab_size;
+  const int64_t* req_indices;  // [rows], each row's line; negative for one that is left out
+  const int64_t* positions;    // [rows], of the token before
+  const int64_t* states;       // [lines], as the rest
+  const float* temperature;
+  const int32_t* top_k;
+  const float* top_p;
+  const float* min_p;
+  int64_t lines;
+  int64_t* last_sampled;  // [lines], written: the token, or 0
+  int64_t* out;           // [rows]
+  int32_t dtype;
+} SampleArgs;
+
+// Rows of logits and the lines of their rules; SamplingRows and LogitsTables of
+// gpu/batch/sampling_inputs.py say more. What belongs to a stage that is not asked for may be null.
+typedef struct LogitsArgs {
+  const void* logits;  // [rows, vocab_size]
+  int64_t row_stride, rows, vocab_size;
+  float* out;                     // [rows, vocab_size]; undefined in rows that are left out
+  const int64_t* req_indices;     // [rows], each row's line; negative for one that is left out
+  const int64_t* positions;       // [rows], of the token before
+  const int64_t* host_token_ids;  // [rows], that token; negative where it is in last_sampled
+  const int64_t* last_sampled;    // [lines]
+  int64_t lines, words;           // words of 32 tokens' bits
+  const int64_t* mask_slots;      // [rows], negative for none; null where no row has a mask
+  const int32_t* mask_words;      // [num_masks, words]
+  int64_t num_masks;
+  const int32_t* restricted;  // [lines], as the rest of the scalars
+  const int32_t* num_bias;
+  const int32_t* num_stop_ids;
+  const int64_t* min_end;
+  const int32_t* allowed;    // [lines, words]
+  const int32_t* bias_ids;   // [lines, max_bias]
+  const float* bias_values;
+  const int32_t* stop_ids;   // [lines, max_stop_ids]
+  int64_t max_bias, max_stop_ids;
+  const int64_t* counted_from;
+  const float* repetition;
+  const float* frequency;
+  const float* presence;
+  int32_t* counts;           // [lines, vocab_size], written
+  const int32_t* in_prompt;  // [lines, words]
+  int32_t dtype, rules, penalties;  // the last two: whether these stages are asked for
+} LogitsArgs;
+
 // What the library was built from, as build.py counts it.
 const char* asyncllm_sources(void);
 // The name of the best instruction set that this library has and this processor runs.
@@ -80,6 +132,10 @@ int64_t asyncllm_weights_bytes(const Weights*);
 // to integers of one scale per row for weights of type DTYPE_I8, and the sums are exact.
 int32_t asyncllm_linear(Context*, const Weights*, const void* x, int64_t x_stride, void* y,
                         int64_t y_stride, int64_t m, int32_t dtype);
+// out [m] = the first of the largest outputs of asyncllm_linear, as they would be in `dtype`, or
+// what is in place of a token.
+int32_t asyncllm_linear_argmax(Context*, const Weights*, const void* x, int64_t x_stride,
+                               int64_t* out, int64_t m, int32_t dtype);
 // out [count, k] = the rows of the weight that ids name: the embedding that a head is tied to.
 int32_t asyncllm_gather(Context*, const Weights*, const int64_t* ids, int64_t count, void* out,
                         int32_t dtype);
@@ -94,6 +150,15 @@ int32_t asyncllm_silu_mul(Context*, const void* gate_up, int64_t stride, void* o
 
 // The sum of memory's words, for the time that reading it takes; bytes are a multiple of 64.
 int32_t asyncllm_read(Context*, const void* memory, int64_t bytes, uint64_t* sum);
+// Draws a token for each row: ops/gumbel.py says how. A row's token depends on that row alone.
+int32_t asyncllm_sample(Context*, const SampleArgs*);
+// Logits behind the stages that come before temperature: gpu/ops/logits.py, bit by bit.
+int32_t asyncllm_process_logits(Context*, const LogitsArgs*);
+// values and ids [rows, top + 1]: log-probabilities of the likeliest tokens, and last that of
+// tokens[row] and its rank.
+int32_t asyncllm_top_logprobs(Context*, const void* logits, int64_t row_stride, int64_t rows,
+                              int64_t vocab_size, int32_t dtype, const int64_t* tokens,
+                              int64_t top, float* values, int64_t* ids);
 
 #ifdef __cplusplus
 }

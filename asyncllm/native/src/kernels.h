@@ -17,6 +17,13 @@ struct PackedView {
   int32_t dtype;
 };
 
+// The largest of a row's outputs so far, and NaN in `broken` where one was NaN or infinity.
+struct Largest {
+  float value;
+  float broken[16];
+  int64_t output;
+};
+
 struct LinearTask {
   const float* x;       // [rows, k], contiguous in k
   const uint16_t* x16;  // the same in bfloat16 where the kernels take it so, else null
@@ -25,7 +32,8 @@ struct LinearTask {
   int64_t x_stride;
   void* y;
   int64_t y_stride;
-  int32_t dtype;  // of y
+  Largest* largest;  // [rows]; where it is not null, no y is written
+  int32_t dtype;     // of y
   int64_t first_row, last_row, first, last;  // rows; panels
 };
 
@@ -34,6 +42,17 @@ struct PlainView {
   int64_t n, k, row_stride;
   int32_t dtype;
 };
+
+// A row of logits, which count times `factor`.
+struct LogitsRow {
+  const void* values;
+  int64_t count;
+  float factor;
+  int32_t dtype;
+};
+
+// Logits next to each other that sampling takes together (gumbel.CHUNK).
+enum { CHUNK = 256 };
 
 // Query rows of one key/value head: tokens [first_token, last_token) of a sequence, times heads
 // [first_head, last_head). Keys [first_key, last_key) lie within splits of SPLIT keys.
@@ -71,6 +90,11 @@ struct Kernels {
                    int64_t width, int32_t dtype);
   void (*rope)(const RopeArgs&, int64_t token);
   void (*silu_mul)(const void* gate_up, void* out, int64_t width, int32_t dtype);
+  // The largest logit of each chunk [first, last), NaN for one that holds NaN or infinity; and,
+  // unless `sums` is null, the sum of exponentials of the logits less that.
+  void (*reduce_chunks)(const LogitsRow&, int64_t first, int64_t last, float* maxima, float* sums);
+  // The logits of a chunk [CHUNK], minus infinity behind the last.
+  void (*read_chunk)(const LogitsRow&, int64_t chunk, float* out);
 };
 
 // Floats of one query row's partial result: the accumulator, its maximum and its sum.

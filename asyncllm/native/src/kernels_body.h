@@ -5,8 +5,10 @@ template <class T> struct pointee<T*> { typedef T type; };
 #include "linear.h"
 #include "rows.h"
 #include "attention.h"
+#include "logits_rows.h"
 
-#define KERNELS(name)                                                                        \
-  {name,      W,      PANEL,  MAX_ROWS,     TAKES_BFLOAT16 != 0, panel_elements, \
-   pack,      widen_row, linear, quantise,  gather,       attention_scratch, attention,     \
-   merge,     rms_norm,  rope,   silu_mul}
+#define KERNELS(name)                                                                     \
+  {name,     W,        PANEL,         MAX_ROWS, TAKES_BFLOAT16 != 0, panel_elements,      \
+   pack,     widen_row, linear,       quantise, gather,              attention_scratch,   \
+   attention, merge,   rms_norm,      rope,     silu_mul,            reduce_chunks,       \
+   read_chunk}

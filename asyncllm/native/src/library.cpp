@@ -1,4 +1,5 @@
 // Contexts and weights, and the ops on rows: they check, share out the work and call the kernels.
+#include <math.h>
 #include <string.h>
 #include <sys/mman.h>
 
@@ -123,14 +124,38 @@ void share_linear(Context* context, LinearTask task, int64_t m, int64_t units, i
   int64_t parts = most(1, 8 * context->pool.size() / row_parts);
   int64_t per_part = divide_up(divide_up(units, parts), step) * step;
   parts = divide_up(units, per_part);
-  share(context, parts * row_parts, work, [&](int64_t index, int) {
+  share(context, parts * row_parts, work, [&](int64_t index, int thread) {
     LinearTask own = task;
     own.first = index / row_parts * per_part;
     own.last = least(units, own.first + per_part);
     own.first_row = index % row_parts * rows;
     own.last_row = least(m, own.first_row + rows);
-    f(own);
+    f(own, thread);
   });
+}
+
+// Checks and prepares x, and calls f(task, thread) for the parts of the product.
+template <class F>
+int32_t run_linear(Context* context, const Weights* weights, LinearTask task, const void* x,
+                   int64_t x_stride, int64_t m, int32_t dtype, F&& f) {
+  const PackedView& view = weights->view;
+  const Kernels* kernels = context->kernels;
+  bool integers = view.dtype == DTYPE_I8;
+  if (weights->kernels != kernels || (!integers && dtype != view.dtype)) return STATUS_INVALID;
+  if (!is_matrix(x, dtype, m, view.k, x_stride)) return STATUS_INVALID;
+  if (m == 0) return STATUS_OK;
+  if (integers) {
+    if (!quantise_rows(context, &task, x, x_stride, m, view.k, dtype)) return STATUS_NO_MEMORY;
+  } else if (kernels->takes_bfloat16 && dtype == DTYPE_BF16) {
+    task.x16 = static_cast<const uint16_t*>(x);
+    task.x_stride = x_stride;
+  } else if (!prepare_rows(context, &task, x, x_stride, m, view.k, dtype)) {
+    return STATUS_NO_MEMORY;
+  }
+  task.dtype = dtype;
+  int64_t panels = divide_up(view.n, kernels->panel);
+  share_linear(context, task, m, panels, m == 1 ? 4 : m <= 3 ? 2 : 1, m * view.n * view.k, f);
+  return STATUS_OK;
 }
 
 float* pad(const float* values, int64_t count, int64_t padded) {
@@ -220,27 +245,41 @@ API int32_t asyncllm_linear(Context* context, const Weights* weights, const void
                             int32_t dtype) {
   if (!is_open(context)) return STATUS_CLOSED;
   const PackedView& view = weights->view;
-  const Kernels* kernels = context->kernels;
-  bool integers = view.dtype == DTYPE_I8;
-  if (weights->kernels != kernels || (!integers && dtype != view.dtype)) return STATUS_INVALID;
-  if (!is_matrix(x, dtype, m, view.k, x_stride) || !is_matrix(y, dtype, m, view.n, y_stride))
-    return STATUS_INVALID;
-  if (m == 0) return STATUS_OK;
+  if (!is_matrix(y, dtype, m, view.n, y_stride)) return STATUS_INVALID;
   LinearTask task = {};
-  if (integers) {
-    if (!quantise_rows(context, &task, x, x_stride, m, view.k, dtype)) return STATUS_NO_MEMORY;
-  } else if (kernels->takes_bfloat16 && dtype == DTYPE_BF16) {
-    task.x16 = static_cast<const uint16_t*>(x);
-    task.x_stride = x_stride;
-  } else if (!prepare_rows(context, &task, x, x_stride, m, view.k, dtype)) {
-    return STATUS_NO_MEMORY;
-  }
   task.y = y;
   task.y_stride = y_stride;
-  task.dtype = dtype;
-  int64_t panels = divide_up(view.n, kernels->panel);
-  share_linear(context, task, m, panels, m == 1 ? 4 : m <= 3 ? 2 : 1, m * view.n * view.k,
-               [&](const LinearTask& own) { kernels->linear(view, own); });
+  return run_linear(context, weights, task, x, x_stride, m, dtype,
+                    [&](const LinearTask& own, int) { context->kernels->linear(view, own); });
+}
+
+API int32_t asyncllm_linear_argmax(Context* context, const Weights* weights, const void* x,
+                                   int64_t x_stride, int64_t* out, int64_t m, int32_t dtype) {
+  if (!is_open(context)) return STATUS_CLOSED;
+  if (m < 0 || (m && !out)) return STATUS_INVALID;
+  if (!grow_scratch(context, m * sizeof(Largest))) return STATUS_NO_MEMORY;
+  int threads = context->pool.size();
+  auto of = [&](int thread) { return static_cast<Largest*>(context->scratch[thread]); };
+  for (int thread = 0; thread < threads; ++thread)
+    for (int64_t row = 0; row < m; ++row) of(thread)[row] = {-INFINITY, {}, 0};
+  int32_t status = run_linear(context, weights, {}, x, x_stride, m, dtype,
+                              [&](const LinearTask& task, int thread) {
+                                LinearTask own = task;
+                                own.largest = of(thread);
+                                context->kernels->linear(weights->view, own);
+                              });
+  if (status) return status;
+  for (int64_t row = 0; row < m; ++row) {
+    Largest best = of(0)[row];
+    float broken = 0;
+    for (int thread = 0; thread < threads; ++thread) {
+      const Largest& own = of(thread)[row];
+      if (own.value > best.value || (own.value == best.value && own.output < best.output))
+        best = own;
+      for (float lane : own.broken) broken += lane;
+    }
+    out[row] = broken != 0 ? int64_t(NOT_FINITE) : best.value == -INFINITY ? int64_t(NO_TOKEN_LEFT) : best.output;
+  }
   return STATUS_OK;
 }
 

@@ -65,8 +65,24 @@ INLINE void load_panel(const bf16* p, vf* out) {
   for (int i = 0; i < NV; i += 2) load_pair(p + i * W, out[i], out[i + 1]);
 }
 
-// Scales the sums [rows][panels * PANEL] of a tile, adds the bias and writes them. Not inlined:
-// it comes in every type of y.
+// Looks for the largest of `count` outputs from `output` on, in ascending order of outputs.
+template <class T>
+INLINE void keep_largest(Largest* largest, vf x, int64_t output, int64_t count, const T* type) {
+  float values[W];
+  store(values, rounded_to(x, type));
+  for (int64_t i = count; i < W; ++i) values[i] = -__builtin_inff();
+  vf found = load(values);
+  store(largest->broken, note_broken(load(largest->broken), found));
+  if (!(hmax(found) > largest->value)) return;
+  for (int i = 0; i < W; ++i)
+    if (values[i] > largest->value) {
+      largest->value = values[i];
+      largest->output = output + i;
+    }
+}
+
+// Scales the sums [rows][panels * PANEL] of a tile, adds the bias and writes them, or keeps the
+// largest. Not inlined: it comes in every type of y.
 static __attribute__((noinline)) void finish_tile(const PackedView& weights,
                                                   const LinearTask& task, const float* sums,
                                                   int64_t row, int64_t rows, int64_t panel,
@@ -74,13 +90,16 @@ static __attribute__((noinline)) void finish_tile(const PackedView& weights,
   int64_t first = panel * PANEL, width = panels * PANEL;
   with_type(task.dtype, [&](auto* type) {
     for (int64_t m = 0; m < rows; ++m) {
-      auto* y = (decltype(type))task.y + (row + m) * task.y_stride + first;
+      auto* y = task.largest ? type : (decltype(type))task.y + (row + m) * task.y_stride + first;
       for (int64_t i = 0; i < width && first + i < weights.n; i += W) {
         vf sum = load(sums + m * width + i);
         if (weights.scales)
           sum = mul(sum, mul(set1(task.x_scales[row + m]), load(weights.scales + first + i)));
         if (weights.bias) sum = add(sum, load(weights.bias + first + i));
-        store_up_to(y + i, sum, weights.n - first - i);
+        if (task.largest)
+          keep_largest(task.largest + row + m, sum, first + i, weights.n - first - i, type);
+        else
+          store_up_to(y + i, sum, weights.n - first - i);
       }
     }
   });

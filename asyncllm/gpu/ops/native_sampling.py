@@ -1,0 +1,181 @@
+"""NativeSample, NativeProcessLogits, NativeTopLogprobs: sampling in compiled code, on the threads
+of a context."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from asyncllm.gpu.batch.decode_inputs import SamplingTensors
+from asyncllm.gpu.batch.grammar_masks import num_words
+from asyncllm.gpu.batch.sampling_inputs import SamplingRows, Stages, TopLogprobs
+from asyncllm.native import Context, LogitsArgs, SampleArgs, fail
+
+LOGITS_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+def address(name: str, tensor: Tensor, dtype: torch.dtype, count: int, *width: int) -> int:
+    """The address of at least ``count`` elements, or lines of ``width``.
+
+    Raises:
+        ValueError: another shape, dtype or device, or elements that are not adjacent.
+    """
+    found = tensor.dtype, tensor.device.type, tensor.is_contiguous(), tensor.shape[1:]
+    if found != (dtype, "cpu", True, width) or len(tensor) < count:
+        raise ValueError(
+            f"native sampling: {name} is {tuple(tensor.shape)} of {tensor.dtype} on "
+            f"{tensor.device}, expected {(count, *width)} or more adjacent {dtype} on cpu"
+        )
+    return tensor.data_ptr()
+
+
+def logits_rows(logits: Tensor) -> Tensor:
+    """``logits [S, vocab_size]`` with each row contiguous; rows may lie anywhere.
+
+    Raises:
+        ValueError: another device, dtype or shape.
+    """
+    if logits.dtype not in LOGITS_DTYPES or logits.device.type != "cpu" or logits.dim() != 2:
+        raise ValueError(
+            f"native sampling: logits are {tuple(logits.shape)} of {logits.dtype} on "
+            f"{logits.device}, expected [rows, vocab_size] of a floating point type on cpu"
+        )
+    return logits if logits.stride(1) == 1 or logits.shape[1] == 1 else logits.contiguous()
+
+
+class NativeSample:
+    """One token per row, as ``TorchOps.sample`` says.
+
+    The noise has the bits of ``gumbel``; logarithms and sums of exponentials differ from torch's
+    in their last bits, so another token comes out where two were about to tie.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+
+    def __call__(
+        self,
+        logits: Tensor,
+        sampling: SamplingTensors,
+        req_indices: Tensor,
+        positions: Tensor,
+        last_sampled_tokens: Tensor,
+        out: Tensor,
+    ) -> None:
+        logits, context = logits_rows(logits), self.context
+        rows = len(logits)
+        lines = min(len(sampling.states), len(last_sampled_tokens))
+        args = SampleArgs(
+            logits=logits.data_ptr(),
+            row_stride=logits.stride(0),
+            rows=rows,
+            vocab_size=logits.shape[1],
+            req_indices=address("req_indices", req_indices, torch.int64, rows),
+            positions=address("positions", positions, torch.int64, rows),
+            states=address("states", sampling.states, torch.int64, lines),
+            temperature=address("temperature", sampling.temperature, torch.float32, lines),
+            top_k=address("top_k", sampling.top_k, torch.int32, lines),
+            top_p=address("top_p", sampling.top_p, torch.float32, lines),
+            min_p=address("min_p", sampling.min_p, torch.float32, lines),
+            lines=lines,
+            last_sampled=address("last_sampled_tokens", last_sampled_tokens, torch.int64, lines),
+            out=address("out", out, torch.int64, rows),
+            dtype=LOGITS_DTYPES[logits.dtype],
+        )
+        status = context.library.sample(context.handle, ctypes.byref(args))
+        if status:
+            fail("sample", status)
+
+
+class NativeProcessLogits:
+    """``logits.process_logits``, to the bit."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+
+    def __call__(self, logits: Tensor, rows: SamplingRows, stages: Stages) -> Tensor:
+        logits, context = logits_rows(logits), self.context
+        count, vocab_size = logits.shape
+        out = torch.empty((count, vocab_size), dtype=torch.float32, device="cpu")
+        lines = min(len(rows.last_sampled_tokens), len(rows.rules.restricted), rows.tables.lines)
+        last = rows.last_sampled_tokens
+        args = LogitsArgs(
+            logits=logits.data_ptr(),
+            row_stride=logits.stride(0),
+            rows=count,
+            vocab_size=vocab_size,
+            out=out.data_ptr(),
+            req_indices=address("req_indices", rows.req_indices, torch.int64, count),
+            positions=address("positions", rows.positions, torch.int64, count),
+            host_token_ids=address("host_token_ids", rows.host_token_ids, torch.int64, count),
+            last_sampled=address("last_sampled_tokens", last, torch.int64, lines),
+            lines=lines,
+            words=num_words(vocab_size),
+            dtype=LOGITS_DTYPES[logits.dtype],
+        )
+        if stages & Stages.MASKS:
+            _set_masks(args, rows)
+        if stages & Stages.RULES:
+            _set_rules(args, rows)
+        if stages & Stages.PENALTIES:
+            _set_penalties(args, rows)
+        status = context.library.process_logits(context.handle, ctypes.byref(args))
+        if status:
+            fail("process_logits", status)
+        return out
+
+
+def _set_masks(args: LogitsArgs, rows: SamplingRows) -> None:
+    assert rows.mask_slots is not None
+    assert rows.mask_words is not None
+    args.mask_slots = address("mask_slots", rows.mask_slots, torch.int64, args.rows)
+    args.num_masks = len(rows.mask_words)
+    args.mask_words = address("mask_words", rows.mask_words, torch.int32, 0, args.words)
+
+
+def _set_rules(args: LogitsArgs, rows: SamplingRows) -> None:
+    rules, tables, lines = rows.rules, rows.tables, args.lines
+    args.rules = 1
+    for name in ("restricted", "num_bias", "num_stop_ids"):
+        setattr(args, name, address(name, getattr(rules, name), torch.int32, lines))
+    args.min_end = address("min_end", rules.min_end, torch.int64, lines)
+    args.max_bias, args.max_stop_ids = tables.bias_ids.shape[1], tables.stop_ids.shape[1]
+    args.allowed = address("allowed", tables.allowed, torch.int32, lines, args.words)
+    args.bias_ids = address("bias_ids", tables.bias_ids, torch.int32, lines, args.max_bias)
+    args.bias_values = address(
+        "bias_values", tables.bias_values, torch.float32, lines, args.max_bias
+    )
+    args.stop_ids = address("stop_ids", tables.stop_ids, torch.int32, lines, args.max_stop_ids)
+
+
+def _set_penalties(args: LogitsArgs, rows: SamplingRows) -> None:
+    rules, tables, lines = rows.rules, rows.tables, args.lines
+    args.penalties = 1
+    args.counted_from = address("counted_from", rules.counted_from, torch.int64, lines)
+    for name in ("repetition", "frequency", "presence"):
+        setattr(args, name, address(name, getattr(rules, name), torch.float32, lines))
+    args.counts = address("counts", tables.counts, torch.int32, lines, args.vocab_size)
+    args.in_prompt = address("in_prompt", tables.in_prompt, torch.int32, lines, args.words)
+
+
+class NativeTopLogprobs:
+    """``logits.top_logprobs``; equal logits come in order of their tokens."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+
+    def __call__(self, logits: Tensor, tokens: Tensor, out: TopLogprobs) -> None:
+        logits, context = logits_rows(logits), self.context
+        count, width = len(tokens), out.values.shape[1]
+        if len(logits) < count:
+            raise ValueError(f"native sampling: {len(logits)} rows of logits, {count} tokens")
+        status = context.library.top_logprobs(
+            context.handle, logits.data_ptr(), logits.stride(0), count, logits.shape[1],
+            LOGITS_DTYPES[logits.dtype], address("tokens", tokens, torch.int64, count), width - 1,
+            address("values", out.values, torch.float32, count, width),
+            address("ids", out.ids, torch.int64, count, width),
+        )  # fmt: skip
+        if status:
+            fail("top_logprobs", status)

@@ -1,0 +1,183 @@
+// What sampling does to logits beside the draw: the functions of ops/logits.py. The first has
+// their bits; log-probabilities differ from torch's in the last ones.
+#include <math.h>
+
+#include "candidates.h"
+
+namespace {
+
+constexpr int64_t WORD = 32;
+
+// A request index's part of the tables.
+struct Line {
+  const LogitsArgs& a;
+  int64_t line;
+
+  bool masks(int64_t row) const { return a.mask_slots && a.mask_slots[row] >= 0; }
+  bool rules() const { return a.rules; }
+  const int32_t* bias_ids() const { return a.bias_ids + line * a.max_bias; }
+  const int32_t* stop_ids() const { return a.stop_ids + line * a.max_stop_ids; }
+  bool suppresses(int64_t row) const { return a.positions[row] + 1 < a.min_end[line]; }
+  bool penalised() const {
+    return a.penalties &&
+           (a.repetition[line] != 1 || a.frequency[line] != 0 || a.presence[line] != 0);
+  }
+};
+
+bool in_vocabulary(const int32_t* ids, int64_t count, int64_t vocab_size) {
+  for (int64_t i = 0; i < count; ++i)
+    if (ids[i] < 0 || ids[i] >= vocab_size) return false;
+  return true;
+}
+
+// Minus infinity for tokens whose bit is not set.
+void keep_allowed(float* logits, int64_t count, const int32_t* words) {
+  for (int64_t first = 0; first < count; first += WORD) {
+    uint32_t word = uint32_t(words[first / WORD]);
+    if (word == ~uint32_t(0)) continue;
+    int64_t last = least(WORD, count - first);
+    if (!word && last == WORD) {
+      for (int64_t i = 0; i < WORD; ++i) logits[first + i] = -INFINITY;
+      continue;
+    }
+    for (int64_t i = 0; i < last; ++i)
+      if (!(word >> i & 1)) logits[first + i] = -INFINITY;
+  }
+}
+
+void apply_rules(const Line& own, int64_t row, float* logits) {
+  const LogitsArgs& a = own.a;
+  const float* values = a.bias_values + own.line * a.max_bias;
+  for (int64_t i = 0; i < a.num_bias[own.line]; ++i) logits[own.bias_ids()[i]] += values[i];
+  if (a.restricted[own.line])
+    keep_allowed(logits, a.vocab_size, a.allowed + own.line * a.words);
+  if (!own.suppresses(row)) return;
+  for (int64_t i = 0; i < a.num_stop_ids[own.line]; ++i) {
+    float& logit = logits[own.stop_ids()[i]];
+    if (logit == logit) logit = -INFINITY;
+  }
+}
+
+// Whether any of 32 counts is not zero.
+bool any_of(const int32_t* counts) {
+  int32_t found = 0;
+  for (int64_t i = 0; i < WORD; ++i) found |= counts[i];
+  return found;
+}
+
+void penalise(const Line& own, float* logits) {
+  const LogitsArgs& a = own.a;
+  const int32_t* counts = a.counts + own.line * a.vocab_size;
+  const int32_t* in_prompt = a.in_prompt + own.line * a.words;
+  float repetition = a.repetition[own.line], frequency = a.frequency[own.line];
+  float presence = a.presence[own.line];
+  for (int64_t first = 0; first < a.vocab_size; first += WORD) {
+    int64_t last = least(WORD, a.vocab_size - first);
+    uint32_t prompt = uint32_t(in_prompt[first / WORD]);
+    if (!prompt && last == WORD && !any_of(counts + first)) continue;
+    for (int64_t i = 0; i < last; ++i) {
+      int32_t count = counts[first + i];
+      if (count <= 0 && !(prompt >> i & 1)) continue;
+      float logit = logits[first + i];
+      logit = logit > 0 ? logit / repetition : logit * repetition;
+      logit = logit - frequency * float(count);
+      logits[first + i] = logit - presence * float(count > 0);
+    }
+  }
+}
+
+// The token before the one that is sampled.
+int64_t last_token(const LogitsArgs& a, int64_t row) {
+  int64_t host = a.host_token_ids[row];
+  return most(0, host < 0 ? a.last_sampled[a.req_indices[row]] : host);
+}
+
+int32_t check(const LogitsArgs& a) {
+  if (!is_matrix(a.logits, a.dtype, a.rows, a.vocab_size, a.row_stride) ||
+      !is_matrix(a.out, DTYPE_F32, a.rows, a.vocab_size, a.vocab_size) ||
+      a.words != divide_up(a.vocab_size, WORD) || a.max_bias < 0 || a.max_stop_ids < 0)
+    return STATUS_INVALID;
+  for (int64_t row = 0; row < a.rows; ++row) {
+    Line own = {a, a.req_indices[row]};
+    if (own.line >= a.lines || (own.masks(row) && a.mask_slots[row] >= a.num_masks))
+      return STATUS_INDEX;
+    if (own.line < 0) continue;
+    if (own.rules() &&
+        (a.num_bias[own.line] > a.max_bias || a.num_stop_ids[own.line] > a.max_stop_ids ||
+         !in_vocabulary(own.bias_ids(), a.num_bias[own.line], a.vocab_size) ||
+         (own.suppresses(row) &&
+          !in_vocabulary(own.stop_ids(), a.num_stop_ids[own.line], a.vocab_size))))
+      return STATUS_INDEX;
+    if (a.penalties && a.positions[row] >= a.counted_from[own.line] &&
+        last_token(a, row) >= a.vocab_size)
+      return STATUS_INDEX;
+  }
+  return STATUS_OK;
+}
+
+}  // namespace
+
+API int32_t asyncllm_process_logits(Context* context, const LogitsArgs* args) {
+  if (!is_open(context)) return STATUS_CLOSED;
+  const LogitsArgs& a = *args;
+  int32_t status = check(a);
+  if (status) return status;
+  // Before the rows are shared out: two of them may have one line.
+  for (int64_t row = 0; a.penalties && row < a.rows; ++row) {
+    int64_t line = a.req_indices[row];
+    if (line >= 0 && a.positions[row] >= a.counted_from[line])
+      ++a.counts[line * a.vocab_size + last_token(a, row)];
+  }
+  share(context, a.rows, a.rows * a.vocab_size * 8, [&](int64_t row, int) {
+    Line own = {a, a.req_indices[row]};
+    float* logits = a.out + row * a.vocab_size;
+    const char* values = static_cast<const char*>(a.logits);
+    context->kernels->widen(values + row * a.row_stride * size_of(a.dtype), a.dtype, logits,
+                            a.vocab_size);
+    if (own.masks(row))
+      keep_allowed(logits, a.vocab_size, a.mask_words + a.mask_slots[row] * a.words);
+    if (own.line < 0) return;
+    if (own.rules()) apply_rules(own, row, logits);
+    if (own.penalised()) penalise(own, logits);
+  });
+  return STATUS_OK;
+}
+
+API int32_t asyncllm_top_logprobs(Context* context, const void* logits, int64_t row_stride,
+                                  int64_t rows, int64_t vocab_size, int32_t dtype,
+                                  const int64_t* tokens, int64_t top, float* values,
+                                  int64_t* ids) {
+  if (!is_open(context)) return STATUS_CLOSED;
+  if (!is_matrix(logits, dtype, rows, vocab_size, row_stride) || vocab_size > INT32_MAX ||
+      top < 0 || top > vocab_size || (rows && (!tokens || !values || !ids)))
+    return STATUS_INVALID;
+  for (int64_t row = 0; row < rows; ++row)
+    if (tokens[row] >= vocab_size) return STATUS_INDEX;
+  int64_t chunks = num_chunks(vocab_size);
+  if (!grow(&context->shared, &context->shared_bytes, rows * chunks * 8) ||
+      !grow_scratch(context, Candidates::scratch(vocab_size)))
+    return STATUS_NO_MEMORY;
+  float* maxima = static_cast<float*>(context->shared);
+  float* sums = maxima + rows * chunks;
+  share(context, rows, rows * vocab_size * 16, [&](int64_t row, int thread) {
+    const char* from = static_cast<const char*>(logits) + row * row_stride * size_of(dtype);
+    float *own = maxima + row * chunks, *masses = sums + row * chunks;
+    Extremes extremes = {context->kernels, {from, vocab_size, 1.0f, dtype}, own};
+    context->kernels->reduce_chunks(extremes.row, 0, chunks, own, masses);
+    float* value = values + row * (top + 1);
+    int64_t* id = ids + row * (top + 1);
+    Candidates candidates(extremes, context->scratch[thread]);
+    float largest = extremes.largest();
+    float total = float(largest + log(extremes.mass(masses, largest)));
+    if (top) candidates.take_top(top, largest);
+    for (int64_t i = 0; i < top; ++i) {
+      bool there = i < candidates.count();
+      value[i] = there ? candidates.value(i) - total : NAN;
+      id[i] = there ? candidates.token(i) : 0;
+    }
+    float sampled = extremes.value_of(most(tokens[row], 0));
+    value[top] = sampled - total;
+    id[top] = extremes.count_above(sampled) + 1;
+  });
+  return STATUS_OK;
+}
