@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import get_ident
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from asyncllm.core.batch import GrammarMask, RowError, StepBatch, StepResult
 from asyncllm.core.executor import ExecutorInfo, StepOutOfMemoryError
@@ -22,6 +23,7 @@ from asyncllm.gpu.batch.step_buffers import PinnedStepBuffer
 from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.graph.cuda_graphs import StepGraphs
 from asyncllm.gpu.graph.decode_runner import DecodeRunner
+from asyncllm.gpu.graph.recorded_step import RecordedStep, record_step
 from asyncllm.gpu.graph.streams import Event, Stream, SyncStream
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.memory import is_out_of_memory, release
@@ -44,6 +46,7 @@ class _Device:
     inputs: InputBatch
     sampler: Sampler
     decode: DecodeRunner | None
+    recorded: RecordedStep | None = None
 
 
 class _Step:
@@ -123,6 +126,7 @@ class ModelRunner:
         info: limits for the scheduler.
         dtype: of weights and KV.
         device: where they are.
+        execution: how the model's part of a step runs, in words.
     """
 
     def __init__(
@@ -155,6 +159,9 @@ class ModelRunner:
                 *limits, inputs, self.device, decoder.ops, min(num_logprobs, MAX_FUSED)
             )
         self._state: _Device | None = _Device(decoder, cache, inputs, sampler, decode)
+        self.execution = "graphs of decode steps"
+        if decode is None:
+            self._record()
         self._steps: deque[_Step] = deque()
         self._num_threads = num_threads
         self._thread: int | None = None
@@ -177,6 +184,25 @@ class ModelRunner:
             with torch.inference_mode(), self._stream.context():
                 graphs.capture_all(progress)
             self._stream.synchronize()
+
+    def set_token_budget(self, max_num_batched_tokens: int) -> None:
+        """The largest step from now on, before the first of them."""
+        self.info = replace(self.info, max_num_batched_tokens=max_num_batched_tokens)
+        if self._open().recorded is not None:
+            self._record()
+
+    def _record(self) -> None:
+        """Records the step where all of it can be; else its ops are called one by one."""
+        state, info = self._open(), self.info
+        state.recorded = None
+        limits = {"max_tokens": info.max_num_batched_tokens, "max_rows": info.max_num_seqs}
+        found = record_step(state.decoder, state.cache, state.inputs, **limits)
+        if isinstance(found, str):
+            self.execution = f"ops called one by one: {found}"
+            return
+        found.load()
+        state.recorded = found
+        self.execution = f"one native program of {len(found.program.names)} ops"
 
     # --- the executor ------------------------------------------------------------------
 
@@ -342,11 +368,7 @@ class ModelRunner:
         """Runs a step synchronously, sampling on the eager path."""
         state = self._open()
         if state.decode is None:
-            state.cache.clear(step.blocks_to_zero)
-            inputs = state.inputs.prepare(step.batch, self.device)
-            hidden = state.decoder.forward(inputs, state.cache)
-            logits = state.decoder.logits(hidden[: len(step.rows)])
-            prompt_hidden = hidden[len(step.rows) :]
+            logits, prompt_hidden = self._forward(state, step)
         else:
             host, inputs = self._stage(state.decode, step)
             logits = state.decode.logits(host, len(step.rows), inputs)
@@ -383,6 +405,16 @@ class ModelRunner:
         if step.is_decode:
             return host, None
         return host, inputs.prepare(step.batch, self.device, decode.block_tables)
+
+    def _forward(self, state: _Device, step: _Step) -> tuple[Tensor, Tensor]:
+        """The step's logits ``[S, vocab_size]``, and the hidden states behind them."""
+        state.cache.clear(step.blocks_to_zero)
+        if state.recorded is not None:
+            return state.recorded.run(step.batch, step.rows)
+        inputs = state.inputs.prepare(step.batch, self.device)
+        hidden = state.decoder.forward(inputs, state.cache)
+        logits = state.decoder.logits(hidden[: len(step.rows)])
+        return logits, hidden[len(step.rows) :]
 
     def _finish(self, step: _Step) -> StepResult:
         """Waits for the step's tokens, and keeps them for later steps."""

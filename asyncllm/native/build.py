@@ -94,6 +94,7 @@ def build(
     sources: dict[str, Sequence[str]] = {
         "library": defines,
         "sequences": [],
+        "program": [],
         "pool": [],
         "kernels_baseline": [],
     }
