@@ -16,6 +16,7 @@ from asyncllm.core.batch import GrammarMask, RowError, StepBatch, StepResult
 from asyncllm.core.executor import ExecutorInfo, StepOutOfMemoryError
 from asyncllm.core.in_process import InProcess
 from asyncllm.core.tracebacks import clear_frames
+from asyncllm.errors import EngineError
 from asyncllm.gpu.batch.block_table import NO_BLOCKS
 from asyncllm.gpu.batch.input_batch import PLACEHOLDER_TOKEN, InputBatch
 from asyncllm.gpu.batch.sampling_inputs import Stages
@@ -192,15 +193,25 @@ class ModelRunner:
             self._record()
 
     def _record(self) -> None:
-        """Records the step where all of it can be; else its ops are called one by one."""
+        """Records the step where all of it can be; else its ops are called one by one.
+
+        Raises:
+            EngineError: there is no memory for the largest step.
+        """
         state, info = self._open(), self.info
         state.recorded = None
         limits = {"max_tokens": info.max_num_batched_tokens, "max_rows": info.max_num_seqs}
-        found = record_step(state.decoder, state.cache, state.inputs, **limits)
-        if isinstance(found, str):
-            self.execution = f"ops called one by one: {found}"
-            return
-        found.load()
+        try:
+            found = record_step(state.decoder, state.cache, state.inputs, **limits)
+            if isinstance(found, str):
+                self.execution = f"ops called one by one: {found}"
+                return
+            found.load()
+        except MemoryError as error:
+            raise EngineError(
+                f"max_num_batched_tokens={info.max_num_batched_tokens}: the activations of such a "
+                "step cannot be allocated, lower it or max_num_seqs"
+            ) from error
         state.recorded = found
         self.execution = f"one native program of {len(found.program.names)} ops"
 

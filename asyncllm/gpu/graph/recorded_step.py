@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from asyncllm.core.batch import StepBatch
-from asyncllm.errors import EngineError
 from asyncllm.gpu.batch.block_table import BlockTable
 from asyncllm.gpu.batch.input_batch import InputBatch, span_indices
 from asyncllm.gpu.batch.step_inputs import ModelInputs
@@ -86,15 +85,9 @@ class RecordedStep:
         """Takes its memory.
 
         Raises:
-            EngineError: there is not enough.
+            MemoryError: there is not enough.
         """
-        try:
-            self.program = self._recorder.finish(self._capacity)
-        except MemoryError as error:
-            raise EngineError(
-                f"{self.num_bytes} bytes for the activations of a step cannot be allocated: lower "
-                "max_num_batched_tokens or max_num_seqs"
-            ) from error
+        self.program = self._recorder.finish(self._capacity)
         del self._recorder
         self._hidden, self._logits = self.program.results
 
