@@ -607,7 +607,7 @@ def test_the_runner_drops_everything_before_it_gives_memory_back(monkeypatch):
 
 @pytest.mark.parametrize("failure", ["step", "memory"])
 def test_an_exception_of_a_step_does_not_keep_the_model(monkeypatch, failure):
-    runner = make()
+    runner = make(attention_backend="torch")
     driver = Driver(runner)
     driver.launch([(driver.add([1], 1), 0)])
     state = runner._state

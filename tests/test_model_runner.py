@@ -96,7 +96,7 @@ def test_a_cache_that_no_machine_has_is_refused_with_its_size(fields):
 
 def test_available_memory_decides_where_nothing_is_set(monkeypatch):
     monkeypatch.setattr(kv_cache, "available_memory", lambda: 4 * 2**20)
-    runner = make()
+    runner = make(attention_backend="torch")
     assert runner._state is not None
     assert runner._state.cache.tensor.nbytes == 2**20
 
@@ -303,7 +303,7 @@ def test_out_of_memory_voids_the_step_and_no_more(monkeypatch, error):
 
     assert runner._state is not None
     with monkeypatch.context() as patch:
-        patch.setattr(type(runner._state.decoder), "forward", fail)
+        patch.setattr(ModelRunner, "_forward", fail)
         with pytest.raises(StepOutOfMemoryError, match="3 tokens"):
             runner.collect()
     runner.discard()
@@ -323,7 +323,7 @@ def test_other_failures_are_not_taken_for_memory(monkeypatch):
     def fail(*_):
         raise RuntimeError("shape mismatch")
 
-    monkeypatch.setattr(type(runner._state.decoder), "forward", fail)
+    monkeypatch.setattr(ModelRunner, "_forward", fail)
     with pytest.raises(RuntimeError, match="shape mismatch") as caught:
         runner.collect()
     assert not isinstance(caught.value, StepOutOfMemoryError)

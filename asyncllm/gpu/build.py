@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -44,13 +43,16 @@ from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.quantise import quantise_int8
 from asyncllm.gpu.ops.registry import make_attention, make_ops
 from asyncllm.gpu.ops.torch_ops import TorchOps
-from asyncllm.gpu.profile import profile_run
+from asyncllm.gpu.profile import profile_run, recorded_bytes
 from asyncllm.gpu.sample.logprobs import DEFAULT_FUSED, MAX_FUSED
 from asyncllm.gpu.threads import available_cpus, set_thread_count
-from asyncllm.gpu.token_budget import calibrate_token_budget
+from asyncllm.gpu.token_budget import HIGHEST, calibrate_token_budget
 from asyncllm.gpu.weights import dummy_weights, load_weights, weights_bytes
+from asyncllm.logger import get_logger
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.validation import invalid
+
+logger = get_logger(__name__)
 
 
 def build_model_runner(
@@ -99,6 +101,9 @@ def _create(
     dtype = decoder.embedding.dtype
     budget = config.max_num_batched_tokens
     token_budget = mode.token_budget if budget == "auto" else budget
+    if budget == "auto" and not mode.stream.is_async:
+        # What is measured once there is a runner is no more.
+        token_budget = min(token_budget, HIGHEST)
     available = available_cache_bytes(
         config,
         decoder,
@@ -139,7 +144,8 @@ def _create(
     )
     if budget == "auto" and not mode.stream.is_async:
         measured = calibrate_token_budget(lambda count: time_prefill(runner, count))
-        runner.info = dataclasses.replace(info, max_num_batched_tokens=measured)
+        runner.set_token_budget(measured)
+    logger.info("steps run as %s", runner.execution)
     if config.cuda_graphs == "startup":
         runner.capture_graphs(partial(progress, stage="graphs") if progress else lambda *_: None)
     return runner
@@ -239,7 +245,8 @@ def available_cache_bytes(
         return 0
     model, weight = decoder.model, decoder.embedding
     if weight.device.type == "cpu":
-        return cpu_cache_bytes()
+        largest = {"max_num_batched_tokens": token_budget, "max_num_seqs": max_num_seqs}
+        return cpu_cache_bytes(recorded_bytes(decoder, groups, **largest))
     context = model.max_position_embeddings
     longest = min(config.max_model_len or context, context)
     decoder.set_max_positions(longest)

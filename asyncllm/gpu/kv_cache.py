@@ -210,9 +210,13 @@ def _too_small(
     )
 
 
-def cpu_cache_bytes() -> int:
-    """A quarter of the memory that is available now, at most 4 GiB."""
-    return min(available_memory() // CPU_CACHE_SHARE, CPU_CACHE_LIMIT)
+def cpu_cache_bytes(reserve: int = 0) -> int:
+    """A quarter of the memory that is available now, at most 4 GiB.
+
+    Args:
+        reserve: bytes to leave, which are not taken yet.
+    """
+    return min(max(0, available_memory() - reserve) // CPU_CACHE_SHARE, CPU_CACHE_LIMIT)
 
 
 def available_memory() -> int:

@@ -18,6 +18,7 @@ from asyncllm.core.execution_report import ExecutionReport
 from asyncllm.core.executor import ExecutorInfo, SamplingLimits, StepOutOfMemoryError
 from asyncllm.core.in_process import InProcess
 from asyncllm.core.tracebacks import clear_frames
+from asyncllm.errors import EngineError
 from asyncllm.gpu.batch.block_table import NO_BLOCKS
 from asyncllm.gpu.batch.input_batch import PLACEHOLDER_TOKEN, InputBatch
 from asyncllm.gpu.batch.sampling_inputs import MAX_BIAS, MAX_STOP_IDS, Stages
@@ -26,6 +27,7 @@ from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.floor import memory_bandwidth
 from asyncllm.gpu.graph.cuda_graphs import StepGraphs
 from asyncllm.gpu.graph.decode_runner import DecodeRunner
+from asyncllm.gpu.graph.recorded_step import RecordedStep, record_step
 from asyncllm.gpu.graph.streams import Event, Stream, SyncStream
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.memory import is_out_of_memory, release
@@ -54,6 +56,7 @@ class _Device:
     inputs: InputBatch
     sampler: Sampler
     decode: DecodeRunner | None
+    recorded: RecordedStep | None = None
 
 
 class _Step:
@@ -143,6 +146,7 @@ class ModelRunner:
         info: limits for the scheduler.
         dtype: of weights and KV.
         device: where they are.
+        execution: how the model's part of a step runs, in words.
     """
 
     def __init__(
@@ -178,6 +182,9 @@ class ModelRunner:
             held = SamplingLimits(MAX_BIAS, MAX_STOP_IDS, sampler.state.num_logprobs)
             self.info = replace(info, sampling_limits=held)
         self._state: _Device | None = _Device(decoder, cache, inputs, sampler, decode)
+        self.execution = "graphs of decode steps"
+        if decode is None:
+            self._record()
         self._steps: deque[_Step] = deque()
         self._num_threads = num_threads
         self._thread: int | None = None
@@ -220,6 +227,35 @@ class ModelRunner:
             kv_bytes_per_token=sum(per_block / group.block_size for group in info.kv_groups),
             memory_bandwidth=None if self.device.type == "cuda" else memory_bandwidth(decoder.ops),
         )
+
+    def set_token_budget(self, max_num_batched_tokens: int) -> None:
+        """The largest step from now on, before the first of them."""
+        self.info = replace(self.info, max_num_batched_tokens=max_num_batched_tokens)
+        if self._open().recorded is not None:
+            self._record()
+
+    def _record(self) -> None:
+        """Records the step where all of it can be; else its ops are called one by one.
+
+        Raises:
+            EngineError: there is no memory for the largest step.
+        """
+        state, info = self._open(), self.info
+        state.recorded = None
+        limits = {"max_tokens": info.max_num_batched_tokens, "max_rows": info.max_num_seqs}
+        try:
+            found = record_step(state.decoder, state.cache, state.inputs, **limits)
+            if isinstance(found, str):
+                self.execution = f"ops called one by one: {found}"
+                return
+            found.load()
+        except MemoryError as error:
+            raise EngineError(
+                f"max_num_batched_tokens={info.max_num_batched_tokens}: the activations of such a "
+                "step cannot be allocated, lower it or max_num_seqs"
+            ) from error
+        state.recorded = found
+        self.execution = f"one native program of {len(found.program.names)} ops"
 
     # --- the executor ------------------------------------------------------------------
 
@@ -390,14 +426,13 @@ class ModelRunner:
     def _run(self, step: _Step) -> SampleOutput:
         """Runs a step on a device whose state between steps is the host's."""
         state = self._open()
-        state.cache.clear(step.blocks_to_zero)
-        inputs = state.inputs.prepare(step.batch, self.device)
-        hidden = state.decoder.forward(inputs, state.cache)
-        output, count = SampleOutput(step.rows), len(step.rows)
-        if count and self._takes_argmax(state, step):
+        count = len(step.rows)
+        greedy = count > 0 and self._takes_argmax(state, step)
+        logits, hidden = self._forward(state, step, 0 if greedy else count)
+        output = SampleOutput(step.rows)
+        if greedy:
             output = greedy_output(state.decoder.argmax(hidden[:count]))
         elif count:
-            logits = state.decoder.logits(hidden[:count])
             eager = state.sampler.host_step(step.req_indices, step.positions, step.masks_by_place())
             output = state.sampler.sample(logits, eager)
         if step.batch.prompt_logprobs:
@@ -447,6 +482,17 @@ class ModelRunner:
         if step.is_decode:
             return host, None
         return host, inputs.prepare(step.batch, self.device, decode.block_tables)
+
+    def _forward(self, state: _Device, step: _Step, num_logits: int) -> tuple[Tensor, Tensor]:
+        """Logits ``[num_logits, vocab_size]`` of the first rows that are sampled, and the hidden
+        states ``[E, H]`` of all of them and of the positions that prompt log-probabilities are
+        wanted of."""
+        state.cache.clear(step.blocks_to_zero)
+        if state.recorded is not None:
+            return state.recorded.run(step.batch, step.rows, num_logits)
+        inputs = state.inputs.prepare(step.batch, self.device)
+        hidden = state.decoder.forward(inputs, state.cache)
+        return state.decoder.logits(hidden[:num_logits]), hidden
 
     def _finish(self, step: _Step) -> StepResult:
         """Waits for the step's tokens, and keeps them for later steps."""

@@ -12,6 +12,7 @@ from asyncllm.core.batch import StepBatch
 from asyncllm.gpu.batch.input_batch import InputBatch
 from asyncllm.gpu.batch.step_buffers import StepBuffer
 from asyncllm.gpu.batch.step_inputs import ModelInputs
+from asyncllm.gpu.graph.recorded_step import record_step
 from asyncllm.gpu.kv_cache import KVCache, KVGroup
 from asyncllm.gpu.models.decoder import Decoder
 
@@ -41,6 +42,24 @@ def profile_run(
                 groups, num_decodes, counts, max_num_seqs, max_model_len, weight.device
             )
             _sample(decoder, few.logits(few.forward(inputs, cache)))
+
+
+def recorded_bytes(
+    decoder: Decoder,
+    groups: Sequence[KVGroup],
+    *,
+    max_num_batched_tokens: int,
+    max_num_seqs: int,
+) -> int:
+    """Bytes that the activations of the largest step take where steps are recorded; 0 where they
+    are not, and torch allocates them."""
+    decoder.set_max_positions(1)
+    specs, weight = [group.spec for group in groups], decoder.embedding
+    cache, inputs = KVCache(groups, 1, weight.dtype, weight.device), InputBatch(1, 1, specs)
+    found = record_step(
+        decoder, cache, inputs, max_tokens=max_num_batched_tokens, max_rows=max_num_seqs
+    )
+    return 0 if isinstance(found, str) else found.num_bytes
 
 
 def largest_rows(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from collections.abc import Mapping
 from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import Any, NoReturn
@@ -38,8 +39,8 @@ class AttentionArgs(ctypes.Structure):
         (_I, "kv_stride block_stride slot_stride head_stride"),
         (_P, "out block_table"),
         (_I, "table_stride table_width"),
-        (_P, "query_start seq_lens"),
-        (_I, "rows num_tokens heads kv_heads head_dim num_blocks block_size window"),
+        (_P, "query_start seq_lens lines"),
+        (_I, "table_lines rows num_tokens heads kv_heads head_dim num_blocks block_size window"),
         (_F, "scale softcap"),
         (_P, "sinks"),
         (_N, "dtype"),
@@ -94,6 +95,62 @@ class LogitsArgs(ctypes.Structure):
     )
 
 
+_ROWS = "lines starts counts table"
+_FIELDS: dict[str, list[tuple[str, Any]]] = {
+    "tokens": _fields(
+        (_P, _ROWS),
+        (_I, "table_lines table_width"),
+        (_P, "token_ids positions query_start seq_lens"),
+    ),
+    "slots": _fields((_P, _ROWS), (_I, "table_lines table_width block_size"), (_P, "slots")),
+    "gather": _fields((_P, "weights ids out"), (_N, "dtype")),
+    "select": _fields(
+        (_P, "x"), (_I, "x_stride x_rows"), (_P, "ids out"), (_I, "width"), (_N, "dtype")
+    ),
+    "linear": _fields(
+        (_P, "weights x"), (_I, "x_stride"), (_P, "y"), (_I, "y_stride"), (_N, "dtype")
+    ),
+    "rms_norm": _fields(
+        (_P, "x"), (_I, "x_stride"), (_P, "residual"), (_I, "residual_stride"),
+        (_P, "weight out"), (_I, "width"), (_F, "eps"), (_N, "dtype"),
+    ),
+    "silu_mul": _fields((_P, "gate_up"), (_I, "stride"), (_P, "out"), (_I, "width"), (_N, "dtype")),
+}  # fmt: skip
+ARGS: Mapping[str, type[ctypes.Structure]] = {
+    name: type(f"{name}_args", (ctypes.Structure,), {"_fields_": fields})
+    for name, fields in _FIELDS.items()
+} | {"rope_and_cache": RopeArgs, "attention": AttentionArgs}
+"""The arguments of the ops that a program has, by their names."""
+
+OP_KINDS = (
+    "tokens", "slots", "gather", "select", "linear", "rms_norm", "rope_and_cache", "attention",
+    "silu_mul",
+)  # fmt: skip
+"""In the order of ``OpKind``."""
+
+NUM_SIZES = 4
+
+
+class _AnyArgs(ctypes.Union):
+    _fields_ = list(ARGS.items())
+
+
+class Op(ctypes.Structure):
+    """``Op`` of the interface."""
+
+    _fields_ = [*_fields((_N, "kind size x_size")), ("args", _AnyArgs)]
+
+
+class ProgramArgs(ctypes.Structure):
+    """``Program`` of the interface."""
+
+    _fields_ = [
+        ("ops", POINTER(Op)),
+        *_fields((_I, "num_ops op_bytes num_writing_ops")),
+        ("capacity", _I * NUM_SIZES),
+    ]
+
+
 _SIGNATURES = {
     "sources": (c_char_p, []),
     "best_isa": (c_char_p, []),
@@ -114,6 +171,8 @@ _SIGNATURES = {
     "sample": (_N, [_P, POINTER(SampleArgs)]),
     "process_logits": (_N, [_P, POINTER(LogitsArgs)]),
     "top_logprobs": (_N, [_P, _P, _I, _I, _I, _N, _P, _I, _P, _P]),
+    "select": (_N, [_P, _P, _I, _I, _P, _I, _P, _I, _N]),
+    "run": (_N, [_P, POINTER(ProgramArgs), POINTER(_I), POINTER(_I)]),
 }
 
 
@@ -164,10 +223,15 @@ class Context:
         num_threads: with the caller's.
         isa: instruction set; the best that the processor has unless given.
 
+    Attributes:
+        recorder: while a step is recorded, what its ops write themselves into.
+
     Raises:
         NativeUnavailableError: this processor or build does not have ``isa``, or the threads
             cannot be started.
     """
+
+    recorder: Any = None
 
     def __init__(self, library: Library, num_threads: int, isa: str | None = None) -> None:
         self.library = library

@@ -97,6 +97,7 @@ def build(
         "memory": [],
         "sampler": [],
         "logits": [],
+        "program": [],
         "pool": [],
         "kernels_baseline": [],
     }

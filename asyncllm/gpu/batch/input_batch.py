@@ -117,7 +117,7 @@ class InputBatch:
             )
             wanted = query_start_loc[1:][np.array(batch.samples, dtype=bool)] - 1
             if batch.prompt_logprobs:
-                wanted = np.concatenate((wanted, *_span_indices(batch, query_start_loc)))
+                wanted = np.concatenate((wanted, *span_indices(batch, query_start_loc)))
             logits_indices = copy_to_device(wanted, device)
         token_ids = copy_to_device(self.token_ids[lines, positions].astype(np.int64), device)
         device_positions = copy_to_device(positions, device)
@@ -143,7 +143,7 @@ class InputBatch:
         )
 
 
-def _span_indices(batch: StepBatch, query_start_loc: np.ndarray) -> list[np.ndarray]:
+def span_indices(batch: StepBatch, query_start_loc: np.ndarray) -> list[np.ndarray]:
     """The step's tokens at the positions of the spans that prompt log-probabilities are of."""
     return [
         np.arange(span.first, span.end) + (query_start_loc[row] - batch.starts[row])

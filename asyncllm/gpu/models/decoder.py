@@ -16,6 +16,7 @@ from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.models.layers import AttentionKind, Layer, StepContext
 from asyncllm.gpu.models.rope import rope_table
 from asyncllm.gpu.ops.base import ArgmaxLinear, Attention, Embedding, Linear, RMSNorm
+from asyncllm.gpu.ops.recorder import Unrecordable
 from asyncllm.gpu.ops.torch_ops import TorchOps
 
 
@@ -75,6 +76,26 @@ class Decoder:
             for kind, attention in self.attention.items()
         ]
         return self._run(inputs, plans, cache, None)
+
+    def record(self, inputs: Sequence[ModelInputs], cache: KVCache) -> Tensor:
+        """Runs a step while a Recorder takes it down: nothing is computed.
+
+        Args:
+            inputs: the recorder's stand-ins, and arrays that are read when the program runs.
+
+        Returns:
+            The stand-in of the hidden states ``[E, H]``, at ``inputs.logits_indices``.
+
+        Raises:
+            Unrecordable: for what no native op does.
+        """
+        plans: list[Any] = []
+        for kind, attention in self.attention.items():
+            plan = getattr(attention, "plan_recorded", None)
+            if plan is None:
+                raise Unrecordable(f"attention {attention.name!r} has no native kernel")
+            plans.append(plan(inputs[kind.kv_group], kind.window))
+        return self._run(inputs, plans, cache, inputs[0].logits_indices)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``[S, H] -> [S, vocab_size]`` in the model's dtype."""

@@ -132,6 +132,9 @@ class Attention(Protocol):
     blocks where it is not ``[2, num_blocks, block_size, Hk, D]`` in that order. Plain torch
     ops write K and V in that order only; the Triton ops take any.
 
+    A method ``plan_recorded(inputs, window)`` is optional as well, for a step that is recorded: the
+    plan for inputs whose arrays stay where they are and whose tensors are stand-ins.
+
     Attributes:
         needs_zeroed_blocks: it reads past the end of a sequence in its last block and masks
             that part, so blocks have to be cleared for a new owner.

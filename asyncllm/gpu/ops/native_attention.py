@@ -15,7 +15,8 @@ from asyncllm.gpu.batch.decode_inputs import DecodeInputs
 from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.ops.backend import AttentionRequest, Constraints
 from asyncllm.gpu.ops.base import AttentionShape
-from asyncllm.gpu.ops.native_ops import DTYPES, check_cache
+from asyncllm.gpu.ops.native_ops import check_cache
+from asyncllm.gpu.ops.program import DTYPES
 from asyncllm.native import AttentionArgs, Context, Library, NativeUnavailableError, fail
 
 REMEDY = "`python -m asyncllm.native.build` compiles them, with a C++ compiler"
@@ -79,15 +80,29 @@ class NativeAttention:
         table = np.ascontiguousarray(inputs.block_table, dtype=np.int32)
         starts = np.ascontiguousarray(inputs.query_start_loc, dtype=np.int64)
         lengths = np.ascontiguousarray(inputs.seq_lens, dtype=np.int64)
+        args = self._args(table, starts, lengths, window)
+        args.rows, args.num_tokens = len(lengths), int(starts[-1])
+        return StepRows(args, (table, starts, lengths))
+
+    def plan_recorded(self, inputs: ModelInputs, window: int | None) -> StepRows:
+        """The plan of a step that is recorded: its arrays stay where they are, and are read when
+        the program runs."""
+        table, lines = inputs.host_table, inputs.host_req_indices
+        args = self._args(table, inputs.query_start_loc, inputs.seq_lens, window)
+        args.lines, args.table_lines = lines.ctypes.data, len(table)
+        args.num_tokens = inputs.num_tokens
+        return StepRows(args, (table, inputs.query_start_loc, inputs.seq_lens, lines))
+
+    def _args(
+        self, table: np.ndarray, starts: np.ndarray, lengths: np.ndarray, window: int | None
+    ) -> AttentionArgs:
         shape, sinks = self.shape, self.sinks
-        args = AttentionArgs(
+        return AttentionArgs(
             block_table=table.ctypes.data,
             table_stride=table.shape[1],
             table_width=table.shape[1],
             query_start=starts.ctypes.data,
             seq_lens=lengths.ctypes.data,
-            rows=len(lengths),
-            num_tokens=int(starts[-1]),
             heads=shape.num_heads,
             kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
@@ -97,7 +112,6 @@ class NativeAttention:
             sinks=None if sinks is None else sinks.data_ptr(),
             dtype=DTYPES[self.dtype],
         )
-        return StepRows(args, (table, starts, lengths))
 
     def plan_decode(self, rows: DecodeInputs, window: int | None) -> NoReturn:
         raise NotImplementedError("native attention reads lengths on the host: no CUDA graphs")
@@ -115,10 +129,16 @@ class NativeAttention:
         strides = check_cache(cache, shape, self.dtype)
         args.kv_stride, args.block_stride, args.slot_stride, args.head_stride = strides
         args.cache, args.num_blocks, args.block_size = (cache.data_ptr(), *cache.shape[1:3])
-        out = q.new_empty((q.shape[0], shape.num_heads * shape.head_dim))
-        args.q, args.out = q.data_ptr(), out.data_ptr()
         args.q_token_stride, args.q_head_stride = q.stride(0), q.stride(1)
-        context = self.context
+        context, width = self.context, shape.num_heads * shape.head_dim
+        if (recorder := context.recorder) is not None:
+            out = recorder.empty(q, width)
+            recorder.add(
+                "attention", q, args, {"q": q, "out": out}, [*plan.held, cache, self.sinks]
+            )
+            return out
+        out = q.new_empty((q.shape[0], width))
+        args.q, args.out = q.data_ptr(), out.data_ptr()
         status = context.library.attention(context.handle, ctypes.byref(args))
         if status:
             fail("attention", status)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from asyncllm.errors import ModelLoadError
-from asyncllm.gpu.ops.base import AttentionShape, RMSNorm, RopeAndCache
+from asyncllm.gpu.ops.base import AttentionShape, Embedding, RMSNorm, RopeAndCache
 from asyncllm.gpu.ops.cpu_ops import CpuOps
 from asyncllm.gpu.ops.linear_weights import LinearWeights, QuantScheme
 from asyncllm.gpu.ops.native_sampling import (
@@ -17,9 +17,10 @@ from asyncllm.gpu.ops.native_sampling import (
     NativeSample,
     NativeTopLogprobs,
 )
-from asyncllm.native import Context, PackedWeights, RopeArgs, fail
+from asyncllm.gpu.ops.program import DTYPES
+from asyncllm.gpu.ops.recorder import Recorder
+from asyncllm.native import ARGS, Context, PackedWeights, RopeArgs, fail
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 INT8 = 3
 """A type of weights."""
 
@@ -74,6 +75,14 @@ class NativeLinear:
     def __call__(self, x: Tensor) -> Tensor:
         x, context = self._checked(x), self.context
         m = len(x)
+        if (recorder := context.recorder) is not None:
+            y = recorder.empty(x, self.n)
+            args = ARGS["linear"](
+                weights=self.weights.handle, x_stride=x.stride(0), y_stride=self.n,
+                dtype=DTYPES[x.dtype],
+            )  # fmt: skip
+            recorder.add("linear", x, args, {"x": x, "y": y}, [self.weights])
+            return y
         y = x.new_empty((m, self.n))
         status = context.library.linear(
             context.handle, self.weights.handle, x.data_ptr(), x.stride(0), y.data_ptr(), self.n,
@@ -120,6 +129,11 @@ class NativeEmbedding:
         ids, head, context = token_ids.contiguous(), self.head, self.head.context
         if ids.dtype != torch.int64 or ids.device.type != "cpu" or ids.dim() != 1:
             raise ValueError(f"native gather: ids are {tuple(ids.shape)} of {ids.dtype}")
+        if (recorder := context.recorder) is not None:
+            out = recorder.empty(ids, head.k, self.dtype)
+            args = ARGS["gather"](weights=head.weights.handle, dtype=DTYPES[self.dtype])
+            recorder.add("gather", ids, args, {"ids": ids, "out": out}, [head.weights])
+            return out
         out = torch.empty((len(ids), head.k), dtype=self.dtype, device="cpu")
         library = context.library
         status = library.gather(
@@ -128,6 +142,35 @@ class NativeEmbedding:
         )  # fmt: skip
         if status:
             fail("gather", status)
+        return out
+
+
+class NativeTable:
+    """An embedding with a table of plain values ``[vocab_size, H]``."""
+
+    def __init__(self, context: Context, values: Tensor) -> None:
+        self.context, self.values = context, rows_of(values, values.dtype)
+        self.dtype, self.device, self.shape = values.dtype, values.device, values.shape
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        ids, values, context = token_ids.contiguous(), self.values, self.context
+        if ids.dtype != torch.int64 or ids.device.type != "cpu" or ids.dim() != 1:
+            raise ValueError(f"native select: ids are {tuple(ids.shape)} of {ids.dtype}")
+        (rows, width), stride, dtype = values.shape, values.stride(0), DTYPES[values.dtype]
+        if (recorder := context.recorder) is not None:
+            out = recorder.empty(ids, width, values.dtype)
+            args = ARGS["select"](
+                x=values.data_ptr(), x_stride=stride, x_rows=rows, width=width, dtype=dtype
+            )
+            recorder.add("select", ids, args, {"ids": ids, "out": out}, [values])
+            return out
+        out = values.new_empty((len(ids), width))
+        status = context.library.select(
+            context.handle, values.data_ptr(), stride, rows, ids.data_ptr(), len(ids),
+            out.data_ptr(), width, dtype,
+        )  # fmt: skip
+        if status:
+            fail("select", status)
         return out
 
 
@@ -165,6 +208,8 @@ class NativeRMSNorm:
                 f"native rms_norm: x is {tuple(x.shape)}, expected {self.width} columns and the "
                 "residual's shape"
             )
+        if (recorder := context.recorder) is not None:
+            return self._record(recorder, x, residual)
         out = x.new_empty((rows, width))
         status = context.library.rms_norm(
             context.handle, x.data_ptr(), x.stride(0),
@@ -174,6 +219,16 @@ class NativeRMSNorm:
         )  # fmt: skip
         if status:
             fail("rms_norm", status)
+        return out
+
+    def _record(self, recorder: Recorder, x: Tensor, residual: Tensor | None) -> Tensor:
+        out, weight = recorder.empty(x, self.width), self.weight
+        args = ARGS["rms_norm"](
+            x_stride=x.stride(0), residual_stride=0 if residual is None else residual.stride(0),
+            weight=weight.data_ptr(), width=self.width, eps=self.eps, dtype=DTYPES[x.dtype],
+        )  # fmt: skip
+        tensors = {"x": x, "out": out} | ({} if residual is None else {"residual": residual})
+        recorder.add("rms_norm", x, args, tensors, [weight])
         return out
 
 
@@ -220,16 +275,20 @@ class NativeRopeAndCache:
                 or not index.is_contiguous()
             ):
                 raise ValueError(f"native rope: {name} are not {num_tokens} contiguous int64")
-        args.qkv, args.token_stride = qkv.data_ptr(), qkv.stride(0)
+        args.token_stride, args.dtype = qkv.stride(0), DTYPES[qkv.dtype]
         args.table, args.table_rows = table.data_ptr(), table.shape[0]
-        args.positions, args.slots = positions.data_ptr(), slot_mapping.data_ptr()
-        args.cache, args.num_tokens, args.dtype = cache.data_ptr(), num_tokens, DTYPES[qkv.dtype]
-        args.num_blocks, args.block_size = cache.shape[1], cache.shape[2]
+        args.cache, args.num_blocks, args.block_size = (cache.data_ptr(), *cache.shape[1:3])
         args.kv_stride, args.block_stride, args.slot_stride, args.head_stride = kv_strides
         context = self.context
-        status = context.library.rope_and_cache(context.handle, ctypes.byref(args))
-        if status:
-            fail("rope_and_cache", status)
+        if (recorder := context.recorder) is not None:
+            tensors = {"qkv": qkv, "positions": positions, "slots": slot_mapping}
+            recorder.add("rope_and_cache", qkv, args, tensors, [table, cache, self.norms])
+        else:
+            args.qkv, args.num_tokens = qkv.data_ptr(), num_tokens
+            args.positions, args.slots = positions.data_ptr(), slot_mapping.data_ptr()
+            status = context.library.rope_and_cache(context.handle, ctypes.byref(args))
+            if status:
+                fail("rope_and_cache", status)
         return heads[:, :num_q], heads[:, num_q : num_q + num_k], heads[:, num_q + num_k :]
 
 
@@ -242,7 +301,15 @@ class NativeSiluMul:
     def __call__(self, gate_up: Tensor) -> Tensor:
         gate_up = rows_of(gate_up, gate_up.dtype)
         rows, width = gate_up.shape
-        out, context = gate_up.new_empty((rows, width // 2)), self.context
+        context = self.context
+        if (recorder := context.recorder) is not None:
+            out = recorder.empty(gate_up, width // 2)
+            args = ARGS["silu_mul"](
+                stride=gate_up.stride(0), width=width // 2, dtype=DTYPES[gate_up.dtype]
+            )
+            recorder.add("silu_mul", gate_up, args, {"gate_up": gate_up, "out": out})
+            return out
+        out = gate_up.new_empty((rows, width // 2))
         status = context.library.silu_mul(
             context.handle, gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), rows,
             width // 2, DTYPES[gate_up.dtype],
@@ -284,6 +351,12 @@ class NativeOps(CpuOps):
 
     def make_linear(self, weights: LinearWeights) -> NativeLinear:
         return NativeLinear(self.context, weights)
+
+    def embedding(self, values: Tensor) -> Embedding:
+        return NativeTable(self.context, values)
+
+    def recorder(self) -> Recorder:
+        return Recorder(self.context)
 
     def tied_embedding(
         self, weights: LinearWeights, dtype: torch.dtype

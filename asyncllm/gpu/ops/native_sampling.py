@@ -11,9 +11,8 @@ from torch import Tensor
 from asyncllm.gpu.batch.decode_inputs import SamplingTensors
 from asyncllm.gpu.batch.grammar_masks import num_words
 from asyncllm.gpu.batch.sampling_inputs import SamplingRows, Stages, TopLogprobs
+from asyncllm.gpu.ops.program import DTYPES
 from asyncllm.native import Context, LogitsArgs, SampleArgs, fail
-
-LOGITS_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 def address(name: str, tensor: Tensor, dtype: torch.dtype, count: int, *width: int) -> int:
@@ -37,7 +36,7 @@ def logits_rows(logits: Tensor) -> Tensor:
     Raises:
         ValueError: another device, dtype or shape.
     """
-    if logits.dtype not in LOGITS_DTYPES or logits.device.type != "cpu" or logits.dim() != 2:
+    if logits.dtype not in DTYPES or logits.device.type != "cpu" or logits.dim() != 2:
         raise ValueError(
             f"native sampling: logits are {tuple(logits.shape)} of {logits.dtype} on "
             f"{logits.device}, expected [rows, vocab_size] of a floating point type on cpu"
@@ -82,7 +81,7 @@ class NativeSample:
             lines=lines,
             last_sampled=address("last_sampled_tokens", last_sampled_tokens, torch.int64, lines),
             out=address("out", out, torch.int64, rows),
-            dtype=LOGITS_DTYPES[logits.dtype],
+            dtype=DTYPES[logits.dtype],
         )
         status = context.library.sample(context.handle, ctypes.byref(args))
         if status:
@@ -113,7 +112,7 @@ class NativeProcessLogits:
             last_sampled=address("last_sampled_tokens", last, torch.int64, lines),
             lines=lines,
             words=num_words(vocab_size),
-            dtype=LOGITS_DTYPES[logits.dtype],
+            dtype=DTYPES[logits.dtype],
         )
         if stages & Stages.MASKS:
             _set_masks(args, rows)
@@ -173,7 +172,7 @@ class NativeTopLogprobs:
             raise ValueError(f"native sampling: {len(logits)} rows of logits, {count} tokens")
         status = context.library.top_logprobs(
             context.handle, logits.data_ptr(), logits.stride(0), count, logits.shape[1],
-            LOGITS_DTYPES[logits.dtype], address("tokens", tokens, torch.int64, count), width - 1,
+            DTYPES[logits.dtype], address("tokens", tokens, torch.int64, count), width - 1,
             address("values", out.values, torch.float32, count, width),
             address("ids", out.ids, torch.int64, count, width),
         )  # fmt: skip

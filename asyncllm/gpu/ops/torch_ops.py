@@ -19,6 +19,7 @@ from asyncllm.gpu.ops.base import AttentionShape, Embedding, Linear, RMSNorm, Ro
 from asyncllm.gpu.ops.gumbel import gumbel_sample
 from asyncllm.gpu.ops.linear_weights import LinearWeights, QuantScheme
 from asyncllm.gpu.ops.logits import process_logits, top_logprobs
+from asyncllm.gpu.ops.recorder import Recorder
 
 
 class TorchLinear:
@@ -113,6 +114,10 @@ class TorchOps:
     """Of the weights that its linear layers take."""
     linear_bytes = 0
     """Of the weights of all linear layers that were made, which a step reads."""
+
+    def recorder(self) -> Recorder | None:
+        """What takes a step down as a program of the op set's own; None where it has none."""
+        return None
 
     def linear(self, weights: LinearWeights) -> Linear:
         """A linear layer that takes over ``weights``: unless they are shared, the caller drops

@@ -178,7 +178,7 @@ static void write_output(const AttentionArgs& args, int64_t token, int64_t head,
 template <class T>
 INLINE void find_block(const AttentionArgs& args, const AttentionTask& task, int64_t first,
                        int64_t count, const T** keys, const T** values) {
-  const int32_t* table = args.block_table + task.row * args.table_stride;
+  const int32_t* table = block_table_of(args, task.row);
   const T* base = (const T*)args.cache + task.kv_head * args.head_stride;
   for (int64_t i = 0; i < count; ++i) {
     int64_t key = first + i;

@@ -34,6 +34,8 @@ typedef struct AttentionArgs {
   int64_t table_stride, table_width;
   const int64_t* query_start;  // [rows + 1]
   const int64_t* seq_lens;     // [rows]
+  const int64_t* lines;        // [rows], of the block table's table_lines; null is a row's own index
+  int64_t table_lines;
   int64_t rows, num_tokens, heads, kv_heads, head_dim, num_blocks, block_size;
   int64_t window;  // keys that a query sees, itself included; 0 is all
   float scale, softcap;  // softcap 0 is none
@@ -109,6 +111,107 @@ typedef struct LogitsArgs {
   const int32_t* in_prompt;  // [lines, words]
   int32_t dtype, rules, penalties;  // the last two: whether these stages are asked for
 } LogitsArgs;
+// A step's rows as its tokens. Row i computes counts[i] tokens, from position starts[i] on, of the
+// sequence in line lines[i] of the table.
+typedef struct TokensArgs {
+  const int64_t *lines, *starts, *counts;
+  const int32_t* table;  // [table_lines, table_width], token ids by position
+  int64_t table_lines, table_width;
+  int64_t *token_ids, *positions;  // [tokens]
+  int64_t* query_start;            // [rows + 1]
+  int64_t* seq_lens;               // [rows]
+} TokensArgs;
+
+// KV slots of the same tokens, in the blocks that each sequence's line of the table names.
+typedef struct SlotsArgs {
+  const int64_t *lines, *starts, *counts;
+  const int32_t* table;  // [table_lines, table_width]
+  int64_t table_lines, table_width, block_size;
+  int64_t* slots;  // [tokens]
+} SlotsArgs;
+
+// The arguments of the functions below that have the same name.
+typedef struct LinearArgs {
+  const Weights* weights;
+  const void* x;
+  int64_t x_stride;
+  void* y;
+  int64_t y_stride;
+  int32_t dtype;
+} LinearArgs;
+typedef struct GatherArgs {
+  const Weights* weights;
+  const int64_t* ids;
+  void* out;
+  int32_t dtype;
+} GatherArgs;
+typedef struct SelectArgs {
+  const void* x;
+  int64_t x_stride, x_rows;
+  const int64_t* ids;
+  void* out;
+  int64_t width;
+  int32_t dtype;
+} SelectArgs;
+typedef struct NormArgs {
+  const void* x;
+  int64_t x_stride;
+  void* residual;
+  int64_t residual_stride;
+  const void* weight;
+  void* out;
+  int64_t width;
+  float eps;
+  int32_t dtype;
+} NormArgs;
+typedef struct SiluArgs {
+  const void* gate_up;
+  int64_t stride;
+  void* out;
+  int64_t width;
+  int32_t dtype;
+} SiluArgs;
+
+// A step's sizes, which a program is told when it is run: sequences, tokens, tokens that are
+// wanted past the last write to the KV cache, and the first of those, which are sampled from.
+enum Size { SIZE_ROWS = 0, SIZE_TOKENS = 1, SIZE_WANTED = 2, SIZE_SAMPLED = 3, NUM_SIZES = 4 };
+
+enum OpKind {
+  OP_TOKENS = 0,
+  OP_SLOTS = 1,
+  OP_GATHER = 2,
+  OP_SELECT = 3,
+  OP_LINEAR = 4,
+  OP_RMS_NORM = 5,
+  OP_ROPE_AND_CACHE = 6,
+  OP_ATTENTION = 7,
+  OP_SILU_MUL = 8,
+};
+
+typedef struct Op {
+  int32_t kind;
+  int32_t size;    // the Size of its output's first dimension
+  int32_t x_size;  // of OP_SELECT: the Size that x has for rows; negative where x_rows is fixed
+  union {
+    TokensArgs tokens;
+    SlotsArgs slots;
+    GatherArgs gather;
+    SelectArgs select;
+    LinearArgs linear;
+    NormArgs norm;
+    RopeArgs rope;
+    AttentionArgs attention;
+    SiluArgs silu;
+  } args;
+} Op;
+
+// Ops that run one after the other on buffers with room for the largest step.
+typedef struct Program {
+  const Op* ops;
+  int64_t num_ops, op_bytes;
+  int64_t num_writing_ops;       // what a step runs that wants nothing but its KV
+  int64_t capacity[NUM_SIZES];  // rows that the buffers of each Size have
+} Program;
 
 // What the library was built from, as build.py counts it.
 const char* asyncllm_sources(void);
@@ -139,6 +242,10 @@ int32_t asyncllm_linear_argmax(Context*, const Weights*, const void* x, int64_t 
 // out [count, k] = the rows of the weight that ids name: the embedding that a head is tied to.
 int32_t asyncllm_gather(Context*, const Weights*, const int64_t* ids, int64_t count, void* out,
                         int32_t dtype);
+// out [count, width] = the rows of x [x_rows, width] that ids name.
+int32_t asyncllm_select(Context*, const void* x, int64_t x_stride, int64_t x_rows,
+                        const int64_t* ids, int64_t count, void* out, int64_t width,
+                        int32_t dtype);
 int32_t asyncllm_attention(Context*, const AttentionArgs*);
 // residual += x first where residual is not null; out [rows, width] = norm(residual or x).
 int32_t asyncllm_rms_norm(Context*, const void* x, int64_t x_stride, void* residual,
@@ -147,6 +254,8 @@ int32_t asyncllm_rms_norm(Context*, const void* x, int64_t x_stride, void* resid
 int32_t asyncllm_rope_and_cache(Context*, const RopeArgs*);
 int32_t asyncllm_silu_mul(Context*, const void* gate_up, int64_t stride, void* out, int64_t rows,
                           int64_t width, int32_t dtype);
+// Runs a step of these sizes. Where it fails, *failed is the index of the op, or -1 for the sizes.
+int32_t asyncllm_run(Context*, const Program*, const int64_t* sizes, int64_t* failed);
 
 // The sum of memory's words, for the time that reading it takes; bytes are a multiple of 64.
 int32_t asyncllm_read(Context*, const void* memory, int64_t bytes, uint64_t* sum);

@@ -100,6 +100,11 @@ struct Kernels {
 // Floats of one query row's partial result: the accumulator, its maximum and its sum.
 static inline int64_t partial_floats(int64_t head_dim) { return (head_dim + 15) / 16 * 16 + 2; }
 
+// The blocks of a row's sequence.
+static inline const int32_t* block_table_of(const AttentionArgs& args, int64_t row) {
+  return args.block_table + (args.lines ? args.lines[row] : row) * args.table_stride;
+}
+
 extern const Kernels kernels_baseline;
 #ifdef ASYNCLLM_AVX2
 extern const Kernels kernels_avx2;

@@ -299,6 +299,23 @@ API int32_t asyncllm_gather(Context* context, const Weights* weights, const int6
   return STATUS_OK;
 }
 
+API int32_t asyncllm_select(Context* context, const void* x, int64_t x_stride, int64_t x_rows,
+                            const int64_t* ids, int64_t count, void* out, int64_t width,
+                            int32_t dtype) {
+  if (!is_open(context)) return STATUS_CLOSED;
+  if (!is_matrix(x, dtype, x_rows, width, x_stride) ||
+      !is_matrix(out, dtype, count, width, width) || (count && !ids))
+    return STATUS_INVALID;
+  for (int64_t i = 0; i < count; ++i)
+    if (ids[i] < 0 || ids[i] >= x_rows) return STATUS_INDEX;
+  int64_t size = size_of(dtype);
+  share(context, count, count * width, [&](int64_t i, int) {
+    memcpy(static_cast<char*>(out) + i * width * size,
+           static_cast<const char*>(x) + ids[i] * x_stride * size, width * size);
+  });
+  return STATUS_OK;
+}
+
 API int32_t asyncllm_rms_norm(Context* context, const void* x, int64_t x_stride, void* residual,
                               int64_t residual_stride, const void* weight, float eps, void* out,
                               int64_t rows, int64_t width, int32_t dtype) {

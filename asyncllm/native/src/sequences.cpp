@@ -65,6 +65,8 @@ class AttentionPlan {
     for (int64_t row = 0; row < args_.rows; ++row) {
       int64_t first = args_.query_start[row], last = args_.query_start[row + 1];
       int64_t length = args_.seq_lens[row];
+      if (args_.lines && (args_.lines[row] < 0 || args_.lines[row] >= args_.table_lines))
+        return STATUS_INDEX;
       if (last < first || last > args_.num_tokens || length < 0) return STATUS_INVALID;
       if (length > capacity) return STATUS_INDEX;
       if (length > 0 && last - first > length) return STATUS_INVALID;
@@ -85,7 +87,7 @@ class AttentionPlan {
 
   // Blocks that only keys outside a window lie in may have been given back.
   int32_t check_table(int64_t row, int64_t length, int64_t tokens) {
-    const int32_t* table = args_.block_table + row * args_.table_stride;
+    const int32_t* table = block_table_of(args_, row);
     int64_t start = first_key(length - tokens) / args_.block_size;
     for (int64_t i = start; i < divide_up(length, args_.block_size); ++i)
       if (table[i] < 0 || table[i] >= args_.num_blocks) return STATUS_INDEX;

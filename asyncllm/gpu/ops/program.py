@@ -1,0 +1,59 @@
+"""Program: a step's native ops, run by one call without the GIL."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from asyncllm.native import Context, Op, ProgramArgs, fail
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+class Program:
+    """Ops with the addresses of what they read and write, and all that these lie in.
+
+    Args:
+        ops: array of ``Op``.
+        names: of the ops.
+        capacity: rows of the buffers of each Size.
+        num_bytes: of the activations.
+        results: tensors that a run leaves behind, with room for the largest step.
+        held: what the ops point at.
+    """
+
+    def __init__(
+        self, context: Context, ops: ctypes.Array[Op], names: Sequence[str],
+        capacity: Sequence[int], num_bytes: int, results: Sequence[Tensor],
+        held: Sequence[object],
+    ) -> None:  # fmt: skip
+        self.context, self.names, self.num_bytes = context, tuple(names), num_bytes
+        self.results = tuple(results)
+        self._held = (ops, *held)
+        writes = [index for index, name in enumerate(names) if name == "rope_and_cache"]
+        sizes = ctypes.c_int64 * len(capacity)
+        self.args = ProgramArgs(
+            ops=ops,
+            num_ops=len(names),
+            op_bytes=ctypes.sizeof(Op),
+            num_writing_ops=max(writes, default=-1) + 1,
+            capacity=sizes(*capacity),
+        )
+        self._sizes, self._failed = sizes(), ctypes.c_int64()
+
+    def run(self, rows: int, tokens: int, wanted: int, sampled: int) -> None:
+        """Runs a step of these sizes, on the context's threads.
+
+        Raises:
+            RuntimeError: sizes or indices beyond the buffers; the message names the op.
+            MemoryError: scratch memory could not be allocated.
+        """
+        self._sizes[:] = rows, tokens, wanted, sampled
+        context = self.context
+        status = context.library.run(context.handle, self.args, self._sizes, self._failed)
+        if status:
+            at = self._failed.value
+            fail("step" if at < 0 else f"step, op {at}, {self.names[at]}", status)

@@ -1,0 +1,250 @@
+"""Recorder: a step of the model as a program of native ops, from one run of its layers.
+
+The layers run once on stand-ins, tensors of a few rows. An op of the native op set writes itself
+into the recorder of its context instead of computing; torch may do nothing but make views and
+pick rows by an index. What comes of it is a ``Program``: the ops with their addresses, over
+buffers that have room for the largest step and are shared by values that are not needed at the
+same time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from bisect import bisect_right, insort
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from asyncllm.gpu.ops.program import DTYPES, Program
+from asyncllm.native import ARGS, OP_KINDS, Context, Op
+
+ALIGNMENT = 64
+
+
+class Unrecordable(Exception):
+    """The model does something in a step that no native op does; the message says what."""
+
+
+class Size(IntEnum):
+    """First dimensions whose size a step decides, as ``Size`` of the interface."""
+
+    ROWS = 0
+    TOKENS = 1
+    WANTED = 2
+    SAMPLED = 3
+
+
+STAND_INS = {Size.ROWS: 2, Size.TOKENS: 7, Size.WANTED: 5, Size.SAMPLED: 3}
+"""Rows of a stand-in: by them a tensor's size is known."""
+
+
+@dataclass(slots=True, eq=False)
+class _Buffer:
+    """A buffer of the program, and its stand-in.
+
+    Attributes:
+        row_bytes: of a row.
+        memory: the stand-in's, held so that no two have one address.
+        address: of it.
+        array: what it stands for, at an address of its own; None lies with the activations.
+        first, last: the ops between which it is in use.
+    """
+
+    size: Size
+    row_bytes: int
+    memory: np.ndarray
+    array: np.ndarray | None
+    first: int = 0
+    last: int = 0
+    address: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.address = self.memory.ctypes.data
+
+
+def _address(buffer: _Buffer) -> int:
+    return buffer.address
+
+
+@dataclass(slots=True)
+class _RecordedOp:
+    """An op whose pointers are buffers and bytes into their first row."""
+
+    name: str
+    size: Size
+    x_size: int
+    args: ctypes.Structure
+    pointers: dict[str, tuple[_Buffer, int]] = field(default_factory=dict)
+
+
+class Recorder(TorchDispatchMode):
+    """Takes down the ops that run while it is active.
+
+    Raises:
+        Unrecordable: from within the layers, for an op of torch, or a tensor that no op made.
+    """
+
+    def __init__(self, context: Context) -> None:
+        super().__init__()
+        self.context = context
+        self._ops: list[_RecordedOp] = []
+        self._buffers: list[_Buffer] = []
+        self._held: list[object] = []
+        self._results: list[tuple[_Buffer, torch.dtype, int]] = []
+
+    def __enter__(self) -> Recorder:
+        self.context.recorder = self
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)
+        self.context.recorder = None
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.index.Tensor and len(args[1]) == 1:
+            return self._select(args[0], args[1][0])
+        if func.is_view:
+            return func(*args, **(kwargs or {}))
+        raise Unrecordable(f"{func} has no native kernel")
+
+    # --- what ops say ------------------------------------------------------------------
+
+    def given(self, array: np.ndarray, size: Size) -> Tensor:
+        """The stand-in of ``array``, which the step's inputs are written into."""
+        stand_in = np.zeros(STAND_INS[size], dtype=array.dtype)
+        insort(self._buffers, _Buffer(size, array.itemsize, stand_in, array), key=_address)
+        self._held.append(array)
+        return torch.from_numpy(stand_in)
+
+    def empty(self, like: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
+        """An output ``[T, width]``, of the size and, unless given, the dtype of ``like``."""
+        size, dtype = self._size_of(like), dtype or like.dtype
+        row_bytes = width * dtype.itemsize
+        memory = np.zeros(STAND_INS[size] * row_bytes, dtype=np.uint8)
+        at = len(self._ops)
+        insort(self._buffers, _Buffer(size, row_bytes, memory, None, at, at), key=_address)
+        return torch.from_numpy(memory).view(dtype).view(-1, width)
+
+    def add(
+        self,
+        name: str,
+        like: Tensor | Size,
+        args: ctypes.Structure,
+        tensors: Mapping[str, Tensor],
+        holds: Sequence[object] = (),
+        x_size: int = -1,
+    ) -> None:
+        """Takes down an op.
+
+        Args:
+            like: has the size of its output.
+            args: whose pointers are set but those to ``tensors``; a copy is kept.
+            tensors: by the names of their pointers, what it reads and writes of the step.
+            holds: what the other pointers point at.
+        """
+        size = like if isinstance(like, Size) else self._size_of(like)
+        own = type(args).from_buffer_copy(args)
+        op = _RecordedOp(name, size, x_size, own)
+        for pointer, tensor in tensors.items():
+            place = op.pointers[pointer] = self._find(name, tensor)
+            place[0].last = len(self._ops)
+        self._ops.append(op)
+        self._held += holds
+
+    def keep(self, tensor: Tensor) -> None:
+        """Makes a tensor one of the program's results, which outlive its run."""
+        buffer, _ = self._find("result", tensor)
+        self._results.append((buffer, tensor.dtype, tensor.shape[1]))
+
+    def _select(self, x: Tensor, index: Tensor) -> Tensor:
+        out = self.empty(index, x.shape[1], x.dtype)
+        args = ARGS["select"](x_stride=x.stride(0), width=x.shape[1], dtype=DTYPES[x.dtype])
+        tensors = {"x": x, "ids": index, "out": out}
+        self.add("select", index, args, tensors, x_size=self._size_of(x))
+        return out
+
+    def _size_of(self, tensor: Tensor) -> Size:
+        for size, rows in STAND_INS.items():
+            if tensor.dim() and tensor.shape[0] == rows:
+                return size
+        raise Unrecordable(f"a tensor {tuple(tensor.shape)} does not have the step's tokens")
+
+    def _find(self, name: str, tensor: Tensor) -> tuple[_Buffer, int]:
+        """The buffer that a tensor is a view of, from its first row on."""
+        at = tensor.data_ptr()
+        index = bisect_right(self._buffers, at, key=_address) - 1
+        buffer = self._buffers[index] if index >= 0 else None
+        if buffer is None or at >= buffer.address + buffer.memory.nbytes:
+            raise Unrecordable(f"{name} reads a tensor that no native op made")
+        offset, rows = at - buffer.address, STAND_INS[buffer.size]
+        adjacent = tensor.stride(0) * tensor.itemsize == buffer.row_bytes
+        if offset >= buffer.row_bytes or tensor.shape[0] > rows or not adjacent:
+            raise Unrecordable(f"{name} reads some rows of a tensor")
+        return buffer, offset
+
+    # --- what comes of it --------------------------------------------------------------
+
+    def layout(self, capacity: Sequence[int]) -> tuple[dict[int, int], int]:
+        """Where activations lie: by the buffer's id its first byte, and the bytes of all.
+
+        A buffer takes the lowest place that is free while it is in use.
+        """
+        kept = {id(buffer) for buffer, *_ in self._results}
+        end = len(self._ops)
+        places: list[tuple[int, int, int]] = []  # last op, first and end byte
+        found: dict[int, int] = {}
+        total = 0
+        own = [buffer for buffer in self._buffers if buffer.array is None]
+        for buffer in sorted(own, key=lambda each: each.first):
+            need = -(-max(1, capacity[buffer.size]) * buffer.row_bytes // ALIGNMENT) * ALIGNMENT
+            at = 0
+            for last, first_byte, end_byte in sorted(places, key=lambda place: place[1]):
+                if last >= buffer.first:
+                    if at + need <= first_byte:
+                        break
+                    at = max(at, end_byte)
+            found[id(buffer)] = at
+            places.append((end if id(buffer) in kept else buffer.last, at, at + need))
+            total = max(total, at + need)
+        return found, total
+
+    def finish(self, capacity: Sequence[int]) -> Program:
+        """The program, over buffers of so many rows of each Size.
+
+        Raises:
+            MemoryError: its activations cannot be allocated.
+        """
+        places, total = self.layout(capacity)
+        # The operating system backs it with memory where it is first touched.
+        memory = np.zeros(total + ALIGNMENT, dtype=np.uint8)
+        base = -memory.ctypes.data % ALIGNMENT
+
+        def address(buffer: _Buffer) -> int:
+            if buffer.array is not None:
+                return buffer.array.ctypes.data
+            return memory.ctypes.data + base + places[id(buffer)]
+
+        ops = (Op * len(self._ops))()
+        for op, recorded in zip(ops, self._ops, strict=True):
+            for pointer, (buffer, offset) in recorded.pointers.items():
+                setattr(recorded.args, pointer, address(buffer) + offset)
+            op.kind, op.size = OP_KINDS.index(recorded.name), recorded.size
+            op.x_size = recorded.x_size
+            setattr(op.args, recorded.name, recorded.args)
+        results: list[Tensor] = []
+        for buffer, dtype, width in self._results:
+            first = base + places[id(buffer)]
+            rows = memory[first : first + capacity[buffer.size] * buffer.row_bytes]
+            results.append(torch.from_numpy(rows).view(dtype).view(-1, width))
+        names = [recorded.name for recorded in self._ops]
+        held = (*self._held, memory)
+        return Program(self.context, ops, names, capacity, total, results, held)

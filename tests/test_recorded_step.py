@@ -1,0 +1,385 @@
+"""Steps as recorded programs: bit by bit what the ops compute one by one, refusals, memory."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import weakref
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from asyncllm.checkpoint.model_config import ModelConfig
+from asyncllm.core.batch import StepBatch
+from asyncllm.core.executor import ExecutorInfo
+from asyncllm.errors import EngineError
+from asyncllm.gpu import kv_cache
+from asyncllm.gpu.graph.recorded_step import RecordedStep, record_step
+from asyncllm.gpu.kv_cache import KVCache
+from asyncllm.gpu.model_runner import ModelRunner
+from asyncllm.gpu.models.architectures import parameters
+from asyncllm.gpu.models.decoder import Decoder
+from asyncllm.gpu.models.dense import attention_kinds, build_decoder, kv_groups
+from asyncllm.gpu.ops import recorder as recording
+from asyncllm.gpu.ops.native_attention import NativeAttention
+from asyncllm.gpu.ops.native_ops import NativeOps
+from asyncllm.gpu.ops.quantise import quantise_int8
+from asyncllm.gpu.ops.torch_ops import TorchOps
+from asyncllm.gpu.profile import recorded_bytes
+from asyncllm.sampling_params import SamplingParams
+from tests.driver import GREEDY, Driver
+from tests.native_library import context, isas
+from tests.test_model_runner import MODEL as LLAMA
+from tests.test_model_runner import make
+
+ISAS = isas()
+pytestmark = pytest.mark.skipif(not ISAS, reason="no C++ compiler to build the native ops with")
+
+QWEN3 = replace(LLAMA, architecture="Qwen3ForCausalLM", tie_word_embeddings=False, num_layers=3)
+MODELS = {
+    "tied": LLAMA,
+    "norms of q and k": QWEN3,
+    "biases": replace(LLAMA, architecture="Qwen2ForCausalLM", attention_bias=True, mlp_bias=True),
+    "windows": replace(QWEN3, sliding_window=5, sliding_layers=(True, False, True)),
+}
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8], [100], list(range(40, 70)), [7] * 9]
+
+
+def make_decoder(
+    model: ModelConfig, dtype: torch.dtype = torch.float32, *, isa: str = ISAS[0] if ISAS else "",
+    int8: bool = False, threads: int = 2,
+) -> Decoder:  # fmt: skip
+    generator = torch.Generator().manual_seed(3)
+
+    def weights():
+        for parameter in parameters(model):
+            tensor = torch.randn(parameter.shape, generator=generator)
+            if len(parameter.shape) > 1:
+                tensor *= 1.5 * parameter.shape[-1] ** -0.5
+            elif not parameter.name.endswith("bias"):
+                tensor = 1 + 0.2 * tensor
+            yield parameter.name, tensor.to(dtype)
+
+    own = context(threads, isa)
+    attention = {kind: NativeAttention(own, kind.shape, dtype) for kind in attention_kinds(model)}
+    convert = quantise_int8 if int8 else None
+    decoder = build_decoder(model, NativeOps(own), attention, weights(), convert)
+    decoder.set_max_positions(96)
+    return decoder
+
+
+def make_runner(decoder: Decoder, max_tokens: int = 128) -> ModelRunner:
+    groups = kv_groups(decoder.model, decoder.attention, 4)
+    info = ExecutorInfo(
+        decoder.model.vocab_size, 81, tuple(g.spec for g in groups), 96, 6, max_tokens
+    )
+    cache = KVCache(groups, 81, decoder.embedding.dtype, torch.device("cpu"))
+    return ModelRunner(decoder, cache, info)
+
+
+def state_of(runner: ModelRunner):
+    assert runner._state is not None
+    return runner._state
+
+
+def program_of(runner: ModelRunner) -> RecordedStep:
+    recorded = state_of(runner).recorded
+    assert recorded is not None, runner.execution
+    return recorded
+
+
+def run(runner: ModelRunner, chunk: int) -> tuple[list[Tensor], Tensor, list[list[int]]]:
+    """Logits of every step, the KV cache and the tokens of sequences that come one by one."""
+    logits: list[Tensor] = []
+    forward = runner._forward
+
+    def watched(state, step):
+        found, hidden = forward(state, step)
+        logits.extend((found.clone(), hidden.clone()))
+        return found, hidden
+
+    runner._forward = watched  # type: ignore[method-assign]
+    driver = Driver(runner)
+    asks = SamplingParams(temperature=0.9, seed=5, prompt_logprobs=1)
+    seqs = [driver.add(p, 8, asks if i == 2 else GREEDY) for i, p in enumerate(PROMPTS)]
+    for joined in range(1, len(seqs) + 1):
+        work = [(seq, min(chunk or 99, seq.known - seq.computed)) for seq in seqs[:joined]]
+        driver.launch([(seq, count) for seq, count in work if not seq.done])
+        driver.collect()
+    driver.run(seqs, chunk=chunk)
+    del runner._forward
+    return logits, state_of(runner).cache.tensor, [seq.outputs for seq in seqs]
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def check_equal(decoder: Decoder, chunks: tuple[int, ...]) -> None:
+    for chunk in chunks:
+        recorded, plain = make_runner(decoder), make_runner(decoder)
+        program_of(recorded)
+        state_of(plain).recorded = None
+        found, expected = run(recorded, chunk), run(plain, chunk)
+        assert found[2] == expected[2]
+        assert len(found[0]) == len(expected[0]) > 20
+        for mine, other in zip(found[0], expected[0], strict=True):
+            assert mine.shape == other.shape
+            assert torch.equal(bits(mine), bits(other))
+        # Past the null block, which no row reads.
+        assert torch.equal(bits(found[1][:, :, 1:]), bits(expected[1][:, :, 1:]))
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("int8", [False, True])
+def test_a_program_computes_what_its_ops_do(model, int8):
+    check_equal(make_decoder(MODELS[model], int8=int8), (0, 5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("isa", ISAS)
+def test_in_every_dtype_on_every_instruction_set(dtype, isa):
+    for int8 in (False, True):
+        check_equal(make_decoder(MODELS["windows"], dtype, isa=isa, int8=int8), (7,))
+
+
+def test_with_one_token_a_step():
+    check_equal(make_decoder(QWEN3), (1,))
+
+
+def test_a_step_is_one_native_call(monkeypatch):
+    runner = make_runner(make_decoder(QWEN3))
+    library = state_of(runner).decoder.ops.context.library
+    calls: list[str] = []
+    for name in ("run", "linear", "gather", "select", "attention", "rms_norm", "rope_and_cache",
+                 "silu_mul"):  # fmt: skip
+        own = getattr(library, name)
+        monkeypatch.setattr(
+            library, name, lambda *args, own=own, name=name: calls.append(name) or own(*args)
+        )
+    driver = Driver(runner)
+    seqs = [driver.add(prompt, 4, SamplingParams(temperature=0.0, seed=0)) for prompt in PROMPTS]
+    driver.run(seqs, chunk=6)
+    assert calls == ["run"] * driver.step
+
+
+# --- what is wrong with a step ------------------------------------------------------------
+
+
+def broken_steps():
+    """What is changed in the batch of a running sequence, and the op that notices."""
+
+    def token(state, value):
+        state.inputs.token_ids[:, 4:9] = value
+
+    def block(state, value):
+        state.inputs.tables[0].table[:, 1] = value
+
+    def start(state, value):
+        return {"starts": [value]}
+
+    def line(state, value):
+        return {"req_indices": [value]}
+
+    return [
+        *((token, value, "(gather|select)") for value in (-1, 128, 2**31 - 1)),
+        *((block, value, "rope_and_cache") for value in (-1, 81, 2**31 - 1)),
+        *((start, value, "tokens") for value in (-1, 97, 2**62)),
+        *((line, value, "tokens") for value in (-1, 6, 2**62)),
+    ]
+
+
+@pytest.mark.parametrize(("change", "value", "op"), broken_steps())
+@pytest.mark.parametrize("model", ["tied", "norms of q and k"])
+def test_an_index_beyond_its_table_is_an_error(change, value, op, model):
+    runner = make_runner(make_decoder(MODELS[model]))
+    driver = Driver(runner)
+    seq = driver.add(PROMPTS[0], 6)
+    driver.launch([(seq, 0)])
+    driver.collect()
+    fields = {"req_indices": [seq.req_index], "starts": [4], "counts": [5]}
+    fields |= change(state_of(runner), value) or {}
+    before = state_of(runner).cache.tensor.clone()
+    batch = StepBatch(9, **fields, samples=[False], num_tokens=5)
+    with pytest.raises(RuntimeError, match=rf"step, op \d+, {op}: a slot, block or position"):
+        program_of(runner).run(batch, np.zeros(0, dtype=np.int64), 0)
+    assert torch.equal(state_of(runner).cache.tensor, before)
+
+
+def test_positions_beyond_the_rope_table_are_an_error():
+    decoder = make_decoder(QWEN3)
+    decoder.set_max_positions(10)
+    driver = Driver(make_runner(decoder))
+    driver.launch([(driver.add(PROMPTS[0], 6), 0)])
+    with pytest.raises(RuntimeError, match=r"op \d+, rope_and_cache: a slot, block or position"):
+        driver.collect()
+
+
+@pytest.mark.parametrize(
+    ("counts", "num_tokens"), [([129], 129), ([3], 4), ([3], 2), ([1] * 7, 7), ([-1], 1)]
+)
+def test_sizes_that_do_not_fit_are_an_error(counts, num_tokens):
+    recorded = program_of(make_runner(make_decoder(QWEN3)))
+    rows = len(counts)
+    recorded._inputs.counts[:1] = counts[0]
+    with pytest.raises(RuntimeError, match=r"native step(, op 0, tokens)?: shapes"):
+        recorded.program.run(rows, num_tokens, 0, 0)
+    with pytest.raises(RuntimeError, match="native step: shapes"):
+        recorded.program.run(1, 3, 4, 2)
+    with pytest.raises(RuntimeError, match="native step: shapes"):
+        recorded.program.run(1, 3, 2, 3)
+    recorded._inputs.counts[:1], recorded._inputs.wanted[:1] = 3, 3
+    with pytest.raises(RuntimeError, match=r"op \d+, select: a slot, block or position"):
+        recorded.program.run(1, 3, 1, 1)
+
+
+def test_a_forked_child_is_refused():
+    runner = make_runner(make_decoder(LLAMA))
+    driver = Driver(runner)
+    seq = driver.add(PROMPTS[0], 3)
+    child = os.fork()
+    if not child:
+        signal.alarm(30)
+        told = 1
+        try:
+            driver.run([seq])
+        except RuntimeError as error:
+            told = 0 if "forked child" in str(error) else 2
+        os._exit(told)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    driver.run([seq])
+    assert len(seq.outputs) == 3
+
+
+# --- what is not recorded -----------------------------------------------------------------
+
+
+def test_a_model_with_another_op_runs_as_before():
+    """With the same tokens, and it says which op that is."""
+    outputs = []
+    for activation in (None, TorchOps.silu_mul):
+        decoder = make_decoder(QWEN3)
+        if activation is not None:
+            for layer in decoder.layers:
+                layer.mlp.activation = activation
+        runner = make_runner(decoder)
+        driver = Driver(runner)
+        seqs = [driver.add(prompt, 12) for prompt in PROMPTS]
+        driver.run(seqs, chunk=7)
+        outputs.append([seq.outputs for seq in seqs])
+        if activation is None:
+            assert (
+                runner.execution
+                == f"one native program of {len(program_of(runner).program.names)} ops"
+            )
+        else:
+            assert runner.execution.startswith("ops called one by one: aten.silu")
+            assert state_of(runner).recorded is None
+        assert decoder.ops.context.recorder is None
+    assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("what", ["torch", "contiguous", "rows", "read", "attention", "foreign"])
+def test_what_a_program_cannot_hold_is_found(what):
+    decoder = make_decoder(QWEN3)
+    layer = decoder.layers[1]
+    mlp, foreign = layer.mlp, torch.zeros(7, 32)
+    others = {
+        "torch": (lambda x: mlp(x) * 2.0, "aten.mul.Tensor has no native kernel"),
+        "contiguous": (lambda x: mlp(x.T.contiguous().T), "aten.clone.default has no"),
+        "rows": (lambda x: mlp(x[2:5]), "reads some rows of a tensor"),
+        "read": (lambda x: mlp(x) if x[0, 0].item() else x, "aten._local_scalar_dense.default"),
+        "foreign": (lambda x: mlp(foreign), "linear reads a tensor that no native op made"),
+        "attention": (mlp, "attention 'strange' has no native kernel"),
+    }
+    layer.mlp, reason = others[what]
+    if what == "attention":
+
+        class Strange:
+            name, needs_zeroed_blocks = "strange", False
+
+        decoder.attention = dict.fromkeys(decoder.attention, Strange())
+    runner = make_runner(decoder)
+    assert reason in runner.execution
+
+
+def test_the_start_says_how_steps_run(caplog):
+    with caplog.at_level(logging.INFO, "asyncllm"):
+        make(attention_backend="native")
+        make(attention_backend="torch")
+    said = [record.getMessage() for record in caplog.records if "steps run as" in record.msg]
+    assert said[0].startswith("steps run as one native program of ")
+    assert "has no programs" in said[1]
+
+
+# --- memory -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["tied", "windows"])
+def test_no_two_values_in_use_share_memory(model):
+    decoder = make_decoder(MODELS[model])
+    runner = make_runner(decoder)
+    state = state_of(runner)
+    found = record_step(decoder, state.cache, state.inputs, max_tokens=50, max_rows=6)
+    assert isinstance(found, RecordedStep)
+    places, total = found._recorder.layout(found._capacity)
+    last = len(found._recorder._ops)
+    kept = [buffer for buffer, *_ in found._recorder._results]
+    own = [buffer for buffer in found._recorder._buffers if buffer.array is None]
+    assert len(own) == len(places) > 20
+    spans = []
+    for buffer in own:
+        first = places[id(buffer)]
+        end = first + found._capacity[buffer.size] * buffer.row_bytes
+        assert first % recording.ALIGNMENT == 0
+        assert end <= total
+        spans.append((buffer.first, last if buffer in kept else buffer.last, first, end))
+    for i, (first, last, low, high) in enumerate(spans):
+        for other in spans[:i]:
+            at_once = first <= other[1] and other[0] <= last
+            assert not at_once or high <= other[2] or other[3] <= low
+    # A layer's values lie where those of the layer before lay.
+    assert total < sum(high - low for _, _, low, high in spans) / 3
+
+
+def test_activations_are_counted_before_the_cache(monkeypatch):
+    available = 64 * 2**20
+    monkeypatch.setattr(kv_cache, "available_memory", lambda: available)
+    runner = make(attention_backend="native", max_num_batched_tokens=4096, max_model_len=4096,
+                  model=replace(LLAMA, max_position_embeddings=4096))  # fmt: skip
+    state = state_of(runner)
+    taken = program_of(runner).program.num_bytes
+    # The MLP's two halves, beside the hidden states of 32 elements.
+    assert taken > 4096 * (128 + 32) * 4
+    groups = kv_groups(state.decoder.model, state.decoder.attention, runner.info.block_size)
+    limits = {"max_num_batched_tokens": 4096, "max_num_seqs": 64}
+    assert recorded_bytes(state.decoder, groups, **limits) == taken
+    per_block = state.cache.tensor.nbytes // runner.info.num_blocks
+    assert runner.info.num_blocks == (available - taken) // 4 // per_block
+
+
+def test_a_smaller_budget_takes_less():
+    runner = make_runner(make_decoder(QWEN3), 512)
+    before = program_of(runner).program.num_bytes
+    runner.set_token_budget(64)
+    assert runner.info.max_num_batched_tokens == 64
+    assert program_of(runner).program.num_bytes < before / 2
+    seq = Driver(runner).add([1], 1)
+    Driver(runner).run([seq])
+    assert len(seq.outputs) == 1
+
+
+def test_activations_that_no_machine_has_are_refused():
+    with pytest.raises(EngineError, match=r"max_num_batched_tokens=\d{14}: .*lower it"):
+        make_runner(make_decoder(LLAMA), 2**45)
+
+
+def test_closing_frees_the_program():
+    runner = make_runner(make_decoder(LLAMA))
+    program = weakref.ref(program_of(runner).program)
+    runner.close()
+    assert program() is None
