@@ -12,7 +12,7 @@ import torch
 
 from asyncllm.gpu.batch.decode_inputs import SamplingTensors
 from asyncllm.gpu.batch.sampling_inputs import Stages, TopLogprobs
-from asyncllm.gpu.models.decoder import Decoder
+from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.ops.gumbel import NO_TOKEN_LEFT
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.native_ops import NativeOps
@@ -121,31 +121,35 @@ def test_greedy_steps_write_no_logits_and_sample_the_same(monkeypatch, dtype):
              for prompt in prompts]  # fmt: skip
     driver.run(usual)
 
-    def refuse(self: Decoder, hidden: torch.Tensor) -> torch.Tensor:
-        raise AssertionError("logits are written")
+    asked: list[int] = []
+    forward = ModelRunner._forward
 
-    monkeypatch.setattr(Decoder, "logits", refuse)
+    def watched(self, state, step, num_logits):
+        asked.append(num_logits)
+        return forward(self, state, step, num_logits)
+
+    monkeypatch.setattr(ModelRunner, "_forward", watched)
     fused = [driver.add(prompt, 6, GREEDY) for prompt in prompts]
     driver.run(fused)
     assert [seq.outputs for seq in fused] == [seq.outputs for seq in usual]
-    hot = driver.add([1], 2, SamplingParams(temperature=0.5, seed=1))
-    with pytest.raises(AssertionError, match="logits are written"):
-        driver.run([hot])
+    assert asked == [0] * 6
+    driver.run([driver.add([1], 2, SamplingParams(temperature=0.5, seed=1))])
+    assert asked[6:] == [1, 1]
 
 
 def test_a_greedy_row_without_a_number_ends_alone(monkeypatch):
     driver = Driver(make(MODEL, attention_backend="native"))
     alone = driver.add([1, 2, 3], 5, GREEDY)
     driver.run([alone])
-    forward = Decoder.forward
+    forward = ModelRunner._forward
 
-    def broken(self, inputs, cache):
-        hidden = forward(self, inputs, cache).clone()
+    def broken(self, state, step, num_logits):
+        logits, hidden = forward(self, state, step, num_logits)
         if len(hidden) == 2:
             hidden[1] = torch.nan
-        return hidden
+        return logits, hidden
 
-    monkeypatch.setattr(Decoder, "forward", broken)
+    monkeypatch.setattr(ModelRunner, "_forward", broken)
     sound, other = driver.add([1, 2, 3], 5, GREEDY), driver.add([4, 5], 5, GREEDY)
     driver.run([sound, other])
     assert sound.outputs == alone.outputs

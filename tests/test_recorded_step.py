@@ -97,8 +97,8 @@ def run(runner: ModelRunner, chunk: int) -> tuple[list[Tensor], Tensor, list[lis
     logits: list[Tensor] = []
     forward = runner._forward
 
-    def watched(state, step):
-        found, hidden = forward(state, step)
+    def watched(state, step, num_logits):
+        found, hidden = forward(state, step, num_logits)
         logits.extend((found.clone(), hidden.clone()))
         return found, hidden
 
