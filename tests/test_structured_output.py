@@ -407,7 +407,7 @@ async def test_closing_does_not_wait_for_a_compile(slow):
         ({"json": {"minlength": 3}}, "'minlength' is not enforced"),
         ({"json": {"x-guidance": {"lenient": True}}}, "'x-guidance' is not enforced"),
         ({"json": False}, "not"),
-        ({"json": {"$ref": "#"}}, "admits nothing"),
+        ({"json": {"$ref": "#"}}, "never end"),
         (
             {
                 "json": {
@@ -415,7 +415,7 @@ async def test_closing_does_not_wait_for_a_compile(slow):
                     "$ref": "#/$defs/a",
                 }
             },
-            "admits nothing",
+            "never end",
         ),
         ({"json": {"$ref": "https://example.com/schema"}}, "example.com"),
         ({"json": {"enum": []}}, "empty"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,6 +14,12 @@ from asyncllm.structured.spec import StructuredOutputs
 class GrammarError(Exception):
     """The backend cannot compile it: it is malformed, asks for what the backend does not
     enforce, or is past its limits. The message names what."""
+
+
+def is_gbnf(text: str) -> bool:
+    """Whether a grammar defines a rule as GBNF does. Lark may begin in other ways than ``start:``,
+    as ``?start:`` and ``start[…]:``, and may have ``::=`` in a text or a comment."""
+    return re.search(r"(?m)^\s*[\w-]+\s*::=", text) is not None
 
 
 class Grammar(Protocol):

@@ -9,6 +9,7 @@ from typing import Any
 
 from asyncllm import validation as check
 from asyncllm.errors import InvalidRequestError
+from asyncllm.structured.references import is_local, resolve
 from asyncllm.text.template_input import plain_values
 from asyncllm.tools.function_schema import function_schema, is_function, is_model
 
@@ -142,25 +143,15 @@ def _follow(schema: dict[str, Any], root: dict[str, Any], where: str) -> None:
     seen: set[str] = set()
     while isinstance(schema, dict) and "$ref" in schema:
         pointer = schema["$ref"]
-        if not isinstance(pointer, str) or not (pointer == "#" or pointer.startswith("#/")):
+        if not is_local(pointer):
             raise _bad(where, f"$ref {check.describe(pointer)}", "one into this schema, #/…")
         if pointer in seen:
             raise _bad(where, f"a circle of $ref at {pointer!r}", "one that leads to a schema")
         seen.add(pointer)
-        schema = _resolve(pointer, root, where)
-
-
-def _resolve(pointer: str, root: Any, where: str) -> Any:
-    found = root
-    for part in pointer.split("/")[1:]:
-        part = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, dict) and part in found:
-            found = found[part]
-        elif isinstance(found, (list, tuple)) and part.isdecimal() and int(part) < len(found):
-            found = found[int(part)]
-        else:
-            raise _bad(where, f"$ref {pointer!r}, which leads nowhere", "one to a schema")
-    return found
+        try:
+            schema = resolve(pointer, root)
+        except LookupError:
+            raise _bad(where, f"$ref {pointer!r}, which leads nowhere", "one to a schema") from None
 
 
 def _bad(where: str, value: str, accepted: str) -> InvalidRequestError:
