@@ -358,7 +358,7 @@ class InputProcessor:
             return
         try:
             for member in group.members:
-                member.structured_output = StructuredOutput(grammar.new_matcher())
+                member.structured_output = StructuredOutput(grammar.new_matcher(), grammar.special)
         except BaseException as failure:  # of a backend's native code too
             core.send(core.on_fail, group, failure)
             return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,7 +23,13 @@ def is_gbnf(text: str) -> bool:
 
 
 class Grammar(Protocol):
-    """A compiled grammar, shared by requests."""
+    """A compiled grammar, shared by requests.
+
+    Attributes:
+        special: ids of the special tokens that it may name.
+    """
+
+    special: Collection[int]
 
     def new_matcher(self) -> GrammarMatcher:
         """At its beginning; some microseconds, any thread."""

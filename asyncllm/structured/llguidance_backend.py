@@ -73,6 +73,7 @@ class LLGuidanceBackend:
 
 class LLGuidanceGrammar:
     def __init__(self, matcher: Any, vocabulary: Vocabulary) -> None:
+        self.special = vocabulary.special
         self._matcher = matcher
         self._vocabulary = vocabulary
 

@@ -71,6 +71,8 @@ class XGrammarBackend:
 
 
 class XGrammarGrammar:
+    special = ()
+
     def __init__(self, matcher: Any, compiled: Any, num_words: int, vocabulary: Vocabulary) -> None:
         self._make = matcher
         self._compiled = compiled
