@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Collection
 from contextlib import suppress
 from typing import Any
 
@@ -73,7 +74,7 @@ class LLGuidanceBackend:
 
 class LLGuidanceGrammar:
     def __init__(self, matcher: Any, vocabulary: Vocabulary) -> None:
-        self.special = vocabulary.special
+        self.special: Collection[int] = vocabulary.special
         self._matcher = matcher
         self._vocabulary = vocabulary
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -71,7 +72,7 @@ class XGrammarBackend:
 
 
 class XGrammarGrammar:
-    special = ()
+    special: Collection[int] = ()
 
     def __init__(self, matcher: Any, compiled: Any, num_words: int, vocabulary: Vocabulary) -> None:
         self._make = matcher

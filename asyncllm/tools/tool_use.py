@@ -41,12 +41,14 @@ class ToolUse:
                 message says where.
         """
         given = check.items("tools", tools, _ACCEPTED, MAX_TOOLS)
-        schemas = tuple(_schema(tool, f"tools[{i}]") for i, tool in enumerate(given))
+        with check.reading("tools"):
+            schemas = tuple(_schema(tool, f"tools[{i}]") for i, tool in enumerate(given))
         names = [schema["function"]["name"] for schema in schemas]
         for i, name in enumerate(names):
             if name in names[:i]:
                 raise _bad(f"tools[{i}]", f"the name {name!r} a second time", "different names")
-        choice = _choice(tool_choice)
+        with check.reading("tool_choice"):
+            choice = _choice(tool_choice)
         parallel = check.boolean("parallel_tool_calls", parallel_tool_calls)
         if isinstance(choice, dict) and choice["name"] not in names:
             accepted = f"one of the tools on offer: {', '.join(names) or 'there are none'}"
@@ -73,13 +75,13 @@ class ToolUse:
 def _choice(value: Any) -> str | dict[str, str]:
     if value is None:
         return "auto"
-    if isinstance(value, str) and value in ("auto", "none", "required"):
-        return value
+    if (text := check.plain_text(value)) in ("auto", "none", "required"):
+        return text
     if isinstance(value, Mapping) and value.get("type") == "function":
         function = value.get("function", value)
         name = function.get("name") if isinstance(function, Mapping) else None
-        if isinstance(name, str):
-            return {"name": name}
+        if (text := check.plain_text(name)) is not None:
+            return {"name": text}
     accepted = '"auto", "none", "required" or {"type": "function", "function": {"name": …}}'
     raise check.invalid("tool_choice", value, accepted)
 
