@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 from asyncllm import validation as check
+from asyncllm.errors import InvalidRequestError
 from asyncllm.tools.families import REASONING_FAMILIES, TOOL_FAMILIES
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -171,14 +173,28 @@ class EngineConfig:
         check.field(self, check.string, "attention_backend")
         check.field(self, check.string, "revision")
         device: Any = self.device
-        if not isinstance(device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", device):
+        if not check.is_a(device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", device):
             raise check.invalid("device", device, "auto, cpu, cuda or cuda:N")
         for name in ("model", "tokenizer"):
-            value = getattr(self, name)
-            if value is not None and (
-                not isinstance(value, (str, os.PathLike)) or not os.fspath(value)
-            ):
-                raise check.invalid(name, value, "a directory, a hub id or None")
+            self._check_path(name)
+
+    def _check_path(self, name: str) -> None:
+        """A plain text in the place of a path, or of a subclass of str."""
+        value = getattr(self, name)
+        if value is None:
+            return
+        path: Any = None
+        with suppress(Exception):  # of the application's own path
+            path = os.fspath(value)
+        try:
+            path = check.string(name, path)
+        except InvalidRequestError:
+            accepted = "a directory, a hub id or None"
+            raise check.invalid(name, value, accepted) from None
+        if "\0" in path:
+            raise check.invalid(name, value, "a path without null characters")
+        if check.is_a(value, str):
+            object.__setattr__(self, name, path)
 
     def with_overrides(self, overrides: Mapping[str, Any]) -> EngineConfig:
         """A copy with some fields replaced, checked anew."""
@@ -202,8 +218,8 @@ def parse_bytes(value: int | str) -> int:
     """
     accepted = 'a positive number of bytes below 2**63, or text such as "4GiB"'
     size: Any = value
-    if isinstance(value, str):
-        match = re.fullmatch(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*([a-zA-Z]*)\s*", value)
+    if check.is_a(value, str):
+        match = re.fullmatch(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*([a-zA-Z]*)\s*", size)
         unit = _UNITS.get(match.group(2).lower()) if match else None
         size = None if match is None or unit is None else int(float(match.group(1)) * unit)
     return check.integer(

@@ -365,13 +365,14 @@ class AsyncLLMEngine(Handle):
         core = self._running().core
         accepted = "a string, or several"
         ids: Iterable[Any] = (request_id,)
-        if request_id is not None and not isinstance(request_id, str):
+        if request_id is not None and not check.is_a(request_id, str):
             ids = check.items("request_id", request_id, accepted)
         groups = []
         for one in ids:
-            if not isinstance(one, str):
+            text = check.plain_text(one)
+            if text is None:
                 raise check.invalid("request_id", one, accepted)
-            groups.append(core.admission.get(one))
+            groups.append(core.admission.get(text))
         for group in groups:
             if group is not None:
                 core.abort(group)
@@ -427,7 +428,11 @@ class AsyncLLMEngine(Handle):
 
     def add_observer(self, observer: Observer) -> None:
         """Tells ``observer`` of every request accepted from now on, and of its end; see
-        ``asyncllm.observer.Observer``. In any state of the engine, any thread."""
+        ``asyncllm.observer.Observer``. In any state of the engine, any thread.
+
+        Raises:
+            InvalidRequestError: for an object without the methods of an Observer.
+        """
         self._observers.add(observer)
 
     def remove_observer(self, observer: Observer) -> None:

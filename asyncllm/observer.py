@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from asyncllm.logger import get_logger, is_interrupt
 from asyncllm.outputs import Usage
-from asyncllm.validation import type_name
+from asyncllm.validation import invalid, type_name
 
 if TYPE_CHECKING:
     from asyncllm.core.request import Request
@@ -131,7 +132,17 @@ class Observers:
         self._all: tuple[Observer, ...] = ()
 
     def add(self, observer: Observer) -> None:
-        """Observes requests from now on; adding one twice changes nothing."""
+        """Observes requests from now on; adding one twice changes nothing.
+
+        Raises:
+            InvalidRequestError: for an object without the methods of an Observer.
+        """
+        # Looked up past the object's own code, which may raise; a mock makes what it is asked for.
+        dynamic = hasattr(type(observer), "__getattr__")
+        for method in ("on_submit", "on_finish"):
+            if not dynamic and inspect.getattr_static(observer, method, None) is None:
+                accepted = "an object with the methods on_submit and on_finish"
+                raise invalid("observer", observer, accepted)
         with self._lock:
             if not any(one is observer for one in self._all):
                 self._all = (*self._all, observer)

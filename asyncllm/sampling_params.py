@@ -144,12 +144,12 @@ class SamplingParams:
     def _freeze_collections(self) -> None:
         """Turns every collection into an immutable one, so that a caller's later change of
         its list cannot reach a running request."""
-        if isinstance(self.stop, str):
+        if check.is_a(self.stop, str):
             self._set("stop", (self.stop,))
         accepted = f"strings of {MAX_STOP_LENGTH} characters at most"
         check.field(self, check.items, "stop", accepted, MAX_STOP_STRINGS)
-        lengths = [len(check.string("stop", one)) for one in self.stop]
-        if max(lengths, default=0) > MAX_STOP_LENGTH:
+        self._set("stop", tuple([check.string("stop", one) for one in self.stop]))
+        if max(map(len, self.stop), default=0) > MAX_STOP_LENGTH:
             raise check.invalid("stop", self.stop, accepted)
         self._check_bad_words()
         check.field(self, check.token_ids, "stop_token_ids")
@@ -158,11 +158,12 @@ class SamplingParams:
             raise check.invalid("allowed_token_ids", (), "at least one token id, or None")
         if self.logit_bias is not None:
             bias: Any = self.logit_bias
-            if not isinstance(bias, Mapping):
+            if not check.is_a(bias, Mapping):
                 raise check.invalid("logit_bias", bias, "a mapping of token id to number")
-            ids = check.token_ids("logit_bias", bias.keys())
-            values = [check.number("logit_bias", value, -100, 100) for value in bias.values()]
-            self._set("logit_bias", dict(zip(ids, values, strict=True)))
+            with check.reading("logit_bias"):
+                ids = check.token_ids("logit_bias", bias.keys())
+                values = [check.number("logit_bias", value, -100, 100) for value in bias.values()]
+                self._set("logit_bias", dict(zip(ids, values, strict=True)))
         check.field(self, check.items, "logits_processors", "callables", MAX_LOGITS_PROCESSORS)
         if not all(callable(processor) for processor in self.logits_processors):
             raise check.invalid("logits_processors", self.logits_processors, "callables")
@@ -170,8 +171,9 @@ class SamplingParams:
     def _check_bad_words(self) -> None:
         accepted = f"texts of {MAX_BAD_WORD_LENGTH} characters at most"
         check.field(self, check.items, "bad_words", accepted, MAX_BAD_WORDS)
+        self._set("bad_words", tuple([check.string("bad_words", one) for one in self.bad_words]))
         for word in self.bad_words:
-            if len(check.string("bad_words", word)) > MAX_BAD_WORD_LENGTH or not word.strip():
+            if len(word) > MAX_BAD_WORD_LENGTH or not word.strip():
                 raise check.invalid("bad_words", word, accepted)
         if sum(map(len, self.bad_words)) > MAX_BAD_CHARACTERS:
             accepted = f"at most {MAX_BAD_CHARACTERS} characters in all"

@@ -15,11 +15,11 @@ import numbers
 import operator
 import reprlib
 from array import array
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
-from asyncllm.errors import InvalidRequestError
+from asyncllm.errors import AsyncLLMError, InvalidRequestError
 
 MAX_INTEGER = 2**63 - 1
 
@@ -62,6 +62,32 @@ def explain(error: BaseException) -> str:
         return describe(error)
 
 
+def is_a(value: object, kind: type | tuple[type, ...]) -> bool:
+    """``isinstance`` by the type alone: it may ask a value's ``__class__``, which may raise."""
+    return issubclass(type(value), kind)
+
+
+def plain_text(value: Any) -> str | None:
+    """A text as a ``str`` and no subclass, whose methods may raise; None for anything else."""
+    kind = type(value)
+    if kind is str:
+        return value
+    return str.__str__(value) if issubclass(kind, str) else None
+
+
+@contextmanager
+def reading(name: str) -> Iterator[None]:
+    """Around what reads an argument by its own methods: what they raise is an
+    InvalidRequestError that names it."""
+    try:
+        yield
+    except AsyncLLMError:
+        raise
+    except Exception as error:
+        why = f"{name}: cannot be read ({explain(error)})"
+        raise InvalidRequestError(why, param=name.partition(".")[0]) from error
+
+
 def invalid(name: str, value: object, accepted: str) -> InvalidRequestError:
     return InvalidRequestError(f"{name}={describe(value)}: expected {accepted}", param=name)
 
@@ -83,7 +109,7 @@ def integer(name: str, value: Any, low: int, high: int = MAX_INTEGER, **how: Any
 
 
 def _integer_in(value: Any, low: int, high: int) -> int | None:
-    if value is None or isinstance(value, bool):
+    if value is None or type(value) is bool:
         return None
     try:
         found = int(operator.index(value))
@@ -104,11 +130,14 @@ def number(
 ) -> Any:
     """A float in ``[low, high]``, or ``(low, high]`` with ``above``. Negative zero is zero."""
     found = math.nan
-    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+    kind = type(value)
+    if issubclass(kind, numbers.Real) and kind is not bool:
         try:
             found = float(value) + 0.0
         except OverflowError:
             found = math.inf
+        except Exception:  # of a type of the application's
+            found = math.nan
     if low <= found <= high and not (above and found == low):
         return found
     word = "above" if above else "from"
@@ -131,30 +160,33 @@ def boolean(name: str, value: Any, **how: Any) -> Any:
 
 def string(name: str, value: Any, *, empty: bool = False, **how: Any) -> Any:
     """Text that UTF-8 can express, which half of a surrogate pair is not."""
-    if isinstance(value, str) and (value or empty):
+    text = plain_text(value)
+    if text or (empty and text is not None):
         with suppress(UnicodeEncodeError):
-            value.encode()
-            return value
+            text.encode()
+            return text
     return _refuse(name, value, "a string" if empty else "a non-empty string", **how)
 
 
 def choice(name: str, value: Any, choices: Sequence[str], **how: Any) -> Any:
-    if isinstance(value, str) and value in choices:
-        return value
+    text = plain_text(value)
+    if text in choices:
+        return text
     return _refuse(name, value, " or ".join(map(repr, choices)), **how)
 
 
 def items(name: str, value: Any, accepted: str, most: int = MAX_ITEMS, **how: Any) -> Any:
     """The items of a sequence or a set, as a tuple; None has none. No more than ``most`` are
     accepted, and of an endless iterable no more are read."""
-    found = value or () if value is None or type(value) is tuple else None
+    kind: type = type(value)
+    found: Any = value or () if value is None or kind is tuple else None
     if (
         found is None
-        and not isinstance(value, (str, bytes, bytearray, Mapping))
-        and isinstance(value, Iterable)
+        and not issubclass(kind, (str, bytes, bytearray, Mapping))
+        and issubclass(kind, Iterable)
     ):
         with suppress(Exception):  # an array without dimensions raises TypeError
-            found = tuple(itertools.islice(value, most + 1))
+            found = tuple(itertools.islice(iter(value), most + 1))
     if found is not None and len(found) <= most:
         return found
     return _refuse(name, value, accepted if found is None else f"at most {most} {accepted}", **how)

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from asyncllm import LLM, InvalidRequestError, RequestError
+from asyncllm import LLM, InvalidRequestError
 from asyncllm.core.structured_output import GrammarMatcher
 from asyncllm.structured.backends import check_first_mask
 from asyncllm.structured.grammar import Grammar, GrammarError, Vocabulary
@@ -168,7 +168,16 @@ def test_regexes_choices_and_grammars(either):
     for text in odd:
         assert accepts(compiled(compiler, choice=odd), text)
     assert not accepts(compiled(compiler, choice=odd), "b")
-    for text in ('root ::= "a" [0-9]+ | "b"', 'start: "a" /[0-9]+/ | "b"'):
+    for text in (
+        'root ::= "a" [0-9]+ | "b"',
+        'root ::=\n  "a" [0-9]+ | "b" # start: "c"',
+        'start: "a" /[0-9]+/ | "b"',
+        '?start: "a" /[0-9]+/ | "b"',
+        '!start: "a" /[0-9]+/ | "b"',
+        'start[capture]: "a" /[0-9]+/ | "b"',
+        'start[lazy] : "a" N | "b" // root ::= "c"\nN: /[0-9]+/',
+        'start: "a" N | "b" | "::="\nN: /[0-9]+/',
+    ):
         grammar = compiled(compiler, grammar=text)
         assert [accepts(grammar, one) for one in ("a12", "b", "a", "c")] == [True] * 2 + [False] * 2
 
@@ -461,10 +470,3 @@ def test_a_forced_text_may_spell_a_special_token(text):
     with LLM() as llm:
         found = llm.generate("x", structured_outputs={"choice": [text]}, seed=1)
         assert (found.text, found.finish_reason) == (text, "stop")
-
-
-def test_a_limit_of_the_parser_is_named():
-    properties = {f"p{i}": {"type": "integer"} for i in range(550)}
-    schema = {"type": "object", "properties": properties, "additionalProperties": False}
-    with LLM() as llm, pytest.raises(RequestError, match="structured_outputs: Pars"):
-        llm.generate("x", structured_outputs={"json": schema}, max_tokens=40, seed=1)

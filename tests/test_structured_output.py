@@ -159,6 +159,28 @@ async def test_stop_tokens_come_only_where_the_grammar_may_end():
         assert (await engine.generate("x", max_tokens=50, **asked)).finish_reason == "length"
 
 
+async def test_an_eos_token_that_the_grammar_names_ends_it_or_is_a_part_of_it():
+    grammar = {"grammar": 'start: "ab" <|im_end|>'}
+    within = {"grammar": 'start: "a" <|im_end|> "b"'}
+    both = {"grammar": 'start: "a" (<|im_end|> "b")?'}
+    async with ByteRig(depth=2).engine() as engine:
+        for asked, options, expected in (
+            (grammar, {}, ("ab", (*b"ab", TURN_END), "stop")),
+            (grammar, {"ignore_eos": True}, ("ab", (*b"ab", TURN_END), "stop")),
+            (grammar, {"min_tokens": 3}, ("ab", (*b"ab", TURN_END), "stop")),
+            (within, {}, ("ab", (97, TURN_END, 98), "stop")),
+            (within, {"stop_token_ids": [TURN_END]}, ("ab", (97, TURN_END, 98), "stop")),
+            (within, {"max_tokens": 2}, ("a", (97, TURN_END), "length")),
+            (both, {}, ("a", (97, TURN_END), "stop")),  # the grammar may end there
+        ):
+            found = await engine.generate("x", structured_outputs=asked, **options)
+            assert (found.text, found.token_ids, found.finish_reason) == expected, (asked, options)
+            assert found.stop_reason is None
+        # Without its name, it ends where the grammar may, and not before.
+        found = await engine.generate("x", structured_outputs={"grammar": 'start: "ab" "c"*'})
+        assert found.token_ids[-1] == TURN_END
+
+
 async def test_min_tokens_keeps_stop_tokens_back_but_not_the_end_of_the_grammar():
     async with ByteRig().engine() as engine:
         asked = {"min_tokens": 40, "max_tokens": 90}
@@ -225,6 +247,7 @@ async def test_a_matcher_that_fails_ends_its_own_request(where, depth, monkeypat
     class Grammar:
         def __init__(self, grammar: Any) -> None:
             self._grammar = grammar
+            self.special = grammar.special
             self._made = 0
 
         def new_matcher(self) -> Any:
@@ -407,7 +430,7 @@ async def test_closing_does_not_wait_for_a_compile(slow):
         ({"json": {"minlength": 3}}, "'minlength' is not enforced"),
         ({"json": {"x-guidance": {"lenient": True}}}, "'x-guidance' is not enforced"),
         ({"json": False}, "not"),
-        ({"json": {"$ref": "#"}}, "admits nothing"),
+        ({"json": {"$ref": "#"}}, "never end"),
         (
             {
                 "json": {
@@ -415,7 +438,7 @@ async def test_closing_does_not_wait_for_a_compile(slow):
                     "$ref": "#/$defs/a",
                 }
             },
-            "admits nothing",
+            "never end",
         ),
         ({"json": {"$ref": "https://example.com/schema"}}, "example.com"),
         ({"json": {"enum": []}}, "empty"),

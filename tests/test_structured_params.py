@@ -185,6 +185,14 @@ def done(text: str, reason: Any = "stop") -> Completion:
     return Completion("r", (1,), (CompletionOutput(0, text, (2,), reason),), None)
 
 
+@pytest.mark.parametrize("kind", ["x", "list[nowhere]", 7, print, "int("])
+def test_what_is_no_type_is_refused(kind):
+    output = CompletionOutput(0, "1", (), "stop")
+    with pytest.raises(InvalidRequestError, match="^type=.* a type that Pydantic knows") as caught:
+        output.parsed(kind)
+    assert caught.value.param == "type"
+
+
 def test_parsed_reads_json_and_raises_with_the_text_of_what_is_none():
     assert done('{"a": [1, null]}').parsed() == {"a": [1, None]}
     assert done("[1, 2]").parsed(tuple[int, int]) == (1, 2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 class GrammarMatcher(Protocol):
     """One output's place in a compiled grammar; used by one thread at a time.
 
-    It knows tokens as text. What ends a request, EOS and its stop tokens, is not its business.
-    Any method may raise, which ends its request alone.
+    It knows tokens as text, and special tokens where the grammar names them. What ends a request,
+    EOS and its stop tokens, is not its business. Any method may raise, which ends its request
+    alone.
     """
 
     def accept(self, token_id: int) -> bool:
@@ -55,12 +56,15 @@ class StructuredOutput:
     them, and goes back should thoughts be opened after all.
 
     Attributes:
+        special: ids of the tokens that add no text. One that ends the request and that the grammar
+            names is a part of it, and ends the output where the grammar may end.
         allowed: of ``allowed_token_ids`` as a number with a bit for each; None for all.
         num_opening: leading tokens that may become the opening of thoughts and that the matcher
             followed; None if the grammar does not admit them.
     """
 
     matcher: GrammarMatcher
+    special: Collection[int] = ()
     allowed: int | None = field(init=False, default=None)
     num_opening: int | None = field(init=False, default=0)
 
@@ -74,21 +78,31 @@ class StructuredOutput:
         Raises:
             Exception: for a token that was not allowed, or any of the matcher.
         """
-        if reason == "stop":
-            return reason  # a stop token, which the grammar does not know
         reasoning = request.reasoning
+        thinking = reasoning is not None and reasoning.thinking
+        if reason == "stop":  # a stop token, which the grammar does not know unless it names it
+            if thinking or token_id not in self.special or self.matcher.may_end():
+                return reason
+            return self._advance_by_named(request, token_id)
         if reasoning is not None:
-            if reasoning.thinking:
+            if thinking:
                 return reason
             if token_id == reasoning.next_of_begin():
                 self._follow_opening(reasoning, token_id)
                 return self._ended(reason) if self.num_opening else reason
         if self.num_opening is None or not self.matcher.accept(token_id):
-            raise RequestError(
-                f"request {request.request_id!r}: token {token_id} does not follow the grammar of "
-                "structured_outputs"
-            )
+            raise _does_not_follow(request, token_id)
         return self._ended(reason)
+
+    def _advance_by_named(self, request: Request, token_id: int) -> FinishReason | None:
+        """Goes on by a stop token where the grammar cannot end: the mask has it only if the
+        grammar names it."""
+        if not self.matcher.accept(token_id):
+            raise _does_not_follow(request, token_id)
+        if self.matcher.may_end():
+            return "stop"
+        request.stop_reason = None
+        return "length" if len(request.token_ids) >= request.max_total_tokens else None
 
     def _ended(self, reason: FinishReason | None) -> FinishReason | None:
         return "stop" if self.matcher.is_terminated() else reason
@@ -111,8 +125,8 @@ class StructuredOutput:
         """The tokens that may come next: all, told by no bytes, while the model thinks; None if
         the output has to end here without one.
 
-        Stop tokens are allowed where the grammar may end, and not before ``min_tokens``; where
-        it cannot go on it ends before that.
+        Stop tokens are allowed where the grammar may end, and not before ``min_tokens``, or where
+        it names them; where it cannot go on it ends before that.
 
         Raises:
             RequestError: if nothing may come, and the output is not complete.
@@ -127,7 +141,7 @@ class StructuredOutput:
         stops = may_end and len(request.token_ids) + 1 >= request.min_total_tokens
         for token_id in request.stop_token_ids:
             byte, bit = token_id >> 3, 1 << (token_id & 7)
-            if byte < len(mask):
+            if byte < len(mask) and not (token_id in self.special and mask[byte] & bit):
                 mask[byte] = mask[byte] | bit if stops else mask[byte] & ~bit
         opening = None if reasoning is None else reasoning.next_of_begin()
         if opening is not None and opening >> 3 < len(mask):
@@ -152,6 +166,13 @@ class StructuredOutput:
             self.allowed = int.from_bytes(allowed, "little")
         both = int.from_bytes(mask, "little") & self.allowed
         return bytearray(both.to_bytes(len(mask), "little"))
+
+
+def _does_not_follow(request: Request, token_id: int) -> RequestError:
+    return RequestError(
+        f"request {request.request_id!r}: token {token_id} does not follow the grammar of "
+        "structured_outputs"
+    )
 
 
 def _has(mask: bytearray, token_id: int) -> bool:

@@ -150,7 +150,8 @@ class InputProcessor:
         asked = RequestInfo("text_completion", prompt)
         if prompt is None or check.same(prompt, ""):
             raise check.invalid("prompt", prompt, "text or token ids, not empty")
-        if not isinstance(prompt, str):
+        text = check.plain_text(prompt)
+        if text is None:
             info = self.loaded.executor.info
             length = 0
             with suppress(Exception):  # of what has no length, or too large a one
@@ -161,12 +162,12 @@ class InputProcessor:
             return self._submit(request, asked, list(found))
         request = self._request(params, sampling, options)
         tokenizer = self.loaded.tokenizer
-        if len(prompt) < LONG_TEXT:
-            return self._submit(request, asked, tokenizer.encode(prompt))
-        least = tokenizer.min_tokens(len(prompt))
+        if len(text) < LONG_TEXT:
+            return self._submit(request, asked, tokenizer.encode(text))
+        least = tokenizer.min_tokens(len(text))
         self._check_length(least, "at least ")
-        estimate = max(least, len(prompt) // 4)
-        return self._submit_later(request, asked, estimate, lambda: tokenizer.encode(prompt))
+        estimate = max(least, len(text) // 4)
+        return self._submit_later(request, asked, estimate, lambda: tokenizer.encode(text))
 
     def conversation(
         self,
@@ -179,14 +180,9 @@ class InputProcessor:
         options: RequestOptions,
     ) -> TokenStream:
         """Submits messages, rendered by the model's chat template with ``variables``."""
-        if variables is not None and (
-            not isinstance(variables, dict) or not all(isinstance(k, str) for k in variables)
-        ):
-            raise check.invalid(
-                "chat_template_kwargs", variables, "a dict of names to values, or None"
-            )
+        variables = _variables(variables)
         split_special_tokens = check.boolean("split_special_tokens", split_special_tokens)
-        form, given, free = self._form(use), dict(variables or {}), True
+        form, given, free = self._form(use), variables, True
         if use is not None:
             if "tools" in given:
                 accepted = "no tools beside those of tools="
@@ -244,7 +240,7 @@ class InputProcessor:
         if options.priority and self.config.scheduling_policy == "fcfs":
             accepted = '0 with scheduling_policy="fcfs"; "priority" honours it'
             raise check.invalid("priority", options.priority, accepted)
-        if params is not None and not isinstance(params, SamplingParams):
+        if params is not None and not check.is_a(params, SamplingParams):
             raise check.invalid("params", params, "SamplingParams or None")
         model = self.loaded.model_config
         info = self.loaded.executor.info
@@ -363,7 +359,7 @@ class InputProcessor:
             return
         try:
             for member in group.members:
-                member.structured_output = StructuredOutput(grammar.new_matcher())
+                member.structured_output = StructuredOutput(grammar.new_matcher(), grammar.special)
         except BaseException as failure:  # of a backend's native code too
             core.send(core.on_fail, group, failure)
             return
@@ -429,6 +425,17 @@ class InputProcessor:
         if group.notifier is not None:
             group.notifier.submitted(asked)
         return stream
+
+
+def _variables(given: Any) -> dict[str, Any]:
+    accepted = "a dict of names to values, or None"
+    if given is not None and not check.is_a(given, dict):
+        raise check.invalid("chat_template_kwargs", given, accepted)
+    with check.reading("chat_template_kwargs"):
+        found = dict(given or {})
+        if not all(isinstance(name, str) for name in found):
+            raise check.invalid("chat_template_kwargs", given, accepted)
+        return found
 
 
 def bad_words_token_ids(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,8 +16,20 @@ class GrammarError(Exception):
     enforce, or is past its limits. The message names what."""
 
 
+def is_gbnf(text: str) -> bool:
+    """Whether a grammar defines a rule as GBNF does. Lark may begin in other ways than ``start:``,
+    as ``?start:`` and ``start[…]:``, and may have ``::=`` in a text or a comment."""
+    return re.search(r"(?m)^\s*[\w-]+\s*::=", text) is not None
+
+
 class Grammar(Protocol):
-    """A compiled grammar, shared by requests."""
+    """A compiled grammar, shared by requests.
+
+    Attributes:
+        special: ids of the special tokens that it may name.
+    """
+
+    special: Collection[int]
 
     def new_matcher(self) -> GrammarMatcher:
         """At its beginning; some microseconds, any thread."""

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from asyncllm.structured.grammar import GrammarError
+from asyncllm.structured.references import refuse_endless
 
 ANNOTATIONS = frozenset(
     """$anchor $comment $defs $id $schema contentEncoding contentMediaType default definitions
@@ -78,8 +79,10 @@ XGRAMMAR = {
 
 
 def refuse_ignored_by_xgrammar(schema: Any) -> None:
-    """Raises GrammarError for a schema of which xgrammar would ignore a part. It takes a schema
-    for one thing: a reference, constants, alternatives, or a type with its own keywords."""
+    """Raises GrammarError for a schema of which xgrammar would ignore a part, or that has no end.
+    It takes a schema for one thing: a reference, constants, alternatives, or a type with its own
+    keywords."""
+    refuse_endless(schema)
     for one in subschemas(schema):
         keywords = one.keys() - ANNOTATIONS
         if not str(one.get("$ref", "#/")).startswith("#/") or "%" in str(one.get("$ref")):

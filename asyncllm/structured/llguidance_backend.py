@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Collection
 from contextlib import suppress
 from typing import Any
 
 from asyncllm.core.structured_output import GrammarMatcher
-from asyncllm.structured.grammar import MAX_WHITESPACE, WHITESPACE, GrammarError, Vocabulary
-from asyncllm.structured.json_schema import LLGUIDANCE, refuse_unenforced
+from asyncllm.structured.grammar import (
+    MAX_WHITESPACE,
+    WHITESPACE,
+    GrammarError,
+    Vocabulary,
+    is_gbnf,
+)
+from asyncllm.structured.parser_limits import explain, refuse_past_llguidance, try_states
 from asyncllm.structured.spec import StructuredOutputs
 from asyncllm.structured.structural_tag import to_lark
 
@@ -41,7 +48,8 @@ class LLGuidanceBackend:
             self._tokenizer, self._grammar(spec), log_level=0, limits=self._limits
         )
         if matcher.is_error():
-            raise GrammarError(_explain(matcher.get_error()))
+            raise GrammarError(explain(matcher.get_error()))
+        try_states(matcher, self._vocabulary.mask_size, len(spec.text))
         return LLGuidanceGrammar(matcher, self._vocabulary)
 
     def _grammar(self, spec: StructuredOutputs) -> str:
@@ -49,7 +57,7 @@ class LLGuidanceBackend:
         try:
             match spec.kind:
                 case "json" | "json_object":
-                    refuse_unenforced(json.loads(text), LLGUIDANCE)
+                    refuse_past_llguidance(json.loads(text))
                     return library.grammar_from_json_schema(text, overrides=_JSON_OPTIONS)
                 case "regex":
                     return library.grammar_from_regex(_without_anchors(text))
@@ -59,13 +67,14 @@ class LLGuidanceBackend:
                     special = self._vocabulary.special if spec.param == "tools" else {}
                     return library.grammar_from_lark(to_lark(json.loads(text), special))
                 case "grammar":
-                    return self._library.grammar_from("grammar", text)
+                    return library.grammar_from_lark(_to_lark(text))
         except ValueError as error:
             raise GrammarError(str(error)) from None
 
 
 class LLGuidanceGrammar:
     def __init__(self, matcher: Any, vocabulary: Vocabulary) -> None:
+        self.special: Collection[int] = vocabulary.special
         self._matcher = matcher
         self._vocabulary = vocabulary
 
@@ -88,11 +97,11 @@ class LLGuidanceMatcher:
         error = self._matcher.get_error()
         if "satisfy the grammar" in error:
             return False
-        raise GrammarError(f"structured_outputs: {_explain(error)}")  # a limit of the parser
+        raise GrammarError(f"structured_outputs: {explain(error)}")  # a limit of the parser
 
     def rollback(self, num_tokens: int) -> None:
         if not self._matcher.rollback(num_tokens):
-            raise GrammarError(_explain(self._matcher.get_error()))
+            raise GrammarError(explain(self._matcher.get_error()))
 
     def bitmask(self) -> bytearray:
         mask = self._matcher.compute_bitmask()
@@ -100,7 +109,7 @@ class LLGuidanceMatcher:
             return self._vocabulary.cut(mask)
         if self._matcher.stop_reason() == "NoExtensionBias":
             return bytearray(self._vocabulary.mask_size)  # it found late that nothing follows
-        raise GrammarError(_explain(self._matcher.get_error()))
+        raise GrammarError(explain(self._matcher.get_error()))
 
     def may_end(self) -> bool:
         return self._matcher.is_accepting()
@@ -152,6 +161,16 @@ class _Tokens:
         return found
 
 
+def _to_lark(text: str) -> str:
+    if not is_gbnf(text):
+        return text
+    convert = importlib.import_module("llguidance.gbnf_to_lark").gbnf_to_lark
+    try:
+        return convert(text)
+    except Exception as error:
+        raise GrammarError(f"the GBNF cannot be read: {str(error)[:500]}") from None
+
+
 def _without_anchors(regex: str) -> str:
     """Without the anchors around the whole: an output is always matched whole."""
     if regex.startswith("^"):
@@ -164,11 +183,3 @@ def _without_anchors(regex: str) -> str:
 def _escape(text: str) -> str:
     """A regular expression of the text alone."""
     return "".join(c if c.isalnum() or ord(c) > 127 else f"\\x{{{ord(c):x}}}" for c in text)
-
-
-def _explain(error: str) -> str:
-    """Its words in one line, without the grammar that it was found in."""
-    if error.startswith("NoExtensionBias"):
-        return "admits nothing"
-    words = error.partition("\n1 | ")[0].replace("<non-verbose/>", "").split()
-    return " ".join(words)[:500]

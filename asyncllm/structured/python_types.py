@@ -16,7 +16,7 @@ from asyncllm.errors import InvalidRequestError
 
 def is_schema_type(value: Any) -> bool:
     """Whether ``value`` is a Pydantic model, a dataclass or a TypedDict, the type itself."""
-    return isinstance(value, type) and (
+    return check.is_a(value, type) and (
         dataclasses.is_dataclass(value)
         or typing.is_typeddict(value)
         or callable(getattr(value, "__pydantic_validator__", None))
@@ -57,7 +57,14 @@ def from_json(kind: Any, text: str, name: str) -> Any:
         InvalidRequestError: for a type that Pydantic does not know, or without Pydantic.
         ValueError: for another text.
     """
-    return _adapter(kind, name).validate_json(text)
+    adapter = _adapter(kind, name)
+    try:
+        return adapter.validate_json(text)
+    except (ValueError, RecursionError):
+        raise
+    # A name that leads to no type is looked up here, and a type's own validators run.
+    except Exception as error:
+        raise check.invalid(name, kind, f"a type that Pydantic knows ({error})") from error
 
 
 def _adapter(kind: Any, name: str) -> Any:

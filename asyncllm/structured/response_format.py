@@ -29,7 +29,8 @@ def parse_response_format(value: Any) -> StructuredOutputs | None:
     if value is None:
         return None
     try:
-        found = parse_structured_outputs(_structured_outputs(value))
+        with check.reading(_NAME):
+            found = parse_structured_outputs(_structured_outputs(value))
     except InvalidRequestError as error:
         error.param = _NAME
         raise

@@ -51,10 +51,11 @@ def parse_structured_outputs(value: Any) -> StructuredOutputs | None:
         InvalidRequestError: for anything but a dict with exactly one kind, or what is past the
             bounds.
     """
-    if value is None or isinstance(value, StructuredOutputs):
+    if value is None or check.is_a(value, StructuredOutputs):
         return value
     try:
-        return _parse(value)
+        with check.reading(_NAME):
+            return _parse(value)
     except InvalidRequestError as error:
         error.param = _NAME  # the messages name the kind as well
         raise
@@ -107,8 +108,7 @@ def _choice(value: Any) -> str:
     name = f"{_NAME}.choice"
     accepted = f"1 to {MAX_CHOICES} different strings, none of them empty"
     choices = check.items(name, value, accepted, MAX_CHOICES)
-    for one in choices:
-        check.string(name, one)
+    choices = [check.string(name, one) for one in choices]
     if not choices or len(set(choices)) != len(choices):
         raise check.invalid(name, value, accepted)
     return _bounded(name, json.dumps(choices, ensure_ascii=False), MAX_CHARACTERS)

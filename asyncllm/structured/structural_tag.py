@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from asyncllm.structured.grammar import MAX_WHITESPACE, WHITESPACE, GrammarError
-from asyncllm.structured.json_schema import LLGUIDANCE, refuse_unenforced
+from asyncllm.structured.parser_limits import refuse_past_llguidance
 
 MAX_RULES = 4096
 _EMPTY = '""'
@@ -126,7 +126,7 @@ def _field(form: Any, name: str, kind: type) -> Any:
 def _json(schema: Any) -> str:
     if not isinstance(schema, dict):
         schema = {} if schema is True else {"not": {}}
-    refuse_unenforced(schema, LLGUIDANCE)
+    refuse_past_llguidance(schema)
     options = {"whitespace_pattern": f"{WHITESPACE}{{0,{MAX_WHITESPACE}}}"}
     return f"%json {json.dumps({**schema, 'x-guidance': options}, ensure_ascii=False)}"
 

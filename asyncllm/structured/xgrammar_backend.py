@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 
 from asyncllm.core.structured_output import GrammarMatcher
-from asyncllm.structured.grammar import MAX_WHITESPACE, GrammarError, Vocabulary
+from asyncllm.structured.grammar import MAX_WHITESPACE, GrammarError, Vocabulary, is_gbnf
 from asyncllm.structured.json_schema import refuse_ignored_by_xgrammar
 from asyncllm.structured.spec import StructuredOutputs
 from asyncllm.structured.structural_tag import schemas_in_tag, with_format
@@ -65,12 +66,14 @@ class XGrammarBackend:
                     refuse_ignored_by_xgrammar(schema)
                 return compiler.compile_structural_tag(tag)
             case "grammar":
-                if "::=" in text:
+                if is_gbnf(text):
                     return compiler.compile_grammar(text)
                 return compiler.compile_lark(text)
 
 
 class XGrammarGrammar:
+    special: Collection[int] = ()
+
     def __init__(self, matcher: Any, compiled: Any, num_words: int, vocabulary: Vocabulary) -> None:
         self._make = matcher
         self._compiled = compiled

@@ -9,6 +9,7 @@ from typing import Any
 
 from asyncllm import validation as check
 from asyncllm.errors import InvalidRequestError
+from asyncllm.structured.references import is_local, resolve
 from asyncllm.text.template_input import plain_values
 from asyncllm.tools.function_schema import function_schema, is_function, is_model
 
@@ -40,12 +41,14 @@ class ToolUse:
                 message says where.
         """
         given = check.items("tools", tools, _ACCEPTED, MAX_TOOLS)
-        schemas = tuple(_schema(tool, f"tools[{i}]") for i, tool in enumerate(given))
+        with check.reading("tools"):
+            schemas = tuple(_schema(tool, f"tools[{i}]") for i, tool in enumerate(given))
         names = [schema["function"]["name"] for schema in schemas]
         for i, name in enumerate(names):
             if name in names[:i]:
                 raise _bad(f"tools[{i}]", f"the name {name!r} a second time", "different names")
-        choice = _choice(tool_choice)
+        with check.reading("tool_choice"):
+            choice = _choice(tool_choice)
         parallel = check.boolean("parallel_tool_calls", parallel_tool_calls)
         if isinstance(choice, dict) and choice["name"] not in names:
             accepted = f"one of the tools on offer: {', '.join(names) or 'there are none'}"
@@ -72,13 +75,13 @@ class ToolUse:
 def _choice(value: Any) -> str | dict[str, str]:
     if value is None:
         return "auto"
-    if isinstance(value, str) and value in ("auto", "none", "required"):
-        return value
+    if (text := check.plain_text(value)) in ("auto", "none", "required"):
+        return text
     if isinstance(value, Mapping) and value.get("type") == "function":
         function = value.get("function", value)
         name = function.get("name") if isinstance(function, Mapping) else None
-        if isinstance(name, str):
-            return {"name": name}
+        if (text := check.plain_text(name)) is not None:
+            return {"name": text}
     accepted = '"auto", "none", "required" or {"type": "function", "function": {"name": …}}'
     raise check.invalid("tool_choice", value, accepted)
 
@@ -142,25 +145,15 @@ def _follow(schema: dict[str, Any], root: dict[str, Any], where: str) -> None:
     seen: set[str] = set()
     while isinstance(schema, dict) and "$ref" in schema:
         pointer = schema["$ref"]
-        if not isinstance(pointer, str) or not (pointer == "#" or pointer.startswith("#/")):
+        if not is_local(pointer):
             raise _bad(where, f"$ref {check.describe(pointer)}", "one into this schema, #/…")
         if pointer in seen:
             raise _bad(where, f"a circle of $ref at {pointer!r}", "one that leads to a schema")
         seen.add(pointer)
-        schema = _resolve(pointer, root, where)
-
-
-def _resolve(pointer: str, root: Any, where: str) -> Any:
-    found = root
-    for part in pointer.split("/")[1:]:
-        part = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, dict) and part in found:
-            found = found[part]
-        elif isinstance(found, (list, tuple)) and part.isdecimal() and int(part) < len(found):
-            found = found[int(part)]
-        else:
-            raise _bad(where, f"$ref {pointer!r}, which leads nowhere", "one to a schema")
-    return found
+        try:
+            schema = resolve(pointer, root)
+        except LookupError:
+            raise _bad(where, f"$ref {pointer!r}, which leads nowhere", "one to a schema") from None
 
 
 def _bad(where: str, value: str, accepted: str) -> InvalidRequestError:

@@ -1,0 +1,136 @@
+"""References of a JSON schema: where each ``$ref`` leads, and whether a value there can end."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any, TypeGuard
+
+from asyncllm.structured.grammar import GrammarError
+from asyncllm.validation import describe
+
+_NESTING = ("object", "array")
+
+
+def is_local(pointer: Any) -> TypeGuard[str]:
+    return isinstance(pointer, str) and (pointer == "#" or pointer.startswith("#/"))
+
+
+def resolve(pointer: str, root: Any) -> Any:
+    """What ``#`` or ``#/…`` leads to.
+
+    Raises:
+        LookupError: if that is nothing.
+    """
+    found = root
+    for part in pointer.split("/")[1:]:
+        part = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, Mapping):
+            found = found[part]
+        elif isinstance(found, (list, tuple)) and part.isdecimal() and len(part) < 10:
+            found = found[int(part)]
+        else:
+            raise LookupError(pointer)
+    return found
+
+
+def refuse_endless(root: Any) -> None:
+    """Raises GrammarError, which names it, for a ``$ref`` whose values never end: each has to
+    hold another. A grammar admits their beginning and would go on for ever.
+
+    The references that lead to a value with an end are the least fixed point of "one of its forms
+    takes no reference, or such references alone". It takes time in proportion to the schema, but
+    for a list of references in one place.
+    """
+    targets = dict(_references(root))
+    ending: set[str] = set()
+    waiting: dict[str, list[str]] = defaultdict(list)
+    pending = list(targets)
+    while pending:
+        pointer = pending.pop()
+        if pointer in ending:
+            continue
+        missing: list[str] = []
+        if _ends(targets[pointer], ending, targets, missing):
+            ending.add(pointer)
+            pending += waiting.pop(pointer, ())
+        for one in missing:
+            waiting[one].append(pointer)
+    for pointer in targets:
+        if pointer not in ending:
+            raise GrammarError(
+                f"the $ref {describe(pointer)} leads to values that never end: each holds another"
+            )
+
+
+def _references(root: Any) -> Iterator[tuple[str, Any]]:
+    """Each local ``$ref`` that can be reached, once, and its schema. Any other is the backend's
+    to refuse."""
+    pending, seen = [root], set[str]()
+    while pending:
+        schema = pending.pop()
+        if isinstance(schema, (list, tuple)):
+            pending += schema
+        if not isinstance(schema, Mapping):
+            continue
+        pointer = schema.get("$ref")
+        if is_local(pointer) and pointer not in seen:
+            seen.add(pointer)
+            with suppress(LookupError):
+                target = resolve(pointer, root)
+                yield pointer, target
+                pending.append(target)
+        for keyword in ("properties", "patternProperties"):
+            if isinstance(value := schema.get(keyword), Mapping):
+                pending += value.values()
+        for keyword in ("anyOf", "oneOf", "allOf", "prefixItems", "items"):
+            pending.append(schema.get(keyword))
+        pending += [schema.get("additionalProperties"), schema.get("additionalItems")]
+
+
+def _ends(schema: Any, ending: set[str], known: Mapping[str, Any], missing: list[str]) -> bool:
+    """Whether a schema has a value that ends, as far as ``ending`` references do. Those that it
+    lacks are added to ``missing``."""
+
+    def ends(one: Any) -> bool:
+        return _ends(one, ending, known, missing)
+
+    if not isinstance(schema, Mapping):
+        return True
+    pointer = schema.get("$ref")
+    if isinstance(pointer, str) and pointer in known and pointer not in ending:
+        missing.append(pointer)
+        return False
+    if "enum" in schema or "const" in schema:
+        return True
+    for keyword, among in (("allOf", all), ("anyOf", any), ("oneOf", any)):
+        given = schema.get(keyword)
+        if isinstance(given, list) and given and not among(map(ends, given)):
+            return False
+    kinds = schema.get("type", "null")
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    needed = {"object": _needed_properties, "array": _needed_items}
+    return any(kind not in _NESTING or all(map(ends, needed[kind](schema))) for kind in kinds)
+
+
+def _needed_properties(schema: Mapping[str, Any]) -> Iterator[Any]:
+    properties, others = schema.get("properties") or {}, schema.get("additionalProperties")
+    required = schema.get("required")
+    if isinstance(required, list):
+        for name in required:
+            given = isinstance(properties, Mapping) and isinstance(name, str) and name in properties
+            yield properties[name] if given else others
+    if not properties and isinstance(schema.get("minProperties"), int) and schema["minProperties"]:
+        yield others
+
+
+def _needed_items(schema: Mapping[str, Any]) -> Iterator[Any]:
+    least, items = schema.get("minItems", 0), schema.get("items")
+    first = schema.get("prefixItems", items if isinstance(items, list) else ())
+    if isinstance(items, list):
+        items = schema.get("additionalItems")
+    if isinstance(least, int) and isinstance(first, list | tuple):
+        yield from first[:least]
+        if least > len(first):
+            yield items
