@@ -12,6 +12,8 @@ from asyncllm.checkpoint.config_file import REQUIRED, ConfigFile
 from asyncllm.errors import InvalidRequestError, ModelLoadError
 from asyncllm.sampling_params import NEUTRAL, SamplingParams
 
+QUANT_METHODS = ("awq", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq", "mxfp4")
+
 MAX_LAYERS = 1024
 MAX_POSITIONS = 2**31 - 1
 """Positions are int32 on a device."""
@@ -46,6 +48,7 @@ class ModelConfig:
             ``sliding_layers[layer]`` is True; None where no layer has one.
         sliding_layers: one entry per layer.
         eos_token_ids: ids that end an output, those of ``generation_config`` first.
+        quantization: ``quant_method`` of the checkpoint's weights; None for plain ones.
         generation_defaults: ``temperature``, ``top_p``, ``top_k``, ``min_p`` and
             ``repetition_penalty`` where ``generation_config`` sets them, with any
             ``do_sample``, as in vLLM.
@@ -72,6 +75,7 @@ class ModelConfig:
     sliding_window: int | None = None
     sliding_layers: tuple[bool, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
+    quantization: str | None = None
     generation_defaults: Mapping[str, Any] | None = None
 
     @classmethod
@@ -110,6 +114,7 @@ class ModelConfig:
             mlp_bias=architecture == "LlamaForCausalLM" and config.boolean("mlp_bias", False),
             sliding_window=window,
             sliding_layers=sliding_layers,
+            quantization=_quantization(config),
             generation_defaults=_generation_defaults(generation),
             eos_token_ids=_eos_token_ids(config, generation, architecture, vocab_size),
             **_heads(config, architecture),
@@ -140,11 +145,15 @@ def _architecture(config: ConfigFile) -> str:
 
 def _refuse_unsupported(config: ConfigFile) -> None:
     config.choice("hidden_act", ("silu", "swish"), "silu")
-    if "quantization_config" in config:
-        raise config.bad("quantization_config", "an unquantised checkpoint, without this field")
     for holder in (config, config.section("rope_parameters")):
         if holder.number("partial_rotary_factor", 1.0) != 1.0:
             raise holder.bad("partial_rotary_factor", "1.0")
+
+
+def _quantization(config: ConfigFile) -> str | None:
+    if "quantization_config" not in config:
+        return None
+    return config.section("quantization_config").choice("quant_method", QUANT_METHODS)
 
 
 def _positions(config: ConfigFile) -> int:
