@@ -297,4 +297,5 @@ def _activations(group: ConfigFile) -> str:
     found = group.section("input_activations")
     if not found.values:
         return ""
-    return f"{found.integer('num_bits', 8)}-bit {found.choice('type', ('int', 'float'), 'int')} activations"
+    kind = found.choice("type", ("int", "float"), "int")
+    return f"{found.integer('num_bits', 8)}-bit {kind} activations"

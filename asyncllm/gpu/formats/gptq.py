@@ -30,7 +30,7 @@ _KNOWN = (
     "mse dataset tokenizer batch_size backend model_seqlen model_name_or_path "
     "model_file_base_name block_name_to_quantize module_name_preceding_first_block pad_token_id "
     "max_input_length cache_block_outputs modules_in_block_to_quantize use_cuda_fp16 use_exllama "
-    "disable_exllama exllama_config offload_to_disk offload_to_disk_path mock_quantization quantizer"
+    "disable_exllama exllama_config offload_to_disk offload_to_disk_path mock_quantization"
 ).split()
 
 
@@ -89,7 +89,7 @@ class Gptq:
 
     def rows(self, tensor: PackedTensor, parts: Mapping[str, Tensor]) -> Rows:
         qweight, scales = parts["qweight"], parts["scales"]
-        outputs, inputs = tensor.shape
+        inputs = tensor.shape[1]
         zeros = unpack(parts["qzeros"] + self._offset(), self.bits, 1)
         groups = parts.get("g_idx")
         if groups is None:

@@ -72,7 +72,10 @@ class DequantisingReader:
             yield from self.source.slices(name)
             return
         parts = {suffix: self.source.tensor(part) for suffix, part in packed.parts.items()}
-        rows = self.format.rows(packed, parts)
+        try:
+            rows = self.format.rows(packed, parts)
+        except ModelLoadError as error:
+            raise ModelLoadError(f"{self.tensors[name].file}: {error}") from error
         step = rows_per_slice(packed)
         for start in range(0, packed.shape[0], step):
             part = rows(start, min(start + step, packed.shape[0]))
