@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from asyncllm.checkpoint.config_file import REQUIRED, ConfigFile
+from asyncllm.checkpoint.gguf_config import gguf_config
+from asyncllm.checkpoint.gguf_file import GGUFFile
+from asyncllm.checkpoint.model_files import GGUF_SUFFIX
 from asyncllm.errors import InvalidRequestError, ModelLoadError
 from asyncllm.sampling_params import NEUTRAL, SamplingParams
 
-QUANT_METHODS = ("awq", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq", "mxfp4")
+QUANT_METHODS = ("awq", "compressed-tensors", "fbgemm_fp8", "fp8", "gguf", "gptq", "mxfp4")
 
 MAX_LAYERS = 1024
 MAX_POSITIONS = 2**31 - 1
@@ -34,10 +37,10 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A dense decoder, from its ``config.json`` and ``generation_config.json``.
+    """A dense decoder, from its ``config.json`` and ``generation_config.json``, or its GGUF file.
 
     Attributes:
-        path: local directory of the files.
+        path: local directory of the files, or the GGUF file.
         architecture: e.g. "Qwen3ForCausalLM".
         max_position_embeddings: the model's context in tokens.
         dtype: the checkpoint's own: "float32", "bfloat16" or "float16"; "float32" where the
@@ -80,7 +83,8 @@ class ModelConfig:
 
     @classmethod
     def from_directory(cls, path: str | os.PathLike[str]) -> ModelConfig:
-        """Reads a checkpoint's configuration; both generations of transformers' keys.
+        """Reads the configuration in a directory or a GGUF file; both generations of
+        transformers' keys.
 
         A field that is absent has the default that transformers gives it for that
         architecture, except the sizes, which must be there.
@@ -92,8 +96,11 @@ class ModelConfig:
                 the file, the field, its value and what would have been accepted.
         """
         directory = Path(path)
-        config = ConfigFile.read(directory / "config.json")
-        generation = ConfigFile.read_if_present(directory / "generation_config.json")
+        if directory.suffix == GGUF_SUFFIX:
+            config, generation = gguf_config(GGUFFile(directory)), ConfigFile(directory, {})
+        else:
+            config = ConfigFile.read(directory / "config.json")
+            generation = ConfigFile.read_if_present(directory / "generation_config.json")
         architecture = _architecture(config)
         _refuse_unsupported(config)
         vocab_size = config.integer("vocab_size")

@@ -9,12 +9,14 @@ from pathlib import Path
 import torch
 
 from asyncllm.checkpoint.config_file import ConfigFile
+from asyncllm.checkpoint.model_files import GGUF_SUFFIX
 from asyncllm.checkpoint.reader import CheckpointReader
 from asyncllm.checkpoint.safetensors_reader import SafetensorsReader
 from asyncllm.gpu.formats.awq import Awq
 from asyncllm.gpu.formats.base import WeightFormat
 from asyncllm.gpu.formats.compressed_tensors import CompressedTensors
 from asyncllm.gpu.formats.fp8 import Fp8
+from asyncllm.gpu.formats.gguf_reader import GGUFReader
 from asyncllm.gpu.formats.gptq import Gptq
 from asyncllm.gpu.formats.mxfp4 import Mxfp4
 from asyncllm.gpu.formats.reader import DequantisingReader
@@ -34,7 +36,7 @@ logger = get_logger(__name__)
 
 
 def open_checkpoint(path: Path, dtype: torch.dtype) -> CheckpointReader:
-    """Opens the checkpoint in a directory. Its tensors have the names and shapes of
+    """Opens the checkpoint in a directory, or a GGUF file. Its tensors have the names and shapes of
     an unquantised one, and those that were quantised are dequantised when they are read.
 
     Args:
@@ -44,6 +46,11 @@ def open_checkpoint(path: Path, dtype: torch.dtype) -> CheckpointReader:
         ModelLoadError: files that are missing or damaged, a quantisation that is not supported,
             or tensors that contradict it.
     """
+    if path.suffix == GGUF_SUFFIX:
+        gguf = GGUFReader(path, dtype)
+        if gguf.quantised:
+            log_sizes(path, gguf, f"gguf, {', '.join(gguf.types)}", "", dtype)
+        return gguf
     section = ConfigFile.read_if_present(path / "config.json").section("quantization_config")
     if not section.values:
         return SafetensorsReader(path)
