@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from asyncllm import LLM, EngineConfig
+from asyncllm.checkpoint.model_config import ModelConfig
+from asyncllm.checkpoint.model_files import resolve_model
 from asyncllm.errors import InvalidRequestError
 from asyncllm.gpu.build import quantisation
 from asyncllm.gpu.ops import quantise
@@ -17,6 +19,8 @@ from benchmarks.quality import REFERENCE, logit_error, perplexity, teacher_force
 from tests.native_library import context, isas
 
 ISAS = isas()
+PLAIN = ModelConfig.from_directory(resolve_model(None))
+
 needs_native = pytest.mark.skipif(not ISAS, reason="no C++ compiler to build the native ops with")
 
 
@@ -108,10 +112,10 @@ def test_where_there_are_no_such_layers_it_is_refused():
     config, none = EngineConfig(quantization="int8"), EngineConfig()
     for device, words in (("cuda:0", "device cuda:0"), ("cpu", "op set 'torch'")):
         with pytest.raises(InvalidRequestError, match=words) as caught:
-            quantisation(config, torch.device(device), TorchOps())
+            quantisation(config, PLAIN, torch.device(device), TorchOps())
         assert caught.value.param == "quantization"
         assert "expected None, or a CPU with native ops" in str(caught.value)
-        assert quantisation(none, torch.device(device), TorchOps()) is None
+        assert quantisation(none, PLAIN, torch.device(device), TorchOps()) is None
     with (
         pytest.raises(InvalidRequestError, match="quantization='int8'"),
         LLM(device="cpu", attention_backend="torch", quantization="int8"),

@@ -6,6 +6,7 @@ import gc
 import json
 import pickle
 import shutil
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -95,6 +96,9 @@ class DictReader:
         assert not self.closed
         return self.held[name]
 
+    def slices(self, name: str) -> Iterator[torch.Tensor]:
+        return iter(self.tensor(name).split(7))
+
     def close(self) -> None:
         self.closed = True
 
@@ -104,7 +108,7 @@ def test_any_reader_of_checkpoints_loads_the_same_decoder(source, tmp_path):
     elsewhere = replace(source, path=tmp_path)
     calls: list[list[tuple[int, int]]] = [[], []]
     found = {}
-    for index, settings in enumerate(({}, {"open_checkpoint": lambda path: reader})):
+    for index, settings in enumerate(({}, {"open_reader": lambda path, dtype: reader})):
         model = elsewhere if settings else source
         report = calls[index].append
         weights = load_weights(
@@ -136,7 +140,7 @@ def test_a_readers_tensors_are_checked_as_a_files_are(source):
         kept = {name: t for name, t in (tensors | change).items() if t is not None}
         reader = DictReader(kept)
         with pytest.raises(ModelLoadError, match=words):
-            dict(load_weights(source, torch.float32, CPU, open_checkpoint=lambda _, r=reader: r))
+            dict(load_weights(source, torch.float32, CPU, open_reader=lambda *_, r=reader: r))
         assert reader.closed
 
 

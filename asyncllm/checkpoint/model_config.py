@@ -9,8 +9,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from asyncllm.checkpoint.config_file import REQUIRED, ConfigFile
+from asyncllm.checkpoint.gguf_config import gguf_config
+from asyncllm.checkpoint.gguf_file import GGUFFile
+from asyncllm.checkpoint.model_files import GGUF_SUFFIX
 from asyncllm.errors import InvalidRequestError, ModelLoadError
 from asyncllm.sampling_params import NEUTRAL, SamplingParams
+
+QUANT_METHODS = ("awq", "compressed-tensors", "fbgemm_fp8", "fp8", "gguf", "gptq", "mxfp4")
 
 MAX_LAYERS = 1024
 MAX_POSITIONS = 2**31 - 1
@@ -32,10 +37,10 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A dense decoder, from its ``config.json`` and ``generation_config.json``.
+    """A dense decoder, from its ``config.json`` and ``generation_config.json``, or its GGUF file.
 
     Attributes:
-        path: local directory of the files.
+        path: local directory of the files, or the GGUF file.
         architecture: e.g. "Qwen3ForCausalLM".
         max_position_embeddings: the model's context in tokens.
         dtype: the checkpoint's own: "float32", "bfloat16" or "float16"; "float32" where the
@@ -46,6 +51,7 @@ class ModelConfig:
             ``sliding_layers[layer]`` is True; None where no layer has one.
         sliding_layers: one entry per layer.
         eos_token_ids: ids that end an output, those of ``generation_config`` first.
+        quantization: ``quant_method`` of the checkpoint's weights; None for plain ones.
         generation_defaults: ``temperature``, ``top_p``, ``top_k``, ``min_p`` and
             ``repetition_penalty`` where ``generation_config`` sets them, with any
             ``do_sample``, as in vLLM.
@@ -72,11 +78,13 @@ class ModelConfig:
     sliding_window: int | None = None
     sliding_layers: tuple[bool, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
+    quantization: str | None = None
     generation_defaults: Mapping[str, Any] | None = None
 
     @classmethod
     def from_directory(cls, path: str | os.PathLike[str]) -> ModelConfig:
-        """Reads a checkpoint's configuration; both generations of transformers' keys.
+        """Reads the configuration in a directory or a GGUF file; both generations of
+        transformers' keys.
 
         A field that is absent has the default that transformers gives it for that
         architecture, except the sizes, which must be there.
@@ -88,8 +96,11 @@ class ModelConfig:
                 the file, the field, its value and what would have been accepted.
         """
         directory = Path(path)
-        config = ConfigFile.read(directory / "config.json")
-        generation = ConfigFile.read_if_present(directory / "generation_config.json")
+        if directory.suffix == GGUF_SUFFIX:
+            config, generation = gguf_config(GGUFFile(directory)), ConfigFile(directory, {})
+        else:
+            config = ConfigFile.read(directory / "config.json")
+            generation = ConfigFile.read_if_present(directory / "generation_config.json")
         architecture = _architecture(config)
         _refuse_unsupported(config)
         vocab_size = config.integer("vocab_size")
@@ -110,6 +121,7 @@ class ModelConfig:
             mlp_bias=architecture == "LlamaForCausalLM" and config.boolean("mlp_bias", False),
             sliding_window=window,
             sliding_layers=sliding_layers,
+            quantization=_quantization(config),
             generation_defaults=_generation_defaults(generation),
             eos_token_ids=_eos_token_ids(config, generation, architecture, vocab_size),
             **_heads(config, architecture),
@@ -140,11 +152,15 @@ def _architecture(config: ConfigFile) -> str:
 
 def _refuse_unsupported(config: ConfigFile) -> None:
     config.choice("hidden_act", ("silu", "swish"), "silu")
-    if "quantization_config" in config:
-        raise config.bad("quantization_config", "an unquantised checkpoint, without this field")
     for holder in (config, config.section("rope_parameters")):
         if holder.number("partial_rotary_factor", 1.0) != 1.0:
             raise holder.bad("partial_rotary_factor", "1.0")
+
+
+def _quantization(config: ConfigFile) -> str | None:
+    if "quantization_config" not in config:
+        return None
+    return config.section("quantization_config").choice("quant_method", QUANT_METHODS)
 
 
 def _positions(config: ConfigFile) -> int:

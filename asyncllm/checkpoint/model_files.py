@@ -15,6 +15,7 @@ from asyncllm.validation import explain
 
 _INDEX_FILE = "model.safetensors.index.json"
 _SINGLE_FILE = "model.safetensors"
+GGUF_SUFFIX = ".gguf"
 _CONFIG_PATTERNS = ("config.json", "generation_config.json")
 _WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json")
 _TOKENIZER_PATTERNS = tuple(
@@ -51,14 +52,14 @@ def resolve_model(
     weights: bool = True,
     **hub: Unpack[HubOptions],
 ) -> Path:
-    """The directory that holds a model, after a download where it is needed.
+    """The directory or GGUF file that holds a model, after a download where it is needed.
 
     Blocks on files and the network: not for an event loop's thread.
 
     Args:
-        model: a directory, a hub id ("Qwen/Qwen3-0.6B"), or None for the model in the
-            package. What begins with ".", "/" or "~", has more than one separator, or is a
-            file, is taken for a path.
+        model: a directory, a GGUF file or a directory with one and no safetensors, a hub id
+            ("Qwen/Qwen3-0.6B"), or None for the model in the package. What begins with ".", "/"
+            or "~", has more than one separator, or is a file, is taken for a path.
         revision: branch, tag or commit; for hub ids only.
         weights: fetch and require safetensors; False for random weights.
 
@@ -71,6 +72,9 @@ def resolve_model(
         _refuse_revision("the model in the package", revision)
     else:
         directory = _resolve(model, revision, patterns, hub)
+    directory = _gguf_file(directory, directory / _SINGLE_FILE, directory / _INDEX_FILE)
+    if directory.suffix == GGUF_SUFFIX:
+        return directory
     if not (directory / "config.json").is_file():
         raise ModelLoadError(f"{directory}: config.json is missing; {_contents(directory)}")
     if weights:
@@ -81,15 +85,34 @@ def resolve_model(
 def resolve_tokenizer(
     tokenizer: str | os.PathLike[str], revision: str | None = None, **hub: Unpack[HubOptions]
 ) -> Path:
-    """The directory that holds a tokenizer; arguments and errors as for ``resolve_model``."""
+    """The directory or GGUF file that holds a tokenizer; arguments and errors as for
+    ``resolve_model``."""
     # config.json tells transformers the class of a tokenizer that has no tokenizer.json.
     patterns = ("config.json", *_TOKENIZER_PATTERNS)
     directory = _resolve(tokenizer, revision, patterns, hub)
+    directory = _gguf_file(directory, *(directory / name for name in _TOKENIZER_FILES))
+    if directory.suffix == GGUF_SUFFIX:
+        return directory
     if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
         raise ModelLoadError(
             f"{directory}: holds no tokenizer, expected tokenizer.json; {_contents(directory)}"
         )
     return directory
+
+
+def _gguf_file(directory: Path, *instead: Path) -> Path:
+    """The GGUF file in a directory that has none of the files ``instead``, else the directory.
+
+    Raises:
+        ModelLoadError: it has several.
+    """
+    if directory.suffix == GGUF_SUFFIX or any(file.is_file() for file in instead):
+        return directory
+    found = sorted(directory.glob(f"*{GGUF_SUFFIX}"))
+    if len(found) > 1:
+        names = ", ".join(file.name for file in found[:8])
+        raise ModelLoadError(f"{directory}: has several GGUF files, name one of them: {names}")
+    return found[0] if found else directory
 
 
 def _resolve(
@@ -102,9 +125,12 @@ def _resolve(
     if str(location) and path.is_dir():
         _refuse_revision(str(path), revision)
         return path
+    if path.suffix == GGUF_SUFFIX and path.is_file():
+        _refuse_revision(str(path), revision)
+        return path
     if isinstance(location, os.PathLike) or _looks_like_a_path(location):
         what = "is a file" if path.is_file() else "does not exist"
-        raise ModelLoadError(f"{location!s}: {what}, expected a directory or a hub id")
+        raise ModelLoadError(f"{location!s}: {what}, expected a directory, a GGUF file or a hub id")
     return _download(location, revision, patterns, hub)
 
 

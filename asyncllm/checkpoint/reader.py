@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -18,7 +18,7 @@ class TensorInfo:
     Attributes:
         file: named in error messages.
         dtype: safetensors' name of the element type, e.g. "BF16".
-        num_bytes: size in the file.
+        num_bytes: size in the file, with the scales of a quantised tensor.
     """
 
     file: Path
@@ -42,6 +42,11 @@ class CheckpointReader(Protocol):
         Raises:
             ModelLoadError: it cannot be read.
         """
+        ...
+
+    def slices(self, name: str) -> Iterator[Tensor]:
+        """The tensor in consecutive slices of its first dimension, each as from ``tensor``: one
+        that is computed is made in small ones, so that it is never held whole beside its copy."""
         ...
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +55,10 @@ class SafetensorsReader:
             return self._files[path].get_tensor(name)
         except SafetensorError as error:
             raise ModelLoadError(f"{path}: tensor {name!r} cannot be read: {error}") from error
+
+    def slices(self, name: str) -> Iterator[Tensor]:
+        """The mapped tensor as one slice."""
+        yield self.tensor(name)
 
     def close(self) -> None:
         self._files.clear()

@@ -181,23 +181,27 @@ def _load(
     free_at_start = 0
     if device.type == "cuda":
         free_at_start = check_weights(config, device, weights_bytes(model, dtype))
-    convert = quantisation(config, device, ops)
+    convert = quantisation(config, model, device, ops)
     load = dummy_weights if config.load_format == "dummy" else load_weights
     weights = load(model, dtype, device, progress)
     return build_decoder(model, ops, attention, weights, convert), groups, free_at_start
 
 
 def quantisation(
-    config: EngineConfig, device: torch.device, ops: TorchOps
+    config: EngineConfig, model: ModelConfig, device: torch.device, ops: TorchOps
 ) -> Callable[[LinearWeights], LinearWeights] | None:
     """What ``config.quantization`` makes of the weights of a linear layer; None for nothing.
 
     Raises:
-        InvalidRequestError: the device or its op set does not compute with such weights.
+        InvalidRequestError: the checkpoint is quantised already, or the device or its op set does
+            not compute with such weights.
     """
     name = config.quantization
     if name is None:
         return None
+    if model.quantization is not None:
+        accepted = f"None: the checkpoint's weights are quantised already ({model.quantization})"
+        raise invalid("quantization", name, accepted)
     if device.type != "cpu" or name not in ops.schemes:
         found = f"device {device}" if device.type != "cpu" else f"the op set {ops.name!r}"
         raise InvalidRequestError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -13,8 +13,8 @@ from torch import Tensor
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.checkpoint.progress import Progress
 from asyncllm.checkpoint.reader import CheckpointReader
-from asyncllm.checkpoint.safetensors_reader import SafetensorsReader
 from asyncllm.errors import ModelLoadError
+from asyncllm.gpu.formats.open_checkpoint import open_checkpoint
 from asyncllm.gpu.models.architectures import Parameter, is_unused, parameters, sum_parameters
 from asyncllm.gpu.weight_upload import PinnedUploader
 
@@ -29,7 +29,7 @@ def load_weights(
     device: torch.device,
     progress: Progress | None = None,
     staging: PinnedUploader | None = None,
-    open_checkpoint: Callable[[Path], CheckpointReader] = SafetensorsReader,
+    open_reader: Callable[[Path, torch.dtype], CheckpointReader] = open_checkpoint,
 ) -> Iterator[tuple[str, Tensor]]:
     """Parameters of the decoder from a checkpoint, in the order of ``parameters``.
 
@@ -42,13 +42,13 @@ def load_weights(
         dtype: of the model; a parameter may have its own.
         staging: how copies get to the device; None is directly on a CPU, and through pinned
             buffers to a GPU.
-        open_checkpoint: reader of the files in ``model.path``.
+        open_reader: makes the reader of the files in ``model.path``, of plain tensors.
 
     Raises:
         ModelLoadError: naming the file, the tensor, and the expected and the found shape.
     """
     wanted = list(parameters(model))
-    with closing(open_checkpoint(model.path)) as reader:
+    with closing(open_reader(model.path, dtype)) as reader:
         _check(reader, model, wanted)
         if staging is None and device.type == "cuda":
             staging = PinnedUploader(device)
@@ -58,11 +58,7 @@ def load_weights(
             target = _allocate(parameter, dtype, device)
             row = 0
             for name, rows in parameter.parts:
-                source, part = reader.tensor(name), target[row : row + rows]
-                if staging is None:
-                    part.copy_(source)
-                else:
-                    staging.copy(source, part)
+                _copy(reader.slices(name), target[row : row + rows], staging)
                 row += rows
                 done += tensors[name].num_bytes
                 if progress is not None:
@@ -70,6 +66,18 @@ def load_weights(
             yield parameter.name, target
         if staging is not None:
             staging.finish()
+
+
+def _copy(slices: Iterable[Tensor], target: Tensor, staging: PinnedUploader | None) -> None:
+    """Copies and converts the slices of a tensor, one after the other."""
+    row = 0
+    for source in slices:
+        part = target[row : row + len(source)]
+        if staging is None:
+            part.copy_(source)
+        else:
+            staging.copy(source, part)
+        row += len(source)
 
 
 def dummy_weights(

@@ -290,8 +290,8 @@ class WebSocketServer:
 
 def _model_name(engine: AsyncLLMEngine) -> str:
     name = engine.config.model_name
-    is_directory = engine.config.model is not None and os.path.isdir(name)
-    return os.path.basename(name) if is_directory else name
+    is_path = engine.config.model is not None and os.path.exists(name)
+    return os.path.basename(name) if is_path else name
 
 
 def _path(request: Request) -> str:

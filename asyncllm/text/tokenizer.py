@@ -10,11 +10,13 @@ from typing import Any
 import tokenizers
 
 from asyncllm.checkpoint.config_file import ConfigFile
+from asyncllm.checkpoint.model_files import GGUF_SUFFIX
 from asyncllm.errors import ContextLengthExceededError, InvalidRequestError, ModelLoadError
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.text.control_tokens import ControlTokens, steps_of
 from asyncllm.text.detokenizer import Detokenizer
+from asyncllm.text.gguf_tokenizer import read_gguf_tokenizer
 from asyncllm.text.template_input import TemplateInput
 from asyncllm.text.template_sandbox import RenderLimits, TemplateLimitError, TemplateOutputError
 from asyncllm.text.text_decoder import (
@@ -71,7 +73,8 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, path: Path, *, trust_remote_code: bool = False) -> Tokenizer:
-        """Loads ``tokenizer.json``, ``tokenizer_config.json`` and the chat templates.
+        """Loads ``tokenizer.json``, ``tokenizer_config.json`` and the chat templates, or what a
+        GGUF file has of them.
 
         Without a ``tokenizer.json``, transformers converts what is there, where it can;
         ``trust_remote_code`` lets it run the checkpoint's own code for that.
@@ -80,6 +83,9 @@ class Tokenizer:
             ModelLoadError: for files that are missing, damaged, or of no fast tokenizer.
         """
         path = Path(path)
+        if path.suffix == GGUF_SUFFIX:
+            backend, special_tokens, templates = read_gguf_tokenizer(path)
+            return cls(backend, ChatTemplate(templates, special_tokens), special_tokens)
         file = path / "tokenizer.json"
         if file.is_file():
             try:

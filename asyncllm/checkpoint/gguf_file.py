@@ -1,0 +1,232 @@
+"""GGUFFile: the metadata and the tensor table of a GGUF file, checked against its length."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncllm.errors import ModelLoadError
+
+MAX_ENTRIES = 2**17
+"""Of metadata and of tensors, far above any file's."""
+
+MAX_ARRAY = 2**12
+"""Elements of an array that are kept; of a longer one, a vocabulary, its length."""
+
+_SCALARS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
+_STRING, _ARRAY = 8, 9
+
+GGML_TYPES: dict[int, tuple[str, int, int]] = {
+    0: ("F32", 1, 4),
+    1: ("F16", 1, 2),
+    2: ("Q4_0", 32, 18),
+    3: ("Q4_1", 32, 20),
+    6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24),
+    8: ("Q8_0", 32, 34),
+    10: ("Q2_K", 256, 84),
+    11: ("Q3_K", 256, 110),
+    12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176),
+    14: ("Q6_K", 256, 210),
+    16: ("IQ2_XXS", 256, 66),
+    17: ("IQ2_XS", 256, 74),
+    18: ("IQ3_XXS", 256, 98),
+    19: ("IQ1_S", 256, 50),
+    20: ("IQ4_NL", 32, 18),
+    21: ("IQ3_S", 256, 110),
+    22: ("IQ2_S", 256, 82),
+    23: ("IQ4_XS", 256, 136),
+    29: ("IQ1_M", 256, 56),
+    30: ("BF16", 1, 2),
+    34: ("TQ1_0", 256, 54),
+    35: ("TQ2_0", 256, 66),
+    39: ("MXFP4", 32, 17),
+}
+"""By number: name, elements of a block, bytes of a block (``ggml.h``)."""
+
+PLAIN_TYPES = ("F32", "F16", "BF16")
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFTensor:
+    """An entry of the table.
+
+    Attributes:
+        shape: in torch's order, the dimension whose elements are adjacent last.
+        type: number in ``GGML_TYPES``.
+        start: first byte in the file.
+    """
+
+    shape: tuple[int, ...]
+    type: int
+    start: int
+    num_bytes: int
+
+
+class GGUFFile:
+    """The header of a GGUF file, versions 2 and 3 (``ggml/docs/gguf.md``).
+
+    Attributes:
+        metadata: values by key; an array of more than ``MAX_ARRAY`` elements, or of strings, is
+            its length.
+        tensors: by name.
+
+    Raises:
+        ModelLoadError: the file cannot be read, is no such file, or says something that its
+            length contradicts.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with (
+                path.open("rb") as file,
+                mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
+            ):
+                self._read(_Cursor(path, data))
+        except OSError as error:
+            raise ModelLoadError(f"{path}: cannot be read ({error.strerror or error})") from error
+        except ValueError as error:  # of an empty file
+            raise ModelLoadError(f"{path}: not a GGUF file ({error})") from error
+
+    def floats(self, name: str) -> tuple[float, ...]:
+        """The elements of a small tensor of type F32.
+
+        Raises:
+            ModelLoadError: it is another.
+        """
+        tensor = self.tensors[name]
+        count = math.prod(tensor.shape)
+        if GGML_TYPES[tensor.type][0] != "F32" or count > MAX_ARRAY:
+            raise ModelLoadError(
+                f"{self.path}: tensor {name!r} is {GGML_TYPES[tensor.type][0]} of shape "
+                f"{tensor.shape}, expected F32 of at most {MAX_ARRAY} elements"
+            )
+        with self.path.open("rb") as file:
+            file.seek(tensor.start)
+            return struct.unpack(f"<{count}f", file.read(tensor.num_bytes))
+
+    def _read(self, cursor: _Cursor) -> None:
+        if cursor.take(4) != b"GGUF":
+            raise cursor.bad("not a GGUF file: it does not begin with 'GGUF'")
+        version = cursor.number("I")
+        if version not in (2, 3):
+            raise cursor.bad(f"version is {version}, expected 2 or 3 of little endian")
+        num_tensors, num_values = cursor.number("Q"), cursor.number("Q")
+        if max(num_tensors, num_values) > MAX_ENTRIES:
+            raise cursor.bad(
+                f"{num_tensors} tensors and {num_values} metadata values, expected at most "
+                f"{MAX_ENTRIES} of each"
+            )
+        self.metadata: dict[str, Any] = {}
+        for _ in range(num_values):
+            key = cursor.text()
+            if key in self.metadata:
+                raise cursor.bad(f"metadata {key!r} is there twice")
+            self.metadata[key] = cursor.value(key, cursor.number("I"))
+        entries = [self._entry(cursor) for _ in range(num_tensors)]
+        alignment = self.metadata.get("general.alignment", 32)
+        if type(alignment) is not int or not 1 <= alignment <= 2**16:
+            raise cursor.bad(f"general.alignment is {alignment!r}, expected 1 to 65536")
+        begin = -(-cursor.position // alignment) * alignment
+        self.tensors: dict[str, GGUFTensor] = {}
+        end, previous = begin, ""
+        for offset, name, shape, kind in sorted(entries):
+            if name in self.tensors:
+                raise cursor.bad(f"tensor {name!r} is there twice")
+            start = begin + offset
+            if start < end:
+                raise cursor.bad(f"tensors {previous!r} and {name!r} overlap")
+            end, previous = start + self._num_bytes(name, shape, kind), name
+            if end > len(cursor.data):
+                raise cursor.bad(
+                    f"the file ends after {len(cursor.data)} bytes, within or before tensor "
+                    f"{name!r}, which ends at {end}"
+                )
+            self.tensors[name] = GGUFTensor(shape, kind, start, end - start)
+
+    def _entry(self, cursor: _Cursor) -> tuple[int, str, tuple[int, ...], int]:
+        name, dims = cursor.text(), cursor.number("I")
+        if not 1 <= dims <= 4:
+            raise cursor.bad(f"tensor {name!r} has {dims} dimensions, expected 1 to 4")
+        shape = tuple(cursor.number("Q") for _ in range(dims))[::-1]
+        kind, offset = cursor.number("I"), cursor.number("Q")
+        return offset, name, shape, kind
+
+    def _num_bytes(self, name: str, shape: tuple[int, ...], kind: int) -> int:
+        if kind not in GGML_TYPES:
+            known = ", ".join(name for name, _, _ in GGML_TYPES.values())
+            raise ModelLoadError(
+                f"{self.path}: tensor {name!r} is of GGML type {kind}, expected one of {known}"
+            )
+        label, elements, size = GGML_TYPES[kind]
+        if shape[-1] % elements or 0 in shape:
+            raise ModelLoadError(
+                f"{self.path}: tensor {name!r} of type {label} has shape {shape}, expected rows of "
+                f"a multiple of {elements} elements, and no dimension of 0"
+            )
+        return math.prod(shape) // elements * size
+
+
+class _Cursor:
+    """Reads values one after the other, none beyond the end of the file."""
+
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self.path, self.data, self.position = path, data, 0
+
+    def bad(self, words: str) -> ModelLoadError:
+        return ModelLoadError(f"{self.path}: {words}")
+
+    def take(self, count: int) -> bytes:
+        if count > len(self.data) - self.position:
+            raise self.bad(
+                f"the file ends after {len(self.data)} bytes, and {count} more are due at byte "
+                f"{self.position}, within the header"
+            )
+        self.position += count
+        return self.data[self.position - count : self.position]
+
+    def number(self, form: str) -> Any:
+        return struct.unpack(f"<{form}", self.take(struct.calcsize(f"<{form}")))[0]
+
+    def text(self) -> str:
+        return self.take(self.number("Q")).decode("utf-8", "replace")
+
+    def value(self, key: str, kind: int) -> Any:
+        if kind in _SCALARS:
+            return self.number(_SCALARS[kind])
+        if kind == _STRING:
+            return self.text()
+        if kind == _ARRAY:
+            return self._array(key, self.number("I"), self.number("Q"))
+        raise self.bad(f"metadata {key!r} is of type {kind}, expected 0 to 12")
+
+    def _array(self, key: str, kind: int, count: int) -> Any:
+        if kind == _STRING:
+            for _ in range(count):
+                self.take(self.number("Q"))
+            return count
+        if kind not in _SCALARS:
+            raise self.bad(
+                f"metadata {key!r} is an array of type {kind}, expected strings or numbers"
+            )
+        form = _SCALARS[kind]
+        raw = self.take(count * struct.calcsize(f"<{form}"))
+        return list(struct.unpack(f"<{count}{form}", raw)) if count <= MAX_ARRAY else count

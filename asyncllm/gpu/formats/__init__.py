@@ -1,0 +1,1 @@
+"""Weight formats: the tensors of quantised checkpoints as plain ones."""

@@ -1,0 +1,85 @@
+"""Awq: weights of 4 bits with zero points, as AutoAWQ packs them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from asyncllm.checkpoint.config_file import ConfigFile
+from asyncllm.checkpoint.reader import CheckpointReader
+from asyncllm.gpu.formats.base import (
+    SCALE_DTYPES,
+    PackedTensor,
+    PartsOf,
+    Rows,
+    group_size,
+    modules,
+    refuse_unknown,
+    stems,
+    unpack,
+)
+
+_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Which nibble of its word each of 8 outputs is in (AutoAWQ, ``WQLinear_GEMM``): the order in
+which a CUDA kernel takes them apart in pairs."""
+
+_KNOWN = (
+    "quant_method bits group_size zero_point version format backend modules_to_not_convert "
+    "do_fuse fuse_max_seq_len modules_to_fuse exllama_config"
+).split()
+
+
+class Awq:
+    """WeightFormat of ``quant_method`` "awq", version "gemm": ``qweight [in, out / 8]``,
+    ``qzeros [in / group, out / 8]`` and ``scales [in / group, out]``, an element being
+    ``(value - zero) * scale``.
+
+    Raises:
+        ModelLoadError: a field that is not known, or a value that is not supported.
+    """
+
+    ignored = ""
+
+    def __init__(self, config: ConfigFile) -> None:
+        refuse_unknown(config, _KNOWN)
+        config.integer("bits", 4, low=4, high=4)
+        for name in ("version", "format"):
+            value = config.values.get(name, "gemm")
+            if not isinstance(value, str) or value.lower() != "gemm":
+                raise config.bad(name, "'gemm', whose order of the columns is known")
+        if config.values.get("backend") == "llm-awq":
+            raise config.bad("backend", "one that packs as AutoAWQ's version 'gemm' does")
+        if not config.boolean("zero_point", True):
+            raise config.bad("zero_point", "true")
+        modules(config, "modules_to_not_convert")
+        self.group = group_size(config)
+        self.label = f"awq, 4 bits, groups of {self.group or 'a row'}"
+
+    def packed(self, reader: CheckpointReader) -> Iterator[PackedTensor]:
+        for stem in list(stems(reader.tensors, "qweight")):
+            parts = PartsOf(reader.tensors, stem)
+            inputs, words = parts.require("qweight", ["I32"], dims=2).shape
+            groups = inputs // (self.group or inputs)
+            if inputs % (self.group or inputs):
+                raise parts.bad("qweight", f"a multiple of group_size={self.group} rows")
+            parts.require("qzeros", ["I32"], (groups, words))
+            parts.require("scales", SCALE_DTYPES, (groups, words * 8))
+            yield PackedTensor(stem + "weight", (words * 8, inputs), parts.names, step=8)
+
+    def is_ignored(self, name: str) -> bool:
+        return False
+
+    def rows(self, tensor: PackedTensor, parts: Mapping[str, Tensor]) -> Rows:
+        qweight, qzeros, scales = parts["qweight"], parts["qzeros"], parts["scales"]
+        inputs, groups, order = qweight.shape[0], scales.shape[0], torch.tensor(_PLACES)
+
+        def rows(start: int, stop: int) -> Tensor:
+            words = slice(start // 8, stop // 8)
+            values = unpack(qweight[:, words], 4, 1, order).view(groups, inputs // groups, -1)
+            zeros = unpack(qzeros[:, words], 4, 1, order).unsqueeze(1)
+            weight = (values - zeros).float() * scales[:, None, start:stop].float()
+            return weight.view(inputs, -1).T
+
+        return rows

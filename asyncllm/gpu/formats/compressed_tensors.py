@@ -1,0 +1,301 @@
+"""CompressedTensors: integer and FP8 weights as llm-compressor writes them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asyncllm.checkpoint.config_file import ConfigFile
+from asyncllm.checkpoint.reader import CheckpointReader
+from asyncllm.errors import ModelLoadError
+from asyncllm.gpu.formats.base import (
+    SCALE_DTYPES,
+    PackedTensor,
+    PartsOf,
+    Rows,
+    modules,
+    refuse_unknown,
+    spread,
+    stems,
+    unpack,
+)
+
+_KNOWN = (
+    "quant_method config_groups format quantization_status global_compression_ratio ignore "
+    "kv_cache_scheme sparsity_config transform_config moe_sparsity_config version"
+).split()
+_KNOWN_GROUP = "targets weights input_activations output_activations format".split()
+_KNOWN_WEIGHTS = (
+    "num_bits type symmetric group_size strategy block_structure dynamic actorder scale_dtype "
+    "zp_dtype observer observer_kwargs"
+).split()
+
+FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+
+_PARTS_OF_ACTIVATIONS = re.compile(
+    r".*\.(input_scale|input_zero_point|input_global_scale|output_scale|output_zero_point"
+    r"|[qkv]_scale|[qkv]_zero_point)$"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """One of ``config_groups``: the modules it is about, and how their weights are stored.
+
+    Attributes:
+        targets: module names, "re:" and an expression, or the class of the modules.
+        bits: of an integer; 8 for e4m3.
+        block: rows and columns that share a scale, None where all do; 0 columns are all of a row.
+    """
+
+    targets: tuple[str, ...]
+    bits: int
+    is_float: bool
+    symmetric: bool
+    block: tuple[int, int] | None
+
+
+class CompressedTensors:
+    """WeightFormat of ``quant_method`` "compressed-tensors", formats "pack-quantized" (4 and 8
+    bits), "int-quantized", "float-quantized" and "naive-quantized" (8 bits): ``weight_packed
+    [out, in * bits / 32]`` with ``weight_shape``, or ``weight [out, in]`` of int8 or e4m3;
+    ``weight_scale``, ``weight_zero_point`` unless symmetric, and ``weight_g_idx [in]``, the group
+    of each input, where those are not in order. An element is ``(value - zero) * scale``.
+
+    Raises:
+        ModelLoadError: a field that is not known, or a value that is not supported.
+    """
+
+    def __init__(self, config: ConfigFile) -> None:
+        refuse_unknown(config, _KNOWN)
+        config.choice("quantization_status", ("compressed",), "compressed")
+        formats = (*FORMATS, "mixed-precision")
+        default = config.choice("format", formats, "pack-quantized")
+        for name in ("transform_config", "moe_sparsity_config"):
+            if config.values.get(name):
+                raise config.bad(name, "no such transformation of the weights")
+        sparsity = config.section("sparsity_config")
+        sparsity.choice("format", ("dense",), "dense")
+        modules(config, "ignore")
+        groups = config.section("config_groups")
+        sections = [groups.section(name) for name in groups.values]
+        schemes = [_scheme(section, default) for section in sections]
+        self.schemes = [scheme for scheme in schemes if scheme is not None]
+        if not self.schemes:
+            raise config.bad("config_groups", "an object with a group that has 'weights'")
+        sizes = sorted({f"{s.bits} bits {_named(s.block)}" for s in self.schemes})
+        self.label = f"compressed-tensors {default}, " + ", ".join(sizes)
+        ignored = {_activations(section) for section in sections} - {""}
+        ignored |= {"KV cache scales"} if config.values.get("kv_cache_scheme") else set()
+        self.ignored = ", ".join(sorted(ignored))
+
+    def packed(self, reader: CheckpointReader) -> Iterator[PackedTensor]:
+        tensors = reader.tensors
+        for stem in list(stems(tensors, "weight_packed")):
+            yield self._packed(reader, stem)
+        for stem in list(stems(tensors, "weight")):
+            if tensors[stem + "weight"].dtype in ("I8", "F8_E4M3"):
+                yield self._unpacked(reader, stem)
+
+    def _packed(self, reader: CheckpointReader, stem: str) -> PackedTensor:
+        scheme, parts = self._scheme_of(reader, stem + "weight_packed"), _parts(reader, stem)
+        rows, words = parts.require("weight_packed", ["I32"], dims=2).shape
+        info = parts.require("weight_shape", ["I64"], (2,))
+        shape = tuple(map(int, reader.tensor(stem + "weight_shape")))
+        columns = shape[1]
+        fits = shape[0] == rows and 0 < columns <= words * 32 // scheme.bits
+        if scheme.is_float or not fits or words != -(-columns * scheme.bits // 32):
+            raise ModelLoadError(
+                f"{info.file}: tensor {stem + 'weight_shape'!r} is {list(shape)}, and "
+                f"'weight_packed' is of shape {(rows, words)}, expected words of 32 bits with "
+                f"{scheme.bits}-bit integers"
+            )
+        return self._finish(parts, scheme, (rows, columns))
+
+    def _unpacked(self, reader: CheckpointReader, stem: str) -> PackedTensor:
+        scheme, parts = self._scheme_of(reader, stem + "weight"), _parts(reader, stem)
+        dtype = "F8_E4M3" if scheme.is_float else "I8"
+        rows, columns = parts.require("weight", [dtype], dims=2).shape
+        if scheme.bits != 8:
+            raise parts.bad("weight", f"'weight_packed' of {scheme.bits} bits")
+        return self._finish(parts, scheme, (rows, columns))
+
+    def _finish(self, parts: PartsOf, scheme: Scheme, shape: tuple[int, int]) -> PackedTensor:
+        """Checks what both layouts have."""
+        (rows, columns), block = shape, scheme.block
+        grid = (1,)
+        if block is not None:
+            grid = (-(-rows // block[0]), -(-columns // (block[1] or columns)))
+        scale = parts.require("weight_scale", SCALE_DTYPES)
+        if scale.shape != grid and not (block is None and scale.shape in ((), (1, 1))):
+            raise parts.bad("weight_scale", f"shape {grid}")
+        if not scheme.symmetric:
+            if "weight_packed" in parts.names and block is not None:
+                words = -(-grid[0] * scheme.bits // 32)
+                parts.require("weight_zero_point", ["I32"], (words, *grid[1:]))
+            else:
+                parts.require("weight_zero_point", ["I8"], scale.shape)
+        else:
+            parts.find("weight_zero_point")  # all zeros, where it is stored
+        if parts.find("weight_g_idx") is not None:
+            parts.require("weight_g_idx", ["I32"], (columns,))
+        return PackedTensor(parts.stem + "weight", shape, parts.names)
+
+    def is_ignored(self, name: str) -> bool:
+        return _PARTS_OF_ACTIVATIONS.match(name) is not None
+
+    def rows(self, tensor: PackedTensor, parts: Mapping[str, Tensor]) -> Rows:
+        scheme = self._match(tensor.name.removesuffix(".weight"))
+        assert scheme is not None
+        columns, half = tensor.shape[1], 1 << (scheme.bits - 1)
+        block = scheme.block or (tensor.shape[0], columns)
+        block = (block[0], block[1] or columns)
+        scale = parts["weight_scale"].reshape(-1, 1 if scheme.block is None else _width(parts))
+        zero = self._zeros(scheme, parts, scale)
+        order = _groups(tensor, parts, scale.shape[1])
+        values = parts.get("weight_packed", parts.get("weight"))
+        assert values is not None
+
+        def over(grid: Tensor, start: int, stop: int) -> Tensor:
+            if order is None:
+                return spread(grid, block, start, stop, columns)
+            return grid[start:stop].float()[:, order]
+
+        def rows(start: int, stop: int) -> Tensor:
+            part = values[start:stop]
+            if "weight_packed" in parts:
+                part = unpack(part, scheme.bits, 1)[:, :columns] - half
+            part = part.float()
+            if zero is not None:
+                part -= over(zero, start, stop)
+            return part * over(scale, start, stop)
+
+        return rows
+
+    def _zeros(self, scheme: Scheme, parts: Mapping[str, Tensor], scale: Tensor) -> Tensor | None:
+        """Zero points in the shape of the scales; None where they are 0."""
+        if scheme.symmetric:
+            return None
+        zero = parts["weight_zero_point"]
+        if zero.dtype == torch.int32:
+            zero = unpack(zero, scheme.bits, 0)[: scale.shape[0]] - (1 << (scheme.bits - 1))
+        return zero.reshape(scale.shape)
+
+    def _scheme_of(self, reader: CheckpointReader, name: str) -> Scheme:
+        module = name.rpartition(".")[0]
+        scheme = self._match(module)
+        if scheme is None:
+            raise ModelLoadError(
+                f"{reader.tensors[name].file}: tensor {name!r} is quantised, and none of "
+                "config_groups has a target for its module, expected its name, an expression or "
+                "'Linear'"
+            )
+        return scheme
+
+    def _match(self, module: str) -> Scheme | None:
+        """The first scheme that names the module, else the first for all linear layers."""
+        for scheme in self.schemes:
+            for target in scheme.targets:
+                if target == module or (
+                    target.startswith("re:") and re.match(target.removeprefix("re:"), module)
+                ):
+                    return scheme
+        return next((s for s in self.schemes if "Linear" in s.targets), None)
+
+
+def _parts(reader: CheckpointReader, stem: str) -> PartsOf:
+    return PartsOf(reader.tensors, stem)
+
+
+def _width(parts: Mapping[str, Tensor]) -> int:
+    return parts["weight_scale"].shape[1]
+
+
+def _groups(tensor: PackedTensor, parts: Mapping[str, Tensor], count: int) -> Tensor | None:
+    """The group of each column; None where they are in order."""
+    groups = parts.get("weight_g_idx")
+    # All -1 is what is stored for no order.
+    if groups is None or bool((groups == -1).all()):
+        return None
+    if not 0 <= int(groups.min()) <= int(groups.max()) < count:
+        raise ModelLoadError(
+            f"tensor {tensor.parts['weight_g_idx']!r} has values from {int(groups.min())} to "
+            f"{int(groups.max())}, expected 0 to {count - 1}, the groups of 'weight_scale'"
+        )
+    return groups.long()
+
+
+def _scheme(group: ConfigFile, default: str) -> Scheme | None:
+    """The scheme of one of ``config_groups``; None where it has activations alone."""
+    refuse_unknown(group, _KNOWN_GROUP)
+    modules(group, "targets")
+    targets = tuple(group.values.get("targets") or ())
+    for target in targets:
+        try:
+            re.compile(target.removeprefix("re:"))
+        except re.error as error:
+            raise group.bad("targets", f"valid expressions ({target!r}: {error})") from error
+    form = group.choice("format", FORMATS, None) or default
+    weights = group.section("weights")
+    if not weights.values:
+        return None
+    refuse_unknown(weights, _KNOWN_WEIGHTS)
+    if form == "mixed-precision":
+        raise group.bad("format", " or ".join(FORMATS))
+    if weights.boolean("dynamic", False):
+        raise weights.bad("dynamic", "false")
+    kind = weights.choice("type", ("int", "float"), "int")
+    bits = weights.integer("num_bits", 8)
+    is_float, symmetric = kind == "float", weights.boolean("symmetric", True)
+    accepted = (4, 8) if form == "pack-quantized" else (8,)
+    if bits not in accepted:
+        raise weights.bad("num_bits", f"{' or '.join(map(str, accepted))} with format {form!r}")
+    if is_float != (form == "float-quantized") and form != "naive-quantized":
+        raise weights.bad("type", f"that of format {form!r}")
+    if is_float and not symmetric:
+        raise weights.bad("symmetric", "true for floating point numbers")
+    return Scheme(targets, bits, is_float, symmetric, _block(weights))
+
+
+def _block(weights: ConfigFile) -> tuple[int, int] | None:
+    group = None
+    if "group_size" in weights and weights.values["group_size"] != -1:
+        group = weights.integer("group_size")
+    # What compressed-tensors infers where it is not said.
+    implied = "tensor" if "group_size" not in weights else "group" if group else "channel"
+    strategy = weights.choice("strategy", ("tensor", "channel", "group", "block"), implied)
+    if strategy == "tensor":
+        return None
+    if strategy == "channel":
+        return 1, 0
+    if strategy == "group":
+        return 1, group or weights.integer("group_size")
+    size: Any = weights.values.get("block_structure")
+    if (
+        not isinstance(size, list)
+        or len(size) != 2
+        or any(type(n) is not int or not 1 <= n <= 2**16 for n in size)
+    ):
+        raise weights.bad("block_structure", "two integers from 1 to 65536, rows and columns")
+    return size[0], size[1]
+
+
+def _named(block: tuple[int, int] | None) -> str:
+    if block is None:
+        return "per tensor"
+    if block == (1, 0):
+        return "per channel"
+    return f"in groups of {block[1]}" if block[0] == 1 else f"in blocks of {block[0]} x {block[1]}"
+
+
+def _activations(group: ConfigFile) -> str:
+    found = group.section("input_activations")
+    if not found.values:
+        return ""
+    kind = found.choice("type", ("int", "float"), "int")
+    return f"{found.integer('num_bits', 8)}-bit {kind} activations"

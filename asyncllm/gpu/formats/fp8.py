@@ -1,0 +1,110 @@
+"""Fp8: e4m3 weights with a scale per block, output channel or tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from asyncllm.checkpoint.config_file import ConfigFile
+from asyncllm.checkpoint.reader import CheckpointReader
+from asyncllm.gpu.formats.base import (
+    SCALE_DTYPES,
+    PackedTensor,
+    PartsOf,
+    Rows,
+    modules,
+    refuse_unknown,
+    spread,
+    stems,
+)
+
+_SCALES = ("weight_scale_inv", "weight_scale")
+"""Both are factors of the weight, what the first is called notwithstanding."""
+
+_KNOWN = (
+    "quant_method activation_scheme weight_block_size dequantize modules_to_not_convert "
+    "modules_to_convert ignored_layers scale_fmt fmt expert_dtype kv_cache_scheme"
+).split()
+_KNOWN_FBGEMM = "quant_method activation_scale_ub modules_to_not_convert".split()
+
+
+class Fp8:
+    """WeightFormat of ``quant_method`` "fp8" and "fbgemm_fp8": a weight ``[out, in]`` of e4m3, and
+    ``weight_scale_inv`` or ``weight_scale`` for ``weight_block_size``, for a row, or for all of
+    it.
+
+    Raises:
+        ModelLoadError: a field that is not known, or a value that is not supported.
+    """
+
+    def __init__(self, config: ConfigFile) -> None:
+        self.block: tuple[int, int] | None = None
+        if config.values["quant_method"] == "fbgemm_fp8":
+            refuse_unknown(config, _KNOWN_FBGEMM)
+            scheme = "dynamic"
+        else:
+            refuse_unknown(config, _KNOWN)
+            config.choice("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
+            config.choice("scale_fmt", ("float", "ue8m0"), "float")
+            config.choice("expert_dtype", ("fp8",), "fp8")
+            scheme = config.choice("activation_scheme", ("dynamic", "static"), "dynamic")
+            self.block = _block(config)
+        modules(config, "modules_to_not_convert", "modules_to_convert", "ignored_layers")
+        size = f"blocks of {self.block[0]} x {self.block[1]}" if self.block else "channel or tensor"
+        self.label = f"{config.values['quant_method']}, scales per {size}"
+        self.ignored = f"{scheme} FP8 activations"
+
+    def packed(self, reader: CheckpointReader) -> Iterator[PackedTensor]:
+        for stem in list(stems(reader.tensors, "weight")):
+            if reader.tensors[stem + "weight"].dtype == "F8_E4M3":
+                yield self._packed(PartsOf(reader.tensors, stem))
+
+    def _packed(self, parts: PartsOf) -> PackedTensor:
+        shape = parts.require("weight", ["F8_E4M3"], dims=2).shape
+        suffix = next((s for s in _SCALES if parts.find(s)), _SCALES[self.block is None])
+        scale = parts.require(suffix, (*SCALE_DTYPES, "F8_E8M0"))
+        accepted = [(), (1,), (shape[0],), (shape[0], 1)]
+        if self.block is not None:
+            accepted = [(-(-shape[0] // self.block[0]), -(-shape[1] // self.block[1]))]
+        if scale.shape not in accepted:
+            raise parts.bad(suffix, "shape " + " or ".join(map(str, accepted)))
+        return PackedTensor(parts.stem + "weight", shape, parts.names)
+
+    def is_ignored(self, name: str) -> bool:
+        return name.endswith((".input_scale", ".input_scale_ub", ".k_scale", ".v_scale"))
+
+    def rows(self, tensor: PackedTensor, parts: Mapping[str, Tensor]) -> Rows:
+        weight = parts["weight"]
+        scale = next(parts[suffix] for suffix in _SCALES if suffix in parts)
+        return scaled_rows(weight, scale, self.block)
+
+
+def scaled_rows(weight: Tensor, scale: Tensor, block: tuple[int, int] | None) -> Rows:
+    """Rows of ``weight * scale``.
+
+    Args:
+        weight: ``[out, in]``.
+        scale: of all of it, of each row, or of each ``block``.
+    """
+    columns = weight.shape[1]
+    if block is None:
+        block = (1, columns)
+        scale = scale.reshape(-1, 1)
+
+    def rows(start: int, stop: int) -> Tensor:
+        return weight[start:stop].to(torch.float32).mul_(spread(scale, block, start, stop, columns))
+
+    return rows
+
+
+def _block(config: ConfigFile) -> tuple[int, int] | None:
+    size = config.values.get("weight_block_size")
+    if size is None:
+        return None
+    if not isinstance(size, list) or len(size) != 2:
+        raise config.bad("weight_block_size", "two integers, rows and columns, or null")
+    if any(type(n) is not int or not 1 <= n <= 2**16 for n in size):
+        raise config.bad("weight_block_size", "two integers from 1 to 65536")
+    return size[0], size[1]

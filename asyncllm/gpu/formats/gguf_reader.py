@@ -1,0 +1,147 @@
+"""GGUFReader: the tensors of a GGUF file under the names of a checkpoint of transformers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncllm.checkpoint.gguf_config import gguf_config, is_quantised
+from asyncllm.checkpoint.gguf_file import GGML_TYPES, PLAIN_TYPES, GGUFFile, GGUFTensor
+from asyncllm.checkpoint.reader import TensorInfo
+from asyncllm.errors import ModelLoadError
+from asyncllm.gpu.formats.reader import DTYPE_NAMES, SLICE_ELEMENTS
+
+_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
+_ROTATED = re.compile(r"blk\.\d+\.attn_([qk])\.(weight|bias)")
+
+COMPUTED = ("rope_freqs.weight",)
+"""Which the configuration is read from."""
+
+
+class GGUFReader:
+    """CheckpointReader of a GGUF file, which it maps. gguf-py computes the elements of quantised
+    blocks.
+
+    Args:
+        dtype: that the elements of quantised tensors are rounded to; others are as stored.
+
+    Raises:
+        ModelLoadError: the file is damaged or not supported, or gguf-py is not installed.
+    """
+
+    def __init__(self, path: Path, dtype: torch.dtype) -> None:
+        file = GGUFFile(path)
+        config = gguf_config(file).values
+        self.path, self.dtype = path, dtype
+        self.tensors: dict[str, TensorInfo] = {}
+        self._stored: dict[str, GGUFTensor] = {}
+        self._heads: dict[str, int] = {}
+        permuted = config["architectures"] == ["LlamaForCausalLM"]
+        heads = {"q": config["num_attention_heads"]}
+        heads["k"] = config.get("num_key_value_heads", heads["q"])
+        for stored_name, stored in file.tensors.items():
+            if stored_name in COMPUTED:
+                continue
+            name, label = _name(stored_name), GGML_TYPES[stored.type][0]
+            dtype_name = label if label in PLAIN_TYPES else DTYPE_NAMES[dtype]
+            if name in self.tensors:
+                raise ModelLoadError(f"{path}: tensor {stored_name!r} is there twice, as {name!r}")
+            self.tensors[name] = TensorInfo(path, stored.shape, dtype_name, stored.num_bytes)
+            self._stored[name] = stored
+            rotated = _ROTATED.fullmatch(stored_name)
+            if rotated and permuted:
+                self._heads[name] = heads[rotated[1]]
+        self.types = sorted({GGML_TYPES[t.type][0] for t in self._stored.values()})
+        self.quantised = is_quantised(file)
+        self._dequantise = _dequantiser(path) if self.quantised else None
+        # Private pages: torch takes no array that cannot be written to.
+        self._data: np.memmap[Any, Any] | None = np.memmap(path, np.uint8, mode="c")
+
+    def tensor(self, name: str) -> Tensor:
+        return torch.cat(list(self.slices(name)))
+
+    def slices(self, name: str) -> Iterator[Tensor]:
+        stored, data = self._stored[name], self._data
+        assert data is not None
+        # A row is whole blocks; of one dimension the elements may be less than one.
+        plain = GGML_TYPES[stored.type][0] in PLAIN_TYPES
+        rows = stored.shape[0] if plain or len(stored.shape) > 1 else 1
+        raw = data[stored.start : stored.start + stored.num_bytes].reshape(rows, -1)
+        order = _row_order(self.path, name, rows, self._heads.get(name))
+        step = max(1, SLICE_ELEMENTS // max(1, int(np.prod(stored.shape[1:]))))
+        for start in range(0, rows, step):
+            part = raw[start : start + step] if order is None else raw[order[start : start + step]]
+            yield self._values(part, stored).view(-1, *stored.shape[1:])
+
+    def _values(self, raw: np.ndarray, stored: GGUFTensor) -> Tensor:
+        label = GGML_TYPES[stored.type][0]
+        if label in PLAIN_TYPES:
+            plain = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[label]
+            # A tensor may begin where its elements cannot, as the file's alignment has it.
+            return torch.from_numpy(np.array(raw)).view(plain)
+        assert self._dequantise is not None
+        size = GGML_TYPES[stored.type][2]
+        values = self._dequantise(np.ascontiguousarray(raw).reshape(-1, size), stored.type)
+        return torch.from_numpy(values).to(self.dtype)
+
+    def close(self) -> None:
+        self._data = None
+
+
+def _name(stored: str) -> str:
+    """transformers' name of a tensor; one that has none there keeps its own."""
+    match = _NAME.fullmatch(stored)
+    if match is None or match[2] not in _NAMES:
+        return stored
+    layer = f"model.layers.{match[1]}." if match[1] is not None else ""
+    return f"{layer}{_NAMES[match[2]]}.{match[3]}"
+
+
+def _row_order(path: Path, name: str, rows: int, heads: int | None) -> np.ndarray | None:
+    """The stored row of each row of a tensor; None where they are the same.
+
+    llama.cpp rotates adjacent pairs, transformers the halves of a head, and the converter has
+    put the rows of q and k in the order of the former (``LlamaModel.permute``).
+    """
+    if heads is None:
+        return None
+    if rows % (2 * heads):
+        raise ModelLoadError(
+            f"{path}: tensor {name!r} has {rows} rows, expected a multiple of {2 * heads}, twice "
+            "the number of heads"
+        )
+    return np.arange(rows).reshape(heads, -1, 2).transpose(0, 2, 1).reshape(-1)
+
+
+def _dequantiser(path: Path) -> Callable[[np.ndarray, int], np.ndarray]:
+    try:
+        from gguf import GGMLQuantizationType
+        from gguf.quants import dequantize
+    except ImportError as error:
+        raise ModelLoadError(
+            f"{path}: its tensors are quantised, and gguf is not installed, which reads them: "
+            "pip install 'asyncllm[gguf]'"
+        ) from error
+    return lambda blocks, kind: dequantize(blocks, GGMLQuantizationType(kind))

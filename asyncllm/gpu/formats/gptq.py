@@ -1,0 +1,112 @@
+"""Gptq: weights of 2, 4 or 8 bits in groups of inputs, which may be in any order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from asyncllm.checkpoint.config_file import ConfigFile
+from asyncllm.checkpoint.reader import CheckpointReader
+from asyncllm.errors import ModelLoadError
+from asyncllm.gpu.formats.base import (
+    SCALE_DTYPES,
+    PackedTensor,
+    PartsOf,
+    Rows,
+    group_size,
+    modules,
+    refuse_unknown,
+    stems,
+    unpack,
+)
+
+_KNOWN = (
+    "quant_method method bits group_size desc_act sym checkpoint_format format pack_dtype "
+    "is_marlin_format dynamic lm_head modules_to_not_convert rotation adapter activation "
+    # How the weights were found, and with what kernels they were meant to run:
+    "meta damp_percent damp_auto_increment static_groups true_sequential act_group_aware hyb_act "
+    "mse dataset tokenizer batch_size backend model_seqlen model_name_or_path "
+    "model_file_base_name block_name_to_quantize module_name_preceding_first_block pad_token_id "
+    "max_input_length cache_block_outputs modules_in_block_to_quantize use_cuda_fp16 use_exllama "
+    "disable_exllama exllama_config offload_to_disk offload_to_disk_path mock_quantization"
+).split()
+
+
+class Gptq:
+    """WeightFormat of ``quant_method`` "gptq": ``qweight [in * bits / 32, out]``,
+    ``qzeros [groups, out * bits / 32]``, ``scales [groups, out]`` and ``g_idx [in]``, the group of
+    each input. An element is ``(value - zero) * scale``; ``checkpoint_format`` "gptq" stores
+    zero - 1, "gptq_v2" the zero point itself.
+
+    Raises:
+        ModelLoadError: a field that is not known, or a value that is not supported.
+    """
+
+    ignored = ""
+
+    def __init__(self, config: ConfigFile) -> None:
+        refuse_unknown(config, _KNOWN)
+        self.bits = config.integer("bits")
+        if self.bits not in (2, 4, 8):
+            raise config.bad("bits", "2, 4 or 8")
+        self.group = group_size(config)
+        self.desc_act = config.boolean("desc_act", False)
+        if config.boolean("is_marlin_format", False):
+            raise config.bad("is_marlin_format", "false")
+        name = "checkpoint_format" if "checkpoint_format" in config else "format"
+        version = config.choice(name, ("gptq", "gptq_v2"), "gptq")
+        # The lowest bit of every field: a sum over the whole word undoes the quantiser's
+        # difference over it, borrows included.
+        fields = sum(1 << place for place in range(0, 32, self.bits))
+        self.zero_offset = fields if version == "gptq" else 0
+        config.choice("pack_dtype", ("int32",), "int32")
+        config.choice("method", ("gptq",), "gptq")
+        for name in ("rotation", "adapter", "activation", "dynamic"):
+            if config.values.get(name):
+                raise config.bad(name, "null")
+        modules(config, "modules_to_not_convert")
+        order = ", act-order" if self.desc_act else ""
+        self.label = f"{version}, {self.bits} bits, groups of {self.group or 'a row'}{order}"
+
+    def packed(self, reader: CheckpointReader) -> Iterator[PackedTensor]:
+        for stem in list(stems(reader.tensors, "qweight")):
+            parts = PartsOf(reader.tensors, stem)
+            words, outputs = parts.require("qweight", ["I32"], dims=2).shape
+            inputs = words * 32 // self.bits
+            groups = -(-inputs // (self.group or inputs))
+            if outputs * self.bits % 32:
+                raise parts.bad("qweight", f"a multiple of {32 // self.bits} columns")
+            parts.require("qzeros", ["I32"], (groups, outputs * self.bits // 32))
+            parts.require("scales", SCALE_DTYPES, (groups, outputs))
+            if self.desc_act or parts.find("g_idx") is not None:
+                parts.require("g_idx", ["I32"], (inputs,))
+            yield PackedTensor(stem + "weight", (outputs, inputs), parts.names)
+
+    def is_ignored(self, name: str) -> bool:
+        return False
+
+    def rows(self, tensor: PackedTensor, parts: Mapping[str, Tensor]) -> Rows:
+        qweight, scales = parts["qweight"], parts["scales"]
+        inputs = tensor.shape[1]
+        zeros = unpack(parts["qzeros"] + self._offset(), self.bits, 1)
+        groups = parts.get("g_idx")
+        if groups is None:
+            groups = torch.arange(inputs) // (self.group or inputs)
+        elif not 0 <= int(groups.min()) <= int(groups.max()) < scales.shape[0]:
+            raise ModelLoadError(
+                f"tensor {tensor.parts['g_idx']!r} has values from {int(groups.min())} to "
+                f"{int(groups.max())}, expected 0 to {scales.shape[0] - 1}, the groups of 'scales'"
+            )
+        groups = groups.long()
+
+        def rows(start: int, stop: int) -> Tensor:
+            values = unpack(qweight[:, start:stop], self.bits, 0)
+            zero, scale = zeros[:, start:stop], scales[:, start:stop].float()
+            return ((values - zero[groups]).float() * scale[groups]).T
+
+        return rows
+
+    def _offset(self) -> Tensor:
+        return torch.tensor(self.zero_offset, dtype=torch.int64).to(torch.int32)

@@ -1,0 +1,59 @@
+"""Mxfp4: the experts of gpt-oss, e2m1 in blocks of 32 with a power of two each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from asyncllm.checkpoint.config_file import ConfigFile
+from asyncllm.checkpoint.reader import CheckpointReader
+from asyncllm.gpu.formats.base import PackedTensor, PartsOf, Rows, modules, refuse_unknown, stems
+
+_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Of e2m1 (OCP Microscaling Formats 1.0, table 5); the eight above them are the negative ones."""
+
+_BIAS = 127
+"""Of e8m0, the exponents."""
+
+
+class Mxfp4:
+    """WeightFormat of ``quant_method`` "mxfp4": ``*_blocks [experts, out, in / 32, 16]`` uint8, the
+    even input in the low half, and ``*_scales [experts, out, in / 32]`` e8m0. The tensor is
+    ``[experts, in, out]``, as gpt-oss multiplies with it.
+
+    Raises:
+        ModelLoadError: a field that is not known, or a value that is not supported.
+    """
+
+    label = "mxfp4, blocks of 32"
+    ignored = ""
+
+    def __init__(self, config: ConfigFile) -> None:
+        refuse_unknown(config, ("quant_method", "modules_to_not_convert", "dequantize"))
+        modules(config, "modules_to_not_convert")
+
+    def packed(self, reader: CheckpointReader) -> Iterator[PackedTensor]:
+        for stem in list(stems(reader.tensors, "_blocks")):
+            parts = PartsOf(reader.tensors, stem)
+            experts, outputs, blocks, width = parts.require("_blocks", ["U8"], dims=4).shape
+            parts.require("_blocks", ["U8"], (experts, outputs, blocks, 16))
+            parts.require("_scales", ["U8"], (experts, outputs, blocks))
+            yield PackedTensor(stem, (experts, blocks * width * 2, outputs), parts.names)
+
+    def is_ignored(self, name: str) -> bool:
+        return False
+
+    def rows(self, tensor: PackedTensor, parts: Mapping[str, Tensor]) -> Rows:
+        blocks, scales = parts["_blocks"], parts["_scales"]
+        table = torch.tensor(_VALUES + tuple(-value for value in _VALUES))
+
+        def rows(start: int, stop: int) -> Tensor:
+            bytes_ = blocks[start:stop]
+            nibbles = torch.stack((bytes_ & 15, bytes_ >> 4), dim=-1).flatten(-2)
+            exponents = scales[start:stop].to(torch.int32) - _BIAS
+            values = torch.ldexp(table[nibbles.int()], exponents.unsqueeze(-1))
+            return values.flatten(-2).transpose(1, 2)
+
+        return rows

@@ -1,0 +1,58 @@
+"""read_gguf_tokenizer: the tokenizer and the chat templates in a GGUF file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from asyncllm.checkpoint.gguf_file import GGUFFile
+from asyncllm.errors import ModelLoadError
+from asyncllm.validation import explain
+
+_TEMPLATE = "tokenizer.chat_template"
+
+
+def read_gguf_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str], dict[str, str]]:
+    """The tokenizer that transformers makes of a GGUF file, its special tokens by name
+    ("eos_token"), and its templates by name.
+
+    Raises:
+        ModelLoadError: the file is damaged, or of a kind of tokenizer that transformers does not
+            make.
+    """
+    metadata = GGUFFile(path).metadata  # raises before transformers reads unchecked lengths
+    from transformers import PreTrainedTokenizerFast
+
+    try:
+        loaded: Any = PreTrainedTokenizerFast.from_pretrained(
+            str(path.parent), gguf_file=path.name, local_files_only=True
+        )
+        backend = _within(loaded.backend_tokenizer, metadata["tokenizer.ggml.tokens"])
+    except Exception as error:  # it raises what its many builders raise
+        raise ModelLoadError(
+            f"{path}: transformers makes no tokenizer of it ({explain(error)})"
+        ) from error
+    backend.no_truncation()
+    backend.no_padding()
+    named = {
+        name: token for name, token in loaded.special_tokens_map.items() if isinstance(token, str)
+    }
+    templates = {
+        key.removeprefix(f"{_TEMPLATE}.") if key != _TEMPLATE else "default": source
+        for key, source in metadata.items()
+        if (key == _TEMPLATE or key.startswith(f"{_TEMPLATE}.")) and isinstance(source, str)
+    }
+    return backend, named, templates
+
+
+def _within(backend: tokenizers.Tokenizer, size: int) -> tokenizers.Tokenizer:
+    """The tokenizer without tokens beyond the file's: the class that transformers takes for it adds
+    those of the model it was written for, which this one has no embedding of."""
+    description = json.loads(backend.to_str())
+    description["added_tokens"] = [
+        token for token in description["added_tokens"] if token["id"] < size
+    ]
+    return tokenizers.Tokenizer.from_str(json.dumps(description))
