@@ -110,7 +110,7 @@ class ModelConfig:
             mlp_bias=architecture == "LlamaForCausalLM" and config.boolean("mlp_bias", False),
             sliding_window=window,
             sliding_layers=sliding_layers,
-            generation_defaults=_generation_defaults(generation),
+            generation_defaults=generation_defaults(generation),
             eos_token_ids=_eos_token_ids(config, generation, architecture, vocab_size),
             **_heads(config, architecture),
             **_attention_biases(config, architecture),
@@ -265,7 +265,7 @@ def _eos_token_ids(
     return tuple(dict.fromkeys(eos))
 
 
-def _generation_defaults(generation: ConfigFile) -> dict[str, Any]:
+def generation_defaults(generation: ConfigFile) -> dict[str, Any]:
     # Checked here, because a request that merely leaves the field unset must not be the
     # first to find a bad value in the file.
     values = {name: generation.values[name] for name in NEUTRAL if name in generation}

@@ -1,0 +1,7 @@
+"""Reference"""
+
+from __future__ import annotations
+
+
+class Reference:
+    pass
