@@ -125,6 +125,14 @@ _ARCHITECTURE_OF = {
 }
 
 
+def has_native_decoder(config: ConfigFile) -> bool:
+    """Whether the engine's own decoder has the architecture."""
+    names = config.values.get("architectures")
+    if names is None:
+        return config.values.get("model_type") in _ARCHITECTURE_OF
+    return isinstance(names, list) and any(name in _ARCHITECTURE_OF.values() for name in names)
+
+
 def _architecture(config: ConfigFile) -> str:
     """``architectures`` where it is set, else what ``model_type`` implies, as for files that
     were saved from a configuration without a model."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,7 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncllm.checkpoint.config_file import ConfigFile
-from asyncllm.checkpoint.model_config import MAX_POSITIONS, generation_defaults
+from asyncllm.checkpoint.model_config import (
+    MAX_POSITIONS,
+    ModelConfig,
+    generation_defaults,
+    has_native_decoder,
+)
 from asyncllm.errors import ModelLoadError
 from asyncllm.validation import explain
 
@@ -102,14 +108,29 @@ class TransformersConfig:
         return sum(each.numel() for each in self.skeleton.parameters())
 
 
+def read_config(
+    path: Path, model_impl: str, trust_remote_code: bool = False
+) -> ModelConfig | TransformersConfig:
+    """The configuration for the implementation that ``EngineConfig.model_impl`` names; "auto" is
+    the engine's own decoder where that has the architecture, else transformers' modules.
+
+    Raises:
+        ModelLoadError: files that are missing or damaged, or a model that it does not cover.
+    """
+    native = model_impl == "native"
+    if model_impl == "auto":
+        native = has_native_decoder(ConfigFile.read(path / "config.json"))
+    if native:
+        return ModelConfig.from_directory(path)
+    return TransformersConfig.from_directory(path, trust_remote_code=trust_remote_code)
+
+
 def build_skeleton(model_class: Any, config: Any) -> nn.Module:
     """The model on the meta device, with the attention that ``config`` names.
 
     Raises:
         ModelLoadError: a configuration that the model's code refuses.
     """
-    import copy
-
     import torch
 
     try:

@@ -206,6 +206,12 @@ def _load_transformers(
     modules = load(model, dtype, device, **names, progress=progress)
     reference = None
     if not is_tested(model):
+        if convert is not None:
+            raise invalid(
+                "quantization", config.quantization,
+                f"None for {model.architecture}, which is not among the tested architectures: "
+                "rounded weights cannot be compared with the model's own results",
+            )  # fmt: skip
         reference = Reference.of(modules, model, dtype, device)
     decoder = build_transformers_decoder(
         model, plan, ops, attention, modules, dtype, device, convert

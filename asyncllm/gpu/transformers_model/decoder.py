@@ -32,7 +32,12 @@ class Residence:
 class _Given(nn.Module):
     """Stands before an output head, and returns the hidden states that are given to the whole."""
 
-    def forward(self, inputs_embeds: Tensor, **options: Any) -> _Output:
+    @property
+    def decoder(self) -> _Given:
+        """Where a head calls a part of its base model."""
+        return self
+
+    def forward(self, *unused: Any, inputs_embeds: Tensor, **options: Any) -> _Output:
         return _Output(inputs_embeds)
 
 
