@@ -18,6 +18,7 @@ SchedulingPolicy = Literal["fcfs", "priority", "deadline"]
 CudaGraphs = Literal["auto", "startup", "lazy", "off"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 Quantization = Literal["int8"]
+ModelImpl = Literal["auto", "native", "transformers"]
 StructuredOutputsBackend = Literal["auto", "llguidance", "xgrammar"]
 
 PACKAGED_MODEL = "asyncllm/demo"
@@ -80,7 +81,11 @@ class EngineConfig:
             with a scale per output channel; None computes with them as they are. On a CPU with
             native ops, from a checkpoint that is not quantised itself.
         load_format: "auto", "safetensors", or "dummy" for random weights.
-        trust_remote_code: passed to transformers for tokenizers with code of their own.
+        model_impl: "native" is the engine's own decoder, "transformers" transformers' modules with
+            the engine's attention and linear layers, which is any architecture that gives the same
+            results so; "auto" is native where that has the architecture.
+        trust_remote_code: let transformers run code that the checkpoint brings, for its tokenizer
+            and its model.
         num_threads: CPU threads for the model; None is one per core, and 1 for a model of
             less than 32 million parameters, which more of them only slow down.
         step_timeout: seconds after which a step counts as hung.
@@ -122,6 +127,7 @@ class EngineConfig:
     seed: int | None = None
     quantization: Quantization | None = None
     load_format: LoadFormat = "auto"
+    model_impl: ModelImpl = "auto"
     trust_remote_code: bool = False
     num_threads: int | None = None
     step_timeout: float = 600.0
@@ -161,6 +167,7 @@ class EngineConfig:
         check.field(self, check.choice, "cuda_graphs", get_args(CudaGraphs))
         check.field(self, check.choice, "load_format", get_args(LoadFormat))
         check.field(self, check.choice, "quantization", get_args(Quantization))
+        check.field(self, check.choice, "model_impl", get_args(ModelImpl))
         backends = get_args(StructuredOutputsBackend)
         check.field(self, check.choice, "structured_outputs_backend", backends)
         check.field(self, check.boolean, "enable_prefix_caching")

@@ -121,8 +121,8 @@ class ModelConfig:
             mlp_bias=architecture == "LlamaForCausalLM" and config.boolean("mlp_bias", False),
             sliding_window=window,
             sliding_layers=sliding_layers,
-            quantization=_quantization(config),
-            generation_defaults=_generation_defaults(generation),
+            quantization=quant_method(config),
+            generation_defaults=generation_defaults(generation),
             eos_token_ids=_eos_token_ids(config, generation, architecture, vocab_size),
             **_heads(config, architecture),
             **_attention_biases(config, architecture),
@@ -135,6 +135,14 @@ _ARCHITECTURE_OF = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
+
+
+def has_native_decoder(config: ConfigFile) -> bool:
+    """Whether the engine's own decoder has the architecture."""
+    names = config.values.get("architectures")
+    if names is None:
+        return config.values.get("model_type") in _ARCHITECTURE_OF
+    return isinstance(names, list) and any(name in _ARCHITECTURE_OF.values() for name in names)
 
 
 def _architecture(config: ConfigFile) -> str:
@@ -157,7 +165,12 @@ def _refuse_unsupported(config: ConfigFile) -> None:
             raise holder.bad("partial_rotary_factor", "1.0")
 
 
-def _quantization(config: ConfigFile) -> str | None:
+def quant_method(config: ConfigFile) -> str | None:
+    """``quant_method`` of the checkpoint's weights; None for plain ones.
+
+    Raises:
+        ModelLoadError: one that is not read.
+    """
     if "quantization_config" not in config:
         return None
     return config.section("quantization_config").choice("quant_method", QUANT_METHODS)
@@ -281,7 +294,7 @@ def _eos_token_ids(
     return tuple(dict.fromkeys(eos))
 
 
-def _generation_defaults(generation: ConfigFile) -> dict[str, Any]:
+def generation_defaults(generation: ConfigFile) -> dict[str, Any]:
     # Checked here, because a request that merely leaves the field unset must not be the
     # first to find a bad value in the file.
     values = {name: generation.values[name] for name in NEUTRAL if name in generation}

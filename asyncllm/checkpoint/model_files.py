@@ -50,6 +50,7 @@ def resolve_model(
     revision: str | None = None,
     *,
     weights: bool = True,
+    code: bool = False,
     **hub: Unpack[HubOptions],
 ) -> Path:
     """The directory or GGUF file that holds a model, after a download where it is needed.
@@ -62,11 +63,13 @@ def resolve_model(
             or "~", has more than one separator, or is a file, is taken for a path.
         revision: branch, tag or commit; for hub ids only.
         weights: fetch and require safetensors; False for random weights.
+        code: fetch Python files as well.
 
     Raises:
         ModelLoadError: nothing usable is there; ``__cause__`` is the hub's error.
     """
     patterns = _CONFIG_PATTERNS + _TOKENIZER_PATTERNS + (_WEIGHT_PATTERNS if weights else ())
+    patterns += ("*.py",) if code else ()
     if model is None:
         directory = _bundled_model()
         _refuse_revision("the model in the package", revision)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
 
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.checkpoint.progress import Progress
+from asyncllm.checkpoint.transformers_config import TransformersConfig
 from asyncllm.config import EngineConfig
 from asyncllm.core.batch import RequestAssignment, StepBatch
 from asyncllm.core.executor import ExecutorInfo
@@ -47,6 +48,16 @@ from asyncllm.gpu.profile import profile_run, recorded_bytes
 from asyncllm.gpu.sample.logprobs import DEFAULT_FUSED, MAX_FUSED
 from asyncllm.gpu.threads import available_cpus, set_thread_count
 from asyncllm.gpu.token_budget import HIGHEST, calibrate_token_budget
+from asyncllm.gpu.transformers_model.build import (
+    Plan,
+    build_transformers_decoder,
+    experts_name,
+)
+from asyncllm.gpu.transformers_model.check import Reference
+from asyncllm.gpu.transformers_model.decoder import TransformersDecoder
+from asyncllm.gpu.transformers_model.families import is_tested
+from asyncllm.gpu.transformers_model.interface import NAME
+from asyncllm.gpu.transformers_model.weights import dummy_modules, load_modules
 from asyncllm.gpu.weights import dummy_weights, load_weights, weights_bytes
 from asyncllm.logger import get_logger
 from asyncllm.sampling_params import SamplingParams
@@ -57,7 +68,7 @@ logger = get_logger(__name__)
 
 def build_model_runner(
     config: EngineConfig,
-    model: ModelConfig,
+    model: ModelConfig | TransformersConfig,
     progress: Progress | None = None,
     mode: ExecutionMode | None = None,
 ) -> ModelRunner:
@@ -91,7 +102,10 @@ def build_model_runner(
 
 
 def _create(
-    config: EngineConfig, model: ModelConfig, mode: ExecutionMode, progress: Progress | None
+    config: EngineConfig,
+    model: ModelConfig | TransformersConfig,
+    mode: ExecutionMode,
+    progress: Progress | None,
 ) -> ModelRunner:
     device = mode.device
     max_num_seqs = config.max_num_seqs or mode.max_num_seqs
@@ -153,17 +167,84 @@ def _create(
 
 def _load(
     config: EngineConfig,
-    model: ModelConfig,
+    model: ModelConfig | TransformersConfig,
     device: torch.device,
     num_threads: int | None,
     progress: Progress | None,
-) -> tuple[Decoder, list[KVGroup], int]:
+) -> tuple[Decoder | TransformersDecoder, list[KVGroup], int]:
     """The model with its weights, its KV groups, and on a GPU the bytes that were free
     before."""
     dtype = resolve_dtype(config.dtype, model, device)
+    if isinstance(model, TransformersConfig):
+        return _load_transformers(config, model, dtype, device, num_threads, progress)
+    kinds = attention_kinds(model)
+    attention, block_size = _make_attention(config, kinds, dtype, device, num_threads)
+    ops = make_ops(device, next(iter(attention.values())))
+    groups = kv_groups(model, attention, block_size)
+    free_at_start = 0
+    if device.type == "cuda":
+        free_at_start = check_weights(config, device, weights_bytes(model, dtype))
+    convert = quantisation(config, model, device, ops)
+    load = dummy_weights if config.load_format == "dummy" else load_weights
+    weights = load(model, dtype, device, progress)
+    return build_decoder(model, ops, attention, weights, convert), groups, free_at_start
+
+
+def _load_transformers(
+    config: EngineConfig,
+    model: TransformersConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    num_threads: int | None,
+    progress: Progress | None,
+) -> tuple[TransformersDecoder, list[KVGroup], int]:
+    """As ``_load``, through transformers' modules."""
+    plan = Plan.of(model)
+    attention, block_size = _make_attention(config, plan.kinds, dtype, device, num_threads)
+    ops = make_ops(device, next(iter(attention.values())))
+    group = plan.kv_group(attention, block_size)
+    free_at_start = 0
+    if device.type == "cuda":
+        free_at_start = check_weights(config, device, model_bytes(model, dtype))
+    convert = quantisation(config, model, device, ops)
+    load = dummy_modules if config.load_format == "dummy" else load_modules
+    names = {"attention": NAME, "experts": experts_name(device)}
+    modules = load(model, dtype, device, **names, progress=progress)
+    reference = None
+    if not is_tested(model):
+        if convert is not None:
+            raise invalid(
+                "quantization", config.quantization,
+                f"None for {model.architecture}, which is not among the tested architectures: "
+                "rounded weights cannot be compared with the model's own results",
+            )  # fmt: skip
+        reference = Reference.of(modules, model, dtype, device)
+    decoder = build_transformers_decoder(
+        model, plan, ops, attention, modules, dtype, device, convert
+    )
+    if reference is not None:
+        reference.check(decoder, group)
+    return decoder, [group], free_at_start
+
+
+def model_bytes(model: ModelConfig | TransformersConfig, dtype: torch.dtype) -> int:
+    """Bytes of all parameters on the device."""
+    if isinstance(model, TransformersConfig):
+        return model.num_parameters * dtype.itemsize
+    return weights_bytes(model, dtype)
+
+
+def _make_attention(
+    config: EngineConfig,
+    kinds: Iterable[AttentionKind],
+    dtype: torch.dtype,
+    device: torch.device,
+    num_threads: int | None,
+) -> tuple[dict[AttentionKind, Attention], int]:
+    """The attention of each kind, and the tokens per KV block."""
     attention: dict[AttentionKind, Attention] = {}
     block_size = config.block_size
-    for kind in attention_kinds(model):
+    for kind in dict.fromkeys(kinds):
         windows = frozenset({kind.window})
         request = AttentionRequest(
             kind.shape,
@@ -176,19 +257,14 @@ def _load(
         )
         attention[kind], block_size = make_attention(config.attention_backend, request)
     assert block_size is not None
-    ops = make_ops(device, next(iter(attention.values())))
-    groups = kv_groups(model, attention, block_size)
-    free_at_start = 0
-    if device.type == "cuda":
-        free_at_start = check_weights(config, device, weights_bytes(model, dtype))
-    convert = quantisation(config, model, device, ops)
-    load = dummy_weights if config.load_format == "dummy" else load_weights
-    weights = load(model, dtype, device, progress)
-    return build_decoder(model, ops, attention, weights, convert), groups, free_at_start
+    return attention, block_size
 
 
 def quantisation(
-    config: EngineConfig, model: ModelConfig, device: torch.device, ops: TorchOps
+    config: EngineConfig,
+    model: ModelConfig | TransformersConfig,
+    device: torch.device,
+    ops: TorchOps,
 ) -> Callable[[LinearWeights], LinearWeights] | None:
     """What ``config.quantization`` makes of the weights of a linear layer; None for nothing.
 
@@ -212,7 +288,9 @@ def quantisation(
     return quantise_int8
 
 
-def resolve_threads(count: int | None, model: ModelConfig, device: torch.device) -> int | None:
+def resolve_threads(
+    count: int | None, model: ModelConfig | TransformersConfig, device: torch.device
+) -> int | None:
     """CPU threads for the engine thread's ops; None leaves torch's own number, one per core.
 
     A small model runs on one: it gains little from more while the cores are idle, and a
@@ -236,7 +314,7 @@ def resolve_threads(count: int | None, model: ModelConfig, device: torch.device)
 
 def available_cache_bytes(
     config: EngineConfig,
-    decoder: Decoder,
+    decoder: Decoder | TransformersDecoder,
     groups: Sequence[KVGroup],
     *,
     free_at_start: int,
@@ -262,7 +340,7 @@ def available_cache_bytes(
         config,
         weight.device,
         free_at_start=free_at_start,
-        weights_bytes=weights_bytes(model, weight.dtype),
+        weights_bytes=model_bytes(model, weight.dtype),
         profile_run=partial(
             profile, max_num_batched_tokens=token_budget, max_num_seqs=max_num_seqs
         ),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from asyncllm.checkpoint.model_config import ModelConfig
+from asyncllm.checkpoint.transformers_config import TransformersConfig
 from asyncllm.errors import EngineError, InvalidRequestError
 from asyncllm.gpu.models.architectures import is_small
 from asyncllm.gpu.ops.backend import dotted
@@ -129,7 +130,9 @@ def set_current_device(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-def resolve_dtype(name: str, model: ModelConfig, device: torch.device) -> torch.dtype:
+def resolve_dtype(
+    name: str, model: ModelConfig | TransformersConfig, device: torch.device
+) -> torch.dtype:
     """The dtype of weights and KV. "auto" is the checkpoint's on a GPU. On a CPU it is bfloat16
     for a 16-bit checkpoint where the processor computes in it and the model is not small,
     because a small one spends its time on conversions then; else float32.

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from asyncllm.checkpoint.model_config import ModelConfig
+from asyncllm.checkpoint.transformers_config import TransformersConfig
 from asyncllm.config import EngineConfig
 from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.errors import KVCacheTooSmallError
@@ -138,7 +139,7 @@ def min_cache_bytes(config: EngineConfig, groups: Sequence[KVGroup], dtype: torc
 
 def size_cache(
     config: EngineConfig,
-    model: ModelConfig,
+    model: ModelConfig | TransformersConfig,
     groups: Sequence[KVGroup],
     dtype: torch.dtype,
     *,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 
 import numpy as np
@@ -28,11 +27,9 @@ def profile_run(
     """Runs a prefill, a mixed and a decode step, each as large as the scheduler makes them,
     at the end of the longest sequences, and samples from their logits.
 
-    All rows write and read one KV block. Layers have the same shapes and run one after the
-    other: the first of each kind, the second and the last have the peak of all of them, in a
-    fraction of the time. Call ``Decoder.set_max_positions`` first.
+    All rows write and read one KV block. Call ``Decoder.set_max_positions`` first.
     """
-    few, weight = _with_few_layers(decoder), decoder.embedding
+    few, weight = decoder.with_few_layers(), decoder.embedding
     cache = KVCache(groups, 1, weight.dtype, weight.device)
     with torch.inference_mode():
         for num_decodes, counts in largest_rows(
@@ -78,15 +75,6 @@ def largest_rows(
         counts = [1] * num_decodes + [max_model_len] * full + [rest] * (rest > 0)
         steps.append((num_decodes, np.array(counts, dtype=np.int64)))
     return steps
-
-
-def _with_few_layers(decoder: Decoder) -> Decoder:
-    layers = decoder.layers
-    kinds = [layer.kind for layer in layers]
-    kept = {kinds.index(kind) for kind in kinds} | {min(1, len(layers) - 1)}
-    few = copy.copy(decoder)
-    few.layers = [layers[index] for index in sorted(kept | {len(layers) - 1})]
-    return few
 
 
 def _inputs(

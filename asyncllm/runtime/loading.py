@@ -66,19 +66,23 @@ def load_model(config: EngineConfig, progress: Progress) -> LoadedModel:
         InvalidRequestError: for a configuration that the model or the machine cannot do.
         KVCacheTooSmallError: if the KV cache cannot hold ``max_model_len``.
     """
-    from asyncllm.checkpoint.model_config import ModelConfig
     from asyncllm.checkpoint.model_files import resolve_model, resolve_tokenizer
+    from asyncllm.checkpoint.transformers_config import read_config
     from asyncllm.gpu.build import build_model_runner
     from asyncllm.text.tokenizer import Tokenizer
     from asyncllm.tools.response_format import ResponseFormats
 
     path = resolve_model(
-        config.model, config.revision, weights=config.load_format != "dummy", progress=progress
+        config.model,
+        config.revision,
+        weights=config.load_format != "dummy",
+        code=config.trust_remote_code,
+        progress=progress,
     )
     tokenizer_path = path
     if config.tokenizer is not None:
         tokenizer_path = resolve_tokenizer(config.tokenizer, progress=progress)
-    model_config = ModelConfig.from_directory(path)
+    model_config = read_config(path, config.model_impl, config.trust_remote_code)
     tokenizer = Tokenizer.from_directory(tokenizer_path, trust_remote_code=config.trust_remote_code)
     # Here and not at the first chat, whose caller's loop would wait for it.
     tokenizer.chat_template.compile()

@@ -126,8 +126,6 @@ def record_step(
     recorder = decoder.ops.recorder()
     if recorder is None:
         return f"the op set {decoder.ops.name!r} has no programs"
-    if decoder.rope_tables is None:
-        raise RuntimeError("set_max_positions has to come first")
     try:
         return RecordedStep(
             recorder, decoder, cache, inputs, max_tokens=max_tokens, max_rows=max_rows

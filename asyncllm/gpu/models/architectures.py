@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from asyncllm.checkpoint.model_config import ModelConfig
+from asyncllm.checkpoint.transformers_config import TransformersConfig
 
 SMALL_MODEL = 32_000_000
 """Parameters below which a model is bound by the number of ops."""
@@ -59,8 +60,10 @@ def sum_parameters(model: ModelConfig, size: Callable[[Parameter], int]) -> int:
     return sum(map(size, parameters(replace(model, num_layers=0)))) + model.num_layers * of_layer
 
 
-def is_small(model: ModelConfig) -> bool:
+def is_small(model: ModelConfig | TransformersConfig) -> bool:
     """Whether the number of ops decides the speed, and not their arithmetic."""
+    if isinstance(model, TransformersConfig):
+        return model.num_parameters < SMALL_MODEL
     return sum_parameters(model, lambda parameter: math.prod(parameter.shape)) < SMALL_MODEL
 
 

@@ -65,6 +65,7 @@ class Constraints:
         block_multiple: divisor of the tokens of a KV block.
         window: sliding windows are supported.
         softcap: a soft cap on the scores is supported.
+        sinks: attention sinks are supported.
     """
 
     device_types: frozenset[str] | None = None
@@ -76,6 +77,7 @@ class Constraints:
     block_multiple: int = 1
     window: bool = True
     softcap: bool = True
+    sinks: bool = False
 
     def unmet(
         self, request: AttentionRequest, capability: tuple[int, int] | None = None
@@ -101,6 +103,8 @@ class Constraints:
             yield Unmet("sliding window", str(windows[0]), "no sliding window")
         if shape.softcap is not None and not self.softcap:
             yield Unmet("soft cap", str(shape.softcap), "no soft cap on the scores")
+        if shape.sinks and not self.sinks:
+            yield Unmet("sinks", "attention with sinks", "no attention sinks")
         if request.block_size is not None and request.block_size % self.block_multiple:
             expected = f"block_size a multiple of {self.block_multiple}"
             yield Unmet("block_size", str(request.block_size), expected)

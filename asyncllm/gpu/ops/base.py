@@ -25,6 +25,8 @@ class AttentionShape:
     Attributes:
         scale: factor on ``q @ k`` (``head_dim ** -0.5``).
         softcap: scores become ``softcap * tanh(score / softcap)``; None leaves them.
+        sinks: a logit per query head takes part in the softmax, and has no value: it is given
+            with each call.
     """
 
     num_heads: int
@@ -32,6 +34,7 @@ class AttentionShape:
     head_dim: int
     scale: float
     softcap: float | None = None
+    sinks: bool = False
 
     @property
     def group_size(self) -> int:
@@ -157,7 +160,8 @@ class Attention(Protocol):
         ...
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, plan: Any) -> Tensor:
-        """Returns ``[T, Hq * D]``. The step's own k and v are in ``cache`` already."""
+        """Returns ``[T, Hq * D]``. The step's own k and v are in ``cache`` already. A shape with
+        sinks brings a last argument, ``[Hq]``: those of the layer."""
         ...
 
 

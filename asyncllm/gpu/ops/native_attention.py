@@ -48,7 +48,7 @@ class NativeAttention:
     name = "native"
     needs_zeroed_blocks = False
     constraints: ClassVar = Constraints(
-        device_types=frozenset({"cpu"}), dtypes=frozenset(DTYPES), max_head_dim=512
+        device_types=frozenset({"cpu"}), dtypes=frozenset(DTYPES), max_head_dim=512, sinks=True
     )
 
     @staticmethod
@@ -116,8 +116,16 @@ class NativeAttention:
     def plan_decode(self, rows: DecodeInputs, window: int | None) -> NoReturn:
         raise NotImplementedError("native attention reads lengths on the host: no CUDA graphs")
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, plan: StepRows) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, plan: StepRows,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         shape, args = self.shape, plan.args
+        if sinks is not None:
+            sinks = sinks.detach().float().contiguous()
+            if sinks.shape != (shape.num_heads,):
+                raise ValueError(f"sinks {tuple(sinks.shape)}: expected ({shape.num_heads},)")
+            args.sinks = sinks.data_ptr()
         expected = (args.num_tokens, shape.num_heads, shape.head_dim)
         if q.shape != expected or q.dtype != self.dtype or q.device.type != "cpu":
             raise ValueError(

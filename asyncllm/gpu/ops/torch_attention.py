@@ -70,15 +70,11 @@ class FixedPlan:
 
 
 class TorchAttention:
-    """Attention for any device that torch has, which every other backend is tested against.
-
-    Raises:
-        ValueError: scores with a soft cap.
-    """
+    """Attention for any device that torch has, which every other backend is tested against."""
 
     name = "torch"
     needs_zeroed_blocks = True
-    constraints: ClassVar = Constraints(softcap=False)
+    constraints: ClassVar = Constraints(sinks=True)
 
     @staticmethod
     def default_block_size(device: torch.device) -> int:
@@ -89,8 +85,6 @@ class TorchAttention:
         return cls(request.shape, request.dtype)
 
     def __init__(self, shape: AttentionShape, dtype: torch.dtype) -> None:
-        if shape.softcap is not None:
-            raise ValueError(f"softcap={shape.softcap}: expected None")
         self.shape = shape
         self.dtype = dtype
         self.token_bytes = 2 * shape.num_kv_heads * shape.head_dim * dtype.itemsize
@@ -118,15 +112,21 @@ class TorchAttention:
         return FixedPlan(blocks, hidden)
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, plan: list[AttentionGroup] | FixedPlan
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: Tensor,
+        plan: list[AttentionGroup] | FixedPlan,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         if isinstance(plan, FixedPlan):
-            return self._attend_fixed(q, cache, plan)
+            return self._attend_fixed(q, cache, plan, sinks)
         if len(plan) == 1 and isinstance(plan[0].tokens, slice):
-            return self._attend(q, k, v, cache, plan[0]).reshape(q.shape[0], -1)
+            return self._attend(q, k, v, cache, plan[0], sinks).reshape(q.shape[0], -1)
         out = q.new_empty(q.shape)
         for group in plan:
-            result = self._attend(q, k, v, cache, group)
+            result = self._attend(q, k, v, cache, group, sinks)
             if isinstance(group.tokens, slice):
                 out[group.tokens] = result
             elif group.outputs is None:
@@ -136,7 +136,9 @@ class TorchAttention:
                 out.index_copy_(0, target, result[valid])
         return out.view(q.shape[0], -1)
 
-    def _attend_fixed(self, q: Tensor, cache: Tensor, plan: FixedPlan) -> Tensor:
+    def _attend_fixed(
+        self, q: Tensor, cache: Tensor, plan: FixedPlan, sinks: Tensor | None
+    ) -> Tensor:
         """Decode rows by their whole tables. Hidden keys and values may be NaN, so they are
         replaced and not only weighted with zero."""
         shape, rows = self.shape, plan.blocks.shape[0]
@@ -147,11 +149,20 @@ class TorchAttention:
         # A padded row sees no key, and a softmax over none would be NaN.
         seen = ~plan.hidden
         seen = seen | (seen.sum(-1, keepdim=True) == 0)
-        q = q.reshape(rows, shape.num_kv_heads, shape.group_size, shape.head_dim)
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=seen[:, None, None], scale=shape.scale
-        )
+        if self._is_plain:
+            q = q.reshape(rows, shape.num_kv_heads, shape.group_size, shape.head_dim)
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=seen[:, None, None], scale=shape.scale
+            )
+        else:
+            mask = torch.where(seen, 0.0, -torch.inf)[:, None, None]
+            out = scored_attention(q.unsqueeze(2), k, v, mask, shape, sinks)
         return out.reshape(rows, -1)
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether torch's own attention computes it."""
+        return self.shape.softcap is None and not self.shape.sinks
 
     def _split(self, inputs: ModelInputs, lengths: np.ndarray) -> list[np.ndarray]:
         """Row indices of each group, in ascending order."""
@@ -213,13 +224,22 @@ class TorchAttention:
         return copy_to_device(mask, inputs.token_ids.device).unsqueeze(1).to(self.dtype)
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, group: AttentionGroup
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: Tensor,
+        group: AttentionGroup,
+        sinks: Tensor | None,
     ) -> Tensor:
         """Returns ``[tokens of the padded group, Hq, D]``."""
         shape = self.shape
         rows, queries, heads = group.num_rows, group.num_queries, shape.num_heads
         if group.blocks is None:
             q, k, v = (x[group.tokens].transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+            if not self._is_plain:
+                causal = torch.full((queries, queries), -torch.inf, device=q.device).triu_(1)
+                return scored_attention(q, k, v, causal, shape, sinks)[0].transpose(0, 1)
             out = F.scaled_dot_product_attention(
                 q, k, v, is_causal=True, scale=shape.scale, enable_gqa=True
             )
@@ -228,6 +248,10 @@ class TorchAttention:
         gathered = self._gather(cache, group.blocks)
         gathered = gathered.view(2, rows, -1, shape.num_kv_heads, shape.head_dim)
         k, v = gathered[:, :, : group.length].transpose(2, 3)
+        if not self._is_plain:
+            q = q.view(rows, queries, heads, shape.head_dim).transpose(1, 2)
+            out = scored_attention(q, k, v, group.mask, shape, sinks)
+            return out.transpose(1, 2).reshape(rows * queries, heads, shape.head_dim)
         if queries == 1:
             q = q.view(rows, shape.num_kv_heads, shape.group_size, shape.head_dim)
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask, scale=shape.scale)
@@ -247,6 +271,40 @@ class TorchAttention:
             self._workspace = cache.new_empty(size)
         target = self._workspace[:size].view(shape)
         return torch.index_select(cache, 1, blocks, out=target)
+
+
+def scored_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    shape: AttentionShape,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention whose scores have a soft cap, or whose softmax has sinks, in float32.
+
+    Args:
+        q: ``[rows, Hq, queries, D]``.
+        k, v: ``[rows, Hk, keys, D]``.
+        mask: added to the scores, ``[..., queries, keys]``.
+        sinks: ``[Hq]``, a logit that every query of the head has beside those of its keys.
+    """
+    rows, heads, queries, size = q.shape
+    grouped = q.reshape(rows, shape.num_kv_heads, shape.group_size * queries, size)
+    scores = torch.matmul(grouped, k.transpose(2, 3)).float().mul_(shape.scale)
+    scores = scores.view(rows, heads, queries, -1)
+    if shape.softcap is not None:
+        scores = torch.tanh(scores / shape.softcap) * shape.softcap
+    if mask is not None:
+        scores = scores + mask
+    if sinks is not None:
+        column = sinks.float().view(1, heads, 1, 1).expand(rows, heads, queries, 1)
+        scores = torch.cat((scores, column), -1)
+    weights = scores.softmax(-1)
+    if sinks is not None:
+        weights = weights[..., :-1]
+    weights = weights.to(v.dtype).reshape(rows, shape.num_kv_heads, shape.group_size * queries, -1)
+    return torch.matmul(weights, v).view(rows, heads, queries, size)
 
 
 def split_by_length(lengths: np.ndarray, max_tokens: int) -> list[np.ndarray]:

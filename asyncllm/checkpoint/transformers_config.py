@@ -1,0 +1,221 @@
+"""TransformersConfig: a checkpoint that transformers' own modules compute."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from asyncllm.checkpoint.config_file import ConfigFile
+from asyncllm.checkpoint.model_config import (
+    MAX_POSITIONS,
+    ModelConfig,
+    generation_defaults,
+    has_native_decoder,
+    quant_method,
+)
+from asyncllm.checkpoint.model_files import GGUF_SUFFIX
+from asyncllm.errors import ModelLoadError
+from asyncllm.validation import explain
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True, slots=True)
+class TransformersConfig:
+    """A decoder in the words of transformers, the text part of a multimodal checkpoint included.
+
+    Attributes:
+        path: local directory of the files.
+        architecture: of the class that computes it, e.g. "Gemma3ForCausalLM".
+        vocab_size: logits of a token.
+        max_position_embeddings: the model's context in tokens.
+        dtype: the checkpoint's own: "float32", "bfloat16" or "float16"; "float32" where the
+            files do not say.
+        eos_token_ids: ids that end an output, those of ``generation_config`` first.
+        quantization, generation_defaults: as in ModelConfig.
+        config: transformers' configuration of the text model.
+        model_class: the class of the model.
+        is_text_part: the checkpoint has other towers as well.
+        skeleton: the model without memory, on the meta device.
+    """
+
+    path: Path
+    architecture: str
+    vocab_size: int
+    max_position_embeddings: int
+    dtype: str
+    eos_token_ids: tuple[int, ...]
+    quantization: str | None
+    generation_defaults: Mapping[str, Any]
+    config: Any
+    model_class: Any
+    is_text_part: bool
+    skeleton: nn.Module = field(repr=False, compare=False)
+
+    @classmethod
+    def from_directory(
+        cls, path: str | os.PathLike[str], *, trust_remote_code: bool = False
+    ) -> TransformersConfig:
+        """Reads a checkpoint's configuration and builds its skeleton.
+
+        Args:
+            trust_remote_code: run Python code that the checkpoint brings.
+
+        Raises:
+            ModelLoadError: files that are missing or damaged, a model that transformers does not
+                know or that generates no text, and a quantisation that is not read.
+        """
+        directory = Path(path)
+        file = ConfigFile.read(directory / "config.json")
+        generation = ConfigFile.read_if_present(directory / "generation_config.json")
+        quantization = quant_method(file)
+        whole = _read(directory, file, trust_remote_code)
+        config = whole.get_text_config(decoder=True)
+        for holder in (whole, config):
+            # The reader gives plain weights, whatever transformers would do with packed ones.
+            vars(holder).pop("quantization_config", None)
+        model_class = _model_class(directory, file, whole, config, trust_remote_code)
+        skeleton = build_skeleton(model_class, config)
+        head = skeleton.get_output_embeddings()  # pyright: ignore[reportCallIssue]
+        vocab_size = getattr(head, "out_features", None) or config.vocab_size
+        seen = ConfigFile(file.path, config.to_dict())
+        if seen.values.get("max_position_embeddings") is None:
+            # GPT-2's n_positions and the like, under the name that all others use.
+            context = getattr(config, "max_position_embeddings", None)
+            seen = ConfigFile(file.path, {**seen.values, "max_position_embeddings": context})
+        eos: tuple[int, ...] = ()
+        for each in (generation, file.section("text_config"), file):
+            eos += each.token_ids("eos_token_id", vocab_size)
+        return cls(
+            path=directory,
+            architecture=model_class.__name__,
+            vocab_size=vocab_size,
+            max_position_embeddings=seen.integer("max_position_embeddings", high=MAX_POSITIONS),
+            dtype=_dtype(file, config, whole),
+            eos_token_ids=tuple(dict.fromkeys(eos)),
+            quantization=quantization,
+            generation_defaults=generation_defaults(generation),
+            config=config,
+            model_class=model_class,
+            is_text_part=config is not whole,
+            skeleton=skeleton,
+        )
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all parameters, shared ones counted once."""
+        return sum(each.numel() for each in self.skeleton.parameters())
+
+
+def read_config(
+    path: Path, model_impl: str, trust_remote_code: bool = False
+) -> ModelConfig | TransformersConfig:
+    """The configuration for the implementation that ``EngineConfig.model_impl`` names; "auto" is
+    the engine's own decoder where that has the architecture, else transformers' modules.
+
+    Raises:
+        ModelLoadError: files that are missing or damaged, or a model that it does not cover.
+    """
+    native = model_impl == "native" or path.suffix == GGUF_SUFFIX
+    if native and model_impl == "transformers":
+        raise ModelLoadError(
+            f'{path}: model_impl="transformers" needs a checkpoint in safetensors: expected "auto" '
+            'or "native" with GGUF'
+        )
+    if model_impl == "auto" and not native:
+        native = has_native_decoder(ConfigFile.read(path / "config.json"))
+    if native:
+        return ModelConfig.from_directory(path)
+    return TransformersConfig.from_directory(path, trust_remote_code=trust_remote_code)
+
+
+def build_skeleton(model_class: Any, config: Any) -> nn.Module:
+    """The model on the meta device, with the attention that ``config`` names.
+
+    Raises:
+        ModelLoadError: a configuration that the model's code refuses.
+    """
+    import torch
+
+    try:
+        with torch.device("meta"):
+            return model_class(copy.deepcopy(config)).eval()
+    except Exception as error:
+        raise ModelLoadError(
+            f"{model_class.__name__}: transformers cannot build it: {explain(error)}"
+        ) from error
+
+
+def _read(directory: Path, file: ConfigFile, trust_remote_code: bool) -> Any:
+    import transformers
+
+    if "auto_map" in file and not trust_remote_code and not _is_known(file):
+        raise ModelLoadError(
+            f"{file.path}: model_type is {file.values.get('model_type')!r}, which transformers "
+            f"{transformers.__version__} knows only by the checkpoint's own code; "
+            "trust_remote_code=True runs that"
+        )
+    if "auto_map" not in file and not _is_known(file):
+        accepted = f"one that transformers {transformers.__version__} knows"
+        raise file.bad("model_type", accepted)
+    try:
+        config = transformers.AutoConfig.from_pretrained(
+            directory, trust_remote_code=trust_remote_code, local_files_only=True
+        )
+    except Exception as error:
+        raise ModelLoadError(
+            f"{file.path}: transformers cannot read it: {explain(error)}"
+        ) from error
+    if config.is_encoder_decoder:
+        raise ModelLoadError(
+            f"{file.path}: is_encoder_decoder is True, expected a model with a decoder alone"
+        )
+    return config
+
+
+def _is_known(file: ConfigFile) -> bool:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return file.values.get("model_type") in CONFIG_MAPPING
+
+
+def _model_class(
+    directory: Path, file: ConfigFile, whole: Any, config: Any, trust_remote_code: bool
+) -> Any:
+    """The class that generates text: the checkpoint's own where its code is trusted, the one that
+    ``architectures`` names, or transformers' for the type of the text configuration."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    own = file.section("auto_map").values.get("AutoModelForCausalLM")
+    if own is not None and trust_remote_code:
+        from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+        return get_class_from_dynamic_module(own, directory, local_files_only=True)
+    names = file.values.get("architectures")
+    for name in names if isinstance(names, list) and config is whole else ():
+        found = getattr(transformers, str(name), None)
+        if str(name).endswith(("ForCausalLM", "LMHeadModel")) and found is not None:
+            return found
+    try:
+        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    except KeyError as error:
+        raise ModelLoadError(
+            f"{file.path}: architectures is {names}, and transformers "
+            f"{transformers.__version__} has no model that generates text for the "
+            f"configuration {type(config).__name__}; expected one with a class …ForCausalLM"
+        ) from error
+
+
+def _dtype(file: ConfigFile, config: Any, whole: Any) -> str:
+    found = getattr(config, "dtype", None) or getattr(whole, "dtype", None)
+    if found is None:
+        return "float32"
+    name = str(found).removeprefix("torch.")
+    choices = ("float32", "bfloat16", "float16")
+    return ConfigFile(file.path, {"dtype": name}).choice("dtype", choices)

@@ -1,0 +1,118 @@
+"""PagedAttention: the attention of one layer of transformers' modules, on the engine's KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from asyncllm.gpu.models.layers import AttentionKind
+from asyncllm.gpu.ops.base import Attention, AttentionShape
+from asyncllm.gpu.transformers_model.probe import AttentionCall, Probe
+from asyncllm.gpu.transformers_model.rules import kv_shape
+
+
+@dataclass(slots=True)
+class Step:
+    """The step that runs, as the layers of one model see it; empty between steps.
+
+    Attributes:
+        slot_mappings: per KV group ``[T]`` int64.
+        plans: per attention kind.
+        kv: the cache of each layer that has one.
+    """
+
+    slot_mappings: Sequence[Tensor] = ()
+    plans: dict[AttentionKind, Any] = field(default_factory=dict)
+    kv: Sequence[Tensor] = ()
+
+    def clear(self) -> None:
+        self.slot_mappings, self.plans, self.kv = (), {}, ()
+
+
+def attention_kinds(probe: Probe, windows: Sequence[int | None]) -> list[AttentionKind]:
+    """The kind of each call, all in one KV group: layers with a window keep the KV of all
+    tokens, and mask it."""
+    kinds = []
+    for call, window in zip(probe.calls, windows, strict=True):
+        assert call.scale is not None
+        heads, size = kv_shape(call)
+        shape = AttentionShape(call.heads, heads, size, call.scale, call.softcap, call.sinks)
+        kinds.append(AttentionKind(shape, window))
+    return kinds
+
+
+def kv_indices(probe: Probe) -> list[int]:
+    """Of each call, the index of its cache: a layer that attends to another's keys has none of
+    its own."""
+    indices: list[int] = []
+    for call in probe.calls:
+        indices.append(
+            max(indices, default=-1) + 1 if call.shared is None else indices[call.shared]
+        )
+    return indices
+
+
+class PagedAttention:
+    """Handler of a module's calls of attention.
+
+    Args:
+        kv_index: of its cache.
+        writes: it has keys of its own, and not another layer's.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        kind: AttentionKind,
+        attention: Attention,
+        call: AttentionCall,
+        kv_index: int,
+    ) -> None:
+        self.step, self.kind, self.attention = step, kind, attention
+        self.kv_index, self.writes = kv_index, call.shared is None
+        size = kind.shape.head_dim
+        self.key_padding, self.value_padding = size - call.key_size, size - call.value_size
+        self.value_size = call.value_size
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Any,
+        scaling: float | None,
+        options: dict[str, Any],
+    ) -> Tensor:
+        step, kind = self.step, self.kind
+        cache = step.kv[self.kv_index]
+        if self.key_padding:
+            query, key = F.pad(query, (0, self.key_padding)), F.pad(key, (0, self.key_padding))
+        if self.value_padding:
+            value = F.pad(value, (0, self.value_padding))
+        if self.writes:
+            pair = torch.cat((key, value)).transpose(1, 2)
+            write_pair(cache, step.slot_mappings[kind.kv_group], pair)
+        q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
+        plan = step.plans[kind]
+        if kind.shape.sinks:
+            out = self.attention(q, k, v, cache, plan, options["s_aux"])
+        else:
+            out = self.attention(q, k, v, cache, plan)
+        out = out.view(1, -1, kind.shape.num_heads, kind.shape.head_dim)
+        return out[..., : self.value_size] if self.value_padding else out
+
+
+def write_pair(cache: Tensor, slot_mapping: Tensor, pair: Tensor) -> None:
+    """Writes ``pair [2, T, Hk, D]``, keys and values, to its slots in ``cache``, in whatever
+    order that lies in memory."""
+    if cache.is_contiguous():
+        cache.view(2, -1, *cache.shape[3:]).index_copy_(1, slot_mapping, pair)
+        return
+    block_size = cache.shape[2]
+    cache[:, slot_mapping // block_size, slot_mapping % block_size] = pair

@@ -1,0 +1,137 @@
+"""build_transformers_decoder: transformers' modules with the engine's attention and op set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from asyncllm.checkpoint.transformers_config import TransformersConfig
+from asyncllm.core.kv_cache_spec import KVCacheSpec
+from asyncllm.gpu.kv_cache import KVGroup
+from asyncllm.gpu.models.layers import AttentionKind
+from asyncllm.gpu.ops.base import Attention, Linear, block_layout
+from asyncllm.gpu.ops.linear_weights import LinearWeights
+from asyncllm.gpu.ops.torch_ops import TorchOps
+from asyncllm.gpu.transformers_model.attention import (
+    PagedAttention,
+    Step,
+    attention_kinds,
+    kv_indices,
+)
+from asyncllm.gpu.transformers_model.decoder import Residence, TransformersDecoder
+from asyncllm.gpu.transformers_model.interface import NAME, set_handler
+from asyncllm.gpu.transformers_model.linear import OpEmbedding, OpExperts, OpLinear
+from asyncllm.gpu.transformers_model.probe import Probe, probe
+from asyncllm.gpu.transformers_model.rules import check_calls, check_modules
+from asyncllm.gpu.transformers_model.weights import tied_head
+
+Convert = Callable[[LinearWeights], LinearWeights]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a model's layers need, before its weights are loaded.
+
+    Attributes:
+        kinds: of each call of attention, in the order of the calls.
+    """
+
+    probe: Probe
+    kinds: list[AttentionKind]
+
+    @classmethod
+    def of(cls, model: TransformersConfig) -> Plan:
+        """Raises ModelLoadError for a model that would not be computed rightly."""
+        check_modules(model)
+        found = probe(model)
+        return cls(found, attention_kinds(found, check_calls(model, found)))
+
+    def kv_group(self, attention: Mapping[AttentionKind, Attention], block_size: int) -> KVGroup:
+        """The one KV group of all layers that have a cache."""
+        layers = tuple(range(1 + max(kv_indices(self.probe))))
+        kind, first = next(iter(attention.items()))
+        return KVGroup(KVCacheSpec(layers, block_size), block_layout(first, kind.shape, block_size))
+
+
+def experts_name(device: torch.device) -> str:
+    """The implementation of experts: the op set's on a CPU; transformers' grouped product, which
+    reads nothing on the host, elsewhere."""
+    return NAME if device.type == "cpu" else "grouped_mm"
+
+
+def build_transformers_decoder(
+    model: TransformersConfig,
+    plan: Plan,
+    ops: TorchOps,
+    attention: Mapping[AttentionKind, Attention],
+    modules: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    convert: Convert | None = None,
+) -> TransformersDecoder:
+    """Puts the engine's parts in the place of transformers'.
+
+    Args:
+        modules: the model with its weights, whose linear layers are given up one by one.
+        convert: what becomes of the weights of every linear layer: a quantisation.
+    """
+    step, found = Step(), plan.probe
+    indices = kv_indices(found)
+    for call, kind, index in zip(found.calls, plan.kinds, indices, strict=True):
+        handler = PagedAttention(step, kind, attention[kind], call, index)
+        set_handler(modules.get_submodule(call.module), handler)
+
+    def make(weights: LinearWeights) -> Linear:
+        return ops.linear(convert(weights) if convert else weights)
+
+    _share_head(modules, found, ops, convert)
+    for name in found.linears:
+        linear = modules.get_submodule(name)
+        if type(linear) is nn.Linear:
+            _replace(modules, name, OpLinear(_take(linear, make), *_sizes(linear)))
+    if experts_name(device) == NAME:
+        for name in found.experts:
+            module = modules.get_submodule(name)
+            set_handler(module, OpExperts(module, make))
+    residence = Residence(dtype, device)
+    return TransformersDecoder(model, ops, attention, modules, found.base, step, residence)
+
+
+def _take(linear: nn.Linear, make: Callable[[LinearWeights], Linear]) -> Linear:
+    """The op of a layer's weights, which it gives up."""
+    bias = None if linear.bias is None else linear.bias.detach()
+    weights = LinearWeights(linear.weight.detach(), bias)
+    linear._parameters.clear()
+    return make(weights)
+
+
+def _sizes(linear: nn.Linear) -> tuple[int, int]:
+    return linear.in_features, linear.out_features
+
+
+def _share_head(modules: Any, found: Probe, ops: TorchOps, convert: Convert | None) -> None:
+    """An output head that is tied to the embedding shares its table, as far as the op set can."""
+    head, embedding = modules.get_output_embeddings(), modules.get_input_embeddings()
+    names = {module: name for name, module in modules.named_modules()}
+    if type(head) is not nn.Linear or names[head] not in found.linears or not tied_head(modules):
+        return
+    bias = None if head.bias is None else head.bias.detach()
+    weights = LinearWeights(head.weight.detach(), bias, shared=True)
+    dtype = weights.values.dtype
+    weights = convert(weights) if convert else weights
+    if type(embedding) is nn.Embedding and bias is None:
+        table, linear = ops.tied_embedding(weights, dtype)
+        _replace(modules, names[embedding], OpEmbedding(table))
+    else:
+        # Its embedding computes more than a look-up, and keeps the table.
+        linear = ops.linear(weights)
+    _replace(modules, names[head], OpLinear(linear, *_sizes(head)))
+
+
+def _replace(modules: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, leaf = name.rpartition(".")
+    setattr(modules.get_submodule(parent), leaf, module)

@@ -1,0 +1,186 @@
+"""Reference: a model's own plain forward pass, which an architecture that the tests do not run is
+compared with when it is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncllm.checkpoint.transformers_config import TransformersConfig
+from asyncllm.core.batch import RequestAssignment, StepBatch
+from asyncllm.errors import ModelLoadError
+from asyncllm.gpu.batch.input_batch import InputBatch
+from asyncllm.gpu.kv_cache import KVCache, KVGroup
+from asyncllm.gpu.transformers_model.decoder import TransformersDecoder
+from asyncllm.logger import get_logger
+from asyncllm.sampling_params import SamplingParams
+
+logger = get_logger(__name__)
+
+LENGTHS = (48, 31)
+"""Tokens of two sequences, which are computed in one another's company."""
+
+STEPS = ((17, 9), (28, 19), (1, 1), (1, 1), (1, 1))
+"""Tokens of each in each step: two odd chunks, and three decodes."""
+
+TOLERANCE = 4.0
+"""Times the noise by which results may differ."""
+
+ROUNDINGS = 16
+"""Of the largest logit in float32, which are noise at least."""
+
+MOST_NOISE = 1.0
+"""Beyond this a comparison shows nothing."""
+
+SEED = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Log-probabilities of random tokens, as transformers computes them.
+
+    Attributes:
+        sequences: token ids ``[n]`` int64 of each.
+        expected: ``[n, vocab_size]`` float32 of each, with transformers' eager attention.
+        noise: the largest difference to them of half a sequence, of its other attention, and of
+            rounding a logit a few times in float32.
+    """
+
+    sequences: list[Tensor]
+    expected: list[Tensor]
+    noise: float
+
+    @classmethod
+    def of(
+        cls, modules: Any, model: TransformersConfig, dtype: torch.dtype, device: torch.device
+    ) -> Reference:
+        """Runs the modules before anything of theirs is replaced."""
+        if model.max_position_embeddings < max(LENGTHS):
+            raise ModelLoadError(
+                f"{model.path}: max_position_embeddings is {model.max_position_embeddings}, "
+                f"expected at least {max(LENGTHS)}: {model.architecture} is not among the tested "
+                "architectures, and is checked with that many tokens"
+            )
+        config = modules.config
+        ours = config._attn_implementation, config._experts_implementation
+        generator = torch.Generator(device="cpu").manual_seed(SEED)
+        sequences = [
+            torch.randint(model.vocab_size, (length,), generator=generator, device="cpu")
+            for length in LENGTHS
+        ]
+        try:
+            config._experts_implementation = "eager"
+            config._attn_implementation = "eager"
+            logits = [_logits(modules, tokens, device) for tokens in sequences]
+            expected = [each.log_softmax(-1) for each in logits]
+            largest = max(float(each.abs().max()) for each in logits)
+            noise = ROUNDINGS * torch.finfo(torch.float32).eps * largest
+            for tokens, each in zip(sequences, expected, strict=True):
+                half = _logits(modules, tokens[: len(tokens) // 2], device).log_softmax(-1)
+                noise = max(noise, float((half - each[: len(half)]).abs().max()))
+            if getattr(modules, "_supports_sdpa", False):
+                noise = max(noise, cls._sdpa_noise(modules, sequences, expected, device))
+        finally:
+            config._attn_implementation, config._experts_implementation = ours
+        if noise > MOST_NOISE:
+            raise ModelLoadError(
+                f"{model.path}: {model.architecture} is not among the tested architectures, and "
+                f"its own results in {dtype} vary by {noise:.3g}, so that others cannot be told "
+                f'from them; expected at most {MOST_NOISE:g}, as dtype="float32" may give'
+            )
+        return cls(sequences, expected, noise)
+
+    @staticmethod
+    def _sdpa_noise(
+        modules: Any, sequences: list[Tensor], expected: list[Tensor], device: torch.device
+    ) -> float:
+        """What transformers' other attention changes; 0 where it does not cover the model."""
+        modules.config._attn_implementation = "sdpa"
+        noise = 0.0
+        for tokens, each in zip(sequences, expected, strict=True):
+            try:
+                other = _logits(modules, tokens, device).log_softmax(-1)
+            except ValueError:
+                # It has no soft caps.
+                return 0.0
+            noise = max(noise, float((other - each).abs().max()))
+        return noise
+
+    def check(self, decoder: TransformersDecoder, group: KVGroup) -> None:
+        """Compares the engine's own steps.
+
+        Raises:
+            ModelLoadError: they differ by more than ``TOLERANCE`` times the noise.
+        """
+        model, wrong = decoder.model, self.difference(decoder, group)
+        limit = TOLERANCE * self.noise
+        if not wrong <= limit:
+            raise ModelLoadError(
+                f"{model.path}: {model.architecture} is not among the tested architectures, and in "
+                f"chunks and decode steps its log-probabilities differ by {wrong:.3g} from its own "
+                f"plain forward pass, whose noise is {self.noise:.3g}; expected at most "
+                f"{limit:.3g}"
+            )
+        logger.info(
+            "%s is not among the tested architectures; in chunks and decode steps it differs by "
+            "%.3g from its own plain forward pass, of at most %.3g",
+            model.architecture, wrong, limit,
+        )  # fmt: skip
+
+    @torch.inference_mode()
+    def difference(self, decoder: TransformersDecoder, group: KVGroup) -> float:
+        """The largest difference of a log-probability; NaN where one is."""
+        device, size = decoder.embedding.device, group.spec.block_size
+        blocks = -(-max(LENGTHS) // size)
+        cache = KVCache([group], 1 + 2 * blocks, decoder.embedding.dtype, device)
+        decoder.set_max_positions(max(LENGTHS))
+        batch = InputBatch(len(LENGTHS), max(LENGTHS), [group.spec])
+        starts, wrong = [0] * len(self.sequences), 0.0
+        for index, counts in enumerate(STEPS):
+            step = self._step(index, starts, list(counts), blocks)
+            batch.apply(step)
+            tables = None
+            if device.type != "cpu":
+                tables = [torch.from_numpy(table.table).to(device) for table in batch.tables]
+            inputs = batch.prepare(step, device, tables)
+            for each in inputs:
+                each.logits_indices = None
+            logits = decoder.logits(decoder.forward(inputs, cache)).float().cpu()
+            rows = logits.log_softmax(-1).split(step.counts)
+            for row, expected, start in zip(rows, self.expected, starts, strict=True):
+                part = expected[start : start + len(row)]
+                wrong = float(np.maximum(wrong, float((row - part).abs().max())))
+            starts = [start + count for start, count in zip(starts, step.counts, strict=True)]
+        return wrong
+
+    def _step(self, index: int, starts: list[int], counts: list[int], blocks: int) -> StepBatch:
+        rows = list(range(len(self.sequences)))
+        sampling = SamplingParams(temperature=0.0, seed=0).resolve({}, {}, lambda: 0)
+        ids = [list(range(1 + row * blocks, 1 + (row + 1) * blocks)) for row in rows]
+        return StepBatch(
+            step=index,
+            req_indices=rows,
+            starts=starts,
+            counts=counts,
+            samples=[True] * len(rows),
+            num_decodes=len(rows) if set(counts) == {1} else 0,
+            num_tokens=sum(counts),
+            assignments=[
+                RequestAssignment(
+                    row, f"check-{row}", tokens.tolist(), len(tokens), (ids[row],), sampling
+                )
+                for row, tokens in enumerate(self.sequences)
+            ]
+            if index == 0
+            else [],
+        )
+
+
+@torch.inference_mode()
+def _logits(modules: Any, tokens: Tensor, device: torch.device) -> Tensor:
+    """``[n, vocab_size]`` float32, on the host."""
+    return modules(input_ids=tokens[None].to(device), use_cache=False).logits[0].float().cpu()

@@ -1,0 +1,150 @@
+"""TransformersDecoder: transformers' own modules in the place of a Decoder."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from asyncllm.checkpoint.transformers_config import TransformersConfig
+from asyncllm.gpu.batch.decode_inputs import DecodeInputs
+from asyncllm.gpu.batch.step_inputs import ModelInputs
+from asyncllm.gpu.kv_cache import KVCache
+from asyncllm.gpu.models.layers import AttentionKind
+from asyncllm.gpu.ops.base import Attention
+from asyncllm.gpu.ops.recorder import Unrecordable
+from asyncllm.gpu.ops.torch_ops import TorchOps
+from asyncllm.gpu.transformers_model.attention import Step
+from asyncllm.gpu.transformers_model.rope import LongRope
+
+
+@dataclass(frozen=True, slots=True)
+class Residence:
+    """Where the model's weights are, and in what dtype, as a Decoder's embedding tells it."""
+
+    dtype: torch.dtype
+    device: torch.device
+
+
+class _Given(nn.Module):
+    """Stands before an output head, and returns the hidden states that are given to the whole."""
+
+    @property
+    def decoder(self) -> _Given:
+        """Where a head calls a part of its base model."""
+        return self
+
+    def forward(self, *unused: Any, inputs_embeds: Tensor, **options: Any) -> _Output:
+        return _Output(inputs_embeds)
+
+
+class _Output:
+    """Output of a base model, without all that is optional in it."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+class TransformersDecoder:
+    """Token ids to hidden states to logits, through transformers' modules. All T tokens of a step
+    are one sequence to them, ``[1, T]``: tokens see one another in attention alone, which is the
+    engine's.
+
+    Args:
+        modules: the model, whose attention modules have PagedAttention of ``step``.
+        base: name of the part that ends with the last norm.
+
+    Attributes:
+        embedding: of the dtype and device of the model.
+        takes_argmax: False, see ``Decoder``: what becomes of hidden states is the model's code.
+    """
+
+    takes_argmax = False
+
+    def __init__(
+        self,
+        model: TransformersConfig,
+        ops: TorchOps,
+        attention: Mapping[AttentionKind, Attention],
+        modules: Any,
+        base: str,
+        step: Step,
+        residence: Residence,
+    ) -> None:
+        self.model, self.ops, self.attention, self.step = model, ops, attention, step
+        self.embedding = residence
+        self.base = getattr(modules, base)
+        # What becomes of hidden states (soft caps, scales) is the class's own code.
+        self.head = copy.copy(modules)
+        self.head._modules = dict(modules._modules) | {base: _Given()}
+        self.long_ropes = LongRope.all_of(modules, model.config)
+
+    @property
+    def needs_zeroed_blocks(self) -> bool:
+        """Whether KV blocks have to be cleared for a new owner, as ``Attention`` says."""
+        return any(attention.needs_zeroed_blocks for attention in self.attention.values())
+
+    def set_max_positions(self, count: int) -> None:
+        """Chooses the frequencies for sequences of at most ``count`` tokens, where a model has
+        several."""
+        for rope in self.long_ropes:
+            rope.choose(count)
+
+    def with_few_layers(self) -> TransformersDecoder:
+        """Itself: the modules run all of their layers."""
+        return self
+
+    def forward(self, inputs: Sequence[ModelInputs], cache: KVCache) -> Tensor:
+        """As ``Decoder.forward``."""
+        plans = {
+            kind: attention.plan(inputs[kind.kv_group], kind.window)
+            for kind, attention in self.attention.items()
+        }
+        hidden = self._run(inputs, plans, cache)
+        indices = inputs[0].logits_indices
+        return hidden if indices is None else hidden[indices]
+
+    def decode(self, inputs: Sequence[DecodeInputs], cache: KVCache) -> Tensor:
+        """As ``Decoder.decode``."""
+        plans = {
+            kind: attention.plan_decode(inputs[kind.kv_group], kind.window)
+            for kind, attention in self.attention.items()
+        }
+        return self._run(inputs, plans, cache)
+
+    def record(self, inputs: Sequence[ModelInputs], cache: KVCache) -> NoReturn:
+        """Raises Unrecordable: torch computes what is between the engine's ops."""
+        raise Unrecordable("transformers' modules compute with torch between the engine's ops")
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """``[S, H] -> [S, vocab_size]`` in the model's dtype."""
+        return self.head(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits[0]
+
+    def _run(
+        self,
+        inputs: Sequence[ModelInputs] | Sequence[DecodeInputs],
+        plans: dict[AttentionKind, Any],
+        cache: KVCache,
+    ) -> Tensor:
+        step = self.step
+        step.slot_mappings = [each.slot_mapping for each in inputs]
+        step.plans, step.kv = plans, cache.layers
+        try:
+            output = self.base(
+                input_ids=inputs[0].token_ids.unsqueeze(0),
+                position_ids=inputs[0].positions.unsqueeze(0),
+                use_cache=False,
+            )
+        finally:
+            step.clear()
+        return output.last_hidden_state[0]

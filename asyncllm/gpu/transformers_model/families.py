@@ -1,0 +1,43 @@
+"""TESTED: the architectures that the tests compare with transformers, and how each runs."""
+
+from __future__ import annotations
+
+from asyncllm.checkpoint.transformers_config import TransformersConfig
+
+TESTED: dict[str, str] = {
+    "CohereForCausalLM": "logit scale, parallel blocks",
+    "Cohere2ForCausalLM": "sliding layers, full ones without RoPE",
+    "DeepseekV3ForCausalLM": "latent attention, its keys and values kept uncompressed; experts",
+    "GPT2LMHeadModel": "learned positions",
+    "GPTNeoXForCausalLM": "partial RoPE, parallel blocks",
+    "GemmaForCausalLM": "norms of 1 + w",
+    "Gemma2ForCausalLM": "soft caps, sliding layers",
+    "Gemma3ForCausalLM": "sliding layers with a RoPE base of their own",
+    "Glm4ForCausalLM": "partial RoPE, four norms a layer",
+    "Glm4MoeForCausalLM": "experts chosen with a correction bias, shared ones",
+    "GptOssForCausalLM": "attention sinks, sliding layers, experts",
+    "GraniteForCausalLM": "multipliers",
+    "MixtralForCausalLM": "experts",
+    "OPTForCausalLM": "learned positions, biases",
+    "OlmoForCausalLM": "norms without weights, clipped projections",
+    "Olmo2ForCausalLM": "norms behind the blocks",
+    "Olmo3ForCausalLM": "norms behind the blocks, sliding layers",
+    "OlmoeForCausalLM": "experts",
+    "PhiForCausalLM": "partial RoPE, parallel blocks",
+    "Phi3ForCausalLM": "fused projections, partial RoPE, longrope",
+    "Qwen3MoeForCausalLM": "experts",
+    "SmolLM3ForCausalLM": "layers without RoPE",
+    "StableLmForCausalLM": "partial RoPE, norms with biases",
+    "Starcoder2ForCausalLM": "sliding layers, norms with biases",
+    "LlamaForCausalLM": "RoPE of every fixed kind, yarn among them",
+    "MistralForCausalLM": "sliding layers",
+    "Qwen2ForCausalLM": "biases on q, k and v",
+    "Qwen3ForCausalLM": "q and k norms",
+}
+"""What they bring, by class; each has a case in tests/families.py."""
+
+
+def is_tested(model: TransformersConfig) -> bool:
+    """Whether it is one of these, in transformers' own code."""
+    own = model.model_class.__module__.startswith("transformers.models.")
+    return own and model.architecture in TESTED

@@ -1,0 +1,206 @@
+"""probe: what each layer of a model asks of attention, learned from one forward pass on the meta
+device. Nothing is read from a list of model names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from asyncllm.checkpoint.transformers_config import TransformersConfig, build_skeleton
+from asyncllm.errors import ModelLoadError
+from asyncllm.gpu.transformers_model.interface import NAME, PROBE_NAME, register, set_handler
+from asyncllm.validation import explain
+
+NUM_TOKENS = 3
+"""Of the pass: told apart from the sizes of a head, and more than one."""
+
+
+@dataclass(slots=True, eq=False)
+class AttentionCall:
+    """One call of attention.
+
+    Attributes:
+        module: name of the module that calls.
+        heads, key_heads, key_size, value_size: of q, k and v.
+        num_queries, num_keys: tokens that they have.
+        scale: factor on ``q @ k``; None where the module leaves it to attention.
+        mask: of transformers, to be asked which keys a query sees; None for no mask at all.
+        window, softcap: that the module passes; None for none.
+        sinks: the module passes a logit per head.
+        shared: index of the earlier call whose very keys it attends to; None for its own.
+        options: further arguments that are set.
+    """
+
+    module: str
+    heads: int
+    key_heads: int
+    key_size: int
+    value_size: int
+    num_queries: int
+    num_keys: int
+    scale: float | None
+    mask: Any
+    window: int | None
+    softcap: float | None
+    sinks: bool
+    shared: int | None
+    options: dict[str, Any]
+
+
+@dataclass(slots=True, eq=False)
+class Probe:
+    """A model's calls in the order of its forward pass, and the modules in it.
+
+    Attributes:
+        model: the skeleton, as it was probed.
+        base: name of the part of it that ends with the last norm.
+        linears: names of the linear layers that are called, and whose weight is not asked for.
+        experts: names of the modules with experts.
+        hidden_size: of what ``base`` returns.
+    """
+
+    model: nn.Module
+    base: str
+    calls: list[AttentionCall] = field(default_factory=list)
+    linears: set[str] = field(default_factory=set)
+    experts: set[str] = field(default_factory=set)
+    hidden_size: int = 0
+
+
+_PLAIN = frozenset(
+    "dropout is_causal use_cache cache_position position_ids output_attentions "
+    "output_hidden_states output_router_logits return_dict logits_to_keep".split()
+)
+"""Options of attention that change nothing here: nothing is dropped, every mask is checked to be
+causal, and positions are rotated in before."""
+
+
+class _Recorder:
+    """Handler of every module of a skeleton."""
+
+    def __init__(self, probe: Probe) -> None:
+        self.probe = probe
+        self.names = {module: name for name, module in probe.model.named_modules()}
+        self.keys: list[Tensor] = []
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Any,
+        scaling: float | None,
+        options: dict[str, Any],
+    ) -> Tensor:
+        given = {name: value for name, value in options.items() if _is_set(value)}
+        shared = next((i for i, earlier in enumerate(self.keys) if earlier is key), None)
+        self.keys.append(key)
+        self.probe.calls.append(
+            AttentionCall(
+                module=self.names[module],
+                heads=query.shape[1],
+                key_heads=key.shape[1],
+                key_size=key.shape[-1],
+                value_size=value.shape[-1],
+                num_queries=query.shape[2],
+                num_keys=key.shape[2],
+                scale=None if scaling is None else float(scaling),
+                mask=mask,
+                window=given.pop("sliding_window", None),
+                softcap=given.pop("softcap", None),
+                sinks=given.pop("s_aux", None) is not None,
+                shared=shared,
+                options={name: value for name, value in given.items() if name not in _PLAIN},
+            )
+        )
+        return query.new_empty((1, query.shape[2], query.shape[1], value.shape[-1]))
+
+    def experts(self, module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        self.probe.experts.add(self.names[module])
+        return torch.empty_like(hidden)
+
+
+def _is_set(value: Any) -> bool:
+    return value is not None and not (isinstance(value, (bool, int, float)) and not value)
+
+
+class _WatchedLinear(nn.Linear):
+    """An ``nn.Linear`` that notices whether it is called, and whether others read its weight."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.__dict__["called"] = True
+        weight, bias = self._parameters["weight"], self._parameters["bias"]
+        assert weight is not None
+        return nn.functional.linear(input, weight, bias)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("weight", "bias"):
+            self.__dict__["read"] = True
+        return super().__getattr__(name)
+
+
+def probe(model: TransformersConfig) -> Probe:
+    """Runs a skeleton once, and changes the names of implementations in ``model.config``.
+
+    Raises:
+        ModelLoadError: a forward pass that reads tensors on the host, or fails.
+    """
+    register()
+    model.config._attn_implementation = PROBE_NAME
+    set_experts(model.config, NAME)
+    skeleton: Any = build_skeleton(model.model_class, model.config)
+    found = Probe(skeleton, _base_name(model, skeleton))
+    recorder = _Recorder(found)
+    watched = {}
+    for name, module in skeleton.named_modules():
+        set_handler(module, recorder)
+        if type(module) is nn.Linear:
+            module.__class__ = _WatchedLinear
+            watched[name] = module
+    base = getattr(skeleton, found.base)
+    try:
+        with torch.no_grad():
+            inputs = probe_inputs(NUM_TOKENS, torch.device("meta"))
+            hidden = base(**inputs, use_cache=False).last_hidden_state
+            found.hidden_size = hidden.shape[-1]
+            skeleton.get_output_embeddings()(hidden)
+    except Exception as error:
+        raise ModelLoadError(
+            f"{model.path}: {model.architecture}: what its layers need cannot be learned, because "
+            f"one pass of its code without weights fails: {explain(error)}"
+        ) from error
+    found.linears = {
+        name
+        for name, module in watched.items()
+        if "called" in module.__dict__ and "read" not in module.__dict__
+    }
+    return found
+
+
+def _base_name(model: TransformersConfig, skeleton: nn.Module) -> str:
+    for name in (getattr(skeleton, "base_model_prefix", ""), "model", "transformer"):
+        if isinstance(getattr(skeleton, name, None), nn.Module):
+            return name
+    raise ModelLoadError(
+        f"{model.path}: {model.architecture}: expected a part that ends with the last norm, and an "
+        "output head beside it"
+    )
+
+
+def probe_inputs(num_tokens: int, device: torch.device) -> dict[str, Tensor]:
+    """A sequence's first tokens. The mask says that none is padding: without it transformers
+    looks at the positions for several sequences in one."""
+    return {
+        "input_ids": torch.zeros((1, num_tokens), dtype=torch.int64, device=device),
+        "position_ids": torch.arange(num_tokens, device=device).unsqueeze(0),
+        "attention_mask": torch.ones((1, num_tokens), dtype=torch.int64, device=device),
+    }
+
+
+def set_experts(config: Any, name: str) -> None:
+    """Chooses the implementation of experts where the model has any."""
+    config._experts_implementation = name

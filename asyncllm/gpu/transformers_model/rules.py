@@ -1,0 +1,243 @@
+"""check_modules, check_calls: what a paged KV cache and flattened steps cannot compute rightly is
+refused, by what the modules are and do.
+
+A pattern that lives in the mask alone, a state that a module keeps, or a dependence on the longest
+sequence of a batch would show in no short comparison, and change results silently.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from asyncllm.checkpoint.transformers_config import TransformersConfig
+from asyncllm.errors import ModelLoadError
+from asyncllm.gpu.transformers_model.probe import NUM_TOKENS, AttentionCall, Probe
+
+_CACHES = ("cache_params", "past_key_values", "past_key_value", "layer_past", "state")
+"""Parameters of a forward method that take what a module keeps between steps."""
+
+_RECURRENT = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, nn.RNNCellBase)
+"""Modules in which tokens of a sequence see one another."""
+
+_FAR = 2**22
+"""Positions up to which masks are asked."""
+
+
+def check_modules(model: TransformersConfig) -> None:
+    """Refuses by what the skeleton consists of.
+
+    Raises:
+        ModelLoadError: naming the module or the field.
+    """
+    for name, module in model.skeleton.named_modules():
+        kind = type(module).__name__
+        if isinstance(module, _RECURRENT):
+            raise _refusal(
+                model,
+                f"{name} ({kind}) mixes tokens outside attention, so that its layer keeps a state "
+                "of its own",
+                "attention as the only place where tokens see one another",
+            )
+        if "indexer" in kind.lower():
+            raise _refusal(
+                model,
+                f"{name} ({kind}) chooses the keys that attention sees, from a cache of its own",
+                "attention to all keys or to a window",
+            )
+    for name, kind in rope_kinds(model.config):
+        if "dynamic" in kind:
+            raise _refusal(
+                model,
+                f"{name} is {kind!r}, which turns every sequence by the longest one of its batch",
+                "a kind whose frequencies are fixed",
+            )
+
+
+def rope_kinds(config: Any) -> Iterator[tuple[str, str]]:
+    """Field and kind of each set of RoPE parameters: one, or one per type of layer."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    sets = {"rope_parameters": parameters}
+    if any(isinstance(value, dict) for value in parameters.values()):
+        sets = {f"rope_parameters.{name}": value for name, value in parameters.items()}
+    for name, values in sets.items():
+        if isinstance(values, dict):
+            yield f"{name}.rope_type", str(values.get("rope_type", "default"))
+
+
+def check_calls(model: TransformersConfig, probe: Probe) -> list[int | None]:
+    """Refuses by what the layers asked of attention.
+
+    Returns:
+        The window of each call; None for all keys.
+
+    Raises:
+        ModelLoadError: naming the module that calls.
+    """
+    _check_coverage(model, probe)
+    _check_caches(model, probe)
+    for call in probe.calls:
+        _check_call(model, call)
+    _check_layout(model, probe)
+    return [_window(model, call) for call in probe.calls]
+
+
+def _check_coverage(model: TransformersConfig, probe: Probe) -> None:
+    """Each layer calls attention once, and nothing else does."""
+    count = model.config.num_hidden_layers
+    lists = [
+        name
+        for name, module in probe.model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == count
+    ]
+    prefix = min(lists, key=len, default=None)
+    if prefix is None:
+        raise _refusal(
+            model,
+            f"no list of modules has num_hidden_layers={count} entries",
+            "one that holds the layers",
+        )
+    layers = [f"{prefix}.{index}" for index in range(count)]
+    found: Counter[str] = Counter()
+    for call in probe.calls:
+        owner = next((name for name in layers if f"{call.module}.".startswith(f"{name}.")), None)
+        if owner is None:
+            raise _refusal(model, f"{call.module} calls attention", "calls by layers alone")
+        found[owner] += 1
+    for name in layers:
+        if found[name] != 1:
+            kind = type(probe.model.get_submodule(name)).__name__
+            raise _refusal(
+                model,
+                f"{name} ({kind}) calls attention {found[name]} times through transformers' "
+                "attention interface",
+                "one call in every layer",
+            )
+
+
+def _check_caches(model: TransformersConfig, probe: Probe) -> None:
+    callers = [call.module for call in probe.calls]
+    for name, module in probe.model.named_modules():
+        parameters = inspect.signature(module.forward).parameters
+        taken = next((cache for cache in _CACHES if cache in parameters), None)
+        if taken and name and not any(f"{each}.".startswith(f"{name}.") for each in callers):
+            raise _refusal(
+                model,
+                f"{name} ({type(module).__name__}) takes {taken}: it keeps a cache of its own",
+                "attention as the only module with a cache",
+            )
+
+
+def _check_call(model: TransformersConfig, call: AttentionCall) -> None:
+    if (call.num_queries, call.num_keys) != (NUM_TOKENS, NUM_TOKENS):
+        raise _refusal(
+            model,
+            f"{call.module} attends with {call.num_queries} queries to {call.num_keys} keys of "
+            f"{NUM_TOKENS} tokens",
+            "a query and a key of every token",
+        )
+    if call.options:
+        name, value = next(iter(call.options.items()))
+        raise _refusal(
+            model,
+            f"{call.module} passes {name}={_describe(value)} to attention",
+            "scaling, sliding_window, softcap and s_aux",
+        )
+    if call.heads % call.key_heads:
+        raise _refusal(
+            model,
+            f"{call.module} has {call.heads} heads and {call.key_heads} of keys",
+            "a multiple of them",
+        )
+    if call.scale is None:
+        raise _refusal(model, f"{call.module} passes no scaling to attention", "a number")
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return repr(value)[:60]
+
+
+def _check_layout(model: TransformersConfig, probe: Probe) -> None:
+    """All layers share KV blocks of one shape."""
+    first = probe.calls[0]
+    for call in probe.calls:
+        if kv_shape(call) != kv_shape(first):
+            raise _refusal(
+                model,
+                f"{call.module} keeps {call.key_heads} heads of {kv_shape(call)[1]} per token, and "
+                f"{first.module} {first.key_heads} of {kv_shape(first)[1]}",
+                "layers alike",
+            )
+
+
+def kv_shape(call: AttentionCall) -> tuple[int, int]:
+    """Heads and size of keys and values in the cache, where the smaller of the two is padded."""
+    return call.key_heads, max(call.key_size, call.value_size)
+
+
+def _window(model: TransformersConfig, call: AttentionCall) -> int | None:
+    """The window of the call's mask, in keys with the query's own."""
+    if not callable(call.mask):
+        raise _refusal(
+            model,
+            f"{call.module} passes the mask {_describe(call.mask)}",
+            "one that transformers' mask functions make",
+        )
+    window = _mask_window(model, call)
+    context = min(model.max_position_embeddings, _FAR)
+    if window is None and call.window is not None and call.window >= context:
+        return call.window
+    if window != call.window:
+        raise _refusal(
+            model,
+            f"{call.module} passes sliding_window={call.window}, and its mask shows "
+            + ("all keys" if window is None else f"the last {window} keys"),
+            "the same in both",
+        )
+    return window
+
+
+def _mask_window(model: TransformersConfig, call: AttentionCall) -> int | None:
+    length = min(model.max_position_embeddings, _FAR)
+    keys = torch.arange(length, device="cpu")
+    zero = torch.zeros((), dtype=torch.int64, device="cpu")
+    window = None
+    last = length - 1
+    # From the far end on, because the first queries see everything in any window.
+    for query in sorted({last, last - 1, last * 2 // 3, last // 2, last // 3, 1, 0}, reverse=True):
+        query = max(query, 0)
+        at = torch.tensor(query, device="cpu")
+        try:
+            seen = torch.as_tensor(call.mask(zero, zero, at, keys)).expand(length)
+        except Exception as error:
+            raise _refusal(
+                model,
+                f"the mask of {call.module} cannot be asked: {error!r}",
+                "a mask of positions",
+            ) from error
+        count = int(seen.sum())
+        if query == last and count < length:
+            window = count
+        first = 0 if window is None else max(query + 1 - window, 0)
+        if count != query + 1 - first or not bool(seen[first : query + 1].all()):
+            raise _refusal(
+                model,
+                f"the mask of {call.module} shows query {query} {count} keys that are neither all "
+                "before it nor the last of them",
+                "attention to all keys or to a window",
+            )
+    return window
+
+
+def _refusal(model: TransformersConfig, found: str, accepted: str) -> ModelLoadError:
+    return ModelLoadError(
+        f"{model.path}: {model.architecture}: {found}; expected {accepted}. transformers' modules "
+        "run here only where that is sure to give the model's own results"
+    )

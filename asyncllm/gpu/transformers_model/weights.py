@@ -1,0 +1,179 @@
+"""load_modules: a checkpoint's tensors into transformers' modules."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from asyncllm.checkpoint.progress import Progress
+from asyncllm.checkpoint.reader import CheckpointReader
+from asyncllm.checkpoint.transformers_config import TransformersConfig
+from asyncllm.errors import ModelLoadError
+from asyncllm.gpu.formats.open_checkpoint import open_checkpoint
+from asyncllm.gpu.weights import DUMMY_SEED
+from asyncllm.logger import get_logger
+from asyncllm.validation import explain
+
+logger = get_logger(__name__)
+
+_TEXT_PART = re.compile(r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?(?!lm_head)")
+_TEXT_HEAD = re.compile(r"^(?:model\.)?(?:language_model\.)?(lm_head\.)")
+_COMPUTED = re.compile(r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
+
+_loading = threading.Lock()
+"""transformers replaces functions of its own while it loads a model, for the whole process: of two
+loads at once the second would find the first one's and put them back for good."""
+
+
+def load_modules(
+    model: TransformersConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    attention: str,
+    experts: str,
+    progress: Progress | None = None,
+    open_reader: Callable[[Path, torch.dtype], CheckpointReader] = open_checkpoint,
+) -> nn.Module:
+    """The model with its weights, by transformers' own conversion of names and layouts.
+
+    Args:
+        attention, experts: names of the implementations.
+        open_reader: makes the reader of the files in ``model.path``, of plain tensors.
+
+    Raises:
+        ModelLoadError: a tensor that is missing, surplus or misshapen, by name.
+    """
+    with closing(open_reader(model.path, dtype)) as reader:
+        tensors, sizes = {}, {}
+        for name in reader.tensors:
+            known = text_name(name) if model.is_text_part else name
+            if known is not None and not _COMPUTED.match(known):
+                tensors[known], sizes[known] = reader.tensor(name), reader.tensors[name].num_bytes
+        skipped = len(reader.tensors) - len(tensors)
+        if model.is_text_part:
+            logger.info(
+                "%s: the text part alone, without %d of %d tensors, which are of other towers",
+                model.architecture, skipped, len(reader.tensors),
+            )  # fmt: skip
+        modules = _convert(model, tensors, dtype, attention, experts)
+        if progress is not None:
+            total = sum(sizes.values())
+            progress(total, total)
+        _own(modules, device)
+    return modules
+
+
+def text_name(name: str) -> str | None:
+    """A tensor's name in the text model alone; None for one of another tower."""
+    head = _TEXT_HEAD.match(name)
+    if head is not None:
+        return head.group(1) + name[head.end() :]
+    part = _TEXT_PART.match(name)
+    return None if part is None else "model." + name[part.end() :]
+
+
+def dummy_modules(
+    model: TransformersConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    attention: str,
+    experts: str,
+    progress: Progress | None = None,
+) -> nn.Module:
+    """The model with random weights, the same in every run, drawn as ``dummy_weights`` does."""
+    generator = torch.Generator(device="cpu").manual_seed(DUMMY_SEED)
+    tensors, done = {}, 0
+    total = sum(each.numel() * dtype.itemsize for each in model.skeleton.state_dict().values())
+    for name, parameter in model.skeleton.state_dict().items():
+        if not parameter.is_floating_point():
+            raise ModelLoadError(
+                f'load_format="dummy": {name} is {parameter.dtype}, expected floating point'
+            )
+        drawn = torch.empty(parameter.shape, device="cpu")
+        if parameter.dim() > 1:
+            drawn.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
+        else:
+            drawn.fill_(0.0 if name.endswith("bias") else 1.0)
+        tensors[name] = drawn.to(dtype)
+        done += drawn.numel() * dtype.itemsize
+        if progress is not None:
+            progress(done, total)
+    modules = _convert(model, tensors, dtype, attention, experts)
+    _own(modules, device)
+    return modules
+
+
+def _convert(
+    model: TransformersConfig,
+    tensors: dict[str, Tensor],
+    dtype: torch.dtype,
+    attention: str,
+    experts: str,
+) -> nn.Module:
+    try:
+        with _loading, _quiet():
+            modules, info = model.model_class.from_pretrained(
+                None,
+                config=model.config,
+                state_dict=tensors,
+                dtype=dtype,
+                attn_implementation=attention,
+                experts_implementation=experts,
+                output_loading_info=True,
+            )
+    except Exception as error:
+        raise ModelLoadError(
+            f"{model.path}: transformers cannot load {model.architecture}: {explain(error)}"
+        ) from error
+    for kind in ("missing", "unexpected", "mismatched"):
+        names = sorted(map(str, info[f"{kind}_keys"]))
+        if names:
+            raise ModelLoadError(
+                f"{model.path}: tensor {names[0]} of {model.architecture} is {kind}"
+                + (f", with {len(names) - 1} more" if names[1:] else "")
+                + ": the model would be computed without it"
+            )
+    return modules.eval().requires_grad_(False)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' progress bar, and its report: what is wrong is raised."""
+    from transformers.utils import logging
+
+    shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _own(modules: nn.Module, device: torch.device) -> None:
+    """Copies parameters that still lie in a mapped file, which is closed now, and moves all to
+    the device; one that is shared stays shared."""
+    copies: dict[int, Tensor] = {}
+    for tensor in (*modules.parameters(), *modules.buffers()):
+        data = tensor.data
+        key = data.data_ptr()
+        if key not in copies or copies[key].shape != data.shape:
+            copies[key] = data.clone() if device.type == "cpu" else data.to(device)
+        tensor.data = copies[key]
+
+
+def tied_head(modules: Any) -> bool:
+    """Whether the output head's weight is the embedding's."""
+    head, embedding = modules.get_output_embeddings(), modules.get_input_embeddings()
+    return getattr(head, "weight", None) is getattr(embedding, "weight", 0)

@@ -1,0 +1,152 @@
+"""Tiny random checkpoints of many model families, made on the spot with transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+TINY: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "eos_token_id": 255,
+    "bos_token_id": None,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+}
+SLIDING = {"sliding_window": 7}
+MIXED = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+MOE = {
+    "moe_intermediate_size": 48,
+    "num_experts": 6,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+}
+GPT2 = {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256, "n_inner": 96}
+
+YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0}
+YARN |= {"original_max_position_embeddings": 32}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 10_000.0}
+LONGROPE |= {"short_factor": [1.0, 1.1, 1.3, 1.7, 2.0, 2.2, 2.4, 2.6]}
+LONGROPE |= {"long_factor": [1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 9.0]}
+LATENT = {"q_lora_rank": 32, "kv_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12}
+LATENT |= {"v_head_dim": 16, "head_dim": 8, "num_key_value_heads": 4}
+GROUPS = {"n_routed_experts": 6, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+
+CASES: dict[str, dict[str, Any]] = {
+    "Cohere": {},
+    "Cohere2": {"head_dim": 16, **SLIDING, **MIXED},
+    "DeepseekV3": {**LATENT, **MOE, **GROUPS},
+    "GPT2": {"class": "GPT2LMHeadModel", **GPT2},
+    "GPTNeoX": {},
+    "Gemma": {"head_dim": 16},
+    "Gemma2": {
+        "head_dim": 16,
+        "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 3.0,
+        "final_logit_softcapping": 10.0,
+        **SLIDING,
+        **MIXED,
+    },
+    "Gemma3": {
+        "config": "Gemma3TextConfig",
+        "head_dim": 16,
+        "query_pre_attn_scalar": 24,
+        **SLIDING,
+        **MIXED,
+    },
+    "Glm4": {"head_dim": 16, "partial_rotary_factor": 0.5},
+    "Glm4Moe": {"head_dim": 16, **MOE, **GROUPS},
+    "GptOss": {"head_dim": 16, **SLIDING, **MIXED, **MOE},
+    "Granite": {
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 0.5,
+        "residual_multiplier": 0.4,
+        "attention_multiplier": 0.2,
+    },
+    "Llama": {"tie_word_embeddings": True},
+    "Llama-yarn": {"rope_parameters": YARN},
+    "Mistral": {**SLIDING},
+    "Mixtral": {**MOE},
+    "OPT": {"ffn_dim": 96, "word_embed_proj_dim": 64},
+    "Olmo": {"clip_qkv": 2.0},
+    "Olmo2": {},
+    "Olmo3": {**SLIDING, **MIXED},
+    "Olmoe": {**MOE},
+    "Phi": {"partial_rotary_factor": 0.5},
+    "Phi3": {"partial_rotary_factor": 0.5},
+    "Phi3-longrope": {
+        "rope_parameters": LONGROPE,
+        "original_max_position_embeddings": 32,
+    },
+    "Qwen2": {},
+    "Qwen3": {"head_dim": 16},
+    "Qwen3Moe": {"head_dim": 16, "norm_topk_prob": True, **MOE},
+    "SmolLM3": {"no_rope_layers": [1, 0, 1]},
+    "StableLm": {"partial_rotary_factor": 0.5, "use_qkv_bias": True},
+    "Starcoder2": {**SLIDING},
+}
+"""Settings by family; what follows a hyphen is a variant of it."""
+
+SEEDS = {
+    "DeepseekV3": 3,
+    "GPT2": 13,
+    "Glm4Moe": 1,
+    "Granite": 4,
+    "Mixtral": 6,
+    "OPT": 4,
+    "Olmo2": 1,
+}
+SEEDS |= {"Phi3": 1, "Qwen3": 1}
+"""Where 0 gives a model that repeats itself."""
+
+
+def make(path: Path, family: str, **overrides: Any) -> Any:
+    """Writes a float32 checkpoint to ``path`` and returns transformers' model of it.
+
+    Weights are drawn wide around what the family starts from, so that outputs vary, and that
+    norms of weight ``1 + w`` keep their sense."""
+    settings = TINY | CASES.get(family, {}) | overrides
+    seed = settings.pop("seed", SEEDS.get(family, 0))
+    family = family.partition("-")[0]
+    model_class = getattr(transformers, settings.pop("class", f"{family}ForCausalLM"))
+    config = getattr(transformers, settings.pop("config", f"{family}Config"))(**settings)
+    config._attn_implementation = "eager"
+    config._experts_implementation = "eager"
+    model = model_class(config).eval()
+    draw_weights(model, seed)
+    # Without the family's own ids of ends, which are beyond this vocabulary.
+    model.generation_config = transformers.GenerationConfig()
+    model.save_pretrained(path)
+    return model
+
+
+def draw_weights(model: torch.nn.Module, seed: int = 0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                scale = (
+                    0.2 if "embed" in name or "wte" in name else 1.6 * parameter.shape[-1] ** -0.5
+                )
+                parameter.normal_(0.0, scale, generator=generator)
+            else:
+                parameter.normal_(float(parameter.mean().round()), 0.2, generator=generator)
+
+
+def noise(model: Any, tokens: list[int]) -> float:
+    """How much float32 itself changes log-probabilities: against float64, on one sequence."""
+    import copy
+
+    ids = torch.tensor([tokens])
+    with torch.no_grad():
+        single = model(ids).logits.double().log_softmax(-1)
+        double = copy.deepcopy(model).double()(ids).logits.log_softmax(-1)
+    return float((single - double).abs().max())
