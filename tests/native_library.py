@@ -3,18 +3,38 @@
 from __future__ import annotations
 
 import functools
+import os
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
 from asyncllm.gpu.ops.cpu_ops import CpuOps
 from asyncllm.gpu.ops.native_ops import NativeOps
 from asyncllm.native import Context, Library, NativeUnavailableError
-from asyncllm.native.build import BuildError, build, find_compiler
+from asyncllm.native.build import UNITS, BuildError, build, find_compiler
+
+OTHER_LIBRARY = "NATIVE_LIBRARY"
+"""The environment variable that names another library to test."""
+EMULATION = Path(__file__).parent / "native" / "avx512_emulation.h"
+
+
+def build_emulated(output: Path, flags: Sequence[str] = ()) -> None:
+    """Builds the kernels of AVX-512 in halves of AVX2, for a processor that lacks them."""
+    units = dict(UNITS["x86_64"])
+    UNITS["x86_64"]["avx512"] = [*units["avx2"], "-include", str(EMULATION)]
+    try:
+        # The library asks the processor.
+        build(output, flags=["-D__builtin_cpu_supports(name)=1", *flags])
+    finally:
+        UNITS["x86_64"] = units
 
 
 @functools.cache
 def native_library() -> Library | None:
     """None where there is no compiler; one that fails is an error."""
+    if (other := os.environ.get(OTHER_LIBRARY)) is not None:
+        return Library(Path(other))
     try:
         return Library()
     except NativeUnavailableError:

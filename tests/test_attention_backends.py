@@ -69,17 +69,18 @@ def no_library():
 
 
 @pytest.mark.parametrize(
-    ("capability", "isa", "head_dim", "expected"),
+    ("isa", "amx", "head_dim", "expected"),
     [
-        ("AVX2", b"avx2", 64, "native"),
-        ("AVX2", b"avx2", 513, "torch"),
-        ("AVX2", b"baseline", 64, "torch"),
-        ("AVX512", b"avx512", 64, "torch"),
-        ("DEFAULT", b"neon", 64, "torch"),
+        (b"avx2", False, 64, "native"),
+        (b"avx512", False, 64, "native"),
+        (b"neon", False, 64, "native"),
+        (b"avx2", False, 513, "torch"),
+        (b"baseline", False, 64, "torch"),
+        (b"avx512", True, 64, "torch"),
     ],
 )
-def test_auto_is_native_where_that_was_measured(monkeypatch, capability, isa, head_dim, expected):
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+def test_auto_is_native_where_its_vectors_are(monkeypatch, isa, amx, head_dim, expected):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": amx})
     monkeypatch.setattr(registry, "Library", lambda: SimpleNamespace(best_isa=lambda: isa))
     shape = replace(SHAPE, head_dim=head_dim)
     assert registry.resolve("auto", replace(CPU, shape=shape)) == expected
@@ -88,7 +89,7 @@ def test_auto_is_native_where_that_was_measured(monkeypatch, capability, isa, he
 
 
 def test_without_native_ops_a_cpu_has_plain_torch_and_says_why(monkeypatch, caplog):
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
     monkeypatch.setattr(registry, "Library", no_library)
     monkeypatch.setattr(native_attention, "Library", no_library)
     assert make_attention("auto", CPU)[0].name == "torch"

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +27,7 @@ from asyncllm.gpu.ops.quantise import quantise_int8
 from asyncllm.gpu.threads import available_cpus
 from asyncllm.native import Library, NativeUnavailableError
 from asyncllm.native.build import FLAGS, SOURCES, UNITS, BuildError, build, find_compiler
-from tests.native_library import context, isas
+from tests.native_library import OTHER_LIBRARY, build_emulated, context, isas
 
 ISAS = isas()
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
@@ -407,11 +408,15 @@ def test_units_leave_nothing_for_the_linker_to_mix(tmp_path):
 def build_fuzz(folder: Path, command: list[str], machine: str, flags: list[str]) -> Path:
     library, program = folder / "libops.so", folder / "fuzz"
     build(library, compiler=command, machine=machine, only=[ISAS[0], "neon"], flags=flags)
-    linking = [str(FUZZ), str(library), f"-Wl,-rpath,{folder}", "-I", str(SOURCES)]
+    link(program, library, command, flags)
+    return program
+
+
+def link(program: Path, library: Path, command: list[str], flags: list[str]) -> None:
+    linking = [str(FUZZ), str(library), f"-Wl,-rpath,{library.parent}", "-I", str(SOURCES)]
     subprocess.run(
         [*command, "-std=c++17", "-O1", *flags, *linking, "-o", str(program)], check=True
     )
-    return program
 
 
 @pytest.mark.slow
@@ -422,6 +427,31 @@ def test_sanitizers_find_nothing(tmp_path):
     for isa in (ISAS[0], "baseline"):
         done = subprocess.run([str(program), "1", "20", isa], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="emulates AVX-512 with AVX2")
+def test_avx512_computes_the_same(tmp_path):
+    """Its kernels in halves of AVX2, by the fuzz under the sanitizers and by the other tests."""
+    compiler()
+    library, program = tmp_path / "libops.so", tmp_path / "fuzz"
+    sanitized = "-fsanitize=address,undefined -fno-sanitize-recover=all -O1".split()
+    build_emulated(library, sanitized)
+    link(program, library, find_compiler(), sanitized)
+    done = subprocess.run([str(program), "1", "10", "avx512"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.startswith("avx512: 10 rounds")
+    build_emulated(library)
+    files = ("test_native.py", "test_native_sampling.py", "test_ops.py", "test_recorded_step.py")
+    tests = [str(Path(__file__).parent / name) for name in files]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "avx512", *tests],
+        env=os.environ | {OTHER_LIBRARY: str(library)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "skipped" not in done.stdout.splitlines()[-1]
 
 
 @pytest.mark.slow

@@ -213,10 +213,10 @@ def _reason(report: ExecutionReport, attention_backend: str) -> str:
         return f"attention_backend={attention_backend!r}"
     if report.device != "cpu":
         return "the kernels for a GPU"
-    from asyncllm.gpu.ops.registry import native_is_faster
+    from asyncllm.gpu.ops.registry import chooses_native
 
-    faster, reason = native_is_faster()
-    if faster and report.op_set != "native":
+    native, reason = chooses_native()
+    if native and report.op_set != "native":
         return "native ops do not take this model's shapes"
     return reason
 

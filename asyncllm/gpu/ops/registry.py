@@ -77,28 +77,26 @@ def resolve(name: str, request: AttentionRequest) -> str:
         return name
     if request.device.type == "cuda":
         return "triton"
-    native, _ = native_is_faster()
+    native, _ = chooses_native()
     if any(NativeAttention.constraints.unmet(request)) or not native:
         return "torch"
     return "native"
 
 
-def native_is_faster() -> tuple[bool, str]:
-    """Whether native ops are there, on a processor where they were measured to be faster than
-    torch's: one with AVX2, and no more than that; and why."""
-    capability = torch.backends.cpu.get_cpu_capability()
-    if capability != "AVX2":
-        return False, f"native ops have not been compared with torch's on {capability}"
+def chooses_native() -> tuple[bool, str]:
+    """Whether a CPU runs native ops where no backend is named, and why."""
+    if torch.cpu.get_capabilities().get("amx_bf16"):
+        return False, "oneDNN uses this processor's AMX tiles, and native ops do not"
     try:
-        found = Library().best_isa() == b"avx2"
+        isa = Library().best_isa().decode()
     except NativeUnavailableError as error:
         # Its text alone: a handler may keep the record, and with the exception all its frames.
         reason = f"{error}: the CPU runs torch's, which are slower; {REMEDY}"
         logger.warning("%s", reason)
         return False, reason
-    if not found:
-        return False, "the native ops here have not been compiled for AVX2"
-    return True, "native ops were measured to be faster on AVX2"
+    if isa == "baseline":
+        return False, "native ops have nothing for this processor's instruction set"
+    return True, f"native ops are compiled for this processor's {isa}"
 
 
 def find_backend(name: str) -> AttentionBackend:
