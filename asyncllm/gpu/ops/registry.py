@@ -85,7 +85,7 @@ def resolve(name: str, request: AttentionRequest) -> str:
 
 def chooses_native() -> tuple[bool, str]:
     """Whether a CPU runs native ops where no backend is named, and why."""
-    if torch.cpu.get_capabilities().get("amx_bf16"):
+    if getattr(torch.cpu, "get_capabilities", dict)().get("amx_bf16"):
         return False, "oneDNN uses this processor's AMX tiles, and native ops do not"
     try:
         isa = Library().best_isa().decode()
