@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from importlib.metadata import EntryPoint
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -385,9 +387,25 @@ def test_a_configuration_of_anything_else_is_refused(given: Any) -> None:
 @pytest.mark.asyncio(loop_factories=["asyncio"])
 async def test_the_packaged_model_with_a_processor() -> None:
     settings = {"num_blocks": 60, "max_model_len": 64, "num_threads": 1}
-    async with AsyncLLMEngine(logits_processors=[Force], **settings) as engine:
+    page = (Path(__file__).parents[1] / "docs" / "sampling.md").read_text()
+    scope: dict[str, Any] = {}
+    exec(re.findall(r"^class Boost.*?(?=^async def)", page, re.S | re.M)[0], globals(), scope)
+    processors = [Force, scope["Boost"]]
+    async with AsyncLLMEngine(logits_processors=processors, **settings) as engine:
         done = await engine.generate([3, 5], extra_args={"force": 40}, max_tokens=4)
         assert list(done.token_ids) == [40, 41, 42, 43]
+        alone = await engine.generate([3, 5], temperature=0.0, max_tokens=4)
+        boosts = [{"boost": int(token)} for token in alone.token_ids[:2]]
+        first, other = [
+            await engine.generate([3, 5], temperature=0.0, max_tokens=4, extra_args=args)
+            for args in boosts
+        ]
+        assert first.token_ids[0] == alone.token_ids[0]
+        assert other.token_ids.count(alone.token_ids[1]) >= alone.token_ids.count(
+            alone.token_ids[1]
+        )
+        with pytest.raises(InvalidRequestError, match="boost: expected a token id"):
+            engine.stream([3, 5], extra_args={"boost": "x"})
 
     def behind_a_pickle(config: EngineConfig, progress: Any) -> LoadedModel:
         loaded = load_model(config, progress)
