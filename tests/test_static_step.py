@@ -622,9 +622,7 @@ def test_rows_that_need_the_host_wait_alone(llama: Decoder) -> None:
     kinds = [KINDS[1], *HOST_KINDS[:2], SamplingParams(temperature=1.2, seed=3, logprobs=-1)]
     asked = prompts(5, seed=5)
     stream = LateStream()
-    runner = make_runner(llama, capturer=TraceRecorder(), stream=stream, sizes=(2, 8))
-    poisoning(runner)
-    driver = Driver(runner)
+    driver = Driver(make_runner(llama, capturer=EagerCapturer(), stream=stream, sizes=(2, 8)))
     seqs = [driver.add(p, 12, kinds[i % 4], needs_host=i % 4 > 0) for i, p in enumerate(asked)]
     sizes: list[list[bool]] = []
     launch = driver.launch
@@ -653,7 +651,7 @@ def test_a_slot_changes_hands_before_the_host_draws_its_token(llama: Decoder) ->
     ]
     asked = prompts(2, seed=4)
     expected = [one(llama, asked[0], 4, params[0]), one(llama, asked[1], 1, params[1])]
-    runner = traced(llama, max_num_seqs=1)
+    runner = untraced(llama, True, max_num_seqs=1)
     driver = Driver(runner)
     first, second = (driver.add(p, 9, one) for p, one in zip(asked, params, strict=True))
     for _ in range(3):
@@ -681,7 +679,7 @@ def test_a_host_row_under_a_grammar_and_one_that_fails(llama: Decoder) -> None:
 
     scaled = replace(KINDS[1], logits_processors=[lambda tokens, row: row * (1 + len(tokens) % 2)])
     found = []
-    for runner in (make_runner(llama, capturer=None), traced(llama, sizes=(4,))):
+    for runner in (untraced(llama, False), untraced(llama, True)):
         driver = Driver(runner)
         seqs = [
             driver.add([1, 2, 3], 8, scaled, mask=even, needs_host=True),
@@ -792,12 +790,13 @@ async def test_a_plain_and_a_host_row_equal_transformers(tmp_path: Path, depth: 
     reference: Any = make_checkpoint(tmp_path, "Qwen3ForCausalLM", head_dim=16)
     model = ModelConfig.from_directory(tmp_path)
     decoder = make_decoder(model, load_weights(model, torch.float32, torch.device("cpu"), None))
-    engine, stream = serve(decoder, depth, max_num_seqs=2)
+    stream = LateStream()
+    runner: Any = make_runner(decoder, capturer=EagerCapturer(), stream=stream, depth=depth)
+    sizes, launch = [], runner.launch
+    runner.launch = lambda batch: (sizes.append(len(batch)), launch(batch))
+    loaded = LoadedModel(runner, FakeTokenizer(), FakeModelConfig())
     prompts, counts = ([3, 1, 4, 1, 5], [9, 2, 6]), (30, 10)
-    async with engine:
-        runner: Any = engine._started().loaded.executor
-        sizes, launch = [], runner.launch
-        runner.launch = lambda batch: (sizes.append(len(batch)), launch(batch))
+    async with AsyncLLMEngine._with_loader(lambda config, progress: loaded) as engine:
         streams = [
             engine.stream(
                 prompt,
