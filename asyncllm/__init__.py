@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from asyncllm.errors import ModelLoadError as ModelLoadError
     from asyncllm.errors import RequestError as RequestError
     from asyncllm.llm import LLM as LLM
+    from asyncllm.logits_processor import BatchUpdate as BatchUpdate
+    from asyncllm.logits_processor import LogitsProcessor as LogitsProcessor
     from asyncllm.observer import Observer as Observer
     from asyncllm.outputs import Completion as Completion
     from asyncllm.outputs import CompletionOutput as CompletionOutput
@@ -63,6 +65,7 @@ _HOMES = {
     "EngineClosedError EngineDeadError EngineError EngineOverloadedError InvalidOutputError "
     "InvalidRequestError KVCacheTooSmallError ModelLoadError RequestError",
     "asyncllm.llm": "LLM",
+    "asyncllm.logits_processor": "BatchUpdate LogitsProcessor",
     "asyncllm.outputs": "Completion CompletionOutput Delta EngineStats FinishReason Logprob "
     "TokenLogprobs ToolCall ToolCallDelta Usage",
     "asyncllm.sampling_params": "SamplingParams",

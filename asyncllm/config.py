@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 from asyncllm import validation as check
 from asyncllm.errors import InvalidRequestError
+from asyncllm.logits_processor import LogitsProcessor
 from asyncllm.tools.families import REASONING_FAMILIES, TOOL_FAMILIES
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -27,6 +28,7 @@ PACKAGED_MODEL = "asyncllm/demo"
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
+_MAX_PROCESSORS = 64
 _MAX_SEQS = 2**16
 _MAX_TOKENS = 2**31 - 1
 """Positions and block ids are int32 on a device."""
@@ -97,6 +99,9 @@ class EngineConfig:
         structured_outputs_backend: "llguidance" or "xgrammar", which is made ready when the
             engine starts; "auto" makes llguidance ready at its first use, and hands what it
             refuses to xgrammar where that is installed.
+        logits_processors: subclasses of LogitsProcessor, or their names as "module:Class", 64 at
+            most; those of other distributions come by the entry points
+            ``asyncllm.logits_processors``.
         grammar_timeout: seconds after which a request fails whose grammar is being compiled.
 
     Raises:
@@ -135,6 +140,7 @@ class EngineConfig:
     reasoning_parser: str | None = "auto"
     structured_outputs_backend: StructuredOutputsBackend = "auto"
     grammar_timeout: float = 10.0
+    logits_processors: Sequence[type[LogitsProcessor] | str] = ()
 
     def __post_init__(self) -> None:
         self._check_choices()
@@ -152,6 +158,7 @@ class EngineConfig:
         check.field(self, check.number, "gpu_memory_utilization", 0, 1, above=True)
         check.field(self, check.seconds, "step_timeout", above=True)
         check.field(self, check.seconds, "grammar_timeout", above=True)
+        self._check_processors()
         if self.kv_cache_memory is not None:
             object.__setattr__(self, "kv_cache_memory", parse_bytes(self.kv_cache_memory))
         if self.cuda_graph_sizes is not None:
@@ -202,6 +209,14 @@ class EngineConfig:
             raise check.invalid(name, value, "a path without null characters")
         if check.is_a(value, str):
             object.__setattr__(self, name, path)
+
+    def _check_processors(self) -> None:
+        name, accepted = "logits_processors", 'subclasses of LogitsProcessor, or "module:Class"'
+        check.field(self, check.items, name, accepted, _MAX_PROCESSORS)
+        for one in self.logits_processors:
+            named = isinstance(one, str) and re.fullmatch(r"[\w.]{1,256}:\w{1,256}", one)
+            if not named and not (isinstance(one, type) and issubclass(one, LogitsProcessor)):
+                raise check.invalid(name, one, accepted)
 
     def with_overrides(self, overrides: Mapping[str, Any]) -> EngineConfig:
         """A copy with some fields replaced, checked anew."""

@@ -28,7 +28,7 @@ MAX_BAD_CHARACTERS = 2**14
 MAX_LOGITS_PROCESSORS = 64
 """Each is called for each token, while the batch waits."""
 
-LogitsProcessor = Callable[[Sequence[int], Any], Any]
+RequestLogitsProcessor = Callable[[Sequence[int], Any], Any]
 """``(output_token_ids, logits) -> logits``: called for each token of the request, on the
 engine thread, with what was generated so far and a float32 tensor ``[vocab_size]`` that it
 may change in place. A processor that raises ends its own request and no other."""
@@ -81,6 +81,9 @@ class SamplingParams:
         prompt_logprobs: number of most likely tokens to report at each position of the prompt but
             the first, with the bounds of ``logprobs``; the prompt's own token is always reported.
             Of the request's first output alone, which does not read the prefix cache.
+        extra_args: parameters of the engine's logits processors by name: plain data (None,
+            booleans, numbers, text, and lists and dicts of them), 16 deep, and 65,536 values and
+            characters at most. A name that no processor reads is refused.
 
     Raises:
         InvalidRequestError: for a value outside its range, with ``param`` set.
@@ -108,7 +111,8 @@ class SamplingParams:
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     structured_outputs: Any = None
-    logits_processors: Sequence[LogitsProcessor] = ()
+    logits_processors: Sequence[RequestLogitsProcessor] = ()
+    extra_args: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         check.field(self, check.integer, "n", 1, MAX_OUTPUTS)
@@ -131,6 +135,7 @@ class SamplingParams:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             accepted = f"at most max_tokens={self.max_tokens}"
             raise check.invalid("min_tokens", self.min_tokens, accepted)
+        check.field(self, check.plain_data, "extra_args")
         self._check_greedy()
         self._freeze_collections()
         if self.structured_outputs is not None:

@@ -14,6 +14,7 @@ import math
 import numbers
 import operator
 import reprlib
+import sys
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -26,6 +27,10 @@ MAX_INTEGER = 2**63 - 1
 MAX_ITEMS = 2**19
 """Of a field that lists tokens, which is read while an event loop waits: twice the largest
 vocabularies."""
+
+MAX_DATA = 2**16
+MAX_DEPTH = 16
+"""Of plain data, which is copied while an event loop waits."""
 
 MAX_SECONDS = 1e7
 """115 days: less than the longest wait for a lock on every platform."""
@@ -166,6 +171,38 @@ def string(name: str, value: Any, *, empty: bool = False, **how: Any) -> Any:
             text.encode()
             return text
     return _refuse(name, value, "a string" if empty else "a non-empty string", **how)
+
+
+def plain_data(name: str, value: Any, **how: Any) -> Any:
+    """A dict of plain data, copied: None, booleans, numbers, text, and lists and dicts with text
+    for keys. Numbers are finite, integers have 64 bits."""
+    with suppress(Exception):
+        if isinstance(value, Mapping):
+            return _copied(value, [MAX_DATA], MAX_DEPTH)
+    accepted = f"a dict of plain data, {MAX_DEPTH} deep, {MAX_DATA} values and characters at most"
+    return _refuse(name, value, accepted, **how)
+
+
+def _copied(value: Any, left: list[int], depth: int) -> Any:
+    """Raises for what is no plain data, or for more than ``left[0]`` of it."""
+    left[0] -= 1 + len(value) if isinstance(value, str) else 1
+    if left[0] < 0 or depth < 0:
+        raise ValueError
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return string("", value, empty=True)
+    if isinstance(value, Mapping):
+        pairs = itertools.islice(value.items(), left[0] + 1)
+        return {
+            string("", _copied(key, left, depth), empty=True): _copied(one, left, depth - 1)
+            for key, one in pairs
+        }
+    if isinstance(value, (list, tuple)):
+        return [_copied(one, left, depth - 1) for one in value]
+    if isinstance(value, numbers.Integral):
+        return integer("", value, -(2**63), 2**64 - 1)
+    return number("", value, -sys.float_info.max, sys.float_info.max)
 
 
 def choice(name: str, value: Any, choices: Sequence[str], **how: Any) -> Any:

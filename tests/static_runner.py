@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -33,6 +33,7 @@ from asyncllm.gpu.ops.base import BlockLayout
 from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.weights import dummy_weights
+from asyncllm.logits_processor import LogitsProcessor
 from asyncllm.sampling_params import SamplingParams
 from tests.driver import Driver
 
@@ -212,6 +213,7 @@ def make_runner(
     max_len: int = 96,
     depth: int = 2,
     layers: tuple[tuple[int, ...], ...] = (),
+    processors: Sequence[LogitsProcessor] = (),
 ) -> ModelRunner:
     """A runner with its state on the "device"; with no recorder the plain one, which draws
     tokens by the same function. ``layers`` of KV groups, if there are several."""
@@ -233,7 +235,9 @@ def make_runner(
     if capturer is not None:
         graphs = default_sizes(max_num_seqs) if sizes is None else sizes
         decode = DecodeRunner(decoder, cache, info, capturer, graphs)
-    runner = ModelRunner(decoder, cache, info, stream=stream, decode=decode)
+    runner = ModelRunner(
+        decoder, cache, info, stream=stream, decode=decode, logits_processors=processors
+    )
     return runner if stream is None else run_late(runner, stream)
 
 

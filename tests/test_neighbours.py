@@ -37,7 +37,7 @@ SAMPLING_FIELDS = [
     "repetition_penalty", "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens",
     "min_tokens", "logprobs", "prompt_logprobs", "logit_bias", "allowed_token_ids", "bad_words",
     "skip_special_tokens", "include_stop_str_in_output", "structured_outputs",
-    "logits_processors",
+    "logits_processors", "extra_args",
 ]  # fmt: skip
 OPTIONS = ["request_id", "priority", "timeout", "max_unread", "on_slow", "cache_salt", "params"]
 CHAT_OPTIONS = ["tools", "tool_choice", "response_format", "chat_template_kwargs"]

@@ -135,6 +135,8 @@ def run(decoder: Decoder, depth: int, chunk: int, *, late: bool) -> list[Sequenc
         seqs.append(driver.add(prompt, 5, params))
     driver.run(seqs, chunk, depth)
     assert not any(seq.error for seq in seqs)
+    if late:
+        assert settings["stream"].most == depth  # no chunk waits for the host
     return seqs
 
 

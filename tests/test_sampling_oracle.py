@@ -25,6 +25,7 @@ from asyncllm.errors import InvalidRequestError
 from asyncllm.gpu.batch.sampling_inputs import MAX_BIAS, MAX_STOP_IDS, Stages
 from asyncllm.gpu.ops.gumbel import gumbel_keys, gumbel_sample
 from asyncllm.runtime.input_processor import bad_words_token_ids
+from asyncllm.sampling_params import MAX_BAD_CHARACTERS, MAX_BAD_WORD_LENGTH, SamplingParams
 from asyncllm.text.tokenizer import Tokenizer
 from tests.native_library import CPU_OPS
 from tests.test_sampler import Bench, chi_square
@@ -213,6 +214,15 @@ def test_two_rounds_have_the_distribution_of_one() -> None:
     wanted = np.append(expected[~rare], expected[rare].sum())
     assert chi_square(np.append(found[~rare], found[rare].sum()), wanted) > 1e-4
     assert len(set(gumbel_keys(states, positions).tolist())) == count
+
+
+def test_bad_words_have_a_bound_on_all_of_their_characters() -> None:
+    """Each is within its own bound, and so is their number."""
+    words = ["x" * MAX_BAD_WORD_LENGTH] * (MAX_BAD_CHARACTERS // MAX_BAD_WORD_LENGTH)
+    assert SamplingParams(bad_words=words).bad_words == tuple(words)
+    with pytest.raises(InvalidRequestError, match="at most 16384 characters in all") as caught:
+        SamplingParams(bad_words=[*words, "y"])
+    assert caught.value.param == "bad_words"
 
 
 def test_bad_words_are_spelt_with_and_without_a_space() -> None:

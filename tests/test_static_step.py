@@ -8,14 +8,17 @@ import random
 import weakref
 from dataclasses import replace
 from itertools import chain, cycle, repeat
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 from asyncllm import AsyncLLMEngine
+from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.core.batch import RequestAssignment, StepBatch
 from asyncllm.core.executor import StepOutOfMemoryError
 from asyncllm.errors import RequestError
@@ -38,8 +41,10 @@ from asyncllm.gpu.ops.torch_attention import FixedPlan, TorchAttention
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.sample.sampling_state import SamplingState
 from asyncllm.gpu.threads import set_thread_count
+from asyncllm.gpu.weights import load_weights
 from asyncllm.runtime.loading import LoadedModel
 from asyncllm.sampling_params import SamplingParams
+from tests.checkpoints import make_checkpoint
 from tests.driver import UNCHECKED, Driver, Sequence, packed, unchecked
 from tests.fakes import FakeModelConfig, FakeTokenizer
 from tests.static_runner import (
@@ -617,9 +622,7 @@ def test_rows_that_need_the_host_wait_alone(llama: Decoder) -> None:
     kinds = [KINDS[1], *HOST_KINDS[:2], SamplingParams(temperature=1.2, seed=3, logprobs=-1)]
     asked = prompts(5, seed=5)
     stream = LateStream()
-    runner = make_runner(llama, capturer=TraceRecorder(), stream=stream, sizes=(2, 8))
-    poisoning(runner)
-    driver = Driver(runner)
+    driver = Driver(make_runner(llama, capturer=EagerCapturer(), stream=stream, sizes=(2, 8)))
     seqs = [driver.add(p, 12, kinds[i % 4], needs_host=i % 4 > 0) for i, p in enumerate(asked)]
     sizes: list[list[bool]] = []
     launch = driver.launch
@@ -648,7 +651,7 @@ def test_a_slot_changes_hands_before_the_host_draws_its_token(llama: Decoder) ->
     ]
     asked = prompts(2, seed=4)
     expected = [one(llama, asked[0], 4, params[0]), one(llama, asked[1], 1, params[1])]
-    runner = traced(llama, max_num_seqs=1)
+    runner = untraced(llama, True, max_num_seqs=1)
     driver = Driver(runner)
     first, second = (driver.add(p, 9, one) for p, one in zip(asked, params, strict=True))
     for _ in range(3):
@@ -676,7 +679,7 @@ def test_a_host_row_under_a_grammar_and_one_that_fails(llama: Decoder) -> None:
 
     scaled = replace(KINDS[1], logits_processors=[lambda tokens, row: row * (1 + len(tokens) % 2)])
     found = []
-    for runner in (make_runner(llama, capturer=None), traced(llama, sizes=(4,))):
+    for runner in (untraced(llama, False), untraced(llama, True)):
         driver = Driver(runner)
         seqs = [
             driver.add([1, 2, 3], 8, scaled, mask=even, needs_host=True),
@@ -768,6 +771,57 @@ async def test_slots_of_requests_that_cannot_be_assigned_are_taken_by_others(
             single.run([seq])
             assert not isinstance(result, BaseException)
             assert list(result.token_ids) == seq.outputs
+
+
+class Roll(transformers.LogitsProcessor):
+    """``shift``, for transformers."""
+
+    def __init__(self, num_prompt_tokens: int) -> None:
+        self._start = num_prompt_tokens
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores.roll(input_ids.shape[1] - self._start, -1)
+
+
+@pytest.mark.asyncio(loop_factories=["asyncio"])
+@pytest.mark.parametrize("depth", [1, 2])
+async def test_a_plain_and_a_host_row_equal_transformers(tmp_path: Path, depth: int) -> None:
+    """One step ahead the plain row is in every step, the other in every second one."""
+    reference: Any = make_checkpoint(tmp_path, "Qwen3ForCausalLM", head_dim=16)
+    model = ModelConfig.from_directory(tmp_path)
+    decoder = make_decoder(model, load_weights(model, torch.float32, torch.device("cpu"), None))
+    stream = LateStream()
+    runner: Any = make_runner(decoder, capturer=EagerCapturer(), stream=stream, depth=depth)
+    sizes, launch = [], runner.launch
+    runner.launch = lambda batch: (sizes.append(len(batch)), launch(batch))
+    loaded = LoadedModel(runner, FakeTokenizer(), FakeModelConfig())
+    prompts, counts = ([3, 1, 4, 1, 5], [9, 2, 6]), (30, 10)
+    async with AsyncLLMEngine._with_loader(lambda config, progress: loaded) as engine:
+        streams = [
+            engine.stream(
+                prompt,
+                temperature=0.0,
+                max_tokens=count,
+                ignore_eos=True,
+                logits_processors=[shift] if i else [],
+            )
+            for i, (prompt, count) in enumerate(zip(prompts, counts, strict=True))
+        ]
+        found = [list((await one.result()).token_ids) for one in streams]
+    assert stream.most == depth
+    between = [1, 2] if depth == 2 else [2]
+    assert sizes == [2, *(9 * between)] + [1] * (30 - 1 - 9 * len(between))
+    for i, (prompt, count) in enumerate(zip(prompts, counts, strict=True)):
+        rules = transformers.LogitsProcessorList([Roll(len(prompt))] if i else [])
+        expected = reference.generate(
+            torch.tensor([prompt]),
+            max_new_tokens=count,
+            min_new_tokens=count,
+            do_sample=False,
+            logits_processor=rules,
+        )
+        assert found[i] == expected[0, len(prompt) :].tolist()
+        assert len(set(found[i])) > 3
 
 
 @pytest.mark.asyncio(loop_factories=["asyncio"])

@@ -35,6 +35,8 @@ class RequestAssignment:
         processors_key: of its logits processors, which stay with the engine
             (``InProcess.processors``); -1 if it has none.
         bad_words: token sequences that may not occur in the output, of ``sampling.bad_words``.
+        claimed_by: numbers of the engine's logits processors (``InProcess.logits_processors``) that
+            have a part in it.
     """
 
     req_index: int
@@ -46,6 +48,7 @@ class RequestAssignment:
     eos_token_ids: tuple[int, ...] = ()
     processors_key: int = -1
     bad_words: tuple[tuple[int, ...], ...] = ()
+    claimed_by: tuple[int, ...] = ()
 
 
 class PromptSpan(NamedTuple):

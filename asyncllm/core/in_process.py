@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import dataclass, field, replace
 
 from asyncllm.core.batch import RequestAssignment
-from asyncllm.sampling_params import LogitsProcessor, SamplingParams
+from asyncllm.logits_processor import LogitsProcessor
+from asyncllm.sampling_params import RequestLogitsProcessor, SamplingParams
 
 
 @dataclass(slots=True, eq=False)
@@ -19,10 +20,13 @@ class InProcess:
 
     Attributes:
         processors: by ``RequestAssignment.processors_key``, of requests that have not ended.
+        logits_processors: the engine's, which are the executor's own work; the requests that they
+            claim are told from their parameters before they are submitted.
         errors: by step and row, the exceptions behind the last results' errors.
     """
 
-    processors: dict[int, Sequence[LogitsProcessor]] = field(default_factory=dict)
+    processors: dict[int, Sequence[RequestLogitsProcessor]] = field(default_factory=dict)
+    logits_processors: Sequence[LogitsProcessor] = ()
     errors: dict[int, dict[int, Exception]] = field(default_factory=dict)
 
     def with_processors(self, assignment: RequestAssignment) -> RequestAssignment:
@@ -39,16 +43,20 @@ def plain(sampling: SamplingParams) -> SamplingParams:
     if (
         not sampling.logits_processors
         and not sampling.logit_bias
+        and not sampling.extra_args
         and sampling.structured_outputs is None
     ):
         return sampling
     found = _changed(sampling, ())
     object.__setattr__(found, "logit_bias", copy(sampling.logit_bias))
+    object.__setattr__(found, "extra_args", deepcopy(sampling.extra_args))
     object.__setattr__(found, "structured_outputs", None)
     return found
 
 
-def _changed(sampling: SamplingParams, processors: Sequence[LogitsProcessor]) -> SamplingParams:
+def _changed(
+    sampling: SamplingParams, processors: Sequence[RequestLogitsProcessor]
+) -> SamplingParams:
     # Not ``replace``, which would check all of it again.
     found = copy(sampling)
     object.__setattr__(found, "logits_processors", processors)

@@ -69,6 +69,7 @@ class Request:
         num_published: leading tokens whose full blocks were offered to the pool.
         publish_at: tokens with which the next block is full and can be offered.
         bad_words: token sequences that may not occur in the output.
+        claimed_by: numbers of the engine's logits processors that have a part in it.
         needs_host: its tokens are drawn with the host, so that a step that goes on from one waits
             until it is known; see SamplingLimits.
         output: its tokens' way to text; the core only passes it along.
@@ -94,6 +95,7 @@ class Request:
     first: Request | None = None
     structured_output: StructuredOutput | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
+    claimed_by: tuple[int, ...] = ()
     needs_host: bool = False
     index: int = field(init=False)
     request_id: str = field(init=False)

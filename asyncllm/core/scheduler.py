@@ -320,6 +320,7 @@ class Scheduler:
             eos_token_ids=request.eos_token_ids,
             processors_key=processors_key,
             bad_words=request.bad_words,
+            claimed_by=request.claimed_by,
         )
 
     # --- results -----------------------------------------------------------------------

@@ -45,6 +45,7 @@ from asyncllm.gpu.ops.quantise import quantise_int8
 from asyncllm.gpu.ops.registry import make_attention, make_ops
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.profile import profile_run, recorded_bytes
+from asyncllm.gpu.sample.batched_processors import make_processors
 from asyncllm.gpu.sample.logprobs import DEFAULT_FUSED, MAX_FUSED
 from asyncllm.gpu.threads import available_cpus, set_thread_count
 from asyncllm.gpu.token_budget import HIGHEST, calibrate_token_budget
@@ -141,6 +142,8 @@ def _create(
         max_num_batched_tokens=token_budget,
         pipeline_depth=mode.pipeline_depth if ahead is None else 1 + ahead,
     )
+    limits = {"max_num_seqs": max_num_seqs, "max_model_len": size.max_model_len}
+    processors = make_processors(config.with_overrides(limits), device)
     cache = KVCache(groups, size.num_blocks, dtype, device)
     decode, most = None, config.max_logprobs
     num_logprobs = min(most, MAX_FUSED) if most >= 0 else DEFAULT_FUSED
@@ -155,6 +158,7 @@ def _create(
         stream=mode.stream,
         decode=decode,
         num_logprobs=num_logprobs,
+        logits_processors=processors,
     )
     if budget == "auto" and not mode.stream.is_async:
         measured = calibrate_token_budget(lambda count: time_prefill(runner, count))

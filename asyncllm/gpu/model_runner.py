@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from threading import get_ident
@@ -44,6 +44,7 @@ from asyncllm.gpu.sample.sampler import (
     greedy_output,
 )
 from asyncllm.gpu.threads import set_thread_count
+from asyncllm.logits_processor import LogitsProcessor
 from asyncllm.validation import explain
 
 
@@ -141,6 +142,7 @@ class ModelRunner:
         decode: the state between steps on the device, which an asynchronous stream needs; None
             keeps it on the host.
         num_logprobs: per token, that a step keeps room for.
+        logits_processors: of the engine.
 
     Attributes:
         info: limits for the scheduler.
@@ -159,9 +161,10 @@ class ModelRunner:
         stream: Stream | None = None,
         decode: DecodeRunner | None = None,
         num_logprobs: int = 20,
+        logits_processors: Sequence[LogitsProcessor] = (),
     ) -> None:
         self.info = info
-        self.in_process = InProcess()
+        self.in_process = InProcess(logits_processors=logits_processors)
         self.dtype = decoder.embedding.dtype
         self.device = decoder.embedding.device
         self._stream = SyncStream() if stream is None else stream
@@ -175,9 +178,8 @@ class ModelRunner:
         if decode is not None:
             num_logprobs = decode.num_logprobs
         with self._stream.context():
-            sampler = Sampler(
-                *limits, inputs, self.device, decoder.ops, min(num_logprobs, MAX_FUSED)
-            )
+            fused = min(num_logprobs, MAX_FUSED)
+            sampler = Sampler(*limits, inputs, self.device, decoder.ops, fused, logits_processors)
         if self._stream.is_async:
             held = SamplingLimits(MAX_BIAS, MAX_STOP_IDS, sampler.state.num_logprobs)
             self.info = replace(info, sampling_limits=held)

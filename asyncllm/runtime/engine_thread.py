@@ -21,7 +21,7 @@ from asyncllm.core.scheduler import Scheduler
 from asyncllm.errors import AsyncLLMError, EngineClosedError, EngineError
 from asyncllm.logger import get_logger
 from asyncllm.runtime.event_loop import post_when_done, running_backend, running_loop
-from asyncllm.runtime.loading import LoadedModel, Loader, make_grammar_compiler
+from asyncllm.runtime.loading import LoadedModel, Loader, check_processors, make_grammar_compiler
 from asyncllm.structured.compiler import GrammarCompiler
 from asyncllm.validation import explain
 
@@ -87,6 +87,7 @@ class EngineThread:
         self.loaded = self._loader(self._config, self._on_progress)
         executor = self.loaded.executor
         try:
+            check_processors(self._config, executor)
             self.core = self._make_core(executor)
             self.core.thread = self._thread
             self.grammars = make_grammar_compiler(self._config, self.loaded)

@@ -22,6 +22,7 @@ from asyncllm.core.request import Request
 from asyncllm.core.request_group import RequestGroup
 from asyncllm.core.structured_output import StructuredOutput
 from asyncllm.errors import ContextLengthExceededError, InvalidRequestError, RequestError
+from asyncllm.logits_processor import claiming
 from asyncllm.observer import Observers, RequestInfo
 from asyncllm.runtime.loading import LoadedModel
 from asyncllm.runtime.mailbox import MailboxRegistry
@@ -251,10 +252,15 @@ class InputProcessor:
         )
         resolved.check_vocabulary(info.vocab_size)
         resolved.check_logprobs(self.config.max_logprobs)
-        executor = self.loaded.executor
-        if resolved.logits_processors and getattr(executor, "in_process", None) is None:
-            accepted = "none with an executor that runs in another process"
-            raise check.invalid("logits_processors", resolved.logits_processors, accepted)
+        in_process = getattr(self.loaded.executor, "in_process", None)
+        for name in ("logits_processors", "extra_args") if in_process is None else ():
+            if getattr(resolved, name):
+                accepted = "none with an executor that runs in another process"
+                raise check.invalid(name, getattr(resolved, name), accepted)
+        processors = () if in_process is None else in_process.logits_processors
+        claimed_by: tuple[int, ...] = ()
+        if processors or resolved.extra_args:
+            claimed_by = claiming(processors, resolved)
         if resolved.structured_outputs is not None:
             self.grammars.check_installed()
             if info.max_tokens_per_row > 1:
@@ -270,8 +276,8 @@ class InputProcessor:
         tokenizer, skip = self.loaded.tokenizer, resolved.skip_special_tokens
         bad_words = bad_words_token_ids(resolved.bad_words, tokenizer, info.vocab_size)
         limits = info.sampling_limits
-        needs_host = limits is not None and limits.exceeded_by(
-            resolved, model.eos_token_ids, bad_words
+        needs_host = limits is not None and (
+            bool(claimed_by) or limits.exceeded_by(resolved, model.eos_token_ids, bad_words)
         )
         first: Request | None = None
         for index in range(resolved.n):
@@ -283,6 +289,7 @@ class InputProcessor:
                 eos_token_ids=model.eos_token_ids,
                 cache_salt=options.cache_salt,
                 bad_words=bad_words,
+                claimed_by=claimed_by,
                 needs_host=needs_host,
                 output=Output(lambda token_ids: tokenizer.decode(token_ids, skip)),
                 first=first,

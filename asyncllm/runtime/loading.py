@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from asyncllm import validation as check
 from asyncllm.checkpoint.progress import Progress
 from asyncllm.config import EngineConfig
 from asyncllm.core.executor import Executor
@@ -51,6 +52,15 @@ def make_grammar_compiler(config: EngineConfig, loaded: LoadedModel) -> GrammarC
         backends.check_installed()
         backends.prepare()
     return GrammarCompiler(backends, config.grammar_timeout)
+
+
+def check_processors(config: EngineConfig, executor: Executor) -> None:
+    """Raises InvalidRequestError for logits processors that the executor does not have: one in
+    another process, or without a model."""
+    in_process = getattr(executor, "in_process", None)
+    if config.logits_processors and (in_process is None or not in_process.logits_processors):
+        accepted = "none with an executor that runs in another process, or has no model"
+        raise check.invalid("logits_processors", config.logits_processors, accepted)
 
 
 Loader = Callable[[EngineConfig, Progress], LoadedModel]

@@ -165,7 +165,7 @@ def fake_engine(
         fail_at: number of a step, from 0, to the exception with which the device fails then.
         load_error: raised when the engine starts.
         overrides: fields of EngineConfig. The scheduler's are honoured; those about weights and
-            devices have no effect.
+            devices have no effect, and logits processors are refused.
     """
     config = EngineConfig(**overrides)
     faults = {} if fail_at is None else fail_at

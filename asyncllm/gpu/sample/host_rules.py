@@ -48,11 +48,11 @@ def apply_processors(row: Tensor, rules: HostRules, output: np.ndarray) -> None:
             value = processor(tokens, value)
             if not isinstance(value, Tensor) or value.shape != row.shape:
                 raise TypeError(
-                    f"logits processor {describe(processor)} returned {_kind(value)}, expected "
+                    f"logits processor {describe(processor)} returned {kind_of(value)}, expected "
                     f"a tensor of shape {tuple(row.shape)}"
                 )
         assert isinstance(value, Tensor)
-        _check_storage(value)
+        check_storage(value)
         row.copy_(value)
     except Exception:
         raise
@@ -62,15 +62,16 @@ def apply_processors(row: Tensor, rules: HostRules, output: np.ndarray) -> None:
         raise RuntimeError(f"a logits processor raised {describe(error)}") from error
 
 
-def _check_storage(value: Tensor) -> None:
+def check_storage(value: Tensor) -> None:
     """Raises unless the tensor's memory holds all of it: its storage may have been resized, and
     torch would read past the end."""
-    last = value.storage_offset() + (len(value) - 1) * value.stride(0)
+    spans = zip(value.shape, value.stride(), strict=True)
+    last = value.storage_offset() + sum((count - 1) * stride for count, stride in spans)
     if value.untyped_storage().nbytes() < (last + 1) * value.itemsize:
         raise ValueError("a logits processor returned a tensor whose storage does not hold it")
 
 
-def _kind(value: object) -> str:
+def kind_of(value: object) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     return f"a {type(value).__name__}"

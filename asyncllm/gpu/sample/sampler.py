@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -25,6 +25,7 @@ from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.memory import is_device_failure
 from asyncllm.gpu.ops.gumbel import MIN_TEMPERATURE, NO_TOKEN_LEFT
 from asyncllm.gpu.ops.torch_ops import TorchOps
+from asyncllm.gpu.sample.batched_processors import BatchedProcessors, Claim
 from asyncllm.gpu.sample.host_rules import (
     apply_bias,
     apply_processors,
@@ -33,6 +34,7 @@ from asyncllm.gpu.sample.host_rules import (
 )
 from asyncllm.gpu.sample.logprobs import logprobs_of_row, token_logprobs
 from asyncllm.gpu.sample.sampling_state import HostRules, LineUpdate, SamplingState
+from asyncllm.logits_processor import LogitsProcessor
 from asyncllm.outputs import TokenLogprobs
 
 NOT_FINITE = "the model's logits are not finite numbers"
@@ -87,12 +89,14 @@ class RowRules:
         stages, logprobs: ``[S]``, as in SamplingState.
         ruled: by row, of those that need the host.
         host_logprobs: by row, numbers of log-probabilities that no step keeps room for.
+        num_changes: of BatchedProcessors, those before this step.
     """
 
     stages: np.ndarray
     logprobs: np.ndarray
     ruled: dict[int, RuledRow]
     host_logprobs: dict[int, int]
+    num_changes: int
 
 
 @dataclass(slots=True)
@@ -130,6 +134,7 @@ class Sampler:
     Args:
         ops: the op set, which processes logits and draws tokens as in fused steps.
         num_logprobs: per token, in a fused step.
+        processors: of the engine.
 
     Attributes:
         tables: lines of the rules and penalties, on ``device``.
@@ -144,8 +149,10 @@ class Sampler:
         device: torch.device,
         ops: TorchOps,
         num_logprobs: int = 20,
+        processors: Sequence[LogitsProcessor] = (),
     ) -> None:
         self.inputs = inputs
+        self.batched = BatchedProcessors(processors)
         self.device = device
         self.state = SamplingState(max_num_seqs, vocab_size, min(num_logprobs, vocab_size))
         self.tables = LogitsTables(max_num_seqs, vocab_size, device)
@@ -165,6 +172,8 @@ class Sampler:
         self.release(req_index)
         try:
             update = self.state.assign(assignment)
+            if assignment.claimed_by:
+                self.state.rules_of(req_index).claim = self.batched.enter(assignment)
         except Exception as error:
             if is_device_failure(error):
                 raise
@@ -181,6 +190,9 @@ class Sampler:
         return updates
 
     def release(self, req_index: int) -> None:
+        rules = self.state.host.get(req_index)
+        if rules is not None and rules.claim is not None:
+            self.batched.leave(rules.claim)
         self.state.release(req_index)
         self.failures.pop(req_index, None)
 
@@ -192,7 +204,9 @@ class Sampler:
             positions: ``[S]``, of the sampled token in its sequence.
         """
         state = self.state
-        rules = RowRules(state.stages[req_indices], state.logprobs[req_indices], {}, {})
+        rules = RowRules(
+            state.stages[req_indices], state.logprobs[req_indices], {}, {}, self.batched.num_changes
+        )
         if not state.host and not state.host_logprobs:
             return rules
         for row, req_index in enumerate(req_indices.tolist()):
@@ -329,12 +343,18 @@ class Sampler:
     ) -> None:
         """The other stages, in place."""
         place_of = {row: place for place, row in enumerate(chosen.tolist())}
+        claims: dict[int, Claim] = {}
         for row, one in rules.ruled.items():
-            logits = processed[place_of[row]]
-            hide_bad_words(logits, one.rules, one.output)
+            hide_bad_words(processed[place_of[row]], one.rules, one.output)
+            if (claim := one.rules.claim) is not None:
+                claim.output += one.output[len(claim.output) :].tolist()
+                claims[row] = claim
+        if claims:
+            self.batched.apply(processed, claims, place_of, rules.num_changes, errors)
+        for row, one in rules.ruled.items():
             if one.rules.processors and row not in errors:
                 try:
-                    apply_processors(logits, one.rules, one.output)
+                    apply_processors(processed[place_of[row]], one.rules, one.output)
                 except Exception as error:
                     errors[row] = error
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,7 +21,10 @@ from asyncllm.gpu.batch.sampling_inputs import (
 )
 from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.sample.rng import mix_seed
-from asyncllm.sampling_params import LogitsProcessor
+from asyncllm.sampling_params import RequestLogitsProcessor
+
+if TYPE_CHECKING:
+    from asyncllm.gpu.sample.batched_processors import Claim
 
 _MAX_TOP_K = 2**31 - 1
 
@@ -41,13 +44,15 @@ class HostRules:
         min_end: position from which on they may be sampled.
         bad_words: sequences of two tokens or more, of which the last may not follow the others.
         processors: the request's own, in order.
+        claim: of the engine's processors that have a part in it.
     """
 
     bias: IdsAndValues | None
     stop_ids: np.ndarray | None
     min_end: int
     bad_words: tuple[tuple[int, ...], ...]
-    processors: tuple[LogitsProcessor, ...]
+    processors: tuple[RequestLogitsProcessor, ...]
+    claim: Claim | None = None
 
 
 @dataclass(slots=True)
@@ -253,6 +258,10 @@ class SamplingState:
         self.stages[req_index] = 0
         self.host.pop(req_index, None)
         self.host_logprobs.pop(req_index, None)
+
+    def rules_of(self, req_index: int) -> HostRules:
+        """The rules of an index for the host, empty ones if it had none."""
+        return self.host.setdefault(req_index, HostRules(None, None, 0, (), ()))
 
     def stages_of(self, req_indices: np.ndarray) -> Stages:
         return Stages(int(np.bitwise_or.reduce(self.stages[req_indices], initial=0)))

@@ -1,0 +1,202 @@
+"""BatchedProcessors: the engine's LogitsProcessors, and the requests that they have claimed."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncllm.config import EngineConfig
+from asyncllm.core.batch import RequestAssignment
+from asyncllm.errors import EngineError
+from asyncllm.gpu.h2d import copy_to_device
+from asyncllm.gpu.sample.host_rules import check_storage, kind_of
+from asyncllm.logits_processor import ENTRY_POINTS, BatchUpdate, LogitsProcessor
+from asyncllm.validation import explain
+
+
+@dataclass(slots=True, eq=False)
+class Claim:
+    """A request that processors have claimed, while it has its request index.
+
+    Attributes:
+        processors: their numbers.
+        assignment: what it entered with.
+        output: tokens so far, which the processors see grow.
+        error: of a processor that has lost track of it.
+    """
+
+    processors: tuple[int, ...]
+    assignment: RequestAssignment
+    output: list[int]
+    error: Exception | None = None
+
+
+class BatchedProcessors:
+    """The engine's processors. Each is told about its own requests alone, in the order in which
+    steps are sampled: a request may give up its index before the last step that it is in is.
+
+    Attributes:
+        num_changes: requests that entered or left so far.
+    """
+
+    def __init__(self, processors: Sequence[LogitsProcessor]) -> None:
+        self.num_changes = 0
+        self._members = [_Members(processor) for processor in processors]
+
+    def enter(self, assignment: RequestAssignment) -> Claim:
+        prompt = assignment.num_prompt_tokens
+        claim = Claim(assignment.claimed_by, assignment, list(assignment.token_ids[prompt:]))
+        self._change(claim, claim)
+        return claim
+
+    def leave(self, claim: Claim) -> None:
+        self._change(claim, None)
+
+    def _change(self, claim: Claim, to: Claim | None) -> None:
+        self.num_changes += 1
+        change = self.num_changes, claim.assignment.req_index, to
+        for number in claim.processors:
+            self._members[number].changes.append(change)
+
+    def apply(
+        self,
+        processed: Tensor,
+        claims: Mapping[int, Claim],
+        place_of: Mapping[int, int],
+        num_changes: int,
+        errors: dict[int, Exception],
+    ) -> None:
+        """Writes what the processors make of the rows they have claimed.
+
+        Args:
+            processed: ``[S, vocab_size]``.
+            claims: by row, their outputs up to date.
+            place_of: by row, where it is in ``processed``.
+            num_changes: those that come before this step.
+            errors: by row; rows of a processor that fails are added, and those that are in it are
+                left alone.
+        """
+        for number, members in enumerate(self._members):
+            rows = [row for row, claim in claims.items() if number in claim.processors]
+            if not rows:
+                continue
+            members.update(num_changes)
+            lost = {row: error for row in rows if (error := claims[row].error) is not None}
+            errors |= {row: error for row, error in lost.items() if row not in errors}
+            rows = [row for row in rows if row not in errors]
+            if not rows:
+                continue
+            places = np.array([place_of[row] for row in rows], dtype=np.int64)
+            index = copy_to_device(places, processed.device)
+            indices = [claims[row].assignment.req_index for row in rows]
+            try:
+                processed[index] = members.apply(processed[index], indices)
+            except Exception as error:
+                errors |= dict.fromkeys(rows, error)
+
+
+class _Members:
+    """A processor, and the requests that it has been told about.
+
+    Attributes:
+        changes: that it has not been told about: number, request index, and the claim that
+            enters, or None for one that leaves.
+    """
+
+    def __init__(self, processor: LogitsProcessor) -> None:
+        self.processor = processor
+        self.changes: deque[tuple[int, int, Claim | None]] = deque()
+        self._claims: dict[int, Claim] = {}
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Raises what the processor raises as an Exception that names it."""
+        try:
+            yield
+        except BaseException as error:
+            # An exit or an interrupt is the processor's own, and ends no thread: no signal is
+            # delivered on this one.
+            name = type(self.processor).__name__
+            raise RuntimeError(f"logits processor {name} failed: {explain(error)}") from error
+
+    def apply(self, logits: Tensor, indices: list[int]) -> Tensor:
+        shape = logits.shape
+        with self._named():
+            value = self.processor.apply(logits, indices)
+            if not isinstance(value, Tensor) or value.shape != shape:
+                raise TypeError(
+                    f"apply returned {kind_of(value)}, expected a tensor of shape {tuple(shape)}"
+                )
+            check_storage(value)
+            return value.to(logits)
+
+    def update(self, num_changes: int) -> None:
+        """Tells it about the first ``num_changes``. One that raises has lost all of its requests,
+        since its state is unknown: it hears no more of them, not even that they
+        left, and goes on with those that enter later."""
+        after: dict[int, Claim | None] = {}
+        while self.changes and self.changes[0][0] <= num_changes:
+            _, req_index, claim = self.changes.popleft()
+            after[req_index] = claim
+        before = self._claims
+        removed = [i for i, claim in after.items() if i in before and before[i] is not claim]
+        entered = {i: claim for i, claim in after.items() if claim is not None}
+        self._claims = {i: claim for i, claim in before.items() if i not in after} | entered
+        update = None
+        if removed or entered:
+            added = [
+                (i, one.assignment.sampling, _prompt(one.assignment), one.output)
+                for i, one in entered.items()
+            ]
+            update = BatchUpdate(len(self._claims), removed, added)
+        try:
+            with self._named():
+                self.processor.update_state(update)
+        except Exception as error:
+            for claim in self._claims.values():
+                claim.error = claim.error or error
+            self._claims = {}
+
+
+def _prompt(assignment: RequestAssignment) -> list[int]:
+    return list(assignment.token_ids[: assignment.num_prompt_tokens])
+
+
+def make_processors(config: EngineConfig, device: torch.device) -> tuple[LogitsProcessor, ...]:
+    """The processors of the configuration, then those of other distributions.
+
+    Raises:
+        EngineError: one cannot be loaded or made, or is no LogitsProcessor.
+    """
+    found: list[tuple[str, Callable[[], Any]]] = []
+    for one in config.logits_processors:
+        if isinstance(one, str):
+            module, _, name = one.partition(":")
+            found.append((repr(one), lambda m=module, n=name: getattr(import_module(m), n)))
+        else:
+            found.append((one.__name__, lambda kind=one: kind))
+    for entry in entry_points(group=ENTRY_POINTS):
+        owner = entry.dist.name if entry.dist is not None else "an unknown distribution"
+        found.append((f"{entry.value!r} of {owner}", entry.load))
+    made: dict[type, LogitsProcessor] = {}
+    for name, load in found:
+        try:
+            kind = load()
+            if not (isinstance(kind, type) and issubclass(kind, LogitsProcessor)):
+                raise TypeError("it is no subclass of asyncllm.LogitsProcessor")
+            if kind not in made:
+                made[kind] = kind(config, device, device.type == "cuda")
+        except Exception as error:
+            raise EngineError(
+                f"logits_processors: {name} cannot be made: {explain(error)}"
+            ) from error
+    return tuple(made.values())
