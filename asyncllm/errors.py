@@ -19,6 +19,7 @@ Every message names the field, the value it had and what would have been accepte
 from __future__ import annotations
 
 import copyreg
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -31,6 +32,19 @@ class AsyncLLMError(Exception):
     def __reduce__(self) -> tuple[Any, ...]:
         # Exception's own would call the type with ``args`` alone, which lack what is keyword-only.
         return copyreg.__newobj__, (type(self),), {**vars(self), "args": self.args}  # type: ignore[attr-defined]
+
+
+def to_raise(error: BaseException) -> BaseException:
+    """A copy of what a stream keeps, for its reader: a traceback holds the frames of those who
+    read, these the stream, and that, if it kept what was raised, a cycle. What cannot be copied,
+    as an exception of the application's may, is itself."""
+    try:
+        found = copy(error).with_traceback(error.__traceback__)
+        found.__cause__, found.__context__ = error.__cause__, error.__context__
+        found.__suppress_context__ = error.__suppress_context__
+    except Exception:
+        return error
+    return found
 
 
 class RequestError(AsyncLLMError):

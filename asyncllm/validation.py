@@ -216,6 +216,7 @@ def items(name: str, value: Any, accepted: str, most: int = MAX_ITEMS, **how: An
     """The items of a sequence or a set, as a tuple; None has none. No more than ``most`` are
     accepted, and of an endless iterable no more are read."""
     kind: type = type(value)
+    iterable: Any = value
     found: Any = value or () if value is None or kind is tuple else None
     if (
         found is None
@@ -223,7 +224,7 @@ def items(name: str, value: Any, accepted: str, most: int = MAX_ITEMS, **how: An
         and issubclass(kind, Iterable)
     ):
         with suppress(Exception):  # an array without dimensions raises TypeError
-            found = tuple(itertools.islice(iter(value), most + 1))
+            found = tuple(itertools.islice(iterable, most + 1))
     if found is not None and len(found) <= most:
         return found
     return _refuse(name, value, accepted if found is None else f"at most {most} {accepted}", **how)

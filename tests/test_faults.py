@@ -138,7 +138,9 @@ async def read(stream):
     except Exception as error:
         end = error
     if isinstance(end, Exception):
-        assert await outcome(stream.result()) is end
+        again = await outcome(stream.result())
+        assert (type(again), str(again)) == (type(end), str(end))
+        assert again.__cause__ is end.__cause__
     with pytest.raises(StopAsyncIteration):
         await anext(stream)
     return tokens, end

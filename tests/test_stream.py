@@ -14,6 +14,7 @@ import pickle
 import random
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -760,3 +761,37 @@ async def test_a_delta_of_one_token_is_a_delta_like_any_other(logprobs):
     assert pickle.loads(pickle.dumps(delta)) == delta
     with pytest.raises(dataclasses.FrozenInstanceError):
         delta.text = "eight"
+
+
+@pytest.mark.parametrize("how", ["iterate", "result", "completion"])
+async def test_a_request_that_failed_leaves_no_cycle(how):
+    """Its stream and exception are gone with their last references, and not when gc runs."""
+    rig, left = fake(), []
+
+    async def read(engine):
+        stream = engine.stream([1], max_tokens=500, timeout=0.02)
+        left.append(weakref.ref(stream))
+        try:
+            if how == "iterate":
+                async for _ in stream:
+                    pass
+            await stream.result()
+        except DeadlineExceededError as error:
+            left.append(weakref.ref(error))
+        if how == "completion":
+            with pytest.raises(DeadlineExceededError) as again:
+                stream.completion()
+            left.append(weakref.ref(again.value))
+            del again
+
+    async with rig.engine() as engine:
+        gc.collect()
+        gc.disable()
+        try:
+            await engine.pause()
+            await read(engine)
+            await engine.resume()
+            await engine.generate([1], max_tokens=2)  # the engine thread is past it
+            assert [one() for one in left] == [None] * len(left)
+        finally:
+            gc.enable()

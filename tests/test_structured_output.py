@@ -407,6 +407,7 @@ async def test_a_request_that_waits_for_its_grammar_can_be_aborted_and_expires(s
 
 
 async def test_closing_does_not_wait_for_a_compile(slow):
+    """It is left on a daemon thread, and touches nothing of the engine when it is done."""
     rig = ByteRig()
     engine = rig.engine()
     await engine.start()
@@ -420,6 +421,18 @@ async def test_closing_does_not_wait_for_a_compile(slow):
         assert (await one.result()).finish_reason == "abort"
     with pytest.raises(EngineClosedError):
         engine.stream("x")
+    left = [one for one in threading.enumerate() if one.name == "asyncllm-grammar"]
+    assert left
+    assert all(one.daemon for one in left)
+    sent: list[Any] = []
+    assert engine._thread is not None
+    engine._thread.core.send = lambda *command: sent.append(command)
+    slow.gate.set()
+    for one in left:
+        await asyncio.to_thread(one.join, 10)
+        assert not one.is_alive()
+    assert sent == []
+    assert engine._thread.grammars.find(parse_structured_outputs({"regex": "slow"})) is None
 
 
 @pytest.mark.parametrize(
@@ -527,6 +540,9 @@ async def test_fuzzed_grammars_leave_the_engine_as_it_was():
             assert (await neighbour.result()).token_ids == plain
         assert engine.state == "running"
         assert refused == {"structured_outputs"}
+    for one in threading.enumerate():
+        if one.name == "asyncllm-grammar":  # of a compile past its time, which nothing ends
+            await asyncio.to_thread(one.join, 60)
 
 
 async def test_accepts_helper_tells_right_from_wrong():

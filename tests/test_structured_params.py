@@ -188,7 +188,7 @@ def done(text: str, reason: Any = "stop") -> Completion:
 @pytest.mark.parametrize("kind", ["x", "list[nowhere]", 7, print, "int("])
 def test_what_is_no_type_is_refused(kind):
     output = CompletionOutput(0, "1", (), "stop")
-    with pytest.raises(InvalidRequestError, match="^type=.* a type that Pydantic knows") as caught:
+    with pytest.raises(InvalidRequestError, match=r"^type=.* a type that Pydantic knows") as caught:
         output.parsed(kind)
     assert caught.value.param == "type"
 

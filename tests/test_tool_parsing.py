@@ -322,6 +322,14 @@ def test_a_family_is_named_or_unknown() -> None:
     with pytest.raises(InvalidRequestError, match="tool_parser") as caught:
         formats.of(True)
     assert caught.value.param == "tools"
+    # GLM's, and another that is written as elements: calls there are no JSON.
+    for source in ("<tool_call>{{ name }}<arg_key>a</arg_key><arg_value>1</arg_value>",
+                   '<tool_call><function name="f"></function></tool_call>'):  # fmt: skip
+        with pytest.raises(InvalidRequestError, match="tool_parser"):
+            ResponseFormats([source], None, "auto", "auto").of(True)
+        named = ResponseFormats([source], None, "hermes", "auto").of(True)
+        assert named is not None
+        assert named.calls is TOOL_FAMILIES["hermes"].calls
     thinking = ResponseFormats(["<think>"], None, "auto", "auto").of(False)
     assert thinking is not None
     assert thinking.thoughts is REASONING_FAMILIES["qwen3"].thoughts

@@ -316,7 +316,10 @@ class InputProcessor:
             if group.cancelled:
                 return
             try:
-                self._prepare(request, encode() or [], parser)
+                token_ids = encode() or []
+                if group.cancelled:
+                    return  # meanwhile; the engine may have ended
+                self._prepare(request, token_ids, parser)
             except BaseException as error:
                 if not issubclass(type(error), Exception):  # as a panic inside the tokenizer
                     error = InvalidRequestError(f"prompt: {check.describe(error)}", param="prompt")

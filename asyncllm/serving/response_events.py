@@ -105,6 +105,8 @@ class ResponseEvents:
         """An error after the request was accepted."""
         response = self._response("failed")
         code = "invalid_prompt" if error.is_clients_fault else "server_error"
+        if error.code == "context_length_exceeded":
+            code = error.code  # as OpenAI's servers have it
         response["error"] = {"code": code, "message": str(error), "param": error.param}
         yield self._event("response.failed", response=response)
 

@@ -42,7 +42,8 @@ class GrammarCompiler:
     ``CACHE_SIZE`` used last.
 
     A compile that takes longer than ``timeout`` fails the requests that wait for it. It cannot
-    be interrupted: its thread goes on, others take its place, and what it yields is kept.
+    be interrupted: its thread goes on, others take its place, and what it yields is kept. One that
+    outlives the engine ends in silence.
 
     Args:
         backends: what compiles.
@@ -166,6 +167,8 @@ class GrammarCompiler:
             waiting, job.waiting = job.waiting, None
             if waiting is None:
                 self._num_overdue -= 1
+            elif self._closed:
+                waiting = None  # their engine has ended
             else:
                 self._jobs.pop(job.spec, None)
             if grammar is not None and not self._closed:

@@ -7,6 +7,7 @@ takes 100 ms and more, and every request of the batch waits for it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from itertools import groupby
@@ -21,6 +22,7 @@ MAX_ALTERNATIVES = 2000
 
 CHARACTERS_PER_STATE = 512
 MAX_STATES = 64
+MAX_SECONDS = 1.0
 
 
 def refuse_past_llguidance(schema: Any) -> None:
@@ -92,9 +94,12 @@ def try_states(matcher: Any, mask_size: int, num_characters: int) -> None:
     """
     states = [matcher.deep_copy()]
     left = min(2 + num_characters // CHARACTERS_PER_STATE, MAX_STATES)
+    until = time.monotonic() + MAX_SECONDS
     while states and left:
         following = []
         for state in states[:left]:
+            if time.monotonic() > until:
+                return
             left -= 1
             mask = state.compute_bitmask()
             _check_limits(state)

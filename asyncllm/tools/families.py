@@ -47,6 +47,7 @@ class ToolFamily:
         form: how calls are written.
         signs: the chat template has one of these lists of texts, all of a list. The first family
             in TOOL_FAMILIES for which that is so is the model's.
+        unlike: it has none of these, which are signs of a format that is not known.
         skip: a pattern of what is neither text nor call, as the end of a list of calls.
         arguments_as_text: the chat template joins a past call's arguments as JSON text, where
             others write a dict as JSON.
@@ -56,6 +57,7 @@ class ToolFamily:
     calls: Mapping[str, Any]
     form: CallForm | None
     signs: tuple[tuple[str, ...], ...]
+    unlike: tuple[str, ...] = ()
     skip: str | None = None
     arguments_as_text: bool = False
     prompt_end: str = ""
@@ -69,13 +71,14 @@ class ReasoningFamily:
         thoughts: the template's field ``reasoning_content``.
         begin, end: what thinking begins and ends with as the engine looks for it, by token id.
         end_before_call: what it ends with where a call has to follow; ``end`` if empty.
-        signs, skip, prompt_end: as of a ToolFamily.
+        signs, unlike, skip, prompt_end: as of a ToolFamily.
     """
 
     thoughts: Mapping[str, Any]
     begin: str
     end: str
     signs: tuple[tuple[str, ...], ...]
+    unlike: tuple[str, ...] = ()
     skip: str | None = None
     prompt_end: str = ""
     end_before_call: str = ""
@@ -137,6 +140,8 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
             trigger="<tool_call>",
         ),
         signs=(("<tool_call>",),),
+        # GLM's <arg_key>…</arg_key><arg_value>…</arg_value>, and calls as elements.
+        unlike=("<arg_key>", "<function"),
     ),
     "mistral_v11": ToolFamily(
         calls={
@@ -258,8 +263,8 @@ REASONING_FAMILIES: Mapping[str, ReasoningFamily] = {
         "<|channel|>analysis<|message|>",
         "<|channel|>final<|message|>",
         (("<|channel|>", "analysis", "<|message|>"),),
-        _HARMONY_SKIP,
-        "<|start|>assistant",
-        "<|end|>",
+        skip=_HARMONY_SKIP,
+        prompt_end="<|start|>assistant",
+        end_before_call="<|end|>",
     ),
 }

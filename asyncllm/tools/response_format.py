@@ -206,7 +206,7 @@ class ResponseFormats:
             begin, end = own.get("open"), own.get("close")
             if not isinstance(begin, str) or not isinstance(end, str):
                 begin = end = ""
-            thinking = ReasoningFamily(own, begin, end, (), skip, begin)
+            thinking = ReasoningFamily(own, begin, end, (), skip=skip, prompt_end=begin)
         elif reasoning_parser == "auto" and template is None:
             thinking = _recognised(REASONING_FAMILIES, sources)
         elif reasoning_parser is not None and reasoning_parser != "auto":
@@ -216,7 +216,7 @@ class ResponseFormats:
         if tool_parser == "auto" and CALLS in fields:
             form = known.form if known is not None else None
             as_text = known is not None and known.arguments_as_text
-            calling = ToolFamily(fields[CALLS], form, (), skip, as_text)
+            calling = ToolFamily(fields[CALLS], form, (), skip=skip, arguments_as_text=as_text)
         else:
             calling = known if tool_parser == "auto" else TOOL_FAMILIES[tool_parser]
         self._thinking = thinking
@@ -277,7 +277,8 @@ def _recognised(families: Mapping[str, Any], sources: Sequence[str]) -> Any:
     source = "\n".join(sources)
     for family in families.values():
         if any(all(sign in source for sign in signs) for signs in family.signs):
-            return family
+            if not any(sign in source for sign in family.unlike):
+                return family
     return None
 
 

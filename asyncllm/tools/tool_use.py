@@ -44,9 +44,11 @@ class ToolUse:
         with check.reading("tools"):
             schemas = tuple(_schema(tool, f"tools[{i}]") for i, tool in enumerate(given))
         names = [schema["function"]["name"] for schema in schemas]
+        seen: set[str] = set()
         for i, name in enumerate(names):
-            if name in names[:i]:
+            if name in seen:
                 raise _bad(f"tools[{i}]", f"the name {name!r} a second time", "different names")
+            seen.add(name)
         with check.reading("tool_choice"):
             choice = _choice(tool_choice)
         parallel = check.boolean("parallel_tool_calls", parallel_tool_calls)

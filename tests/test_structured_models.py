@@ -1,0 +1,143 @@
+"""Outputs of models with random weights: each that is finished is of its schema or its tool's."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import asyncllm
+from asyncllm import LLM, InvalidRequestError, RequestError
+from asyncllm.testing import fake_engine
+from tests.checkpoints import make_checkpoint
+from tests.structured import assert_valid, random_schema
+
+DEMO_MODEL = Path(asyncllm.__file__).parent / "demo_model"
+ARCHITECTURES = ["Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM"]
+
+
+def checkpoint(path: Path, architecture: str) -> Path:
+    vocab_size = json.loads((DEMO_MODEL / "config.json").read_text())["vocab_size"]
+    path.mkdir()
+    make_checkpoint(path, architecture, vocab_size=vocab_size, max_position_embeddings=512)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(DEMO_MODEL / name, path / name)
+    return path
+
+
+def outputs_are_valid(path: Path, seeds: range, **overrides: Any) -> None:
+    with LLM(path, dtype="float32", num_threads=1, max_num_seqs=16, **overrides) as llm:
+        asked = [(random_schema(random.Random(seed)), seed) for seed in seeds]
+        streams = [
+            llm.stream("x", structured_outputs={"json": one}, max_tokens=200, seed=seed)
+            for one, seed in asked
+        ]
+        finished = 0
+        for (schema, _), stream in zip(asked, streams, strict=True):
+            completion = stream.result()
+            if completion.finish_reason == "stop":
+                assert_valid(schema, completion.text)
+                finished += 1
+    assert finished > len(seeds) / 2
+
+
+def test_random_weights_write_what_schemas_admit(tmp_path: Path) -> None:
+    outputs_are_valid(checkpoint(tmp_path / "model", ARCHITECTURES[0]), range(8))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_random_weights_write_what_some_hundred_schemas_admit(
+    tmp_path: Path, architecture: str
+) -> None:
+    path = checkpoint(tmp_path / "model", architecture)
+    outputs_are_valid(path, range(1000, 1100), async_scheduling=architecture != "LlamaForCausalLM")
+
+
+# --- fuzzed tools ------------------------------------------------------------------------------
+
+
+def broken(tool: Any, rng: random.Random) -> Any:
+    """A tool with some of its JSON replaced, or as text that may still be JSON."""
+    text = list(json.dumps(tool))
+    for _ in range(rng.randint(1, 3)):
+        text[rng.randrange(len(text))] = rng.choice('{}[]":,0x')
+    try:
+        return json.loads("".join(text))
+    except ValueError:
+        return "".join(text)
+
+
+def random_tool(rng: random.Random) -> Any:
+    parameters = {"type": "object", "properties": {"a": random_schema(rng)}, "required": ["a"]}
+    if rng.random() < 0.2:
+        odd = [{"$ref": "#"}, {"pattern": "(a+)+$"}, {"pattern": "("}, {"uniqueItems": True}, True,
+               {"type": "array", "items": {"$ref": "#/properties/b"}, "minItems": 1},
+               {"enum": list(range(3000))}, {"maxLength": 10**9, "type": "string"}]  # fmt: skip
+        parameters["properties"]["b"] = rng.choice(odd)
+    tool = {"type": "function", "function": {"name": f"f{rng.randrange(3)}"}}
+    tool["function"]["parameters"] = parameters
+    return broken(tool, rng) if rng.random() < 0.4 else tool
+
+
+def fuzzed_tools(seeds: range) -> None:
+    """An error or an output, and a neighbour's output is the same."""
+    with LLM(max_num_seqs=8, grammar_timeout=5) as llm:
+        plain = llm.generate("z", max_tokens=8, temperature=0).token_ids
+        params: set[str | None] = set()
+        others = calls = 0
+        for seed in seeds:
+            rng = random.Random(seed)
+            tools = [random_tool(rng) for _ in range(rng.randint(1, 3))]
+            choice = rng.choice(["auto", "required", "required"])
+            neighbour = llm.stream("z", max_tokens=8, temperature=0)
+            try:
+                found = llm.chat(
+                    [{"role": "user", "content": "x"}],
+                    tools=tools,
+                    tool_choice=choice,
+                    n=rng.choice([1, 1, 2]),
+                    seed=seed,
+                    max_tokens=60,
+                )
+                for output in found.outputs:
+                    calls += len(output.tool_calls)
+            except InvalidRequestError as error:
+                params.add(error.param)
+            except RequestError:
+                others += 1  # too long a prompt, say
+            assert neighbour.result().token_ids == plain
+        assert params == {"tools"}
+        assert calls > others
+
+
+def test_fuzzed_tools_end_their_own_request_alone() -> None:
+    fuzzed_tools(range(12))
+
+
+@pytest.mark.slow
+def test_many_fuzzed_tools_end_their_own_request_alone() -> None:
+    fuzzed_tools(range(100, 300))
+
+
+# --- calls that come back ----------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+async def test_results_with_one_call_id_twice_and_unknown_ones_are_rendered() -> None:
+    """Ids are the application's business once they come back: what the template makes of them."""
+    call = {"id": "same", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "tool_calls": [call, call]},
+        {"role": "tool", "tool_call_id": "same", "content": "1"},
+        {"role": "tool", "tool_call_id": "same", "content": "2"},
+        {"role": "tool", "tool_call_id": "nowhere", "content": "3"},
+    ]
+    async with fake_engine("fine") as engine:
+        stream = engine.chat(messages, tools=[{"name": "f"}])
+        assert (await stream.result()).text == "fine"
