@@ -123,8 +123,10 @@ def test_blocks_of_fp8_are_what_transformers_makes_of_them(plain, tmp_path):
     stored = load_file(tmp_path / "model.safetensors")
     dequantise = Fp8Dequantize(None)
     with closing(open_checkpoint(tmp_path, torch.bfloat16)) as reader:
+        assert isinstance(reader, reader_module.DequantisingReader)
+        assert len(reader.dequantised) == 7
         for name in reader.dequantised:
-            parts = {
+            parts: dict[str, Any] = {
                 s: [stored[name.removesuffix("weight") + s]] for s in ("weight", "weight_scale_inv")
             }
             expected = dequantise.convert(parts)["weight"].to(torch.bfloat16)
@@ -219,6 +221,17 @@ def test_scales_of_activations_are_left_out(plain, tmp_path):
             assert not set(reader.tensors) & set(scales)
         model = ModelConfig.from_directory(path)
         assert len(list(load_weights(model, torch.float32, CPU))) > 5
+
+
+def test_a_bias_of_zeros_changes_nothing(plain, tmp_path):
+    """Which AutoGPTQ writes for every layer; any other one would be left out of the model."""
+    path, bias = repack(plain, tmp_path, CASES["gptq"]), f"{Q}bias"
+    edit(path, put(bias, torch.zeros(128)))
+    model = ModelConfig.from_directory(path)
+    assert bias not in {n for n, _ in load_weights(model, torch.float32, CPU)}
+    edit(path, put(bias, torch.zeros(128).index_fill_(0, torch.tensor([77]), 1e-6)))
+    with pytest.raises(ModelLoadError, match=r"q_proj\.bias' is none of this architecture's"):
+        list(load_weights(model, torch.float32, CPU))
 
 
 def test_every_method_that_the_configuration_names_has_a_reader():
