@@ -212,6 +212,8 @@ def _offsets(scheme: Scheme, parts: Mapping[str, Tensor], scale: Tensor) -> Tens
     Packed ones are ``2 ** (bits - 1)`` above their signed values."""
     packed, half = "weight_packed" in parts, 1 << (scheme.bits - 1)
     if scheme.symmetric:
+        if "weight_zero_point" in parts and bool(parts["weight_zero_point"].any()):
+            raise ModelLoadError("'weight_zero_point' is not 0 and the weights are symmetric")
         return torch.full(scale.shape, float(half)) if packed else None
     zero = parts["weight_zero_point"]
     if zero.dtype == torch.int32:

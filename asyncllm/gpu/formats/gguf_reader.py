@@ -15,7 +15,7 @@ from asyncllm.checkpoint.gguf_config import gguf_config, is_quantised
 from asyncllm.checkpoint.gguf_file import GGML_TYPES, PLAIN_TYPES, GGUFFile, GGUFTensor
 from asyncllm.checkpoint.reader import TensorInfo
 from asyncllm.errors import ModelLoadError
-from asyncllm.gpu.formats.reader import DTYPE_NAMES, SLICE_ELEMENTS
+from asyncllm.gpu.formats.reader import DTYPE_NAMES, SLICE_ELEMENTS, joined
 
 _NAMES = {
     "token_embd": "model.embed_tokens",
@@ -35,6 +35,8 @@ _NAMES = {
 }
 _NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 _ROTATED = re.compile(r"blk\.\d+\.attn_([qk])\.(weight|bias)")
+
+_TORCH = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 PLAIN = {kind for kind, (name, _, _) in GGML_TYPES.items() if name in PLAIN_TYPES}
 
@@ -83,7 +85,8 @@ class GGUFReader:
         self._data: np.memmap[Any, Any] | None = np.memmap(path, np.uint8, mode="c")
 
     def tensor(self, name: str) -> Tensor:
-        return torch.cat(list(self.slices(name)))
+        plain = _TORCH.get(GGML_TYPES[self._stored[name].type][0], self.dtype)
+        return joined(self.slices(name), self.tensors[name].shape, plain)
 
     def slices(self, name: str) -> Iterator[Tensor]:
         stored, data = self._stored[name], self._data
@@ -101,9 +104,8 @@ class GGUFReader:
     def _values(self, raw: np.ndarray, stored: GGUFTensor) -> Tensor:
         label = GGML_TYPES[stored.type][0]
         if label in PLAIN_TYPES:
-            plain = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[label]
             # A tensor may begin where its elements cannot, as the file's alignment has it.
-            return torch.from_numpy(np.array(raw)).view(plain)
+            return torch.from_numpy(np.array(raw)).view(_TORCH[label])
         size = GGML_TYPES[stored.type][2]
         values = self._dequantise(np.ascontiguousarray(raw).reshape(-1, size), stored.type)
         return values.to(self.dtype)
