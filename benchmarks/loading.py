@@ -30,14 +30,14 @@ from asyncllm.gpu.weights import load_weights
 from benchmarks.common import Report, options
 
 MIB = 1 << 20
-REPEATS = 3
+REPEATS = 2
 SHAPE: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
     "vocab_size": 32_000,
     "hidden_size": 1024,
     "intermediate_size": 3072,
-    "num_hidden_layers": 8,
+    "num_hidden_layers": 4,
     "num_attention_heads": 16,
     "num_key_value_heads": 8,
     "head_dim": 128,
@@ -231,7 +231,7 @@ def measure(report: Report, name: str, path: Path, threads: int, repeats: int) -
     report.section(name)
     report.add("read", stored / MIB, "MiB")
     report.add("held", best["held"] / MIB, "MiB")
-    report.add("best load", best["seconds"], "s", f"of {repeats}")
+    report.add("best load", best["seconds"], "s", f"of {repeats} runs")
     cpu = min(run["cpu"] for run in runs)
     report.add("least CPU time of the loading thread", cpu, "s")
     report.add("elements a second of it", best["elements"] / cpu / 1e6, "M")

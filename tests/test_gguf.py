@@ -267,6 +267,45 @@ def test_bos_is_added_where_the_file_says_so(plain, tmp_path):
         assert Tokenizer.from_directory(path).encode("a") == expected
 
 
+def test_a_sentencepiece_vocabulary(plain, tmp_path):
+    """With a beginning of its own."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(200, 245)), "▁", "a", "b"]
+    pieces += ["ab", "▁ab", "c"]
+    tokens = pieces + [f"unused{i}" for i in range(256 - len(pieces))]
+    types = [2, 3, 3, *[6] * 45, *[1] * (256 - 48)]
+    spm = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [-float(i) for i in range(256)],
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.merges": ["a b", "▁ ab"],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+    }
+    write(tmp_path / "x.gguf", plain, metadata=spm)
+    tokenizer = Tokenizer.from_directory(tmp_path / "x.gguf")
+    ids = tokenizer.encode("ab c")
+    assert [tokens[i] for i in ids] == ["<s>", "▁ab", "▁", "c"]
+    assert tokenizer.decode(ids) == "ab c"
+    assert {k: tokenizer.special_tokens[k] for k in ("bos_token", "eos_token", "unk_token")} == {
+        "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"
+    }  # fmt: skip
+
+
+def test_a_way_to_split_that_is_not_known_is_refused(plain, tmp_path):
+    path = tmp_path / "x.gguf"
+    for pre in ("smollm", "default"):
+        write(path, plain, metadata={"tokenizer.ggml.pre": pre})
+        with pytest.raises(
+            ModelLoadError, match=f"tokenizer.ggml.pre is '{pre}', expected .*qwen2"
+        ):
+            Tokenizer.from_directory(path)
+    write(path, plain, metadata={"tokenizer.ggml.pre": "llama-bpe"})
+    assert Tokenizer.from_directory(path).encode("a") == [64]
+
+
 def test_every_end_that_the_file_names_ends_an_output(plain, tmp_path):
     write(tmp_path / "x.gguf", plain, metadata={"tokenizer.ggml.eot_token_id": 254})
     assert ModelConfig.from_directory(tmp_path / "x.gguf").eos_token_ids == (255, 254)
