@@ -42,9 +42,9 @@ class EngineConfig:
     numpy's; each has an upper bound, which its error names.
 
     Attributes:
-        model: local directory or hub id in the Hugging Face layout; None is the model in the
-            package.
-        tokenizer: directory or hub id of the tokenizer, if it is not the model's own.
+        model: local directory or hub id in the Hugging Face layout, or a GGUF file; None is the
+            model in the package.
+        tokenizer: directory, hub id or GGUF file of the tokenizer, if it is not the model's own.
         revision: branch, tag or commit on the hub.
         dtype: of weights and KV; "auto" is the checkpoint's on a GPU, and on a CPU bfloat16
             only where the processor computes in it and the model has 32 million parameters

@@ -84,6 +84,10 @@ def write_gguf(
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     add_tokenizer(writer, config["vocab_size"])
     for key, value in (metadata or {}).items():
+        if isinstance(value, list):
+            writer.kv_data[0].pop(key, None)
+            writer.add_array(key, value)
+            continue
         # One that is there already is another now.
         writer.kv_data[0].pop(key, None)
         add = {str: writer.add_string, bool: writer.add_bool}.get(type(value), writer.add_uint32)

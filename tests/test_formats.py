@@ -22,9 +22,11 @@ from asyncllm.gpu.build import quantisation
 from asyncllm.gpu.formats import reader as reader_module
 from asyncllm.gpu.formats.open_checkpoint import FORMATS, open_checkpoint
 from asyncllm.gpu.ops.torch_ops import TorchOps
+from asyncllm.gpu.weight_upload import CopyEngine, PinnedUploader
 from asyncllm.gpu.weights import load_weights
 from tests.checkpoints import make_checkpoint
 from tests.driver import Driver
+from tests.live_bytes import LiveBytes
 from tests.packing import CASES, Case, compressed, quantise_checkpoint
 from tests.reference import Tally, compare, generate
 from tests.static_runner import make_decoder, make_runner
@@ -123,8 +125,11 @@ def test_blocks_of_fp8_are_what_transformers_makes_of_them(plain, tmp_path):
     stored = load_file(tmp_path / "model.safetensors")
     dequantise = Fp8Dequantize(None)
     with closing(open_checkpoint(tmp_path, torch.bfloat16)) as reader:
-        for name in reader.dequantised:
-            parts = {
+        assert isinstance(reader, reader_module.DequantisingReader)
+        names = [name for name in reader.tensors if "_proj." in name]
+        assert len(names) == 7
+        for name in names:
+            parts: dict[str, Any] = {
                 s: [stored[name.removesuffix("weight") + s]] for s in ("weight", "weight_scale_inv")
             }
             expected = dequantise.convert(parts)["weight"].to(torch.bfloat16)
@@ -219,6 +224,55 @@ def test_scales_of_activations_are_left_out(plain, tmp_path):
             assert not set(reader.tensors) & set(scales)
         model = ModelConfig.from_directory(path)
         assert len(list(load_weights(model, torch.float32, CPU))) > 5
+
+
+def test_a_bias_of_zeros_changes_nothing(plain, tmp_path):
+    """Which AutoGPTQ writes for every layer; any other one would be left out of the model."""
+    path, bias = repack(plain, tmp_path, CASES["gptq"]), f"{Q}bias"
+    edit(path, put(bias, torch.zeros(128)))
+    model = ModelConfig.from_directory(path)
+    assert bias not in {n for n, _ in load_weights(model, torch.float32, CPU)}
+    edit(path, put(bias, torch.zeros(128).index_fill_(0, torch.tensor([77]), 1e-6)))
+    with pytest.raises(ModelLoadError, match=r"q_proj\.bias' is none of this architecture's"):
+        list(load_weights(model, torch.float32, CPU))
+
+
+class Transfers(CopyEngine):
+    """Copies at once, and counts them."""
+
+    count = 0
+
+    def mark(self) -> Any:
+        self.count += 1
+        return self.count
+
+    def wait(self, mark: Any) -> None:
+        assert mark <= self.count
+
+
+@pytest.mark.parametrize("name", ["awq", "fp8-block", "ct-pack-4-order"])
+def test_slices_go_through_the_buffers_of_a_gpu(plain, tmp_path, monkeypatch, name):
+    monkeypatch.setattr(reader_module, "SLICE_ELEMENTS", 1500)
+    model = ModelConfig.from_directory(repack(plain, tmp_path, CASES[name]))
+    expected = dict(load_weights(model, torch.bfloat16, CPU))
+    transfers = Transfers()
+    staging = PinnedUploader(CPU, chunk_bytes=1000, pin=False, transfers=transfers)
+    found = dict(load_weights(model, torch.bfloat16, CPU, staging=staging))
+    assert list(found) == list(expected)
+    assert all(torch.equal(found[n], tensor) for n, tensor in expected.items())
+    assert transfers.count > 100
+
+
+@pytest.mark.parametrize("name", ["awq", "fp8-ragged", "ct-pack-4"])
+def test_beside_the_parameters_a_slice_is_held(plain, tmp_path, monkeypatch, name):
+    """Neither the packed model nor a tensor of the dequantised one."""
+    monkeypatch.setattr(reader_module, "SLICE_ELEMENTS", 64)
+    model = ModelConfig.from_directory(repack(plain, tmp_path, CASES[name]))
+    with LiveBytes() as live:
+        held = list(load_weights(model, torch.float32, CPU))
+        parameters = sum(tensor.nbytes for _, tensor in held)
+        largest = max(t.nbytes for name, t in held if "qkv" in name or "gate_up" in name)
+        assert live.peak - parameters < largest / 3
 
 
 def test_every_method_that_the_configuration_names_has_a_reader():
@@ -333,6 +387,11 @@ def drop(name: str) -> Callable[[dict[str, torch.Tensor]], object]:
             "ct-pack-4-order",
             put(f"{Q}weight_g_idx", torch.full((64,), 9, dtype=torch.int32)),
             "weight_g_idx' has values from 9 to 9, expected 0 to 1",
+        ),
+        (
+            "ct-int",
+            put(f"{Q}weight_zero_point", torch.ones(128, 1, dtype=torch.int8)),
+            "tensor 'model.layers.0.self_attn.q_proj.weight'.* 'weight_zero_point' is not 0",
         ),
         ("ct-int", put(f"{Q}weight", torch.zeros(4, 4).to(torch.float8_e4m3fn)), "expected I8"),
     ],

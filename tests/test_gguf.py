@@ -82,7 +82,7 @@ def test_the_table_of_types_is_that_of_gguf_py():
 def test_tensors_are_those_that_were_written(plain, tmp_path, monkeypatch, kind):
     """Rotated rows of q and k included, in slices of a few rows."""
     path = tmp_path / "model.gguf"
-    meant = write(path, plain, kind)
+    meant, original = write(path, plain, kind), load_file(plain / "model.safetensors")
     monkeypatch.setattr(gguf_reader, "SLICE_ELEMENTS", 700)
     for dtype in (torch.float32, torch.bfloat16):
         with closing(open_checkpoint(path, dtype)) as reader:
@@ -91,6 +91,10 @@ def test_tensors_are_those_that_were_written(plain, tmp_path, monkeypatch, kind)
                 found = reader.tensor(name)
                 assert reader.tensors[name].shape == found.shape == tensor.shape
                 assert torch.equal(found.float(), tensor.to(found.dtype).float()), name
+                # As far from what was written as the type is coarse.
+                steps = {"Q8_0": 0.01, "Q4_0": 0.2, "Q4_1": 0.2, "Q5_0": 0.1, "Q5_1": 0.1}
+                error = (found.float() - original[name].float()).abs().max()
+                assert error <= steps.get(kind, 0.01) * original[name].abs().max()
                 assert found.dtype == dtype or kind in ("F32", "F16", "BF16") or tensor.dim() == 1
                 assert len(list(reader.slices(name))) > (tensor.dim() > 1)
 
@@ -117,9 +121,8 @@ def random_blocks(kind: str, rows: int, columns: int, seed: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", RANDOM_KINDS)
-def test_every_type_is_what_transformers_makes_of_it(tmp_path, plain, kind):
-    from transformers.integrations.gguf.dequant import GGML_BLOCK, dequantize
-
+def test_every_type_is_what_gguf_py_makes_of_it(tmp_path, monkeypatch, kind):
+    """Also where transformers has no such code, and gguf-py is what computes it."""
     number = gguf.GGMLQuantizationType[kind]
     raw = random_blocks(kind, 6, 512, seed=3)
     writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
@@ -131,15 +134,15 @@ def test_every_type_is_what_transformers_makes_of_it(tmp_path, plain, kind):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with closing(open_checkpoint(tmp_path / "x.gguf", torch.float32)) as reader:
-        found = reader.tensor("model.embed_tokens.weight")
-    if number in GGML_BLOCK:
-        expected = dequantize(torch.from_numpy(raw).view(-1), int(number)).view(6, 512)
-    else:
-        expected = torch.from_numpy(gguf.dequantize(raw, number))
-    assert bool(found.isfinite().all())
-    assert found.std() > 0
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0.0)
+    expected = torch.from_numpy(gguf.dequantize(raw, number))
+    for without in ((), ("transformers.integrations.gguf.dequant",)):
+        for module in without:
+            monkeypatch.setitem(sys.modules, module, None)
+        with closing(open_checkpoint(tmp_path / "x.gguf", torch.float32)) as reader:
+            found = reader.tensor("model.embed_tokens.weight")
+        assert bool(found.isfinite().all())
+        assert found.std() > 0
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0.0)
 
 
 def greedy(path: Path, reference: torch.nn.Module, count: int = 16) -> None:
@@ -182,8 +185,6 @@ def test_greedy_tokens_are_those_of_transformers_with_the_dequantised_weights(
 
 def test_a_mixture_of_k_quants_computes_what_transformers_does(tmp_path):
     """As Q4_K_M has them: Q6_K for the values, the down projection and the head."""
-    from transformers.integrations.gguf.dequant import dequantize
-
     reference = make_checkpoint(
         tmp_path, "Qwen3ForCausalLM", hidden_size=256, head_dim=64, intermediate_size=256
     )
@@ -194,15 +195,13 @@ def test_a_mixture_of_k_quants_computes_what_transformers_does(tmp_path):
             q6 = any(part in name for part in ("v_proj", "down_proj", "lm_head"))
             kind = gguf.GGMLQuantizationType["Q6_K" if q6 else "Q4_K"]
             blocks = random_blocks(kind.name, *tensor.shape, seed=index)
-            values = dequantize(torch.from_numpy(blocks).view(-1), int(kind)).view(tensor.shape)
+            values = torch.from_numpy(gguf.dequantize(blocks, kind))
             # A model's size: the scales are the last bytes of a block of Q6_K, the first of Q4_K.
             size = 2.0 ** round(math.log2(tensor.std().item() / values.std().item()))
             halves = blocks.view(np.float16).reshape(-1, GGML_TYPES[int(kind)][2] // 2)
             halves[:, slice(104, None) if q6 else slice(0, 2)] *= np.float16(size)
             raw[name] = (blocks, kind)
-            tensors[name] = dequantize(torch.from_numpy(blocks).view(-1), int(kind)).view(
-                tensor.shape
-            )
+            tensors[name] = torch.from_numpy(gguf.dequantize(blocks, kind))
     write_gguf(path, tmp_path, tensors, "F32", raw=raw)
     reference.load_state_dict(tensors)
     greedy(path, reference)
@@ -268,6 +267,45 @@ def test_bos_is_added_where_the_file_says_so(plain, tmp_path):
         assert Tokenizer.from_directory(path).encode("a") == expected
 
 
+def test_a_sentencepiece_vocabulary(plain, tmp_path):
+    """With a beginning of its own."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(200, 245)), "▁", "a", "b"]
+    pieces += ["ab", "▁ab", "c"]
+    tokens = pieces + [f"unused{i}" for i in range(256 - len(pieces))]
+    types = [2, 3, 3, *[6] * 45, *[1] * (256 - 48)]
+    spm = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [-float(i) for i in range(256)],
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.merges": ["a b", "▁ ab"],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+    }
+    write(tmp_path / "x.gguf", plain, metadata=spm)
+    tokenizer = Tokenizer.from_directory(tmp_path / "x.gguf")
+    ids = tokenizer.encode("ab c")
+    assert [tokens[i] for i in ids] == ["<s>", "▁ab", "▁", "c"]
+    assert tokenizer.decode(ids) == "ab c"
+    assert {k: tokenizer.special_tokens[k] for k in ("bos_token", "eos_token", "unk_token")} == {
+        "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"
+    }  # fmt: skip
+
+
+def test_a_way_to_split_that_is_not_known_is_refused(plain, tmp_path):
+    path = tmp_path / "x.gguf"
+    for pre in ("smollm", "default"):
+        write(path, plain, metadata={"tokenizer.ggml.pre": pre})
+        with pytest.raises(
+            ModelLoadError, match=f"tokenizer.ggml.pre is '{pre}', expected .*qwen2"
+        ):
+            Tokenizer.from_directory(path)
+    write(path, plain, metadata={"tokenizer.ggml.pre": "llama-bpe"})
+    assert Tokenizer.from_directory(path).encode("a") == [64]
+
+
 def test_every_end_that_the_file_names_ends_an_output(plain, tmp_path):
     write(tmp_path / "x.gguf", plain, metadata={"tokenizer.ggml.eot_token_id": 254})
     assert ModelConfig.from_directory(tmp_path / "x.gguf").eos_token_ids == (255, 254)
@@ -331,13 +369,14 @@ def test_what_a_file_says_of_the_model_is_checked(plain, tmp_path, metadata, wor
 
 def test_without_gguf_py_the_extra_is_named(plain, tmp_path, monkeypatch):
     path = tmp_path / "model.gguf"
-    write(path, plain, "F16")
+    for kind in ("F16", "Q8_0"):
+        write(path, plain, kind)
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, "gguf", None)
+            open_checkpoint(path, torch.float32).close()
+    write(path, plain, "Q5_0")
     monkeypatch.setitem(sys.modules, "gguf", None)
-    open_checkpoint(path, torch.float32).close()
-    monkeypatch.undo()
-    write(path, plain)
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(ModelLoadError, match=r"pip install 'asyncllm\[gguf\]'"):
+    with pytest.raises(ModelLoadError, match=r"type Q5_0, .* pip install 'asyncllm\[gguf\]'"):
         open_checkpoint(path, torch.float32)
 
 

@@ -246,7 +246,7 @@ def test_missing_tensor(copy):
 
 def test_surplus_tensor(copy):
     name = "model.layers.0.self_attn.q_proj.bias"
-    path = edit(copy, lambda tensors: tensors.update({name: torch.zeros(128)}))
+    path = edit(copy, lambda tensors: tensors.update({name: torch.ones(128)}))
     message = refused(copy)
     assert str(path) in message
     assert name in message

@@ -129,8 +129,13 @@ def _check(reader: CheckpointReader, model: ModelConfig, wanted: list[Parameter]
                 f"{' or '.join(_STORED_DTYPES)} of shape {shape}"
             )
     for name, info in reader.tensors.items():
-        if name not in expected and not is_unused(model, name):
+        if name not in expected and not is_unused(model, name) and not _adds_nothing(reader, name):
             raise ModelLoadError(
                 f"{info.file}: tensor {name!r} is none of this architecture's: the model would "
                 "be computed without it"
             )
+
+
+def _adds_nothing(reader: CheckpointReader, name: str) -> bool:
+    """Whether a tensor is a bias of zeros, which quantisers give to linear layers without one."""
+    return name.endswith(".bias") and not any(bool(part.any()) for part in reader.slices(name))

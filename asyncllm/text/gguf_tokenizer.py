@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ def read_gguf_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str
             make.
     """
     metadata = GGUFFile(path).metadata  # raises before transformers reads unchecked lengths
+    _check_split(path, metadata)
     from transformers import PreTrainedTokenizerFast
 
     try:
@@ -46,6 +48,21 @@ def read_gguf_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str
         if (key == _TEMPLATE or key.startswith(f"{_TEMPLATE}.")) and isinstance(source, str)
     }
     return backend, named, templates
+
+
+def _check_split(path: Path, metadata: Mapping[str, Any]) -> None:
+    """Raises ModelLoadError for a byte-level vocabulary whose way to split words transformers does
+    not know: it would take GPT-2's and tell nobody."""
+    try:
+        from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+    except ImportError:  # of versions that take the class of the architecture instead
+        return
+    known, split = {"gpt-2", *GGUF_PRE_TOKENIZER_SPLITS}, metadata.get("tokenizer.ggml.pre")
+    if metadata.get("tokenizer.ggml.model") == "gpt2" and split not in known:
+        raise ModelLoadError(
+            f"{path}: tokenizer.ggml.pre is {split!r}, expected {', '.join(sorted(known))}; "
+            "tokenizer= takes the tokenizer of the original model instead"
+        )
 
 
 def _within(backend: tokenizers.Tokenizer, size: int) -> tokenizers.Tokenizer:

@@ -78,8 +78,8 @@ class Awq:
         def rows(start: int, stop: int) -> Tensor:
             words = slice(start // 8, stop // 8)
             values = unpack(qweight[:, words], 4, 1, order).view(groups, inputs // groups, -1)
-            zeros = unpack(qzeros[:, words], 4, 1, order).unsqueeze(1)
-            weight = (values - zeros).float() * scales[:, None, start:stop].float()
-            return weight.view(inputs, -1).T
+            zeros = unpack(qzeros[:, words], 4, 1, order).float()
+            weight = values.float().sub_(zeros.unsqueeze(1))
+            return weight.mul_(scales[:, None, start:stop].float()).view(inputs, -1).T
 
         return rows

@@ -173,19 +173,20 @@ def unpack(words: Tensor, bits: int, dim: int, order: Tensor | None = None) -> T
 
     Args:
         words: int32 of two dimensions.
-        bits: a divisor of 32.
+        bits: 2, 4 or 8. No value crosses a byte, so that all is done on those.
         dim: that the values of a word follow one another in.
         order: ``[32 / bits]`` the place in the word of each value; its own index by default.
 
     Returns:
-        int32, ``32 / bits`` times as long in ``dim``.
+        uint8, ``32 / bits`` times as long in ``dim``.
     """
-    per_word = 32 // bits
-    places = torch.arange(per_word) if order is None else order
-    shifts = (places * bits).to(torch.int32)
-    shifts = shifts.view((1, -1, 1) if dim == 0 else (1, 1, -1))
-    values = (words.unsqueeze(dim + 1) >> shifts) & ((1 << bits) - 1)
-    return values.flatten(dim, dim + 1)
+    values = words.contiguous().view(torch.uint8).view(*words.shape, 4)
+    if bits < 8:
+        shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
+        values = ((values.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)).flatten(2)
+    if order is not None:
+        values = values[:, :, order]
+    return values.transpose(1, 2).flatten(0, 1) if dim == 0 else values.flatten(1)
 
 
 def spread(grid: Tensor, block: tuple[int, int], start: int, stop: int, columns: int) -> Tensor:

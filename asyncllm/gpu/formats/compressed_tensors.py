@@ -152,11 +152,11 @@ class CompressedTensors:
     def rows(self, tensor: PackedTensor, parts: Mapping[str, Tensor]) -> Rows:
         scheme = self._match(tensor.name.removesuffix(".weight"))
         assert scheme is not None
-        columns, half = tensor.shape[1], 1 << (scheme.bits - 1)
+        columns = tensor.shape[1]
         block = scheme.block or (tensor.shape[0], columns)
         block = (block[0], block[1] or columns)
         scale = parts["weight_scale"].reshape(-1, 1 if scheme.block is None else _width(parts))
-        zero = self._zeros(scheme, parts, scale)
+        offset = _offsets(scheme, parts, scale)
         order = _groups(tensor, parts, scale.shape[1])
         values = parts.get("weight_packed", parts.get("weight"))
         assert values is not None
@@ -169,22 +169,13 @@ class CompressedTensors:
         def rows(start: int, stop: int) -> Tensor:
             part = values[start:stop]
             if "weight_packed" in parts:
-                part = unpack(part, scheme.bits, 1)[:, :columns] - half
+                part = unpack(part, scheme.bits, 1)[:, :columns]
             part = part.float()
-            if zero is not None:
-                part -= over(zero, start, stop)
-            return part * over(scale, start, stop)
+            if offset is not None:
+                part -= over(offset, start, stop)
+            return part.mul_(over(scale, start, stop))
 
         return rows
-
-    def _zeros(self, scheme: Scheme, parts: Mapping[str, Tensor], scale: Tensor) -> Tensor | None:
-        """Zero points in the shape of the scales; None where they are 0."""
-        if scheme.symmetric:
-            return None
-        zero = parts["weight_zero_point"]
-        if zero.dtype == torch.int32:
-            zero = unpack(zero, scheme.bits, 0)[: scale.shape[0]] - (1 << (scheme.bits - 1))
-        return zero.reshape(scale.shape)
 
     def _scheme_of(self, reader: CheckpointReader, name: str) -> Scheme:
         module = name.rpartition(".")[0]
@@ -214,6 +205,20 @@ def _parts(reader: CheckpointReader, stem: str) -> PartsOf:
 
 def _width(parts: Mapping[str, Tensor]) -> int:
     return parts["weight_scale"].shape[1]
+
+
+def _offsets(scheme: Scheme, parts: Mapping[str, Tensor], scale: Tensor) -> Tensor | None:
+    """What is subtracted from the stored values, in the shape of the scales; None for nothing.
+    Packed ones are ``2 ** (bits - 1)`` above their signed values."""
+    packed, half = "weight_packed" in parts, 1 << (scheme.bits - 1)
+    if scheme.symmetric:
+        if "weight_zero_point" in parts and bool(parts["weight_zero_point"].any()):
+            raise ModelLoadError("'weight_zero_point' is not 0 and the weights are symmetric")
+        return torch.full(scale.shape, float(half)) if packed else None
+    zero = parts["weight_zero_point"]
+    if zero.dtype == torch.int32:
+        return unpack(zero, scheme.bits, 0)[: scale.shape[0]].float()
+    return zero.reshape(scale.shape).float() + (half if packed else 0)
 
 
 def _groups(tensor: PackedTensor, parts: Mapping[str, Tensor], count: int) -> Tensor | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from asyncllm.checkpoint.gguf_config import gguf_config, is_quantised
 from asyncllm.checkpoint.gguf_file import GGML_TYPES, PLAIN_TYPES, GGUFFile, GGUFTensor
 from asyncllm.checkpoint.reader import TensorInfo
 from asyncllm.errors import ModelLoadError
-from asyncllm.gpu.formats.reader import DTYPE_NAMES, SLICE_ELEMENTS
+from asyncllm.gpu.formats.reader import DTYPE_NAMES, SLICE_ELEMENTS, joined
 
 _NAMES = {
     "token_embd": "model.embed_tokens",
@@ -36,19 +36,23 @@ _NAMES = {
 _NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 _ROTATED = re.compile(r"blk\.\d+\.attn_([qk])\.(weight|bias)")
 
+_TORCH = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+PLAIN = {kind for kind, (name, _, _) in GGML_TYPES.items() if name in PLAIN_TYPES}
+
 COMPUTED = ("rope_freqs.weight",)
 """Which the configuration is read from."""
 
 
 class GGUFReader:
-    """CheckpointReader of a GGUF file, which it maps. gguf-py computes the elements of quantised
-    blocks.
+    """CheckpointReader of a GGUF file, which it maps.
 
     Args:
         dtype: that the elements of quantised tensors are rounded to; others are as stored.
 
     Raises:
-        ModelLoadError: the file is damaged or not supported, or gguf-py is not installed.
+        ModelLoadError: the file is damaged or not supported, or of types for which gguf-py is
+            not installed.
     """
 
     def __init__(self, path: Path, dtype: torch.dtype) -> None:
@@ -75,12 +79,14 @@ class GGUFReader:
                 self._heads[name] = heads[rotated[1]]
         self.types = sorted({GGML_TYPES[t.type][0] for t in self._stored.values()})
         self.quantised = is_quantised(file)
-        self._dequantise = _dequantiser(path) if self.quantised else None
+        packed = {t.type for t in self._stored.values()} - PLAIN
+        self._dequantise = _dequantiser(path, sorted(packed))
         # Private pages: torch takes no array that cannot be written to.
         self._data: np.memmap[Any, Any] | None = np.memmap(path, np.uint8, mode="c")
 
     def tensor(self, name: str) -> Tensor:
-        return torch.cat(list(self.slices(name)))
+        plain = _TORCH.get(GGML_TYPES[self._stored[name].type][0], self.dtype)
+        return joined(self.slices(name), self.tensors[name].shape, plain)
 
     def slices(self, name: str) -> Iterator[Tensor]:
         stored, data = self._stored[name], self._data
@@ -98,13 +104,11 @@ class GGUFReader:
     def _values(self, raw: np.ndarray, stored: GGUFTensor) -> Tensor:
         label = GGML_TYPES[stored.type][0]
         if label in PLAIN_TYPES:
-            plain = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[label]
             # A tensor may begin where its elements cannot, as the file's alignment has it.
-            return torch.from_numpy(np.array(raw)).view(plain)
-        assert self._dequantise is not None
+            return torch.from_numpy(np.array(raw)).view(_TORCH[label])
         size = GGML_TYPES[stored.type][2]
         values = self._dequantise(np.ascontiguousarray(raw).reshape(-1, size), stored.type)
-        return torch.from_numpy(values).to(self.dtype)
+        return values.to(self.dtype)
 
     def close(self) -> None:
         self._data = None
@@ -135,13 +139,33 @@ def _row_order(path: Path, name: str, rows: int, heads: int | None) -> np.ndarra
     return np.arange(rows).reshape(heads, -1, 2).transpose(0, 2, 1).reshape(-1)
 
 
-def _dequantiser(path: Path) -> Callable[[np.ndarray, int], np.ndarray]:
+def _dequantiser(path: Path, kinds: Collection[int]) -> Callable[[np.ndarray, int], Tensor]:
+    """What makes float32 elements of blocks: transformers, which has the usual types and is
+    several times as fast, and gguf-py, which has all."""
+    try:
+        from transformers.integrations.gguf.dequant import GGML_BLOCK, dequantize
+    except ImportError:  # of versions that read GGUF with gguf-py alone
+        GGML_BLOCK, dequantize = {}, None
+    missing = [GGML_TYPES[kind][0] for kind in kinds if kind not in GGML_BLOCK]
+    by_package: Any = None
+    if missing:
+        by_package = _gguf_py(path, missing)
+
+    def values(blocks: np.ndarray, kind: int) -> Tensor:
+        if dequantize is not None and kind in GGML_BLOCK:
+            return dequantize(torch.from_numpy(blocks), kind)
+        return torch.from_numpy(by_package(blocks, kind))
+
+    return values
+
+
+def _gguf_py(path: Path, missing: Collection[str]) -> Callable[[np.ndarray, int], np.ndarray]:
     try:
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
     except ImportError as error:
         raise ModelLoadError(
-            f"{path}: its tensors are quantised, and gguf is not installed, which reads them: "
-            "pip install 'asyncllm[gguf]'"
+            f"{path}: it has tensors of type {', '.join(missing)}, and gguf is not installed, "
+            "which reads them: pip install 'asyncllm[gguf]'"
         ) from error
     return lambda blocks, kind: dequantize(blocks, GGMLQuantizationType(kind))

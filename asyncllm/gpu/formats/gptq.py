@@ -90,7 +90,7 @@ class Gptq:
     def rows(self, tensor: PackedTensor, parts: Mapping[str, Tensor]) -> Rows:
         qweight, scales = parts["qweight"], parts["scales"]
         inputs = tensor.shape[1]
-        zeros = unpack(parts["qzeros"] + self._offset(), self.bits, 1)
+        zeros = unpack(parts["qzeros"] + self._offset(), self.bits, 1).float()
         groups = parts.get("g_idx")
         if groups is None:
             groups = torch.arange(inputs) // (self.group or inputs)
@@ -104,7 +104,7 @@ class Gptq:
         def rows(start: int, stop: int) -> Tensor:
             values = unpack(qweight[:, start:stop], self.bits, 0)
             zero, scale = zeros[:, start:stop], scales[:, start:stop].float()
-            return ((values - zero[groups]).float() * scale[groups]).T
+            return values.float().sub_(zero[groups]).mul_(scale[groups]).T
 
         return rows
 

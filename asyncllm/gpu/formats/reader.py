@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -50,21 +50,11 @@ class DequantisingReader:
                 infos[0].file, tensor.shape, DTYPE_NAMES[dtype], num_bytes
             )
 
-    @property
-    def dequantised(self) -> frozenset[str]:
-        """Names of the tensors that are not stored as they are read."""
-        return frozenset(self._packed)
-
     def tensor(self, name: str) -> Tensor:
         """The dequantised tensor, or a view of the mapped file."""
         if name not in self._packed:
             return self.source.tensor(name)
-        result = torch.empty(self._packed[name].shape, dtype=self.dtype)
-        row = 0
-        for part in self.slices(name):
-            result[row : row + len(part)] = part
-            row += len(part)
-        return result
+        return joined(self.slices(name), self._packed[name].shape, self.dtype)
 
     def slices(self, name: str) -> Iterator[Tensor]:
         packed = self._packed.get(name)
@@ -75,7 +65,8 @@ class DequantisingReader:
         try:
             rows = self.format.rows(packed, parts)
         except ModelLoadError as error:
-            raise ModelLoadError(f"{self.tensors[name].file}: {error}") from error
+            file = self.tensors[name].file
+            raise ModelLoadError(f"{file}: tensor {name!r}: {error}") from error
         step = rows_per_slice(packed)
         for start in range(0, packed.shape[0], step):
             part = rows(start, min(start + step, packed.shape[0]))
@@ -83,6 +74,15 @@ class DequantisingReader:
 
     def close(self) -> None:
         self.source.close()
+
+
+def joined(slices: Iterable[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """The tensor of consecutive slices, which are not held beside it."""
+    result, row = torch.empty(shape, dtype=dtype), 0
+    for part in slices:
+        result[row : row + len(part)] = part
+        row += len(part)
+    return result
 
 
 def rows_per_slice(tensor: PackedTensor) -> int:
