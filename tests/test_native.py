@@ -30,7 +30,7 @@ from tests.native_library import context, isas
 
 ISAS = isas()
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
-FUZZ = Path(__file__).parent / "native" / "fuzz.cpp"
+FUZZ = sorted((Path(__file__).parent / "native").glob("*.cpp"))
 
 
 def compiler() -> list[str]:
@@ -407,7 +407,7 @@ def test_units_leave_nothing_for_the_linker_to_mix(tmp_path):
 def build_fuzz(folder: Path, command: list[str], machine: str, flags: list[str]) -> Path:
     library, program = folder / "libops.so", folder / "fuzz"
     build(library, compiler=command, machine=machine, only=[ISAS[0], "neon"], flags=flags)
-    linking = [str(FUZZ), str(library), f"-Wl,-rpath,{folder}", "-I", str(SOURCES)]
+    linking = [*map(str, FUZZ), str(library), f"-Wl,-rpath,{folder}", "-I", str(SOURCES)]
     subprocess.run(
         [*command, "-std=c++17", "-O1", *flags, *linking, "-o", str(program)], check=True
     )

@@ -1,6 +1,7 @@
 // What sampling does to logits beside the draw: the functions of ops/logits.py. The first has
 // their bits; log-probabilities differ from torch's in the last ones.
 #include <math.h>
+#include <sys/mman.h>
 
 #include "candidates.h"
 
@@ -40,8 +41,9 @@ void keep_allowed(float* logits, int64_t count, const int32_t* words) {
       for (int64_t i = 0; i < WORD; ++i) logits[first + i] = -INFINITY;
       continue;
     }
-    for (int64_t i = 0; i < last; ++i)
-      if (!(word >> i & 1)) logits[first + i] = -INFINITY;
+    uint32_t hidden = ~word;
+    if (last < WORD) hidden &= (uint32_t(1) << last) - 1;
+    for (; hidden; hidden &= hidden - 1) logits[first + __builtin_ctz(hidden)] = -INFINITY;
   }
 }
 
@@ -86,6 +88,15 @@ void penalise(const Line& own, float* logits) {
   }
 }
 
+// Asks for huge pages where malloc maps memory anew for each call: its faults would take longer
+// than what is written.
+void expect_writes(void* p, int64_t bytes) {
+  constexpr int64_t MAPPED = int64_t(32) << 20, PAGE = 4096;
+  if (bytes < MAPPED) return;
+  int64_t before = -reinterpret_cast<uintptr_t>(p) & (PAGE - 1);
+  madvise(static_cast<char*>(p) + before, (bytes - before) / PAGE * PAGE, MADV_HUGEPAGE);
+}
+
 // The token before the one that is sampled.
 int64_t last_token(const LogitsArgs& a, int64_t row) {
   int64_t host = a.host_token_ids[row];
@@ -128,6 +139,7 @@ API int32_t asyncllm_process_logits(Context* context, const LogitsArgs* args) {
     if (line >= 0 && a.positions[row] >= a.counted_from[line])
       ++a.counts[line * a.vocab_size + last_token(a, row)];
   }
+  expect_writes(a.out, a.rows * a.vocab_size * 4);
   share(context, a.rows, a.rows * a.vocab_size * 8, [&](int64_t row, int) {
     Line own = {a, a.req_indices[row]};
     float* logits = a.out + row * a.vocab_size;
