@@ -83,7 +83,8 @@ void sample(Context* context, int32_t dtype) {
   int64_t rows = draw(0, 5), size = draw(1, draw(0, 2) ? 3000 : 40), lines = rows + draw(1, 3);
   int64_t stride = draw(0, 3) ? size + draw(0, 3) : 0;
   Array logits(dtype, rows ? (rows - 1) * stride + size : 0, draw(0, 1) ? 3 : 0.1);
-  if (!draw(0, 3) && logits.count) logits.set(draw(0, logits.count - 1), draw(0, 1) ? NAN : INFINITY);
+  if (!draw(0, 3) && logits.count)
+    logits.set(draw(0, logits.count - 1), draw(0, 1) ? NAN : INFINITY);
   for (int64_t i = draw(0, 1) ? logits.count / 2 : 0; i > 0; --i)
     logits.set(draw(0, logits.count - 1), -INFINITY);
   std::vector<int64_t> index, positions, states, last(lines, -7), out(rows, -7);
@@ -128,7 +129,8 @@ void sample(Context* context, int32_t dtype) {
     Truncation cut = {top_k[line], top_p[line], min_p[line]};
     bool truncated = (cut.top_k > 0 && cut.top_k < size) || cut.top_p < 1 || cut.min_p > 0;
     if (found < 0 || found >= size) fail("sample: a token beyond the vocabulary");
-    bool right = greedy      ? found == std::max_element(scaled.begin(), scaled.end()) - scaled.begin()
+    int64_t first = std::max_element(scaled.begin(), scaled.end()) - scaled.begin();
+    bool right = greedy      ? found == first
                  : truncated ? wins(scaled, key, cut, found)
                              : wins_rounds(scaled, key, found);
     if (!right) fail("sample: token " + std::to_string(found) + " of " + std::to_string(size));

@@ -9,13 +9,12 @@ namespace {
 
 constexpr int64_t WORD = 32;
 
-// A request index's part of the tables.
+// A request index's line of the tables.
 struct Line {
   const LogitsArgs& a;
   int64_t line;
 
   bool masks(int64_t row) const { return a.mask_slots && a.mask_slots[row] >= 0; }
-  bool rules() const { return a.rules; }
   const int32_t* bias_ids() const { return a.bias_ids + line * a.max_bias; }
   const int32_t* stop_ids() const { return a.stop_ids + line * a.max_stop_ids; }
   bool suppresses(int64_t row) const { return a.positions[row] + 1 < a.min_end[line]; }
@@ -113,7 +112,7 @@ int32_t check(const LogitsArgs& a) {
     if (own.line >= a.lines || (own.masks(row) && a.mask_slots[row] >= a.num_masks))
       return STATUS_INDEX;
     if (own.line < 0) continue;
-    if (own.rules() &&
+    if (a.rules &&
         (a.num_bias[own.line] > a.max_bias || a.num_stop_ids[own.line] > a.max_stop_ids ||
          !in_vocabulary(own.bias_ids(), a.num_bias[own.line], a.vocab_size) ||
          (own.suppresses(row) &&
@@ -149,7 +148,7 @@ API int32_t asyncllm_process_logits(Context* context, const LogitsArgs* args) {
     if (own.masks(row))
       keep_allowed(logits, a.vocab_size, a.mask_words + a.mask_slots[row] * a.words);
     if (own.line < 0) return;
-    if (own.rules()) apply_rules(own, row, logits);
+    if (a.rules) apply_rules(own, row, logits);
     if (own.penalised()) penalise(own, logits);
   });
   return STATUS_OK;
