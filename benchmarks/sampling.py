@@ -4,7 +4,7 @@ The step beside it is a decode step of the 0.6B shape (28 layers of 1024, an MLP
 its attention: its matrix products, of which one layer and the head are measured. All times are
 CPU times of one thread, so that neighbours on the machine do not count.
 
-python -m benchmarks.sampling [--quick] [--json FILE]
+python -m benchmarks.sampling [--ops onednn|native] [--quick] [--json FILE]
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ from asyncllm.core.batch import RequestAssignment, StepBatch
 from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.gpu.batch.input_batch import InputBatch
 from asyncllm.gpu.ops.linear_weights import LinearWeights
+from asyncllm.gpu.ops.native_ops import NativeOps
 from asyncllm.gpu.ops.onednn_ops import OneDNNOps
+from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.sample.sampler import Sampler
+from asyncllm.native import Context, Library
 from asyncllm.sampling_params import SamplingParams
 from benchmarks.common import Report, options
 
@@ -56,11 +59,8 @@ def cpu_time(run: Callable[[], object], rounds: int) -> float:
     return min(times)
 
 
-def step_time(rounds: int) -> float:
-    ops, shapes = (
-        OneDNNOps(),
-        [(QKV, HIDDEN), (HIDDEN, ATTENTION), (2 * MLP, HIDDEN), (HIDDEN, MLP)],
-    )
+def step_time(ops: TorchOps, rounds: int) -> float:
+    shapes = [(QKV, HIDDEN), (HIDDEN, ATTENTION), (2 * MLP, HIDDEN), (HIDDEN, MLP)]
 
     def product(shape: tuple[int, int]) -> float:
         weight = torch.randn(shape, dtype=torch.bfloat16) * 0.02
@@ -80,9 +80,11 @@ def make_logits() -> torch.Tensor:
     return logits.to(torch.bfloat16)
 
 
-def sampling_time(fields: dict[str, Any], rounds: int, masked: bool = False) -> float:
+def sampling_time(
+    ops: TorchOps, fields: dict[str, Any], rounds: int, masked: bool = False
+) -> float:
     inputs = InputBatch(ROWS, 256, [KVCacheSpec((0,), 32)])
-    sampler = Sampler(ROWS, VOCAB, inputs, torch.device("cpu"), OneDNNOps())
+    sampler = Sampler(ROWS, VOCAB, inputs, torch.device("cpu"), ops)
     params = SamplingParams(**({"temperature": 1.0, "seed": 1} | fields)).resolve({}, {}, int)
     for row in range(ROWS):
         assignment = RequestAssignment(row, "r", [1] * 100, 50, ([1],), params)
@@ -96,15 +98,18 @@ def sampling_time(fields: dict[str, Any], rounds: int, masked: bool = False) -> 
 
 
 def main() -> None:
-    arguments = options(__doc__).parse_args()
+    parser = options(__doc__)
+    parser.add_argument("--ops", choices=("onednn", "native"), default="native")
+    arguments = parser.parse_args()
+    ops = NativeOps(Context(Library(), 1)) if arguments.ops == "native" else OneDNNOps()
     rounds = 1 if arguments.quick else 5
     torch.set_num_threads(1)
-    report = Report("sampling, 64 rows of 152k tokens, one thread")
+    report = Report(f"sampling, 64 rows of 152k tokens, one thread, ops {arguments.ops}")
     with torch.inference_mode():
-        step = step_time(rounds)
+        step = step_time(ops, rounds)
         report.add("matrix products of a step", step, "ms")
-        measured = {name: sampling_time(fields, rounds) for name, fields in FEATURES.items()}
-        measured[MASKED] = sampling_time({}, rounds, masked=True)
+        measured = {name: sampling_time(ops, fields, rounds) for name, fields in FEATURES.items()}
+        measured[MASKED] = sampling_time(ops, {}, rounds, masked=True)
     for name, seconds in measured.items():
         report.add(name, seconds, "ms", f"{seconds / (step + seconds):.1%} of the step")
     report.write(arguments.json)

@@ -31,7 +31,7 @@ from tests.native_library import OTHER_LIBRARY, build_emulated, context, isas
 
 ISAS = isas()
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
-FUZZ = Path(__file__).parent / "native" / "fuzz.cpp"
+FUZZ = sorted((Path(__file__).parent / "native").glob("*.cpp"))
 
 
 def compiler() -> list[str]:
@@ -413,7 +413,7 @@ def build_fuzz(folder: Path, command: list[str], machine: str, flags: list[str])
 
 
 def link(program: Path, library: Path, command: list[str], flags: list[str]) -> None:
-    linking = [str(FUZZ), str(library), f"-Wl,-rpath,{library.parent}", "-I", str(SOURCES)]
+    linking = [*map(str, FUZZ), str(library), f"-Wl,-rpath,{library.parent}", "-I", str(SOURCES)]
     subprocess.run(
         [*command, "-std=c++17", "-O1", *flags, *linking, "-o", str(program)], check=True
     )

@@ -91,7 +91,7 @@ def test_the_head_finds_the_first_of_its_largest_outputs(isa, dtype, convert):
     for bias in (torch.randn(1003, generator=generator).to(dtype), torch.full((1003,), -50.0)):
         bundle = convert(LinearWeights(values, bias.to(dtype)))
         for threads in (1, 3):
-            linear = NativeOps(context(threads, isa)).linear(bundle)
+            linear = NativeOps(context(threads, isa)).make_linear(bundle)
             for rows in (0, 1, 2, 3, 5, 17, 100):
                 x = torch.randn(rows, 61, generator=generator).to(dtype)
                 assert torch.equal(linear.argmax(x), linear(x).argmax(-1))
@@ -107,8 +107,8 @@ def test_a_head_whose_outputs_are_no_numbers_has_no_token(isa):
     bias = torch.zeros(40)
     for value, expected in ((torch.inf, -1), (torch.nan, -1), (-torch.inf, 0)):
         bias[33] = value
-        assert ops.linear(LinearWeights(weight, bias)).argmax(torch.zeros(1, 40)) == expected
-    nothing = ops.linear(LinearWeights(weight, torch.full((40,), -torch.inf)))
+        assert ops.make_linear(LinearWeights(weight, bias)).argmax(torch.zeros(1, 40)) == expected
+    nothing = ops.make_linear(LinearWeights(weight, torch.full((40,), -torch.inf)))
     assert nothing.argmax(torch.zeros(2, 40)).tolist() == [NO_TOKEN_LEFT] * 2
 
 

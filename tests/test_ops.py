@@ -12,9 +12,19 @@ import torch.nn.functional as F
 
 from asyncllm.checkpoint.model_config import ModelConfig, RopeConfig
 from asyncllm.errors import ModelLoadError
+from asyncllm.gpu.batch.decode_inputs import SamplingTensors
+from asyncllm.gpu.batch.sampling_inputs import (
+    LOGITS_STAGES,
+    LogitsTables,
+    RuleTensors,
+    SamplingRows,
+    Stages,
+    TopLogprobs,
+)
 from asyncllm.gpu.models.dense import attention_kinds, build_decoder
 from asyncllm.gpu.ops import onednn_ops
-from asyncllm.gpu.ops.base import AttentionShape
+from asyncllm.gpu.ops.base import ArgmaxLinear, AttentionShape
+from asyncllm.gpu.ops.gumbel import chunk_exponentials, exponentials, gumbel_keys
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.native_ops import NativeOps
 from asyncllm.gpu.ops.onednn_ops import (
@@ -329,3 +339,94 @@ def test_silu_mul(ops, dtype):
     tolerance = TOLERANCE[dtype]
     expected = gate * gate.sigmoid() * up
     torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_the_winner_of_the_race(ops, dtype):
+    """Of greedy rows, rows with a top_k, and rows that race in rounds."""
+    vocab_size, rows, kept = 1500, 9, 70
+    logits = torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(5)) * 4
+    logits, lines = logits.to(dtype), torch.arange(rows)
+    temperature = torch.tensor([0.0, 0.7, 1.0] * 3)
+    top_k = torch.tensor([3, kept, 0] * 3, dtype=torch.int32)
+    columns = lines * 7, temperature, top_k, torch.ones(rows), torch.zeros(rows)
+    sampling = SamplingTensors(*(F.pad(column, (0, 1)) for column in columns))
+    found, last = torch.full((rows,), -9), torch.zeros(rows + 1, dtype=torch.int64)
+    ops.sample(logits, sampling, lines, lines * 2, last, found)
+    keys = gumbel_keys(lines * 7, lines * 2 + 1)
+    scaled = logits.double() / temperature.clamp(min=1e-9).double().unsqueeze(1)
+    order = scaled.sort(dim=-1, descending=True, stable=True).indices
+    score = scaled - exponentials(keys, vocab_size).double().log()
+    noise = chunk_exponentials(keys, 6).double().log()
+    chunks = F.pad(scaled, (0, 36), value=-torch.inf).view(rows, 6, 256)
+    won = (chunks.logsumexp(-1) - noise).argmax(-1)
+    for row in range(rows):
+        best = order[row, :kept]
+        expected = [
+            int(order[row, 0]),
+            int(best[score[row, best].argmax()]),
+            int(won[row] * 256 + score[row, won[row] * 256 :][:256].argmax()),
+        ][row % 3]
+        assert int(found[row]) == int(last[row]) == expected
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_processed_logits(ops, dtype):
+    vocab_size, token = 70, 5
+    logits = (torch.randn(3, vocab_size, generator=torch.Generator().manual_seed(6)) * 3).to(dtype)
+    tables = LogitsTables(3, vocab_size, CPU)
+    tables.make(LOGITS_STAGES)
+    tables.bias_ids[1, :2], tables.bias_values[1, :2] = torch.tensor([9, 8]), 2.5
+    tables.allowed[1, 0], tables.in_prompt[1, 0] = 0x1F00, 1 << 9 | 1 << 10
+    tables.stop_ids[1, 0] = 12
+    tables.counts[1, 8] = 3
+    lines = torch.zeros(4)
+    line = torch.tensor([0, 1, 0, 0])
+    rules = RuleTensors(
+        *(line.int() * count for count in (1, 2, 1)), line * 9, line * 4, lines + 1.5, lines + 0.25,
+        lines + 0.5,
+    )  # fmt: skip
+    order = torch.tensor([1, -1, 2])
+    rows = SamplingRows(order, order * 0 + 6, order * 0 - 1, torch.full((4,), token), rules, tables)
+    found = ops.process_logits(logits, rows, Stages.RULES | Stages.PENALTIES)
+    assert found.dtype == torch.float32
+    expected = torch.full((vocab_size,), -torch.inf, dtype=torch.float64)
+    expected[8:12] = logits[0, 8:12].double()
+    expected[[8, 9]] += 2.5
+    for seen in (8, 9, 10):
+        expected[seen] *= 1 / 1.5 if expected[seen] > 0 else 1.5
+    expected[8] -= 3 * 0.25 + 0.5
+    torch.testing.assert_close(found[0].double(), expected, rtol=1e-6, atol=1e-6)
+    counted = logits[2, token].double()
+    counted = (counted / 1.5 if counted > 0 else counted * 1.5) - 0.75
+    assert found[2, token] == pytest.approx(float(counted), rel=1e-6)
+    assert tables.counts.sum(1).tolist() == [0, 4, 1, 0]
+    assert torch.equal(found[2, token + 1 :], logits[2, token + 1 :].float())
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_top_logprobs(ops, dtype):
+    logits = (torch.randn(4, 3000, generator=torch.Generator().manual_seed(7)) * 3).to(dtype)
+    tokens, out = torch.tensor([0, 2999, 4, 17]), TopLogprobs(5, 6, CPU)
+    ops.top_logprobs(logits, tokens, out)
+    exact = logits.double().log_softmax(-1)
+    own = exact.gather(1, tokens.unsqueeze(1))
+    expected = torch.cat((exact.topk(6).values, own), 1)
+    torch.testing.assert_close(out.values[:4].double(), expected, rtol=1e-6, atol=1e-6)
+    assert torch.equal(exact.gather(1, out.ids[:4, :6]), expected[:, :6])
+    assert out.ids[:4, 6].tolist() == ((exact > own).sum(1) + 1).tolist()
+    assert not out.values[4].any()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_the_largest_output_of_a_head(ops, dtype):
+    generator = torch.Generator().manual_seed(8)
+    weight = torch.randn(1000, 40, generator=generator).to(dtype)
+    head = ops.linear(LinearWeights(weight))
+    if not isinstance(head, ArgmaxLinear):
+        assert ops.name != "native"
+        return
+    x = torch.randn(20, 40, generator=generator).to(dtype)
+    exact, found = x.double() @ weight.double().T, head.argmax(x).unsqueeze(1)
+    bound = TOLERANCE[dtype] * exact.amax(1)
+    assert bool((exact.gather(1, found)[:, 0] >= exact.amax(1) - bound).all())

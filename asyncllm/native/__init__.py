@@ -20,7 +20,7 @@ _STATUS = {
     1: "shapes, strides or an alignment that no kernel takes",
     2: "out of memory for scratch space",
     3: "it is closed, or this is a forked child of the process that made it",
-    4: "a slot, block or position beyond its table",
+    4: "a slot, block or position, or a token or line, beyond its table",
 }
 
 

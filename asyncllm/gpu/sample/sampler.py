@@ -389,8 +389,8 @@ class Sampler:
         asked = np.flatnonzero((counts >= 0) & (tokens >= 0))
         if len(asked):
             top = TopLogprobs(len(asked), self.state.num_logprobs, self.device)
-            index = self._tensor(asked)
-            self._ops.top_logprobs(logits[index], self._tensor(tokens[asked]), top)
+            chosen = logits if len(asked) == len(logits) else logits[self._tensor(asked)]
+            self._ops.top_logprobs(chosen, self._tensor(tokens[asked]), top)
             values, ids = top.values.cpu().numpy(), top.ids.cpu().numpy()
             found = token_logprobs(values, ids, tokens[asked], counts[asked])
             output.logprobs.update(zip(asked.tolist(), found, strict=True))

@@ -14,7 +14,7 @@ enum Status {
   STATUS_INVALID = 1,    // shapes, strides or alignment that no kernel takes
   STATUS_NO_MEMORY = 2,  // scratch or packed weights could not be allocated
   STATUS_CLOSED = 3,     // no context, or one of the process that this is a forked child of
-  STATUS_INDEX = 4,      // a slot, block or position beyond its table
+  STATUS_INDEX = 4,      // a slot, block or position, or a token or line, beyond its table
 };
 
 // Of tensors; the weights of a linear layer may be DTYPE_I8 as well.

@@ -278,7 +278,8 @@ API int32_t asyncllm_linear_argmax(Context* context, const Weights* weights, con
         best = own;
       for (float lane : own.broken) broken += lane;
     }
-    out[row] = broken != 0 ? int64_t(NOT_FINITE) : best.value == -INFINITY ? int64_t(NO_TOKEN_LEFT) : best.output;
+    out[row] = best.value == -INFINITY ? int64_t(NO_TOKEN_LEFT) : best.output;
+    if (broken != 0) out[row] = NOT_FINITE;
   }
   return STATUS_OK;
 }

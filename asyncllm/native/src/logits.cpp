@@ -1,6 +1,7 @@
 // What sampling does to logits beside the draw: the functions of ops/logits.py. The first has
 // their bits; log-probabilities differ from torch's in the last ones.
 #include <math.h>
+#include <sys/mman.h>
 
 #include "candidates.h"
 
@@ -8,13 +9,12 @@ namespace {
 
 constexpr int64_t WORD = 32;
 
-// A request index's part of the tables.
+// A request index's line of the tables.
 struct Line {
   const LogitsArgs& a;
   int64_t line;
 
   bool masks(int64_t row) const { return a.mask_slots && a.mask_slots[row] >= 0; }
-  bool rules() const { return a.rules; }
   const int32_t* bias_ids() const { return a.bias_ids + line * a.max_bias; }
   const int32_t* stop_ids() const { return a.stop_ids + line * a.max_stop_ids; }
   bool suppresses(int64_t row) const { return a.positions[row] + 1 < a.min_end[line]; }
@@ -40,8 +40,9 @@ void keep_allowed(float* logits, int64_t count, const int32_t* words) {
       for (int64_t i = 0; i < WORD; ++i) logits[first + i] = -INFINITY;
       continue;
     }
-    for (int64_t i = 0; i < last; ++i)
-      if (!(word >> i & 1)) logits[first + i] = -INFINITY;
+    uint32_t hidden = ~word;
+    if (last < WORD) hidden &= (uint32_t(1) << last) - 1;
+    for (; hidden; hidden &= hidden - 1) logits[first + __builtin_ctz(hidden)] = -INFINITY;
   }
 }
 
@@ -86,6 +87,15 @@ void penalise(const Line& own, float* logits) {
   }
 }
 
+// Asks for huge pages where malloc maps memory anew for each call: its faults would take longer
+// than what is written.
+void expect_writes(void* p, int64_t bytes) {
+  constexpr int64_t MAPPED = int64_t(32) << 20, PAGE = 4096;
+  if (bytes < MAPPED) return;
+  int64_t before = -reinterpret_cast<uintptr_t>(p) & (PAGE - 1);
+  madvise(static_cast<char*>(p) + before, (bytes - before) / PAGE * PAGE, MADV_HUGEPAGE);
+}
+
 // The token before the one that is sampled.
 int64_t last_token(const LogitsArgs& a, int64_t row) {
   int64_t host = a.host_token_ids[row];
@@ -102,7 +112,7 @@ int32_t check(const LogitsArgs& a) {
     if (own.line >= a.lines || (own.masks(row) && a.mask_slots[row] >= a.num_masks))
       return STATUS_INDEX;
     if (own.line < 0) continue;
-    if (own.rules() &&
+    if (a.rules &&
         (a.num_bias[own.line] > a.max_bias || a.num_stop_ids[own.line] > a.max_stop_ids ||
          !in_vocabulary(own.bias_ids(), a.num_bias[own.line], a.vocab_size) ||
          (own.suppresses(row) &&
@@ -128,6 +138,7 @@ API int32_t asyncllm_process_logits(Context* context, const LogitsArgs* args) {
     if (line >= 0 && a.positions[row] >= a.counted_from[line])
       ++a.counts[line * a.vocab_size + last_token(a, row)];
   }
+  expect_writes(a.out, a.rows * a.vocab_size * 4);
   share(context, a.rows, a.rows * a.vocab_size * 8, [&](int64_t row, int) {
     Line own = {a, a.req_indices[row]};
     float* logits = a.out + row * a.vocab_size;
@@ -137,7 +148,7 @@ API int32_t asyncllm_process_logits(Context* context, const LogitsArgs* args) {
     if (own.masks(row))
       keep_allowed(logits, a.vocab_size, a.mask_words + a.mask_slots[row] * a.words);
     if (own.line < 0) return;
-    if (own.rules()) apply_rules(own, row, logits);
+    if (a.rules) apply_rules(own, row, logits);
     if (own.penalised()) penalise(own, logits);
   });
   return STATUS_OK;

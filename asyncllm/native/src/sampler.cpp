@@ -15,7 +15,7 @@ struct Draw {
 };
 
 constexpr float MIN_TEMPERATURE = 1e-5f;
-// Of the logits that share a task; a row has one or more.
+// Chunks of a row that are reduced by one task.
 constexpr int64_t TASK_CHUNKS = 64;
 
 // Whether a token may be left out of the row in line `line`.
