@@ -11,6 +11,7 @@
 #include <memory>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "interface.h"
@@ -332,6 +333,8 @@ void attention(Context* context, int32_t dtype) {
     }
 }
 
+#include "fuzz_program.h"
+
 }  // namespace
 
 int main(int count, char** arguments) {
@@ -348,6 +351,7 @@ int main(int count, char** arguments) {
       rows(context, dtype);
       rope(context, dtype);
       attention(context, dtype);
+      program(context, dtype);
     }
     asyncllm_close(context);
   }
