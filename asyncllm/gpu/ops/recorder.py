@@ -166,6 +166,9 @@ class Recorder(TorchDispatchMode):
         self._results.append((buffer, tensor.dtype, tensor.shape[1]))
 
     def _select(self, x: Tensor, index: Tensor) -> Tensor:
+        """The rows of x that an index of the step names."""
+        if index.dtype != torch.int64 or x.dim() != 2 or x.stride(1) != 1:
+            raise Unrecordable("an index other than one of rows has no native kernel")
         out = self.empty(index, x.shape[1], x.dtype)
         args = ARGS["select"](x_stride=x.stride(0), width=x.shape[1], dtype=DTYPES[x.dtype])
         tensors = {"x": x, "ids": index, "out": out}
