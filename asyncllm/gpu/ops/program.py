@@ -56,4 +56,8 @@ class Program:
         status = context.library.run(context.handle, self.args, self._sizes, self._failed)
         if status:
             at = self._failed.value
-            fail("step" if at < 0 else f"step, op {at}, {self.names[at]}", status)
+            what = f"op {at}, {self.names[at]}"
+            if at < 0:
+                what = f"{list(self._sizes)} rows, tokens, wanted and sampled where there is room "
+                what += f"for {list(self.args.capacity)}"
+            fail(f"step, {what}", status)

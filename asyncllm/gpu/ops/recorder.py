@@ -14,7 +14,7 @@ from bisect import bisect_right, insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -164,6 +164,10 @@ class Recorder(TorchDispatchMode):
         """Makes a tensor one of the program's results, which outlive its run."""
         buffer, _ = self._find("result", tensor)
         self._results.append((buffer, tensor.dtype, tensor.shape[1]))
+
+    def refuse_call(self) -> NoReturn:
+        """Called for an op that would compute now, and not write itself down."""
+        raise Unrecordable("a native op cannot be recorded")
 
     def _select(self, x: Tensor, index: Tensor) -> Tensor:
         """The rows of x that an index of the step names."""
