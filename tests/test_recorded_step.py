@@ -175,6 +175,7 @@ def test_with_sinks_and_a_soft_cap():
     """Which belong to an attention, and not to its plan."""
     decoder = make_decoder(QWEN3)
     for attention in decoder.attention.values():
+        assert isinstance(attention, NativeAttention)
         attention.sinks = torch.randn(4, generator=torch.Generator().manual_seed(1))
         attention.shape = replace(attention.shape, softcap=2.0)
     check_equal(decoder, (5,))
@@ -255,9 +256,7 @@ def test_sizes_that_do_not_fit_are_an_error(counts, num_tokens):
     recorded = program_of(make_runner(make_decoder(QWEN3)))
     rows = len(counts)
     recorded._inputs.counts[:1] = counts[0]
-    with pytest.raises(
-        RuntimeError, match="native step, (op 0, tokens|.* where there is room .*): shapes"
-    ):
+    with pytest.raises(RuntimeError, match=r"step, (op 0, tokens|.* there is room .*): shapes"):
         recorded.program.run(rows, num_tokens, 0, 0)
     with pytest.raises(
         RuntimeError, match=r"native step, \[1, 3, .* room for \[6, 128, 128, 6\]: shapes"
@@ -350,7 +349,7 @@ def test_what_a_program_cannot_hold_is_found(what):
             name, needs_zeroed_blocks = "strange", False
 
         strange: Any = Strange()
-        decoder.attention = dict.fromkeys(decoder.attention, strange)
+        decoder.attention = {kind: strange for kind in decoder.attention}  # noqa: C420
     runner = make_runner(decoder)
     assert reason in runner.execution
 
@@ -379,6 +378,7 @@ def test_no_two_values_in_use_share_memory(model):
     kept = [buffer for buffer, *_ in found._recorder._results]
     own = [buffer for buffer in found._recorder._buffers if buffer.array is None]
     assert len(own) == len(places) > 20
+    assert found.num_bytes == total
     spans = []
     for buffer in own:
         first = places[id(buffer)]

@@ -207,20 +207,20 @@ class Recorder(TorchDispatchMode):
         """
         kept = {id(buffer) for buffer, *_ in self._results}
         end = len(self._ops)
-        places: list[tuple[int, int, int]] = []  # last op, first and end byte
+        taken: list[tuple[int, int, int]] = []  # first and end byte, last op
         found: dict[int, int] = {}
         total = 0
         own = [buffer for buffer in self._buffers if buffer.array is None]
         for buffer in sorted(own, key=lambda each: each.first):
             need = -(-max(1, capacity[buffer.size]) * buffer.row_bytes // ALIGNMENT) * ALIGNMENT
+            taken = sorted(place for place in taken if place[2] >= buffer.first)
             at = 0
-            for last, first_byte, end_byte in sorted(places, key=lambda place: place[1]):
-                if last >= buffer.first:
-                    if at + need <= first_byte:
-                        break
-                    at = max(at, end_byte)
+            for first_byte, end_byte, _ in taken:
+                if at + need <= first_byte:
+                    break
+                at = max(at, end_byte)
             found[id(buffer)] = at
-            places.append((end if id(buffer) in kept else buffer.last, at, at + need))
+            taken.append((at, at + need, end if id(buffer) in kept else buffer.last))
             total = max(total, at + need)
         return found, total
 
