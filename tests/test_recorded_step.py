@@ -7,6 +7,7 @@ import os
 import signal
 import weakref
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,9 +31,12 @@ from asyncllm.gpu.ops.native_ops import NativeOps
 from asyncllm.gpu.ops.quantise import quantise_int8
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.profile import recorded_bytes
+from asyncllm.native import Context
 from asyncllm.sampling_params import SamplingParams
+from tests import static_runner
 from tests.driver import GREEDY, Driver
 from tests.native_library import context, isas
+from tests.static_runner import in_groups
 from tests.test_model_runner import MODEL as LLAMA
 from tests.test_model_runner import make
 
@@ -72,8 +76,12 @@ def make_decoder(
     return decoder
 
 
-def make_runner(decoder: Decoder, max_tokens: int = 128) -> ModelRunner:
+def make_runner(
+    decoder: Decoder, max_tokens: int = 128, layers: tuple[tuple[int, ...], ...] = ()
+) -> ModelRunner:
     groups = kv_groups(decoder.model, decoder.attention, 4)
+    if layers:
+        groups = static_runner.kv_groups(decoder.model, 4, *layers)
     info = ExecutorInfo(
         decoder.model.vocab_size, 81, tuple(g.spec for g in groups), 96, 6, max_tokens
     )
@@ -84,6 +92,11 @@ def make_runner(decoder: Decoder, max_tokens: int = 128) -> ModelRunner:
 def state_of(runner: ModelRunner):
     assert runner._state is not None
     return runner._state
+
+
+def context_of(decoder: Decoder) -> Context:
+    assert isinstance(decoder.ops, NativeOps)
+    return decoder.ops.context
 
 
 def program_of(runner: ModelRunner) -> RecordedStep:
@@ -119,9 +132,11 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
-def check_equal(decoder: Decoder, chunks: tuple[int, ...]) -> None:
+def check_equal(
+    decoder: Decoder, chunks: tuple[int, ...], layers: tuple[tuple[int, ...], ...] = ()
+) -> None:
     for chunk in chunks:
-        recorded, plain = make_runner(decoder), make_runner(decoder)
+        recorded, plain = (make_runner(decoder, layers=layers) for _ in range(2))
         program_of(recorded)
         state_of(plain).recorded = None
         found, expected = run(recorded, chunk), run(plain, chunk)
@@ -143,17 +158,32 @@ def test_a_program_computes_what_its_ops_do(model, int8):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("isa", ISAS)
 def test_in_every_dtype_on_every_instruction_set(dtype, isa):
-    for int8 in (False, True):
-        check_equal(make_decoder(MODELS["windows"], dtype, isa=isa, int8=int8), (7,))
+    for int8, model in ((False, "windows"), (True, "windows"), (False, "tied")):
+        check_equal(make_decoder(MODELS[model], dtype, isa=isa, int8=int8), (7,))
 
 
 def test_with_one_token_a_step():
     check_equal(make_decoder(QWEN3), (1,))
 
 
+def test_with_several_kv_groups():
+    decoder = make_decoder(replace(QWEN3, num_layers=4))
+    check_equal(in_groups(decoder, (0, 2), (1, 3)), (5,), layers=((0, 2), (1, 3)))
+
+
+def test_with_sinks_and_a_soft_cap():
+    """Which belong to an attention, and not to its plan."""
+    decoder = make_decoder(QWEN3)
+    for attention in decoder.attention.values():
+        assert isinstance(attention, NativeAttention)
+        attention.sinks = torch.randn(4, generator=torch.Generator().manual_seed(1))
+        attention.shape = replace(attention.shape, softcap=2.0)
+    check_equal(decoder, (5,))
+
+
 def test_a_step_is_one_native_call(monkeypatch):
     runner = make_runner(make_decoder(QWEN3))
-    library = state_of(runner).decoder.ops.context.library
+    library = context_of(state_of(runner).decoder).library
     calls: list[str] = []
     for name in ("run", "linear", "gather", "select", "attention", "rms_norm", "rope_and_cache",
                  "silu_mul"):  # fmt: skip
@@ -226,11 +256,15 @@ def test_sizes_that_do_not_fit_are_an_error(counts, num_tokens):
     recorded = program_of(make_runner(make_decoder(QWEN3)))
     rows = len(counts)
     recorded._inputs.counts[:1] = counts[0]
-    with pytest.raises(RuntimeError, match=r"native step(, op 0, tokens)?: shapes"):
+    with pytest.raises(RuntimeError, match=r"step, (op 0, tokens|.* there is room .*): shapes"):
         recorded.program.run(rows, num_tokens, 0, 0)
-    with pytest.raises(RuntimeError, match="native step: shapes"):
+    with pytest.raises(
+        RuntimeError, match=r"native step, \[1, 3, .* room for \[6, 128, 128, 6\]: shapes"
+    ):
         recorded.program.run(1, 3, 4, 2)
-    with pytest.raises(RuntimeError, match="native step: shapes"):
+    with pytest.raises(
+        RuntimeError, match=r"native step, \[1, 3, .* room for \[6, 128, 128, 6\]: shapes"
+    ):
         recorded.program.run(1, 3, 2, 3)
     recorded._inputs.counts[:1], recorded._inputs.wanted[:1] = 3, 3
     with pytest.raises(RuntimeError, match=r"op \d+, select: a slot, block or position"):
@@ -264,7 +298,8 @@ def test_a_model_with_another_op_runs_as_before():
     for activation in (None, TorchOps.silu_mul):
         decoder = make_decoder(QWEN3)
         if activation is not None:
-            for layer in decoder.layers:
+            layers: Any = decoder.layers
+            for layer in layers:
                 layer.mlp.activation = activation
         runner = make_runner(decoder)
         driver = Driver(runner)
@@ -279,16 +314,27 @@ def test_a_model_with_another_op_runs_as_before():
         else:
             assert runner.execution.startswith("ops called one by one: aten.silu")
             assert state_of(runner).recorded is None
-        assert decoder.ops.context.recorder is None
+        assert context_of(decoder).recorder is None
     assert outputs[0] == outputs[1]
 
 
-@pytest.mark.parametrize("what", ["torch", "contiguous", "rows", "read", "attention", "foreign"])
+@pytest.mark.parametrize(
+    "what", ["torch", "contiguous", "rows", "read", "mask", "attention", "foreign", "native"]
+)
 def test_what_a_program_cannot_hold_is_found(what):
     decoder = make_decoder(QWEN3)
-    layer = decoder.layers[1]
+    layer: Any = decoder.layers[1]
     mlp, foreign = layer.mlp, torch.zeros(7, 32)
+    own = context_of(decoder)
+
+    def in_place(x: Tensor) -> Tensor:
+        x = mlp(x)
+        own.library.silu_mul(own.handle, x.data_ptr(), 32, x.data_ptr(), len(x), 16, 0)
+        return x
+
     others = {
+        "native": (in_place, "a native op cannot be recorded"),
+        "mask": (lambda x: mlp(x)[torch.from_numpy(np.ones(7, dtype=bool))], "other than one of"),
         "torch": (lambda x: mlp(x) * 2.0, "aten.mul.Tensor has no native kernel"),
         "contiguous": (lambda x: mlp(x.T.contiguous().T), "aten.clone.default has no"),
         "rows": (lambda x: mlp(x[2:5]), "reads some rows of a tensor"),
@@ -302,7 +348,8 @@ def test_what_a_program_cannot_hold_is_found(what):
         class Strange:
             name, needs_zeroed_blocks = "strange", False
 
-        decoder.attention = dict.fromkeys(decoder.attention, Strange())
+        strange: Any = Strange()
+        decoder.attention = {kind: strange for kind in decoder.attention}  # noqa: C420
     runner = make_runner(decoder)
     assert reason in runner.execution
 
@@ -331,6 +378,7 @@ def test_no_two_values_in_use_share_memory(model):
     kept = [buffer for buffer, *_ in found._recorder._results]
     own = [buffer for buffer in found._recorder._buffers if buffer.array is None]
     assert len(own) == len(places) > 20
+    assert found.num_bytes == total
     spans = []
     for buffer in own:
         first = places[id(buffer)]

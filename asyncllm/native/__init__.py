@@ -236,13 +236,21 @@ class Context:
     def __init__(self, library: Library, num_threads: int, isa: str | None = None) -> None:
         self.library = library
         self.num_threads = num_threads
-        self.handle = library.create(num_threads, None if isa is None else isa.encode())
-        if not self.handle:
+        self._handle = library.create(num_threads, None if isa is None else isa.encode())
+        if not self._handle:
             what = isa or library.best_isa().decode()
             raise NativeUnavailableError(f"{what} with {num_threads} threads cannot be started")
-        self.isa = library.isa(self.handle).decode()
-        self._end = weakref.finalize(self, library.close, self.handle)
+        self.isa = library.isa(self._handle).decode()
+        self._end = weakref.finalize(self, library.close, self._handle)
         self._end.atexit = False
+
+    @property
+    def handle(self) -> int:
+        """The library's own, for an op that is called now. An op that does not know of recorders
+        cannot be called while there is one: the program would lack it."""
+        if self.recorder is not None:
+            self.recorder.refuse_call()
+        return self._handle
 
 
 class PackedWeights:

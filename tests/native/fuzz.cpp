@@ -247,6 +247,8 @@ void attention(Context* context, int32_t dtype) {
     }
 }
 
+#include "fuzz_program.h"
+
 }  // namespace
 
 int main(int count, char** arguments) {
@@ -263,6 +265,7 @@ int main(int count, char** arguments) {
       rows(context, dtype);
       rope(context, dtype);
       attention(context, dtype);
+      program(context, dtype);
     }
     for (int32_t dtype : {DTYPE_F32, DTYPE_BF16, DTYPE_F16}) fuzz_sampling(context, dtype);
     asyncllm_close(context);

@@ -14,6 +14,7 @@ from asyncllm.gpu.batch.input_batch import InputBatch, span_indices
 from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.models.decoder import Decoder
+from asyncllm.gpu.ops.program import Program
 from asyncllm.gpu.ops.recorder import STAND_INS, Recorder, Size, Unrecordable
 from asyncllm.logger import get_logger
 from asyncllm.native import ARGS
@@ -51,9 +52,15 @@ class RecordedStep:
         inputs: the persistent batch, whose tables the program reads.
         max_tokens, max_rows: of the largest step, the rows being those that are sampled as well.
 
+    Attributes:
+        num_bytes: of the activations, which ``load`` takes.
+        program: once they are.
+
     Raises:
         Unrecordable: the model does something that no native op does.
     """
+
+    program: Program
 
     def __init__(
         self,
@@ -76,10 +83,7 @@ class RecordedStep:
             recorder.keep(hidden)
             recorder.keep(logits)
 
-    @property
-    def num_bytes(self) -> int:
-        """Of the activations."""
-        return self._recorder.layout(self._capacity)[1]
+        self.num_bytes = recorder.layout(self._capacity)[1]
 
     def load(self) -> None:
         """Takes its memory.

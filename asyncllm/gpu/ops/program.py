@@ -10,6 +10,9 @@ from torch import Tensor
 
 from asyncllm.native import Context, Op, ProgramArgs, fail
 
+INVALID = 1
+"""``STATUS_INVALID`` of the interface."""
+
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -55,5 +58,14 @@ class Program:
         context = self.context
         status = context.library.run(context.handle, self.args, self._sizes, self._failed)
         if status:
-            at = self._failed.value
-            fail("step" if at < 0 else f"step, op {at}, {self.names[at]}", status)
+            fail(self._failure(status), status)
+
+    def _failure(self, status: int) -> str:
+        """What failed in the last run: an op, the step's sizes, or the call."""
+        at = self._failed.value
+        if at >= 0:
+            return f"step, op {at}, {self.names[at]}"
+        if status != INVALID:
+            return "step"
+        found, room = list(self._sizes), list(self.args.capacity)
+        return f"step, {found} rows, tokens, wanted and sampled where there is room for {room}"

@@ -14,7 +14,7 @@ from bisect import bisect_right, insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -165,7 +165,14 @@ class Recorder(TorchDispatchMode):
         buffer, _ = self._find("result", tensor)
         self._results.append((buffer, tensor.dtype, tensor.shape[1]))
 
+    def refuse_call(self) -> NoReturn:
+        """Called for an op that would compute now, and not write itself down."""
+        raise Unrecordable("a native op cannot be recorded")
+
     def _select(self, x: Tensor, index: Tensor) -> Tensor:
+        """The rows of x that an index of the step names."""
+        if index.dtype != torch.int64 or x.dim() != 2 or x.stride(1) != 1:
+            raise Unrecordable("an index other than one of rows has no native kernel")
         out = self.empty(index, x.shape[1], x.dtype)
         args = ARGS["select"](x_stride=x.stride(0), width=x.shape[1], dtype=DTYPES[x.dtype])
         tensors = {"x": x, "ids": index, "out": out}
@@ -200,20 +207,20 @@ class Recorder(TorchDispatchMode):
         """
         kept = {id(buffer) for buffer, *_ in self._results}
         end = len(self._ops)
-        places: list[tuple[int, int, int]] = []  # last op, first and end byte
+        taken: list[tuple[int, int, int]] = []  # first and end byte, last op
         found: dict[int, int] = {}
         total = 0
         own = [buffer for buffer in self._buffers if buffer.array is None]
         for buffer in sorted(own, key=lambda each: each.first):
             need = -(-max(1, capacity[buffer.size]) * buffer.row_bytes // ALIGNMENT) * ALIGNMENT
+            taken = sorted(place for place in taken if place[2] >= buffer.first)
             at = 0
-            for last, first_byte, end_byte in sorted(places, key=lambda place: place[1]):
-                if last >= buffer.first:
-                    if at + need <= first_byte:
-                        break
-                    at = max(at, end_byte)
+            for first_byte, end_byte, _ in taken:
+                if at + need <= first_byte:
+                    break
+                at = max(at, end_byte)
             found[id(buffer)] = at
-            places.append((end if id(buffer) in kept else buffer.last, at, at + need))
+            taken.append((at, at + need, end if id(buffer) in kept else buffer.last))
             total = max(total, at + need)
         return found, total
 
