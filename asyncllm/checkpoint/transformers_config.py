@@ -75,7 +75,9 @@ class TransformersConfig:
                 accepted = "an unquantised checkpoint, without this field"
                 raise holder.bad("quantization_config", accepted)
         whole = _read(directory, file, trust_remote_code)
-        config = whole.get_text_config(decoder=True)
+        config = copy.deepcopy(whole.get_text_config(decoder=True))
+        # The whole model ties its head by its own field, whatever that of a part says.
+        config.tie_word_embeddings = whole.tie_word_embeddings
         model_class = _model_class(directory, file, whole, config, trust_remote_code)
         skeleton = build_skeleton(model_class, config)
         head = skeleton.get_output_embeddings()  # pyright: ignore[reportCallIssue]
@@ -98,7 +100,7 @@ class TransformersConfig:
             generation_defaults=generation_defaults(generation),
             config=config,
             model_class=model_class,
-            is_text_part=config is not whole,
+            is_text_part=type(config) is not type(whole),
             skeleton=skeleton,
         )
 
@@ -187,7 +189,7 @@ def _model_class(
 
         return get_class_from_dynamic_module(own, directory, local_files_only=True)
     names = file.values.get("architectures")
-    for name in names if isinstance(names, list) and config is whole else ():
+    for name in names if isinstance(names, list) and type(config) is type(whole) else ():
         found = getattr(transformers, str(name), None)
         if str(name).endswith(("ForCausalLM", "LMHeadModel")) and found is not None:
             return found
