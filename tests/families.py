@@ -95,16 +95,8 @@ CASES: dict[str, dict[str, Any]] = {
 }
 """Settings by family; what follows a hyphen is a variant of it."""
 
-SEEDS = {
-    "DeepseekV3": 3,
-    "GPT2": 13,
-    "Glm4Moe": 1,
-    "Granite": 4,
-    "Mixtral": 6,
-    "OPT": 4,
-    "Olmo2": 1,
-}
-SEEDS |= {"Phi3": 1, "Qwen3": 1}
+SEEDS = {"DeepseekV3": 3, "GPT2": 13, "Glm4Moe": 1, "Granite": 4, "Mixtral": 6, "OPT": 4, "Olmo2": 1}
+SEEDS |= {"Phi3": 1, "Phi3-longrope": 3, "Qwen3": 1}
 """Where 0 gives a model that repeats itself."""
 
 

@@ -75,10 +75,11 @@ class TransformersConfig:
         generation = ConfigFile.read_if_present(directory / "generation_config.json")
         quantization = quant_method(file)
         whole = _read(directory, file, trust_remote_code)
-        config = whole.get_text_config(decoder=True)
-        for holder in (whole, config):
-            # The reader gives plain weights, whatever transformers would do with packed ones.
-            vars(holder).pop("quantization_config", None)
+        config = copy.deepcopy(whole.get_text_config(decoder=True))
+        # The whole model ties its head by its own field, whatever that of a part says.
+        config.tie_word_embeddings = whole.tie_word_embeddings
+        # The reader gives plain weights, which transformers is not to unpack again.
+        vars(config).pop("quantization_config", None)
         model_class = _model_class(directory, file, whole, config, trust_remote_code)
         skeleton = build_skeleton(model_class, config)
         head = skeleton.get_output_embeddings()  # pyright: ignore[reportCallIssue]
@@ -102,7 +103,7 @@ class TransformersConfig:
             generation_defaults=generation_defaults(generation),
             config=config,
             model_class=model_class,
-            is_text_part=config is not whole,
+            is_text_part=type(config) is not type(whole),
             skeleton=skeleton,
         )
 
@@ -198,7 +199,7 @@ def _model_class(
 
         return get_class_from_dynamic_module(own, directory, local_files_only=True)
     names = file.values.get("architectures")
-    for name in names if isinstance(names, list) and config is whole else ():
+    for name in names if isinstance(names, list) and type(config) is type(whole) else ():
         found = getattr(transformers, str(name), None)
         if str(name).endswith(("ForCausalLM", "LMHeadModel")) and found is not None:
             return found

@@ -32,10 +32,26 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
-    """A KVCacheSpec on the device: ``layout`` is that of each of its layers."""
+    """A KVCacheSpec on the device.
+
+    Attributes:
+        layout: of each of its layers, or the largest of them.
+        layouts: per layer, where they differ: a block takes the same bytes in each, and smaller
+            ones leave the rest unused.
+    """
 
     spec: KVCacheSpec
     layout: BlockLayout
+    layouts: tuple[BlockLayout, ...] = ()
+
+    def views(self, memory: Tensor, num_blocks: int) -> Tensor | list[Tensor]:
+        """``memory [layers, size]`` as the caches of the layers."""
+        if not self.layouts:
+            return self.layout.view(memory, num_blocks)
+        return [
+            layout.view(memory[i : i + 1, : num_blocks * layout.num_elements], num_blocks)[0]
+            for i, layout in enumerate(self.layouts)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +80,8 @@ class KVCache:
     unused cache costs no memory.
 
     Attributes:
-        tensor: ``[parts, ...]``, the whole as the first group sees it.
+        tensor: ``[parts, ...]``, the whole as the first group sees it; ``[parts, size]`` where its
+            layers differ.
         layers: a view per layer, see BlockLayout.
     """
 
@@ -74,8 +91,11 @@ class KVCache:
         depth = len(groups[0].spec.layers)
         size = num_blocks * block_bytes(groups, dtype) // (depth * dtype.itemsize)
         memory = _zeros((depth, size), dtype, device)
-        views = [group.layout.view(memory, num_blocks) for group in groups]
-        self.tensor = views[0]
+        if len(groups) > 1 and any(group.layouts for group in groups):
+            raise ValueError("layers of different layouts: expected one KV group of all of them")
+        views = [group.views(memory, num_blocks) for group in groups]
+        self.tensor = memory if groups[0].layouts else views[0]
+        self.by_layer = bool(groups[0].layouts)
         by_layer = {
             layer: part
             for group, view in zip(groups, views, strict=True)
@@ -89,8 +109,14 @@ class KVCache:
         Attention in plain torch reads whole blocks and masks what lies beyond a sequence,
         and zero times what a broken request left there (NaN) would still be NaN.
         """
-        if len(block_ids):
-            self.tensor.index_fill_(2, copy_to_device(block_ids, self.tensor.device), 0.0)
+        if not len(block_ids):
+            return
+        index = copy_to_device(block_ids, self.tensor.device)
+        if not self.by_layer:
+            self.tensor.index_fill_(2, index, 0.0)
+            return
+        for layer in self.layers:
+            layer.index_fill_(1, index, 0.0)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -52,9 +52,16 @@ class Plan:
 
     def kv_group(self, attention: Mapping[AttentionKind, Attention], block_size: int) -> KVGroup:
         """The one KV group of all layers that have a cache."""
-        layers = tuple(range(1 + max(kv_indices(self.probe))))
-        kind, first = next(iter(attention.items()))
-        return KVGroup(KVCacheSpec(layers, block_size), block_layout(first, kind.shape, block_size))
+        layouts = tuple(
+            block_layout(attention[kind], kind.shape, block_size)
+            for kind, call in zip(self.kinds, self.probe.calls, strict=True)
+            if call.shared is None
+        )
+        spec = KVCacheSpec(tuple(range(len(layouts))), block_size)
+        if len(set(layouts)) == 1:
+            return KVGroup(spec, layouts[0])
+        largest = max(layouts, key=lambda layout: layout.num_elements)
+        return KVGroup(spec, largest, layouts)
 
 
 def experts_name(device: torch.device) -> str:

@@ -39,9 +39,23 @@ def run_experts(
     return module.__dict__[HANDLER].experts(module, hidden_states, top_k_index, top_k_weights)
 
 
-def probe_mask(**arguments: Any) -> Any:
-    """The mask that a layer gets under PROBE_NAME: its function, to be asked."""
-    return arguments["mask_function"]
+class ProbedMask:
+    """The mask that a layer gets under PROBE_NAME: its function, to be asked. A part of it is
+    itself, because of what a layer does with a part only the number of queries and keys matters.
+
+    Attributes:
+        function: of batch, head, query and key.
+    """
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    def __getitem__(self, part: Any) -> ProbedMask:
+        return self
+
+
+def probe_mask(**arguments: Any) -> ProbedMask:
+    return ProbedMask(arguments["mask_function"])
 
 
 def register() -> None:

@@ -17,6 +17,7 @@ from torch import nn
 
 from asyncllm.checkpoint.transformers_config import TransformersConfig
 from asyncllm.errors import ModelLoadError
+from asyncllm.gpu.transformers_model.interface import ProbedMask
 from asyncllm.gpu.transformers_model.probe import NUM_TOKENS, AttentionCall, Probe
 
 _CACHES = ("cache_params", "past_key_values", "past_key_value", "layer_past", "state")
@@ -83,7 +84,6 @@ def check_calls(model: TransformersConfig, probe: Probe) -> list[int | None]:
     _check_caches(model, probe)
     for call in probe.calls:
         _check_call(model, call)
-    _check_layout(model, probe)
     return [_window(model, call) for call in probe.calls]
 
 
@@ -164,19 +164,6 @@ def _describe(value: Any) -> str:
     return repr(value)[:60]
 
 
-def _check_layout(model: TransformersConfig, probe: Probe) -> None:
-    """All layers share KV blocks of one shape."""
-    first = probe.calls[0]
-    for call in probe.calls:
-        if kv_shape(call) != kv_shape(first):
-            raise _refusal(
-                model,
-                f"{call.module} keeps {call.key_heads} heads of {kv_shape(call)[1]} per token, and "
-                f"{first.module} {first.key_heads} of {kv_shape(first)[1]}",
-                "layers alike",
-            )
-
-
 def kv_shape(call: AttentionCall) -> tuple[int, int]:
     """Heads and size of keys and values in the cache, where the smaller of the two is padded."""
     return call.key_heads, max(call.key_size, call.value_size)
@@ -184,7 +171,7 @@ def kv_shape(call: AttentionCall) -> tuple[int, int]:
 
 def _window(model: TransformersConfig, call: AttentionCall) -> int | None:
     """The window of the call's mask, in keys with the query's own."""
-    if not callable(call.mask):
+    if not isinstance(call.mask, ProbedMask):
         raise _refusal(
             model,
             f"{call.module} passes the mask {_describe(call.mask)}",
@@ -215,12 +202,12 @@ def _mask_window(model: TransformersConfig, call: AttentionCall) -> int | None:
         query = max(query, 0)
         at = torch.tensor(query, device="cpu")
         try:
-            seen = torch.as_tensor(call.mask(zero, zero, at, keys)).expand(length)
+            seen = torch.as_tensor(call.mask.function(zero, zero, at, keys)).expand(length)
         except Exception as error:
             raise _refusal(
                 model,
-                f"the mask of {call.module} cannot be asked: {error!r}",
-                "a mask of positions",
+                f"the mask of {call.module} depends on more than positions",
+                "attention to all keys or to a window",
             ) from error
         count = int(seen.sum())
         if query == last and count < length:

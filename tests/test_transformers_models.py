@@ -1,0 +1,304 @@
+"""transformers' modules on the engine's runner, against transformers' generate, in float32."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from asyncllm.checkpoint.transformers_config import TransformersConfig
+from asyncllm.config import EngineConfig
+from asyncllm.gpu.build import build_model_runner
+from asyncllm.gpu.model_runner import ModelRunner
+from asyncllm.gpu.ops import torch_attention
+from asyncllm.gpu.transformers_model import attention as paged
+from asyncllm.gpu.transformers_model.families import TESTED, is_tested
+from asyncllm.gpu.transformers_model.linear import OpExperts
+from asyncllm.gpu.transformers_model.rope import LongRope
+from tests.driver import Driver, Sequence
+from tests.families import CASES, make, noise
+from tests.native_library import native_library
+from tests.reference import Expected, Tally, compare, generate
+
+OUTPUT = 24
+PROMPT_LENGTHS = (5, 33, 16)
+LONG_LENGTHS = (33, 47, 40)
+"""Where transformers' frequencies would change within a shorter one."""
+
+SETTINGS = {
+    "block_size": 4,
+    "num_blocks": 200,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 512,
+    "dtype": "float32",
+    "device": "cpu",
+    "num_threads": 1,
+}
+
+
+@dataclass
+class Case:
+    """A checkpoint, and what transformers makes of it."""
+
+    path: Path
+    model: Any
+    prompts: list[list[int]]
+    expected: list[Expected]
+
+    def config(self) -> TransformersConfig:
+        return TransformersConfig.from_directory(self.path)
+
+    def runner(self, **overrides: Any) -> ModelRunner:
+        settings: dict[str, Any] = {"attention_backend": "torch"}
+        return build_model_runner(
+            EngineConfig(**(SETTINGS | settings | overrides)), self.config()
+        )
+
+
+@pytest.fixture(scope="module")
+def load_case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
+    made: dict[str, Case] = {}
+
+    def load(name: str) -> Case:
+        if name not in made:
+            path = tmp_path_factory.mktemp(name)
+            model = make(path, name)
+            draw = random.Random(1)
+            lengths = LONG_LENGTHS if name.endswith("longrope") else PROMPT_LENGTHS
+            prompts = [[draw.randrange(256) for _ in range(n)] for n in lengths]
+            expected = [generate(model, prompt, OUTPUT) for prompt in prompts]
+            made[name] = Case(path, model, prompts, expected)
+        return made[name]
+
+    return load
+
+
+def check(case: Case, seqs: list[Sequence], indices: list[int]) -> None:
+    tally = Tally()
+    for seq, index in zip(seqs, indices, strict=True):
+        compare(seq, case.expected[index], tally)
+    assert tally.ties <= 1
+
+
+def run_everything(case: Case, runner: ModelRunner, chunk: int = 7) -> None:
+    """A batch in chunks, with a prefix hit on its longest prompt and a preemption."""
+    driver = Driver(runner)
+    seqs = [driver.add(prompt, OUTPUT) for prompt in case.prompts]
+    again = driver.add(case.prompts[1], OUTPUT)
+    step = 0
+    while not all(seq.done for seq in (*seqs, again)):
+        if step == 8:
+            driver.share(seqs[1], again, num_blocks=7)
+        if step == 12:
+            driver.release(seqs[0])
+        live = [seq for seq in seqs if not seq.done]
+        live += [again] if step >= 8 and not again.done else []
+        driver.launch([(seq, min(chunk, seq.known - seq.computed)) for seq in live])
+        driver.collect()
+        step += 1
+    assert step > 24
+    check(case, [*seqs, again], [0, 1, 2, 1])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_transformers(load_case, name):
+    case = load_case(name)
+    tokens = zip(case.prompts, case.expected, strict=True)
+    assert max(noise(case.model, prompt + each.tokens) for prompt, each in tokens) < 3e-5
+    for expected in case.expected:
+        assert len(set(expected.tokens)) >= 8
+    assert is_tested(case.config())
+    run_everything(case, case.runner())
+
+
+def test_every_tested_architecture_has_a_case(load_case):
+    stems = {name.partition("-")[0] for name in CASES}
+    classes = {CASES[stem].get("class", f"{stem}ForCausalLM") for stem in stems}
+    assert classes == set(TESTED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["torch", "native"])
+@pytest.mark.parametrize("name", CASES)
+def test_matrix(load_case, name, backend):
+    if backend == "native" and native_library() is None:
+        pytest.skip("no C++ compiler to build the native ops with")
+    case = load_case(name)
+    runner = case.runner(attention_backend=backend)
+    for index, prompt in enumerate(case.prompts):
+        driver = Driver(runner)
+        seq = driver.add(prompt, OUTPUT)
+        driver.run([seq])
+        check(case, [seq], [index])
+    for chunk in range(1, 34):
+        driver = Driver(runner)
+        seq = driver.add(case.prompts[1], 3)
+        driver.run([seq], chunk=chunk)
+        compare(seq, case.expected[1], Tally())
+    for chunk in (3, 10):
+        run_everything(case, runner, chunk)
+    driver = Driver(case.runner(attention_backend=backend, async_scheduling=True))
+    seqs = [driver.add(prompt, OUTPUT) for prompt in case.prompts]
+    driver.run(seqs, chunk=7, depth=2)
+    check(case, seqs, [0, 1, 2])
+
+
+@pytest.mark.parametrize("name", ["Gemma2", "GptOss", "DeepseekV3"])
+def test_native_ops(load_case, name):
+    if native_library() is None:
+        pytest.skip("no C++ compiler to build the native ops with")
+    case = load_case(name)
+    run_everything(case, case.runner(attention_backend="native"))
+
+
+def test_longrope_chooses_its_factors_by_the_longest_sequence(load_case):
+    case = load_case("Phi3-longrope")
+    prompt = case.prompts[0][:7]
+    expected = generate(case.model, prompt, OUTPUT)  # 31 tokens of 32: the short factors
+    for max_model_len, equal in ((32, True), (33, False)):
+        driver = Driver(case.runner(max_model_len=max_model_len))
+        seq = driver.add(prompt, OUTPUT)
+        driver.run([seq])
+        assert (seq.outputs == expected.tokens) is equal
+
+
+# --- what the comparison sees ------------------------------------------------------------
+
+
+def _kinds(change):
+    def mutate(monkeypatch):
+        kinds = paged.attention_kinds
+
+        def changed(probe, windows):
+            return [change(kind) for kind in kinds(probe, windows)]
+
+        monkeypatch.setattr("asyncllm.gpu.transformers_model.build.attention_kinds", changed)
+
+    return mutate
+
+
+def _replace_kind(kind, **fields):
+    from dataclasses import replace
+
+    return replace(kind, **fields)
+
+
+def _replace_shape(kind, **fields):
+    from dataclasses import replace
+
+    return replace(kind, shape=replace(kind.shape, **fields))
+
+
+def _no_sinks(monkeypatch):
+    scored = torch_attention.scored_attention
+    monkeypatch.setattr(
+        torch_attention,
+        "scored_attention",
+        lambda q, k, v, mask, shape, sinks: scored(q, k, v, mask, shape, None),
+    )
+
+
+def _unweighted_experts(monkeypatch):
+    experts = OpExperts.experts
+    monkeypatch.setattr(
+        OpExperts,
+        "experts",
+        lambda self, module, hidden, index, weights: experts(
+            self, module, hidden, index, torch.full_like(weights, 0.5)
+        ),
+    )
+
+
+def _neighbouring_expert(monkeypatch):
+    experts = OpExperts.experts
+    monkeypatch.setattr(
+        OpExperts,
+        "experts",
+        lambda self, module, hidden, index, weights: experts(
+            self, module, hidden, (index + 1) % len(self.up), weights
+        ),
+    )
+
+
+def _short_longrope(monkeypatch):
+    choose = LongRope.choose
+    monkeypatch.setattr(LongRope, "choose", lambda self, count: choose(self, 1))
+
+
+def _config(**fields):
+    """A wrong reading of the configuration."""
+
+    def mutate(monkeypatch):
+        read = TransformersConfig.from_directory
+
+        def changed(path, **options):
+            model = read(path, **options)
+            for name, value in fields.items():
+                setattr(model.config, name, value)
+            return model
+
+        monkeypatch.setattr(TransformersConfig, "from_directory", changed)
+
+    return mutate
+
+
+MUTATIONS = {
+    "no softcap": ("Gemma2", _kinds(lambda kind: _replace_shape(kind, softcap=None))),
+    "a softcap of 4": ("Gemma2", _kinds(lambda kind: _replace_shape(kind, softcap=4.0))),
+    "no final softcap": ("Gemma2", _config(final_logit_softcapping=None)),
+    "another scale": ("Gemma2", _kinds(lambda kind: _replace_shape(kind, scale=0.25))),
+    "no window": ("Olmo3", _kinds(lambda kind: _replace_kind(kind, window=None))),
+    "a window off by one": (
+        "Mistral",
+        _kinds(lambda kind: _replace_kind(kind, window=kind.window + 1)),
+    ),
+    "no sinks": ("GptOss", _no_sinks),
+    "unweighted experts": ("Mixtral", _unweighted_experts),
+    "the neighbouring expert": ("Mixtral", _neighbouring_expert),
+    "routing weights not renormalised": ("Qwen3Moe", _config(norm_topk_prob=False)),
+    "a wrong RoPE base": (
+        "Llama",
+        _config(rope_parameters={"rope_type": "default", "rope_theta": 5_000.0}),
+    ),
+    "no yarn": (
+        "Llama-yarn",
+        _config(rope_parameters={"rope_type": "default", "rope_theta": 10_000.0}),
+    ),
+    "short factors": ("Phi3-longrope", _short_longrope),
+    "no logits scaling": ("Granite", _config(logits_scaling=1.0)),
+    "no embedding multiplier": ("Granite", _config(embedding_multiplier=1.0)),
+    "a RoPE in every layer": ("SmolLM3", _config(no_rope_layers=[1, 1, 1])),
+    "another eps": ("Gemma", _config(rms_norm_eps=1e-2)),
+}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_the_comparison_sees_mistakes(load_case, monkeypatch, mutation):
+    name, mutate = MUTATIONS[mutation]
+    case = load_case(name)
+    mutate(monkeypatch)
+    driver = Driver(case.runner())
+    seq = driver.add(case.prompts[1], OUTPUT)
+    driver.run([seq], chunk=10)
+    with pytest.raises(AssertionError):
+        check(case, [seq], [1])
+
+
+def test_norms_of_one_plus_weight_are_seen(load_case):
+    case = load_case("Gemma")
+    runner = case.runner()
+    state = runner._state
+    assert state is not None
+    norm = state.decoder.base.norm
+    with torch.no_grad():
+        norm.weight -= 1.0
+    driver = Driver(runner)
+    seq = driver.add(case.prompts[1], OUTPUT)
+    driver.run([seq])
+    with pytest.raises(AssertionError):
+        check(case, [seq], [1])
