@@ -158,7 +158,7 @@ TRUNCATIONS: list[tuple[dict[str, Any], list[Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("ops", CPU_OPS)
+@pytest.mark.parametrize("ops", CPU_OPS[:2])
 def test_draws_of_a_mixed_batch_follow_transformers(ops: str) -> None:
     """Many seeds; chi-square over the likely tokens, and none that is cut off."""
     rounds, kinds = 800, len(TRUNCATIONS)
