@@ -269,3 +269,19 @@ def test_what_cannot_be_sampled_from_is_refused():
         ops.sample(logits, sampling, lines[:3], lines, lines.clone(), lines.clone())
     with pytest.raises(RuntimeError, match="beyond its table"):
         ops.sample(logits, sampling, lines + 1, lines, lines.clone(), lines.clone())
+
+
+def test_a_greedy_row_that_needs_the_host_gets_its_logits():
+    """Alone in its step, and so its first row."""
+    driver = Driver(make(MODEL, attention_backend="native"))
+    plain = driver.add([1, 2, 3], 4, GREEDY)
+    driver.run([plain])
+
+    def ban(output: list[int], logits: torch.Tensor) -> torch.Tensor:
+        logits[plain.outputs[len(output)]] = -torch.inf
+        return logits
+
+    ruled = SamplingParams(temperature=0.0, seed=0, logits_processors=[ban])
+    changed = driver.add([1, 2, 3], 1, ruled)
+    driver.run([changed])
+    assert changed.outputs[0] != plain.outputs[0]

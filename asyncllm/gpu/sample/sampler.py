@@ -291,7 +291,7 @@ class Sampler:
         state = self.state
         if self._updates or (state.temperature[req_indices] >= MIN_TEMPERATURE).any():
             return False
-        return not state.stages[req_indices].any() and not state.needing_host(req_indices).any()
+        return not state.stages[req_indices].any() and not len(state.needing_host(req_indices))
 
     def _rows_to_process(self, step: EagerStep) -> np.ndarray:
         """Rows that need more than the draw."""
