@@ -393,6 +393,11 @@ def drop(name: str) -> Callable[[dict[str, torch.Tensor]], object]:
             put(f"{Q}weight_zero_point", torch.ones(128, 1, dtype=torch.int8)),
             "tensor 'model.layers.0.self_attn.q_proj.weight'.* 'weight_zero_point' is not 0",
         ),
+        (
+            "ct-pack-8",
+            put(f"{Q}weight_g_idx", torch.zeros(64, dtype=torch.int32)),
+            "weight_g_idx' is I32 .* none where the strategy is not 'group'",
+        ),
         ("ct-int", put(f"{Q}weight", torch.zeros(4, 4).to(torch.float8_e4m3fn)), "expected I8"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -358,6 +359,8 @@ def test_a_model_is_a_file_or_a_directory_with_one(plain, tmp_path):
         ({"llama.rope.scaling.type": "linear"}, "factor is missing"),
         ({"llama.attention.head_count": 0}, "attention.head_count is 0"),
         ({"llama.block_count": 100_000}, "num_hidden_layers is 100000"),
+        ({"llama.attention.head_count_kv": 0}, "num_key_value_heads is 0"),
+        ({"llama.attention.head_count_kv": 3}, "divisor of num_attention_heads=4"),
         ({"general.alignment": 0}, "general.alignment is 0"),
     ],
 )
@@ -365,6 +368,13 @@ def test_what_a_file_says_of_the_model_is_checked(plain, tmp_path, metadata, wor
     path = tmp_path / "model.gguf"
     write(path, plain, metadata=metadata)
     assert words in refused(path)
+    # A reader that was not asked for the configuration first.
+    with (
+        contextlib.suppress(ModelLoadError),
+        closing(open_checkpoint(path, torch.float32)) as reader,
+    ):
+        for name in reader.tensors:
+            reader.tensor(name)
 
 
 def test_without_gguf_py_the_extra_is_named(plain, tmp_path, monkeypatch):

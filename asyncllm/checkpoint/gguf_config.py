@@ -18,7 +18,7 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-"""By ``general.architecture``; Mistral's files are "llama", with a window that nobody stores."""
+"""By ``general.architecture``; Mistral's files are "llama" as well."""
 
 _COPIED = {
     "context_length": "max_position_embeddings",

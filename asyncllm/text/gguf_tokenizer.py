@@ -52,7 +52,7 @@ def read_gguf_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str
 
 def _check_split(path: Path, metadata: Mapping[str, Any]) -> None:
     """Raises ModelLoadError for a byte-level vocabulary whose way to split words transformers does
-    not know: it would take GPT-2's and tell nobody."""
+    not know: it would take GPT-2's in silence."""
     try:
         from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
     except ImportError:  # of versions that take the class of the architecture instead

@@ -100,12 +100,14 @@ class PartsOf:
                 f"{self._places()}: tensor {self.stem + suffix!r} is missing"
                 + (f", which {owner!r} needs" if owner else "")
             )
-        wrong_shape = shape is not None and info.shape != shape
         if 0 in info.shape:
             raise self.bad(suffix, "no dimension of 0")
-        if info.dtype not in dtypes or wrong_shape or len(info.shape) != (dims or len(info.shape)):
-            of_shape = f"shape {shape}" if shape is not None else f"{dims} dimensions"
-            accepted = " or ".join(dtypes) + (f" of {of_shape}" if shape or dims else "")
+        accepted, fits = " or ".join(dtypes), info.dtype in dtypes
+        if shape is not None:
+            accepted, fits = f"{accepted} of shape {shape}", fits and info.shape == shape
+        elif dims is not None:
+            accepted, fits = f"{accepted} of {dims} dimensions", fits and len(info.shape) == dims
+        if not fits:
             raise self.bad(suffix, accepted)
         return info
 

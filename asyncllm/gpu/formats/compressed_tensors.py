@@ -143,6 +143,8 @@ class CompressedTensors:
         else:
             parts.find("weight_zero_point")  # all zeros, where it is stored
         if parts.find("weight_g_idx") is not None:
+            if block is None or block[0] != 1 or not block[1]:
+                raise parts.bad("weight_g_idx", "none where the strategy is not 'group'")
             parts.require("weight_g_idx", ["I32"], (columns,))
         return PackedTensor(parts.stem + "weight", shape, parts.names)
 

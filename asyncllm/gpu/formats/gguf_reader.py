@@ -57,14 +57,14 @@ class GGUFReader:
 
     def __init__(self, path: Path, dtype: torch.dtype) -> None:
         file = GGUFFile(path)
-        config = gguf_config(file).values
+        config = gguf_config(file)
         self.path, self.dtype = path, dtype
         self.tensors: dict[str, TensorInfo] = {}
         self._stored: dict[str, GGUFTensor] = {}
         self._heads: dict[str, int] = {}
-        permuted = config["architectures"] == ["LlamaForCausalLM"]
-        heads = {"q": config["num_attention_heads"]}
-        heads["k"] = config.get("num_key_value_heads", heads["q"])
+        permuted = config.values["architectures"] == ["LlamaForCausalLM"]
+        heads = {"q": config.integer("num_attention_heads")}
+        heads["k"] = config.integer("num_key_value_heads", heads["q"])
         for stored_name, stored in file.tensors.items():
             if stored_name in COMPUTED:
                 continue
