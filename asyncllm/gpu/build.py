@@ -117,7 +117,7 @@ def _create(
     budget = config.max_num_batched_tokens
     token_budget = mode.token_budget if budget == "auto" else budget
     if budget == "auto" and not mode.stream.is_async:
-        # What is measured once there is a runner is no more.
+        # At most this is found when the runner's steps are timed.
         token_budget = min(token_budget, HIGHEST)
     available = available_cache_bytes(
         config,

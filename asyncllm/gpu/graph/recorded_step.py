@@ -82,7 +82,6 @@ class RecordedStep:
             logits = decoder.logits(hidden[: STAND_INS[Size.SAMPLED]])
             recorder.keep(hidden)
             recorder.keep(logits)
-
         self.num_bytes = recorder.layout(self._capacity)[1]
 
     def load(self) -> None:
