@@ -77,7 +77,8 @@ class TransformersConfig:
         whole = _read(directory, file, trust_remote_code)
         config = copy.deepcopy(whole.get_text_config(decoder=True))
         # The whole model ties its head by its own field, whatever that of a part says.
-        config.tie_word_embeddings = whole.tie_word_embeddings
+        if type(config) is not type(whole):
+            config.tie_word_embeddings = whole.tie_word_embeddings
         model_class = _model_class(directory, file, whole, config, trust_remote_code)
         skeleton = build_skeleton(model_class, config)
         head = skeleton.get_output_embeddings()  # pyright: ignore[reportCallIssue]
@@ -161,7 +162,9 @@ def _read(directory: Path, file: ConfigFile, trust_remote_code: bool) -> Any:
             directory, trust_remote_code=trust_remote_code, local_files_only=True
         )
     except Exception as error:
-        raise ModelLoadError(f"{file.path}: transformers cannot read it: {explain(error)}") from error
+        raise ModelLoadError(
+            f"{file.path}: transformers cannot read it: {explain(error)}"
+        ) from error
     if config.is_encoder_decoder:
         raise ModelLoadError(
             f"{file.path}: is_encoder_decoder is True, expected a model with a decoder alone"

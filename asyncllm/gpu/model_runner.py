@@ -25,7 +25,7 @@ from asyncllm.gpu.graph.decode_runner import DecodeRunner
 from asyncllm.gpu.graph.streams import Event, Stream, SyncStream
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.memory import is_out_of_memory, release
-from asyncllm.gpu.models.decoder import Decoder
+from asyncllm.gpu.models.language_model import LanguageModel
 from asyncllm.gpu.ops.gumbel import NO_TOKEN_LEFT
 from asyncllm.gpu.sample.logprobs import MAX_FUSED, token_logprobs
 from asyncllm.gpu.sample.prompt_logprobs import gather_prompt_logprobs
@@ -39,7 +39,7 @@ from asyncllm.validation import explain
 class _Device:
     """State that holds memory, in one place so that closing drops it whole."""
 
-    decoder: Decoder
+    decoder: LanguageModel
     cache: KVCache
     inputs: InputBatch
     sampler: Sampler
@@ -127,7 +127,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: LanguageModel,
         cache: KVCache,
         info: ExecutorInfo,
         *,

@@ -274,7 +274,12 @@ class TorchAttention:
 
 
 def scored_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shape: AttentionShape, sinks: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    shape: AttentionShape,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Attention whose scores have a soft cap, or whose softmax has sinks, in float32.
 

@@ -10,7 +10,7 @@ from asyncllm.core.batch import StepBatch
 from asyncllm.gpu.batch.input_batch import InputBatch
 from asyncllm.gpu.batch.sampling_inputs import TopLogprobs
 from asyncllm.gpu.h2d import copy_to_device
-from asyncllm.gpu.models.decoder import Decoder
+from asyncllm.gpu.models.language_model import LanguageModel
 from asyncllm.gpu.sample.logprobs import token_logprobs
 from asyncllm.gpu.sample.sampler import NOT_FINITE
 from asyncllm.outputs import TokenLogprobs
@@ -21,7 +21,7 @@ SLICE_ELEMENTS = 1 << 24
 
 
 def gather_prompt_logprobs(
-    batch: StepBatch, hidden: Tensor, inputs: InputBatch, decoder: Decoder
+    batch: StepBatch, hidden: Tensor, inputs: InputBatch, decoder: LanguageModel
 ) -> tuple[dict[int, list[TokenLogprobs]], dict[int, Exception]]:
     """By row, the log-probabilities that ``batch.prompt_logprobs`` asks for, and the errors of
     those that have none.
@@ -45,7 +45,7 @@ def gather_prompt_logprobs(
 
 
 def _span_logprobs(
-    hidden: Tensor, tokens: np.ndarray, num_top: int, decoder: Decoder
+    hidden: Tensor, tokens: np.ndarray, num_top: int, decoder: LanguageModel
 ) -> list[TokenLogprobs] | None:
     """Those of one row, in slices; None if its logits are not finite numbers."""
     size = max(1, SLICE_ELEMENTS // decoder.model.vocab_size)

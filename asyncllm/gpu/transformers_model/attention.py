@@ -51,7 +51,9 @@ def kv_indices(probe: Probe) -> list[int]:
     its own."""
     indices: list[int] = []
     for call in probe.calls:
-        indices.append(max(indices, default=-1) + 1 if call.shared is None else indices[call.shared])
+        indices.append(
+            max(indices, default=-1) + 1 if call.shared is None else indices[call.shared]
+        )
     return indices
 
 
@@ -71,7 +73,8 @@ class PagedAttention:
         call: AttentionCall,
         kv_index: int,
     ) -> None:
-        self.step, self.kind, self.attention = step, kind, attention
+        self.step, self.kind = step, kind
+        self.attention: Any = attention  # with a further argument where there are sinks
         self.kv_index, self.writes = kv_index, call.shared is None
         size = kind.shape.head_dim
         self.key_padding, self.value_padding = size - call.key_size, size - call.value_size

@@ -90,7 +90,7 @@ class Reference:
             raise ModelLoadError(
                 f"{model.path}: {model.architecture} is not among the tested architectures, and "
                 f"its own results in {dtype} vary by {noise:.3g}, so that others cannot be told "
-                f"from them; expected at most {MOST_NOISE:g}, as dtype=\"float32\" may give"
+                f'from them; expected at most {MOST_NOISE:g}, as dtype="float32" may give'
             )
         return cls(sequences, expected, noise)
 

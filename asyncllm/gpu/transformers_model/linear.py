@@ -17,12 +17,12 @@ class OpLinear(nn.Module):
 
     def __init__(self, linear: Linear, in_features: int, out_features: int) -> None:
         super().__init__()
-        self.__dict__["linear"] = linear
+        self.call = linear
         self.in_features, self.out_features = in_features, out_features
 
     def forward(self, x: Tensor) -> Tensor:
         shape = x.shape
-        out = self.linear(x.reshape(-1, shape[-1]))
+        out = self.call(x.reshape(-1, shape[-1]))
         return out.view(*shape[:-1], self.out_features)
 
 
@@ -31,10 +31,10 @@ class OpEmbedding(nn.Module):
 
     def __init__(self, embedding: Embedding) -> None:
         super().__init__()
-        self.__dict__["embedding"] = embedding
+        self.call = embedding
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        out = self.embedding(token_ids.reshape(-1))
+        out = self.call(token_ids.reshape(-1))
         return out.view(*token_ids.shape, out.shape[-1])
 
 
