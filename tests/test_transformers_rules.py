@@ -459,3 +459,30 @@ def test_the_page_has_the_table_of_families():
 
     page = PAGE.read_text(encoding="utf-8")
     assert with_table(page) == page
+
+
+def test_nothing_of_a_model_stays_behind(tmp_path):
+    import gc
+    import weakref
+
+    make(tmp_path, "GptOss")
+    runner = load(tmp_path)
+    state = runner._state
+    assert state is not None
+    left = [weakref.ref(state.decoder.base), weakref.ref(state.cache.tensor)]
+    driver = Driver(runner)
+    seq = driver.add([1, 2, 3], 4)
+    driver.run([seq])
+    del state
+    runner.close()
+    gc.collect()
+    assert [ref() for ref in left] == [None, None]
+
+
+def test_weights_do_not_lie_in_the_files_that_they_came_from(tmp_path):
+    make(tmp_path, "Gemma2")
+    driver = Driver(load(tmp_path))
+    (tmp_path / "model.safetensors").write_bytes(b"")  # reading a mapping of it would be a SIGBUS
+    seq = driver.add([1, 2, 3], 4)
+    driver.run([seq])
+    assert len(seq.outputs) == 4

@@ -202,7 +202,7 @@ def _load_transformers(
         free_at_start = check_weights(config, device, model_bytes(model, dtype))
     convert = quantisation(config, device, ops)
     load = dummy_modules if config.load_format == "dummy" else load_modules
-    modules = load(
+    modules, owner = load(
         model, dtype, device, attention=NAME, experts=experts_name(device), progress=progress
     )
     reference = None
@@ -215,7 +215,7 @@ def _load_transformers(
             )  # fmt: skip
         reference = Reference.of(modules, model, dtype, device)
     decoder = build_transformers_decoder(
-        model, plan, ops, attention, modules, dtype, device, convert
+        model, plan, ops, attention, modules, owner, dtype, convert
     )
     if reference is not None:
         reference.check(decoder, group)
