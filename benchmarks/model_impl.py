@@ -116,7 +116,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--layers", type=int, default=12)
     arguments = parser.parse_args()
-    steps = 15 if arguments.quick else 60
+    steps = 9 if arguments.quick else 60
     conditions = {"dtype": arguments.dtype, "layers": str(arguments.layers)}
     report = Report("Decode steps by model_impl", conditions)
     with tempfile.TemporaryDirectory() as folder:
