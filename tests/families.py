@@ -40,6 +40,11 @@ LATENT = {"q_lora_rank": 32, "kv_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope
 LATENT |= {"v_head_dim": 16, "head_dim": 8, "num_key_value_heads": 4}
 GROUPS = {"n_routed_experts": 6, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
 
+GEMMA4 = {"config": "Gemma4TextConfig", "head_dim": 16, "global_head_dim": 32, **SLIDING}
+GEMMA4 |= {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 8}
+GEMMA4 |= {"vocab_size_per_layer_input": 256}
+GEMMA4 |= {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
+
 CASES: dict[str, dict[str, Any]] = {
     "Cohere": {},
     "Cohere2": {"head_dim": 16, **SLIDING, **MIXED},
@@ -61,6 +66,23 @@ CASES: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 24,
         **SLIDING,
         **MIXED,
+    },
+    "Gemma4": GEMMA4,
+    "Gemma4-shared": {
+        **GEMMA4,
+        "gain": 1.2,
+        "num_hidden_layers": 6,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+    },
+    "Gemma4-experts": {
+        **GEMMA4,
+        "enable_moe_block": True,
+        "num_experts": 6,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 48,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
     },
     "Glm4": {"head_dim": 16, "partial_rotary_factor": 0.5},
     "Glm4Moe": {"head_dim": 16, **MOE, **GROUPS},
@@ -95,8 +117,16 @@ CASES: dict[str, dict[str, Any]] = {
 }
 """Settings by family; what follows a hyphen is a variant of it."""
 
-SEEDS = {"DeepseekV3": 3, "GPT2": 13, "Glm4Moe": 1, "Granite": 4, "Mixtral": 6, "OPT": 4, "Olmo2": 1}
-SEEDS |= {"Phi3": 1, "Phi3-longrope": 3, "Qwen3": 1}
+SEEDS = {
+    "DeepseekV3": 3,
+    "GPT2": 13,
+    "Glm4Moe": 1,
+    "Granite": 4,
+    "Mixtral": 6,
+    "OPT": 4,
+    "Olmo2": 1,
+}
+SEEDS |= {"Gemma4": 2, "Gemma4-shared": 16, "Phi3": 1, "Phi3-longrope": 3, "Qwen3": 1}
 """Where 0 gives a model that repeats itself."""
 
 
@@ -106,27 +136,27 @@ def make(path: Path, family: str, **overrides: Any) -> Any:
     Weights are drawn wide around what the family starts from, so that outputs vary, and that
     norms of weight ``1 + w`` keep their sense."""
     settings = TINY | CASES.get(family, {}) | overrides
-    seed = settings.pop("seed", SEEDS.get(family, 0))
+    seed, gain = settings.pop("seed", SEEDS.get(family, 0)), settings.pop("gain", 1.6)
     family = family.partition("-")[0]
     model_class = getattr(transformers, settings.pop("class", f"{family}ForCausalLM"))
     config = getattr(transformers, settings.pop("config", f"{family}Config"))(**settings)
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"
     model = model_class(config).eval()
-    draw_weights(model, seed)
+    draw_weights(model, seed, gain)
     # Without the family's own ids of ends, which are beyond this vocabulary.
     model.generation_config = transformers.GenerationConfig()
     model.save_pretrained(path)
     return model
 
 
-def draw_weights(model: torch.nn.Module, seed: int = 0) -> None:
+def draw_weights(model: torch.nn.Module, seed: int = 0, gain: float = 1.6) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
                 scale = (
-                    0.2 if "embed" in name or "wte" in name else 1.6 * parameter.shape[-1] ** -0.5
+                    0.2 if "embed" in name or "wte" in name else gain * parameter.shape[-1] ** -0.5
                 )
                 parameter.normal_(0.0, scale, generator=generator)
             else:

@@ -287,18 +287,26 @@ def test_a_block_size_that_does_not_fit(hopper, name, block_size, words):
     assert make_attention("flash_attn_3", replace(GPU, block_size=block_size))[1] == block_size
 
 
-def test_a_soft_cap_is_handed_on_or_refused(hopper):
+def test_a_soft_cap_is_handed_on(hopper):
     pytest.importorskip("triton")
     capped = replace(GPU, shape=CAPPED)
     for name in ("triton", "flash_attn", "flash_attn_3"):
         assert make_attention(name, capped)[0].softcap == 30.0
+    attention, _ = make_attention("torch", capped)
+    assert isinstance(attention, TorchAttention)
+    assert attention.shape.softcap == 30.0
+
+
+def test_sinks_are_refused_where_they_would_be_left_out(hopper):
+    pytest.importorskip("triton")
+    sinking = replace(GPU, shape=replace(SHAPE, sinks=True))
     with pytest.raises(InvalidRequestError) as error:
-        make_attention("torch", capped)
+        make_attention("triton", sinking)
     assert str(error.value) == (
-        "attention_backend='torch' takes no soft cap on the scores, and this is 30.0"
+        "attention_backend='triton' takes no attention sinks, and this is attention with sinks; "
+        'or attention_backend="torch", which covers it on any device'
     )
-    with pytest.raises(ValueError, match=r"softcap=30\.0"):
-        TorchAttention(CAPPED, torch.float32)
+    assert isinstance(make_attention("torch", sinking)[0], TorchAttention)
 
 
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 32), (torch.bfloat16, 128)])

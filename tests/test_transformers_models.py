@@ -55,9 +55,7 @@ class Case:
 
     def runner(self, **overrides: Any) -> ModelRunner:
         settings: dict[str, Any] = {"attention_backend": "torch"}
-        return build_model_runner(
-            EngineConfig(**(SETTINGS | settings | overrides)), self.config()
-        )
+        return build_model_runner(EngineConfig(**(SETTINGS | settings | overrides)), self.config())
 
 
 @pytest.fixture(scope="module")

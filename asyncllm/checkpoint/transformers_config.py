@@ -77,7 +77,8 @@ class TransformersConfig:
         whole = _read(directory, file, trust_remote_code)
         config = copy.deepcopy(whole.get_text_config(decoder=True))
         # The whole model ties its head by its own field, whatever that of a part says.
-        config.tie_word_embeddings = whole.tie_word_embeddings
+        if type(config) is not type(whole):
+            config.tie_word_embeddings = whole.tie_word_embeddings
         # The reader gives plain weights, which transformers is not to unpack again.
         vars(config).pop("quantization_config", None)
         model_class = _model_class(directory, file, whole, config, trust_remote_code)

@@ -35,8 +35,8 @@ from asyncllm.gpu.kv_cache import (
 from asyncllm.gpu.memory import check_cache, check_weights, cuda_cache_bytes, release
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.models.architectures import is_small
-from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.models.dense import attention_kinds, build_decoder, kv_groups
+from asyncllm.gpu.models.language_model import LanguageModel
 from asyncllm.gpu.models.layers import AttentionKind
 from asyncllm.gpu.ops.backend import AttentionRequest
 from asyncllm.gpu.ops.base import Attention
@@ -175,7 +175,7 @@ def _load(
     device: torch.device,
     num_threads: int | None,
     progress: Progress | None,
-) -> tuple[Decoder | TransformersDecoder, list[KVGroup], int]:
+) -> tuple[LanguageModel, list[KVGroup], int]:
     """The model with its weights, its KV groups, and on a GPU the bytes that were free
     before."""
     dtype = resolve_dtype(config.dtype, model, device)
@@ -212,8 +212,9 @@ def _load_transformers(
         free_at_start = check_weights(config, device, model_bytes(model, dtype))
     convert = quantisation(config, model, device, ops)
     load = dummy_modules if config.load_format == "dummy" else load_modules
-    names = {"attention": NAME, "experts": experts_name(device)}
-    modules = load(model, dtype, device, **names, progress=progress)
+    modules, owner = load(
+        model, dtype, device, attention=NAME, experts=experts_name(device), progress=progress
+    )
     reference = None
     if not is_tested(model):
         if convert is not None:
@@ -224,7 +225,7 @@ def _load_transformers(
             )  # fmt: skip
         reference = Reference.of(modules, model, dtype, device)
     decoder = build_transformers_decoder(
-        model, plan, ops, attention, modules, dtype, device, convert
+        model, plan, ops, attention, modules, owner, dtype, convert
     )
     if reference is not None:
         reference.check(decoder, group)
@@ -318,7 +319,7 @@ def resolve_threads(
 
 def available_cache_bytes(
     config: EngineConfig,
-    decoder: Decoder | TransformersDecoder,
+    decoder: LanguageModel,
     groups: Sequence[KVGroup],
     *,
     free_at_start: int,

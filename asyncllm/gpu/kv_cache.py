@@ -44,10 +44,10 @@ class KVGroup:
     layout: BlockLayout
     layouts: tuple[BlockLayout, ...] = ()
 
-    def views(self, memory: Tensor, num_blocks: int) -> Tensor | list[Tensor]:
+    def views(self, memory: Tensor, num_blocks: int) -> Sequence[Tensor]:
         """``memory [layers, size]`` as the caches of the layers."""
         if not self.layouts:
-            return self.layout.view(memory, num_blocks)
+            return list(self.layout.view(memory, num_blocks))
         return [
             layout.view(memory[i : i + 1, : num_blocks * layout.num_elements], num_blocks)[0]
             for i, layout in enumerate(self.layouts)
@@ -91,17 +91,17 @@ class KVCache:
         depth = len(groups[0].spec.layers)
         size = num_blocks * block_bytes(groups, dtype) // (depth * dtype.itemsize)
         memory = _zeros((depth, size), dtype, device)
+        self.by_layer = bool(groups[0].layouts)
         if len(groups) > 1 and any(group.layouts for group in groups):
             raise ValueError("layers of different layouts: expected one KV group of all of them")
         views = [group.views(memory, num_blocks) for group in groups]
-        self.tensor = memory if groups[0].layouts else views[0]
-        self.by_layer = bool(groups[0].layouts)
-        by_layer = {
+        self.tensor = memory if self.by_layer else groups[0].layout.view(memory, num_blocks)
+        parts = {
             layer: part
             for group, view in zip(groups, views, strict=True)
             for layer, part in zip(group.spec.layers, view, strict=True)
         }
-        self.layers: list[Tensor] = [by_layer[layer] for layer in sorted(by_layer)]
+        self.layers: list[Tensor] = [parts[layer] for layer in sorted(parts)]
 
     def clear(self, block_ids: np.ndarray) -> None:
         """Zeroes blocks before a new owner writes them.

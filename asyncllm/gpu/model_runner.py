@@ -31,7 +31,7 @@ from asyncllm.gpu.graph.recorded_step import RecordedStep, record_step
 from asyncllm.gpu.graph.streams import Event, Stream, SyncStream
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.memory import is_out_of_memory, release
-from asyncllm.gpu.models.decoder import Decoder
+from asyncllm.gpu.models.language_model import LanguageModel
 from asyncllm.gpu.ops.gumbel import NO_TOKEN_LEFT
 from asyncllm.gpu.sample.host_rows import HostRows
 from asyncllm.gpu.sample.logprobs import MAX_FUSED, token_logprobs
@@ -52,7 +52,7 @@ from asyncllm.validation import explain
 class _Device:
     """State that holds memory, in one place so that closing drops it whole."""
 
-    decoder: Decoder
+    decoder: LanguageModel
     cache: KVCache
     inputs: InputBatch
     sampler: Sampler
@@ -153,7 +153,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: LanguageModel,
         cache: KVCache,
         info: ExecutorInfo,
         *,
@@ -429,11 +429,11 @@ class ModelRunner:
         """Runs a step on a device whose state between steps is the host's."""
         state = self._open()
         count = len(step.rows)
-        greedy = count > 0 and self._takes_argmax(state, step)
-        logits, hidden = self._forward(state, step, 0 if greedy else count)
+        argmax = self._argmax(state, step) if count else None
+        logits, hidden = self._forward(state, step, 0 if argmax else count)
         output = SampleOutput(step.rows)
-        if greedy:
-            output = greedy_output(state.decoder.argmax(hidden[:count]))
+        if argmax:
+            output = greedy_output(argmax(hidden[:count]))
         elif count:
             eager = state.sampler.host_step(step.req_indices, step.positions, step.masks_by_place())
             output = state.sampler.sample(logits, eager)
@@ -443,11 +443,10 @@ class ModelRunner:
         return output
 
     @staticmethod
-    def _takes_argmax(state: _Device, step: _Step) -> bool:
-        """Whether the output head alone says each row's token."""
-        if step.batch.masked_rows or not state.decoder.takes_argmax:
-            return False
-        return state.sampler.is_greedy(step.req_indices)
+    def _argmax(state: _Device, step: _Step) -> Callable[[Tensor], Tensor] | None:
+        """The model's argmax, where that alone says each row's token."""
+        greedy = not step.batch.masked_rows and state.sampler.is_greedy(step.req_indices)
+        return state.decoder.argmax if greedy else None
 
     def _wait(self, step: _Step) -> SampleOutput:
         """The tokens of a step that was queued; those of its host rows are drawn."""

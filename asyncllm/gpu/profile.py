@@ -13,11 +13,11 @@ from asyncllm.gpu.batch.step_buffers import StepBuffer
 from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.graph.recorded_step import record_step
 from asyncllm.gpu.kv_cache import KVCache, KVGroup
-from asyncllm.gpu.models.decoder import Decoder
+from asyncllm.gpu.models.language_model import LanguageModel
 
 
 def profile_run(
-    decoder: Decoder,
+    decoder: LanguageModel,
     groups: Sequence[KVGroup],
     *,
     max_num_batched_tokens: int,
@@ -27,7 +27,7 @@ def profile_run(
     """Runs a prefill, a mixed and a decode step, each as large as the scheduler makes them,
     at the end of the longest sequences, and samples from their logits.
 
-    All rows write and read one KV block. Call ``Decoder.set_max_positions`` first.
+    All rows write and read one KV block. Call ``decoder.set_max_positions`` first.
     """
     few, weight = decoder.with_few_layers(), decoder.embedding
     cache = KVCache(groups, 1, weight.dtype, weight.device)
@@ -42,7 +42,7 @@ def profile_run(
 
 
 def recorded_bytes(
-    decoder: Decoder,
+    decoder: LanguageModel,
     groups: Sequence[KVGroup],
     *,
     max_num_batched_tokens: int,
@@ -105,7 +105,7 @@ def _inputs(
     return inputs
 
 
-def _sample(decoder: Decoder, logits: torch.Tensor) -> None:
+def _sample(decoder: LanguageModel, logits: torch.Tensor) -> None:
     """Samples every row, with top_k and top_p at work."""
     count = logits.shape[0]
     buffer = StepBuffer(count, 0, logits.device)

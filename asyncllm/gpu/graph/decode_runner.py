@@ -23,7 +23,7 @@ from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.graph.cuda_graphs import GraphCapturer, GraphKey, Part, StepGraphs
 from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.kv_cache import KVCache
-from asyncllm.gpu.models.decoder import Decoder
+from asyncllm.gpu.models.language_model import LanguageModel
 from asyncllm.gpu.sample.host_rows import HostRows
 
 
@@ -56,7 +56,7 @@ class DecodeRunner:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: LanguageModel,
         cache: KVCache,
         info: ExecutorInfo,
         capturer: GraphCapturer,

@@ -13,7 +13,7 @@ from asyncllm.gpu.batch.block_table import BlockTable
 from asyncllm.gpu.batch.input_batch import InputBatch, span_indices
 from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.kv_cache import KVCache
-from asyncllm.gpu.models.decoder import Decoder
+from asyncllm.gpu.models.language_model import LanguageModel
 from asyncllm.gpu.ops.program import Program
 from asyncllm.gpu.ops.recorder import STAND_INS, Recorder, Size, Unrecordable
 from asyncllm.logger import get_logger
@@ -65,7 +65,7 @@ class RecordedStep:
     def __init__(
         self,
         recorder: Recorder,
-        decoder: Decoder,
+        decoder: LanguageModel,
         cache: KVCache,
         inputs: InputBatch,
         *,
@@ -123,7 +123,7 @@ class RecordedStep:
 
 
 def record_step(
-    decoder: Decoder, cache: KVCache, inputs: InputBatch, *, max_tokens: int, max_rows: int
+    decoder: LanguageModel, cache: KVCache, inputs: InputBatch, *, max_tokens: int, max_rows: int
 ) -> RecordedStep | str:
     """The recorded step of a model, or why there is none."""
     recorder = decoder.ops.recorder()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,16 +112,10 @@ class Decoder:
         """``[S, H] -> [S, vocab_size]`` in the model's dtype."""
         return self.lm_head(hidden)
 
-    @functools.cached_property
-    def takes_argmax(self) -> bool:
-        """Whether the head finds its largest output by itself."""
-        return isinstance(self.lm_head, ArgmaxLinear)
-
-    def argmax(self, hidden: Tensor) -> Tensor:
-        """``[S, H] -> [S]`` int64: the tokens that greedy rows sample from ``logits(hidden)``,
-        which are not written; see ``ArgmaxLinear``. Only where ``takes_argmax``."""
-        assert isinstance(self.lm_head, ArgmaxLinear)
-        return self.lm_head.argmax(hidden)
+    @property
+    def argmax(self) -> Callable[[Tensor], Tensor] | None:
+        """The head's own, see ``LanguageModel``."""
+        return self.lm_head.argmax if isinstance(self.lm_head, ArgmaxLinear) else None
 
     def _run(
         self,

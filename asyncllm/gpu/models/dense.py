@@ -54,7 +54,7 @@ def kv_groups(
     layouts = {block_layout(each, kind.shape, block_size) for kind, each in attention.items()}
     if len(layouts) > 1:
         raise ValueError(f"all layers share KV blocks: expected one layout, not {layouts}")
-    return [KVGroup(KVCacheSpec(tuple(range(model.num_layers)), block_size), *layouts)]
+    return [KVGroup(KVCacheSpec(tuple(range(model.num_layers)), block_size), layouts.pop())]
 
 
 def build_decoder(

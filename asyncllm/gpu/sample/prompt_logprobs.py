@@ -12,7 +12,7 @@ from asyncllm.core.batch import PromptSpan, StepBatch
 from asyncllm.gpu.batch.input_batch import InputBatch
 from asyncllm.gpu.batch.sampling_inputs import TopLogprobs
 from asyncllm.gpu.h2d import copy_to_device
-from asyncllm.gpu.models.decoder import Decoder
+from asyncllm.gpu.models.language_model import LanguageModel
 from asyncllm.gpu.sample.logprobs import token_logprobs
 from asyncllm.gpu.sample.sampler import NOT_FINITE
 from asyncllm.outputs import TokenLogprobs
@@ -34,7 +34,7 @@ def gather_prompt_logprobs(
     spans: Mapping[int, PromptSpan],
     tokens: Mapping[int, np.ndarray],
     hidden: Tensor,
-    decoder: Decoder,
+    decoder: LanguageModel,
 ) -> tuple[dict[int, list[TokenLogprobs]], dict[int, Exception]]:
     """By row, the log-probabilities that ``spans`` ask for, and the errors of those that have
     none.
@@ -58,7 +58,7 @@ def gather_prompt_logprobs(
 
 
 def _span_logprobs(
-    hidden: Tensor, tokens: np.ndarray, num_top: int, decoder: Decoder
+    hidden: Tensor, tokens: np.ndarray, num_top: int, decoder: LanguageModel
 ) -> list[TokenLogprobs] | None:
     """Those of one row, in slices; None if its logits are not finite numbers."""
     size = max(1, SLICE_ELEMENTS // decoder.model.vocab_size)

@@ -73,7 +73,8 @@ class PagedAttention:
         call: AttentionCall,
         kv_index: int,
     ) -> None:
-        self.step, self.kind, self.attention = step, kind, attention
+        self.step, self.kind = step, kind
+        self.attention: Any = attention  # with a further argument where there are sinks
         self.kv_index, self.writes = kv_index, call.shared is None
         size = kind.shape.head_dim
         self.key_padding, self.value_padding = size - call.key_size, size - call.value_size

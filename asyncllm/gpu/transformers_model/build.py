@@ -27,7 +27,7 @@ from asyncllm.gpu.transformers_model.interface import NAME, set_handler
 from asyncllm.gpu.transformers_model.linear import OpEmbedding, OpExperts, OpLinear
 from asyncllm.gpu.transformers_model.probe import Probe, probe
 from asyncllm.gpu.transformers_model.rules import check_calls, check_modules
-from asyncllm.gpu.transformers_model.weights import tied_head
+from asyncllm.gpu.transformers_model.weights import Owner, tied_head
 
 Convert = Callable[[LinearWeights], LinearWeights]
 
@@ -76,14 +76,15 @@ def build_transformers_decoder(
     ops: TorchOps,
     attention: Mapping[AttentionKind, Attention],
     modules: Any,
+    owner: Owner,
     dtype: torch.dtype,
-    device: torch.device,
     convert: Convert | None = None,
 ) -> TransformersDecoder:
     """Puts the engine's parts in the place of transformers'.
 
     Args:
-        modules: the model with its weights, whose linear layers are given up one by one.
+        modules: the model with its weights, whose linear layers are given up one by one, so that
+            no more than one of them is held twice.
         convert: what becomes of the weights of every linear layer: a quantisation.
     """
     step, found = Step(), plan.probe
@@ -95,23 +96,24 @@ def build_transformers_decoder(
     def make(weights: LinearWeights) -> Linear:
         return ops.linear(convert(weights) if convert else weights)
 
-    _share_head(modules, found, ops, convert)
+    _share_head(modules, found, ops, owner, convert)
     for name in found.linears:
         linear = modules.get_submodule(name)
         if type(linear) is nn.Linear:
-            _replace(modules, name, OpLinear(_take(linear, make), *_sizes(linear)))
-    if experts_name(device) == NAME:
+            _replace(modules, name, OpLinear(_take(linear, make, owner), *_sizes(linear)))
+    if experts_name(owner.device) == NAME:
         for name in found.experts:
             module = modules.get_submodule(name)
-            set_handler(module, OpExperts(module, make))
-    residence = Residence(dtype, device)
+            set_handler(module, OpExperts(module, make, owner.take))
+    owner.take_all(modules)
+    residence = Residence(dtype, owner.device)
     return TransformersDecoder(model, ops, attention, modules, found.base, step, residence)
 
 
-def _take(linear: nn.Linear, make: Callable[[LinearWeights], Linear]) -> Linear:
+def _take(linear: nn.Linear, make: Callable[[LinearWeights], Linear], owner: Owner) -> Linear:
     """The op of a layer's weights, which it gives up."""
-    bias = None if linear.bias is None else linear.bias.detach()
-    weights = LinearWeights(linear.weight.detach(), bias)
+    bias = None if linear.bias is None else owner.take(linear.bias.detach())
+    weights = LinearWeights(owner.take(linear.weight.detach()), bias)
     linear._parameters.clear()
     return make(weights)
 
@@ -120,13 +122,16 @@ def _sizes(linear: nn.Linear) -> tuple[int, int]:
     return linear.in_features, linear.out_features
 
 
-def _share_head(modules: Any, found: Probe, ops: TorchOps, convert: Convert | None) -> None:
+def _share_head(
+    modules: Any, found: Probe, ops: TorchOps, owner: Owner, convert: Convert | None
+) -> None:
     """An output head that is tied to the embedding shares its table, as far as the op set can."""
     head, embedding = modules.get_output_embeddings(), modules.get_input_embeddings()
     names = {module: name for name, module in modules.named_modules()}
     if type(head) is not nn.Linear or names[head] not in found.linears or not tied_head(modules):
         return
-    bias = None if head.bias is None else head.bias.detach()
+    bias = None if head.bias is None else owner.take(head.bias.detach())
+    head.weight.data = owner.take(head.weight.data)
     weights = LinearWeights(head.weight.detach(), bias, shared=True)
     dtype = weights.values.dtype
     weights = convert(weights) if convert else weights

@@ -66,10 +66,10 @@ class TransformersDecoder:
 
     Attributes:
         embedding: of the dtype and device of the model.
-        takes_argmax: False, see ``Decoder``: what becomes of hidden states is the model's code.
     """
 
-    takes_argmax = False
+    argmax = None
+    """What becomes of hidden states is the model's code."""
 
     def __init__(
         self,

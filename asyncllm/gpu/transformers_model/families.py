@@ -13,6 +13,7 @@ TESTED: dict[str, str] = {
     "GemmaForCausalLM": "norms of 1 + w",
     "Gemma2ForCausalLM": "soft caps, sliding layers",
     "Gemma3ForCausalLM": "sliding layers with a RoPE base of their own",
+    "Gemma4ForCausalLM": "full layers of other heads, shared KV, embeddings per layer, experts",
     "Glm4ForCausalLM": "partial RoPE, four norms a layer",
     "Glm4MoeForCausalLM": "experts chosen with a correction bias, shared ones",
     "GptOssForCausalLM": "attention sinks, sliding layers, experts",

@@ -17,12 +17,12 @@ class OpLinear(nn.Module):
 
     def __init__(self, linear: Linear, in_features: int, out_features: int) -> None:
         super().__init__()
-        self.__dict__["linear"] = linear
+        self.call = linear
         self.in_features, self.out_features = in_features, out_features
 
     def forward(self, x: Tensor) -> Tensor:
         shape = x.shape
-        out = self.linear(x.reshape(-1, shape[-1]))
+        out = self.call(x.reshape(-1, shape[-1]))
         return out.view(*shape[:-1], self.out_features)
 
 
@@ -31,10 +31,10 @@ class OpEmbedding(nn.Module):
 
     def __init__(self, embedding: Embedding) -> None:
         super().__init__()
-        self.__dict__["embedding"] = embedding
+        self.call = embedding
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        out = self.embedding(token_ids.reshape(-1))
+        out = self.call(token_ids.reshape(-1))
         return out.view(*token_ids.shape, out.shape[-1])
 
 
@@ -44,12 +44,18 @@ class OpExperts:
 
     Args:
         make: makes a linear layer of weights ``[out, in]`` and a bias, and takes them over.
+        take: makes a tensor the engine's own.
     """
 
-    def __init__(self, module: Any, make: Callable[[LinearWeights], Linear]) -> None:
+    def __init__(
+        self,
+        module: Any,
+        make: Callable[[LinearWeights], Linear],
+        take: Callable[[Tensor], Tensor],
+    ) -> None:
         first = "gate_up_proj" if module.has_gate else "up_proj"
-        self.up = _linears(module, first, make)
-        self.down = _linears(module, "down_proj", make)
+        self.up = _linears(module, first, make, take)
+        self.down = _linears(module, "down_proj", make, take)
 
     def experts(
         self, module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor
@@ -76,13 +82,18 @@ class OpExperts:
         return out.to(hidden.dtype)
 
 
-def _linears(module: Any, name: str, make: Callable[[LinearWeights], Linear]) -> list[Linear]:
+def _linears(
+    module: Any,
+    name: str,
+    make: Callable[[LinearWeights], Linear],
+    take: Callable[[Tensor], Tensor],
+) -> list[Linear]:
     """A linear layer per expert; the module's own parameters are given up."""
     stacked = getattr(module, name).detach()
     biases = getattr(module, f"{name}_bias").detach() if module.has_bias else None
     linears = []
     for expert, values in enumerate(stacked):
-        values = (values.t() if module.is_transposed else values).contiguous()
+        values = take(values.t() if module.is_transposed else values).contiguous()
         bias = None if biases is None else biases[expert].clone()
         linears.append(make(LinearWeights(values, bias)))
     setattr(module, name, None)

@@ -33,8 +33,9 @@ class LongRope:
         """Those of a model, with what they would do in every step switched off."""
         found = []
         for module in modules.modules():
-            kinds = getattr(module, "rope_type", None)
-            by_type = kinds if isinstance(kinds, Mapping) else {None: kinds}
+            rope: Any = module
+            kinds: Any = getattr(rope, "rope_type", None)
+            by_type: dict[Any, Any] = dict(kinds) if isinstance(kinds, Mapping) else {None: kinds}
             for layer_type, kind in list(by_type.items()):
                 if kind != "longrope":
                     continue
@@ -42,11 +43,12 @@ class LongRope:
                 if layer_type is not None:
                     parameters = parameters[layer_type]
                 original = parameters["original_max_position_embeddings"]
-                found.append(cls(module, layer_type, int(original), config))
+                found.append(cls(rope, layer_type, int(original), config))
                 if layer_type is None:
-                    module.rope_type = "default"
+                    rope.rope_type = "default"
                 else:
-                    module.rope_type = {**module.rope_type, layer_type: "default"}
+                    by_type[layer_type] = "default"
+                    rope.rope_type = by_type
         return found
 
     def choose(self, max_positions: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -41,8 +41,9 @@ def load_modules(
     experts: str,
     progress: Progress | None = None,
     open_reader: Callable[[Path, torch.dtype], CheckpointReader] = open_checkpoint,
-) -> nn.Module:
-    """The model with its weights, by transformers' own conversion of names and layouts.
+) -> tuple[nn.Module, Owner]:
+    """The model with its weights, by transformers' own conversion of names and layouts. On a CPU
+    those of the model's dtype still lie in the mapped files, until their owner takes them.
 
     Args:
         attention, experts: names of the implementations.
@@ -67,8 +68,10 @@ def load_modules(
         if progress is not None:
             total = sum(sizes.values())
             progress(total, total)
-        _own(modules, device)
-    return modules
+        owner = Owner(device, tensors.values())
+        if device.type != "cpu":
+            owner.take_all(modules)
+        return modules, owner
 
 
 def text_name(name: str) -> str | None:
@@ -88,7 +91,7 @@ def dummy_modules(
     attention: str,
     experts: str,
     progress: Progress | None = None,
-) -> nn.Module:
+) -> tuple[nn.Module, Owner]:
     """The model with random weights, the same in every run, drawn as ``dummy_weights`` does."""
     generator = torch.Generator(device="cpu").manual_seed(DUMMY_SEED)
     tensors, done = {}, 0
@@ -108,8 +111,9 @@ def dummy_modules(
         if progress is not None:
             progress(done, total)
     modules = _convert(model, tensors, dtype, attention, experts)
-    _own(modules, device)
-    return modules
+    owner = Owner(device)
+    owner.take_all(modules)
+    return modules, owner
 
 
 def _convert(
@@ -161,16 +165,30 @@ def _quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _own(modules: nn.Module, device: torch.device) -> None:
-    """Copies parameters that still lie in a mapped file, which is closed now, and moves all to
-    the device; one that is shared stays shared."""
-    copies: dict[int, Tensor] = {}
-    for tensor in (*modules.parameters(), *modules.buffers()):
-        data = tensor.data
-        key = data.data_ptr()
-        if key not in copies or copies[key].shape != data.shape:
-            copies[key] = data.clone() if device.type == "cpu" else data.to(device)
-        tensor.data = copies[key]
+class Owner:
+    """What makes tensors the engine's own: a copy of those that lie in a mapped file, which must
+    not be read once the model runs, and all of them on the device.
+
+    Args:
+        mapped: tensors of files.
+    """
+
+    def __init__(self, device: torch.device, mapped: Iterable[Tensor] = ()) -> None:
+        self.device = device
+        self._mapped = {tensor.untyped_storage().data_ptr() for tensor in mapped}
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """The tensor, or its copy."""
+        if self.device.type != "cpu":
+            return tensor.to(self.device)
+        return tensor.clone() if tensor.untyped_storage().data_ptr() in self._mapped else tensor
+
+    def take_all(self, modules: nn.Module) -> None:
+        """Takes all parameters and buffers; one that is shared stays shared."""
+        for module in modules.modules():
+            for tensor in (*module._parameters.values(), *module._buffers.values()):
+                if tensor is not None:
+                    tensor.data = self.take(tensor.data)
 
 
 def tied_head(modules: Any) -> bool:
