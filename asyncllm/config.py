@@ -214,8 +214,8 @@ class EngineConfig:
         name, accepted = "logits_processors", 'subclasses of LogitsProcessor, or "module:Class"'
         check.field(self, check.items, name, accepted, _MAX_PROCESSORS)
         for one in self.logits_processors:
-            named = isinstance(one, str) and re.fullmatch(r"[\w.]{1,256}:\w{1,256}", one)
-            if not named and not (isinstance(one, type) and issubclass(one, LogitsProcessor)):
+            named = check.is_a(one, str) and re.fullmatch(r"[\w.]{1,256}:\w{1,256}", one)
+            if not named and not (check.is_a(one, type) and LogitsProcessor in type.mro(one)):
                 raise check.invalid(name, one, accepted)
 
     def with_overrides(self, overrides: Mapping[str, Any]) -> EngineConfig:

@@ -204,7 +204,7 @@ def ended_once(rig):
     """The reader slept all the while, and only those who ended the request wake it."""
     rig.read_until_asleep()
     assert rig.end is not None
-    assert rig.observed.seen == [rig.end]
+    assert list(map(repr, rig.observed.seen)) == [repr(rig.end)]
     delivery = rig.output_processor
     assert delivery.num_finished + delivery.num_aborted + delivery.num_failed == 1
     assert delivery.num_failed == isinstance(rig.end, RuntimeError)
@@ -373,7 +373,7 @@ class ChannelMachine(RuleBasedStateMachine):
         rig.read_until_asleep()
         assert str(rig.end) == self.how
         rig.check_read(self.num_ended)
-        assert rig.observed.seen == [rig.end]
+        assert list(map(repr, rig.observed.seen)) == [repr(rig.end)]
 
 
 ChannelMachine.TestCase.settings = examples(100, stateful_step_count=40)
@@ -441,7 +441,7 @@ def test_threads_that_end_a_channel_together(short_switch_interval):
         for thread in threads:
             thread.join(20)
         assert rig.end is not None
-        assert rig.observed.seen == [rig.end]
+        assert list(map(repr, rig.observed.seen)) == [repr(rig.end)]
         delivery = rig.output_processor
         assert delivery.num_finished + delivery.num_failed == 1
         rig.check_read(sum(len(delta.token_ids) for delta in rig.deltas))

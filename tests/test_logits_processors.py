@@ -299,10 +299,12 @@ async def test_the_same_tokens_on_every_path(decoder: Decoder) -> None:
     found: dict[str, list[Any]] = {}
     for name, runner in runners(decoder, lambda: [force()], num_blocks=12).items():
         async with engine_of(runner) as engine:
+            await engine.pause()
             streams = [
                 engine.stream([3 + i, 5, 8], temperature=0.0, max_tokens=12, **fields)
                 for i, fields in enumerate(asked)
             ]
+            await engine.resume()
             found[name] = [(await one.result()).token_ids for one in streams]
             assert engine.stats().num_preemptions > 0
     assert found["cpu"] == found["late"]
