@@ -175,7 +175,7 @@ def test_regexes_choices_and_grammars(either):
         '?start: "a" /[0-9]+/ | "b"',
         '!start: "a" /[0-9]+/ | "b"',
         'start[capture]: "a" /[0-9]+/ | "b"',
-        'start[lazy] : "a" N | "b" // root ::= "c"\nN: /[0-9]+/',
+        'start[capture] : "a" N | "b" // root ::= "c"\nN: /[0-9]+/',
         'start: "a" N | "b" | "::="\nN: /[0-9]+/',
     ):
         grammar = compiled(compiler, grammar=text)
