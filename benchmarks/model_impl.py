@@ -16,11 +16,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from asyncllm.checkpoint.transformers_config import read_config
 from asyncllm.config import EngineConfig
 from asyncllm.core.batch import RequestAssignment, StepBatch
 from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.model_runner import ModelRunner
+from asyncllm.gpu.transformers_model.config import read_config
 from asyncllm.sampling_params import SamplingParams
 from benchmarks.common import Report, options
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from asyncllm.checkpoint.transformers_config import TransformersConfig
 from asyncllm.config import EngineConfig
 from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.ops import torch_attention
 from asyncllm.gpu.transformers_model import attention as paged
+from asyncllm.gpu.transformers_model.config import TransformersConfig
 from asyncllm.gpu.transformers_model.families import TESTED, is_tested
 from asyncllm.gpu.transformers_model.linear import OpExperts
 from asyncllm.gpu.transformers_model.rope import LongRope

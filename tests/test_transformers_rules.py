@@ -18,10 +18,10 @@ from safetensors.torch import load_file, save_file
 import asyncllm
 from asyncllm import LLM, EngineConfig, InvalidRequestError, ModelLoadError
 from asyncllm.checkpoint.model_config import ModelConfig
-from asyncllm.checkpoint.transformers_config import TransformersConfig, read_config
 from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.transformers_model import families
 from asyncllm.gpu.transformers_model.check import Reference
+from asyncllm.gpu.transformers_model.config import TransformersConfig, read_config
 from asyncllm.gpu.transformers_model.weights import text_name
 from tests import remote_code
 from tests.driver import Driver

@@ -10,7 +10,6 @@ import torch
 
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.checkpoint.progress import Progress
-from asyncllm.checkpoint.transformers_config import TransformersConfig
 from asyncllm.config import EngineConfig
 from asyncllm.core.batch import RequestAssignment, StepBatch
 from asyncllm.core.executor import ExecutorInfo
@@ -55,6 +54,7 @@ from asyncllm.gpu.transformers_model.build import (
     experts_name,
 )
 from asyncllm.gpu.transformers_model.check import Reference
+from asyncllm.gpu.transformers_model.config import TransformersConfig
 from asyncllm.gpu.transformers_model.decoder import TransformersDecoder
 from asyncllm.gpu.transformers_model.families import is_tested
 from asyncllm.gpu.transformers_model.interface import NAME

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from asyncllm.checkpoint.model_config import ModelConfig
-from asyncllm.checkpoint.transformers_config import TransformersConfig
 from asyncllm.errors import EngineError, InvalidRequestError
 from asyncllm.gpu.models.architectures import is_small
 from asyncllm.gpu.ops.backend import dotted
+from asyncllm.gpu.transformers_model.config import TransformersConfig
 from asyncllm.logger import get_logger
 
 logger = get_logger(__name__)

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from asyncllm.checkpoint.model_config import ModelConfig
-from asyncllm.checkpoint.transformers_config import TransformersConfig
 from asyncllm.config import EngineConfig
 from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.errors import KVCacheTooSmallError
 from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.ops.base import BlockLayout
+from asyncllm.gpu.transformers_model.config import TransformersConfig
 from asyncllm.logger import get_logger
 from asyncllm.validation import invalid
 

@@ -77,8 +77,8 @@ def load_model(config: EngineConfig, progress: Progress) -> LoadedModel:
         KVCacheTooSmallError: if the KV cache cannot hold ``max_model_len``.
     """
     from asyncllm.checkpoint.model_files import resolve_model, resolve_tokenizer
-    from asyncllm.checkpoint.transformers_config import read_config
     from asyncllm.gpu.build import build_model_runner
+    from asyncllm.gpu.transformers_model.config import read_config
     from asyncllm.text.tokenizer import Tokenizer
     from asyncllm.tools.response_format import ResponseFormats
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from asyncllm.checkpoint.model_config import ModelConfig
-from asyncllm.checkpoint.transformers_config import TransformersConfig
+from asyncllm.gpu.transformers_model.config import TransformersConfig
 
 SMALL_MODEL = 32_000_000
 """Parameters below which a model is bound by the number of ops."""

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from asyncllm.checkpoint.transformers_config import TransformersConfig
 from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.gpu.kv_cache import KVGroup
 from asyncllm.gpu.models.layers import AttentionKind
@@ -22,6 +21,7 @@ from asyncllm.gpu.transformers_model.attention import (
     attention_kinds,
     kv_indices,
 )
+from asyncllm.gpu.transformers_model.config import TransformersConfig
 from asyncllm.gpu.transformers_model.decoder import Residence, TransformersDecoder
 from asyncllm.gpu.transformers_model.interface import NAME, set_handler
 from asyncllm.gpu.transformers_model.linear import OpEmbedding, OpExperts, OpLinear

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncllm.checkpoint.transformers_config import TransformersConfig
 from asyncllm.core.batch import RequestAssignment, StepBatch
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.batch.input_batch import InputBatch
 from asyncllm.gpu.kv_cache import KVCache, KVGroup
+from asyncllm.gpu.transformers_model.config import TransformersConfig
 from asyncllm.gpu.transformers_model.decoder import TransformersDecoder
 from asyncllm.logger import get_logger
 from asyncllm.sampling_params import SamplingParams

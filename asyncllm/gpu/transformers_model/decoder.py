@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from asyncllm.checkpoint.transformers_config import TransformersConfig
 from asyncllm.gpu.batch.decode_inputs import DecodeInputs
 from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.kv_cache import KVCache
@@ -19,6 +18,7 @@ from asyncllm.gpu.ops.base import Attention
 from asyncllm.gpu.ops.recorder import Unrecordable
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.transformers_model.attention import Step
+from asyncllm.gpu.transformers_model.config import TransformersConfig
 from asyncllm.gpu.transformers_model.rope import LongRope
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncllm.checkpoint.transformers_config import TransformersConfig
+from asyncllm.gpu.transformers_model.config import TransformersConfig
 
 TESTED: dict[str, str] = {
     "CohereForCausalLM": "logit scale, parallel blocks",

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from asyncllm.checkpoint.transformers_config import TransformersConfig, build_skeleton
 from asyncllm.errors import ModelLoadError
+from asyncllm.gpu.transformers_model.config import TransformersConfig, build_skeleton
 from asyncllm.gpu.transformers_model.interface import NAME, PROBE_NAME, register, set_handler
 from asyncllm.validation import explain
 

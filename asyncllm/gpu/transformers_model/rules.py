@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from asyncllm.checkpoint.transformers_config import TransformersConfig
 from asyncllm.errors import ModelLoadError
+from asyncllm.gpu.transformers_model.config import TransformersConfig
 from asyncllm.gpu.transformers_model.interface import ProbedMask
 from asyncllm.gpu.transformers_model.probe import NUM_TOKENS, AttentionCall, Probe
 

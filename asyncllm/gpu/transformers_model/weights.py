@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from asyncllm.checkpoint.progress import Progress
 from asyncllm.checkpoint.reader import CheckpointReader
-from asyncllm.checkpoint.transformers_config import TransformersConfig
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.formats.open_checkpoint import open_checkpoint
+from asyncllm.gpu.transformers_model.config import TransformersConfig
 from asyncllm.gpu.weights import DUMMY_SEED
 from asyncllm.logger import get_logger
 from asyncllm.validation import explain
