@@ -242,6 +242,9 @@ def test_the_factors_of_llama_3_become_its_rope_scaling(tmp_path):
     for wrong in (factors[::-1].copy(), factors[:-1].copy()):
         write(path, tmp_path, extra={"rope_freqs.weight": wrong})
         assert "'rope_freqs.weight' has other factors than Llama 3.1's" in refused(path)
+    for value in (0.0, -1.0, np.inf, np.nan):
+        write(path, tmp_path, extra={"rope_freqs.weight": np.full(8, value, np.float32)})
+        assert "'rope_freqs.weight' has factors from" in refused(path)
 
 
 def test_the_tokenizer_and_the_template_are_the_files(plain, tmp_path):
@@ -449,7 +452,10 @@ BIG = 2**63
         (header([entry(offset=4000)]), "the file ends after"),
         (header([entry("a"), entry("b", offset=64)]), "tensors 'a' and 'b' overlap"),
         (header([entry("a"), entry("a", offset=128)]), "tensor 'a' is there twice"),
-        (header([], [struct.pack("<Q", BIG)]), f"and {BIG} more are due"),
+        (header([], [struct.pack("<Q", BIG)]), f"has {BIG} bytes, expected at most 256"),
+        (header([], (text("k" * 257) + struct.pack("<II", 4, 1),)), "has 257 bytes"),
+        (header([entry("x" * 257)]), "the name at byte 32 of the header has 257 bytes"),
+        (header([], (text("k") + struct.pack("<IQ", 8, BIG),)), f"and {BIG} more are due"),
         (header([], (text("k") + struct.pack("<I", 13),)), "'k' is of type 13"),
         (header([], (text("k") + struct.pack("<IIQ", 9, 9, 1),)), "'k' is an array of type 9"),
         (header([], (text("k") + struct.pack("<IIQ", 9, 4, BIG),)), "more are due"),

@@ -130,6 +130,11 @@ def _llama3(file: GGUFFile, fields: ConfigFile) -> dict[str, Any] | None:
     factor = max(found)
     if factor == 1.0 == min(found):
         return None
+    if not all(0.0 < each < math.inf for each in found):
+        raise ModelLoadError(
+            f"{file.path}: tensor 'rope_freqs.weight' has factors from {min(found):g} to "
+            f"{factor:g}, expected finite ones above 0"
+        )
     theta = fields.number("rope.freq_base", 10_000.0, open_low=True)
     low, high, original = LLAMA3_FREQUENCIES
     expected = []

@@ -14,6 +14,10 @@ from asyncllm.errors import ModelLoadError
 MAX_ENTRIES = 2**17
 """Of metadata and of tensors, far above any file's."""
 
+MAX_NAME = 256
+"""Bytes of a key or of a tensor's name, four times what llama.cpp takes of the latter: messages
+have names in them."""
+
 MAX_ARRAY = 2**12
 """Elements of an array that are kept; of a longer one, a vocabulary, its length."""
 
@@ -137,7 +141,7 @@ class GGUFFile:
             )
         self.metadata: dict[str, Any] = {}
         for _ in range(num_values):
-            key = cursor.text()
+            key = cursor.name()
             if key in self.metadata:
                 raise cursor.bad(f"metadata {key!r} is there twice")
             self.metadata[key] = cursor.value(key, cursor.number("I"))
@@ -163,7 +167,7 @@ class GGUFFile:
             self.tensors[name] = GGUFTensor(shape, kind, start, end - start)
 
     def _entry(self, cursor: _Cursor) -> tuple[int, str, tuple[int, ...], int]:
-        name, dims = cursor.text(), cursor.number("I")
+        name, dims = cursor.name(), cursor.number("I")
         if not 1 <= dims <= 4:
             raise cursor.bad(f"tensor {name!r} has {dims} dimensions, expected 1 to 4")
         shape = tuple(cursor.number("Q") for _ in range(dims))[::-1]
@@ -205,6 +209,15 @@ class _Cursor:
 
     def number(self, form: str) -> Any:
         return struct.unpack(f"<{form}", self.take(struct.calcsize(f"<{form}")))[0]
+
+    def name(self) -> str:
+        length, start = self.number("Q"), self.position
+        if length > MAX_NAME:
+            raise self.bad(
+                f"the name at byte {start} of the header has {length} bytes, expected at most "
+                f"{MAX_NAME}"
+            )
+        return self.take(length).decode("utf-8", "replace")
 
     def text(self) -> str:
         return self.take(self.number("Q")).decode("utf-8", "replace")

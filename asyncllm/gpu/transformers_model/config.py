@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncllm.checkpoint.config_file import ConfigFile
 from asyncllm.checkpoint.model_config import (
+    MAX_LAYERS,
     MAX_POSITIONS,
     ModelConfig,
     generation_defaults,
@@ -18,11 +20,17 @@ from asyncllm.checkpoint.model_config import (
     quant_method,
 )
 from asyncllm.checkpoint.model_files import GGUF_SUFFIX
-from asyncllm.errors import ModelLoadError
-from asyncllm.validation import explain
+from asyncllm.errors import AsyncLLMError, ModelLoadError
+from asyncllm.validation import describe, explain
 
 if TYPE_CHECKING:
     from torch import nn
+
+_COUNTS = (
+    "num_hidden_layers n_layer n_layers num_layers decoder_layers num_experts num_local_experts "
+    "n_routed_experts"
+).split()
+"""Fields whose value transformers makes as many modules, or entries of a list, of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +80,16 @@ class TransformersConfig:
         """
         directory = Path(path)
         file = ConfigFile.read(directory / "config.json")
+        with transformers_errors(file.path, "transformers cannot read it"):
+            return cls._read(directory, file, trust_remote_code)
+
+    @classmethod
+    def _read(
+        cls, directory: Path, file: ConfigFile, trust_remote_code: bool
+    ) -> TransformersConfig:
         generation = ConfigFile.read_if_present(directory / "generation_config.json")
         quantization = quant_method(file)
+        _check_counts(file)
         whole = _read(directory, file, trust_remote_code)
         config = copy.deepcopy(whole.get_text_config(decoder=True))
         # The whole model ties its head by its own field, whatever that of a part says.
@@ -82,7 +98,7 @@ class TransformersConfig:
         # The reader gives plain weights, which transformers is not to unpack again.
         vars(config).pop("quantization_config", None)
         model_class = _model_class(directory, file, whole, config, trust_remote_code)
-        skeleton = build_skeleton(model_class, config)
+        skeleton = build_skeleton(file.path, model_class, config)
         head = skeleton.get_output_embeddings()  # pyright: ignore[reportCallIssue]
         vocab_size = getattr(head, "out_features", None) or config.vocab_size
         seen = ConfigFile(file.path, config.to_dict())
@@ -136,21 +152,42 @@ def read_config(
     return TransformersConfig.from_directory(path, trust_remote_code=trust_remote_code)
 
 
-def build_skeleton(model_class: Any, config: Any) -> nn.Module:
+@contextmanager
+def transformers_errors(path: Path, what: str) -> Iterator[None]:
+    """Raises what transformers' code raises, or the checkpoint's own, as a ModelLoadError that
+    begins with ``path`` and ``what``. An exit is such code's own as well: no signal is delivered on
+    the thread that loads a model."""
+    try:
+        yield
+    except AsyncLLMError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ModelLoadError(f"{path}: {what}: {explain(error)}") from error
+
+
+def build_skeleton(path: Path, model_class: Any, config: Any) -> nn.Module:
     """The model on the meta device, with the attention that ``config`` names.
 
     Raises:
-        ModelLoadError: a configuration that the model's code refuses.
+        ModelLoadError: a configuration that the model's code refuses; it names ``path``.
     """
     import torch
 
-    try:
-        with torch.device("meta"):
-            return model_class(copy.deepcopy(config)).eval()
-    except Exception as error:
-        raise ModelLoadError(
-            f"{model_class.__name__}: transformers cannot build it: {explain(error)}"
-        ) from error
+    with (
+        transformers_errors(path, f"transformers cannot build {model_class.__name__}"),
+        torch.device("meta"),
+    ):
+        return model_class(copy.deepcopy(config)).eval()
+
+
+def _check_counts(file: ConfigFile) -> None:
+    """Raises ModelLoadError for more layers or experts than any model has, which transformers would
+    count to, in the file or an object in it."""
+    parts = [file.section(name) for name, value in file.values.items() if isinstance(value, dict)]
+    for part in (file, *parts):
+        for name in _COUNTS:
+            if isinstance(part.values.get(name), int):
+                part.integer(name, low=0, high=MAX_LAYERS)
 
 
 def _read(directory: Path, file: ConfigFile, trust_remote_code: bool) -> Any:
@@ -158,21 +195,16 @@ def _read(directory: Path, file: ConfigFile, trust_remote_code: bool) -> Any:
 
     if "auto_map" in file and not trust_remote_code and not _is_known(file):
         raise ModelLoadError(
-            f"{file.path}: model_type is {file.values.get('model_type')!r}, which transformers "
-            f"{transformers.__version__} knows only by the checkpoint's own code; "
+            f"{file.path}: model_type is {describe(file.values.get('model_type'))}, which "
+            f"transformers {transformers.__version__} knows only by the checkpoint's own code; "
             "trust_remote_code=True runs that"
         )
     if "auto_map" not in file and not _is_known(file):
         accepted = f"one that transformers {transformers.__version__} knows"
         raise file.bad("model_type", accepted)
-    try:
-        config = transformers.AutoConfig.from_pretrained(
-            directory, trust_remote_code=trust_remote_code, local_files_only=True
-        )
-    except Exception as error:
-        raise ModelLoadError(
-            f"{file.path}: transformers cannot read it: {explain(error)}"
-        ) from error
+    config = transformers.AutoConfig.from_pretrained(
+        directory, trust_remote_code=trust_remote_code, local_files_only=True
+    )
     if config.is_encoder_decoder:
         raise ModelLoadError(
             f"{file.path}: is_encoder_decoder is True, expected a model with a decoder alone"
@@ -183,7 +215,8 @@ def _read(directory: Path, file: ConfigFile, trust_remote_code: bool) -> Any:
 def _is_known(file: ConfigFile) -> bool:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    return file.values.get("model_type") in CONFIG_MAPPING
+    name = file.values.get("model_type")
+    return isinstance(name, str) and name in CONFIG_MAPPING
 
 
 def _model_class(
@@ -208,7 +241,7 @@ def _model_class(
         return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     except KeyError as error:
         raise ModelLoadError(
-            f"{file.path}: architectures is {names}, and transformers "
+            f"{file.path}: architectures is {describe(names)}, and transformers "
             f"{transformers.__version__} has no model that generates text for the "
             f"configuration {type(config).__name__}; expected one with a class …ForCausalLM"
         ) from error

@@ -152,7 +152,14 @@ def probe(model: TransformersConfig) -> Probe:
     register()
     model.config._attn_implementation = PROBE_NAME
     set_experts(model.config, NAME)
-    skeleton: Any = build_skeleton(model.model_class, model.config)
+    try:
+        skeleton: Any = build_skeleton(model.path, model.model_class, model.config)
+    except ModelLoadError as error:  # with its own attention it could be built
+        raise ModelLoadError(
+            f"{model.path}: {model.architecture}: its code takes none but its own attention "
+            f"({explain(error.__cause__ or error)}), expected a class that calls transformers' "
+            "attention interface"
+        ) from error
     found = Probe(skeleton, _base_name(model, skeleton))
     recorder = _Recorder(found)
     watched = {}

@@ -134,9 +134,10 @@ def _convert(
                 experts_implementation=experts,
                 output_loading_info=True,
             )
-    except Exception as error:
+    except (Exception, SystemExit) as error:
+        why = _misshapen(model, tensors) or explain(error)
         raise ModelLoadError(
-            f"{model.path}: transformers cannot load {model.architecture}: {explain(error)}"
+            f"{model.path}: transformers cannot load {model.architecture}: {why}"
         ) from error
     for kind in ("missing", "unexpected", "mismatched"):
         names = sorted(map(str, info[f"{kind}_keys"]))
@@ -147,6 +148,16 @@ def _convert(
                 + ": the model would be computed without it"
             )
     return modules.eval().requires_grad_(False)
+
+
+def _misshapen(model: TransformersConfig, tensors: dict[str, Tensor]) -> str | None:
+    """A tensor of another shape than the model's of that name, which transformers reports to its
+    log alone; None where names or layouts are converted."""
+    for name, expected in model.skeleton.state_dict().items():
+        if name in tensors and tensors[name].shape != expected.shape:
+            shape = tuple(tensors[name].shape)
+            return f"tensor {name} is of shape {shape}, expected {tuple(expected.shape)}"
+    return None
 
 
 @contextmanager

@@ -1,0 +1,96 @@
+"""Hostile checkpoints that transformers' own code reads: each is a ModelLoadError that names it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from safetensors.torch import load_file, save_file
+
+from asyncllm.checkpoint.transformers_config import TransformersConfig, read_config
+from asyncllm.config import EngineConfig
+from asyncllm.errors import ModelLoadError
+from asyncllm.gpu.build import build_model_runner
+from tests.families import GPT2, make
+
+ENDS = {"eos_token_id": None, "bos_token_id": None}
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gemma")
+    make(path, "Gemma")
+    return path
+
+
+def with_fields(source: Path, target: Path, **fields: Any) -> Path:
+    config = json.loads((source / "config.json").read_text()) | fields
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "accepted"),
+    [
+        ("model_type", [], "one that transformers"),
+        ("model_type", {"a": 1}, "one that transformers"),
+        ("text_config", {"a": 1}, "transformers cannot read it"),
+        ("num_hidden_layers", 2**31, "expected an integer from 0 to 1024"),
+        ("num_hidden_layers", 10**400, "expected an integer from 0 to 1024"),
+        ("num_experts", 2**31, "expected an integer from 0 to 1024"),
+        ("text_config", {"num_hidden_layers": 2**31}, "expected an integer from 0 to 1024"),
+        ("hidden_size", -1, "transformers cannot build GemmaForCausalLM"),
+    ],
+)
+def test_hostile_fields_are_refused(gemma, tmp_path, field, value, accepted):
+    path = with_fields(gemma, tmp_path, **{field: value})
+    with pytest.raises(ModelLoadError) as caught:
+        TransformersConfig.from_directory(path)
+    words = str(caught.value)
+    assert words.startswith(f"{path / 'config.json'}: ")
+    assert accepted in words
+    assert len(words) < 500
+
+
+@pytest.mark.parametrize("name", ["AutoConfig", "AutoModelForCausalLM"])
+@pytest.mark.parametrize("code", ["raise RuntimeError('no')", "raise SystemExit('no')"])
+def test_code_of_a_checkpoint_that_fails_is_named(gemma, tmp_path, monkeypatch, name, code):
+    """Whose exit would otherwise end the thread that loads it."""
+    monkeypatch.setattr(
+        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
+    )
+    (tmp_path / "own.py").write_text(code)
+    auto_map = {name: "own.Own"}
+    path = with_fields(gemma, tmp_path, auto_map=auto_map, model_type="gemma")
+    if name == "AutoConfig":
+        with_fields(gemma, tmp_path, auto_map=auto_map, model_type="own")
+    with pytest.raises(ModelLoadError, match=r"config\.json: .*: no$"):
+        TransformersConfig.from_directory(path, trust_remote_code=True)
+
+
+def load(path: Path) -> None:
+    config = EngineConfig(model=path, model_impl="transformers", dtype="float32", num_blocks=8)
+    build_model_runner(config, read_config(path, "transformers"))
+
+
+def test_a_misshapen_tensor_is_named(gemma, tmp_path):
+    with_fields(gemma, tmp_path)
+    tensors = load_file(gemma / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name] = tensors[name][:-1].clone()
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        ModelLoadError, match=rf"{name} is of shape \(95, 64\), expected \(96, 64\)"
+    ):
+        load(tmp_path)
+
+
+def test_a_class_with_attention_of_its_own_alone_says_so(tmp_path):
+    config = transformers.GPTJConfig(vocab_size=64, rotary_dim=8, **GPT2, **ENDS)
+    config.save_pretrained(tmp_path)
+    path = with_fields(tmp_path, tmp_path, architectures=["GPTJForCausalLM"])
+    with pytest.raises(ModelLoadError, match="GPTJForCausalLM: its code takes none but its own"):
+        load(path)
