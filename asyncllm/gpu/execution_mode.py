@@ -8,12 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from asyncllm.config import EngineConfig
-from asyncllm.gpu.graph.cuda_graphs import (
-    CudaGraphCapturer,
-    EagerCapturer,
-    GraphCapturer,
-    default_sizes,
-)
+from asyncllm.gpu.graph.capturer import CudaGraphCapturer
+from asyncllm.gpu.graph.cuda_graphs import EagerCapturer, GraphCapturer, default_sizes
 from asyncllm.gpu.graph.streams import CudaStream, Stream, SyncStream
 from asyncllm.validation import invalid
 
