@@ -7,6 +7,7 @@ import gc
 import logging
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from asyncllm.config import EngineConfig
 from asyncllm.gpu.execution_mode import ExecutionMode
 from asyncllm.gpu.graph.capturer import CudaGraphCapturer
 from asyncllm.gpu.graph.cuda_graphs import GraphKey, StepGraphs
+from asyncllm.gpu.graph.streams import CudaStream
 from asyncllm.gpu.ops import registry
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from tests.cuda_captures import ILLEGAL, Captures
@@ -163,3 +165,24 @@ async def test_two_engines_without_captures_answer(
     captures.check_clean()
     assert captures.begun == 8
     assert caplog.text.count("could not be captured") == 4
+
+
+def test_the_streams_are_not_of_the_pool_that_applications_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[int] = []
+
+    class PooledStream:
+        def __init__(self, device: torch.device, priority: int = 0) -> None:
+            made.append(priority)
+            self.device = device
+
+        def synchronize(self) -> None:
+            pass
+
+    monkeypatch.setattr(torch.cuda, "Stream", PooledStream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    stream = CudaStream(DEVICE)
+    with stream.aside():
+        pass
+    assert made == [-1, -1]
