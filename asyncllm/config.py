@@ -59,9 +59,11 @@ class EngineConfig:
         block_size: tokens per KV block; None is what the attention backend prefers: 16 on a
             GPU, 32 on a CPU, 256 for "flash_attn".
         kv_cache_memory: bytes for the KV cache, as a number or as "4GiB"; None is a quarter
-            of the available memory, at most 4 GiB, on a CPU, and what
-            ``gpu_memory_utilization`` leaves on a GPU.
-        gpu_memory_utilization: share of the GPU's memory that the engine may use.
+            of the available memory, at most 4 GiB, on a CPU. On a GPU it is what
+            ``gpu_memory_utilization`` leaves, at most ``max_num_seqs`` times 4096 tokens (or
+            ``max_model_len``, if that is less), and at least one sequence of ``max_model_len``.
+        gpu_memory_utilization: share of the GPU's memory that the engine may use; the KV cache does
+            not take all of it where ``max_num_seqs`` sequences of 4096 tokens need less.
         num_blocks: usable KV blocks; overrides ``kv_cache_memory``.
         enable_prefix_caching: keep and find the KV of shared prefixes.
         attention_backend: "auto" ("triton" on CUDA, "native" or "torch" on a CPU), "torch",
@@ -90,7 +92,8 @@ class EngineConfig:
             and its model.
         num_threads: CPU threads for the model; None is one per core, and 1 for a model of
             less than 32 million parameters, which more of them only slow down.
-        step_timeout: seconds after which a step counts as hung.
+        step_timeout: seconds after which a step counts as hung; None is 60 on a GPU, whose kernels
+            are compiled before the first step, and 600 on a CPU.
         tool_parser: how the model writes tool calls: "auto" is the tokenizer's own
             ``response_template``, else what its chat template shows; or "hermes", "qwen3_coder",
             "llama3_json", "mistral", "mistral_v11", "deepseek_v3", "deepseek_v31", "gpt_oss".
@@ -135,7 +138,7 @@ class EngineConfig:
     model_impl: ModelImpl = "auto"
     trust_remote_code: bool = False
     num_threads: int | None = None
-    step_timeout: float = 600.0
+    step_timeout: float | None = None
     tool_parser: str = "auto"
     reasoning_parser: str | None = "auto"
     structured_outputs_backend: StructuredOutputsBackend = "auto"

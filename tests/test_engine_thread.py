@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,6 +17,15 @@ from asyncllm.runtime.engine_thread import EngineThread
 def test_a_step_is_looked_at_eight_times_before_its_time_is_up(step_timeout, interval):
     thread = EngineThread(EngineConfig(model="m", step_timeout=step_timeout), lambda *_: None)
     assert thread.watch_interval == pytest.approx(interval)
+
+
+@pytest.mark.parametrize(("asked", "expected"), [(None, 60.0), (600.0, 600.0), (2.0, 2.0)])
+def test_the_device_says_how_long_a_step_may_take(asked, expected):
+    thread = EngineThread(EngineConfig(model="m", step_timeout=asked), lambda *_: None)
+    info = SimpleNamespace(step_timeout=60.0)
+    thread.loaded = SimpleNamespace(executor=SimpleNamespace(info=info))
+    assert thread.step_timeout == expected
+    assert thread.watch_interval == pytest.approx(expected / 8)
 
 
 def test_each_look_at_the_step_is_an_interval_after_the_one_before(monkeypatch):

@@ -12,6 +12,7 @@ import torch
 from asyncllm import LLM, AsyncLLMEngine
 from asyncllm.config import EngineConfig
 from asyncllm.errors import InvalidRequestError
+from asyncllm.gpu import execution_mode
 from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.execution_mode import (
     GRAPH_BYTES,
@@ -21,6 +22,7 @@ from asyncllm.gpu.execution_mode import (
     graph_sizes,
 )
 from asyncllm.gpu.graph.cuda_graphs import EagerCapturer, GraphKey
+from asyncllm.gpu.graph.streams import SyncStream
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.ops import registry
 from asyncllm.gpu.ops.torch_ops import TorchOps
@@ -156,6 +158,21 @@ def test_a_cpu_is_in_step() -> None:
     assert not mode.stream.is_async
     assert mode.make_capturer is None
     assert (mode.max_num_seqs, mode.pipeline_depth) == (64, 1)
+
+
+def test_what_a_gpu_leaves_to_the_application(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(execution_mode, "CudaStream", lambda device: SyncStream())
+    mode = execution_mode_for(EngineConfig(), torch.device("cuda", 0))
+    assert (mode.step_timeout, mode.cache_tokens) == (60.0, 4096)
+    mode = execution_mode_for(EngineConfig(), CPU)
+    assert (mode.step_timeout, mode.cache_tokens) == (600.0, None)
+
+    config = EngineConfig(load_format="dummy", device="cpu", max_model_len=64, max_num_seqs=3)
+    limits = {"step_timeout": 7.0, "cache_tokens": 40}
+    runner = build_model_runner(config, MODEL, None, replace(AheadOnCPU().mode(config), **limits))
+    size = runner.info.kv_groups[0].block_size
+    assert runner.info.step_timeout == 7.0
+    assert runner.info.num_blocks == 1 + max(3 * -(-40 // size), -(-64 // size))
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,7 @@ class Step:
             host_token_ids=torch.zeros(count + padded, dtype=torch.int64),
             positions=torch.cat((torch.from_numpy(inputs.starts), zeros)),
             block_table=table,
+            table_changes=(zeros[:0].long(), zeros[:0]),
             token_ids=torch.zeros(count + padded, dtype=torch.int64),
             seq_lens=torch.cat((torch.from_numpy(inputs.seq_lens), zeros)).int(),
             slot_mapping=torch.zeros(count + padded, dtype=torch.int64),

@@ -214,6 +214,30 @@ def test_blocks_follow_from_the_bytes():
     assert (int(0.9 * GIB) - 600 * MIB - available) < SEGMENT_BYTES
 
 
+@pytest.mark.parametrize(
+    ("max_num_seqs", "max_model_len", "available", "blocks"),
+    [
+        (10, 256, GIB, 10 * 4),  # 64 tokens for each
+        (10, 48, GIB, 10 * 3),
+        (2, 256, GIB, 16),  # one of the longest
+        (10, 256, 21, 20),  # what there is, with the null block
+    ],
+)
+def test_the_default_cache_is_what_the_sequences_use(
+    max_num_seqs, max_model_len, available, blocks
+):
+    groups = kv_groups(MODEL, 16)
+    if available != GIB:
+        available *= block_bytes(groups, torch.bfloat16)
+    limits = {"max_num_seqs": max_num_seqs, "available": available, "cache_tokens": 64}
+    config = EngineConfig(max_model_len=max_model_len)
+    sized = size_cache(config, MODEL, groups, torch.bfloat16, **limits)
+    assert sized.num_blocks == blocks + 1
+    assert sized.max_model_len == max_model_len
+    asked = config.with_overrides({"num_blocks": 1000})
+    assert size_cache(asked, MODEL, groups, torch.bfloat16, **limits).num_blocks == 1001
+
+
 # --- too little ------------------------------------------------------------------------
 
 

@@ -28,7 +28,6 @@ from asyncllm.gpu.batch.sampling_inputs import Stages
 from asyncllm.gpu.batch.step_buffers import PinnedStepBuffer
 from asyncllm.gpu.graph import decode_runner as decode_step_module
 from asyncllm.gpu.graph.cuda_graphs import (
-    CudaGraphCapturer,
     EagerCapturer,
     GraphKey,
     Part,
@@ -487,73 +486,6 @@ def test_a_graph_is_recorded_once_per_key() -> None:
         GraphKey(2, half),
         GraphKey(2, *masked),
     ]
-
-
-NO_MEMORY = [
-    torch.OutOfMemoryError("CUDA out of memory"),
-    RuntimeError("CUDA error: out of memory"),
-]
-"""torch's, and the driver's, for what it takes of its own."""
-
-
-class FakeGraph:
-    """In place of ``torch.cuda.CUDAGraph``: notes what is called, and may lack memory."""
-
-    def __init__(self, calls: list[str], lacks: str, error: RuntimeError) -> None:
-        self.calls, self.lacks, self.error = calls, lacks, error
-
-    def __getattr__(self, name: str) -> Any:
-        def call(**settings: Any) -> None:
-            self.calls.append(name)
-            if name == "capture_begin":
-                assert settings == {"pool": (0, 1), "capture_error_mode": "thread_local"}
-            if name == self.lacks:
-                raise self.error
-
-        return call
-
-
-@pytest.mark.parametrize("error", NO_MEMORY, ids=["torch", "driver"])
-@pytest.mark.parametrize("lacks", ["", "capture_begin", "capture_end", "run"])
-def test_a_capture(
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    lacks: str,
-    error: RuntimeError,
-) -> None:
-    """Warm first, then captured; without memory for the graph the step stays as it is."""
-    calls: list[str] = []
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: FakeGraph(calls, lacks, error))
-
-    def run() -> None:
-        if lacks == "run" and "capture_begin" in calls:
-            calls.append("no memory")
-            raise error
-        calls.append("run")
-
-    replay = CudaGraphCapturer(torch.device("cuda", 0)).capture(run)
-    attempt = {
-        "": ["capture_begin", "run", "capture_end"],
-        "capture_begin": ["capture_begin"],
-        "capture_end": ["capture_begin", "run", "capture_end"],
-        "run": ["capture_begin", "no memory", "capture_end"],
-    }
-    assert calls == ["run", *attempt[lacks]]
-    assert ("no memory for another CUDA graph" in caplog.text) == bool(lacks)
-    if lacks:
-        assert replay is run
-    else:
-        replay()
-        assert calls[-1] == "replay"
-
-
-def test_a_capture_that_fails_for_another_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    error = RuntimeError("CUDA error: operation not permitted when stream is capturing")
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: FakeGraph([], "capture_end", error))
-    with pytest.raises(RuntimeError, match="not permitted"):
-        CudaGraphCapturer(torch.device("cuda", 0)).capture(lambda: None)
 
 
 def test_closing_drops_every_tensor_at_once(llama: Decoder) -> None:

@@ -77,6 +77,8 @@ class ExecutorInfo:
         sampling_limits: of an executor that runs ahead. A request beyond them is left out of a
             step while one in flight has yet to give its token, and the others are not. None
             where a step can be launched whatever the one before it samples.
+        step_timeout: seconds after which a step counts as hung, where the application has not
+            said.
 
     Raises:
         ValueError: for several tokens per row with steps in flight. A second step starts
@@ -92,6 +94,7 @@ class ExecutorInfo:
     pipeline_depth: int = 1
     max_tokens_per_row: int = 1
     sampling_limits: SamplingLimits | None = None
+    step_timeout: float = 600.0
 
     def __post_init__(self) -> None:
         if self.max_tokens_per_row > 1 and self.pipeline_depth > 1:

@@ -8,17 +8,21 @@ from dataclasses import dataclass
 import torch
 
 from asyncllm.config import EngineConfig
-from asyncllm.gpu.graph.cuda_graphs import (
-    CudaGraphCapturer,
-    EagerCapturer,
-    GraphCapturer,
-    default_sizes,
-)
+from asyncllm.gpu.graph.capturer import CudaGraphCapturer
+from asyncllm.gpu.graph.cuda_graphs import EagerCapturer, GraphCapturer, default_sizes
 from asyncllm.gpu.graph.streams import CudaStream, Stream, SyncStream
 from asyncllm.validation import invalid
 
 GRAPH_BYTES = 8 * 2**20
 """Reserved for a captured graph: an estimate, where CaptureStats has what one took."""
+
+STEP_TIMEOUT = 60.0
+"""Seconds, on a GPU: no kernel is compiled in a step, and the largest takes seconds at most."""
+
+CACHE_TOKENS = 4096
+"""Of the KV cache per sequence on a GPU. The engine lives in an application, which has use for the
+memory that tens of thousands of tokens for each of 256 sequences would take; the prefix cache gains
+from more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +33,9 @@ class ExecutionMode:
         stream: where their work is queued.
         make_capturer: makes the capturer of decode steps; None keeps the state between steps
             on the host.
-        max_num_seqs, token_budget, pipeline_depth: defaults, for a configuration without.
+        max_num_seqs, token_budget, pipeline_depth, step_timeout: defaults, for a configuration
+            without.
+        cache_tokens: of the KV cache per sequence, likewise; None is twice the longest sequence.
     """
 
     device: torch.device
@@ -38,6 +44,8 @@ class ExecutionMode:
     max_num_seqs: int
     token_budget: int
     pipeline_depth: int
+    step_timeout: float = 600.0
+    cache_tokens: int | None = None
 
 
 def execution_mode_for(config: EngineConfig, device: torch.device) -> ExecutionMode:
@@ -45,7 +53,7 @@ def execution_mode_for(config: EngineConfig, device: torch.device) -> ExecutionM
     if device.type != "cuda":
         return ExecutionMode(device, SyncStream(), None, 64, 8192, 1)
     make = EagerCapturer if config.cuda_graphs == "off" else lambda: CudaGraphCapturer(device)
-    return ExecutionMode(device, CudaStream(device), make, 256, 8192, 2)
+    return ExecutionMode(device, CudaStream(device), make, 256, 8192, 2, STEP_TIMEOUT, CACHE_TOKENS)
 
 
 def graph_sizes(config: EngineConfig, mode: ExecutionMode, max_num_seqs: int) -> tuple[int, ...]:

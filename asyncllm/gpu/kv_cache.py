@@ -171,15 +171,17 @@ def size_cache(
     *,
     max_num_seqs: int,
     available: int,
+    cache_tokens: int | None = None,
 ) -> KVCacheSize:
     """Chooses the number of blocks and the longest sequence.
 
     ``num_blocks`` and ``kv_cache_memory`` of the configuration come first, in that order.
-    Without them the cache takes ``available`` bytes, but not more than twice what
-    ``max_num_seqs`` sequences of full length need.
+    Without them the cache takes ``available`` bytes, but not more than ``max_num_seqs`` sequences
+    of ``cache_tokens`` and one of full length need.
 
     Args:
         available: bytes to take where the configuration does not say.
+        cache_tokens: None is twice the full length.
 
     Raises:
         InvalidRequestError: if ``max_model_len`` exceeds the model's context.
@@ -196,8 +198,12 @@ def size_cache(
     elif config.kv_cache_memory is not None:
         usable, knob = int(config.kv_cache_memory) // per_block - 1, "kv_cache_memory"
     else:
-        useful = 2 * max_num_seqs * blocks_per_seq(groups, longest)
-        usable, knob = min(available // per_block - 1, useful), "kv_cache_memory"
+        full = blocks_per_seq(groups, longest)
+        if cache_tokens is None:
+            useful = 2 * max_num_seqs * full
+        else:
+            useful = max_num_seqs * blocks_per_seq(groups, min(longest, cache_tokens))
+        usable, knob = min(available // per_block - 1, max(useful, full)), "kv_cache_memory"
     needed = blocks_per_seq(groups, config.max_model_len or 1)
     if usable < needed:
         raise _too_small(config.max_model_len, usable, needed, block_size, per_block, knob)

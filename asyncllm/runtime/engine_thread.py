@@ -42,7 +42,7 @@ class EngineThread:
     Attributes:
         ready: done when the model is loaded, or with what went wrong.
         exited: done when the thread has given everything back.
-        progress: (done, total) bytes of weights, or CUDA graphs.
+        progress: (done, total) bytes of weights, steps that compile kernels, or CUDA graphs.
         stage: the unit of ``progress``.
         closing: ``close`` was called.
         loaded, core, grammars: valid once ``ready`` is.
@@ -228,9 +228,16 @@ class EngineThread:
             )
 
     @property
+    def step_timeout(self) -> float:
+        """Seconds after which a step counts as hung; valid once ``ready`` is, because the device
+        decides where the configuration does not."""
+        timeout = self._config.step_timeout
+        return self.loaded.executor.info.step_timeout if timeout is None else timeout
+
+    @property
     def watch_interval(self) -> float:
         """Seconds between two looks at the step under way."""
-        return max(self._config.step_timeout / 8, 0.01)
+        return max(self.step_timeout / 8, 0.01)
 
     async def unwatch(self) -> None:
         """Lets the background task end, if it belongs to the running loop. It has nothing
@@ -241,7 +248,7 @@ class EngineThread:
 
     def check_step(self) -> None:
         """Declares the engine dead if the device has not answered for ``step_timeout``."""
-        timeout = self._config.step_timeout
+        timeout = self.step_timeout
         error = EngineError(
             f"a step has taken longer than step_timeout={timeout:g} s; the stuck thread is "
             f"{self._thread.name!r} (ident {self._thread.ident})"

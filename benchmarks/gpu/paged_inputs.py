@@ -81,6 +81,7 @@ def decode_rows(inputs: PagedInputs, number: int, max_len: int) -> DecodeInputs:
         host_token_ids=nothing,
         positions=nothing + load.kv_len - 1,
         block_table=inputs.tables,
+        table_changes=(nothing[:0], inputs.tables.new_empty(0)),
         token_ids=nothing,
         seq_lens=inputs.seq_lens,
         slot_mapping=nothing,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -222,11 +223,19 @@ def decode_rows(block_size: int, device: str) -> DecodeInputs:
     slots = torch.tensor([3, 5, 7, 0, -1, -1])
     positions = torch.randint(0, width * block_size, (len(slots),), generator=random)
     positions[0], positions[1], positions[4:] = 0, block_size, 0
+    # More than two tiles of the kernel; the first two rows read what is changed.
+    entries = torch.tensor([2 * width + 3, 2 * width + 4, 5 * width + 1, 3 * width])
+    changed = torch.full((300,), num_slots * width)
+    new_blocks = torch.zeros(300, dtype=torch.int32)
+    changed[:2], new_blocks[:2] = entries[:2], torch.tensor([71, 72])
+    changed[200:202], new_blocks[200:202] = entries[2:], torch.tensor([73, 74])
+    changed[-1], new_blocks[-1] = 7 * width, 75
     return DecodeInputs(
         req_indices=slots.to(device),
         host_token_ids=torch.tensor([-1, 8, -1, 0, 7, -1], device=device),
         positions=positions.to(device),
         block_table=table.to(device),
+        table_changes=(changed.to(device), new_blocks.to(device)),
         token_ids=torch.full((len(slots),), -7, device=device),
         seq_lens=torch.full((len(slots),), -7, dtype=torch.int32, device=device),
         slot_mapping=torch.full((len(slots),), -7, device=device),
@@ -236,12 +245,26 @@ def decode_rows(block_size: int, device: str) -> DecodeInputs:
     )
 
 
+ROWS = ("req_indices", "host_token_ids", "positions", "token_ids", "seq_lens", "slot_mapping")
+
+
 def check_step_state(
     decode_inputs: Callable[[DecodeInputs], None], device: str, block_size: int
 ) -> None:
-    """Computed against plain indexing."""
+    """Computed against plain indexing. Changes are made before they are read, also without rows."""
     rows = decode_rows(block_size, device)
+    expected = rows.block_table.cpu().clone()
+    for entry, value in zip(*(changes.tolist() for changes in rows.table_changes), strict=True):
+        expected[divmod(entry, expected.shape[1])] = value
+    alone = replace(
+        rows,
+        block_table=rows.block_table.clone(),
+        **{name: getattr(rows, name)[:0] for name in ROWS},
+    )
+    decode_inputs(alone)
+    assert torch.equal(alone.block_table.cpu(), expected)
     decode_inputs(rows)
+    assert torch.equal(rows.block_table.cpu(), expected)
     for row, slot in enumerate(rows.req_indices.tolist()):
         position, known = int(rows.positions[row]), int(rows.host_token_ids[row])
         block, token, length = 0, 0, 0

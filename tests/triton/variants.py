@@ -180,6 +180,7 @@ def decode_inputs_launches(capability: int) -> list[Launch]:
                 host_token_ids=longs(64),
                 positions=longs(64),
                 block_table=ints(257, 256),
+                table_changes=(longs(256), ints(256)),
                 token_ids=longs(64),
                 seq_lens=ints(64),
                 slot_mapping=longs(64),

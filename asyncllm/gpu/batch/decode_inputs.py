@@ -13,8 +13,8 @@ class DecodeInputs:
     """B rows of one token each, padded to the size of a bucket; N request indices, W blocks a
     sequence.
 
-    The first four come from the host, the rest is computed on the device. A step has one of
-    these per KV group: they share all fields but the KV slots and the table. Index N is a dummy
+    Rows and table changes come from the host, the rest is computed on the device. A step has one of
+    these per KV group: they share all fields but KV slots, table and changes. Index N is a dummy
     for padded rows: they may write its line, and no row reads it.
 
     Attributes:
@@ -22,8 +22,11 @@ class DecodeInputs:
         host_token_ids: ``[B]`` int64, the token that a row goes on from, -1 where the step
             before sampled it and only the device has it.
         positions: ``[B]`` int64, of that token in its sequence; 0 in a padded row.
-        block_table: ``[N + 1, W]`` int32, by request index; what lies beyond a sequence is
-            undefined.
+        block_table: ``[N + 1, W]`` int32, contiguous, by request index; what lies beyond a sequence
+            is undefined.
+        table_changes: ``[C]`` int64, indices into the flat table, and ``[C]`` int32, their new
+            values, to be made before the table is read. An index that is there twice has the same
+            value each time; padding is an index of line N.
         token_ids: ``[B]`` int64.
         seq_lens: ``[B]`` int32, tokens of each sequence after the step; 0 in a padded row.
         slot_mapping: ``[B]`` int64, KV slot of each token; slot 0 of the null block in a padded
@@ -37,6 +40,7 @@ class DecodeInputs:
     host_token_ids: Tensor
     positions: Tensor
     block_table: Tensor
+    table_changes: tuple[Tensor, Tensor]
     token_ids: Tensor
     seq_lens: Tensor
     slot_mapping: Tensor

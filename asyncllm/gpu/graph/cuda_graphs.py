@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import time
 from bisect import bisect_left
@@ -11,10 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-import torch
-
 from asyncllm.gpu.batch.sampling_inputs import Stages
-from asyncllm.gpu.memory import is_out_of_memory
 from asyncllm.logger import get_logger
 
 logger = get_logger("asyncllm")
@@ -59,8 +55,9 @@ class CaptureStats:
 class GraphCapturer(Protocol):
     """Captures a function over static tensors into a replayable callable."""
 
-    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Runs ``run`` once, and returns a function that repeats it."""
+    def capture(self, run: Callable[[], None]) -> Callable[[], None] | None:
+        """Runs ``run`` once, and returns a function that repeats it; None where it could not be
+        captured, which is no reason for the step that has run to fail."""
         ...
 
     def memory(self) -> int:
@@ -77,53 +74,6 @@ class EagerCapturer:
 
     def memory(self) -> int:
         return 0
-
-
-class CudaGraphCapturer:
-    """Captures on the current stream, all graphs into one memory pool.
-
-    ``torch.cuda.graph`` would synchronise the device, collect garbage and empty the caching
-    allocator of the whole process, so the graph's own methods are called. The capture is
-    "thread_local": CUDA then lets other threads of the application work meanwhile. torch 2.11
-    does not let them do everything: see docs/gpu.md.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        # Kernels are compiled and libraries make their workspaces at the first run, which a
-        # capture does not allow.
-        run()
-        try:
-            return self._capture(run)
-        except RuntimeError as error:
-            # The driver instantiates the graph, with an error of its own where memory is short.
-            if not is_out_of_memory(error):
-                raise
-            logger.warning(
-                "there is no memory for another CUDA graph, its steps run eagerly: lower "
-                "gpu_memory_utilization or kv_cache_memory (%s)",
-                error,
-            )
-            return run
-
-    def _capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-        try:
-            run()
-        except BaseException:
-            # The stream must not stay in capture; that the capture failed is known already.
-            with contextlib.suppress(RuntimeError):
-                graph.capture_end()
-            raise
-        graph.capture_end()
-        return graph.replay
-
-    def memory(self) -> int:
-        return torch.cuda.memory_reserved(self.device)
 
 
 class StepGraphs:
@@ -198,9 +148,13 @@ class StepGraphs:
         self._run = _closed
 
     def _capture(self, key: GraphKey) -> None:
-        """Runs the step, and keeps its graph."""
+        """Runs the step, and keeps its graph; without one it runs eagerly from now on."""
         began, before = time.perf_counter(), self._capturer.memory()
-        self._graphs[key] = self._capturer.capture(partial(self._run, key))
+        run = partial(self._run, key)
+        graph = self._capturer.capture(run)
+        self._graphs[key] = graph or run
+        if graph is None:
+            return
         self.captured.append(
             CaptureStats(key, time.perf_counter() - began, self._capturer.memory() - before)
         )

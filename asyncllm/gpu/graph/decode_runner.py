@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import cycle
 
 import torch
@@ -121,7 +122,8 @@ class DecodeRunner:
         self._receive(host)
         self._mixed_logits = host.prompt_hidden = None
         if inputs is not None:
-            self._change_tables()
+            for rows in self._inputs(0):
+                self.decoder.ops.decode_inputs(rows)
             self._insert_sampled(inputs[0])
             hidden = self.decoder.forward(inputs, self.cache)
             if len(hidden) > num_rows:
@@ -154,7 +156,7 @@ class DecodeRunner:
         if logits is None:
             self.graphs.run(num_rows, Part.SAMPLE, stages)
         elif num_rows:
-            self._sample(logits, stages)
+            self.sample_logits(logits, stages)
         self._return_tokens(host, num_rows)
         if stages & Stages.LOGPROBS:
             assert self.logprobs is not None
@@ -189,9 +191,9 @@ class DecodeRunner:
         for update in host.updates:
             update.write(self.tables)
         for group, indices, values in host.overflow:
-            self.block_tables[group].view(-1).index_copy_(
-                0, copy_to_device(indices, self.device), copy_to_device(values, self.device)
-            )
+            changes = copy_to_device(indices, self.device), copy_to_device(values, self.device)
+            rows = replace(self._inputs(0)[group], table_changes=changes)
+            self.decoder.ops.decode_inputs(rows)
 
     def _insert_sampled(self, inputs: ModelInputs) -> None:
         """Fills in the tokens of decode rows that only the device knows."""
@@ -201,21 +203,25 @@ class DecodeRunner:
             sampled = self.last_sampled_tokens[inputs.req_indices[:count]]
             torch.where(tokens < 0, sampled, tokens, out=tokens)
 
+    def run_padding(self, key: GraphKey) -> None:
+        """Queues what a graph holds, without the graph, on rows that are padding all of them."""
+        self._receive(next(self.host_buffers))
+        self._decode(key)
+
     # --- what a graph holds ------------------------------------------------------------
 
     def _decode(self, key: GraphKey) -> None:
         num_rows = key.bucket
         if key.part is Part.SAMPLE:
             assert self._logits is not None
-            self._sample(self._logits[:num_rows], key.stages)
+            self.sample_logits(self._logits[:num_rows], key.stages)
             return
         inputs = self._inputs(num_rows)
-        self._change_tables()
         for rows in inputs:
             self.decoder.ops.decode_inputs(rows)
         logits = self.decoder.logits(self.decoder.decode(inputs, self.cache))
         if key.part is Part.STEP:
-            self._sample(logits, key.stages)
+            self.sample_logits(logits, key.stages)
         else:
             assert self._logits is not None
             self._logits[:num_rows].copy_(logits)
@@ -228,6 +234,7 @@ class DecodeRunner:
                 host_token_ids=buffer.host_token_ids[:num_rows],
                 positions=buffer.positions[:num_rows],
                 block_table=self.block_tables[group],
+                table_changes=buffer.table_changes[group],
                 token_ids=self.token_ids[:num_rows],
                 seq_lens=self.seq_lens[:num_rows],
                 slot_mapping=self.slot_mappings[group][:num_rows],
@@ -238,11 +245,8 @@ class DecodeRunner:
             for group, spec in enumerate(self.info.kv_groups)
         ]
 
-    def _change_tables(self) -> None:
-        for table, changes in zip(self.block_tables, self.buffer.table_changes, strict=True):
-            table.view(-1).index_copy_(0, *changes)
-
-    def _sample(self, logits: Tensor, stages: Stages) -> None:
+    def sample_logits(self, logits: Tensor, stages: Stages) -> None:
+        """Samples the rows that were received last."""
         rows, buffer = logits.shape[0], self.buffer
         ops, processed = self.decoder.ops, logits
         if stages & LOGITS_STAGES:

@@ -186,7 +186,10 @@ class TorchOps:
 
     @staticmethod
     def decode_inputs(rows: DecodeInputs) -> None:
-        """Fills ``token_ids``, ``seq_lens`` and ``slot_mapping`` from the rest of ``rows``."""
+        """Changes the table, and fills ``token_ids``, ``seq_lens`` and ``slot_mapping`` from the
+        rest of ``rows``."""
+        changed, new_blocks = rows.table_changes
+        rows.block_table.view(-1)[changed] = new_blocks
         lines, padded = rows.state_indices(), rows.req_indices < 0
         tokens = torch.where(
             rows.host_token_ids < 0, rows.last_sampled_tokens[lines], rows.host_token_ids

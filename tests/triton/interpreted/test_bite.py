@@ -34,6 +34,8 @@ MUTATIONS = [
     ("sampling", "searching = rank != k", "searching = rank > k", "sampling"),
     ("sampling", "(mass >= top_p * total)", "(mass > total)", "sampling"),
     ("sampling", "winner = tl.min(tl.where(score", "winner = tl.max(tl.where(score", "ties"),
+    ("decode_inputs", "number < num_changes", "number < num_changes - 1", "state"),
+    ("decode_inputs", "first + tl.arange", "tl.arange", "state"),
     ("decode_inputs", "position % BLOCK_SIZE", "(position + 1) % BLOCK_SIZE", "state"),
 ]
 

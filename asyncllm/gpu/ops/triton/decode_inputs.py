@@ -1,4 +1,5 @@
-"""The inputs of a decode step, gathered on the device from the state of its requests."""
+"""The inputs of a decode step, gathered on the device from the state of its requests, whose block
+tables are brought up to date in the same launch."""
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
 # A type checker takes a kernel for the function that it is written as.
@@ -12,7 +13,7 @@ from asyncllm.gpu.ops.triton.tuning import cdiv
 BLOCK = 128
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "num_changes"])
 def decode_inputs_kernel(
     token_ids,
     seq_lens,
@@ -22,12 +23,27 @@ def decode_inputs_kernel(
     positions,
     last_sampled_tokens,
     block_table,
+    changed,
+    new_blocks,
     num_rows,
+    num_changes,
     stride_table,
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid ``(rows / BLOCK,)``."""
+    """Grid ``(rows / BLOCK,)``, at least one.
+
+    Every program makes all changes of the table: programs cannot wait for each other, and what
+    several write is the same.
+    """
+    for first in range(0, num_changes, BLOCK):
+        number = first + tl.arange(0, BLOCK)
+        exists = number < num_changes
+        entry = tl.load(changed + number, mask=exists, other=0)
+        new = tl.load(new_blocks + number, mask=exists, other=0)
+        tl.store(block_table + entry, new, mask=exists)
+    # A thread reads below what another of its program has written.
+    tl.debug_barrier()
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     real = rows < num_rows
     line = tl.load(req_indices + rows, mask=real, other=-1).to(tl.int64)
@@ -45,21 +61,26 @@ def decode_inputs_kernel(
 
 
 def decode_inputs(rows: DecodeInputs) -> None:
-    """Fills ``token_ids``, ``seq_lens`` and ``slot_mapping`` of a decode step."""
-    count = rows.num_rows
-    if count:
-        decode_inputs_kernel[(cdiv(count, BLOCK),)](
-            rows.token_ids,
-            rows.seq_lens,
-            rows.slot_mapping,
-            rows.req_indices,
-            rows.host_token_ids,
-            rows.positions,
-            rows.last_sampled_tokens,
-            rows.block_table,
-            count,
-            rows.block_table.stride(0),
-            BLOCK_SIZE=rows.block_size,
-            BLOCK=BLOCK,
-            num_warps=4,
-        )
+    """Changes the table, and fills ``token_ids``, ``seq_lens`` and ``slot_mapping`` of a decode
+    step. Without rows it changes the table alone."""
+    count, (changed, new_blocks) = rows.num_rows, rows.table_changes
+    if not count and not len(changed):
+        return
+    decode_inputs_kernel[(max(1, cdiv(count, BLOCK)),)](
+        rows.token_ids,
+        rows.seq_lens,
+        rows.slot_mapping,
+        rows.req_indices,
+        rows.host_token_ids,
+        rows.positions,
+        rows.last_sampled_tokens,
+        rows.block_table,
+        changed,
+        new_blocks,
+        count,
+        len(changed),
+        rows.block_table.stride(0),
+        BLOCK_SIZE=rows.block_size,
+        BLOCK=BLOCK,
+        num_warps=4,
+    )

@@ -1,0 +1,125 @@
+"""What torch keeps of CUDA graph captures in a process, as CUDAGraph.cpp and the caching allocator
+(2.11) keep it, without CUDA."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import threading
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+ILLEGAL = "CUDA error: operation not permitted when stream is capturing"
+Pool = tuple[int, int]
+
+
+class Captures:
+    """The process's state; ``install`` puts it in place of torch's.
+
+    Attributes:
+        fails: where every capture fails: "" nowhere, "capture_begin", "capture_end", "instantiate"
+            (with ``error``), or in an op of this name, which invalidates it.
+        begun: how many captures began, those of ``scratch`` included.
+        recording: pools that the allocator records into.
+        references: of pools.
+        generator: whether the default generator believes that it is captured.
+        collecting: whether garbage collection was on in any capture.
+        overlapped: two threads captured at once.
+    """
+
+    def __init__(self, fails: str = "", error: Exception | None = None) -> None:
+        self.fails = fails
+        self.error = RuntimeError(ILLEGAL) if error is None else error
+        self.begun = 0
+        self.recording: set[Pool] = set()
+        self.references: Counter[Pool] = Counter()
+        self.generator = self.collecting = self.overlapped = False
+        self.pools = itertools.count(1)
+        self.threads: set[int] = set()
+
+    def install(self, patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, next(self.pools)))
+        patch.setattr(torch.cuda, "CUDAGraph", lambda: Graph(self))
+        patch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+        patch.setattr(torch._C, "_cuda_endAllocateToPool", self.end_allocate, raising=False)
+        patch.setattr(torch._C, "_cuda_releasePool", self.release, raising=False)
+
+    def end_allocate(self, device: int, pool: Pool) -> None:
+        if pool not in self.recording:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        self.recording.discard(pool)
+
+    def release(self, device: int, pool: Pool) -> None:
+        self.references[pool] -= 1
+        assert self.references[pool] >= 0
+
+    def check_clean(self) -> None:
+        """Nothing of a capture is left: the application can allocate, draw and capture."""
+        assert not self.recording
+        assert not self.generator
+        assert not self.threads
+        assert not self.collecting
+        assert not self.overlapped
+
+
+class Graph:
+    """In place of ``torch.cuda.CUDAGraph``. What it captures runs, on the CPU."""
+
+    def __init__(self, captures: Captures) -> None:
+        self._captures = captures
+        self._invalid: Illegal | None = None
+        self.replays = 0
+
+    def capture_begin(self, *, pool: Pool, capture_error_mode: str) -> None:
+        captures = self._captures
+        assert capture_error_mode == "thread_local"
+        if pool in captures.recording:
+            raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
+        captures.begun += 1
+        captures.overlapped |= bool(captures.threads)
+        captures.collecting |= gc.isenabled()
+        captures.generator = True
+        self._pool = pool
+        captures.recording.add(pool)
+        captures.references[pool] += 1
+        if captures.fails == "capture_begin" and captures.begun % 2:
+            raise captures.error
+        captures.threads.add(threading.get_ident())
+        self._invalid = Illegal(captures.fails, captures.error)
+        self._invalid.__enter__()
+
+    def capture_end(self) -> None:
+        captures = self._captures
+        if self._invalid is None:
+            raise RuntimeError("CUDA error: operation not permitted: the stream captures nothing")
+        self._invalid.__exit__(None, None, None)
+        captures.threads.discard(threading.get_ident())
+        failed = self._invalid.failed or (captures.fails == "capture_end" and captures.begun % 2)
+        self._invalid = None
+        if failed:
+            raise RuntimeError("CUDA error: operation failed due to a previous error")
+        captures.end_allocate(0, self._pool)
+        captures.generator = False
+        if captures.fails == "instantiate" and captures.begun % 2:
+            raise captures.error
+
+    def replay(self) -> None:
+        self.replays += 1
+
+
+class Illegal(TorchDispatchMode):
+    """Refuses one op, which invalidates the capture."""
+
+    def __init__(self, name: str, error: Exception) -> None:
+        super().__init__()
+        self.name, self.error, self.failed = name, error, False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name == self.name:
+            self.failed = True
+            raise self.error
+        return func(*args, **(kwargs or {}))

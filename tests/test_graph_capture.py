@@ -1,0 +1,188 @@
+"""Captures that fail: the engine serves on, and torch is as it was."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from asyncllm.config import EngineConfig
+from asyncllm.gpu.execution_mode import ExecutionMode
+from asyncllm.gpu.graph.capturer import CudaGraphCapturer
+from asyncllm.gpu.graph.cuda_graphs import GraphKey, StepGraphs
+from asyncllm.gpu.graph.streams import CudaStream
+from asyncllm.gpu.ops import registry
+from asyncllm.gpu.ops.torch_ops import TorchOps
+from tests.cuda_captures import ILLEGAL, Captures
+from tests.test_execution_mode import PROMPTS, AheadOnCPU
+
+DEVICE = torch.device("cpu", 0)
+EMBEDDING = "aten::embedding"
+ERRORS = [
+    RuntimeError(ILLEGAL),
+    torch.OutOfMemoryError("CUDA out of memory"),
+    ValueError("a kernel that does not compile"),
+]
+
+
+@pytest.fixture(params=[True, False], ids=["gc", "no gc"])
+def collecting(request: pytest.FixtureRequest) -> Iterator[bool]:
+    was = gc.isenabled()
+    (gc.enable if request.param else gc.disable)()
+    yield request.param
+    (gc.enable if was else gc.disable)()
+
+
+def look_up() -> None:
+    torch.nn.functional.embedding(torch.tensor([1]), torch.zeros(2, 2))
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("fails", ["capture_begin", EMBEDDING, "capture_end", "instantiate"])
+def test_a_capture_that_fails_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    collecting: bool,
+    fails: str,
+    error: Exception,
+) -> None:
+    captures = Captures(fails, error)
+    captures.install(monkeypatch)
+    runs: list[GraphKey] = []
+
+    def run(key: GraphKey) -> None:
+        look_up()
+        runs.append(key)
+
+    graphs = StepGraphs(run, CudaGraphCapturer(DEVICE), (1, 2, 4))
+    with caplog.at_level(logging.WARNING):
+        for rows in (4, 2, 1, 4, 2, 1):
+            runs.clear()
+            graphs.run(rows)
+            assert runs[0] == GraphKey(rows)  # Eagerly, whether or not a capture came after.
+            assert gc.isenabled() == collecting
+            captures.check_clean()
+    # One attempt for each of the first two buckets, each followed by one that resets torch.
+    assert captures.begun == 4
+    assert graphs.captured == []
+    said = [record.message for record in caplog.records]
+    assert len(said) == 2
+    assert all(str(captures.error) in text or "previous error" in text for text in said)
+    assert "from now on" in said[1]
+    assert ("lower gpu_memory_utilization" in said[0]) == (
+        isinstance(error, torch.OutOfMemoryError) and fails != "capture_end"
+    )
+
+
+def test_a_capture_that_goes_well(monkeypatch: pytest.MonkeyPatch, collecting: bool) -> None:
+    captures = Captures()
+    captures.install(monkeypatch)
+    runs: list[GraphKey] = []
+    graphs = StepGraphs(runs.append, CudaGraphCapturer(DEVICE), (1, 2))
+    for rows in (2, 1, 1):
+        graphs.run(rows)
+    # Each once to warm up and once captured, then replayed.
+    assert runs == [GraphKey(2)] * 2 + [GraphKey(1)] * 2
+    assert [record.key for record in graphs.captured] == [GraphKey(2), GraphKey(1)]
+    assert gc.isenabled() == collecting
+    captures.check_clean()
+    assert len(captures.references) == 1
+
+
+def test_an_error_of_the_step_itself_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    captures = Captures()
+    captures.install(monkeypatch)
+
+    def run() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        CudaGraphCapturer(DEVICE).capture(run)
+    assert captures.begun == 0
+
+
+def test_two_threads_capture_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    captures = Captures()
+    captures.install(monkeypatch)
+    meeting, met = threading.Barrier(2), []
+
+    def run() -> None:
+        if threading.get_ident() in captures.threads:
+            try:
+                meeting.wait(0.1)
+                met.append(True)
+            except threading.BrokenBarrierError:
+                met.append(False)
+
+    threads = [
+        threading.Thread(target=CudaGraphCapturer(DEVICE).capture, args=(run,)) for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert met == [False, False]
+    assert gc.isenabled()
+    captures.check_clean()
+
+
+class Failing(AheadOnCPU):
+    """An engine whose capturer is CUDA's."""
+
+    def mode(self, config: EngineConfig) -> ExecutionMode:
+        return replace(super().mode(config), make_capturer=lambda: CudaGraphCapturer(DEVICE))
+
+
+@pytest.mark.asyncio(loop_factories=["asyncio"])
+async def test_two_engines_without_captures_answer(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(registry, "OneDNNOps", TorchOps)
+    captures = Captures(EMBEDDING)
+    captures.install(monkeypatch)
+
+    async def ask(ahead: AheadOnCPU, **fields: Any) -> tuple[int, ...]:
+        async with ahead.engine(**fields) as engine:
+            params = {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True}
+            found = await asyncio.gather(*(engine.generate(text, **params) for text in PROMPTS))
+            return tuple(token for one in found for token in one.token_ids)
+
+    found = await asyncio.gather(
+        ask(Failing(), cuda_graphs="lazy"),
+        ask(Failing(), cuda_graphs="startup"),
+        ask(AheadOnCPU(), cuda_graphs="off"),
+    )
+    assert len(found[0]) == 6 * len(PROMPTS)
+    assert found[0] == found[1] == found[2]
+    captures.check_clean()
+    assert captures.begun == 8
+    assert caplog.text.count("could not be captured") == 4
+
+
+def test_the_streams_are_not_of_the_pool_that_applications_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[int] = []
+
+    class PooledStream:
+        def __init__(self, device: torch.device, priority: int = 0) -> None:
+            made.append(priority)
+            self.device = device
+
+        def synchronize(self) -> None:
+            pass
+
+    monkeypatch.setattr(torch.cuda, "Stream", PooledStream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    stream = CudaStream(DEVICE)
+    with stream.aside():
+        pass
+    assert made == [-1, -1]
