@@ -102,9 +102,7 @@ def test_a_tied_embedding_is_that_of_the_rounded_head():
         embedding(ids).double(), dequantised(weights)[ids], rtol=1e-6, atol=0.0
     )
     for wrong in ([90], [-1]):
-        with pytest.raises(
-            RuntimeError, match="gather: a slot, block or position"
-        ):
+        with pytest.raises(RuntimeError, match="gather: a slot, block or position"):
             embedding(torch.tensor(wrong))
     with pytest.raises(ValueError, match=r"gather: ids are \(1,\) of torch.int32"):
         embedding(torch.tensor([1], dtype=torch.int32))

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from asyncllm.config import EngineConfig
+from asyncllm.errors import InvalidRequestError
 from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.ops import torch_attention
@@ -23,6 +24,8 @@ from asyncllm.gpu.transformers_model.rope import LongRope
 from tests.driver import Driver, Sequence
 from tests.families import CASES, make, noise
 from tests.native_library import native_library
+from tests.packing import CASES as FORMATS
+from tests.packing import quantise_checkpoint
 from tests.reference import Expected, Tally, compare, generate
 
 OUTPUT = 24
@@ -152,6 +155,23 @@ def test_native_ops(load_case, name):
         pytest.skip("no C++ compiler to build the native ops with")
     case = load_case(name)
     run_everything(case, case.runner(attention_backend="native"))
+
+
+@pytest.mark.parametrize(
+    ("family", "form"), [("Gemma2", "fp8-ragged"), ("Olmo2", "gptq-act-order")]
+)
+def test_a_quantised_checkpoint(tmp_path, family, form):
+    model = make(tmp_path, family)
+    quantise_checkpoint(tmp_path, FORMATS[form], model)
+    prompts = [[5, 6, 7, 8], [100, 3, 9, 9, 41, 7, 200]]
+    case = Case(tmp_path, model, prompts, [generate(model, prompt, 12) for prompt in prompts])
+    assert case.config().quantization == FORMATS[form].config["quant_method"]
+    driver = Driver(case.runner())
+    seqs = [driver.add(prompt, 12) for prompt in prompts]
+    driver.run(seqs)
+    check(case, seqs, [0, 1])
+    with pytest.raises(InvalidRequestError, match="quantised already"):
+        case.runner(quantization="int8", attention_backend="native")
 
 
 def test_longrope_chooses_its_factors_by_the_longest_sequence(load_case):

@@ -209,9 +209,9 @@ VERSION = transformers.__version__
             "…ForCausalLM",
         ),
         (
-            {"model_type": "gemma2", "quantization_config": {"quant_method": "fp8"}},
-            "quantization_config is {'quant_method': 'fp8'}, expected an unquantised checkpoint, "
-            "without this field",
+            {"model_type": "gemma2", "quantization_config": {"quant_method": "other"}},
+            "quant_method is 'other', expected 'awq' or 'compressed-tensors' or 'fbgemm_fp8' or "
+            "'fp8' or 'gguf' or 'gptq' or 'mxfp4'",
         ),
     ],
 )
