@@ -76,7 +76,7 @@ class ExecutorInfo:
             count them.
         sampling_limits: of an executor that runs ahead. A request beyond them is left out of a
             step while one in flight has yet to give its token, and the others are not. None
-            where a step can be launched whatever the one before it samples.
+            where a step can always be launched before the one ahead of it is sampled.
         step_timeout: seconds after which a step counts as hung, where the application has not
             said.
 

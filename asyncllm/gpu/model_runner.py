@@ -15,37 +15,33 @@ from torch import Tensor
 
 from asyncllm.core.batch import GrammarMask, RowError, StepBatch, StepResult
 from asyncllm.core.execution_report import ExecutionReport
-from asyncllm.core.executor import ExecutorInfo, SamplingLimits, StepOutOfMemoryError
+from asyncllm.core.executor import ExecutorInfo, SamplingLimits
 from asyncllm.core.in_process import InProcess
 from asyncllm.core.tracebacks import clear_frames
 from asyncllm.errors import EngineError
-from asyncllm.gpu.batch.block_table import NO_BLOCKS
 from asyncllm.gpu.batch.input_batch import PLACEHOLDER_TOKEN, InputBatch
 from asyncllm.gpu.batch.sampling_inputs import MAX_BIAS, MAX_STOP_IDS, Stages
 from asyncllm.gpu.batch.step_buffers import PinnedStepBuffer
 from asyncllm.gpu.batch.step_inputs import ModelInputs
-from asyncllm.gpu.floor import memory_bandwidth
+from asyncllm.gpu.execution_report import execution_report
 from asyncllm.gpu.graph.cuda_graphs import StepGraphs
 from asyncllm.gpu.graph.decode_runner import DecodeRunner
 from asyncllm.gpu.graph.recorded_step import RecordedStep, record_step
-from asyncllm.gpu.graph.streams import Event, Stream, SyncStream
+from asyncllm.gpu.graph.streams import Stream, SyncStream
 from asyncllm.gpu.kv_cache import KVCache
+from asyncllm.gpu.launched_step import LaunchedStep
 from asyncllm.gpu.memory import is_out_of_memory, release
 from asyncllm.gpu.models.language_model import LanguageModel
-from asyncllm.gpu.ops.gumbel import NO_TOKEN_LEFT
 from asyncllm.gpu.sample.host_rows import HostRows
-from asyncllm.gpu.sample.logprobs import MAX_FUSED, token_logprobs
+from asyncllm.gpu.sample.logprobs import MAX_FUSED
 from asyncllm.gpu.sample.prompt_logprobs import gather_prompt_logprobs, prompt_tokens
 from asyncllm.gpu.sample.sampler import (
-    NONE_LEFT,
-    NOT_FINITE,
     SampleOutput,
     Sampler,
     greedy_output,
 )
 from asyncllm.gpu.threads import set_thread_count
 from asyncllm.logits_processor import LogitsProcessor
-from asyncllm.validation import explain
 
 
 @dataclass(slots=True)
@@ -58,68 +54,6 @@ class _Device:
     sampler: Sampler
     decode: DecodeRunner | None
     recorded: RecordedStep | None = None
-
-
-class _Step:
-    """A step between launch and collect.
-
-    Attributes:
-        is_decode: every row is a decode.
-        rows: ``[S]``, rows of the batch that are sampled.
-        req_indices, positions: ``[S]``, of these rows, and where their tokens will be.
-        epochs: ``[S]``, of the request indices.
-        blocks_to_zero: KV blocks to clear before it runs.
-        masks: of its masked rows, once they have come.
-        started: its changes have been applied, and its work queued if it can run ahead.
-        host: of a step that runs ahead: its buffer.
-        event: its end, once it is queued.
-        error: raised when it was to be started.
-        failures: by row, errors of requests that could not be assigned.
-        row_stages, row_logprobs: ``[S]``, of the request indices: Stages, and how many
-            log-probabilities, -1 for none.
-        host_rows: of a step that runs ahead, those that are sampled with the host.
-        prompt_tokens: by row, the prompt's tokens of its PromptSpan.
-    """
-
-    def __init__(self, batch: StepBatch) -> None:
-        self.batch = batch
-        self.is_decode = batch.num_decodes == len(batch)
-        req_indices = np.array(batch.req_indices, dtype=np.int64)
-        starts = np.array(batch.starts, dtype=np.int64)
-        if self.is_decode:
-            self.rows, self.req_indices = np.arange(len(batch)), req_indices
-            self.positions = starts + 1
-        else:
-            self.rows = np.flatnonzero(batch.samples)
-            self.req_indices = req_indices[self.rows]
-            self.positions = (starts + np.array(batch.counts, dtype=np.int64))[self.rows]
-        self.epochs = self.blocks_to_zero = self.row_stages = self.row_logprobs = NO_BLOCKS
-        self.masks: GrammarMask | None = None
-        self.started = False
-        self.host: PinnedStepBuffer | None = None
-        self.event: Event | None = None
-        self.error: Exception | None = None
-        self.failures: dict[int, Exception] = {}
-        self.host_rows: HostRows | None = None
-        self.prompt_tokens: dict[int, np.ndarray] = {}
-
-    @property
-    def awaits_masks(self) -> bool:
-        return bool(self.batch.masked_rows) and self.masks is None
-
-    def awaits_tokens_of(self, step: _Step) -> bool:
-        """Whether it goes on from a token that the host draws in ``step``."""
-        if step.host_rows is None:
-            return False
-        later = set(self.batch.req_indices).difference(self.batch.released)
-        return not later.isdisjoint(step.host_rows.req_indices.tolist())
-
-    def masks_by_place(self) -> dict[int, bytes]:
-        """The masks by their row's place among those that are sampled."""
-        if self.masks is None:
-            return {}
-        places = np.searchsorted(self.rows, self.masks.rows).tolist()
-        return dict(zip(places, self.masks.masks, strict=True))
 
 
 class ModelRunner:
@@ -187,7 +121,7 @@ class ModelRunner:
         self.execution = "graphs of decode steps"
         if decode is None:
             self._record()
-        self._steps: deque[_Step] = deque()
+        self._steps: deque[LaunchedStep] = deque()
         self._num_threads = num_threads
         self._thread: int | None = None
 
@@ -211,24 +145,10 @@ class ModelRunner:
             self._stream.synchronize()
 
     def report(self) -> ExecutionReport:
-        """The path of the steps, and the floor of their time. On a CPU it takes some tenths of a
-        second, and no step may be in flight."""
+        """The path of the steps, and the floor of their time; no step may be in flight."""
         self._enter_thread()
-        state, info = self._open(), self.info
-        decoder, cache = state.decoder, state.cache.tensor
-        context = getattr(decoder.ops, "context", None)
-        per_block = cache.nbytes / info.num_blocks
-        return ExecutionReport(
-            device=str(self.device),
-            dtype=str(self.dtype).removeprefix("torch."),
-            op_set=decoder.ops.name,
-            attention_backend=", ".join(sorted({one.name for one in decoder.attention.values()})),
-            instruction_set=None if context is None else context.isa,
-            num_threads=self._num_threads if context is None else context.num_threads,
-            weight_bytes=decoder.ops.linear_bytes,
-            kv_bytes_per_token=sum(per_block / group.block_size for group in info.kv_groups),
-            memory_bandwidth=None if self.device.type == "cuda" else memory_bandwidth(decoder.ops),
-        )
+        state = self._open()
+        return execution_report(state.decoder, state.cache, self.info, self._num_threads)
 
     def set_token_budget(self, max_num_batched_tokens: int) -> None:
         """The largest step from now on, before the first of them."""
@@ -263,7 +183,7 @@ class ModelRunner:
 
     def launch(self, batch: StepBatch) -> None:
         self._open()
-        self._steps.append(_Step(batch))
+        self._steps.append(LaunchedStep(batch))
         if self._stream.is_async:
             self._start_steps()
 
@@ -303,7 +223,7 @@ class ModelRunner:
             # An exception that is kept would keep the model, which its frames refer to.
             clear_frames(error)
             if is_out_of_memory(error):
-                raise _memory_error(error, step) from error
+                raise step.memory_error(error) from error
             raise
         if self._stream.is_async:
             self._start_steps()
@@ -357,15 +277,15 @@ class ModelRunner:
                 return
 
     @contextlib.contextmanager
-    def _errors_kept(self, step: _Step) -> Iterator[None]:
+    def _errors_kept(self, step: LaunchedStep) -> Iterator[None]:
         """Queues work of a step; ``collect`` raises what fails."""
         try:
             with torch.inference_mode(), self._stream.context():
                 yield
         except Exception as error:
-            step.error = _memory_error(error, step) if is_out_of_memory(error) else error
+            step.error = step.memory_error(error) if is_out_of_memory(error) else error
 
-    def _apply(self, step: _Step) -> None:
+    def _apply(self, step: LaunchedStep) -> None:
         """Applies the step's changes of the batch."""
         state, batch = self._open(), step.batch
         unfilled = state.inputs.apply(batch)
@@ -386,7 +306,7 @@ class ModelRunner:
                 if req_index in failures
             }
 
-    def _queue(self, step: _Step) -> None:
+    def _queue(self, step: LaunchedStep) -> None:
         """Queues the step: whole, or up to its logits if it awaits masks."""
         state = self._open()
         if not len(step.batch):
@@ -412,7 +332,7 @@ class ModelRunner:
         if step.masks is not None:
             self._sample_ahead(step)
 
-    def _sample_ahead(self, step: _Step) -> None:
+    def _sample_ahead(self, step: LaunchedStep) -> None:
         """Queues the sampling of a step whose masks have come."""
         decode, host = self._open().decode, step.host
         assert decode is not None
@@ -425,7 +345,7 @@ class ModelRunner:
         decode.sample(host, len(step.rows))
         step.event = self._stream.record()
 
-    def _run(self, step: _Step) -> SampleOutput:
+    def _run(self, step: LaunchedStep) -> SampleOutput:
         """Runs a step on a device whose state between steps is the host's."""
         state = self._open()
         count = len(step.rows)
@@ -443,17 +363,17 @@ class ModelRunner:
         return output
 
     @staticmethod
-    def _argmax(state: _Device, step: _Step) -> Callable[[Tensor], Tensor] | None:
+    def _argmax(state: _Device, step: LaunchedStep) -> Callable[[Tensor], Tensor] | None:
         """The model's argmax, where that alone says each row's token."""
         greedy = not step.batch.masked_rows and state.sampler.is_greedy(step.req_indices)
         return state.decoder.argmax if greedy else None
 
-    def _wait(self, step: _Step) -> SampleOutput:
+    def _wait(self, step: LaunchedStep) -> SampleOutput:
         """The tokens of a step that was queued; those of its host rows are drawn."""
         assert step.event is not None
         assert step.host is not None
         step.event.synchronize()
-        output = _fused_output(step, step.host)
+        output = step.fused_output(step.host)
         if step.host_rows is not None or step.prompt_tokens:
             with self._stream.aside():
                 if step.host_rows is not None:
@@ -463,14 +383,16 @@ class ModelRunner:
             step.host.host_rows = step.host.prompt_hidden = None
         return output
 
-    def _gather_prompt_logprobs(self, step: _Step, hidden: Tensor, output: SampleOutput) -> None:
+    def _gather_prompt_logprobs(
+        self, step: LaunchedStep, hidden: Tensor, output: SampleOutput
+    ) -> None:
         decoder, spans = self._open().decoder, step.batch.prompt_logprobs
         found = gather_prompt_logprobs(spans, step.prompt_tokens, hidden, decoder)
         output.prompt_logprobs, errors = found
         step.failures = errors | step.failures
 
     def _stage(
-        self, decode: DecodeRunner, step: _Step
+        self, decode: DecodeRunner, step: LaunchedStep
     ) -> tuple[PinnedStepBuffer, tuple[ModelInputs, ...] | None]:
         """Writes the step to a host buffer, and prepares the inputs of a mixed one."""
         state, host, before = self._open(), next(decode.host_buffers), step.positions - 1
@@ -484,7 +406,9 @@ class ModelRunner:
             return host, None
         return host, inputs.prepare(step.batch, self.device, decode.block_tables)
 
-    def _forward(self, state: _Device, step: _Step, num_logits: int) -> tuple[Tensor, Tensor]:
+    def _forward(
+        self, state: _Device, step: LaunchedStep, num_logits: int
+    ) -> tuple[Tensor, Tensor]:
         """Logits ``[num_logits, vocab_size]`` of the first rows that are sampled, and the hidden
         states ``[E, H]`` of all of them and of the positions that prompt log-probabilities are
         wanted of."""
@@ -495,7 +419,7 @@ class ModelRunner:
         hidden = state.decoder.forward(inputs, state.cache)
         return state.decoder.logits(hidden[:num_logits]), hidden
 
-    def _finish(self, step: _Step) -> StepResult:
+    def _finish(self, step: LaunchedStep) -> StepResult:
         """Waits for the step's tokens, and keeps them for later steps."""
         result = StepResult(step.batch.step, [], [int(one) for one in step.batch.samples])
         if not len(step.batch):
@@ -524,39 +448,10 @@ class ModelRunner:
             result.prompt_logprobs = {row: one for row, one in found if row not in result.errors}
         return result
 
-    def _write_back(self, step: _Step, tokens: np.ndarray) -> None:
+    def _write_back(self, step: LaunchedStep, tokens: np.ndarray) -> None:
         """Writes tokens to the batch, where their request still has its index. One that failed
         becomes a token that the embedding has: results computed from it are void."""
         inputs = self._open().inputs
         same = inputs.epochs[step.req_indices] == step.epochs
         at = step.req_indices[same], step.positions[same]
         inputs.token_ids[at] = np.maximum(tokens[same], 0)
-
-
-def _fused_output(step: _Step, host: PinnedStepBuffer) -> SampleOutput:
-    """What the device sampled. It has -1 for the host's rows."""
-    tokens = host.tokens[: len(step.rows)].numpy().copy()
-    output = SampleOutput(tokens)
-    failed, asked = tokens < 0, step.row_logprobs >= 0
-    if step.host_rows is not None:
-        failed[step.host_rows.places] = asked[step.host_rows.places] = False
-    for place in np.flatnonzero(failed).tolist():
-        restricted = step.row_stages[place] & Stages.RULES.value or place in step.masks_by_place()
-        none_left = tokens[place] == NO_TOKEN_LEFT and restricted
-        output.errors[place] = ValueError(NONE_LEFT if none_left else NOT_FINITE)
-    asked = np.flatnonzero(asked & (tokens >= 0))
-    if len(asked):
-        top = host.logprobs
-        assert top is not None
-        values, ids = top.values.numpy()[asked], top.ids.numpy()[asked]
-        found = token_logprobs(values, ids, tokens[asked], step.row_logprobs[asked])
-        output.logprobs = dict(zip(asked.tolist(), found, strict=True))
-    return output
-
-
-def _memory_error(error: Exception, step: _Step) -> StepOutOfMemoryError:
-    told = StepOutOfMemoryError(
-        f"step {step.batch.step}, {step.batch.num_tokens} tokens: {explain(error)}"
-    )
-    told.__cause__ = error
-    return told

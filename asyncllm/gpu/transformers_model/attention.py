@@ -110,8 +110,8 @@ class PagedAttention:
 
 
 def write_pair(cache: Tensor, slot_mapping: Tensor, pair: Tensor) -> None:
-    """Writes ``pair [2, T, Hk, D]``, keys and values, to its slots in ``cache``, in whatever
-    order that lies in memory."""
+    """Writes ``pair [2, T, Hk, D]``, keys and values, to its slots in ``cache``, in the
+    order in which that lies in memory."""
     if cache.is_contiguous():
         cache.view(2, -1, *cache.shape[3:]).index_copy_(1, slot_mapping, pair)
         return

@@ -92,7 +92,7 @@ class TransformersConfig:
         _check_counts(file)
         whole = _read(directory, file, trust_remote_code)
         config = copy.deepcopy(whole.get_text_config(decoder=True))
-        # The whole model ties its head by its own field, whatever that of a part says.
+        # The whole model ties its head by its own field, which a part may contradict.
         if type(config) is not type(whole):
             config.tie_word_embeddings = whole.tie_word_embeddings
         # The reader gives plain weights, which transformers is not to unpack again.

@@ -1,4 +1,4 @@
-// y = x W^T + b. Each output is one sum over k in ascending order, whatever the number of rows.
+// y = x W^T + b. Each output is one sum over k in ascending order, for any number of rows.
 enum { PANEL = NV * W, MAX_ROWS = 6 };
 #ifdef PAIRED_BFLOAT16
 enum { TAKES_BFLOAT16 = 1 };

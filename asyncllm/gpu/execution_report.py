@@ -1,0 +1,57 @@
+"""execution_report: the path of a model's steps, and what memory allows them."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import torch
+
+from asyncllm.core.execution_report import ExecutionReport
+from asyncllm.core.executor import ExecutorInfo
+from asyncllm.gpu.kv_cache import KVCache
+from asyncllm.gpu.models.language_model import LanguageModel
+from asyncllm.gpu.ops.torch_ops import TorchOps
+
+PROBE_BYTES = 256 * 2**20
+"""Beyond the caches of processors."""
+_ROUNDS = 5
+
+
+def memory_bandwidth(ops: TorchOps) -> float:
+    """Bytes a second, on the thread that runs the steps while none runs; the median of five.
+    Takes some tenths of a second, and memory of ``PROBE_BYTES``."""
+    memory = torch.ones(PROBE_BYTES // 8, dtype=torch.int64, device="cpu")
+    rates = []
+    for _ in range(_ROUNDS):
+        began = time.perf_counter()
+        total = ops.read(memory)
+        rates.append(memory.nbytes / (time.perf_counter() - began))
+        if total != len(memory):
+            raise RuntimeError(f"the sum of {len(memory)} ones is {total}")
+    return statistics.median(rates)
+
+
+def execution_report(
+    decoder: LanguageModel, cache: KVCache, info: ExecutorInfo, num_threads: int | None
+) -> ExecutionReport:
+    """On the thread that runs the steps, while none runs. On a CPU it takes some tenths of a
+    second.
+
+    Args:
+        num_threads: of torch's ops; native ones have their own.
+    """
+    ops, residence = decoder.ops, decoder.embedding
+    context = getattr(ops, "context", None)
+    per_block = cache.tensor.nbytes / info.num_blocks
+    return ExecutionReport(
+        device=str(residence.device),
+        dtype=str(residence.dtype).removeprefix("torch."),
+        op_set=ops.name,
+        attention_backend=", ".join(sorted({one.name for one in decoder.attention.values()})),
+        instruction_set=None if context is None else context.isa,
+        num_threads=num_threads if context is None else context.num_threads,
+        weight_bytes=ops.linear_bytes,
+        kv_bytes_per_token=sum(per_block / group.block_size for group in info.kv_groups),
+        memory_bandwidth=None if residence.device.type == "cuda" else memory_bandwidth(ops),
+    )
