@@ -388,3 +388,8 @@ def test_the_budget_is_what_takes_a_fifth_of_a_second(per_token, expected):
 def test_the_budget_is_measured_on_a_short_context():
     runner = make(max_num_batched_tokens="auto", max_model_len=20, max_num_seqs=2)
     assert 64 <= runner.info.max_num_batched_tokens <= 2048
+
+
+def test_no_memory_is_taken_for_more_tokens_than_a_step_can_have():
+    runner = make(max_num_batched_tokens=2**31 - 1, max_model_len=20, max_num_seqs=2)
+    assert runner.info.max_num_batched_tokens == 40

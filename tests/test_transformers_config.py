@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
@@ -84,6 +85,19 @@ def test_a_misshapen_tensor_is_named(gemma, tmp_path):
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(
         ModelLoadError, match=rf"{name} is of shape \(95, 64\), expected \(96, 64\)"
+    ):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float8_e4m3fn])
+def test_a_weight_that_is_no_float_is_refused(gemma, tmp_path, dtype):
+    with_fields(gemma, tmp_path)
+    tensors = load_file(gemma / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name] = tensors[name].to(dtype)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        ModelLoadError, match=rf"'{name}' is .*, expected F64 or F32 or F16 or BF16"
     ):
         load(tmp_path)
 

@@ -256,7 +256,16 @@ def test_harmless_surplus(copy, source):
     frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(16)}
     edit(copy, lambda tensors: tensors.update(frequencies))
     assert len(read(copy)) == len(read(source))
+
+
+def test_the_head_beside_a_tied_embedding_is_a_copy_of_it(copy):
+    """transformers would compute with another."""
     tied = replace(copy, tie_word_embeddings=True)
+    message = refused(tied)
+    assert "'lm_head.weight' is not 'model.embed_tokens.weight'" in message
+    assert "tie_word_embeddings is True" in message
+    same = "model.embed_tokens.weight"
+    edit(copy, lambda tensors: tensors.update({"lm_head.weight": tensors[same].clone()}))
     assert "lm_head.weight" not in read(tied)
 
 

@@ -119,6 +119,11 @@ def _create(
     if budget == "auto" and not mode.stream.is_async:
         # At most this is found when the runner's steps are timed.
         token_budget = min(token_budget, HIGHEST)
+    if budget != "auto":
+        # What no step can have needs no memory.
+        context = model.max_position_embeddings
+        longest = min(config.max_model_len or context, context)
+        token_budget = min(token_budget, max_num_seqs * longest)
     available = available_cache_bytes(
         config,
         decoder,

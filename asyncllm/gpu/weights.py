@@ -20,7 +20,8 @@ from asyncllm.gpu.weight_upload import PinnedUploader
 
 DUMMY_SEED = 0
 
-_STORED_DTYPES = ("F64", "F32", "F16", "BF16")
+STORED_DTYPES = ("F64", "F32", "F16", "BF16")
+"""Of a weight in a file; integers and floats of 8 bits mean nothing without scales."""
 
 
 def load_weights(
@@ -113,6 +114,20 @@ def weights_bytes(model: ModelConfig, dtype: torch.dtype) -> int:
     return sum_parameters(model, lambda p: math.prod(p.shape) * parameter_dtype(p, dtype).itemsize)
 
 
+def _check_tied_head(reader: CheckpointReader, model: ModelConfig) -> None:
+    """Raises ModelLoadError for an output head beside the embedding that it should be a copy of:
+    transformers would compute with it."""
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    if not model.tie_word_embeddings or head not in reader.tensors:
+        return
+    found, expected = reader.tensor(head), reader.tensor(embedding)
+    if found.dtype != expected.dtype or not torch.equal(found, expected):
+        raise ModelLoadError(
+            f"{reader.tensors[head].file}: tensor {head!r} is not {embedding!r}, expected a copy "
+            "of it or none, because tie_word_embeddings is True"
+        )
+
+
 def _check(reader: CheckpointReader, model: ModelConfig, wanted: list[Parameter]) -> None:
     """Raises ModelLoadError unless every wanted tensor is there and no other is."""
     expected = {
@@ -123,11 +138,12 @@ def _check(reader: CheckpointReader, model: ModelConfig, wanted: list[Parameter]
         if info is None:
             places = ", ".join(sorted({str(info.file) for info in reader.tensors.values()}))
             raise ModelLoadError(f"{places}: tensor {name!r} is missing, expected {shape}")
-        if info.shape != shape or info.dtype not in _STORED_DTYPES:
+        if info.shape != shape or info.dtype not in STORED_DTYPES:
             raise ModelLoadError(
                 f"{info.file}: tensor {name!r} is {info.dtype} of shape {info.shape}, expected "
-                f"{' or '.join(_STORED_DTYPES)} of shape {shape}"
+                f"{' or '.join(STORED_DTYPES)} of shape {shape}"
             )
+    _check_tied_head(reader, model)
     for name, info in reader.tensors.items():
         if name not in expected and not is_unused(model, name) and not _adds_nothing(reader, name):
             raise ModelLoadError(

@@ -17,7 +17,7 @@ from asyncllm.checkpoint.reader import CheckpointReader
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.formats.open_checkpoint import open_checkpoint
 from asyncllm.gpu.transformers_model.config import TransformersConfig
-from asyncllm.gpu.weights import DUMMY_SEED
+from asyncllm.gpu.weights import DUMMY_SEED, STORED_DTYPES
 from asyncllm.logger import get_logger
 from asyncllm.validation import explain
 
@@ -54,6 +54,7 @@ def load_modules(
     """
     with closing(open_reader(model.path, dtype)) as reader:
         tensors, sizes = {}, {}
+        _check_dtypes(reader, model)
         for name in reader.tensors:
             known = text_name(name) if model.is_text_part else name
             if known is not None and not _COMPUTED.match(known):
@@ -72,6 +73,19 @@ def load_modules(
         if device.type != "cpu":
             owner.take_all(modules)
         return modules, owner
+
+
+def _check_dtypes(reader: CheckpointReader, model: TransformersConfig) -> None:
+    """Raises ModelLoadError for a weight that transformers would cast from another kind of number,
+    such as one that is quantised and has no scales."""
+    floats = {name for name, t in model.skeleton.state_dict().items() if t.is_floating_point()}
+    for name, info in reader.tensors.items():
+        known = text_name(name) if model.is_text_part else name
+        if known in floats and info.dtype not in STORED_DTYPES:
+            raise ModelLoadError(
+                f"{info.file}: tensor {name!r} is {info.dtype}, expected "
+                f"{' or '.join(STORED_DTYPES)}"
+            )
 
 
 def text_name(name: str) -> str | None:
