@@ -116,7 +116,12 @@ async def test_the_packaged_model_answers_the_same(
     assert await answers(ahead.engine(**fields)) == expected
     depth = 1 if fields.get("async_scheduling") is False else 2
     assert ahead.stream.most == depth
+    kernels = [said for said in ahead.said if said[2] == "kernels"]
+    # A step of the smallest bucket and one of the largest, sampling alone, and a mixed step.
+    steps = 3 if fields.get("cuda_graph_sizes") == (2,) else 4
+    assert kernels == [(done, steps, "kernels") for done in range(steps + 1)]
     graphs = [said for said in ahead.said if said[2] == "graphs"]
+    assert ahead.said[len(ahead.said) - len(graphs) :] == graphs
     if fields.get("cuda_graphs") == "startup":
         assert graphs == [(done, 2, "graphs") for done in range(3)]
     else:
@@ -127,7 +132,9 @@ async def test_the_packaged_model_answers_the_same(
 def test_what_a_placement_leaves_open() -> None:
     def info(**fields: Any) -> Any:
         ahead = AheadOnCPU()
-        config = EngineConfig(load_format="dummy", device="cpu", **fields)
+        config = EngineConfig(
+            load_format="dummy", device="cpu", attention_backend="torch", **fields
+        )
         runner = build_model_runner(config, MODEL, None, ahead.mode(config))
         assert runner.graphs is not None
         return runner.info, runner.graphs.buckets
@@ -167,7 +174,13 @@ def test_what_a_gpu_leaves_to_the_application(monkeypatch: pytest.MonkeyPatch) -
     mode = execution_mode_for(EngineConfig(), CPU)
     assert (mode.step_timeout, mode.cache_tokens) == (600.0, None)
 
-    config = EngineConfig(load_format="dummy", device="cpu", max_model_len=64, max_num_seqs=3)
+    config = EngineConfig(
+        load_format="dummy",
+        device="cpu",
+        attention_backend="torch",
+        max_model_len=64,
+        max_num_seqs=3,
+    )
     limits = {"step_timeout": 7.0, "cache_tokens": 40}
     runner = build_model_runner(config, MODEL, None, replace(AheadOnCPU().mode(config), **limits))
     size = runner.info.kv_groups[0].block_size

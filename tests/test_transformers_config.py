@@ -11,10 +11,10 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from asyncllm.checkpoint.transformers_config import TransformersConfig, read_config
 from asyncllm.config import EngineConfig
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.build import build_model_runner
+from asyncllm.gpu.transformers_model.config import TransformersConfig, read_config
 from tests.families import GPT2, make
 
 ENDS = {"eos_token_id": None, "bos_token_id": None}

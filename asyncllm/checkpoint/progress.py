@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, Protocol
 
-LoadStage = Literal["weights", "graphs"]
+LoadStage = Literal["weights", "kernels", "graphs"]
 
 
 class Progress(Protocol):
@@ -12,5 +12,5 @@ class Progress(Protocol):
     gives loading up."""
 
     def __call__(self, done: int, total: int, stage: LoadStage = "weights") -> None:
-        """Bytes of weights downloaded or read, or CUDA graphs captured at start, and all of
-        them. ``total`` grows while files are still being looked up."""
+        """Bytes of weights downloaded or read, steps that compile kernels, or CUDA graphs captured
+        at start, and all of them. ``total`` grows while files are still being looked up."""

@@ -133,7 +133,15 @@ def _create(
         token_budget=token_budget,
         max_num_seqs=max_num_seqs,
     )
-    size = size_cache(config, model, groups, dtype, max_num_seqs=max_num_seqs, available=available)
+    size = size_cache(
+        config,
+        model,
+        groups,
+        dtype,
+        max_num_seqs=max_num_seqs,
+        available=available,
+        cache_tokens=mode.cache_tokens,
+    )
     if device.type == "cuda":
         check_cache(config, device, size.num_blocks * block_bytes(groups, dtype))
     decoder.set_max_positions(size.max_model_len)
@@ -146,6 +154,7 @@ def _create(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=token_budget,
         pipeline_depth=mode.pipeline_depth if ahead is None else 1 + ahead,
+        step_timeout=mode.step_timeout,
     )
     limits = {"max_num_seqs": max_num_seqs, "max_model_len": size.max_model_len}
     processors = make_processors(config.with_overrides(limits), device)
@@ -169,8 +178,10 @@ def _create(
         measured = calibrate_token_budget(lambda count: time_prefill(runner, count))
         runner.set_token_budget(measured)
     logger.info("steps run as %s", runner.execution)
+    tell = progress or (lambda *_, **stage: None)
+    runner.warm_up(partial(tell, stage="kernels"))
     if config.cuda_graphs == "startup":
-        runner.capture_graphs(partial(progress, stage="graphs") if progress else lambda *_: None)
+        runner.capture_graphs(partial(tell, stage="graphs"))
     return runner
 
 

@@ -28,6 +28,7 @@ from asyncllm.gpu.graph.cuda_graphs import StepGraphs
 from asyncllm.gpu.graph.decode_runner import DecodeRunner
 from asyncllm.gpu.graph.recorded_step import RecordedStep, record_step
 from asyncllm.gpu.graph.streams import Stream, SyncStream
+from asyncllm.gpu.graph.warm_up import warm_up
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.launched_step import LaunchedStep
 from asyncllm.gpu.memory import is_out_of_memory, release
@@ -131,6 +132,18 @@ class ModelRunner:
         if self._state is None or self._state.decode is None:
             return None
         return self._state.decode.graphs
+
+    def warm_up(self, progress: Callable[[int, int], None] = lambda *_: None) -> None:
+        """Compiles the kernels of all steps to come; before the first of them.
+
+        Args:
+            progress: called with (steps run, steps in all).
+        """
+        decode = self._open().decode
+        if decode is not None:
+            with torch.inference_mode(), self._stream.context():
+                warm_up(decode, progress)
+            self._stream.synchronize()
 
     def capture_graphs(self, progress: Callable[[int, int], None] = lambda *_: None) -> None:
         """Captures the graph of every bucket, before the first step.

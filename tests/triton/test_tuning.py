@@ -77,6 +77,22 @@ def test_a_missing_compiler_or_header_is_named(monkeypatch: pytest.MonkeyPatch) 
         toolchain.check_triton()
 
 
+def test_a_cache_folder_that_cannot_be_written_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    triton = pytest.importorskip("triton")
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    monkeypatch.setattr(toolchain.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(toolchain, "_python_header", lambda: Path(__file__))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "new" / "folder"))
+    toolchain.check_triton()
+    assert list((tmp_path / "new" / "folder").iterdir()) == []
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "folder"))
+    with pytest.raises(EngineError, match=r"file/folder'.*cannot be written.*set .*CACHE_DIR"):
+        toolchain.check_triton()
+
+
 def test_a_missing_or_old_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(EngineError, match="cannot be imported"):

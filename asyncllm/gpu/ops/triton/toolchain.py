@@ -6,16 +6,18 @@ import importlib
 import os
 import shutil
 import sysconfig
+import tempfile
 from pathlib import Path
 
 from asyncllm.errors import EngineError
+from asyncllm.validation import explain
 
 MIN_VERSION = (3, 6)
 
 
 def check_triton() -> None:
-    """Checks that Triton is there, and what it needs to build its launchers: a C compiler and
-    the headers of Python.
+    """Checks that Triton is there, and what it needs to build its launchers: a C compiler, the
+    headers of Python, and a folder for what it compiles.
 
     Raises:
         EngineError: with what is missing, and how to get it.
@@ -49,6 +51,23 @@ def check_triton() -> None:
             "them (on Debian and Ubuntu: apt install python3-dev), or choose "
             'attention_backend="torch"'
         )
+    # A manager of the application's choice may need no folder.
+    if triton.knobs.cache.manager_class is None:
+        _check_cache_folder(triton.knobs.cache.dir)
+
+
+def _check_cache_folder(folder: str) -> None:
+    """Without one Triton fails at its first kernel: a read-only container, a user without home."""
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise EngineError(
+            f"Triton compiles kernels into the folder {folder!r}, which cannot be written "
+            f"({explain(error)}): set the environment variable TRITON_CACHE_DIR to one that can, "
+            'or choose attention_backend="torch"'
+        ) from error
 
 
 def _default_compiler() -> str | None:

@@ -1,0 +1,60 @@
+"""warm_up: every kernel of an engine's steps is compiled before the first of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from asyncllm.core.batch import StepBatch
+from asyncllm.gpu.batch.input_batch import InputBatch
+from asyncllm.gpu.batch.sampling_inputs import Stages
+from asyncllm.gpu.graph.cuda_graphs import GraphKey
+from asyncllm.gpu.graph.decode_runner import DecodeRunner
+
+
+def warm_up(decode: DecodeRunner, progress: Callable[[int, int], None]) -> None:
+    """Runs a decode step of the smallest and one of the largest bucket, the sampling behind other
+    stages, and a mixed step. Triton compiles a kernel at its first launch with arguments of a
+    kind, seconds in which a running stream would wait.
+
+    The smallest bucket shares a sequence among programs, the mixed step's short one does not; what
+    else a kernel is compiled for differs in no bucket. Rows are padding or write the null block, so
+    that nothing is left behind.
+
+    Args:
+        progress: called with (steps run, steps in all).
+    """
+    sizes = decode.graphs.buckets or (1, decode.info.max_num_seqs)
+    rows = sorted({sizes[0], sizes[-1]})
+    steps = [*(partial(decode.run_padding, GraphKey(count)) for count in rows)]
+    steps += [partial(_sample_processed, decode), partial(_run_mixed, decode)]
+    progress(0, len(steps))
+    for done, step in enumerate(steps, 1):
+        step()
+        progress(done, len(steps))
+
+
+def _sample_processed(decode: DecodeRunner) -> None:
+    """Logits that have passed through stages are in float32."""
+    logits = torch.zeros((1, decode.info.vocab_size), device=decode.device)
+    decode.sample_logits(logits, Stages.NONE)
+
+
+def _run_mixed(decode: DecodeRunner) -> None:
+    """A decode row and a prefill row, in the null block."""
+    info = decode.info
+    count = min(2, info.max_model_len)
+    batch = StepBatch(
+        step=0,
+        req_indices=[0, 1],
+        starts=[0, 0],
+        counts=[1, count],
+        samples=[True, True],
+        num_decodes=1,
+    )
+    rows = InputBatch(2, info.max_model_len, info.kv_groups)
+    inputs = rows.prepare(batch, decode.device, decode.block_tables)
+    # Its rows are sampled as padding, whatever request they are of.
+    decode.run(next(decode.host_buffers), min(2, info.max_num_seqs), inputs)

@@ -1,0 +1,174 @@
+"""Nothing is compiled once an engine has started."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton
+from triton.backends.compiler import GPUTarget
+
+from asyncllm.core.batch import StepBatch
+from asyncllm.core.executor import ExecutorInfo
+from asyncllm.gpu.batch.decode_inputs import SamplingTensors
+from asyncllm.gpu.batch.input_batch import InputBatch
+from asyncllm.gpu.batch.sampling_inputs import Stages
+from asyncllm.gpu.graph.cuda_graphs import EagerCapturer, GraphKey, default_sizes
+from asyncllm.gpu.graph.decode_runner import DecodeRunner
+from asyncllm.gpu.graph.warm_up import warm_up
+from asyncllm.gpu.kv_cache import KVCache
+from asyncllm.gpu.models.dense import attention_kinds, build_decoder, kv_groups
+from asyncllm.gpu.ops.triton.attention import TritonAttention
+from asyncllm.gpu.ops.triton.op_set import TritonOps
+from asyncllm.gpu.weights import dummy_weights
+from tests.triton.decoder_steps import small_model
+
+CPU = torch.device("cpu")
+H200 = {"capability": 90, "num_sms": 132}
+ROWS = 64
+
+
+@contextmanager
+def compiling(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
+    """Triton's own launches up to the compiler, for a GPU that is not there: what it would compile
+    is noted, by the key that it looks a compiled kernel up by, and nothing runs."""
+    found: set[str] = set()
+
+    def hook(*, key: Any, fn: Any, **_: Any) -> bool:
+        found.add(f"{fn.name} {key}")
+        return True
+
+    stub = SimpleNamespace(
+        get_current_device=lambda: 4242,
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(triton.runtime.driver, "_active", stub)
+        patch.setattr("triton.knobs.runtime.jit_cache_hook", hook)
+        with torch.inference_mode():
+            yield found
+
+
+def make_step(max_len: int, sizes: tuple[int, ...], dtype: torch.dtype) -> DecodeRunner:
+    model = replace(small_model(), num_heads=16, num_kv_heads=8, max_position_embeddings=max_len)
+    attention = {
+        kind: TritonAttention(kind.shape, dtype, CPU, **H200) for kind in attention_kinds(model)
+    }
+    decoder = build_decoder(model, TritonOps(), attention, dummy_weights(model, dtype, CPU))
+    decoder.set_max_positions(max_len)
+    groups = kv_groups(model, attention, 16)
+    info = ExecutorInfo(
+        vocab_size=model.vocab_size,
+        num_blocks=32,
+        kv_groups=tuple(group.spec for group in groups),
+        max_model_len=max_len,
+        max_num_seqs=ROWS,
+        max_num_batched_tokens=8192,
+        pipeline_depth=2,
+    )
+    return DecodeRunner(decoder, KVCache(groups, 32, dtype, CPU), info, EagerCapturer(), sizes)
+
+
+def run_everything(step: DecodeRunner) -> None:
+    """Every bucket, batch sizes that have none, both halves, and mixed steps of all kinds."""
+    step.tables.make(Stages.RULES | Stages.PENALTIES)
+    stages = (Stages.NONE, Stages.RULES, Stages.PENALTIES | Stages.LOGPROBS)
+    for rows in sorted({*step.graphs.buckets, 1, 2, 3, 7, 16, 33, ROWS}):
+        step.graphs.run(rows)
+        host = next(step.host_buffers)
+        for each in stages if rows in (1, 3, ROWS) else ():
+            host.stages = each
+            step.prepare_host(host)
+            step.forward(host, rows, None)
+            step.sample(host, rows)
+        host.stages = Stages.NONE
+    most = step.info.max_model_len
+    batch = InputBatch(ROWS, most, step.info.kv_groups)
+    for decodes, start, counts in (
+        (0, 0, [1]),
+        (0, most - 150, [140]),
+        (0, 5, [3, 2, 40]),
+        (1, most - 60, [17]),
+        (5, 0, [16, 9]),
+        (ROWS - 1, most - 50, [33]),
+    ):
+        rows = decodes + len(counts)
+        given = StepBatch(
+            step=0,
+            req_indices=list(range(rows)),
+            starts=[start] * rows,
+            counts=[1] * decodes + counts,
+            samples=[True] * rows,
+            num_decodes=decodes,
+        )
+        host = next(step.host_buffers)
+        changed = np.arange(3 * ROWS if decodes == 5 else 2)
+        host.set_table_changes([(changed, changed.astype(np.int32))] * len(step.block_tables))
+        for each in stages:
+            host.stages = each
+            step.prepare_host(host)
+            step.run(host, rows, batch.prepare(given, CPU, step.block_tables))
+        host.stages = Stages.NONE
+        host.set_table_changes([(changed[:0], changed[:0])] * len(step.block_tables))
+
+
+def draw_for_the_host(step: DecodeRunner) -> None:
+    """As HostRows does, from tensors of its own."""
+    for rows in (1, 3):
+        lines = torch.arange(rows + 1)
+        sampling = step.buffer.sampling
+        names = ("states", "temperature", "top_k", "top_p", "min_p")
+        own = SamplingTensors(*(getattr(sampling, name)[lines] for name in names))
+        logits = torch.zeros((rows, step.info.vocab_size))
+        step.decoder.ops.sample(
+            logits, own, lines[:-1], lines[:-1], torch.zeros_like(lines), lines[:-1].clone()
+        )
+
+
+@pytest.mark.parametrize(
+    ("max_len", "sizes", "dtype"),
+    [
+        (4096, default_sizes(ROWS), torch.bfloat16),
+        (4080, (), torch.float16),
+        (200, (2, 4), torch.bfloat16),
+        (1024, (8,), torch.float32),
+    ],
+    ids=str,
+)
+def test_everything_is_compiled_before_the_first_step(
+    monkeypatch: pytest.MonkeyPatch, max_len: int, sizes: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    step = make_step(max_len, sizes, dtype)
+    said: list[tuple[int, int]] = []
+    with compiling(monkeypatch) as warm:
+        warm_up(step, lambda *progress: said.append(progress))
+    assert said == [(done, len(said) - 1) for done in range(len(said))]
+    kernels = {key.split()[0] for key in warm}
+    assert len(kernels) == (9 if max_len > 256 else 8), kernels
+    with compiling(monkeypatch) as found:
+        run_everything(step)
+        draw_for_the_host(step)
+    assert not found - warm, "\n".join(sorted(found - warm))
+    assert not warm - found, "\n".join(sorted(warm - found))
+
+
+def test_decode_steps_alone_leave_kernels_cold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is noted tells kernels that are warm from those that are not."""
+    step = make_step(4096, (1, ROWS), torch.bfloat16)
+    with compiling(monkeypatch) as decoding:
+        for bucket in step.graphs.buckets:
+            step.run_padding(GraphKey(bucket))
+    with compiling(monkeypatch) as every:
+        warm_up(step, lambda *_: None)
+    cold = {key.split()[0] for key in every - decoding}
+    assert cold == {"choose_kernel", "chunk_kernel", "decode_kernel", "prefill_kernel"}
