@@ -216,6 +216,7 @@ class EngineConfig:
     def _check_processors(self) -> None:
         name, accepted = "logits_processors", 'subclasses of LogitsProcessor, or "module:Class"'
         check.field(self, check.items, name, accepted, _MAX_PROCESSORS)
+        one: Any
         for one in self.logits_processors:
             named = check.is_a(one, str) and re.fullmatch(r"[\w.]{1,256}:\w{1,256}", one)
             if not named and not (check.is_a(one, type) and LogitsProcessor in type.mro(one)):

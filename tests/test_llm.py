@@ -74,7 +74,8 @@ def test_one_prompt_gives_one_completion(make):
 
 
 def test_a_batch_runs_as_one_and_keeps_its_order(make):
-    rig = fake(record=True)
+    # Slow enough for all six to be there before the first has ended.
+    rig = fake(record=True, step_time=0.02)
     llm = make(rig)
     prompts = [[i, i + 1] for i in range(6)]
     assert tokens(llm.generate(prompts, max_tokens=5)) == expected(rig, prompts, 5)
