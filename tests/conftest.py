@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 import threading
 import time
 
@@ -33,6 +34,22 @@ def no_leftovers():
         gc.collect()
         time.sleep(0.01)
     pytest.fail(f"threads left: {left}")
+
+
+@pytest.fixture
+def own_code(tmp_path_factory, monkeypatch):
+    """transformers keeps the code of checkpoints in a folder of this test, and imports it anew: it
+    is one package, found where the first test of a process had it."""
+    from transformers import dynamic_module_utils
+
+    folder = str(tmp_path_factory.mktemp("modules"))
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", folder)
+    monkeypatch.syspath_prepend(folder)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "transformers_modules"]:
+        monkeypatch.delitem(sys.modules, name)
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == "transformers_modules"]:
+        del sys.modules[name]
 
 
 def pytest_collection_modifyitems(items):

@@ -871,3 +871,11 @@ async def test_a_report_that_fails_is_its_callers_alone():
         with pytest.raises(EngineError, match=r"cannot be measured: .*no room to measure in"):
             await engine.execution_report()
         assert (await engine.generate("hello")).text == "an answer"
+
+
+async def test_a_bad_word_that_the_tokenizer_refuses_is_named():
+    """The stand-in reads numbers alone."""
+    async with fake().engine() as engine:
+        with pytest.raises(InvalidRequestError, match=r"bad_words=.*'x'.*literal") as caught:
+            await engine.generate("1 2", max_tokens=1, bad_words=["x"])
+        assert caught.value.param == "bad_words"

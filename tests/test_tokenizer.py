@@ -335,15 +335,9 @@ def test_a_model_without_the_files_of_its_tokenizer(
         load(tmp_path)
 
 
-def test_code_of_the_checkpoint_runs_only_when_trusted(
-    tmp_path: Path, backend_json: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from transformers import dynamic_module_utils
-
+@pytest.mark.usefixtures("own_code")
+def test_code_of_the_checkpoint_runs_only_when_trusted(tmp_path: Path, backend_json: str) -> None:
     (tmp_path / "files").mkdir()
-    modules = tmp_path / "modules"
-    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(modules))
-    monkeypatch.syspath_prepend(str(modules))
     (tmp_path / "files" / "own.json").write_text(backend_json)
     (tmp_path / "files" / "tokenization_own.py").write_text(
         "import os\n"

@@ -58,11 +58,9 @@ def test_hostile_fields_are_refused(gemma, tmp_path, field, value, accepted):
 
 @pytest.mark.parametrize("name", ["AutoConfig", "AutoModelForCausalLM"])
 @pytest.mark.parametrize("code", ["raise RuntimeError('no')", "raise SystemExit('no')"])
-def test_code_of_a_checkpoint_that_fails_is_named(gemma, tmp_path, monkeypatch, name, code):
+@pytest.mark.usefixtures("own_code")
+def test_code_of_a_checkpoint_that_fails_is_named(gemma, tmp_path, name, code):
     """Whose exit would otherwise end the thread that loads it."""
-    monkeypatch.setattr(
-        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
-    )
     (tmp_path / "own.py").write_text(code)
     auto_map = {name: "own.Own"}
     path = with_fields(gemma, tmp_path, auto_map=auto_map, model_type="gemma")

@@ -332,6 +332,7 @@ def test_the_text_part_of_a_multimodal_checkpoint(tmp_path, caplog):
 # --- the check of untested architectures ---------------------------------------------------
 
 
+@pytest.mark.usefixtures("own_code")
 def test_a_checkpoints_own_code(tmp_path, caplog):
     path = remote_code.write(tmp_path / "own_right")
     with caplog.at_level(logging.INFO, "asyncllm"):
@@ -348,6 +349,7 @@ def test_a_checkpoints_own_code(tmp_path, caplog):
     assert abs(seq.logprobs[0].sampled.logprob - float(row.max())) < 1e-4
 
 
+@pytest.mark.usefixtures("own_code")
 def test_own_code_that_the_rules_do_not_see_through_fails_the_check(tmp_path):
     path = remote_code.write(tmp_path / "own_shifted", shift=True)
     with pytest.raises(ModelLoadError) as caught:
@@ -363,6 +365,7 @@ def test_own_code_that_the_rules_do_not_see_through_fails_the_check(tmp_path):
     assert wrong > 1e-3 > limit > noise
 
 
+@pytest.mark.usefixtures("own_code")
 def test_noise_that_would_hide_everything_is_refused(tmp_path, monkeypatch):
     path = remote_code.write(tmp_path / "own_noisy")
     monkeypatch.setattr(Reference, "_sdpa_noise", staticmethod(lambda *_: 2.0))

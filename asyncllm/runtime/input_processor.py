@@ -457,13 +457,19 @@ def bad_words_token_ids(
     Raises:
         InvalidRequestError: for one that has no tokens, or some that the model has not.
     """
+    accepted = "texts whose tokens the model has"
     found: list[tuple[int, ...]] = []
     for word in words:
-        bare = tuple(tokenizer.encode(word.lstrip(), add_special_tokens=False))
+        try:
+            bare, spaced = (
+                tuple(tokenizer.encode(text, add_special_tokens=False))
+                for text in (word.lstrip(), " " + word.lstrip())
+            )
+        except Exception as error:
+            raise check.invalid("bad_words", word, f"{accepted}: {check.explain(error)}") from error
         if not bare or max(bare) >= vocab_size:
-            raise check.invalid("bad_words", word, "texts whose tokens the model has")
+            raise check.invalid("bad_words", word, accepted)
         found.append(bare)
-        spaced = tuple(tokenizer.encode(" " + word.lstrip(), add_special_tokens=False))
         if len(spaced) == len(bare) and spaced[0] != bare[0] and max(spaced) < vocab_size:
             found.append(spaced)
     return tuple(found)
