@@ -117,7 +117,7 @@ def main() -> None:
     report = Report("the parts of a decode step on a CPU", conditions)
     state, clock = runner._state, Clock()
     assert state is not None
-    library: Any = vars(state.decoder.ops)["context"].library
+    library: Any = vars(state.decoder.ops)["context"].functions
     for name in ("run", "linear", "gather", "select", "attention", "rms_norm", "rope_and_cache",
                  "silu_mul"):  # fmt: skip
         clock.watch(library, name, "native")

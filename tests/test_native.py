@@ -317,7 +317,7 @@ def test_strided_rows_are_copied_or_read_where_they_are():
     assert torch.equal(linear(x.T.contiguous().T), linear(x))
     assert torch.equal(ops.linear(LinearWeights(weight.T.contiguous().T))(x), linear(x))
     raw = torch.zeros(4 * 60 + 1, dtype=torch.uint8)
-    library, handle = ops.context.library, ops.context.handle
+    library, handle = ops.context.functions, ops.context.handle
     odd, at = raw.data_ptr() + 1, raw.data_ptr()
     assert library.silu_mul(handle, odd, 60, at, 1, 30, 0) == 1
     assert library.silu_mul(handle, at, 59, at, 2, 30, 0) == 1

@@ -183,7 +183,7 @@ def test_with_sinks_and_a_soft_cap():
 
 def test_a_step_is_one_native_call(monkeypatch):
     runner = make_runner(make_decoder(QWEN3))
-    library = context_of(state_of(runner).decoder).library
+    library = context_of(state_of(runner).decoder).functions
     calls: list[str] = []
     for name in ("run", "linear", "gather", "select", "attention", "rms_norm", "rope_and_cache",
                  "silu_mul"):  # fmt: skip
@@ -329,7 +329,7 @@ def test_what_a_program_cannot_hold_is_found(what):
 
     def in_place(x: Tensor) -> Tensor:
         x = mlp(x)
-        own.library.silu_mul(own.handle, x.data_ptr(), 32, x.data_ptr(), len(x), 16, 0)
+        own.functions.silu_mul(own.handle, x.data_ptr(), 32, x.data_ptr(), len(x), 16, 0)
         return x
 
     others = {

@@ -234,7 +234,7 @@ class Context:
     recorder: Any = None
 
     def __init__(self, library: Library, num_threads: int, isa: str | None = None) -> None:
-        self.library = library
+        self.functions = library
         self.num_threads = num_threads
         self._handle = library.create(num_threads, None if isa is None else isa.encode())
         if not self._handle:
@@ -270,7 +270,7 @@ class PackedWeights:
         self, context: Context, values: int, dtype: int, n: int, k: int, stride: int,
         scales: int | None, bias: int | None,
     ) -> None:  # fmt: skip
-        library = context.library
+        library = context.functions
         self.handle = library.pack(context.handle, values, dtype, n, k, stride, scales, bias)
         if not self.handle:
             raise MemoryError(f"weights of {n} x {k} cannot be packed")

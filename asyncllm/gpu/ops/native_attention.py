@@ -147,7 +147,7 @@ class NativeAttention:
             return out
         out = q.new_empty((q.shape[0], width))
         args.q, args.out = q.data_ptr(), out.data_ptr()
-        status = context.library.attention(context.handle, ctypes.byref(args))
+        status = context.functions.attention(context.handle, ctypes.byref(args))
         if status:
             fail("attention", status)
         return out

@@ -84,7 +84,7 @@ class NativeLinear:
             recorder.add("linear", x, args, {"x": x, "y": y}, [self.weights])
             return y
         y = x.new_empty((m, self.n))
-        status = context.library.linear(
+        status = context.functions.linear(
             context.handle, self.weights.handle, x.data_ptr(), x.stride(0), y.data_ptr(), self.n,
             m, DTYPES[x.dtype],
         )  # fmt: skip
@@ -98,7 +98,7 @@ class NativeLinear:
         NO_TOKEN_LEFT where all are minus infinity."""
         x = self._checked(x)
         tokens, context = torch.empty(len(x), dtype=torch.int64, device="cpu"), self.context
-        status = context.library.linear_argmax(
+        status = context.functions.linear_argmax(
             context.handle, self.weights.handle, x.data_ptr(), x.stride(0), tokens.data_ptr(),
             len(x), DTYPES[x.dtype],
         )  # fmt: skip
@@ -135,7 +135,7 @@ class NativeEmbedding:
             recorder.add("gather", ids, args, {"ids": ids, "out": out}, [head.weights])
             return out
         out = torch.empty((len(ids), head.k), dtype=self.dtype, device="cpu")
-        library = context.library
+        library = context.functions
         status = library.gather(
             context.handle, head.weights.handle, ids.data_ptr(), len(ids), out.data_ptr(),
             DTYPES[self.dtype],
@@ -165,7 +165,7 @@ class NativeTable:
             recorder.add("select", ids, args, {"ids": ids, "out": out}, [values])
             return out
         out = values.new_empty((len(ids), width))
-        status = context.library.select(
+        status = context.functions.select(
             context.handle, values.data_ptr(), stride, rows, ids.data_ptr(), len(ids),
             out.data_ptr(), width, dtype,
         )  # fmt: skip
@@ -211,7 +211,7 @@ class NativeRMSNorm:
         if (recorder := context.recorder) is not None:
             return self._record(recorder, x, residual)
         out = x.new_empty((rows, width))
-        status = context.library.rms_norm(
+        status = context.functions.rms_norm(
             context.handle, x.data_ptr(), x.stride(0),
             None if residual is None else residual.data_ptr(),
             0 if residual is None else residual.stride(0), weight.data_ptr(), self.eps,
@@ -286,7 +286,7 @@ class NativeRopeAndCache:
         else:
             args.qkv, args.num_tokens = qkv.data_ptr(), num_tokens
             args.positions, args.slots = positions.data_ptr(), slot_mapping.data_ptr()
-            status = context.library.rope_and_cache(context.handle, ctypes.byref(args))
+            status = context.functions.rope_and_cache(context.handle, ctypes.byref(args))
             if status:
                 fail("rope_and_cache", status)
         return heads[:, :num_q], heads[:, num_q : num_q + num_k], heads[:, num_q + num_k :]
@@ -310,7 +310,7 @@ class NativeSiluMul:
             recorder.add("silu_mul", gate_up, args, {"gate_up": gate_up, "out": out})
             return out
         out = gate_up.new_empty((rows, width // 2))
-        status = context.library.silu_mul(
+        status = context.functions.silu_mul(
             context.handle, gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), rows,
             width // 2, DTYPES[gate_up.dtype],
         )  # fmt: skip
@@ -367,7 +367,7 @@ class NativeOps(CpuOps):
 
     def read(self, memory: Tensor) -> int:
         total, context = ctypes.c_uint64(), self.context
-        status = context.library.read(
+        status = context.functions.read(
             context.handle, memory.data_ptr(), memory.nbytes, ctypes.byref(total)
         )
         if status:

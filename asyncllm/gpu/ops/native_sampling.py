@@ -83,7 +83,7 @@ class NativeSample:
             out=address("out", out, torch.int64, rows),
             dtype=DTYPES[logits.dtype],
         )
-        status = context.library.sample(context.handle, ctypes.byref(args))
+        status = context.functions.sample(context.handle, ctypes.byref(args))
         if status:
             fail("sample", status)
 
@@ -120,7 +120,7 @@ class NativeProcessLogits:
             _set_rules(args, rows)
         if stages & Stages.PENALTIES:
             _set_penalties(args, rows)
-        status = context.library.process_logits(context.handle, ctypes.byref(args))
+        status = context.functions.process_logits(context.handle, ctypes.byref(args))
         if status:
             fail("process_logits", status)
         return out
@@ -170,7 +170,7 @@ class NativeTopLogprobs:
         count, width = len(tokens), out.values.shape[1]
         if len(logits) < count:
             raise ValueError(f"native sampling: {len(logits)} rows of logits, {count} tokens")
-        status = context.library.top_logprobs(
+        status = context.functions.top_logprobs(
             context.handle, logits.data_ptr(), logits.stride(0), count, logits.shape[1],
             DTYPES[logits.dtype], address("tokens", tokens, torch.int64, count), width - 1,
             address("values", out.values, torch.float32, count, width),

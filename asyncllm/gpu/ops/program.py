@@ -56,7 +56,7 @@ class Program:
         """
         self._sizes[:] = rows, tokens, wanted, sampled
         context = self.context
-        status = context.library.run(context.handle, self.args, self._sizes, self._failed)
+        status = context.functions.run(context.handle, self.args, self._sizes, self._failed)
         if status:
             fail(self._failure(status), status)
 
