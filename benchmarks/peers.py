@@ -176,6 +176,9 @@ def measure(engine: Engine, index: int, vocab_size: int, workloads: Sequence[str
     if "D" in workloads:
         found["D first token"] = engine.ask(draw_prompts(index, [2048], vocab_size), 1)["first"]
     engine.rounds.append(found)
+    # A round of a slow engine takes minutes, and the table comes last.
+    figures = ", ".join(f"{name} {value:.4g}" for name, value in found.items())
+    print(f"round {index}, {engine.name}: {figures}", file=sys.stderr, flush=True)
 
 
 def tell(report: Report, engines: Sequence[Engine], missing: Mapping[str, str]) -> None:
