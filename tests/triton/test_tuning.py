@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from asyncllm.errors import EngineError
+from asyncllm.gpu.graph.cuda_graphs import default_sizes
 from asyncllm.gpu.ops.triton import toolchain
 from asyncllm.gpu.ops.triton.tuning import (
     cdiv,
@@ -16,6 +17,7 @@ from asyncllm.gpu.ops.triton.tuning import (
     next_power_of_2,
     num_splits,
     prefill_tiles,
+    wave_share,
 )
 
 
@@ -24,8 +26,9 @@ from asyncllm.gpu.ops.triton.tuning import (
     [
         (1, 8, 256, 132, 1),
         (1, 8, 257, 132, 2),
-        (1, 8, 32768, 132, 66),
-        (64, 8, 32768, 132, 2),
+        (1, 8, 32768, 132, 60),
+        (24, 8, 32768, 132, 5),
+        (64, 8, 32768, 132, 1),
         (66, 8, 32768, 132, 1),
         (512, 8, 131072, 132, 1),
         (1, 1, 0, 132, 1),
@@ -33,6 +36,29 @@ from asyncllm.gpu.ops.triton.tuning import (
 )
 def test_num_splits(batch: int, kv_heads: int, max_len: int, sms: int, splits: int) -> None:
     assert num_splits(batch, kv_heads, max_len, sms) == splits
+
+
+@pytest.mark.parametrize("num_sms", [108, 132])
+@pytest.mark.parametrize("kv_heads", [2, 8])
+def test_waves_are_nearly_as_full_as_they_can_be(kv_heads: int, num_sms: int) -> None:
+    """For every batch size, where sequences are long enough to be shared."""
+    places = 4 * num_sms
+    for batch in range(1, 513):
+        programs = batch * kv_heads
+        splits = num_splits(batch, kv_heads, 2**20, num_sms)
+        assert splits <= max(8, cdiv(places, programs))
+        share = wave_share(programs * splits, places)
+        assert share >= 0.72, (batch, splits, share)
+        better = [n for n in range(1, splits) if wave_share(programs * n, places) >= share]
+        assert not better, (batch, splits, better)
+
+
+def test_a_last_wave_of_a_few_programs_is_avoided() -> None:
+    """8 key/value heads on 132 multiprocessors, four programs on each: rounding the number of
+    splits up left half of the last wave's places idle at these batch sizes."""
+    shares = {batch: wave_share(batch * 8 * num_splits(batch, 8, 32768, 132), 528) for batch in
+              (4, 8, 16, 24, 40, 48, 72, 80, 96, 136, 160)}  # fmt: skip
+    assert min(shares.values()) > 0.88, shares
 
 
 def test_tiles_are_found_for_every_gpu_from_ampere_on() -> None:

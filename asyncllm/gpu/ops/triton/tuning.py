@@ -8,9 +8,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
+from functools import lru_cache
 
 SPLIT_TOKENS = 256
 """Fewest tokens of a sequence that a split of decode attention is worth."""
+
+MAX_WAVE_SPLITS = 8
+"""Most programs that share a sequence for the sake of a full last wave alone."""
 
 PROGRAMS_PER_SM = 4
 """Decode attention programs that a multiprocessor should have, by shared memory
@@ -96,16 +100,31 @@ def _find(table: dict[int, tuple[Tiles, Tiles, Tiles]], capability: int, head_di
 def num_splits(batch: int, kv_heads: int, max_len: int, num_sms: int) -> int:
     """How many programs share one sequence and key/value head in decode attention.
 
-    Enough to fill the GPU, but none for less than SPLIT_TOKENS tokens. It depends on shapes
-    alone, so that it is fixed for a captured graph.
+    The fewest with which the places of the GPU are nearly as busy as they can be, as in
+    FlashAttention's num_splits_heuristic: programs run in waves, and a last wave of a few takes as
+    long as a full one. None has less than SPLIT_TOKENS tokens. It depends on shapes alone, so that
+    it is fixed for a captured graph.
 
     Args:
         batch: rows of the launch, padding included.
         max_len: longest sequence that the launch may see, in tokens.
         num_sms: multiprocessors of the GPU.
     """
-    wanted = -(-PROGRAMS_PER_SM * num_sms // (batch * kv_heads))
-    return max(1, min(wanted, -(-max_len // SPLIT_TOKENS)))
+    places, programs = PROGRAMS_PER_SM * num_sms, batch * kv_heads
+    most = min(max(cdiv(places, programs), MAX_WAVE_SPLITS), cdiv(max_len, SPLIT_TOKENS))
+    return _fewest_splits(programs, places, max(1, most))
+
+
+@lru_cache(maxsize=4096)
+def _fewest_splits(programs: int, places: int, most: int) -> int:
+    shares = [wave_share(programs * splits, places) for splits in range(1, most + 1)]
+    good = 0.9 * max(shares)
+    return next(splits for splits, share in enumerate(shares, 1) if share >= good)
+
+
+def wave_share(programs: int, places: int) -> float:
+    """Share of the places that so many equal programs keep busy until the last has ended."""
+    return programs / (cdiv(programs, places) * places)
 
 
 def row_warps(width: int) -> int:
