@@ -42,7 +42,7 @@ def parameters(model: ModelConfig) -> Iterator[Parameter]:
     yield _single("embed.weight", "model.embed_tokens.weight", (vocab, hidden))
     for layer in range(model.num_layers):
         yield from _layer_parameters(model, layer)
-    yield _single("norm.weight", "model.norm.weight", (hidden,))
+    yield _norm(model, "norm.weight", "model.norm.weight", hidden)
     if not model.tie_word_embeddings:
         yield _single("lm_head.weight", "lm_head.weight", (vocab, hidden))
 
@@ -69,23 +69,42 @@ def is_small(model: ModelConfig | TransformersConfig) -> bool:
 
 def _layer_parameters(model: ModelConfig, layer: int) -> Iterator[Parameter]:
     here, there = f"layers.{layer}.", f"model.layers.{layer}."
-    hidden, inner = model.hidden_size, model.intermediate_size
+    hidden, inner, names = model.hidden_size, model.intermediate_size, model.names
     q_size, kv_size = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    yield _single(f"{here}input_norm.weight", f"{there}input_layernorm.weight", (hidden,))
-    qkv = (("q_proj", q_size), ("k_proj", kv_size), ("v_proj", kv_size))
+    mlp = f"{there}{names.mlp}."
+
+    def norm(own: str, tensor: str | None, width: int = hidden) -> Iterator[Parameter]:
+        if tensor is not None:
+            yield _norm(model, f"{here}{own}.weight", f"{there}{tensor}.weight", width)
+
+    yield from norm("input_norm", names.input_norm)
+    qkv = _parts(names.qkv, (q_size, kv_size, kv_size))
     yield from _linear(here + "qkv", there + "self_attn.", qkv, hidden, model.attention_bias)
     if model.qk_norm:
-        for name in ("q_norm", "k_norm"):
-            yield _single(
-                f"{here}{name}.weight", f"{there}self_attn.{name}.weight", (model.head_dim,)
-            )
+        whole = model.norms_whole_projections
+        yield from norm("q_norm", "self_attn.q_norm", q_size if whole else model.head_dim)
+        yield from norm("k_norm", "self_attn.k_norm", kv_size if whole else model.head_dim)
     output = (("o_proj", hidden),)
     yield from _linear(here + "o", there + "self_attn.", output, q_size, model.output_bias)
-    yield _single(f"{here}post_norm.weight", f"{there}post_attention_layernorm.weight", (hidden,))
-    gate_up = (("gate_proj", inner), ("up_proj", inner))
-    yield from _linear(here + "gate_up", there + "mlp.", gate_up, hidden, model.mlp_bias)
-    down = (("down_proj", hidden),)
-    yield from _linear(here + "down", there + "mlp.", down, inner, model.mlp_bias)
+    yield from norm("mixer_norm", names.mixer_norm)
+    yield from norm("post_norm", names.post_norm)
+    gate_up = _parts(names.gate_up, (inner, inner))
+    yield from _linear(here + "gate_up", mlp, gate_up, hidden, model.mlp_bias)
+    down = ((names.down, hidden),)
+    yield from _linear(here + "down", mlp, down, inner, model.mlp_bias)
+    yield from norm("mlp_norm", names.mlp_norm)
+
+
+def _parts(names: tuple[str, ...], rows: tuple[int, ...]) -> tuple[tuple[str, int], ...]:
+    """Rows of each projection; of one that has all of them, their sum."""
+    if len(names) == 1:
+        return ((names[0], sum(rows)),)
+    return tuple(zip(names, rows, strict=True))
+
+
+def _norm(model: ModelConfig, name: str, tensor: str, width: int) -> Parameter:
+    dtype = "float32" if model.wide_norms else None
+    return Parameter(name, (width,), ((tensor, width),), dtype)
 
 
 def _single(name: str, tensor: str, shape: tuple[int, ...]) -> Parameter:

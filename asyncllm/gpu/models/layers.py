@@ -115,8 +115,30 @@ class GatedMLP:
 
 
 @dataclass(slots=True)
+class NormedMixer:
+    """A mixer with a norm behind it."""
+
+    mixer: Mixer
+    norm: RMSNorm
+
+    def __call__(self, x: Tensor, step: StepContext) -> Tensor:
+        return self.norm(self.mixer(x, step))
+
+
+@dataclass(slots=True)
+class NormedMLP:
+    """An MLP with a norm behind it."""
+
+    mlp: Callable[[Tensor], Tensor]
+    norm: RMSNorm
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.norm(self.mlp(x))
+
+
+@dataclass(slots=True)
 class DecoderLayer:
-    """Pre-norm layer: mixer and MLP, each behind a norm and around a residual."""
+    """Mixer and MLP, each around a residual: norms before them, behind them, or both."""
 
     kind: Hashable
     input_norm: RMSNorm

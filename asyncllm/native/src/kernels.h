@@ -86,10 +86,14 @@ struct Kernels {
   void (*attention)(const AttentionTask&, void* scratch);
   // Merges `splits` partial results of one token's heads into the output.
   void (*merge)(const AttentionTask&, const float* partials, int64_t splits, void* scratch);
-  void (*rms_norm)(const void* x, void* residual, const void* weight, float eps, void* out,
-                   int64_t width, int32_t dtype);
+  void (*rms_norm)(const void* x, void* residual, const void* weight, int32_t weight_dtype,
+                   float eps, float multiplier, void* out, int64_t width, int32_t dtype);
   void (*rope)(const RopeArgs&, int64_t token);
-  void (*silu_mul)(const void* gate_up, void* out, int64_t width, int32_t dtype);
+  void (*gated_mul)(const void* gate_up, void* out, int64_t width, int32_t activation,
+                    int32_t dtype);
+  void (*add)(const void* x, void* residual, float multiplier, int64_t width, int32_t dtype);
+  void (*scale)(void* x, float factor, int64_t width, int32_t dtype);
+  void (*softcap)(void* x, float cap, int64_t width, int32_t dtype);
   // The largest logit of each chunk [first, last), NaN for one that holds NaN or infinity; and,
   // unless `sums` is null, the sum of exponentials of the logits less that.
   void (*reduce_chunks)(const LogitsRow&, int64_t first, int64_t last, float* maxima, float* sums);

@@ -10,5 +10,5 @@ template <class T> struct pointee<T*> { typedef T type; };
 #define KERNELS(name)                                                                     \
   {name,     W,        PANEL,         MAX_ROWS, TAKES_BFLOAT16 != 0, panel_elements,      \
    pack,     widen_row, linear,       quantise, gather,              attention_scratch,   \
-   attention, merge,   rms_norm,      rope,     silu_mul,            reduce_chunks,       \
-   read_chunk}
+   attention, merge,   rms_norm,      rope,     gated_mul,           add_row,             \
+   scale_row, softcap_row, reduce_chunks, read_chunk}
