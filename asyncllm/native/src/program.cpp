@@ -93,6 +93,8 @@ int32_t run_op(Context* context, const Op& op, const int64_t* sizes) {
       const SiluArgs& a = op.args.silu;
       return asyncllm_silu_mul(context, a.gate_up, a.stride, a.out, size, a.width, a.dtype);
     }
+    case OP_ROUTING: return asyncllm_routing(context, &op.args.routing, size);
+    case OP_EXPERTS: return asyncllm_experts(context, &op.args.experts, size);
   }
   return STATUS_INVALID;
 }
