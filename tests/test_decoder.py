@@ -26,7 +26,7 @@ from asyncllm.gpu.models.layers import (
     Layer,
     StepContext,
 )
-from asyncllm.gpu.models.rope import inverse_frequencies
+from asyncllm.gpu.models.rope import RopeSpec, inverse_frequencies
 from asyncllm.gpu.ops.base import AttentionShape, RMSNorm
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.torch_ops import TorchOps
@@ -200,7 +200,7 @@ def compose(kinds: tuple[AttentionKind, ...] = KINDS) -> Decoder:
         MODEL,
         ops,
         attention,
-        [(rope, 8) for rope in ROPES],
+        [RopeSpec(rope, 8) for rope in ROPES],
         ops.embedding(WEIGHTS["embed"]),
         layers,
         ops.rms_norm(WEIGHTS["norm"], 1e-6),

@@ -214,7 +214,7 @@ def test_generation_config(tmp_path: Path) -> None:
         ({"architectures": None, "model_type": None}, "architectures", "LlamaForCausalLM"),
         ({"hidden_act": "gelu"}, "hidden_act", "silu"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quant_method", "awq"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type", "'llama3'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 0}}, "factor", "above 0"),
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "type", "'linear'"),
         ({"rope_scaling": {"type": "linear"}}, "factor", "a finite number"),
         ({"rope_scaling": LLAMA3_ROPE | {"high_freq_factor": 1.0}}, "high_freq_factor", "above"),

@@ -9,35 +9,37 @@ from pathlib import Path
 from typing import Any, Literal
 
 from asyncllm.checkpoint.config_file import REQUIRED, ConfigFile
+from asyncllm.checkpoint.experts_config import ExpertsConfig
+from asyncllm.checkpoint.families import BEFORE, Family, Sizes, TensorNames
+from asyncllm.checkpoint.families import FAMILIES as DENSE_FAMILIES
 from asyncllm.checkpoint.gguf_config import gguf_config
 from asyncllm.checkpoint.gguf_file import GGUFFile
 from asyncllm.checkpoint.model_files import GGUF_SUFFIX
+from asyncllm.checkpoint.moe_families import MOE_FAMILIES
+from asyncllm.checkpoint.rope_config import MAX_POSITIONS, RopeConfig, read_rope, rope_section
 from asyncllm.errors import InvalidRequestError, ModelLoadError
 from asyncllm.sampling_params import NEUTRAL, SamplingParams
 
+Activation = Literal["gelu_tanh", "silu"]
+
 QUANT_METHODS = ("awq", "compressed-tensors", "fbgemm_fp8", "fp8", "gguf", "gptq", "mxfp4")
 
+FAMILIES = DENSE_FAMILIES | MOE_FAMILIES
+"""By ``model_type``."""
+
 MAX_LAYERS = 1024
-MAX_POSITIONS = 2**31 - 1
-"""Positions are int32 on a device."""
 
-
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """Rotary embedding. ``kind`` "llama3" rescales frequencies as Llama 3.1 does, "linear"
-    divides every position by ``factor``; the fields below ``factor`` are llama3's alone."""
-
-    theta: float = 10_000.0
-    kind: Literal["default", "linear", "llama3"] = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position: int = 8192
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+"""By the name that a file has for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A dense decoder, from its ``config.json`` and ``generation_config.json``, or its GGUF file.
+    """A decoder, from its ``config.json`` and ``generation_config.json``, or its GGUF file.
 
     Attributes:
         path: local directory of the files, or the GGUF file.
@@ -45,11 +47,30 @@ class ModelConfig:
         max_position_embeddings: the model's context in tokens.
         dtype: the checkpoint's own: "float32", "bfloat16" or "float16"; "float32" where the
             files do not say.
-        qk_norm: RMSNorm over each query and key head before RoPE (Qwen3).
+        is_text_part: the checkpoint has other towers as well.
+        names: of the tensors of a layer; which norms a layer has is what it has names for.
+        qk_norm: RMSNorm over each query and key head before RoPE (Qwen3), or over all of them
+            where ``norms_whole_projections`` (OLMo 2).
+        norm_offset: what is added to the weights of norms (1 in Gemma's).
+        wide_norms: norms are multiplied by their weight in float32, and rounded once.
         attention_bias: biases on q, k and v; ``output_bias`` on o; ``mlp_bias`` on the MLP.
+        attention_scale: factor of the scores; None is ``head_dim ** -0.5``.
+        attention_softcap, logits_softcap: ``cap * tanh(x / cap)`` of scores, and of logits.
+        embedding_multiplier: of embeddings; rounded to the model's dtype first where
+            ``rounds_embedding_multiplier``.
+        residual_multiplier: of what a block adds to the residual.
+        logits_divisor: of the logits.
+        rope: of all layers, unless ``layer_ropes`` has one for each.
+        rotary_dim: elements of a head that RoPE rotates; None is all. The others are behind them.
+        interleaved_rope: elements that are rotated together are neighbours in the head, and not in
+            the same place of its halves.
         sliding_window: positions each token sees, itself included, in the layers where
             ``sliding_layers[layer]`` is True; None where no layer has one.
         sliding_layers: one entry per layer.
+        sinks: each layer has a logit per query head that takes part in the softmax of its scores.
+        experts: of the layers that have them in place of an MLP.
+        unused_layers: layers behind the last that the checkpoint has for other uses (predictors of
+            further tokens).
         eos_token_ids: ids that end an output, those of ``generation_config`` first.
         quantization: ``quant_method`` of the checkpoint's weights; None for plain ones.
         generation_defaults: ``temperature``, ``top_p``, ``top_k``, ``min_p`` and
@@ -71,12 +92,31 @@ class ModelConfig:
     rope: RopeConfig
     tie_word_embeddings: bool
     dtype: str = "float32"
+    is_text_part: bool = False
+    names: TensorNames = BEFORE
+    activation: Activation = "silu"
     qk_norm: bool = False
+    norms_whole_projections: bool = False
+    norm_offset: float = 0.0
+    wide_norms: bool = False
     attention_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    attention_scale: float | None = None
+    attention_softcap: float | None = None
+    logits_softcap: float | None = None
+    embedding_multiplier: float = 1.0
+    rounds_embedding_multiplier: bool = False
+    residual_multiplier: float = 1.0
+    logits_divisor: float = 1.0
+    layer_ropes: tuple[RopeConfig, ...] = ()
+    rotary_dim: int | None = None
+    interleaved_rope: bool = False
     sliding_window: int | None = None
     sliding_layers: tuple[bool, ...] = ()
+    sinks: bool = False
+    experts: ExpertsConfig | None = None
+    unused_layers: int = 0
     eos_token_ids: tuple[int, ...] = ()
     quantization: str | None = None
     generation_defaults: Mapping[str, Any] | None = None
@@ -101,68 +141,99 @@ class ModelConfig:
         else:
             config = ConfigFile.read(directory / "config.json")
             generation = ConfigFile.read_if_present(directory / "generation_config.json")
-        architecture = _architecture(config)
-        _refuse_unsupported(config)
+        family, config, is_text_part = _family(config)
         vocab_size = config.integer("vocab_size")
         num_layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
-        window, sliding_layers = _sliding_window(config, architecture, num_layers)
+        config.integer("max_position_embeddings", high=MAX_POSITIONS)
+        heads = _heads(config)
+        rotary_dim = _rotary_dim(config, family, heads["head_dim"])
+        sizes = Sizes(num_layers, heads["hidden_size"], heads["head_dim"], rotary_dim)
+        fields = heads | {
+            "rotary_dim": rotary_dim if rotary_dim < sizes.head_dim else None,
+            "sliding_layers": (False,) * num_layers,
+            **family.read(config, sizes),
+        }
+        if "layer_ropes" in fields:
+            fields["rope"] = fields["layer_ropes"][0]
+        elif "rope" not in fields:
+            fields["rope"] = read_rope(config, rotary_dim)
         return cls(
             path=directory,
-            architecture=architecture,
+            architecture=family.architecture,
             vocab_size=vocab_size,
             intermediate_size=config.integer("intermediate_size"),
             num_layers=num_layers,
-            max_position_embeddings=_positions(config),
+            max_position_embeddings=config.integer("max_position_embeddings", high=MAX_POSITIONS),
             rms_norm_eps=config.number("rms_norm_eps", 1e-6, high=1.0, open_low=True),
-            rope=_rope(config),
             tie_word_embeddings=config.boolean("tie_word_embeddings", False),
             dtype=_dtype(config),
-            qk_norm=architecture == "Qwen3ForCausalLM",
-            mlp_bias=architecture == "LlamaForCausalLM" and config.boolean("mlp_bias", False),
-            sliding_window=window,
-            sliding_layers=sliding_layers,
+            is_text_part=is_text_part,
+            names=family.names,
+            activation=ACTIVATIONS[config.choice(family.activation, tuple(ACTIVATIONS), "silu")],
             quantization=quant_method(config),
             generation_defaults=generation_defaults(generation),
-            eos_token_ids=_eos_token_ids(config, generation, architecture, vocab_size),
-            **_heads(config, architecture),
-            **_attention_biases(config, architecture),
+            eos_token_ids=_eos_token_ids(config, generation, family, vocab_size),
+            **fields,
         )
-
-
-_ARCHITECTURE_OF = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
 
 
 def has_native_decoder(config: ConfigFile) -> bool:
     """Whether the engine's own decoder has the architecture."""
+    return _find_family(config) is not None
+
+
+def _find_family(config: ConfigFile) -> tuple[Family, bool] | None:
+    """The row of a file's architecture, and whether it is the text part of a multimodal model:
+    ``architectures`` where it is set, else what ``model_type`` implies, as for files that were
+    saved from a configuration without a model."""
+    text = config.values.get("text_config")
+    if isinstance(text, dict):
+        family = FAMILIES.get(str(text.get("model_type")))
+        return (family, True) if family is not None and family.text_part else None
     names = config.values.get("architectures")
     if names is None:
-        return config.values.get("model_type") in _ARCHITECTURE_OF
-    return isinstance(names, list) and any(name in _ARCHITECTURE_OF.values() for name in names)
+        family = FAMILIES.get(str(config.values.get("model_type")))
+        return None if family is None else (family, False)
+    for family in FAMILIES.values():
+        if isinstance(names, list) and family.architecture in names:
+            return family, False
+    return None
 
 
-def _architecture(config: ConfigFile) -> str:
-    """``architectures`` where it is set, else what ``model_type`` implies, as for files that
-    were saved from a configuration without a model."""
-    supported = tuple(_ARCHITECTURE_OF.values())
-    names = config.values.get("architectures")
-    if names is None and "model_type" in config:
-        return _ARCHITECTURE_OF[config.choice("model_type", tuple(_ARCHITECTURE_OF))]
-    for name in names if isinstance(names, list) else ():
-        if name in supported:
-            return name
-    raise config.bad("architectures", f"a list with one of {', '.join(supported)}")
+def _family(config: ConfigFile) -> tuple[Family, ConfigFile, bool]:
+    """The row of a file's architecture, its fields with what the family takes for those that are
+    absent, and whether they are those of the text part."""
+    found = _find_family(config)
+    if found is None:
+        if "architectures" not in config and "model_type" in config:
+            config.choice("model_type", tuple(FAMILIES))
+        supported = ", ".join(family.architecture for family in FAMILIES.values())
+        raise config.bad("architectures", f"a list with one of {supported}")
+    family, is_text_part = found
+    values = dict(config.values)
+    if is_text_part:
+        # What the whole model says of both, its text part may leave out, or contradict.
+        shared = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")
+        outer = {name: values[name] for name in shared if values.get(name) is not None}
+        inner = values["text_config"]
+        eos = {"eos_token_id": values["eos_token_id"]} if "eos_token_id" in values else {}
+        values = {**eos, **inner, **outer}
+    return family, ConfigFile(config.path, {**family.defaults, **values}), is_text_part
 
 
-def _refuse_unsupported(config: ConfigFile) -> None:
-    config.choice("hidden_act", ("silu", "swish"), "silu")
-    for holder in (config, config.section("rope_parameters")):
-        if holder.number("partial_rotary_factor", 1.0) != 1.0:
-            raise holder.bad("partial_rotary_factor", "1.0")
+def _rotary_dim(config: ConfigFile, family: Family, head_dim: int) -> int:
+    """Elements of a head that RoPE rotates: ``partial_rotary_factor`` of them."""
+    section, name = rope_section(config), "partial_rotary_factor"
+    for holder in (config, section):
+        factor = holder.number(name, 1.0, high=1.0, open_low=True)
+        if family.rotates is None and factor != 1.0:
+            raise holder.bad(name, "1.0")
+    holder = section if name in section else config
+    factor = holder.number(name, 1.0 if family.rotates is None else family.rotates, high=1.0)
+    rotary_dim = int(head_dim * factor)
+    if rotary_dim < 2 or rotary_dim % 2:
+        raise holder.bad(name, f"one that rotates an even number of head_dim={head_dim} elements")
+    return rotary_dim
 
 
 def quant_method(config: ConfigFile) -> str | None:
@@ -176,23 +247,17 @@ def quant_method(config: ConfigFile) -> str | None:
     return config.section("quantization_config").choice("quant_method", QUANT_METHODS)
 
 
-def _positions(config: ConfigFile) -> int:
-    return config.integer("max_position_embeddings", high=MAX_POSITIONS)
-
-
-def _heads(config: ConfigFile, architecture: str) -> dict[str, Any]:
+def _heads(config: ConfigFile) -> dict[str, Any]:
     hidden_size = config.integer("hidden_size")
     num_heads = config.integer("num_attention_heads")
-    # null means "as many as query heads" everywhere, absence only for Llama: the others'
-    # default in transformers is a number that fits no checkpoint but the first of its kind.
-    stated = architecture == "LlamaForCausalLM" or "num_key_value_heads" in config.values
+    # null means "as many as query heads" everywhere, absence only where the family's defaults
+    # say so: elsewhere it is a number that fits no checkpoint but the first of its kind.
+    stated = "num_key_value_heads" in config.values
     num_kv_heads = config.integer("num_key_value_heads", num_heads if stated else REQUIRED)
     if num_heads % num_kv_heads:
         raise config.bad("num_key_value_heads", f"a divisor of num_attention_heads={num_heads}")
     if "head_dim" in config:
         head_dim = config.integer("head_dim")
-    elif architecture == "Qwen3ForCausalLM" and "head_dim" not in config.values:
-        head_dim = 128
     elif hidden_size % num_heads == 0:
         head_dim = hidden_size // num_heads
     else:
@@ -208,89 +273,18 @@ def _heads(config: ConfigFile, architecture: str) -> dict[str, Any]:
     }
 
 
-def _attention_biases(config: ConfigFile, architecture: str) -> dict[str, Any]:
-    if architecture == "Qwen2ForCausalLM":
-        return {"attention_bias": True, "output_bias": False}
-    if architecture == "MistralForCausalLM":
-        return {"attention_bias": False, "output_bias": False}
-    bias = config.boolean("attention_bias", False)
-    return {"attention_bias": bias, "output_bias": bias}
-
-
-def _rope(config: ConfigFile) -> RopeConfig:
-    # transformers reads rope_scaling first where a file has both.
-    name = "rope_scaling" if config.values.get("rope_scaling") else "rope_parameters"
-    section = config.section(name)
-    if any(isinstance(value, dict) for value in section.values.values()):
-        raise config.bad(name, "one set of RoPE parameters for all layers")
-    theta = section.number("rope_theta", None, open_low=True) or config.number(
-        "rope_theta", 10_000.0, open_low=True
-    )
-    key = "rope_type" if "rope_type" in section else "type"
-    kind = section.choice(key, ("default", "linear", "llama3"), "default")
-    if kind == "default":
-        return RopeConfig(theta=theta)
-    factor = section.number("factor", low=1.0)
-    if kind == "linear":
-        return RopeConfig(theta=theta, kind="linear", factor=factor)
-    low = section.number("low_freq_factor", open_low=True)
-    high = section.number("high_freq_factor", open_low=True)
-    if high <= low:
-        raise section.bad("high_freq_factor", f"a number above low_freq_factor={low:g}")
-    original = section.integer(
-        "original_max_position_embeddings", _positions(config), high=MAX_POSITIONS
-    )
-    return RopeConfig(theta, "llama3", factor, low, high, original)
-
-
-def _sliding_window(
-    config: ConfigFile, architecture: str, num_layers: int
-) -> tuple[int | None, tuple[bool, ...]]:
-    if architecture == "LlamaForCausalLM":
-        return None, (False,) * num_layers
-    in_all_or_none = architecture == "MistralForCausalLM"
-    window = None
-    if in_all_or_none or config.boolean("use_sliding_window", False):
-        # Absent is 4096 in transformers; null switches it off, as from Mistral 7B v0.2 on.
-        absent = "sliding_window" not in config.values
-        window = config.integer("sliding_window", 4096 if absent else None, high=MAX_POSITIONS)
-    first = 0 if in_all_or_none else config.integer("max_window_layers", 28, low=0)
-    implied = tuple(window is not None and i >= first for i in range(num_layers))
-    layers = _layer_types(config, implied)
-    if in_all_or_none and layers != implied:
-        kind = "full_attention" if window is None else "sliding_attention"
-        raise config.bad("layer_types", f"{kind!r} alone, as sliding_window={window} implies")
-    if any(layers) and window is None:
-        raise config.bad("layer_types", "full_attention alone where no sliding window is in use")
-    return (window if any(layers) else None), layers
-
-
-def _layer_types(config: ConfigFile, default: tuple[bool, ...]) -> tuple[bool, ...]:
-    """True for each layer that ``layer_types`` calls sliding; ``default`` without it."""
-    if "layer_types" not in config:
-        return default
-    kinds = config.values["layer_types"]
-    known = ("full_attention", "sliding_attention")
-    if not isinstance(kinds, list) or len(kinds) != len(default):
-        raise config.bad("layer_types", f"a list of num_hidden_layers={len(default)} names")
-    if any(kind not in known for kind in kinds):
-        raise config.bad("layer_types", f"a list of {' or '.join(known)}")
-    return tuple(kind == "sliding_attention" for kind in kinds)
-
-
 def _dtype(config: ConfigFile) -> str:
     name = "dtype" if "dtype" in config else "torch_dtype"
     return config.choice(name, ("float32", "bfloat16", "float16"), "float32")
 
 
 def _eos_token_ids(
-    config: ConfigFile, generation: ConfigFile, architecture: str, vocab_size: int
+    config: ConfigFile, generation: ConfigFile, family: Family, vocab_size: int
 ) -> tuple[int, ...]:
     eos = generation.token_ids("eos_token_id", vocab_size)
     eos += config.token_ids("eos_token_id", vocab_size)
     if not eos and "eos_token_id" not in config.values:
-        # What these two have in a file that says nothing of it.
-        eos = (2,) if architecture in ("LlamaForCausalLM", "MistralForCausalLM") else ()
+        eos = tuple(each for each in family.eos_token_ids if each < vocab_size)
     return tuple(dict.fromkeys(eos))
 
 

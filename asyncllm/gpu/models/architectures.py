@@ -1,39 +1,22 @@
-"""The parameters of the dense decoder, and the names of their tensors in a checkpoint."""
+"""The parameters of the decoder, and the names of their tensors in a checkpoint."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 
 from asyncllm.checkpoint.model_config import ModelConfig
+from asyncllm.gpu.models.experts import expert_parameters
+from asyncllm.gpu.models.parameter import Parameter
 from asyncllm.gpu.transformers_model.config import TransformersConfig
+
+_LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
 
 SMALL_MODEL = 32_000_000
 """Parameters below which a model is bound by the number of ops."""
 
 _COMPUTED_BUFFER = re.compile(r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
-
-
-@dataclass(frozen=True, slots=True)
-class Parameter:
-    """A parameter of the decoder and the checkpoint tensors that are stacked into it.
-
-    The parameters of a linear layer follow one another under a common prefix: "weight" first,
-    then those that go with it (bias, scales, zeros), each named as in ``LinearWeights``.
-
-    Attributes:
-        name: the decoder's own name, e.g. "layers.3.qkv.weight".
-        shape: of the whole; ``parts`` are stacked along its first dimension.
-        parts: ``(tensor name, rows)`` in order.
-        dtype: torch's name of the dtype it is kept in, e.g. "float32"; None is the model's.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    parts: tuple[tuple[str, int], ...]
-    dtype: str | None = None
 
 
 def parameters(model: ModelConfig) -> Iterator[Parameter]:
@@ -42,22 +25,25 @@ def parameters(model: ModelConfig) -> Iterator[Parameter]:
     yield _single("embed.weight", "model.embed_tokens.weight", (vocab, hidden))
     for layer in range(model.num_layers):
         yield from _layer_parameters(model, layer)
-    yield _single("norm.weight", "model.norm.weight", (hidden,))
+    yield _norm(model, "norm.weight", "model.norm.weight", hidden)
     if not model.tie_word_embeddings:
         yield _single("lm_head.weight", "lm_head.weight", (vocab, hidden))
 
 
 def is_unused(model: ModelConfig, name: str) -> bool:
-    """Whether a checkpoint's tensor may be left out: a second copy of a tied output head, or
-    a table that older versions of transformers saved."""
+    """Whether a checkpoint's tensor may be left out: a second copy of a tied output head, a table
+    that older versions of transformers saved, or one of a layer that predicts further tokens."""
     tied_head = model.tie_word_embeddings and name == "lm_head.weight"
-    return tied_head or _COMPUTED_BUFFER.match(name) is not None
+    if tied_head or _COMPUTED_BUFFER.match(name) is not None:
+        return True
+    layer = _LAYER.match(name)
+    end = model.num_layers + model.unused_layers
+    return layer is not None and model.num_layers <= int(layer[1]) < end
 
 
 def sum_parameters(model: ModelConfig, size: Callable[[Parameter], int]) -> int:
-    """The sum of ``size`` over all parameters. Layers are alike, so one stands for all."""
-    of_layer = sum(map(size, _layer_parameters(model, 0)))
-    return sum(map(size, parameters(replace(model, num_layers=0)))) + model.num_layers * of_layer
+    """The sum of ``size`` over all parameters."""
+    return sum(map(size, parameters(model)))
 
 
 def is_small(model: ModelConfig | TransformersConfig) -> bool:
@@ -69,23 +55,54 @@ def is_small(model: ModelConfig | TransformersConfig) -> bool:
 
 def _layer_parameters(model: ModelConfig, layer: int) -> Iterator[Parameter]:
     here, there = f"layers.{layer}.", f"model.layers.{layer}."
-    hidden, inner = model.hidden_size, model.intermediate_size
+    hidden, inner, names = model.hidden_size, model.intermediate_size, model.names
     q_size, kv_size = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    yield _single(f"{here}input_norm.weight", f"{there}input_layernorm.weight", (hidden,))
-    qkv = (("q_proj", q_size), ("k_proj", kv_size), ("v_proj", kv_size))
+    mlp = f"{there}{names.mlp}."
+
+    def norm(own: str, tensor: str | None, width: int = hidden) -> Iterator[Parameter]:
+        if tensor is not None:
+            yield _norm(model, f"{here}{own}.weight", f"{there}{tensor}.weight", width)
+
+    yield from norm("input_norm", names.input_norm)
+    qkv = _parts(names.qkv, (q_size, kv_size, kv_size))
     yield from _linear(here + "qkv", there + "self_attn.", qkv, hidden, model.attention_bias)
     if model.qk_norm:
-        for name in ("q_norm", "k_norm"):
-            yield _single(
-                f"{here}{name}.weight", f"{there}self_attn.{name}.weight", (model.head_dim,)
-            )
+        whole = model.norms_whole_projections
+        yield from norm("q_norm", "self_attn.q_norm", q_size if whole else model.head_dim)
+        yield from norm("k_norm", "self_attn.k_norm", kv_size if whole else model.head_dim)
     output = (("o_proj", hidden),)
     yield from _linear(here + "o", there + "self_attn.", output, q_size, model.output_bias)
-    yield _single(f"{here}post_norm.weight", f"{there}post_attention_layernorm.weight", (hidden,))
-    gate_up = (("gate_proj", inner), ("up_proj", inner))
-    yield from _linear(here + "gate_up", there + "mlp.", gate_up, hidden, model.mlp_bias)
-    down = (("down_proj", hidden),)
-    yield from _linear(here + "down", there + "mlp.", down, inner, model.mlp_bias)
+    if model.sinks:
+        heads = ((f"{there}self_attn.sinks", model.num_heads),)
+        yield Parameter(f"{here}sinks", (model.num_heads,), heads, "float32")
+    yield from norm("mixer_norm", names.mixer_norm)
+    yield from norm("post_norm", names.post_norm)
+    experts = model.experts
+    if experts is not None and experts.layers[layer]:
+        yield from expert_parameters(experts, hidden, layer)
+        inner, mlp, here = experts.shared_size, f"{there}{experts.names.shared}.", f"{here}shared."
+        if experts.shared_gate:
+            gate = f"{there}{experts.names.shared_gate}.weight"
+            yield _single(f"{here}gate.weight", gate, (1, hidden))
+    if inner:
+        gate_up = _parts(names.gate_up, (inner, inner))
+        yield from _linear(here + "gate_up", mlp, gate_up, hidden, model.mlp_bias)
+        down = ((names.down, hidden),)
+        yield from _linear(here + "down", mlp, down, inner, model.mlp_bias)
+    here = f"layers.{layer}."
+    yield from norm("mlp_norm", names.mlp_norm)
+
+
+def _parts(names: tuple[str, ...], rows: tuple[int, ...]) -> tuple[tuple[str, int], ...]:
+    """Rows of each projection; of one that has all of them, their sum."""
+    if len(names) == 1:
+        return ((names[0], sum(rows)),)
+    return tuple(zip(names, rows, strict=True))
+
+
+def _norm(model: ModelConfig, name: str, tensor: str, width: int) -> Parameter:
+    dtype = "float32" if model.wide_norms else None
+    return Parameter(name, (width,), ((tensor, width),), dtype)
 
 
 def _single(name: str, tensor: str, shape: tuple[int, ...]) -> Parameter:

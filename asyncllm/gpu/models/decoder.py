@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
-from asyncllm.checkpoint.model_config import ModelConfig, RopeConfig
+from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.gpu.batch.decode_inputs import DecodeInputs
 from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.models.layers import AttentionKind, Layer, StepContext
-from asyncllm.gpu.models.rope import rope_table
+from asyncllm.gpu.models.rope import RopeSpec, rope_table
 from asyncllm.gpu.ops.base import ArgmaxLinear, Attention, Embedding, Linear, RMSNorm
 from asyncllm.gpu.ops.recorder import Unrecordable
 from asyncllm.gpu.ops.torch_ops import TorchOps
@@ -26,7 +26,7 @@ class Decoder:
 
     Attributes:
         attention: of each kind that layers have, in the order of their indices.
-        ropes: configuration and rotated head size of each RoPE table, by index.
+        ropes: of each RoPE table, by index.
         embedding: its dtype and device are the model's.
         rope_tables: see ``set_max_positions``.
     """
@@ -34,11 +34,12 @@ class Decoder:
     model: ModelConfig
     ops: TorchOps
     attention: Mapping[AttentionKind, Attention]
-    ropes: Sequence[tuple[RopeConfig, int]]
+    ropes: Sequence[RopeSpec]
     embedding: Embedding
     layers: Sequence[Layer]
     norm: RMSNorm
     lm_head: Linear
+    logits_softcap: float | None = None
     rope_tables: Sequence[Tensor] | None = field(default=None, init=False)
 
     @property
@@ -49,9 +50,7 @@ class Decoder:
     def set_max_positions(self, count: int) -> None:
         """Makes the RoPE tables for positions 0 to ``count - 1``."""
         dtype, device = self.embedding.dtype, self.embedding.device
-        self.rope_tables = [
-            rope_table(rope, head_dim, count, dtype, device) for rope, head_dim in self.ropes
-        ]
+        self.rope_tables = [rope_table(*rope, count, dtype, device) for rope in self.ropes]
 
     def with_few_layers(self) -> Decoder:
         """A copy whose steps take as much memory, in a fraction of the time. Layers have the same
@@ -110,12 +109,17 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``[S, H] -> [S, vocab_size]`` in the model's dtype."""
-        return self.lm_head(hidden)
+        logits = self.lm_head(hidden)
+        cap = self.logits_softcap
+        return logits if cap is None else self.ops.softcap(logits, cap)
 
     @property
     def argmax(self) -> Callable[[Tensor], Tensor] | None:
-        """The head's own, see ``LanguageModel``."""
-        return self.lm_head.argmax if isinstance(self.lm_head, ArgmaxLinear) else None
+        """The head's own, see ``LanguageModel``; None where logits are capped, which makes equal
+        what the head tells apart."""
+        if self.logits_softcap is not None or not isinstance(self.lm_head, ArgmaxLinear):
+            return None
+        return self.lm_head.argmax
 
     def _run(
         self,

@@ -1,19 +1,30 @@
-"""build_decoder: the dense decoder of Llama, Mistral and Qwen from a configuration and weights."""
+"""build_decoder: the dense decoder that a configuration describes, from its weights."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
+import torch
 from torch import Tensor
 
+from asyncllm.checkpoint.experts_config import ExpertsConfig
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.gpu.kv_cache import KVGroup
 from asyncllm.gpu.models.architectures import parameters
 from asyncllm.gpu.models.decoder import Decoder
-from asyncllm.gpu.models.layers import AttentionKind, AttentionMixer, DecoderLayer, GatedMLP
+from asyncllm.gpu.models.experts import ExpertsMLP
+from asyncllm.gpu.models.layers import (
+    AttentionKind,
+    AttentionMixer,
+    DecoderLayer,
+    GatedMLP,
+    Mixer,
+    NormedMixer,
+    NormedMLP,
+)
+from asyncllm.gpu.models.rope import RopeSpec, rotary_order
 from asyncllm.gpu.ops.base import (
     Attention,
     AttentionShape,
@@ -22,13 +33,23 @@ from asyncllm.gpu.ops.base import (
     RMSNorm,
     block_layout,
 )
+from asyncllm.gpu.ops.experts import ExpertsWeights
 from asyncllm.gpu.ops.linear_weights import LinearWeights
+from asyncllm.gpu.ops.routing import RouterWeights
 from asyncllm.gpu.ops.torch_ops import TorchOps
 
 
 def attention_shape(model: ModelConfig) -> AttentionShape:
     """The attention geometry of every layer."""
-    return AttentionShape(model.num_heads, model.num_kv_heads, model.head_dim, model.head_dim**-0.5)
+    scale = model.head_dim**-0.5 if model.attention_scale is None else model.attention_scale
+    return AttentionShape(
+        model.num_heads,
+        model.num_kv_heads,
+        model.head_dim,
+        scale,
+        model.attention_softcap,
+        model.sinks,
+    )
 
 
 def attention_kind(model: ModelConfig, layer: int) -> AttentionKind:
@@ -57,6 +78,12 @@ def kv_groups(
     return [KVGroup(KVCacheSpec(tuple(range(model.num_layers)), block_size), layouts.pop())]
 
 
+def rope_specs(model: ModelConfig) -> tuple[RopeSpec, ...]:
+    """The RoPE of each layer."""
+    ropes = model.layer_ropes or (model.rope,) * model.num_layers
+    return tuple(RopeSpec(rope, model.head_dim, model.rotary_dim) for rope in ropes)
+
+
 def build_decoder(
     model: ModelConfig,
     ops: TorchOps,
@@ -77,11 +104,13 @@ def build_decoder(
     builder = _Builder(model, ops, attention, weights, convert)
     embedding, lm_head = builder.embedding()
     layers = [builder.layer(index) for index in range(model.num_layers)]
-    norm = builder.norm("norm")
+    norm = builder.last_norm()
     lm_head = lm_head or builder.linear("lm_head")
     builder.finish()
-    ropes = [(model.rope, model.head_dim)]
-    return Decoder(model, ops, attention, ropes, embedding, layers, norm, lm_head)
+    cap = model.logits_softcap
+    return Decoder(
+        model, ops, attention, builder.ropes, embedding, layers, norm, lm_head, logits_softcap=cap
+    )
 
 
 class _Builder:
@@ -98,6 +127,13 @@ class _Builder:
         self.model, self.ops, self.attention, self.convert = model, ops, attention, convert
         self.weights = iter(weights)
         self.due = deque(parameter.name for parameter in parameters(model))
+        self.layer_ropes = rope_specs(model)
+        self.ropes = list(dict.fromkeys(self.layer_ropes))
+        self.order = rotary_order(
+            model.head_dim,
+            model.rotary_dim or model.head_dim,
+            interleaved=model.interleaved_rope,
+        )
 
     def take(self, name: str) -> Tensor:
         found, tensor = next(self.weights)
@@ -115,44 +151,130 @@ class _Builder:
 
     def embedding(self) -> tuple[Embedding, Linear | None]:
         """The embedding, and the output head where that is tied to it."""
-        values = self.take("embed.weight")
+        values, multiplier = self.take("embed.weight"), self.model.embedding_multiplier
+        if self.model.rounds_embedding_multiplier:
+            multiplier = torch.tensor(multiplier, dtype=values.dtype).item()
         if not self.model.tie_word_embeddings:
-            return self.ops.embedding(values), None
+            return self.ops.embedding(values, multiplier), None
         dtype, weights = values.dtype, LinearWeights(values)
         del values
-        return self.ops.tied_embedding(self.convert(weights) if self.convert else weights, dtype)
+        weights = self.convert(weights) if self.convert else weights
+        return self.ops.tied_embedding(weights, dtype, multiplier)
 
-    def norm(self, name: str) -> RMSNorm:
-        return self.ops.rms_norm(self.take(f"{name}.weight"), self.model.rms_norm_eps)
+    def norm_weight(self, name: str) -> Tensor | None:
+        """None where the model has no such norm."""
+        weight = self.take_if_due(f"{name}.weight")
+        offset = self.model.norm_offset
+        return weight if weight is None or not offset else weight + offset
 
-    def linear(self, name: str) -> Linear:
-        values = self.take(f"{name}.weight")
-        rest: dict[str, Any] = {}
+    def norm(self, name: str) -> RMSNorm | None:
+        weight, model = self.norm_weight(name), self.model
+        if weight is None:
+            return None
+        return self.ops.rms_norm(weight, model.rms_norm_eps, model.residual_multiplier)
+
+    def norm_before(self, name: str) -> RMSNorm:
+        """The norm before a block, or what adds its input to the residual."""
+        return self.norm(name) or self.ops.residual_add(self.model.residual_multiplier)
+
+    def last_norm(self) -> RMSNorm:
+        """With the divisor of the logits, which are linear in what it returns."""
+        weight, model = self.norm_weight("norm"), self.model
+        assert weight is not None
+        if model.logits_divisor != 1.0:
+            weight = weight / model.logits_divisor
+        return self.ops.rms_norm(weight, model.rms_norm_eps, model.residual_multiplier)
+
+    def linear(self, name: str, heads: int = 0) -> Linear:
+        """A linear layer; see ``linear_weights``."""
+        return self.ops.linear(self.linear_weights(name, heads))
+
+    def linear_weights(self, name: str, heads: int = 0) -> LinearWeights:
+        """Those of a linear layer, whose first rows are of so many heads that RoPE rotates."""
+        rest = {"values": self.take(f"{name}.weight")}
         while self.due and self.due[0].startswith(f"{name}."):
             due = self.due[0]
             rest[due.removeprefix(f"{name}.")] = self.take(due)
-        weights = LinearWeights(values, **rest)
-        return self.ops.linear(self.convert(weights) if self.convert else weights)
+        if heads and self.order is not None:
+            rest = {part: self.in_rotary_order(each, heads) for part, each in rest.items()}
+        weights = LinearWeights(**rest)
+        del rest
+        return self.convert(weights) if self.convert else weights
+
+    def in_rotary_order(self, values: Tensor, heads: int) -> Tensor:
+        """``values`` with the rows of its first heads in the order in which they are rotated."""
+        if self.order is None:
+            return values
+        starts = torch.arange(heads).unsqueeze(1) * len(self.order)
+        rows = torch.cat(
+            (
+                (starts + self.order).flatten(),
+                torch.arange(len(starts) * len(self.order), len(values)),
+            )
+        )
+        return values[rows.to(values.device)]
+
+    def mixer(self, index: int, kind: AttentionKind) -> Mixer:
+        name, model = f"layers.{index}", self.model
+        shape = kind.shape
+        qkv = self.linear(f"{name}.qkv", shape.num_heads + shape.num_kv_heads)
+        norms = [self.norm_weight(f"{name}.{each}") for each in ("q_norm", "k_norm")]
+        norms = [
+            None if each is None else self.in_rotary_order(each, len(each) // shape.head_dim)
+            for each in norms
+        ]
+        mixer = AttentionMixer(
+            qkv=qkv,
+            rope_and_cache=self.ops.rope_and_cache(shape, *norms, model.rms_norm_eps),
+            attention=self.attention[kind],
+            o=self.linear(f"{name}.o"),
+            attention_index=list(self.attention).index(kind),
+            rope_index=self.ropes.index(self.layer_ropes[index]),
+            kv_index=index,
+            sinks=(self.take(f"{name}.sinks"),) if model.sinks else (),
+        )
+        norm = self.norm(f"{name}.mixer_norm")
+        return mixer if norm is None else NormedMixer(mixer, norm)
+
+    def mlp(self, index: int) -> Callable[[Tensor], Tensor]:
+        name, experts = f"layers.{index}", self.model.experts
+        if experts is not None and experts.layers[index]:
+            mlp = self.experts(name, experts)
+        else:
+            mlp = self.gated_mlp(name)
+        norm = self.norm(f"{name}.mlp_norm")
+        return mlp if norm is None else NormedMLP(mlp, norm)
+
+    def gated_mlp(self, name: str) -> GatedMLP:
+        ops = self.ops
+        activation = ops.gelu_mul if self.model.activation == "gelu_tanh" else ops.silu_mul
+        return GatedMLP(self.linear(f"{name}.gate_up"), activation, self.linear(f"{name}.down"))
+
+    def experts(self, name: str, config: ExpertsConfig) -> ExpertsMLP:
+        ops, count = self.ops, config.routing.num_experts
+        # As it is: rounded weights would choose other experts.
+        rows = LinearWeights(
+            self.take(f"{name}.router.weight"), self.take_if_due(f"{name}.router.bias")
+        )
+        routing = ops.routing(
+            config.routing, RouterWeights(rows, self.take_if_due(f"{name}.correction"))
+        )
+        parts = [self.linear_weights(f"{name}.experts.{part}") for part in ("gate_up", "down")]
+        mlp = ExpertsMLP(routing, ops.experts(ExpertsWeights(count, *parts), config.activation))
+        del parts
+        if config.shared_gate:
+            mlp.gate = self.linear(f"{name}.shared.gate")
+        if config.shared_size:
+            mlp.shared = self.gated_mlp(f"{name}.shared")
+        return mlp
 
     def layer(self, index: int) -> DecoderLayer:
-        name, ops, kind = f"layers.{index}", self.ops, attention_kind(self.model, index)
+        name, kind = f"layers.{index}", attention_kind(self.model, index)
+        experts = self.model.experts
         return DecoderLayer(
-            kind=kind,
-            input_norm=self.norm(f"{name}.input_norm"),
-            mixer=AttentionMixer(
-                qkv=self.linear(f"{name}.qkv"),
-                rope_and_cache=ops.rope_and_cache(
-                    kind.shape,
-                    self.take_if_due(f"{name}.q_norm.weight"),
-                    self.take_if_due(f"{name}.k_norm.weight"),
-                    self.model.rms_norm_eps,
-                ),
-                attention=self.attention[kind],
-                o=self.linear(f"{name}.o"),
-                attention_index=list(self.attention).index(kind),
-                rope_index=0,
-                kv_index=index,
-            ),
-            post_norm=self.norm(f"{name}.post_norm"),
-            mlp=GatedMLP(self.linear(f"{name}.gate_up"), ops.silu_mul, self.linear(f"{name}.down")),
+            kind=(kind, "experts") if experts is not None and experts.layers[index] else kind,
+            input_norm=self.norm_before(f"{name}.input_norm"),
+            mixer=self.mixer(index, kind),
+            post_norm=self.norm_before(f"{name}.post_norm"),
+            mlp=self.mlp(index),
         )

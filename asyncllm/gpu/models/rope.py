@@ -1,43 +1,130 @@
-"""Rotary position embedding (Su et al., 2021) as a table indexed by position."""
+"""Rotary position embedding (Su et al., 2021) as a table indexed by position.
+
+The ops rotate all of a head, element i with element i + head_dim / 2. RoPE on a part of the head,
+or of neighbours, is the same rotation of a head whose elements are in another order:
+``rotary_order`` gives that order, which q and k of a layer take on alike, so that their products
+stay what they are.
+"""
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from asyncllm.checkpoint.model_config import RopeConfig
+from asyncllm.checkpoint.rope_config import RopeConfig
 
 
-def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Radians per position of each pair, ``[head_dim / 2]`` float32.
+class RopeSpec(NamedTuple):
+    """A RoPE table's content.
+
+    Attributes:
+        rotary_dim: elements of a head that are rotated, the first of each half; None is all.
+    """
+
+    rope: RopeConfig
+    head_dim: int
+    rotary_dim: int | None = None
+
+
+def inverse_frequencies(rope: RopeConfig, rotary_dim: int, max_positions: int = 0) -> Tensor:
+    """Radians per position of each pair, ``[rotary_dim / 2]`` float32.
 
     "linear" divides all of them by ``factor``. "llama3" divides those whose wavelength
     exceeds ``original_max_position / low_freq_factor``, leaves those below
     ``original_max_position / high_freq_factor``, and interpolates between (Llama 3.1).
+    "yarn" does so between numbers of rotations (Peng et al., 2023, section 3.2). "longrope" has a
+    divisor for each, the long ones if ``max_positions`` is more than ``original_max_position``
+    (Ding et al., 2024): once for all sequences, so that none depends on another's length.
+    "none" is 0.
     """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device="cpu") / rotary_dim
     freqs = 1.0 / (rope.theta**exponents)
-    if rope.kind == "linear":
-        return freqs / rope.factor
     if rope.kind == "default":
         return freqs
+    if rope.kind == "none":
+        return torch.zeros_like(freqs)
+    if rope.kind == "linear":
+        return freqs / rope.factor
+    if rope.kind == "longrope":
+        long = max_positions > rope.original_max_position
+        factors = torch.tensor(rope.long_factors if long else rope.short_factors, device="cpu")
+        return 1.0 / (factors * rope.theta**exponents)
+    kept = _kept_by_llama3(rope, freqs) if rope.kind == "llama3" else _kept_by_yarn(rope, freqs)
+    return (1 - kept) * freqs / rope.factor + kept * freqs
+
+
+def _kept_by_llama3(rope: RopeConfig, freqs: Tensor) -> Tensor:
+    """The share of each frequency that is not stretched."""
     wavelengths = 2 * math.pi / freqs
     low, high = rope.low_freq_factor, rope.high_freq_factor
-    smooth = (rope.original_max_position / wavelengths - low) / (high - low)
-    smooth = smooth.clamp(0.0, 1.0)
-    return (1 - smooth) * freqs / rope.factor + smooth * freqs
+    return ((rope.original_max_position / wavelengths - low) / (high - low)).clamp(0.0, 1.0)
+
+
+def _kept_by_yarn(rope: RopeConfig, freqs: Tensor) -> Tensor:
+    """The share of each frequency that is not stretched: a ramp between the pair that makes
+    ``beta_fast`` rotations within the original context and the one that makes ``beta_slow``."""
+    dim = 2 * len(freqs)
+
+    def pair(rotations: float) -> float:
+        turns = rope.original_max_position / (rotations * 2 * math.pi)
+        return dim * math.log(turns) / (2 * math.log(rope.theta))
+
+    first, last = pair(rope.beta_fast), pair(rope.beta_slow)
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
+    if first == last:
+        last += 0.001  # as in transformers: a step, and no division by 0
+    ramp = (torch.arange(len(freqs), dtype=torch.float32, device="cpu") - first) / (last - first)
+    return 1 - ramp.clamp(0.0, 1.0)
 
 
 def rope_table(
-    rope: RopeConfig, head_dim: int, max_positions: int, dtype: torch.dtype, device: torch.device
+    rope: RopeConfig,
+    head_dim: int,
+    rotary_dim: int | None,
+    max_positions: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Tensor:
-    """Cosines and sines of every position below ``max_positions``.
+    """Cosines and sines of every position below ``max_positions``: for pairs that are not rotated
+    1 and 0.
 
     Returns:
-        ``[max_positions, head_dim]``: cosines in the first half, sines in the second.
+        ``[max_positions, head_dim]``: cosines in the first half, sines in the second. Where queries
+        are scaled, ``[max_positions, 2, head_dim]``: those of queries, then those of keys.
     """
     positions = torch.arange(max_positions, dtype=torch.float32, device="cpu")
-    angles = torch.outer(positions, inverse_frequencies(rope, head_dim))
-    return torch.cat((angles.cos(), angles.sin()), -1).to(device, dtype)
+    frequencies = inverse_frequencies(rope, rotary_dim or head_dim, max_positions)
+    angles = torch.outer(positions, frequencies)
+    factor = rope.attention_factor
+    still = angles.new_zeros(max_positions, head_dim // 2 - angles.shape[1])
+    table = torch.cat((angles.cos() * factor, still + 1, angles.sin() * factor, still), -1)
+    if rope.query_scale_beta:
+        table = torch.stack((table * _query_scale(rope, positions), table), 1)
+    return table.to(device, dtype)
+
+
+def _query_scale(rope: RopeConfig, positions: Tensor) -> Tensor:
+    """``[max_positions, 1]``, of queries: their logits grow with the keys that they see (Llama 4's
+    temperature tuning)."""
+    contexts = torch.floor(positions / rope.original_max_position)
+    return (1 + rope.query_scale_beta * torch.log(1 + contexts)).unsqueeze(1)
+
+
+def rotary_order(head_dim: int, rotary_dim: int, *, interleaved: bool) -> Tensor | None:
+    """The rows of a head in the order in which the ops rotate them, ``[head_dim]`` int64; None
+    where it is their own.
+
+    Args:
+        rotary_dim: rows that are rotated, the first of the head.
+        interleaved: rows 2i and 2i + 1 are rotated together, not i and i + rotary_dim / 2.
+    """
+    if rotary_dim == head_dim and not interleaved:
+        return None
+    rotated, others = torch.arange(rotary_dim), torch.arange(rotary_dim, head_dim)
+    pairs = rotated.view(-1, 2).T if interleaved else rotated.view(2, -1)
+    return torch.cat((pairs, others.view(2, -1)), 1).flatten()

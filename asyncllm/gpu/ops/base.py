@@ -101,17 +101,19 @@ class Embedding(Protocol):
 
 
 class RMSNorm(Protocol):
-    """Root mean square norm over the last dimension (Zhang and Sennrich, 2019)."""
+    """Root mean square norm over the last dimension (Zhang and Sennrich, 2019), or what stands in
+    place of one."""
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """The norm of ``x + residual``, and that sum. ``residual`` may be overwritten."""
+        """The norm of ``x + residual``, or of a multiple of x and the residual, and that sum.
+        ``residual`` may be overwritten."""
         ...
 
 
 class RopeAndCache(Protocol):
-    """QK norm by head where the model has one, RoPE, and the write of k and v to the cache."""
+    """QK norm where the model has one, RoPE, and the write of k and v to the cache."""
 
     def __call__(
         self, qkv: Tensor, rotary: Any, cache: Tensor, slot_mapping: Tensor

@@ -47,11 +47,36 @@ class TorchEmbedding:
         return F.embedding(token_ids, self.values)
 
 
+class TorchScaledEmbedding(TorchEmbedding):
+    """Rows times ``multiplier``."""
+
+    def __init__(self, values: Tensor, multiplier: float) -> None:
+        super().__init__(values)
+        self.multiplier = multiplier
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        return F.embedding(token_ids, self.values).mul_(self.multiplier)
+
+
+class TorchResidualAdd:
+    """In place of a norm where a block has none before it: the sum alone."""
+
+    def __init__(self, multiplier: float) -> None:
+        self.multiplier = multiplier
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        residual.add_(x, alpha=self.multiplier)
+        return residual, residual
+
+
 class TorchRMSNorm:
     """Norm in float32, rounded to the model's dtype before the weight, as in Llama."""
 
-    def __init__(self, weight: Tensor, eps: float) -> None:
-        self.weight = weight
+    def __init__(self, weight: Tensor, eps: float, multiplier: float = 1.0) -> None:
+        self.weight, self.multiplier = weight, multiplier
         self.share = 1.0 / weight.shape[-1]
         self.eps = torch.full((1,), eps, dtype=torch.float32, device=weight.device)
 
@@ -62,8 +87,24 @@ class TorchRMSNorm:
         return (wide * scale).to(x.dtype).mul_(self.weight)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        residual.add_(x)
+        residual.add_(x, alpha=self.multiplier)
         return self(residual), residual
+
+
+class TorchWideRMSNorm(TorchRMSNorm):
+    """Norm in float32, its float32 weight included, as in Gemma and OLMo 2."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        scale = torch.addcmul(self.eps, norm, norm, value=self.share).rsqrt_()
+        return (wide * scale).mul_(self.weight).to(x.dtype)
+
+
+def torch_norm(weight: Tensor, eps: float, multiplier: float = 1.0) -> TorchRMSNorm:
+    """The norm that rounds where its weight's dtype says so."""
+    kind = TorchWideRMSNorm if weight.dtype == torch.float32 else TorchRMSNorm
+    return kind(weight, eps, multiplier)
 
 
 class TorchRopeAndCache:
@@ -78,27 +119,60 @@ class TorchRopeAndCache:
     ) -> None:
         self.shape = shape
         self.norm: TorchRMSNorm | None = None
-        if q_norm is not None and k_norm is not None:
-            weight = torch.cat(
-                (q_norm.expand(shape.num_heads, -1), k_norm.expand(shape.num_kv_heads, -1))
-            )
-            self.norm = TorchRMSNorm(weight, eps)
+        self.whole_norms: tuple[TorchRMSNorm, TorchRMSNorm] | None = None
+        if q_norm is None or k_norm is None:
+            return
+        if norms_whole_projections(shape, q_norm, k_norm):
+            self.whole_norms = torch_norm(q_norm, eps), torch_norm(k_norm, eps)
+        else:
+            counts = shape.num_heads, shape.num_kv_heads
+            weights = zip((q_norm, k_norm), counts, strict=True)
+            self.norm = torch_norm(torch.cat([w.expand(n, -1) for w, n in weights]), eps)
 
     def __call__(
         self, qkv: Tensor, rotary: tuple[Tensor, Tensor], cache: Tensor, slot_mapping: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See ``RopeAndCache``; ``rotary`` is the cosine and the sine of each token's angles,
-        ``[T, 1, D]``, the sine negated in its first half."""
+        ``[T, 1, D]``, the sine negated in its first half; or ``[T, 2, D]``, those of queries before
+        those of keys."""
         shape, (cos, sin) = self.shape, rotary
         num_q, num_k = shape.num_heads, shape.num_kv_heads
         heads = qkv.view(qkv.shape[0], num_q + 2 * num_k, shape.head_dim)
         qk = heads[:, : num_q + num_k]
-        source = qk if self.norm is None else self.norm(qk)
+        source = qk
+        if self.norm is not None:
+            source = self.norm(qk)
+        elif self.whole_norms is not None:
+            q, k, _ = qkv.split([count * shape.head_dim for count in (num_q, num_k, num_k)], 1)
+            q_norm, k_norm = self.whole_norms
+            source = torch.cat((q_norm(q), k_norm(k)), 1).view(qk.shape)
+        if cos.shape[1] == 2:
+            cos, sin = (
+                torch.cat((each[:, :1].expand(-1, num_q, -1), each[:, 1:].expand(-1, num_k, -1)), 1)
+                for each in rotary
+            )
         rolled = source.roll(shape.head_dim // 2, -1)
         torch.mul(source, cos, out=qk)
         qk.addcmul_(rolled, sin)
         write_kv(cache, slot_mapping, heads[:, num_q:])
         return heads[:, :num_q], heads[:, num_q : num_q + num_k], heads[:, num_q + num_k :]
+
+
+def norms_whole_projections(shape: AttentionShape, q_norm: Tensor, k_norm: Tensor) -> bool:
+    """Whether the norms' weights are of all heads together, and not of one.
+
+    Raises:
+        ValueError: weights of neither shape, or of two dtypes.
+    """
+    dim = shape.head_dim
+    found = tuple(q_norm.shape), tuple(k_norm.shape)
+    whole = (shape.num_heads * dim,), (shape.num_kv_heads * dim,)
+    if found not in (((dim,), (dim,)), whole) or q_norm.dtype != k_norm.dtype:
+        raise ValueError(
+            f"norms of q and k are {found} of {q_norm.dtype} and {k_norm.dtype}, expected [{dim}] "
+            f"or {whole} of one dtype"
+        )
+    return found == whole and found != ((dim,), (dim,))
 
 
 def write_kv(cache: Tensor, slot_mapping: Tensor, kv: Tensor) -> None:
@@ -164,32 +238,53 @@ class TorchOps:
         """The experts of weights that are of one of ``schemes``."""
         return GroupedExperts(weights, config, self.silu_mul)
 
-    def embedding(self, values: Tensor) -> Embedding:
-        """The rows of ``values [vocab_size, H]`` by token id."""
-        return TorchEmbedding(values)
+    def embedding(self, values: Tensor, multiplier: float = 1.0) -> Embedding:
+        """The rows of ``values [vocab_size, H]`` by token id, times ``multiplier``."""
+        return (
+            TorchEmbedding(values)
+            if multiplier == 1.0
+            else TorchScaledEmbedding(values, multiplier)
+        )
 
     def tied_embedding(
-        self, weights: LinearWeights, dtype: torch.dtype
+        self, weights: LinearWeights, dtype: torch.dtype, multiplier: float = 1.0
     ) -> tuple[Embedding, Linear]:
         """The embedding and the output head that share ``weights``, held once.
 
         Args:
             dtype: of the embedding.
+            multiplier: of the embedding alone.
         """
         shared = replace(weights, shared=True)
-        return self.embedding(weights.values), self.linear(shared)
+        return self.embedding(weights.values, multiplier), self.linear(shared)
 
     def read(self, memory: Tensor) -> int:
         """The sum of ``memory [n]`` int64 modulo 2**64, at the rate at which linear layers can read
         their weights."""
         return int(memory.sum())
 
-    def rms_norm(self, weight: Tensor, eps: float) -> RMSNorm:
-        return TorchRMSNorm(weight, eps)
+    def rms_norm(self, weight: Tensor, eps: float, multiplier: float = 1.0) -> RMSNorm:
+        """A norm whose weight is of the model's dtype, and multiplied in that; or in float32, and
+        then rounded once, behind it.
+
+        Args:
+            multiplier: of ``x`` in ``add``.
+        """
+        return torch_norm(weight, eps, multiplier)
+
+    def residual_add(self, multiplier: float = 1.0) -> RMSNorm:
+        """In place of a norm where a block has none before it: in ``add`` the sum alone."""
+        return TorchResidualAdd(multiplier)
 
     def rope_and_cache(
         self, shape: AttentionShape, q_norm: Tensor | None, k_norm: Tensor | None, eps: float
     ) -> RopeAndCache:
+        """See ``RopeAndCache``.
+
+        Args:
+            q_norm, k_norm: ``[D]``, weights of norms by head; or ``[Hq * D]`` and ``[Hk * D]``, of
+                norms over all heads. They round as those of ``rms_norm``.
+        """
         return TorchRopeAndCache(shape, q_norm, k_norm, eps)
 
     def rotary(self, table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -197,10 +292,12 @@ class TorchOps:
         RoPE table.
 
         Args:
-            table: ``[max_positions, D]``: cosines, then sines, of half a head each.
+            table: ``[max_positions, D]``: cosines, then sines, of half a head each; or
+                ``[max_positions, 2, D]``, those of queries before those of keys.
             positions: ``[T]`` int64.
         """
-        cos, sin = table[positions].unsqueeze(1).chunk(2, -1)
+        rows = table[positions]
+        cos, sin = (rows.unsqueeze(1) if rows.dim() == 2 else rows).chunk(2, -1)
         return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
     @staticmethod
@@ -208,6 +305,17 @@ class TorchOps:
         """``[T, 2 * I] -> [T, I]``: SiLU of the first half times the second."""
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def gelu_mul(gate_up: Tensor) -> Tensor:
+        """``[T, 2 * I] -> [T, I]``: GELU of the first half, by tanh, times the second."""
+        gate, up = gate_up.chunk(2, -1)
+        return F.gelu(gate, approximate="tanh").mul_(up)
+
+    @staticmethod
+    def softcap(x: Tensor, cap: float) -> Tensor:
+        """``cap * tanh(x / cap)`` of ``x [S, N]``, in float32 and in place."""
+        return x.copy_(torch.tanh(x.float() / cap).mul_(cap))
 
     @staticmethod
     def decode_inputs(rows: DecodeInputs) -> None:

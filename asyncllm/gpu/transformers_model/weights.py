@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from asyncllm.checkpoint.progress import Progress
 from asyncllm.checkpoint.reader import CheckpointReader
+from asyncllm.checkpoint.text_part import text_name
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.formats.open_checkpoint import open_checkpoint
 from asyncllm.gpu.transformers_model.config import TransformersConfig
@@ -23,8 +24,6 @@ from asyncllm.validation import explain
 
 logger = get_logger(__name__)
 
-_TEXT_PART = re.compile(r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?(?!lm_head)")
-_TEXT_HEAD = re.compile(r"^(?:model\.)?(?:language_model\.)?(lm_head\.)")
 _COMPUTED = re.compile(r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 
 _loading = threading.Lock()
@@ -86,15 +85,6 @@ def _check_dtypes(reader: CheckpointReader, model: TransformersConfig) -> None:
                 f"{info.file}: tensor {name!r} is {info.dtype}, expected "
                 f"{' or '.join(STORED_DTYPES)}"
             )
-
-
-def text_name(name: str) -> str | None:
-    """A tensor's name in the text model alone; None for one of another tower."""
-    head = _TEXT_HEAD.match(name)
-    if head is not None:
-        return head.group(1) + name[head.end() :]
-    part = _TEXT_PART.match(name)
-    return None if part is None else "model." + name[part.end() :]
 
 
 def dummy_modules(

@@ -1,0 +1,376 @@
+"""FAMILIES: the architectures of the engine's own decoder, a row each, as data.
+
+A row says what transformers takes where a file is silent, what the tensors of a layer are called,
+and which fields of ModelConfig the family's own fields lead to. The decoder knows no family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from asyncllm.checkpoint.config_file import ConfigFile
+from asyncllm.checkpoint.rope_config import (
+    MAX_POSITIONS,
+    NO_ROPE,
+    RopeConfig,
+    read_layer_ropes,
+    read_rope,
+    rope_section,
+)
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+Fields = dict[str, Any]
+"""Of ModelConfig."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorNames:
+    """What the tensors of a layer are called in a checkpoint.
+
+    Attributes:
+        input_norm, post_norm: before attention and before the MLP; None where there is none.
+        mixer_norm, mlp_norm: behind attention and behind the MLP, before the residual is added.
+        qkv: projections whose rows are stacked to q, k and v, or one that has all of them.
+        mlp: module of the projections below.
+        gate_up: gate and up projection, or one that has both.
+    """
+
+    input_norm: str | None = "input_layernorm"
+    post_norm: str | None = "post_attention_layernorm"
+    mixer_norm: str | None = None
+    mlp_norm: str | None = None
+    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    mlp: str = "mlp"
+    gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    down: str = "down_proj"
+
+
+BEFORE = TensorNames()
+"""Norms before attention and MLP, as Llama has them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Of a model, that its rows need.
+
+    Attributes:
+        rotary_dim: elements of a head that RoPE rotates.
+    """
+
+    num_layers: int
+    hidden_size: int
+    head_dim: int
+    rotary_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """An architecture.
+
+    Attributes:
+        defaults: transformers' own, of fields that a file may leave out.
+        eos_token_ids: where neither file names one.
+        names: of the tensors of a layer.
+        activation: the field that names the activation of the MLP.
+        rotates: ``partial_rotary_factor`` where a file has none; None takes no other than 1.
+        text_part: text models of multimodal checkpoints are read as well.
+        read: further fields of ModelConfig, from the file.
+    """
+
+    architecture: str
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    eos_token_ids: tuple[int, ...] = ()
+    names: TensorNames = BEFORE
+    activation: str = "hidden_act"
+    rotates: float | None = None
+    text_part: bool = False
+    read: Callable[[ConfigFile, Sizes], Fields] = lambda config, sizes: {}
+
+
+# --- what several rows read ----------------------------------------------------------------
+
+
+def read_biases(config: ConfigFile) -> Fields:
+    """``attention_bias`` on all four projections of attention."""
+    bias = config.boolean("attention_bias", False)
+    return {"attention_bias": bias, "output_bias": bias}
+
+
+def read_window(config: ConfigFile, layers: tuple[bool, ...]) -> Fields:
+    """Sliding layers where ``layer_types`` says so, ``layers`` unless it is there."""
+    layers = _layer_types(config, layers)
+    window = config.integer("sliding_window", None, high=MAX_POSITIONS)
+    if any(layers) and window is None:
+        raise config.bad("layer_types", f"{FULL} alone where no sliding window is in use")
+    return {"sliding_window": window if any(layers) else None, "sliding_layers": layers}
+
+
+def read_switched_window(config: ConfigFile, sizes: Sizes, layers: tuple[bool, ...]) -> Fields:
+    """As ``read_window``, where ``use_sliding_window`` switches it on."""
+    if config.boolean("use_sliding_window", False):
+        return read_window(config, layers)
+    file = ConfigFile(config.path, {**config.values, "sliding_window": None})
+    return read_window(file, (False,) * sizes.num_layers)
+
+
+def _window_everywhere(config: ConfigFile, sizes: Sizes) -> Fields:
+    """A sliding window in all layers, or in none where it is null."""
+    window = config.integer("sliding_window", None, high=MAX_POSITIONS)
+    implied = (window is not None,) * sizes.num_layers
+    if _layer_types(config, implied) != implied:
+        kind = FULL if window is None else SLIDING
+        raise config.bad("layer_types", f"{kind!r} alone, as sliding_window={window} implies")
+    return {"sliding_window": window, "sliding_layers": implied}
+
+
+def _layer_types(config: ConfigFile, default: tuple[bool, ...]) -> tuple[bool, ...]:
+    """True for each layer that ``layer_types`` calls sliding; ``default`` without it."""
+    if "layer_types" not in config:
+        return default
+    kinds = config.values["layer_types"]
+    if not isinstance(kinds, list) or len(kinds) != len(default):
+        raise config.bad("layer_types", f"a list of num_hidden_layers={len(default)} names")
+    if any(kind not in (FULL, SLIDING) for kind in kinds):
+        raise config.bad("layer_types", f"a list of {FULL} or {SLIDING}")
+    return tuple(kind == SLIDING for kind in kinds)
+
+
+def every(count: int, sizes: Sizes) -> tuple[bool, ...]:
+    """True but for each ``count``-th layer."""
+    return tuple((index + 1) % count != 0 for index in range(sizes.num_layers))
+
+
+# --- rows ------------------------------------------------------------------------------------
+
+
+def _llama(config: ConfigFile, sizes: Sizes) -> Fields:
+    return {**read_biases(config), "mlp_bias": config.boolean("mlp_bias", False)}
+
+
+def _qwen(config: ConfigFile, sizes: Sizes) -> Fields:
+    first = config.integer("max_window_layers", 28, low=0)
+    layers = tuple(index >= first for index in range(sizes.num_layers))
+    slides = config.values.get("sliding_window") is not None
+    return read_switched_window(config, sizes, tuple(slides and each for each in layers))
+
+
+def _qwen2(config: ConfigFile, sizes: Sizes) -> Fields:
+    return {"attention_bias": True, **_qwen(config, sizes)}
+
+
+def _qwen3(config: ConfigFile, sizes: Sizes) -> Fields:
+    return {"qk_norm": True, **read_biases(config), **_qwen(config, sizes)}
+
+
+def _ministral3(config: ConfigFile, sizes: Sizes) -> Fields:
+    section = rope_section(config)
+    if not section.values:
+        raise config.bad("rope_parameters", "a JSON object, with llama_4_scaling_beta")
+    rope = read_rope(config, sizes.rotary_dim)
+    beta = section.number("llama_4_scaling_beta", 0.0)
+    if beta:
+        original = section.integer("original_max_position_embeddings", high=MAX_POSITIONS)
+        rope = replace(rope, query_scale_beta=beta, original_max_position=original)
+    return {"rope": rope, **_window_everywhere(config, sizes)}
+
+
+def _smollm3(config: ConfigFile, sizes: Sizes) -> Fields:
+    interval = config.integer("no_rope_layer_interval", 4)
+    rotates = every(interval, sizes)
+    if "no_rope_layers" in config:
+        named = config.values["no_rope_layers"]
+        if (
+            not isinstance(named, list)
+            or len(named) < sizes.num_layers
+            or any(each not in (0, 1) for each in named)
+        ):
+            accepted = f"a list of num_hidden_layers={sizes.num_layers} numbers, 0 for no RoPE"
+            raise config.bad("no_rope_layers", accepted)
+        rotates = tuple(bool(each) for each in named[: sizes.num_layers])
+    slides = config.values.get("sliding_window") is not None
+    window = read_switched_window(config, sizes, tuple(slides and not each for each in rotates))
+    return {**_llama(config, sizes), **window, **_ropes_by_layer(config, sizes, rotates)}
+
+
+def _ropes_by_layer(config: ConfigFile, sizes: Sizes, rotates: tuple[bool, ...]) -> Fields:
+    rope = read_rope(config, sizes.rotary_dim)
+    return {"layer_ropes": tuple(rope if each else NO_ROPE for each in rotates)}
+
+
+def _by_kind(ropes: Mapping[str, RopeConfig], sliding: tuple[bool, ...]) -> Fields:
+    """The RoPE of each layer by its kind."""
+    return {"layer_ropes": tuple(ropes[SLIDING if each else FULL] for each in sliding)}
+
+
+def _olmo2(config: ConfigFile, sizes: Sizes) -> Fields:
+    return {
+        "qk_norm": True,
+        "norms_whole_projections": True,
+        "wide_norms": True,
+        **read_biases(config),
+    }
+
+
+def _olmo3(config: ConfigFile, sizes: Sizes) -> Fields:
+    window = read_window(config, every(4, sizes))
+    theta = config.number("rope_theta", 500_000.0, open_low=True)
+    ropes = read_layer_ropes(config, sizes.rotary_dim, {FULL: theta, SLIDING: theta})
+    return {**_olmo2(config, sizes), **window, **_by_kind(ropes, window["sliding_layers"])}
+
+
+def _phi3(config: ConfigFile, sizes: Sizes) -> Fields:
+    # Files of its first versions call longrope so.
+    rope = read_rope(config, sizes.rotary_dim, {"su": "longrope", "yarn": "longrope"})
+    return {"rope": rope, **_window_everywhere(config, sizes)}
+
+
+def _granite(config: ConfigFile, sizes: Sizes) -> Fields:
+    return {
+        **_llama(config, sizes),
+        "embedding_multiplier": config.number("embedding_multiplier", 1.0, open_low=True),
+        "residual_multiplier": config.number("residual_multiplier", 1.0, open_low=True),
+        "attention_scale": config.number("attention_multiplier", 1.0, open_low=True),
+        "logits_divisor": config.number("logits_scaling", 1.0, open_low=True),
+    }
+
+
+def _glm4(config: ConfigFile, sizes: Sizes) -> Fields:
+    bias = config.boolean("attention_bias", True)
+    return {"attention_bias": bias, "interleaved_rope": True}
+
+
+def _gemma(config: ConfigFile, sizes: Sizes) -> Fields:
+    """What Gemma 2 and 3 have in common: norms of 1 + w in float32, scaled embeddings."""
+    if config.values.get("use_bidirectional_attention"):
+        raise config.bad("use_bidirectional_attention", "false: a decoder")
+    return {
+        **read_biases(config),
+        "norm_offset": 1.0,
+        "wide_norms": True,
+        "embedding_multiplier": sizes.hidden_size**0.5,
+        "rounds_embedding_multiplier": True,
+        "attention_scale": config.number("query_pre_attn_scalar", 256, open_low=True) ** -0.5,
+        "logits_softcap": config.number("final_logit_softcapping", None, open_low=True),
+    }
+
+
+def _gemma2(config: ConfigFile, sizes: Sizes) -> Fields:
+    softcap = config.number("attn_logit_softcapping", None, open_low=True)
+    window = read_window(config, every(2, sizes))
+    return {**_gemma(config, sizes), **window, "attention_softcap": softcap}
+
+
+def _gemma3(config: ConfigFile, sizes: Sizes) -> Fields:
+    if "attn_logit_softcapping" in config:
+        raise config.bad("attn_logit_softcapping", "null: Gemma 3 does not cap scores")
+    window = read_window(config, every(config.integer("sliding_window_pattern", 6), sizes))
+    thetas = {
+        FULL: config.number("rope_theta", 1e6, open_low=True),
+        SLIDING: config.number("rope_local_base_freq", 1e4, open_low=True),
+    }
+    ropes = read_layer_ropes(config, sizes.rotary_dim, thetas)
+    layers = _by_kind(ropes, window["sliding_layers"])
+    return {**_gemma(config, sizes), "qk_norm": True, **window, **layers}
+
+
+AROUND = TensorNames(
+    post_norm="pre_feedforward_layernorm",
+    mixer_norm="post_attention_layernorm",
+    mlp_norm="post_feedforward_layernorm",
+)
+BEHIND = replace(AROUND, input_norm=None, post_norm=None)
+FUSED = TensorNames(qkv=("qkv_proj",), gate_up=("gate_up_proj",))
+GLM4 = TensorNames(
+    mixer_norm="post_self_attn_layernorm",
+    mlp_norm="post_mlp_layernorm",
+    gate_up=("gate_up_proj",),
+)
+
+AS_MANY = {"num_key_value_heads": None}
+"""As many key/value heads as query heads where the field is absent."""
+
+_GEMMA: Fields = {
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "sliding_window": 4096,
+}
+_GEMMA2 = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, **_GEMMA}
+# Files of multimodal checkpoints leave out what is the default, sizes among it.
+_GEMMA3 = {
+    "vocab_size": 262_208,
+    "max_position_embeddings": 131_072,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    **_GEMMA,
+}
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family("LlamaForCausalLM", AS_MANY, (2,), read=_llama),
+    "mistral": Family(
+        "MistralForCausalLM", {"sliding_window": 4096}, (2,), read=_window_everywhere
+    ),
+    "qwen2": Family("Qwen2ForCausalLM", {"sliding_window": 4096}, read=_qwen2),
+    "qwen3": Family("Qwen3ForCausalLM", {"sliding_window": 4096, "head_dim": 128}, read=_qwen3),
+    "ministral3": Family(
+        "Ministral3ForCausalLM",
+        {"head_dim": 128, "rms_norm_eps": 1e-5},
+        (2,),
+        text_part=True,
+        read=_ministral3,
+    ),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM",
+        {"tie_word_embeddings": True, "rope_theta": 2_000_000.0},
+        (128_001,),
+        read=_smollm3,
+    ),
+    "olmo2": Family(
+        "Olmo2ForCausalLM", AS_MANY | {"rms_norm_eps": 1e-5}, (50_279,), names=BEHIND, read=_olmo2
+    ),
+    "olmo3": Family(
+        "Olmo3ForCausalLM",
+        AS_MANY | {"rms_norm_eps": 1e-5, "sliding_window": 4096},
+        (50_279,),
+        names=BEHIND,
+        read=_olmo3,
+    ),
+    "phi3": Family(
+        "Phi3ForCausalLM",
+        AS_MANY | {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
+        (32_000,),
+        names=FUSED,
+        rotates=1.0,
+        read=_phi3,
+    ),
+    "granite": Family("GraniteForCausalLM", AS_MANY, (2,), read=_granite),
+    "glm4": Family(
+        "Glm4ForCausalLM",
+        {"head_dim": 128, "rms_norm_eps": 1.5625e-7},
+        (151_329, 151_336, 151_338),
+        names=GLM4,
+        rotates=0.5,
+        read=_glm4,
+    ),
+    "gemma2": Family(
+        "Gemma2ForCausalLM",
+        _GEMMA2,
+        (1,),
+        names=AROUND,
+        activation="hidden_activation",
+        read=_gemma2,
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        _GEMMA3,
+        (1,),
+        names=AROUND,
+        activation="hidden_activation",
+        text_part=True,
+        read=_gemma3,
+    ),
+}
+"""By ``model_type``."""

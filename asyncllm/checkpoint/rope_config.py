@@ -1,0 +1,204 @@
+"""RopeConfig: rotary embedding as a checkpoint describes it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from asyncllm.checkpoint.config_file import ConfigFile
+
+MAX_POSITIONS = 2**31 - 1
+"""Positions are int32 on a device."""
+
+RopeKind = Literal["default", "linear", "llama3", "longrope", "none", "yarn"]
+KINDS: tuple[RopeKind, ...] = ("default", "linear", "llama3", "longrope", "yarn")
+"""Those that a file may name. "dynamic" is none of them: its frequencies follow the longest
+sequence of a batch, so that results would depend on company."""
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary embedding (RoPE); ``gpu/models/rope.py`` says what each kind computes.
+
+    Attributes:
+        theta: base of the frequencies.
+        kind: how they are scaled; "none" rotates nothing (a layer without RoPE).
+        factor: by which "linear", "llama3" and "yarn" stretch positions.
+        low_freq_factor, high_freq_factor: llama3's alone.
+        original_max_position: context of the first training, in tokens.
+        beta_fast, beta_slow, truncate: yarn's bounds, in rotations within that context, and whether
+            they are rounded outwards to whole frequencies.
+        attention_factor: on cosines and sines (yarn, longrope).
+        short_factors, long_factors: longrope's divisors of each frequency, for contexts up to
+            ``original_max_position`` and for longer ones.
+        query_scale_beta: queries at position p are multiplied by
+            ``1 + query_scale_beta * log(1 + p // original_max_position)`` (Ministral 3).
+    """
+
+    theta: float = 10_000.0
+    kind: RopeKind = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    query_scale_beta: float = 0.0
+
+
+NO_ROPE = RopeConfig(kind="none")
+
+RENAMED = "rope_parameters"
+"""The field's name since transformers 5."""
+
+
+def rope_section(config: ConfigFile) -> ConfigFile:
+    """The object with the RoPE parameters; transformers reads ``rope_scaling`` first where a file
+    has both."""
+    return config.section("rope_scaling" if config.values.get("rope_scaling") else RENAMED)
+
+
+def read_rope(
+    config: ConfigFile, rotary_dim: int, aliases: Mapping[str, RopeKind] | None = None
+) -> RopeConfig:
+    """The RoPE of a model whose layers share one.
+
+    Args:
+        rotary_dim: elements of a head that are rotated.
+        aliases: further names of kinds.
+
+    Raises:
+        ModelLoadError: parameters of several kinds of layers, and as ``rope_from``.
+    """
+    section = rope_section(config)
+    if any(isinstance(value, dict) for value in section.values.values()):
+        name = "rope_scaling" if config.values.get("rope_scaling") else RENAMED
+        raise config.bad(name, "one set of RoPE parameters for all layers")
+    theta = config.number("rope_theta", 10_000.0, open_low=True)
+    return rope_from(section, config, theta, rotary_dim, aliases)
+
+
+def read_layer_ropes(
+    config: ConfigFile, rotary_dim: int, thetas: Mapping[str, float]
+) -> dict[str, RopeConfig]:
+    """The RoPE of each kind of layer, for models that have one for full and one for sliding layers.
+
+    ``rope_parameters`` has an object for each; in files of transformers 4 ``rope_scaling`` is that
+    of full layers.
+
+    Args:
+        thetas: base by kind of layer, where ``rope_parameters`` has none.
+    """
+    found: dict[str, RopeConfig] = {}
+    legacy = config.section("rope_scaling")
+    for name, theta in thetas.items():
+        own = config.section(RENAMED).section(name)
+        scaled = legacy if legacy.values and name == "full_attention" else own
+        section = ConfigFile(config.path, {**own.values, **scaled.values})
+        found[name] = rope_from(section, config, theta, rotary_dim)
+    return found
+
+
+def rope_from(
+    section: ConfigFile,
+    config: ConfigFile,
+    theta: float,
+    rotary_dim: int,
+    aliases: Mapping[str, RopeKind] | None = None,
+) -> RopeConfig:
+    """The RoPE that ``section`` describes.
+
+    Args:
+        config: the model's, for its contexts.
+        theta: where the section has none.
+
+    Raises:
+        ModelLoadError: a kind that is not supported, or a parameter that is missing, of the wrong
+            kind or out of bounds.
+    """
+    theta = section.number("rope_theta", theta, open_low=True)
+    key = "rope_type" if "rope_type" in section else "type"
+    names = dict(zip(KINDS, KINDS, strict=True)) | dict(aliases or {})
+    kind = names[section.choice(key, tuple(names), "default")]
+    if kind == "default":
+        return RopeConfig(theta=theta)
+    if kind == "linear":
+        return RopeConfig(theta=theta, kind="linear", factor=section.number("factor", low=1.0))
+    original = _original(section, config)
+    read = {"llama3": _llama3, "yarn": _yarn, "longrope": _longrope}[kind]
+    fields = read(section, config, original, rotary_dim)
+    if kind == "yarn" and theta <= 1.0:
+        raise section.bad("rope_theta", "a number above 1 with yarn")
+    return RopeConfig(theta=theta, kind=kind, original_max_position=original, **fields)
+
+
+def _original(section: ConfigFile, config: ConfigFile) -> int:
+    """Beside the parameters it has priority over the one among them, in transformers as well."""
+    name, context = "original_max_position_embeddings", config.values["max_position_embeddings"]
+    holder = config if name in config else section
+    return holder.integer(name, context, high=MAX_POSITIONS)
+
+
+def _llama3(section: ConfigFile, config: ConfigFile, original: int, dim: int) -> dict[str, Any]:
+    low = section.number("low_freq_factor", open_low=True)
+    high = section.number("high_freq_factor", open_low=True)
+    if high <= low:
+        raise section.bad("high_freq_factor", f"a number above low_freq_factor={low:g}")
+    factor = section.number("factor", low=1.0)
+    return {"factor": factor, "low_freq_factor": low, "high_freq_factor": high}
+
+
+def _yarn(section: ConfigFile, config: ConfigFile, original: int, dim: int) -> dict[str, Any]:
+    context = config.values["max_position_embeddings"]
+    factor = section.number("factor", context / original, open_low=True)
+    fast = section.number("beta_fast", 32.0, open_low=True)
+    slow = section.number("beta_slow", 1.0, open_low=True)
+    if fast < slow:
+        raise section.bad("beta_fast", f"a number from beta_slow={slow:g} on")
+    scale, all_dim = section.number("mscale", 0.0), section.number("mscale_all_dim", 0.0)
+    implied = _mscale(factor)
+    if scale and all_dim:
+        implied = _mscale(factor, scale) / _mscale(factor, all_dim)
+    return {
+        "factor": factor,
+        "beta_fast": fast,
+        "beta_slow": slow,
+        "truncate": section.boolean("truncate", True),
+        "attention_factor": section.number("attention_factor", implied, open_low=True),
+    }
+
+
+def _mscale(factor: float, scale: float = 1.0) -> float:
+    """YaRN's temperature of attention (Peng et al., 2023, equation 22)."""
+    return 1.0 if factor <= 1.0 else 0.1 * scale * math.log(factor) + 1.0
+
+
+def _longrope(section: ConfigFile, config: ConfigFile, original: int, dim: int) -> dict[str, Any]:
+    context = config.values["max_position_embeddings"]
+    factor = section.number("factor", context / original, open_low=True)
+    implied = 1.0
+    if factor > 1.0:
+        if original < 2:
+            accepted = "an integer from 2 on with longrope"
+            raise section.bad("original_max_position_embeddings", accepted)
+        implied = math.sqrt(1.0 + math.log(factor) / math.log(original))
+    return {
+        "factor": factor,
+        "attention_factor": section.number("attention_factor", implied, open_low=True),
+        "short_factors": _factors(section, "short_factor", dim // 2),
+        "long_factors": _factors(section, "long_factor", dim // 2),
+    }
+
+
+def _factors(section: ConfigFile, name: str, count: int) -> tuple[float, ...]:
+    values = section.values.get(name)
+    if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != count:
+        raise section.bad(name, f"a list of {count} numbers, one for each rotated pair of a head")
+    each = (ConfigFile(section.path, {name: value}) for value in values)
+    return tuple(one.number(name, open_low=True) for one in each)
