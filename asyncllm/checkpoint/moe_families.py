@@ -124,7 +124,7 @@ def _mixtral(config: ConfigFile, sizes: Sizes) -> Fields:
 def _qwen2_moe(config: ConfigFile, sizes: Sizes) -> Fields:
     # Its sliding layers are every other one up to max_window_layers, unlike Qwen2's.
     most = config.integer("max_window_layers", 28, low=0)
-    slides = config.boolean("use_sliding_window", False) and "sliding_window" in config
+    slides = "sliding_window" in config
     layers = tuple(slides and layer % 2 == 0 and layer < most for layer in range(sizes.num_layers))
     window = read_switched_window(config, sizes, layers)
     experts = ExpertsConfig(
