@@ -119,7 +119,7 @@ def main() -> None:
     assert state is not None
     library: Any = vars(state.decoder.ops)["context"].functions
     for name in ("run", "linear", "gather", "select", "attention", "rms_norm", "rope_and_cache",
-                 "silu_mul"):  # fmt: skip
+                 "gated_mul"):  # fmt: skip
         clock.watch(library, name, "native")
     clock.watch(runner, "_forward", "forward")
     clock.watch(state.sampler, "sample", "sampling")

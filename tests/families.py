@@ -137,6 +137,7 @@ def make(path: Path, family: str, **overrides: Any) -> Any:
     norms of weight ``1 + w`` keep their sense."""
     settings = TINY | CASES.get(family, {}) | overrides
     seed, gain = settings.pop("seed", SEEDS.get(family, 0)), settings.pop("gain", 1.6)
+    shard = settings.pop("shard", "1GB")
     family = family.partition("-")[0]
     model_class = getattr(transformers, settings.pop("class", f"{family}ForCausalLM"))
     config = getattr(transformers, settings.pop("config", f"{family}Config"))(**settings)
@@ -146,7 +147,7 @@ def make(path: Path, family: str, **overrides: Any) -> Any:
     draw_weights(model, seed, gain)
     # Without the family's own ids of ends, which are beyond this vocabulary.
     model.generation_config = transformers.GenerationConfig()
-    model.save_pretrained(path)
+    model.save_pretrained(path, max_shard_size=shard)
     return model
 
 

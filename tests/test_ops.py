@@ -85,6 +85,11 @@ def test_linear(ops, dtype, shape, biased):
     ids = torch.tensor([shape[0] - 1, 0, 17, 17, 33])
     assert torch.equal(embedding(ids), weight[ids])
     assert torch.equal(ops.embedding(weight)(ids), weight[ids])
+    scaled = (weight[ids].float() * 1.625).to(dtype)
+    tied, _ = ops.tied_embedding(LinearWeights(weight), dtype, 1.625)
+    for found in (tied(ids), ops.embedding(weight, 1.625)(ids)):
+        assert torch.equal(found, scaled)
+    assert torch.equal(embedding(ids), weight[ids])
     assert (embedding.dtype, embedding.device, embedding.shape) == (dtype, CPU, shape)
 
 
@@ -276,12 +281,13 @@ def test_a_decoder_holds_no_second_copy_while_it_is_built():
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("width", [96, 51])
-def test_norms(ops, dtype, width):
+@pytest.mark.parametrize("multiplier", [1.0, 0.25])
+def test_norms(ops, dtype, width, multiplier):
     generator = torch.Generator().manual_seed(2)
     weight = torch.randn(width, generator=generator).to(dtype)
     x, residual = torch.randn(2, 5, width, generator=generator).mul(3).to(dtype)
-    norm = ops.rms_norm(weight, 1e-6)
-    total = (x + residual).double()
+    norm = ops.rms_norm(weight, 1e-6, multiplier)
+    total = (x * multiplier + residual).double()
 
     def exact(value: torch.Tensor) -> torch.Tensor:
         return value / (value.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
@@ -291,28 +297,74 @@ def test_norms(ops, dtype, width):
     normed, added = norm.add(x, residual.clone())
     assert torch.equal(added.double(), total)
     torch.testing.assert_close(normed.double(), exact(total), rtol=tolerance, atol=tolerance)
+    place = ops.residual_add(multiplier)
+    assert place(x) is x
+    kept = residual.clone()
+    summed, added = place.add(x, kept)
+    assert torch.equal(summed.double(), total)
+    assert summed is added is kept
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("normed", [True, False])
+def test_a_norm_with_a_weight_in_float32_rounds_once(ops, dtype):
+    """And not before the weight."""
+    generator = torch.Generator().manual_seed(6)
+    x = torch.randn(40, 64, generator=generator).to(dtype)
+    weight = 1 + torch.randn(64, generator=generator)
+    found = ops.rms_norm(weight, 1e-6)(x)
+    wide = x.double()
+    exact = wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()
+    assert found.dtype == dtype
+    if dtype == torch.float32:
+        torch.testing.assert_close(found.double(), exact, rtol=2e-6, atol=2e-6)
+    else:  # a rounding is within half a unit in the last place, at most 2**-8 of the value
+        bound = exact.abs() * (2**-8 + 1e-5)
+        assert bool(((found.double() - exact).abs() <= bound).all())
+        twice = ops.rms_norm(weight.to(dtype), 1e-6)(x)
+        assert bool(((twice.double() - exact).abs() > bound).any())
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_softcap(ops, dtype):
+    logits = (torch.randn(3, 70, generator=torch.Generator().manual_seed(8)) * 40).to(dtype)
+    logits[0, :3] = torch.tensor([-1e4, 1e4, 0.0])
+    expected = 30 * (logits.double() / 30).tanh()
+    found = ops.softcap(logits, 30.0)
+    assert found.data_ptr() == logits.data_ptr()
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("normed", ["", "heads", "heads wide", "whole", "whole wide"])
 @pytest.mark.parametrize("dim", [8, 48])
-def test_rope_and_cache(ops, dtype, normed, dim):
+@pytest.mark.parametrize("scaled", [False, True], ids=["one-table", "scaled-queries"])
+def test_rope_and_cache(ops, dtype, normed, dim, scaled):
     shape = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=dim, scale=1.0)
     generator = torch.Generator().manual_seed(3)
     tokens, half = 5, dim // 2
     qkv = torch.randn(tokens, 8 * dim, generator=generator).to(dtype)
-    q_norm, k_norm = (torch.rand(2, dim, generator=generator) + 0.5).to(dtype)
+    sizes = (4 * dim, 2 * dim) if "whole" in normed else (dim, dim)
+    q_norm, k_norm = (torch.rand(size, generator=generator) + 0.5 for size in sizes)
+    if "wide" not in normed:
+        q_norm, k_norm = q_norm.to(dtype), k_norm.to(dtype)
     angles = torch.rand(9, half, generator=generator) * 6
     table = torch.cat((angles.cos(), angles.sin()), -1).to(dtype)
     positions = torch.tensor([8, 0, 3, 4, 5])
+    if scaled:
+        table = torch.stack((table * torch.linspace(1, 2, 9).unsqueeze(1).to(dtype), table), 1)
     heads = qkv.double().view(tokens, 8, dim)
     expected = heads.clone()
-    cos, sin = table[positions].double().chunk(2, -1)
     for index in range(6):
-        x = heads[:, index]
+        part, x = slice(0, 4) if index < 4 else slice(4, 6), heads[:, index]
+        rows = table[positions, int(index >= 4)] if scaled else table[positions]
+        cos, sin = rows.double().chunk(2, -1)
         if normed:
-            norm = q_norm if index < 4 else k_norm
-            x = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.double()
+            norm = (q_norm if index < 4 else k_norm).double()
+            normalised = heads[:, part].flatten(1) if "whole" in normed else x
+            x = x / (normalised.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+            at = (index - part.start) * dim if "whole" in normed else 0
+            x = x * norm[at : at + dim]
         low, high = x[:, :half], x[:, half:]
         expected[:, index] = torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
     cache = torch.full((2, 6, 4, 2, dim), 9.0, dtype=dtype)
@@ -327,6 +379,31 @@ def test_rope_and_cache(ops, dtype, normed, dim):
     assert torch.equal(flat[1, slots], v)
     untouched = sorted(set(range(24)) - set(slots.tolist()))
     assert bool((flat[:, untouched] == 9.0).all())
+
+
+def test_norms_of_other_shapes_are_refused(ops):
+    shape = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=8, scale=1.0)
+    ops.rope_and_cache(shape, torch.ones(32), torch.ones(16), 1e-6)
+    one = AttentionShape(num_heads=1, num_kv_heads=1, head_dim=8, scale=1.0)
+    ops.rope_and_cache(one, torch.ones(8), torch.ones(8), 1e-6)
+    for q_norm, k_norm in (
+        (torch.ones(16), torch.ones(16)),
+        (torch.ones(32), torch.ones(8)),
+        (torch.ones(8), torch.ones(8).bfloat16()),
+    ):
+        with pytest.raises(ValueError, match=r"norms of q and k are .*expected \[8\] or"):
+            ops.rope_and_cache(shape, q_norm, k_norm, 1e-6)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_gelu_mul(ops, dtype):
+    x = (torch.randn(3, 70, generator=torch.Generator().manual_seed(4)) * 3).to(dtype)
+    x[0, :2] = torch.tensor([-200.0, 200.0])
+    gate, up = x.double().chunk(2, -1)
+    found = ops.gelu_mul(x.clone())
+    tolerance = TOLERANCE[dtype]
+    expected = F.gelu(gate, approximate="tanh") * up
+    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

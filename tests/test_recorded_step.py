@@ -186,7 +186,7 @@ def test_a_step_is_one_native_call(monkeypatch):
     library = context_of(state_of(runner).decoder).functions
     calls: list[str] = []
     for name in ("run", "linear", "gather", "select", "attention", "rms_norm", "rope_and_cache",
-                 "silu_mul"):  # fmt: skip
+                 "gated_mul"):  # fmt: skip
         own = getattr(library, name)
         monkeypatch.setattr(
             library, name, lambda *args, own=own, name=name: calls.append(name) or own(*args)
@@ -329,7 +329,7 @@ def test_what_a_program_cannot_hold_is_found(what):
 
     def in_place(x: Tensor) -> Tensor:
         x = mlp(x)
-        own.functions.silu_mul(own.handle, x.data_ptr(), 32, x.data_ptr(), len(x), 16, 0)
+        own.functions.gated_mul(own.handle, x.data_ptr(), 32, x.data_ptr(), len(x), 16, 0, 0)
         return x
 
     others = {

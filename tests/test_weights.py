@@ -21,7 +21,6 @@ from asyncllm.checkpoint.safetensors_reader import SafetensorsReader
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.models import architectures
 from asyncllm.gpu.models.architectures import (
-    Parameter,
     is_small,
     parameters,
 )
@@ -155,16 +154,11 @@ def test_what_a_reader_says_of_a_file(source):
         assert pickle.loads(pickle.dumps(reader.tensors)) == reader.tensors
 
 
-def test_a_parameter_may_have_a_dtype_of_its_own(source, monkeypatch):
+def test_a_parameter_may_have_a_dtype_of_its_own(source):
     """Norms in float32 in a model of bfloat16: as they are loaded, drawn, and counted."""
-
-    def single(name: str, tensor: str, shape: tuple[int, ...]) -> Parameter:
-        dtype = "float32" if len(shape) == 1 else None
-        return Parameter(name, shape, ((tensor, shape[0]),), dtype)
-
     plain = weights_bytes(source, torch.bfloat16)
     assert plain == sum(t.nbytes for t in read(source, torch.bfloat16).values())
-    monkeypatch.setattr(architectures, "_single", single)
+    source = replace(source, wide_norms=True)
     for load in (load_weights, dummy_weights):
         found = dict(load(source, torch.bfloat16, CPU))
         for name, tensor in found.items():

@@ -54,14 +54,14 @@ class RopeArgs(ctypes.Structure):
         (_P, "qkv"),
         (_I, "token_stride"),
         (_P, "table"),
-        (_I, "table_rows"),
+        (_I, "table_rows table_width"),
         (_P, "positions q_norm k_norm"),
         (_F, "eps"),
         (_P, "cache"),
         (_I, "kv_stride block_stride slot_stride head_stride"),
         (_P, "slots"),
         (_I, "num_tokens heads kv_heads head_dim num_blocks block_size"),
-        (_N, "dtype"),
+        (_N, "dtype norm_dtype whole_norms"),
     )
 
 
@@ -134,18 +134,26 @@ _FIELDS: dict[str, list[tuple[str, Any]]] = {
         (_P, "token_ids positions query_start seq_lens"),
     ),
     "slots": _fields((_P, _ROWS), (_I, "table_lines table_width block_size"), (_P, "slots")),
-    "gather": _fields((_P, "weights ids out"), (_N, "dtype")),
+    "gather": _fields((_P, "weights ids out"), (_F, "scale"), (_N, "dtype")),
     "select": _fields(
-        (_P, "x"), (_I, "x_stride x_rows"), (_P, "ids out"), (_I, "width"), (_N, "dtype")
+        (_P, "x"), (_I, "x_stride x_rows"), (_P, "ids out"), (_I, "width"), (_F, "scale"),
+        (_N, "dtype"),
     ),
     "linear": _fields(
         (_P, "weights x"), (_I, "x_stride"), (_P, "y"), (_I, "y_stride"), (_N, "dtype")
     ),
     "rms_norm": _fields(
         (_P, "x"), (_I, "x_stride"), (_P, "residual"), (_I, "residual_stride"),
-        (_P, "weight out"), (_I, "width"), (_F, "eps"), (_N, "dtype"),
+        (_P, "weight out"), (_I, "width"), (_F, "eps multiplier"), (_N, "dtype weight_dtype"),
     ),
-    "silu_mul": _fields((_P, "gate_up"), (_I, "stride"), (_P, "out"), (_I, "width"), (_N, "dtype")),
+    "gated_mul": _fields(
+        (_P, "gate_up"), (_I, "stride"), (_P, "out"), (_I, "width"), (_N, "dtype activation")
+    ),
+    "add": _fields(
+        (_P, "x"), (_I, "x_stride"), (_P, "residual"), (_I, "residual_stride width"),
+        (_F, "multiplier"), (_N, "dtype"),
+    ),
+    "softcap": _fields((_P, "x"), (_I, "stride width"), (_F, "cap"), (_N, "dtype")),
 }  # fmt: skip
 ARGS: Mapping[str, type[ctypes.Structure]] = {
     name: type(f"{name}_args", (ctypes.Structure,), {"_fields_": fields})
@@ -160,7 +168,7 @@ ARGS: Mapping[str, type[ctypes.Structure]] = {
 
 OP_KINDS = (
     "tokens", "slots", "gather", "select", "linear", "rms_norm", "rope_and_cache", "attention",
-    "silu_mul", "routing", "experts",
+    "gated_mul", "add", "softcap", "routing", "experts",
 )  # fmt: skip
 """In the order of ``OpKind``."""
 
@@ -198,16 +206,18 @@ _SIGNATURES = {
     "weights_bytes": (_I, [_P]),
     "linear": (_N, [_P, _P, _P, _I, _P, _I, _I, _N]),
     "linear_argmax": (_N, [_P, _P, _P, _I, _P, _I, _N]),
-    "gather": (_N, [_P, _P, _P, _I, _P, _N]),
+    "gather": (_N, [_P, _P, _P, _I, _P, _F, _N]),
     "attention": (_N, [_P, POINTER(AttentionArgs)]),
-    "rms_norm": (_N, [_P, _P, _I, _P, _I, _P, _F, _P, _I, _I, _N]),
+    "rms_norm": (_N, [_P, _P, _I, _P, _I, _P, _N, _F, _F, _P, _I, _I, _N]),
+    "add": (_N, [_P, _P, _I, _P, _I, _F, _I, _I, _N]),
+    "softcap": (_N, [_P, _P, _I, _F, _I, _I, _N]),
     "rope_and_cache": (_N, [_P, POINTER(RopeArgs)]),
-    "silu_mul": (_N, [_P, _P, _I, _P, _I, _I, _N]),
+    "gated_mul": (_N, [_P, _P, _I, _P, _I, _I, _N, _N]),
     "read": (_N, [_P, _P, _I, POINTER(ctypes.c_uint64)]),
     "sample": (_N, [_P, POINTER(SampleArgs)]),
     "process_logits": (_N, [_P, POINTER(LogitsArgs)]),
     "top_logprobs": (_N, [_P, _P, _I, _I, _I, _N, _P, _I, _P, _P]),
-    "select": (_N, [_P, _P, _I, _I, _P, _I, _P, _I, _N]),
+    "select": (_N, [_P, _P, _I, _I, _P, _I, _P, _I, _F, _N]),
     "routing": (_N, [_P, POINTER(RoutingArgs), _I]),
     "experts": (_N, [_P, POINTER(ExpertsArgs), _I]),
     "run": (_N, [_P, POINTER(ProgramArgs), POINTER(_I), POINTER(_I)]),

@@ -57,14 +57,15 @@ void linear(Context* context, int32_t dtype) {
   std::vector<int64_t> ids;
   for (int64_t i = draw(0, 9); i > 0; --i) ids.push_back(draw(0, n - 1));
   Array rows(dtype, int64_t(ids.size()) * k);
-  expect_ok(asyncllm_gather(context, packed, ids.data(), int64_t(ids.size()), rows.at(), dtype),
+  expect_ok(asyncllm_gather(context, packed, ids.data(), int64_t(ids.size()), rows.at(), 1.0f,
+                            dtype),
             "gather");
   for (size_t i = 0; i < ids.size(); ++i)
     for (int64_t l = 0; l < k; ++l)
       expect(rows, int64_t(i) * k + l, weight(ids[i], l), "gather");
   int64_t beyond = draw(0, 1) ? n : -1;
   Array one(dtype, k);
-  if (asyncllm_gather(context, packed, &beyond, 1, one.at(), dtype) != STATUS_INDEX)
+  if (asyncllm_gather(context, packed, &beyond, 1, one.at(), 1.0f, dtype) != STATUS_INDEX)
     fail("gather beyond the table");
   asyncllm_free_weights(packed);
 }
@@ -72,20 +73,28 @@ void linear(Context* context, int32_t dtype) {
 void rows(Context* context, int32_t dtype) {
   int64_t m = draw(0, 20), width = draw(1, 100), stride = 2 * width + draw(0, 3);
   int64_t span = m ? (m - 1) * stride + 2 * width : 0;
-  Array x(dtype, span), residual(dtype, span), weight(dtype, width), out(dtype, m * width);
-  expect_ok(asyncllm_silu_mul(context, x.at(), stride, out.at(), m, width, dtype), "silu_mul");
+  int32_t weight_dtype = draw(0, 1) ? dtype : int32_t(DTYPE_F32);
+  double multiplier = draw(0, 1) ? 1 : 0.25;
+  Array x(dtype, span), residual(dtype, span), weight(weight_dtype, width), out(dtype, m * width);
+  bool gelu = draw(0, 1);
+  expect_ok(asyncllm_gated_mul(context, x.at(), stride, out.at(), m, width,
+                               gelu ? ACTIVATION_GELU_TANH : ACTIVATION_SILU, dtype),
+            "gated_mul");
   for (int64_t i = 0; i < m; ++i)
     for (int64_t j = 0; j < width; ++j) {
       double gate = x.get(i * stride + j), up = x.get(i * stride + width + j);
-      expect(out, i * width + j, gate / (1 + exp(-gate)) * up, "silu_mul");
+      double inner = gelu ? sqrt(8 / M_PI) * (gate + 0.044715 * gate * gate * gate) : gate;
+      expect(out, i * width + j, gate / (1 + exp(-inner)) * up, "gated_mul");
     }
   std::vector<double> sums;
   bool adds = draw(0, 1);
   for (int64_t i = 0; i < m; ++i)
     for (int64_t j = 0; j < width; ++j)
-      sums.push_back(x.get(i * stride + j) + (adds ? residual.get(i * stride + j) : 0));
+      sums.push_back(adds ? x.get(i * stride + j) * multiplier + residual.get(i * stride + j)
+                          : x.get(i * stride + j));
   expect_ok(asyncllm_rms_norm(context, x.at(), stride, adds ? residual.at() : nullptr, stride,
-                              weight.at(), 1e-5f, out.at(), m, width, dtype),
+                              weight.at(), weight_dtype, 1e-5f, float(multiplier), out.at(), m,
+                              width, dtype),
             "rms_norm");
   for (int64_t i = 0; i < m; ++i) {
     double squares = 0;
@@ -144,7 +153,8 @@ void rope(Context* context, int32_t dtype) {
   args.block_stride = cache.block_stride, args.slot_stride = cache.slot_stride;
   args.head_stride = cache.head_stride, args.slots = slot.data(), args.num_tokens = tokens;
   args.heads = heads, args.kv_heads = kv_heads, args.head_dim = dim;
-  args.num_blocks = cache.blocks, args.block_size = cache.block_size, args.dtype = dtype;
+  args.num_blocks = cache.blocks, args.block_size = cache.block_size;
+  args.dtype = args.norm_dtype = dtype, args.table_width = dim;
   expect_ok(asyncllm_rope_and_cache(context, &args), "rope");
   for (int64_t token = 0; token < tokens; ++token)
     for (int64_t head = 0; head < heads + 2 * kv_heads; ++head) {

@@ -56,12 +56,12 @@ struct Layer {
   }
   void norm(Array& from, Array* more, Array& to, int32_t size) {
     add(OP_RMS_NORM, size).args.norm = {from.at(), hidden, more ? more->at() : nullptr, hidden,
-                                        weight.at(), to.at(), hidden, 1e-5f, dtype};
+                                        weight.at(), to.at(), hidden, 1e-5f, 1, dtype, dtype};
   }
   void select(Array& from, int64_t columns, Array& to) {
     Op& op = add(OP_SELECT, SIZE_WANTED);
     op.x_size = SIZE_TOKENS;
-    op.args.select = {from.at(), columns, 0, wanted.data(), to.at(), columns, dtype};
+    op.args.select = {from.at(), columns, 0, wanted.data(), to.at(), columns, 1, dtype};
   }
 
   void write() {
@@ -72,10 +72,10 @@ struct Layer {
                                              blocks.data(), lines, table_width, cache.block_size,
                                              slots.data()};
     if (tied)
-      add(OP_GATHER, SIZE_TOKENS).args.gather = {packed[0], ids.data(), residual.at(), dtype};
+      add(OP_GATHER, SIZE_TOKENS).args.gather = {packed[0], ids.data(), residual.at(), 1, dtype};
     else
       add(OP_SELECT, SIZE_TOKENS).args.select = {table.at(),    hidden, vocab, ids.data(),
-                                                 residual.at(), hidden, dtype};
+                                                 residual.at(), hidden, 1, dtype};
     norm(residual, nullptr, normed_x, SIZE_TOKENS);
     linear(1, normed_x, hidden, qkv, width, SIZE_TOKENS);
     RopeArgs& turn = add(OP_ROPE_AND_CACHE, SIZE_TOKENS).args.rope;
@@ -86,7 +86,7 @@ struct Layer {
     turn.block_stride = cache.block_stride, turn.slot_stride = cache.slot_stride;
     turn.head_stride = cache.head_stride, turn.heads = heads, turn.kv_heads = kv_heads;
     turn.head_dim = dim, turn.num_blocks = cache.blocks, turn.block_size = cache.block_size;
-    turn.dtype = dtype;
+    turn.dtype = turn.norm_dtype = dtype, turn.table_width = dim;
     program.num_writing_ops = int64_t(ops.size());
     AttentionArgs& see = add(OP_ATTENTION, SIZE_TOKENS).args.attention;
     see.q = qkv.at(), see.q_token_stride = width, see.q_head_stride = dim;
@@ -103,7 +103,8 @@ struct Layer {
     linear(2, picked, heads * dim, o, hidden, SIZE_WANTED);
     norm(o, &rest, normed_x, SIZE_WANTED);
     linear(3, normed_x, hidden, wide, 2 * inner, SIZE_WANTED);
-    add(OP_SILU_MUL, SIZE_WANTED).args.silu = {wide.at(), 2 * inner, mlp.at(), inner, dtype};
+    add(OP_GATED_MUL, SIZE_WANTED).args.gated = {wide.at(), 2 * inner,          mlp.at(),
+                                                 inner,     dtype, int32_t(draw(0, 1))};
     linear(4, mlp, inner, o, hidden, SIZE_WANTED);
     norm(o, &rest, last, SIZE_WANTED);
     linear(0, last, hidden, logits, vocab, SIZE_SAMPLED);

@@ -127,6 +127,7 @@ def check_norm(module: ModuleType, width: int, dtype: torch.dtype, device: str) 
     x, residual = torch.randn(2, 3, width, generator=random).to(dtype).to(device)
     weight = torch.randn(width, generator=random).to(dtype).to(device)
     norm = module.TritonRMSNorm(weight, 1e-6)
+    _check_scaled_norm(module, x, residual.clone(), weight.float())
     total = residual + x
     plain = norm(x)
     added, kept = norm.add(x, residual)
@@ -138,11 +139,29 @@ def check_norm(module: ModuleType, width: int, dtype: torch.dtype, device: str) 
         assert_close(found, expected * weight.cpu().double(), dtype)
 
 
+def _check_scaled_norm(module: ModuleType, x: Tensor, residual: Tensor, weight: Tensor) -> None:
+    """With a multiple of x, and a weight in float32: rounded once."""
+    total = residual + x * 0.25
+    found, _ = module.TritonRMSNorm(weight, 1e-6, 0.25).add(x, residual)
+    assert torch.equal(residual, total)
+    wide = total.cpu().double()
+    exact = wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.cpu().double()
+    half_unit = torch.finfo(x.dtype).eps / 2
+    assert bool(((found.cpu().double() - exact).abs() <= exact.abs() * half_unit + 1e-5).all())
+    alone = total.clone()
+    module.TritonRMSNorm(weight, 1e-6).in_place(alone)
+    assert torch.equal(alone, found)
+
+
 def check_silu_mul(module: ModuleType, width: int, dtype: torch.dtype, device: str) -> None:
     random = torch.Generator().manual_seed(width)
     gate_up = (torch.randn(5, 2 * width, generator=random) * 4).to(dtype)
     gate, up = gate_up.double().chunk(2, -1)
     assert_close(module.silu_mul(gate_up.to(device)), gate * gate.sigmoid() * up, dtype)
+    gelu = torch.nn.functional.gelu(gate, approximate="tanh")
+    assert_close(module.gelu_mul(gate_up.to(device)), gelu * up, dtype)
+    capped = module.softcap(gate_up.to(device).clone(), 5.0)
+    assert_close(capped, 5 * (gate_up.double() / 5).tanh(), dtype)
 
 
 def check_rope_cache(
@@ -151,24 +170,37 @@ def check_rope_cache(
     device: str,
     *,
     norm: bool,
+    whole: bool = False,
+    scaled: bool = False,
     block_size: int = 16,
     layout: str = "layers",
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:
-    """Every element of q, k, v and of the cache is looked at."""
+    """Every element of q, k, v and of the cache is looked at.
+
+    Args:
+        whole: the norm is over all heads, its weight in float32.
+        scaled: queries have cosines and sines of their own.
+    """
     random = torch.Generator().manual_seed(0)
     tokens, blocks, padded = 7, 6, 2
     num_q, num_k, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
     merged = torch.randn(tokens, (num_q + 2 * num_k) * dim, generator=random).to(dtype)
-    q_weight, k_weight = (torch.rand(2, dim, generator=random) + 0.5).to(dtype)
+    counts = (num_q, num_k) if whole else (1, 1)
+    q_weight, k_weight = (torch.rand(count * dim, generator=random) + 0.5 for count in counts)
+    if not whole:
+        q_weight, k_weight = q_weight.to(dtype), k_weight.to(dtype)
     positions = torch.randint(0, 400, (tokens,), generator=random)
     angles = torch.outer(torch.arange(400.0), 100.0 ** -(torch.arange(dim // 2) / dim))
     table = torch.cat((angles.cos(), angles.sin()), -1).to(dtype)
+    if scaled:
+        table = torch.stack((table * 1.5, table), 1)
     # Padded rows write slot 0, in the null block.
     free = torch.randperm((blocks - 1) * block_size, generator=random)[:tokens] + block_size
     slots = torch.where(torch.arange(tokens) < tokens - padded, free, 0)
     heads = merged.view(tokens, -1, dim)
-    expected = _turned(heads, num_q, num_k, q_weight, k_weight, table[positions], norm=norm)
+    weights = (q_weight, k_weight) if norm else None
+    expected = _turned(heads, (num_q, num_k), weights, table[positions], whole=whole)
     weights = (q_weight.to(device), k_weight.to(device)) if norm else (None, None)
     op = module.TritonRopeAndCache(shape, *weights, 1e-6)
     cache = make_cache(layout, blocks, block_size, num_k, dim, dtype)
@@ -185,21 +217,22 @@ def check_rope_cache(
 
 def _turned(
     heads: Tensor,
-    num_q: int,
-    num_k: int,
-    q_weight: Tensor,
-    k_weight: Tensor,
+    counts: tuple[int, int],
+    weights: tuple[Tensor, Tensor] | None,
     rows: Tensor,
     *,
-    norm: bool,
+    whole: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Float64 q, k and v."""
-    q, k, v = heads.double().split((num_q, num_k, num_k), 1)
-    cos, sin = rows.double().unsqueeze(1).chunk(2, -1)
+    q, k, v = heads.double().split((*counts, counts[1]), 1)
+    tables = rows.double().unsqueeze(1) if rows.dim() == 2 else rows.double()
     turned = []
-    for x, weight in ((q, q_weight), (k, k_weight)):
-        if norm:
-            x = x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()
+    for index, x in enumerate((q, k)):
+        cos, sin = tables[:, min(index, tables.shape[1] - 1), None].chunk(2, -1)
+        if weights is not None:
+            dims = (-2, -1) if whole else -1
+            x = x * (x.square().mean(dims, keepdim=True) + 1e-6).rsqrt()
+            x = x * weights[index].double().view(-1, x.shape[-1])
         first, second = x.chunk(2, -1)
         turned.append(torch.cat((first * cos - second * sin, second * cos + first * sin), -1))
     return turned[0], turned[1], v

@@ -97,7 +97,7 @@ def test_nodes_of_a_layer(rows: int, splits: bool) -> None:
         "rope_cache_kernel": 1,
         "decode_kernel": 1,
         "norm_kernel": 2,
-        "silu_mul_kernel": 1,
+        "gated_mul_kernel": 1,
     }
     assert layer == Counter(kernels | ({"merge_kernel": 1} if splits else {}))
 

@@ -122,13 +122,15 @@ def prefill(
     return launches
 
 
-def rope(heads: int, head_dim: int, *, norms: bool) -> Callable[[int], list[Launch]]:
+def rope(
+    heads: int, head_dim: int, *, norms: bool, tables: int = 1
+) -> Callable[[int], list[Launch]]:
     def launches(capability: int) -> list[Launch]:
         weights = (empty(head_dim), empty(head_dim)) if norms else (None, None)
         with recording(rope_cache) as found:
             rope_cache.TritonRopeAndCache(AttentionShape(heads, 8, head_dim, 0.1), *weights, 1e-6)(
                 empty(64, (heads + 16) * head_dim),
-                (empty(4096, head_dim), longs(64)),
+                (empty(4096, *([tables] * (tables > 1)), head_dim), longs(64)),
                 empty(2, 1000, 16, 8, head_dim),
                 longs(64),
             )
@@ -153,6 +155,25 @@ def rms_norm(width: int, *, add: bool) -> Callable[[int], list[Launch]]:
 def silu_mul(capability: int) -> list[Launch]:
     with recording(activation) as found:
         activation.silu_mul(empty(64, 2 * 9728))
+    return found
+
+
+def gelu_mul(capability: int) -> list[Launch]:
+    with recording(activation) as found:
+        activation.gelu_mul(empty(64, 2 * 9728))
+    return found
+
+
+def softcap(capability: int) -> list[Launch]:
+    with recording(activation) as found:
+        activation.softcap(empty(64, 256_000), 30.0)
+    return found
+
+
+def scaled_norm(capability: int) -> list[Launch]:
+    """With a weight in float32."""
+    with recording(norm) as found:
+        norm.TritonRMSNorm(floats(2560), 1e-6, 0.22).add(empty(64, 2560), empty(64, 2560))
     return found
 
 
@@ -224,7 +245,11 @@ def variants() -> list[Variant]:
     add("norm-add-1024", "norm_kernel", rms_norm(1024, add=True), 90)
     add("norm-add-4096", "norm_kernel", rms_norm(4096, add=True), 80, 100)
     add("norm-16384", "norm_kernel", rms_norm(16384, add=False), 90)
-    add("silu-mul", "silu_mul_kernel", silu_mul, 80, 90, 100)
+    add("silu-mul", "gated_mul_kernel", silu_mul, 80, 90, 100)
+    add("gelu-mul", "gated_mul_kernel", gelu_mul, 90)
+    add("softcap", "softcap_kernel", softcap, 90)
+    add("norm-scaled", "norm_kernel", scaled_norm, 90)
+    add("rope-scaled", "rope_cache_kernel", rope(32, 128, norms=True, tables=2), 90)
     add("step-state", "decode_inputs_kernel", decode_inputs_launches, 80, 90, 100)
     for dtype, name in ((torch.bfloat16, "bf16"), (single, "fp32")):
         where = (80, 90, 100) if dtype == single else (90,)

@@ -23,10 +23,13 @@ from asyncllm.gpu.ops.native_sampling import (
 from asyncllm.gpu.ops.program import DTYPES, rows_of
 from asyncllm.gpu.ops.recorder import Recorder
 from asyncllm.gpu.ops.routing import RouterWeights, Routing
+from asyncllm.gpu.ops.torch_ops import norms_whole_projections
 from asyncllm.native import ARGS, Context, PackedWeights, RopeArgs, fail
 
 INT8 = 3
 """A type of weights."""
+
+SILU, GELU_TANH = 0, 1
 
 
 def parameter(x: Tensor) -> Tensor:
@@ -114,9 +117,9 @@ class NativeEmbedding:
         dtype, device, shape: as a plain table's ``[vocab_size, H]``.
     """
 
-    def __init__(self, head: NativeLinear, dtype: torch.dtype) -> None:
+    def __init__(self, head: NativeLinear, dtype: torch.dtype, multiplier: float = 1.0) -> None:
         self.head, self.dtype, self.shape = head, dtype, (head.n, head.k)
-        self.device = torch.device("cpu")
+        self.device, self.multiplier = torch.device("cpu"), multiplier
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         ids, head, context = token_ids.contiguous(), self.head, self.head.context
@@ -124,14 +127,16 @@ class NativeEmbedding:
             raise ValueError(f"native gather: ids are {tuple(ids.shape)} of {ids.dtype}")
         if (recorder := context.recorder) is not None:
             out = recorder.empty(ids, head.k, self.dtype)
-            args = ARGS["gather"](weights=head.weights.handle, dtype=DTYPES[self.dtype])
+            args = ARGS["gather"](
+                weights=head.weights.handle, scale=self.multiplier, dtype=DTYPES[self.dtype]
+            )
             recorder.add("gather", ids, args, {"ids": ids, "out": out}, [head.weights])
             return out
         out = torch.empty((len(ids), head.k), dtype=self.dtype, device="cpu")
         library = context.functions
         status = library.gather(
             context.handle, head.weights.handle, ids.data_ptr(), len(ids), out.data_ptr(),
-            DTYPES[self.dtype],
+            self.multiplier, DTYPES[self.dtype],
         )  # fmt: skip
         if status:
             fail("gather", status)
@@ -141,8 +146,9 @@ class NativeEmbedding:
 class NativeTable:
     """An embedding with a table of plain values ``[vocab_size, H]``."""
 
-    def __init__(self, context: Context, values: Tensor) -> None:
+    def __init__(self, context: Context, values: Tensor, multiplier: float = 1.0) -> None:
         self.context, self.values = context, rows_of(values, values.dtype)
+        self.multiplier = multiplier
         self.dtype, self.device, self.shape = values.dtype, values.device, values.shape
 
     def __call__(self, token_ids: Tensor) -> Tensor:
@@ -153,14 +159,15 @@ class NativeTable:
         if (recorder := context.recorder) is not None:
             out = recorder.empty(ids, width, values.dtype)
             args = ARGS["select"](
-                x=values.data_ptr(), x_stride=stride, x_rows=rows, width=width, dtype=dtype
-            )
+                x=values.data_ptr(), x_stride=stride, x_rows=rows, width=width,
+                scale=self.multiplier, dtype=dtype,
+            )  # fmt: skip
             recorder.add("select", ids, args, {"ids": ids, "out": out}, [values])
             return out
         out = values.new_empty((len(ids), width))
         status = context.functions.select(
             context.handle, values.data_ptr(), stride, rows, ids.data_ptr(), len(ids),
-            out.data_ptr(), width, dtype,
+            out.data_ptr(), width, self.multiplier, dtype,
         )  # fmt: skip
         if status:
             fail("select", status)
@@ -179,22 +186,26 @@ def check_int8(weights: LinearWeights) -> None:
 
 
 class NativeRMSNorm:
-    """Norm in float32, rounded to the model's dtype before the weight, as in Llama."""
+    """Norm in float32, rounded to the dtype of ``x`` before a weight of that dtype, and behind one
+    in float32."""
 
-    def __init__(self, context: Context, weight: Tensor, eps: float) -> None:
+    def __init__(
+        self, context: Context, weight: Tensor, eps: float, multiplier: float = 1.0
+    ) -> None:
         self.context, self.weight, self.eps = context, parameter(weight), eps
-        self.width = weight.shape[0]
+        self.width, self.multiplier = weight.shape[0], multiplier
+        self.wide = weight.dtype == torch.float32
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._norm(x, None)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        residual = rows_of(residual, self.weight.dtype)
+        residual = rows_of(residual, x.dtype)
         return self._norm(x, residual), residual
 
     def _norm(self, x: Tensor, residual: Tensor | None) -> Tensor:
         weight, context = self.weight, self.context
-        x = rows_of(x, weight.dtype)
+        x = rows_of(x, x.dtype if self.wide else weight.dtype)
         rows, width = x.shape
         if width != self.width or (residual is not None and residual.shape != x.shape):
             raise ValueError(
@@ -207,8 +218,9 @@ class NativeRMSNorm:
         status = context.functions.rms_norm(
             context.handle, x.data_ptr(), x.stride(0),
             None if residual is None else residual.data_ptr(),
-            0 if residual is None else residual.stride(0), weight.data_ptr(), self.eps,
-            out.data_ptr(), rows, width, DTYPES[x.dtype],
+            0 if residual is None else residual.stride(0), weight.data_ptr(),
+            DTYPES[weight.dtype], self.eps, self.multiplier, out.data_ptr(), rows, width,
+            DTYPES[x.dtype],
         )  # fmt: skip
         if status:
             fail("rms_norm", status)
@@ -218,11 +230,42 @@ class NativeRMSNorm:
         out, weight = recorder.empty(x, self.width), self.weight
         args = ARGS["rms_norm"](
             x_stride=x.stride(0), residual_stride=0 if residual is None else residual.stride(0),
-            weight=weight.data_ptr(), width=self.width, eps=self.eps, dtype=DTYPES[x.dtype],
+            weight=weight.data_ptr(), width=self.width, eps=self.eps, multiplier=self.multiplier,
+            dtype=DTYPES[x.dtype], weight_dtype=DTYPES[weight.dtype],
         )  # fmt: skip
         tensors = {"x": x, "out": out} | ({} if residual is None else {"residual": residual})
         recorder.add("rms_norm", x, args, tensors, [weight])
         return out
+
+
+class NativeResidualAdd:
+    """In place of a norm where a block has none before it: in ``add`` the sum alone."""
+
+    def __init__(self, context: Context, multiplier: float = 1.0) -> None:
+        self.context, self.multiplier = context, multiplier
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        x, residual = rows_of(x, x.dtype), rows_of(residual, x.dtype)
+        if x.shape != residual.shape:
+            raise ValueError(f"native add: x is {tuple(x.shape)}, expected {tuple(residual.shape)}")
+        (rows, width), context = x.shape, self.context
+        if (recorder := context.recorder) is not None:
+            args = ARGS["add"](
+                x_stride=x.stride(0), residual_stride=residual.stride(0), width=width,
+                multiplier=self.multiplier, dtype=DTYPES[x.dtype],
+            )  # fmt: skip
+            recorder.add("add", x, args, {"x": x, "residual": residual})
+            return residual, residual
+        status = context.functions.add(
+            context.handle, x.data_ptr(), x.stride(0), residual.data_ptr(), residual.stride(0),
+            self.multiplier, rows, width, DTYPES[x.dtype],
+        )  # fmt: skip
+        if status:
+            fail("add", status)
+        return residual, residual
 
 
 class NativeRopeAndCache:
@@ -243,11 +286,8 @@ class NativeRopeAndCache:
         if q_norm is not None and k_norm is not None:
             self.norms = parameter(q_norm), parameter(k_norm)
             self.args.q_norm, self.args.k_norm = (norm.data_ptr() for norm in self.norms)
-            q_norm, k_norm = self.norms
-            if not (
-                q_norm.dtype == k_norm.dtype and q_norm.shape == k_norm.shape == (shape.head_dim,)
-            ):
-                raise ValueError(f"native rope: norms are not [{shape.head_dim}] of one dtype")
+            self.args.whole_norms = norms_whole_projections(shape, q_norm, k_norm)
+            self.args.norm_dtype = DTYPES[q_norm.dtype]
 
     def __call__(
         self, qkv: Tensor, rotary: tuple[Tensor, Tensor], cache: Tensor, slot_mapping: Tensor
@@ -259,8 +299,8 @@ class NativeRopeAndCache:
         num_q, num_k = shape.num_heads, shape.num_kv_heads
         heads = qkv.view(num_tokens, num_q + 2 * num_k, dim)
         kv_strides = check_cache(cache, shape, table.dtype)
-        if self.norms is not None and self.norms[0].dtype != table.dtype:
-            raise ValueError(f"native rope: norms are not of {table.dtype}")
+        if self.norms is not None and self.norms[0].dtype not in (table.dtype, torch.float32):
+            raise ValueError(f"native rope: norms are not of {table.dtype} or torch.float32")
         for name, index in (("positions", positions), ("slots", slot_mapping)):
             if (
                 index.dtype != torch.int64
@@ -270,6 +310,7 @@ class NativeRopeAndCache:
                 raise ValueError(f"native rope: {name} are not {num_tokens} contiguous int64")
         args.token_stride, args.dtype = qkv.stride(0), DTYPES[qkv.dtype]
         args.table, args.table_rows = table.data_ptr(), table.shape[0]
+        args.table_width = table.stride(0)
         args.cache, args.num_blocks, args.block_size = (cache.data_ptr(), *cache.shape[1:3])
         args.kv_stride, args.block_stride, args.slot_stride, args.head_stride = kv_strides
         context = self.context
@@ -285,11 +326,15 @@ class NativeRopeAndCache:
         return heads[:, :num_q], heads[:, num_q : num_q + num_k], heads[:, num_q + num_k :]
 
 
-class NativeSiluMul:
-    """SiLU of the first half of a row times the second."""
+class NativeGatedMul:
+    """The activation of the first half of a row times the second.
 
-    def __init__(self, context: Context) -> None:
-        self.context = context
+    Args:
+        activation: ``Activation`` of the interface.
+    """
+
+    def __init__(self, context: Context, activation: int) -> None:
+        self.context, self.activation = context, activation
 
     def __call__(self, gate_up: Tensor) -> Tensor:
         gate_up = rows_of(gate_up, gate_up.dtype)
@@ -297,19 +342,43 @@ class NativeSiluMul:
         context = self.context
         if (recorder := context.recorder) is not None:
             out = recorder.empty(gate_up, width // 2)
-            args = ARGS["silu_mul"](
-                stride=gate_up.stride(0), width=width // 2, dtype=DTYPES[gate_up.dtype]
-            )
-            recorder.add("silu_mul", gate_up, args, {"gate_up": gate_up, "out": out})
+            args = ARGS["gated_mul"](
+                stride=gate_up.stride(0), width=width // 2, dtype=DTYPES[gate_up.dtype],
+                activation=self.activation,
+            )  # fmt: skip
+            recorder.add("gated_mul", gate_up, args, {"gate_up": gate_up, "out": out})
             return out
         out = gate_up.new_empty((rows, width // 2))
-        status = context.functions.silu_mul(
+        status = context.functions.gated_mul(
             context.handle, gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), rows,
-            width // 2, DTYPES[gate_up.dtype],
+            width // 2, self.activation, DTYPES[gate_up.dtype],
         )  # fmt: skip
         if status:
-            fail("silu_mul", status)
+            fail("gated_mul", status)
         return out
+
+
+class NativeSoftcap:
+    """``cap * tanh(x / cap)``, in place."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+
+    def __call__(self, x: Tensor, cap: float) -> Tensor:
+        rows, width = x.shape
+        if x.stride(1) != 1 or x.device.type != "cpu":
+            raise ValueError(f"native softcap: x has strides {x.stride()} on {x.device}")
+        context = self.context
+        if (recorder := context.recorder) is not None:
+            args = ARGS["softcap"](stride=x.stride(0), width=width, cap=cap, dtype=DTYPES[x.dtype])
+            recorder.add("softcap", x, args, {"x": x})
+            return x
+        status = context.functions.softcap(
+            context.handle, x.data_ptr(), x.stride(0), cap, rows, width, DTYPES[x.dtype]
+        )
+        if status:
+            fail("softcap", status)
+        return x
 
 
 def check_cache(cache: Tensor, shape: AttentionShape, dtype: torch.dtype) -> tuple[int, ...]:
@@ -337,7 +406,9 @@ class NativeOps(CpuOps):
 
     def __init__(self, context: Context) -> None:
         self.context = context
-        self.silu_mul = NativeSiluMul(context)
+        self.silu_mul = NativeGatedMul(context, SILU)
+        self.gelu_mul = NativeGatedMul(context, GELU_TANH)
+        self.softcap = NativeSoftcap(context)
         self.sample = NativeSample(context)
         self.process_logits = NativeProcessLogits(context)
         self.top_logprobs = NativeTopLogprobs(context)
@@ -351,18 +422,18 @@ class NativeOps(CpuOps):
     def make_experts(self, weights: ExpertsWeights, config: ActivationConfig) -> Experts:
         return NativeExperts(self.context, weights, config, self.make_linear)
 
-    def embedding(self, values: Tensor) -> Embedding:
-        return NativeTable(self.context, values)
+    def embedding(self, values: Tensor, multiplier: float = 1.0) -> Embedding:
+        return NativeTable(self.context, values, multiplier)
 
     def recorder(self) -> Recorder:
         return Recorder(self.context)
 
     def tied_embedding(
-        self, weights: LinearWeights, dtype: torch.dtype
+        self, weights: LinearWeights, dtype: torch.dtype, multiplier: float = 1.0
     ) -> tuple[NativeEmbedding, NativeLinear]:
         head = self.linear(weights)
         assert isinstance(head, NativeLinear)
-        return NativeEmbedding(head, dtype), head
+        return NativeEmbedding(head, dtype, multiplier), head
 
     def read(self, memory: Tensor) -> int:
         total, context = ctypes.c_uint64(), self.context
@@ -373,8 +444,11 @@ class NativeOps(CpuOps):
             fail("read", status)
         return ctypes.c_int64(total.value).value
 
-    def rms_norm(self, weight: Tensor, eps: float) -> RMSNorm:
-        return NativeRMSNorm(self.context, weight, eps)
+    def rms_norm(self, weight: Tensor, eps: float, multiplier: float = 1.0) -> RMSNorm:
+        return NativeRMSNorm(self.context, weight, eps, multiplier)
+
+    def residual_add(self, multiplier: float = 1.0) -> RMSNorm:
+        return NativeResidualAdd(self.context, multiplier)
 
     def rope_and_cache(
         self, shape: AttentionShape, q_norm: Tensor | None, k_norm: Tensor | None, eps: float

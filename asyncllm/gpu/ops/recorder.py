@@ -174,7 +174,9 @@ class Recorder(TorchDispatchMode):
         if index.dtype != torch.int64 or x.dim() != 2 or x.stride(1) != 1:
             raise Unrecordable("an index other than one of rows has no native kernel")
         out = self.empty(index, x.shape[1], x.dtype)
-        args = ARGS["select"](x_stride=x.stride(0), width=x.shape[1], dtype=DTYPES[x.dtype])
+        args = ARGS["select"](
+            x_stride=x.stride(0), width=x.shape[1], scale=1.0, dtype=DTYPES[x.dtype]
+        )
         tensors = {"x": x, "ids": index, "out": out}
         self.add("select", index, args, tensors, x_size=self._size_of(x))
         return out

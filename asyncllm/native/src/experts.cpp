@@ -132,7 +132,7 @@ struct Pass {
     if (args.limit > 0)
       context->kernels->clamped_swiglu(from, to, args.inner, args.alpha, args.limit, args.dtype);
     else
-      context->kernels->silu_mul(from, to, args.inner, args.dtype);
+      context->kernels->gated_mul(from, to, args.inner, ACTIVATION_SILU, args.dtype);
     middle.put(context->kernels, row, to, args.dtype);
   }
 

@@ -17,6 +17,9 @@ enum Status {
   STATUS_INDEX = 4,      // a slot, block or position, or a token or line, beyond its table
 };
 
+// Of a gated linear unit: x / (1 + e^-x), and GELU by tanh.
+enum Activation { ACTIVATION_SILU = 0, ACTIVATION_GELU_TANH = 1 };
+
 // Of tensors; the weights of a linear layer may be DTYPE_I8 as well.
 enum DType { DTYPE_F32 = 0, DTYPE_BF16 = 1, DTYPE_F16 = 2, DTYPE_I8 = 3 };
 
@@ -47,17 +50,19 @@ typedef struct AttentionArgs {
 typedef struct RopeArgs {
   void* qkv;
   int64_t token_stride;
-  const void* table;  // [table_rows, head_dim]: cosines, then sines, of half a head
-  int64_t table_rows;
+  // [table_rows, table_width]: cosines, then sines, of half a head; those of queries first in a row,
+  // those of keys last. They are the same where table_width is head_dim.
+  const void* table;
+  int64_t table_rows, table_width;
   const int64_t* positions;
-  const void* q_norm;  // [head_dim], or null
-  const void* k_norm;
+  const void* q_norm;  // [head_dim], or [heads * head_dim]: over all heads together; may be null
+  const void* k_norm;  // the same, of kv_heads
   float eps;
   void* cache;
   int64_t kv_stride, block_stride, slot_stride, head_stride;
   const int64_t* slots;
   int64_t num_tokens, heads, kv_heads, head_dim, num_blocks, block_size;
-  int32_t dtype;
+  int32_t dtype, norm_dtype, whole_norms;
 } RopeArgs;
 
 // In place of a token: of a row with NaN or infinity, and of one that is all minus infinity.
@@ -143,6 +148,7 @@ typedef struct GatherArgs {
   const Weights* weights;
   const int64_t* ids;
   void* out;
+  float scale;
   int32_t dtype;
 } GatherArgs;
 typedef struct SelectArgs {
@@ -151,6 +157,7 @@ typedef struct SelectArgs {
   const int64_t* ids;
   void* out;
   int64_t width;
+  float scale;
   int32_t dtype;
 } SelectArgs;
 typedef struct NormArgs {
@@ -161,16 +168,30 @@ typedef struct NormArgs {
   const void* weight;
   void* out;
   int64_t width;
-  float eps;
-  int32_t dtype;
+  float eps, multiplier;
+  int32_t dtype, weight_dtype;
 } NormArgs;
-typedef struct SiluArgs {
+typedef struct AddArgs {
+  const void* x;
+  int64_t x_stride;
+  void* residual;
+  int64_t residual_stride, width;
+  float multiplier;
+  int32_t dtype;
+} AddArgs;
+typedef struct SoftcapArgs {
+  void* x;
+  int64_t stride, width;
+  float cap;
+  int32_t dtype;
+} SoftcapArgs;
+typedef struct GatedArgs {
   const void* gate_up;
   int64_t stride;
   void* out;
   int64_t width;
-  int32_t dtype;
-} SiluArgs;
+  int32_t dtype, activation;
+} GatedArgs;
 
 // The experts of each token, from the router's logits.
 typedef struct RoutingArgs {
@@ -216,9 +237,11 @@ enum OpKind {
   OP_RMS_NORM = 5,
   OP_ROPE_AND_CACHE = 6,
   OP_ATTENTION = 7,
-  OP_SILU_MUL = 8,
-  OP_ROUTING = 9,
-  OP_EXPERTS = 10,
+  OP_GATED_MUL = 8,
+  OP_ADD = 9,
+  OP_SOFTCAP = 10,
+  OP_ROUTING = 11,
+  OP_EXPERTS = 12,
 };
 
 typedef struct Op {
@@ -234,7 +257,9 @@ typedef struct Op {
     NormArgs norm;
     RopeArgs rope;
     AttentionArgs attention;
-    SiluArgs silu;
+    GatedArgs gated;
+    AddArgs add;
+    SoftcapArgs softcap;
     RoutingArgs routing;
     ExpertsArgs experts;
   } args;
@@ -275,21 +300,32 @@ int32_t asyncllm_linear(Context*, const Weights*, const void* x, int64_t x_strid
 // what is in place of a token.
 int32_t asyncllm_linear_argmax(Context*, const Weights*, const void* x, int64_t x_stride,
                                int64_t* out, int64_t m, int32_t dtype);
-// out [count, k] = the rows of the weight that ids name: the embedding that a head is tied to.
+// out [count, k] = the rows of the weight that ids name, times `scale`: the embedding that a head is
+// tied to.
 int32_t asyncllm_gather(Context*, const Weights*, const int64_t* ids, int64_t count, void* out,
-                        int32_t dtype);
-// out [count, width] = the rows of x [x_rows, width] that ids name.
+                        float scale, int32_t dtype);
+// out [count, width] = the rows of x [x_rows, width] that ids name, times `scale`.
 int32_t asyncllm_select(Context*, const void* x, int64_t x_stride, int64_t x_rows,
-                        const int64_t* ids, int64_t count, void* out, int64_t width,
+                        const int64_t* ids, int64_t count, void* out, int64_t width, float scale,
                         int32_t dtype);
 int32_t asyncllm_attention(Context*, const AttentionArgs*);
-// residual += x first where residual is not null; out [rows, width] = norm(residual or x).
+// residual += multiplier * x first where residual is not null; out [rows, width] = norm(residual or
+// x). A weight of `dtype` is multiplied behind the norm's rounding to it, one of float32 before.
 int32_t asyncllm_rms_norm(Context*, const void* x, int64_t x_stride, void* residual,
-                          int64_t residual_stride, const void* weight, float eps, void* out,
-                          int64_t rows, int64_t width, int32_t dtype);
+                          int64_t residual_stride, const void* weight, int32_t weight_dtype,
+                          float eps, float multiplier, void* out, int64_t rows, int64_t width,
+                          int32_t dtype);
+// residual [rows, width] += multiplier * x.
+int32_t asyncllm_add(Context*, const void* x, int64_t x_stride, void* residual,
+                     int64_t residual_stride, float multiplier, int64_t rows, int64_t width,
+                     int32_t dtype);
+// x [rows, width] = cap * tanh(x / cap).
+int32_t asyncllm_softcap(Context*, void* x, int64_t stride, float cap, int64_t rows, int64_t width,
+                         int32_t dtype);
 int32_t asyncllm_rope_and_cache(Context*, const RopeArgs*);
-int32_t asyncllm_silu_mul(Context*, const void* gate_up, int64_t stride, void* out, int64_t rows,
-                          int64_t width, int32_t dtype);
+// out [rows, width] = activation(gate) * up, of gate_up [rows, 2 * width].
+int32_t asyncllm_gated_mul(Context*, const void* gate_up, int64_t stride, void* out, int64_t rows,
+                           int64_t width, int32_t activation, int32_t dtype);
 int32_t asyncllm_routing(Context*, const RoutingArgs*, int64_t rows);
 // A token's result depends on that token alone: its experts are summed in the order of its ids.
 int32_t asyncllm_experts(Context*, const ExpertsArgs*, int64_t rows);

@@ -98,10 +98,14 @@ struct Kernels {
   void (*attention)(const AttentionTask&, void* scratch);
   // Merges `splits` partial results of one token's heads into the output.
   void (*merge)(const AttentionTask&, const float* partials, int64_t splits, void* scratch);
-  void (*rms_norm)(const void* x, void* residual, const void* weight, float eps, void* out,
-                   int64_t width, int32_t dtype);
+  void (*rms_norm)(const void* x, void* residual, const void* weight, int32_t weight_dtype,
+                   float eps, float multiplier, void* out, int64_t width, int32_t dtype);
   void (*rope)(const RopeArgs&, int64_t token);
-  void (*silu_mul)(const void* gate_up, void* out, int64_t width, int32_t dtype);
+  void (*gated_mul)(const void* gate_up, void* out, int64_t width, int32_t activation,
+                    int32_t dtype);
+  void (*add)(const void* x, void* residual, float multiplier, int64_t width, int32_t dtype);
+  void (*scale)(void* x, float factor, int64_t width, int32_t dtype);
+  void (*softcap)(void* x, float cap, int64_t width, int32_t dtype);
   // (up + 1) gate sigmoid(alpha gate) with gate at most and up within plus and minus `limit`.
   void (*clamped_swiglu)(const void* gate_up, void* out, int64_t width, float alpha, float limit,
                          int32_t dtype);

@@ -275,7 +275,7 @@ API int32_t asyncllm_linear_argmax(Context* context, const Weights* weights, con
 }
 
 API int32_t asyncllm_gather(Context* context, const Weights* weights, const int64_t* ids,
-                            int64_t count, void* out, int32_t dtype) {
+                            int64_t count, void* out, float scale, int32_t dtype) {
   if (!is_open(context)) return STATUS_CLOSED;
   const PackedView& view = weights->view;
   if (weights->kernels != context->kernels || (count && !ids) ||
@@ -285,14 +285,16 @@ API int32_t asyncllm_gather(Context* context, const Weights* weights, const int6
     if (ids[i] < 0 || ids[i] >= view.n) return STATUS_INDEX;
   int64_t size = size_of(dtype) * view.k;
   share(context, count, count * view.k * 8, [&](int64_t i, int) {
-    context->kernels->gather(view, ids[i], static_cast<char*>(out) + i * size, dtype);
+    char* row = static_cast<char*>(out) + i * size;
+    context->kernels->gather(view, ids[i], row, dtype);
+    if (scale != 1.0f) context->kernels->scale(row, scale, view.k, dtype);
   });
   return STATUS_OK;
 }
 
 API int32_t asyncllm_select(Context* context, const void* x, int64_t x_stride, int64_t x_rows,
                             const int64_t* ids, int64_t count, void* out, int64_t width,
-                            int32_t dtype) {
+                            float scale, int32_t dtype) {
   if (!is_open(context)) return STATUS_CLOSED;
   if (!is_matrix(x, dtype, x_rows, width, x_stride) ||
       !is_matrix(out, dtype, count, width, width) || (count && !ids))
@@ -301,18 +303,21 @@ API int32_t asyncllm_select(Context* context, const void* x, int64_t x_stride, i
     if (ids[i] < 0 || ids[i] >= x_rows) return STATUS_INDEX;
   int64_t size = size_of(dtype);
   share(context, count, count * width, [&](int64_t i, int) {
-    memcpy(static_cast<char*>(out) + i * width * size,
-           static_cast<const char*>(x) + ids[i] * x_stride * size, width * size);
+    char* row = static_cast<char*>(out) + i * width * size;
+    memcpy(row, static_cast<const char*>(x) + ids[i] * x_stride * size, width * size);
+    if (scale != 1.0f) context->kernels->scale(row, scale, width, dtype);
   });
   return STATUS_OK;
 }
 
 API int32_t asyncllm_rms_norm(Context* context, const void* x, int64_t x_stride, void* residual,
-                              int64_t residual_stride, const void* weight, float eps, void* out,
+                              int64_t residual_stride, const void* weight,
+                              int32_t weight_dtype, float eps, float multiplier, void* out,
                               int64_t rows, int64_t width, int32_t dtype) {
   if (!is_open(context)) return STATUS_CLOSED;
   if (!is_matrix(x, dtype, rows, width, x_stride) || !is_matrix(out, dtype, rows, width, width) ||
-      !is_matrix(weight, dtype, 1, width, width) ||
+      (weight_dtype != dtype && weight_dtype != DTYPE_F32) ||
+      !is_matrix(weight, weight_dtype, 1, width, width) ||
       (residual && !is_matrix(residual, dtype, rows, width, residual_stride)))
     return STATUS_INVALID;
   int64_t size = size_of(dtype);
@@ -320,21 +325,51 @@ API int32_t asyncllm_rms_norm(Context* context, const void* x, int64_t x_stride,
     char* sum = static_cast<char*>(residual);
     if (sum) sum += row * residual_stride * size;
     context->kernels->rms_norm(static_cast<const char*>(x) + row * x_stride * size, sum, weight,
-                               eps, static_cast<char*>(out) + row * width * size, width, dtype);
+                               weight_dtype, eps, multiplier,
+                               static_cast<char*>(out) + row * width * size, width, dtype);
   });
   return STATUS_OK;
 }
 
-API int32_t asyncllm_silu_mul(Context* context, const void* gate_up, int64_t stride, void* out,
-                              int64_t rows, int64_t width, int32_t dtype) {
+API int32_t asyncllm_add(Context* context, const void* x, int64_t x_stride, void* residual,
+                         int64_t residual_stride, float multiplier, int64_t rows, int64_t width,
+                         int32_t dtype) {
   if (!is_open(context)) return STATUS_CLOSED;
+  if (!is_matrix(x, dtype, rows, width, x_stride) ||
+      !is_matrix(residual, dtype, rows, width, residual_stride))
+    return STATUS_INVALID;
+  int64_t size = size_of(dtype);
+  share(context, rows, rows * width, [&](int64_t row, int) {
+    context->kernels->add(static_cast<const char*>(x) + row * x_stride * size,
+                          static_cast<char*>(residual) + row * residual_stride * size, multiplier,
+                          width, dtype);
+  });
+  return STATUS_OK;
+}
+
+API int32_t asyncllm_softcap(Context* context, void* x, int64_t stride, float cap, int64_t rows,
+                             int64_t width, int32_t dtype) {
+  if (!is_open(context)) return STATUS_CLOSED;
+  if (!is_matrix(x, dtype, rows, width, stride) || !(cap > 0.0f)) return STATUS_INVALID;
+  int64_t size = size_of(dtype);
+  share(context, rows, rows * width * 16, [&](int64_t row, int) {
+    context->kernels->softcap(static_cast<char*>(x) + row * stride * size, cap, width, dtype);
+  });
+  return STATUS_OK;
+}
+
+API int32_t asyncllm_gated_mul(Context* context, const void* gate_up, int64_t stride, void* out,
+                               int64_t rows, int64_t width, int32_t activation, int32_t dtype) {
+  if (!is_open(context)) return STATUS_CLOSED;
+  if (activation != ACTIVATION_SILU && activation != ACTIVATION_GELU_TANH) return STATUS_INVALID;
   if (width < 1 || !is_matrix(gate_up, dtype, rows, 2 * width, stride) ||
       !is_matrix(out, dtype, rows, width, width))
     return STATUS_INVALID;
   int64_t size = size_of(dtype);
   share(context, rows, rows * width * 8, [&](int64_t row, int) {
-    context->kernels->silu_mul(static_cast<const char*>(gate_up) + row * stride * size,
-                               static_cast<char*>(out) + row * width * size, width, dtype);
+    context->kernels->gated_mul(static_cast<const char*>(gate_up) + row * stride * size,
+                                static_cast<char*>(out) + row * width * size, width, activation,
+                                dtype);
   });
   return STATUS_OK;
 }

@@ -61,13 +61,13 @@ int32_t run_op(Context* context, const Op& op, const int64_t* sizes) {
     case OP_SLOTS: return run_slots(op.args.slots, sizes[SIZE_ROWS], size);
     case OP_GATHER: {
       const GatherArgs& a = op.args.gather;
-      return asyncllm_gather(context, a.weights, a.ids, size, a.out, a.dtype);
+      return asyncllm_gather(context, a.weights, a.ids, size, a.out, a.scale, a.dtype);
     }
     case OP_SELECT: {
       const SelectArgs& a = op.args.select;
       int64_t x_rows = op.x_size < 0 ? a.x_rows : sizes[op.x_size];
       return asyncllm_select(context, a.x, a.x_stride, x_rows, a.ids, size, a.out, a.width,
-                             a.dtype);
+                             a.scale, a.dtype);
     }
     case OP_LINEAR: {
       const LinearArgs& a = op.args.linear;
@@ -76,7 +76,7 @@ int32_t run_op(Context* context, const Op& op, const int64_t* sizes) {
     case OP_RMS_NORM: {
       const NormArgs& a = op.args.norm;
       return asyncllm_rms_norm(context, a.x, a.x_stride, a.residual, a.residual_stride, a.weight,
-                               a.eps, a.out, size, a.width, a.dtype);
+                               a.weight_dtype, a.eps, a.multiplier, a.out, size, a.width, a.dtype);
     }
     case OP_ROPE_AND_CACHE: {
       RopeArgs args = op.args.rope;
@@ -89,9 +89,19 @@ int32_t run_op(Context* context, const Op& op, const int64_t* sizes) {
       args.num_tokens = size;
       return asyncllm_attention(context, &args);
     }
-    case OP_SILU_MUL: {
-      const SiluArgs& a = op.args.silu;
-      return asyncllm_silu_mul(context, a.gate_up, a.stride, a.out, size, a.width, a.dtype);
+    case OP_GATED_MUL: {
+      const GatedArgs& a = op.args.gated;
+      return asyncllm_gated_mul(context, a.gate_up, a.stride, a.out, size, a.width, a.activation,
+                                a.dtype);
+    }
+    case OP_ADD: {
+      const AddArgs& a = op.args.add;
+      return asyncllm_add(context, a.x, a.x_stride, a.residual, a.residual_stride, a.multiplier,
+                          size, a.width, a.dtype);
+    }
+    case OP_SOFTCAP: {
+      const SoftcapArgs& a = op.args.softcap;
+      return asyncllm_softcap(context, a.x, a.stride, a.cap, size, a.width, a.dtype);
     }
     case OP_ROUTING: return asyncllm_routing(context, &op.args.routing, size);
     case OP_EXPERTS: return asyncllm_experts(context, &op.args.experts, size);

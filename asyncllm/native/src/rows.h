@@ -1,37 +1,79 @@
 // Ops on a row at a time.
+
+// residual += multiplier * x, where residual is not null, with the product rounded as x is; returns
+// the vector of the sum, or of x.
 template <class T>
-static void norm_row(const T* x, T* residual, const T* weight, float eps, T* out, int64_t width) {
+INLINE vf add_vector(const T* x, T* residual, float multiplier, int64_t i, int64_t left) {
+  vf value = load_up_to(x + i, left);
+  if (!residual) return value;
+  if (multiplier != 1.0f) value = rounded_to(mul(value, set1(multiplier)), x);
+  value = rounded_to(add(load_up_to(residual + i, left), value), x);
+  store_up_to(residual + i, value, left);
+  return value;
+}
+
+// The norm is rounded before a weight of its own type, and not before one in float32.
+template <class T> INLINE vf normed_for(vf normed, const T* x, const T*) {
+  return rounded_to(normed, x);
+}
+template <class T> INLINE vf normed_for(vf normed, const T*, const void*) { return normed; }
+
+template <class T, class V>
+static void norm_row(const T* x, T* residual, const V* weight, float eps, float multiplier, T* out,
+                     int64_t width) {
   vf squares = zero();
   for (int64_t i = 0; i < width; i += W) {
-    int64_t left = width - i;
-    vf value = load_up_to(x + i, left);
-    if (residual) {
-      value = rounded_to(add(load_up_to(residual + i, left), value), x);
-      store_up_to(residual + i, value, left);
-    }
+    vf value = add_vector(x, residual, multiplier, i, width - i);
     squares = fma(value, value, squares);
   }
   if (residual) x = residual;
   float scale = 1.0f / __builtin_sqrtf(hsum(squares) / (float)width + eps);
   for (int64_t i = 0; i < width; i += W) {
     int64_t left = width - i;
-    vf normed = rounded_to(mul(load_up_to(x + i, left), set1(scale)), x);
+    vf normed = normed_for(mul(load_up_to(x + i, left), set1(scale)), x, weight);
     store_up_to(out + i, mul(normed, load_up_to(weight + i, left)), left);
   }
 }
 
-static void rms_norm(const void* x, void* residual, const void* weight, float eps, void* out,
-                     int64_t width, int32_t dtype) {
+static void rms_norm(const void* x, void* residual, const void* weight, int32_t weight_dtype,
+                     float eps, float multiplier, void* out, int64_t width, int32_t dtype) {
   with_type(dtype, [&](auto* type) {
     using P = decltype(type);
-    norm_row((P)x, (P)residual, (P)weight, eps, (P)out, width);
+    if (weight_dtype == dtype)
+      norm_row((P)x, (P)residual, (P)weight, eps, multiplier, (P)out, width);
+    else
+      norm_row((P)x, (P)residual, (const float*)weight, eps, multiplier, (P)out, width);
   });
 }
 
-// Norm, where weight is not null, and rotation of a head whose halves go together.
-template <class T>
-static void rotate_head(T* head, const T* table, const T* weight, float eps, int64_t size) {
-  if (weight) norm_row<T>(head, nullptr, weight, eps, head, size);
+static void add_row(const void* x, void* residual, float multiplier, int64_t width,
+                    int32_t dtype) {
+  with_type(dtype, [&](auto* type) {
+    using P = decltype(type);
+    for (int64_t i = 0; i < width; i += W) add_vector((P)x, (P)residual, multiplier, i, width - i);
+  });
+}
+
+static void scale_row(void* x, float factor, int64_t width, int32_t dtype) {
+  with_type(dtype, [&](auto* type) {
+    auto* at = (decltype(type))x;
+    for (int64_t i = 0; i < width; i += W)
+      store_up_to(at + i, mul(load_up_to(at + i, width - i), set1(factor)), width - i);
+  });
+}
+
+static void softcap_row(void* x, float cap, int64_t width, int32_t dtype) {
+  with_type(dtype, [&](auto* type) {
+    auto* at = (decltype(type))x;
+    for (int64_t i = 0; i < width; i += W) {
+      vf capped = hyperbolic_tangent(div(load_up_to(at + i, width - i), set1(cap)));
+      store_up_to(at + i, mul(capped, set1(cap)), width - i);
+    }
+  });
+}
+
+// Rotates a head whose halves go together.
+template <class T> static void rotate_head(T* head, const T* table, int64_t size) {
   int64_t half = size / 2;
   const T *cosines = table, *sines = table + half;
   for (int64_t i = 0; i < half; i += W) {
@@ -43,14 +85,29 @@ static void rotate_head(T* head, const T* table, const T* weight, float eps, int
   }
 }
 
+// Norms heads that lie next to each other, where there is a weight: each, or all of them together.
+template <class T>
+static void norm_heads(const RopeArgs& args, T* heads, const void* weight, int64_t count) {
+  if (!weight) return;
+  int64_t size = args.whole_norms ? count * args.head_dim : args.head_dim;
+  for (T *at = heads, *end = heads + count * args.head_dim; at < end; at += size) {
+    if (args.norm_dtype == args.dtype)
+      norm_row<T>(at, nullptr, (const T*)weight, args.eps, 1.0f, at, size);
+    else
+      norm_row<T>(at, nullptr, (const float*)weight, args.eps, 1.0f, at, size);
+  }
+}
+
 template <class T> static void rope_token(const RopeArgs& args, int64_t token) {
   int64_t size = args.head_dim, heads = args.heads, kv_heads = args.kv_heads;
   T* qkv = (T*)args.qkv + token * args.token_stride;
-  const T* table = (const T*)args.table + args.positions[token] * size;
-  for (int64_t head = 0; head < heads + kv_heads; ++head) {
-    const void* weight = head < heads ? args.q_norm : args.k_norm;
-    rotate_head(qkv + head * size, table, (const T*)weight, args.eps, size);
-  }
+  const T* table = (const T*)args.table + args.positions[token] * args.table_width;
+  norm_heads(args, qkv, args.q_norm, heads);
+  norm_heads(args, qkv + heads * size, args.k_norm, kv_heads);
+  for (int64_t head = 0; head < heads; ++head) rotate_head(qkv + head * size, table, size);
+  table += args.table_width - size;
+  for (int64_t head = heads; head < heads + kv_heads; ++head)
+    rotate_head(qkv + head * size, table, size);
   int64_t slot = args.slots[token];
   T* to = (T*)args.cache + slot / args.block_size * args.block_stride +
           slot % args.block_size * args.slot_stride;
@@ -66,15 +123,26 @@ static void rope(const RopeArgs& args, int64_t token) {
   });
 }
 
-static void silu_mul(const void* gate_up, void* out, int64_t width, int32_t dtype) {
+// x / (1 + e^-x); and GELU by tanh, x times the same function of 2 sqrt(2 / pi) (x + 0.044715 x^3).
+INLINE vf activated(vf x, bool gelu) {
+  vf inner = x;
+  if (gelu) {
+    vf cubic = fma(mul(mul(x, x), x), set1(0.044715f), x);
+    inner = mul(cubic, set1(1.5957691216f));
+  }
+  return div(x, add(set1(1.0f), exponential(sub(zero(), inner))));
+}
+
+static void gated_mul(const void* gate_up, void* out, int64_t width, int32_t activation,
+                      int32_t dtype) {
   with_type(dtype, [&](auto* type) {
     using P = decltype(type);
     P gate = (P)gate_up, up = gate + width;
+    bool gelu = activation == ACTIVATION_GELU_TANH;
     for (int64_t i = 0; i < width; i += W) {
       int64_t left = width - i;
-      vf value = load_up_to(gate + i, left);
-      vf silu = div(value, add(set1(1.0f), exponential(sub(zero(), value))));
-      store_up_to((P)out + i, mul(rounded_to(silu, gate), load_up_to(up + i, left)), left);
+      vf value = rounded_to(activated(load_up_to(gate + i, left), gelu), gate);
+      store_up_to((P)out + i, mul(value, load_up_to(up + i, left)), left);
     }
   });
 }

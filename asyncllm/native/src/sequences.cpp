@@ -192,9 +192,10 @@ API int32_t asyncllm_rope_and_cache(Context* context, const RopeArgs* args) {
   if (!is_cache(a.cache, a.dtype, a.num_blocks, a.block_size, a.kv_heads, a.head_dim) ||
       a.heads < 1 || a.head_dim % 2 ||
       !is_matrix(a.qkv, a.dtype, a.num_tokens, width, a.token_stride) ||
-      !is_matrix(a.table, a.dtype, 1, a.head_dim, a.head_dim) || !a.q_norm != !a.k_norm)
+      !is_matrix(a.table, a.dtype, 1, a.head_dim, a.head_dim) || a.table_width < a.head_dim ||
+      !a.q_norm != !a.k_norm || (a.norm_dtype != a.dtype && a.norm_dtype != DTYPE_F32))
     return STATUS_INVALID;
-  int64_t size = size_of(a.dtype);
+  int64_t size = size_of(a.norm_dtype);
   if ((a.q_norm && (!aligned(a.q_norm, size) || !aligned(a.k_norm, size))) ||
       (a.num_tokens && (!a.slots || !a.positions)))
     return STATUS_INVALID;

@@ -18,18 +18,23 @@ def norm_kernel(
     residual,
     weight,
     eps,
+    multiplier,
     stride_out,
     stride_x,
     stride_residual,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
-    """Grid ``(rows,)``. With ADD the sum replaces the residual."""
+    """Grid ``(rows,)``. With ADD the sum replaces the residual; with SCALED that of ``multiplier *
+    x``. A weight in float32 is multiplied before the norm is rounded, one of x's dtype behind."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     real = columns < WIDTH
     value = tl.load(x + row * stride_x + columns, mask=real, other=0.0).to(tl.float32)
+    if SCALED:
+        value = (value * multiplier).to(x.dtype.element_ty).to(tl.float32)
     if ADD:
         at = residual + row * stride_residual + columns
         value += tl.load(at, mask=real, other=0.0).to(tl.float32)
@@ -39,8 +44,9 @@ def norm_kernel(
         value = rounded.to(tl.float32)
     scale = tl.load(weight + columns, mask=real, other=0.0).to(tl.float32)
     normed = value * tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps)
-    # Rounded to the model's dtype before the weight, as in Llama.
-    result = normed.to(x.dtype.element_ty).to(tl.float32) * scale
+    if weight.dtype.element_ty != tl.float32:
+        normed = normed.to(x.dtype.element_ty).to(tl.float32)
+    result = normed * scale
     tl.store(out + row * stride_out + columns, result.to(out.dtype.element_ty), mask=real)
 
 
@@ -48,23 +54,32 @@ class TritonRMSNorm:
     """Root mean square norm over the last dimension (Zhang and Sennrich, 2019).
 
     Computed in float32; rows of up to 65536 elements, contiguous.
+
+    Args:
+        weight: of the dtype of ``x``, or in float32.
+        multiplier: of ``x`` in ``add``.
     """
 
-    def __init__(self, weight: Tensor, eps: float) -> None:
+    def __init__(self, weight: Tensor, eps: float, multiplier: float = 1.0) -> None:
         self.weight = weight
         self.eps = eps
+        self.multiplier = multiplier
 
     def __call__(self, x: Tensor) -> Tensor:
         """The norm of ``x [T, H]``."""
-        return self._launch(x, x, add=False)
+        return self._launch(x, x, torch.empty_like(x, memory_format=torch.contiguous_format))
+
+    def in_place(self, x: Tensor) -> None:
+        """Replaces ``x [T, H]`` by its norm."""
+        self._launch(x, x, x)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """The norm of ``x + residual``, and that sum, which replaces ``residual``."""
-        return self._launch(x, residual, add=True), residual
-
-    def _launch(self, x: Tensor, residual: Tensor, *, add: bool) -> Tensor:
-        rows, width = x.shape
+        """The norm of ``multiplier * x + residual``, and that sum, which replaces ``residual``."""
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        return self._launch(x, residual, out, add=True), residual
+
+    def _launch(self, x: Tensor, residual: Tensor, out: Tensor, *, add: bool = False) -> Tensor:
+        rows, width = x.shape
         if rows:
             norm_kernel[(rows,)](
                 out,
@@ -72,12 +87,14 @@ class TritonRMSNorm:
                 residual,
                 self.weight,
                 self.eps,
+                self.multiplier,
                 out.stride(0),
                 x.stride(0),
                 residual.stride(0),
                 WIDTH=width,
                 BLOCK=next_power_of_2(width),
                 ADD=add,
+                SCALED=add and self.multiplier != 1.0,
                 num_warps=row_warps(width),
             )
         return out

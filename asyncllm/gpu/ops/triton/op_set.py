@@ -6,7 +6,7 @@ from torch import Tensor
 
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.torch_ops import TorchOps
-from asyncllm.gpu.ops.triton.activation import silu_mul
+from asyncllm.gpu.ops.triton.activation import gelu_mul, silu_mul, softcap
 from asyncllm.gpu.ops.triton.decode_inputs import decode_inputs
 from asyncllm.gpu.ops.triton.norm import TritonRMSNorm
 from asyncllm.gpu.ops.triton.rope_cache import TritonRopeAndCache
@@ -20,11 +20,13 @@ class TritonOps(TorchOps):
 
     name = "triton"
     silu_mul = staticmethod(silu_mul)
+    gelu_mul = staticmethod(gelu_mul)
+    softcap = staticmethod(softcap)
     decode_inputs = staticmethod(decode_inputs)
     sample = staticmethod(sample)
 
-    def rms_norm(self, weight: Tensor, eps: float) -> TritonRMSNorm:
-        return TritonRMSNorm(weight, eps)
+    def rms_norm(self, weight: Tensor, eps: float, multiplier: float = 1.0) -> TritonRMSNorm:
+        return TritonRMSNorm(weight, eps, multiplier)
 
     def rope_and_cache(
         self, shape: AttentionShape, q_norm: Tensor | None, k_norm: Tensor | None, eps: float

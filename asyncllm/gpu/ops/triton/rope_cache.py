@@ -8,6 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from asyncllm.gpu.ops.base import AttentionShape
+from asyncllm.gpu.ops.torch_ops import norms_whole_projections
+from asyncllm.gpu.ops.triton.norm import TritonRMSNorm
 from asyncllm.gpu.ops.triton.tuning import cdiv, next_power_of_2
 
 TILE_ELEMENTS = 1024
@@ -33,6 +35,7 @@ def rope_cache_kernel(
     eps,
     stride_qkv,
     stride_table,
+    k_table,
     stride_block,
     stride_slot,
     stride_head,
@@ -45,8 +48,11 @@ def rope_cache_kernel(
     HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     NORM: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
-    """Grid ``(tokens, blocks of HEADS)`` over the query, key and value heads in a row."""
+    """Grid ``(tokens, blocks of HEADS)`` over the query, key and value heads in a row. With SCALED
+    the table's rows have the cosines and sines of keys ``k_table`` elements behind those of
+    queries."""
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     dims = tl.arange(0, BLOCK_HALF)
@@ -65,15 +71,21 @@ def rope_cache_kernel(
         weight = tl.load(weight_at, mask=in_half, other=0.0).to(tl.float32)
         mean = tl.sum(first * first + second * second, 1, keep_dims=True) / HEAD_DIM
         scale = tl.rsqrt(mean + eps)
-        # Rounded where the norm's own output would be.
-        first = ((first * scale).to(kind).to(tl.float32) * weight).to(kind).to(tl.float32)
+        first = first * scale
+        second = second * scale
+        # Rounded where the norm's own output would be; before a weight in float32 it is not.
+        if q_weight.dtype.element_ty != tl.float32:
+            first = first.to(kind).to(tl.float32)
+            second = second.to(kind).to(tl.float32)
+        first = (first * weight).to(kind).to(tl.float32)
         weight = tl.load(weight_at + HALF, mask=in_half, other=0.0).to(tl.float32)
-        second = ((second * scale).to(kind).to(tl.float32) * weight).to(kind).to(tl.float32)
-    line = table + tl.load(positions + token).to(tl.int64) * stride_table
-    cos = tl.load(line + dims, mask=dims < HALF, other=0.0)
-    sin = tl.load(line + HALF + dims, mask=dims < HALF, other=0.0)
-    cos = cos.to(tl.float32)[None, :]
-    sin = sin.to(tl.float32)[None, :]
+        second = (second * weight).to(kind).to(tl.float32)
+    line = table + tl.load(positions + token).to(tl.int64) * stride_table + dims[None, :]
+    if SCALED:
+        line += tl.where(is_query, 0, k_table)[:, None]
+    in_table = (dims < HALF)[None, :]
+    cos = tl.load(line, mask=in_table, other=0.0).to(tl.float32)
+    sin = tl.load(line + HALF, mask=in_table, other=0.0).to(tl.float32)
     rotated_first, rotated_second = rotate(first, second, cos, sin)
     is_rotated = is_value[:, None] == 0
     first = tl.where(is_rotated, rotated_first.to(kind), raw_first)
@@ -99,15 +111,22 @@ def rope_cache_kernel(
 
 
 class TritonRopeAndCache:
-    """Norms q and k by head where the model does, rotates both, and writes k and v."""
+    """Norms q and k by head where the model does, rotates both, and writes k and v. Norms over all
+    heads, which a program does not hold, are launches of their own before it."""
 
     def __init__(
         self, shape: AttentionShape, q_norm: Tensor | None, k_norm: Tensor | None, eps: float
     ) -> None:
         self.shape = shape
-        self.q_norm = q_norm
-        self.k_norm = k_norm
+        self.q_norm = self.k_norm = None
         self.eps = eps
+        self.whole_norms: tuple[TritonRMSNorm, ...] = ()
+        if q_norm is None or k_norm is None:
+            return
+        if norms_whole_projections(shape, q_norm, k_norm):
+            self.whole_norms = TritonRMSNorm(q_norm, eps), TritonRMSNorm(k_norm, eps)
+        else:
+            self.q_norm, self.k_norm = q_norm, k_norm
 
     def __call__(
         self, qkv: Tensor, rotary: tuple[Tensor, Tensor], cache: Tensor, slot_mapping: Tensor
@@ -116,8 +135,9 @@ class TritonRopeAndCache:
 
         Args:
             qkv: ``[T, (Hq + 2 * Hk) * D]``, rows contiguous; q and k are overwritten.
-            rotary: the table ``[max_positions, D]``, cosines, then sines, of half a head each;
-                and the positions ``[T]`` int32 or int64.
+            rotary: the table ``[max_positions, D]``, cosines, then sines, of half a head each, or
+                ``[max_positions, 2, D]``, those of queries before those of keys; and the positions
+                ``[T]`` int32 or int64.
             cache: ``[2, num_blocks, block_size, Hk, D]``, any strides.
             slot_mapping: ``[T]``, ``block * block_size + offset``; 0, in the null block, for
                 padding.
@@ -126,6 +146,10 @@ class TritonRopeAndCache:
         table, positions = rotary
         num_q, num_k, half = shape.num_heads, shape.num_kv_heads, shape.head_dim // 2
         block_half = next_power_of_2(half)
+        if self.whole_norms:
+            parts = qkv.split([count * shape.head_dim for count in (num_q, num_k, num_k)], 1)
+            for norm, part in zip(self.whole_norms, parts, strict=False):
+                norm.in_place(part)
         heads = max(1, TILE_ELEMENTS // block_half)
         if qkv.shape[0]:
             rope_cache_kernel[(qkv.shape[0], cdiv(num_q + 2 * num_k, heads))](
@@ -140,6 +164,7 @@ class TritonRopeAndCache:
                 self.eps,
                 qkv.stride(0),
                 table.stride(0),
+                shape.head_dim,
                 *cache.stride()[1:],
                 NUM_HEADS=num_q,
                 KV_HEADS=num_k,
@@ -149,6 +174,7 @@ class TritonRopeAndCache:
                 HEADS=heads,
                 BLOCK_SIZE=cache.shape[2],
                 NORM=self.q_norm is not None,
+                SCALED=table.dim() == 3,
                 num_warps=4,
             )
         split = qkv.view(qkv.shape[0], num_q + 2 * num_k, shape.head_dim)

@@ -1,0 +1,286 @@
+"""The native decoder's families against transformers' generate, in float32."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from asyncllm.checkpoint.model_config import ModelConfig
+from asyncllm.config import EngineConfig
+from asyncllm.gpu.build import build_model_runner
+from asyncllm.gpu.model_runner import ModelRunner
+from asyncllm.gpu.transformers_model.config import TransformersConfig, read_config
+from asyncllm.gpu.weights import load_weights
+from tests.driver import Driver
+from tests.families import LONGROPE, YARN, make, noise
+from tests.native_library import native_library
+from tests.reference import Expected, Tally, compare, generate
+from tests.static_runner import CPU, TraceRecorder, make_decoder, make_runner
+from tests.test_transformers_models import LONG_LENGTHS, OUTPUT, PROMPT_LENGTHS, SETTINGS, check
+from tests.test_transformers_models import run_everything as run_everything_on
+
+MINISTRAL = YARN | {"llama_4_scaling_beta": 0.5, "mscale": 1.0, "mscale_all_dim": 1.0}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0}
+LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0}
+TWO_ROPES = {
+    "full_attention": YARN | {"rope_theta": 50_000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1_000.0},
+}
+
+CASES: dict[str, dict[str, Any]] = {
+    "Gemma2": {},
+    "Gemma3": {"rope_parameters": TWO_ROPES},
+    "Glm4": {"attention_bias": True},
+    "Granite": {},
+    "Llama-yarn": {},
+    "Ministral3": {"head_dim": 16, "rope_parameters": MINISTRAL},
+    "Olmo2": {},
+    "Olmo3": {"rope_parameters": TWO_ROPES},
+    "Phi3": {},
+    "Phi3-longrope": {},
+    "SmolLM3": {},
+}
+"""Settings beside those of tests/families.py; one of each family, and of each kind of RoPE."""
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "Gemma2-untied": {"tie_word_embeddings": False, "final_logit_softcapping": None},
+    "Gemma2-one-head": {"num_key_value_heads": 1, "attn_logit_softcapping": None, "shard": "60KB"},
+    "Gemma2-biases": {"attention_bias": True, "tie_word_embeddings": True},
+    "Gemma3-tied": {"tie_word_embeddings": True, "final_logit_softcapping": 8.0},
+    "Gemma3-biases": {"attention_bias": True, "shard": "60KB", "num_key_value_heads": 4},
+    "Gemma3-pattern": {"layer_types": None, "sliding_window_pattern": 2, "rope_parameters": None},
+    "Glm4-quarter": {"partial_rotary_factor": 0.25, "attention_bias": False, "shard": "60KB"},
+    "Glm4-tied": {"tie_word_embeddings": True, "num_key_value_heads": 1},
+    "Granite-tied": {"tie_word_embeddings": True, "rope_parameters": YARN},
+    "Granite-biases": {"attention_bias": True, "mlp_bias": True, "shard": "60KB"},
+    "Llama-yarn-factor": {"rope_parameters": YARN | {"attention_factor": 0.7, "truncate": False}},
+    "Llama-yarn-betas": {"rope_parameters": YARN | {"beta_fast": 4.0, "beta_slow": 0.5}},
+    "Ministral3-window": {"sliding_window": 7, "tie_word_embeddings": True, "shard": "60KB"},
+    "Ministral3-sizes": {"num_attention_heads": 6, "head_dim": 24, "num_key_value_heads": 3},
+    "Olmo2-tied": {"tie_word_embeddings": True, "num_key_value_heads": 4, "shard": "60KB"},
+    "Olmo2-biases": {"attention_bias": True, "rope_parameters": LINEAR, "seed": 2},
+    "Olmo3-pattern": {"layer_types": None, "num_hidden_layers": 4, "rope_parameters": None},
+    "Olmo3-tied": {"tie_word_embeddings": True, "num_key_value_heads": 1},
+    "Phi3-window": {"sliding_window": 9, "tie_word_embeddings": True, "shard": "60KB"},
+    "Phi3-longrope-factor": {"rope_parameters": LONGROPE | {"attention_factor": 0.8}},
+    "SmolLM3-window": {"use_sliding_window": True, "sliding_window": 7, "attention_bias": True},
+    "SmolLM3-tied": {"tie_word_embeddings": True, "mlp_bias": True, "rope_parameters": LLAMA3},
+}
+"""Further shapes of the cases above, by the longest of their names that one begins with."""
+
+SEEDS = {"Ministral3": 2}
+"""Where tests/families.py has none, and 0 gives a model that repeats itself."""
+
+BACKEND = "torch" if native_library() is None else "native"
+
+
+@dataclass
+class Case:
+    """A checkpoint, and what transformers generates from it.
+
+    Attributes:
+        config: as ``"auto"`` reads it.
+    """
+
+    path: Path
+    model: Any
+    config: ModelConfig
+    prompts: list[list[int]]
+    expected: list[Expected]
+
+    def runner(self, **overrides: Any) -> ModelRunner:
+        settings = {**SETTINGS, "attention_backend": BACKEND, **overrides}
+        return build_model_runner(EngineConfig(**settings), self.config)
+
+
+def base_of(name: str) -> str:
+    return max((each for each in CASES if name.startswith(each)), key=len)
+
+
+@pytest.fixture(scope="module")
+def load_case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
+    made: dict[str, Case] = {}
+
+    def load(name: str) -> Case:
+        if name not in made:
+            base = base_of(name)
+            settings = {**CASES[base], **SHAPES.get(name, {})}
+            settings = ({"seed": SEEDS[base]} if base in SEEDS else {}) | settings
+            path = tmp_path_factory.mktemp(name)
+            model = make(path, base, **settings)
+            config = read_config(path, "auto")
+            assert isinstance(config, ModelConfig)
+            draw = random.Random(1)
+            lengths = LONG_LENGTHS if "longrope" in name else PROMPT_LENGTHS
+            prompts = [[draw.randrange(256) for _ in range(n)] for n in lengths]
+            expected = [generate(model, prompt, OUTPUT) for prompt in prompts]
+            made[name] = Case(path, model, config, prompts, expected)
+        return made[name]
+
+    return load
+
+
+def run_everything(case: Case, runner: ModelRunner, chunk: int = 7) -> None:
+    """A batch in chunks, with a prefix hit on its longest prompt and a preemption."""
+    run_everything_on(case, runner, chunk)  # pyright: ignore[reportArgumentType]
+
+
+def check_reference(case: Case) -> None:
+    """That the comparison means something: its noise is small, and its outputs vary."""
+    tokens = zip(case.prompts, case.expected, strict=True)
+    assert max(noise(case.model, prompt + each.tokens) for prompt, each in tokens) < 3e-5
+    for expected in case.expected:
+        assert len(set(expected.tokens)) >= 8
+
+
+def run_static(case: Case, depth: int) -> None:
+    """Through the decode step that is captured, its graph played by a trace of each bucket."""
+    weights = load_weights(case.config, torch.float32, CPU)
+    decoder = make_decoder(case.config, weights)
+    recorder = TraceRecorder()
+    run_everything(case, make_runner(decoder, capturer=recorder, depth=depth), 10)
+    assert recorder.traces
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_transformers(load_case, name):
+    """Through the recorded native step where it can be compiled."""
+    case = load_case(name)
+    check_reference(case)
+    runner = case.runner()
+    assert runner.execution.startswith("one native program") == (BACKEND == "native")
+    run_everything(case, runner)
+
+
+@pytest.mark.parametrize("name", ["Gemma2", "Ministral3", "Olmo3"])
+def test_traced_static_step(load_case, name):
+    run_static(load_case(name), depth=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["torch", "native"])
+@pytest.mark.parametrize("name", [*CASES, *SHAPES])
+def test_matrix(load_case, name, backend):
+    if backend == "native" and native_library() is None:
+        pytest.skip("no C++ compiler to build the native ops with")
+    case = load_case(name)
+    check_reference(case)
+    runner = case.runner(attention_backend=backend)
+    for index, prompt in enumerate(case.prompts):
+        driver = Driver(runner)
+        seq = driver.add(prompt, OUTPUT)
+        driver.run([seq])
+        check(case, [seq], [index])
+    for chunk in range(1, 34):
+        driver = Driver(runner)
+        seq = driver.add(case.prompts[1], 3)
+        driver.run([seq], chunk=chunk)
+        compare(seq, case.expected[1], Tally())
+    for chunk in (0, 3, 10):
+        run_everything(case, runner, chunk or 512)
+    driver = Driver(case.runner(attention_backend=backend, async_scheduling=True))
+    seqs = [driver.add(prompt, OUTPUT) for prompt in case.prompts]
+    driver.run(seqs, chunk=7, depth=2)
+    check(case, seqs, [0, 1, 2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*CASES, *SHAPES])
+def test_static_steps_and_transformers_modules(load_case, name):
+    case = load_case(name)
+    for depth in (1, 2):
+        run_static(case, depth)
+    config = read_config(case.path, "transformers")
+    assert isinstance(config, TransformersConfig)
+    settings = {**SETTINGS, "attention_backend": "torch"}
+    run_everything(case, build_model_runner(EngineConfig(**settings), config))
+
+
+def test_longrope_chooses_its_factors_by_the_longest_sequence(load_case):
+    case = load_case("Phi3-longrope")
+    prompt = case.prompts[0][:7]
+    expected = generate(case.model, prompt, OUTPUT)  # 31 tokens of 32: the short factors
+    for max_model_len, equal in ((32, True), (33, False)):
+        driver = Driver(case.runner(max_model_len=max_model_len))
+        seq = driver.add(prompt, OUTPUT)
+        driver.run([seq])
+        assert (seq.outputs == expected.tokens) is equal
+
+
+# --- what the comparison sees ----------------------------------------------------------------
+
+
+def _swapped(config: ModelConfig) -> ModelConfig:
+    """Each kind of layer with the RoPE of the other."""
+    full, sliding = (
+        next(rope for rope, slides in zip(config.layer_ropes, config.sliding_layers, strict=True)
+             if slides is which)
+        for which in (False, True)
+    )  # fmt: skip
+    ropes = tuple(full if slides else sliding for slides in config.sliding_layers)
+    return replace(config, layer_ropes=ropes)
+
+
+def _rope(**fields: Any) -> Callable[[ModelConfig], ModelConfig]:
+    return lambda config: replace(config, rope=replace(config.rope, **fields))
+
+
+def _fields(**fields: Any) -> Callable[[ModelConfig], ModelConfig]:
+    return lambda config: replace(config, **fields)
+
+
+def _other_base_in_sliding_layers(config: ModelConfig) -> ModelConfig:
+    ropes = tuple(
+        replace(rope, theta=rope.theta * 2) if slides else rope
+        for rope, slides in zip(config.layer_ropes, config.sliding_layers, strict=True)
+    )
+    return replace(config, layer_ropes=ropes)
+
+
+MUTATIONS: dict[str, tuple[str, Callable[[ModelConfig], ModelConfig]]] = {
+    "1 + w forgotten": ("Gemma2", _fields(norm_offset=0.0)),
+    "no soft cap of scores": ("Gemma2", _fields(attention_softcap=None)),
+    "no soft cap of logits": ("Gemma2", _fields(logits_softcap=None)),
+    "a window of one more": ("Gemma2", lambda config: replace(config, sliding_window=8)),
+    "a window of one less": ("Olmo3", lambda config: replace(config, sliding_window=6)),
+    "embeddings as they are": ("Gemma3", _fields(embedding_multiplier=1.0)),
+    "another activation": ("Gemma3", _fields(activation="silu")),
+    "a wrong base in sliding layers": ("Gemma3", _other_base_in_sliding_layers),
+    "the other layers' RoPE": ("Olmo3", _swapped),
+    "RoPE in every layer": ("SmolLM3", _fields(layer_ropes=())),
+    "no residual multiplier": ("Granite", _fields(residual_multiplier=1.0)),
+    "no logits divisor": ("Granite", _fields(logits_divisor=1.0)),
+    "another attention scale": ("Granite", _fields(attention_scale=None)),
+    "no scale of queries": ("Ministral3", _rope(query_scale_beta=0.0)),
+    "no attention factor": ("Llama-yarn", _rope(attention_factor=1.0)),
+    "other rotations": ("Llama-yarn", _rope(beta_fast=16.0)),
+    "no yarn": ("Llama-yarn", _rope(kind="default")),
+    "halves for neighbours": ("Glm4", _fields(interleaved_rope=False)),
+    "all of the head turned": ("Phi3", _fields(rotary_dim=None)),
+    "short factors": (
+        "Phi3-longrope",
+        lambda config: replace(
+            config, rope=replace(config.rope, long_factors=config.rope.short_factors)
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_the_comparison_sees_mistakes(load_case, mutation):
+    name, mutate = MUTATIONS[mutation]
+    case = load_case(name)
+    wrong = replace(case, config=mutate(case.config))
+    assert wrong.config != case.config
+    driver = Driver(wrong.runner())
+    seq = driver.add(case.prompts[1], OUTPUT)
+    driver.run([seq], chunk=10)
+    with pytest.raises(AssertionError):
+        check(case, [seq], [1])
