@@ -93,13 +93,13 @@ class Family:
 # --- what several rows read ----------------------------------------------------------------
 
 
-def _biases(config: ConfigFile) -> Fields:
+def read_biases(config: ConfigFile) -> Fields:
     """``attention_bias`` on all four projections of attention."""
     bias = config.boolean("attention_bias", False)
     return {"attention_bias": bias, "output_bias": bias}
 
 
-def _window(config: ConfigFile, layers: tuple[bool, ...]) -> Fields:
+def read_window(config: ConfigFile, layers: tuple[bool, ...]) -> Fields:
     """Sliding layers where ``layer_types`` says so, ``layers`` unless it is there."""
     layers = _layer_types(config, layers)
     window = config.integer("sliding_window", None, high=MAX_POSITIONS)
@@ -108,12 +108,12 @@ def _window(config: ConfigFile, layers: tuple[bool, ...]) -> Fields:
     return {"sliding_window": window if any(layers) else None, "sliding_layers": layers}
 
 
-def _switched_window(config: ConfigFile, sizes: Sizes, layers: tuple[bool, ...]) -> Fields:
-    """As ``_window``, where ``use_sliding_window`` switches it on."""
+def read_switched_window(config: ConfigFile, sizes: Sizes, layers: tuple[bool, ...]) -> Fields:
+    """As ``read_window``, where ``use_sliding_window`` switches it on."""
     if config.boolean("use_sliding_window", False):
-        return _window(config, layers)
+        return read_window(config, layers)
     file = ConfigFile(config.path, {**config.values, "sliding_window": None})
-    return _window(file, (False,) * sizes.num_layers)
+    return read_window(file, (False,) * sizes.num_layers)
 
 
 def _window_everywhere(config: ConfigFile, sizes: Sizes) -> Fields:
@@ -138,7 +138,7 @@ def _layer_types(config: ConfigFile, default: tuple[bool, ...]) -> tuple[bool, .
     return tuple(kind == SLIDING for kind in kinds)
 
 
-def _every(count: int, sizes: Sizes) -> tuple[bool, ...]:
+def every(count: int, sizes: Sizes) -> tuple[bool, ...]:
     """True but for each ``count``-th layer."""
     return tuple((index + 1) % count != 0 for index in range(sizes.num_layers))
 
@@ -147,14 +147,14 @@ def _every(count: int, sizes: Sizes) -> tuple[bool, ...]:
 
 
 def _llama(config: ConfigFile, sizes: Sizes) -> Fields:
-    return {**_biases(config), "mlp_bias": config.boolean("mlp_bias", False)}
+    return {**read_biases(config), "mlp_bias": config.boolean("mlp_bias", False)}
 
 
 def _qwen(config: ConfigFile, sizes: Sizes) -> Fields:
     first = config.integer("max_window_layers", 28, low=0)
     layers = tuple(index >= first for index in range(sizes.num_layers))
     slides = config.values.get("sliding_window") is not None
-    return _switched_window(config, sizes, tuple(slides and each for each in layers))
+    return read_switched_window(config, sizes, tuple(slides and each for each in layers))
 
 
 def _qwen2(config: ConfigFile, sizes: Sizes) -> Fields:
@@ -162,7 +162,7 @@ def _qwen2(config: ConfigFile, sizes: Sizes) -> Fields:
 
 
 def _qwen3(config: ConfigFile, sizes: Sizes) -> Fields:
-    return {"qk_norm": True, **_biases(config), **_qwen(config, sizes)}
+    return {"qk_norm": True, **read_biases(config), **_qwen(config, sizes)}
 
 
 def _ministral3(config: ConfigFile, sizes: Sizes) -> Fields:
@@ -179,7 +179,7 @@ def _ministral3(config: ConfigFile, sizes: Sizes) -> Fields:
 
 def _smollm3(config: ConfigFile, sizes: Sizes) -> Fields:
     interval = config.integer("no_rope_layer_interval", 4)
-    rotates = _every(interval, sizes)
+    rotates = every(interval, sizes)
     if "no_rope_layers" in config:
         named = config.values["no_rope_layers"]
         if (
@@ -191,7 +191,7 @@ def _smollm3(config: ConfigFile, sizes: Sizes) -> Fields:
             raise config.bad("no_rope_layers", accepted)
         rotates = tuple(bool(each) for each in named[: sizes.num_layers])
     slides = config.values.get("sliding_window") is not None
-    window = _switched_window(config, sizes, tuple(slides and not each for each in rotates))
+    window = read_switched_window(config, sizes, tuple(slides and not each for each in rotates))
     return {**_llama(config, sizes), **window, **_ropes_by_layer(config, sizes, rotates)}
 
 
@@ -206,11 +206,16 @@ def _by_kind(ropes: Mapping[str, RopeConfig], sliding: tuple[bool, ...]) -> Fiel
 
 
 def _olmo2(config: ConfigFile, sizes: Sizes) -> Fields:
-    return {"qk_norm": True, "norms_whole_projections": True, "wide_norms": True, **_biases(config)}
+    return {
+        "qk_norm": True,
+        "norms_whole_projections": True,
+        "wide_norms": True,
+        **read_biases(config),
+    }
 
 
 def _olmo3(config: ConfigFile, sizes: Sizes) -> Fields:
-    window = _window(config, _every(4, sizes))
+    window = read_window(config, every(4, sizes))
     theta = config.number("rope_theta", 500_000.0, open_low=True)
     ropes = read_layer_ropes(config, sizes.rotary_dim, {FULL: theta, SLIDING: theta})
     return {**_olmo2(config, sizes), **window, **_by_kind(ropes, window["sliding_layers"])}
@@ -242,7 +247,7 @@ def _gemma(config: ConfigFile, sizes: Sizes) -> Fields:
     if config.values.get("use_bidirectional_attention"):
         raise config.bad("use_bidirectional_attention", "false: a decoder")
     return {
-        **_biases(config),
+        **read_biases(config),
         "norm_offset": 1.0,
         "wide_norms": True,
         "embedding_multiplier": sizes.hidden_size**0.5,
@@ -254,14 +259,14 @@ def _gemma(config: ConfigFile, sizes: Sizes) -> Fields:
 
 def _gemma2(config: ConfigFile, sizes: Sizes) -> Fields:
     softcap = config.number("attn_logit_softcapping", None, open_low=True)
-    window = _window(config, _every(2, sizes))
+    window = read_window(config, every(2, sizes))
     return {**_gemma(config, sizes), **window, "attention_softcap": softcap}
 
 
 def _gemma3(config: ConfigFile, sizes: Sizes) -> Fields:
     if "attn_logit_softcapping" in config:
         raise config.bad("attn_logit_softcapping", "null: Gemma 3 does not cap scores")
-    window = _window(config, _every(config.integer("sliding_window_pattern", 6), sizes))
+    window = read_window(config, every(config.integer("sliding_window_pattern", 6), sizes))
     thetas = {
         FULL: config.number("rope_theta", 1e6, open_low=True),
         SLIDING: config.number("rope_local_base_freq", 1e4, open_low=True),

@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from asyncllm.checkpoint.config_file import REQUIRED, ConfigFile
-from asyncllm.checkpoint.families import BEFORE, FAMILIES, Family, Sizes, TensorNames
+from asyncllm.checkpoint.experts_config import ExpertsConfig
+from asyncllm.checkpoint.families import BEFORE, Family, Sizes, TensorNames
+from asyncllm.checkpoint.families import FAMILIES as DENSE_FAMILIES
 from asyncllm.checkpoint.gguf_config import gguf_config
 from asyncllm.checkpoint.gguf_file import GGUFFile
 from asyncllm.checkpoint.model_files import GGUF_SUFFIX
+from asyncllm.checkpoint.moe_families import MOE_FAMILIES
 from asyncllm.checkpoint.rope_config import MAX_POSITIONS, RopeConfig, read_rope, rope_section
 from asyncllm.errors import InvalidRequestError, ModelLoadError
 from asyncllm.sampling_params import NEUTRAL, SamplingParams
@@ -20,6 +23,9 @@ from asyncllm.sampling_params import NEUTRAL, SamplingParams
 Activation = Literal["gelu_tanh", "silu"]
 
 QUANT_METHODS = ("awq", "compressed-tensors", "fbgemm_fp8", "fp8", "gguf", "gptq", "mxfp4")
+
+FAMILIES = DENSE_FAMILIES | MOE_FAMILIES
+"""By ``model_type``."""
 
 MAX_LAYERS = 1024
 
@@ -33,7 +39,7 @@ ACTIVATIONS: dict[str, Activation] = {
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A dense decoder, from its ``config.json`` and ``generation_config.json``, or its GGUF file.
+    """A decoder, from its ``config.json`` and ``generation_config.json``, or its GGUF file.
 
     Attributes:
         path: local directory of the files, or the GGUF file.
@@ -61,6 +67,10 @@ class ModelConfig:
         sliding_window: positions each token sees, itself included, in the layers where
             ``sliding_layers[layer]`` is True; None where no layer has one.
         sliding_layers: one entry per layer.
+        sinks: each layer has a logit per query head that takes part in the softmax of its scores.
+        experts: of the layers that have them in place of an MLP.
+        unused_layers: layers behind the last that the checkpoint has for other uses (predictors of
+            further tokens).
         eos_token_ids: ids that end an output, those of ``generation_config`` first.
         quantization: ``quant_method`` of the checkpoint's weights; None for plain ones.
         generation_defaults: ``temperature``, ``top_p``, ``top_k``, ``min_p`` and
@@ -104,6 +114,9 @@ class ModelConfig:
     interleaved_rope: bool = False
     sliding_window: int | None = None
     sliding_layers: tuple[bool, ...] = ()
+    sinks: bool = False
+    experts: ExpertsConfig | None = None
+    unused_layers: int = 0
     eos_token_ids: tuple[int, ...] = ()
     quantization: str | None = None
     generation_defaults: Mapping[str, Any] | None = None

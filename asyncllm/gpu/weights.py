@@ -16,7 +16,8 @@ from asyncllm.checkpoint.reader import CheckpointReader
 from asyncllm.checkpoint.text_part import TextPartReader
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.formats.open_checkpoint import open_checkpoint
-from asyncllm.gpu.models.architectures import Parameter, is_unused, parameters, sum_parameters
+from asyncllm.gpu.models.architectures import is_unused, parameters, sum_parameters
+from asyncllm.gpu.models.parameter import Parameter
 from asyncllm.gpu.weight_upload import PinnedUploader
 from asyncllm.logger import get_logger
 
@@ -52,8 +53,8 @@ def load_weights(
     Raises:
         ModelLoadError: naming the file, the tensor, and the expected and the found shape.
     """
-    wanted = list(parameters(model))
     with closing(_open(model, dtype, open_reader)) as reader:
+        wanted = [parameter.found_in(reader.tensors) for parameter in parameters(model)]
         _check(reader, model, wanted)
         if staging is None and device.type == "cuda":
             staging = PinnedUploader(device)
@@ -63,7 +64,8 @@ def load_weights(
             target = _allocate(parameter, dtype, device)
             row = 0
             for name, rows in parameter.parts:
-                _copy(reader.slices(name), target[row : row + rows], staging)
+                slices = parameter.rows(reader.slices(name))
+                _copy(slices, target[row : row + rows], staging)
                 row += rows
                 done += tensors[name].num_bytes
                 if progress is not None:
@@ -151,7 +153,7 @@ def _check_tied_head(reader: CheckpointReader, model: ModelConfig) -> None:
 def _check(reader: CheckpointReader, model: ModelConfig, wanted: list[Parameter]) -> None:
     """Raises ModelLoadError unless every wanted tensor is there and no other is."""
     expected = {
-        name: (rows, *parameter.shape[1:]) for parameter in wanted for name, rows in parameter.parts
+        name: parameter.stored_shape(rows) for parameter in wanted for name, rows in parameter.parts
     }
     for name, shape in expected.items():
         info = reader.tensors.get(name)

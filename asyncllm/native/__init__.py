@@ -95,6 +95,37 @@ class LogitsArgs(ctypes.Structure):
     )
 
 
+class RoutingArgs(ctypes.Structure):
+    """``RoutingArgs`` of the interface."""
+
+    _fields_ = _fields(
+        (_P, "logits"),
+        (_I, "stride num_experts top_k num_groups top_groups"),
+        (_P, "correction"),
+        (_F, "scale least_sum"),
+        (_N, "sigmoid renormalise"),
+        (_P, "ids weights"),
+        (_N, "dtype"),
+    )
+
+
+class ExpertsArgs(ctypes.Structure):
+    """``ExpertsArgs`` of the interface."""
+
+    _fields_ = _fields(
+        (_P, "gate_up down x"),
+        (_I, "x_stride"),
+        (_P, "ids weights shared"),
+        (_I, "shared_stride"),
+        (_P, "gate"),
+        (_I, "gate_stride"),
+        (_P, "out"),
+        (_I, "num_experts top_k width inner"),
+        (_F, "alpha limit"),
+        (_N, "dtype"),
+    )
+
+
 _ROWS = "lines starts counts table"
 _FIELDS: dict[str, list[tuple[str, Any]]] = {
     "tokens": _fields(
@@ -127,12 +158,17 @@ _FIELDS: dict[str, list[tuple[str, Any]]] = {
 ARGS: Mapping[str, type[ctypes.Structure]] = {
     name: type(f"{name}_args", (ctypes.Structure,), {"_fields_": fields})
     for name, fields in _FIELDS.items()
-} | {"rope_and_cache": RopeArgs, "attention": AttentionArgs}
+} | {
+    "rope_and_cache": RopeArgs,
+    "attention": AttentionArgs,
+    "routing": RoutingArgs,
+    "experts": ExpertsArgs,
+}
 """The arguments of the ops that a program has, by their names."""
 
 OP_KINDS = (
     "tokens", "slots", "gather", "select", "linear", "rms_norm", "rope_and_cache", "attention",
-    "gated_mul", "add", "softcap",
+    "gated_mul", "add", "softcap", "routing", "experts",
 )  # fmt: skip
 """In the order of ``OpKind``."""
 
@@ -182,6 +218,8 @@ _SIGNATURES = {
     "process_logits": (_N, [_P, POINTER(LogitsArgs)]),
     "top_logprobs": (_N, [_P, _P, _I, _I, _I, _N, _P, _I, _P, _P]),
     "select": (_N, [_P, _P, _I, _I, _P, _I, _P, _I, _F, _N]),
+    "routing": (_N, [_P, POINTER(RoutingArgs), _I]),
+    "experts": (_N, [_P, POINTER(ExpertsArgs), _I]),
     "run": (_N, [_P, POINTER(ProgramArgs), POINTER(_I), POINTER(_I)]),
 }
 

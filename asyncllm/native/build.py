@@ -95,6 +95,8 @@ def build(
         "library": defines,
         "sequences": [],
         "memory": [],
+        "routing": [],
+        "experts": [],
         "sampler": [],
         "logits": [],
         "program": [],

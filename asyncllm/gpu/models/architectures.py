@@ -1,39 +1,22 @@
-"""The parameters of the dense decoder, and the names of their tensors in a checkpoint."""
+"""The parameters of the decoder, and the names of their tensors in a checkpoint."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 
 from asyncllm.checkpoint.model_config import ModelConfig
+from asyncllm.gpu.models.experts import expert_parameters
+from asyncllm.gpu.models.parameter import Parameter
 from asyncllm.gpu.transformers_model.config import TransformersConfig
+
+_LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
 
 SMALL_MODEL = 32_000_000
 """Parameters below which a model is bound by the number of ops."""
 
 _COMPUTED_BUFFER = re.compile(r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
-
-
-@dataclass(frozen=True, slots=True)
-class Parameter:
-    """A parameter of the decoder and the checkpoint tensors that are stacked into it.
-
-    The parameters of a linear layer follow one another under a common prefix: "weight" first,
-    then those that go with it (bias, scales, zeros), each named as in ``LinearWeights``.
-
-    Attributes:
-        name: the decoder's own name, e.g. "layers.3.qkv.weight".
-        shape: of the whole; ``parts`` are stacked along its first dimension.
-        parts: ``(tensor name, rows)`` in order.
-        dtype: torch's name of the dtype it is kept in, e.g. "float32"; None is the model's.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    parts: tuple[tuple[str, int], ...]
-    dtype: str | None = None
 
 
 def parameters(model: ModelConfig) -> Iterator[Parameter]:
@@ -48,16 +31,19 @@ def parameters(model: ModelConfig) -> Iterator[Parameter]:
 
 
 def is_unused(model: ModelConfig, name: str) -> bool:
-    """Whether a checkpoint's tensor may be left out: a second copy of a tied output head, or
-    a table that older versions of transformers saved."""
+    """Whether a checkpoint's tensor may be left out: a second copy of a tied output head, a table
+    that older versions of transformers saved, or one of a layer that predicts further tokens."""
     tied_head = model.tie_word_embeddings and name == "lm_head.weight"
-    return tied_head or _COMPUTED_BUFFER.match(name) is not None
+    if tied_head or _COMPUTED_BUFFER.match(name) is not None:
+        return True
+    layer = _LAYER.match(name)
+    end = model.num_layers + model.unused_layers
+    return layer is not None and model.num_layers <= int(layer[1]) < end
 
 
 def sum_parameters(model: ModelConfig, size: Callable[[Parameter], int]) -> int:
-    """The sum of ``size`` over all parameters. Layers are alike, so one stands for all."""
-    of_layer = sum(map(size, _layer_parameters(model, 0)))
-    return sum(map(size, parameters(replace(model, num_layers=0)))) + model.num_layers * of_layer
+    """The sum of ``size`` over all parameters."""
+    return sum(map(size, parameters(model)))
 
 
 def is_small(model: ModelConfig | TransformersConfig) -> bool:
@@ -86,12 +72,24 @@ def _layer_parameters(model: ModelConfig, layer: int) -> Iterator[Parameter]:
         yield from norm("k_norm", "self_attn.k_norm", kv_size if whole else model.head_dim)
     output = (("o_proj", hidden),)
     yield from _linear(here + "o", there + "self_attn.", output, q_size, model.output_bias)
+    if model.sinks:
+        heads = ((f"{there}self_attn.sinks", model.num_heads),)
+        yield Parameter(f"{here}sinks", (model.num_heads,), heads, "float32")
     yield from norm("mixer_norm", names.mixer_norm)
     yield from norm("post_norm", names.post_norm)
-    gate_up = _parts(names.gate_up, (inner, inner))
-    yield from _linear(here + "gate_up", mlp, gate_up, hidden, model.mlp_bias)
-    down = ((names.down, hidden),)
-    yield from _linear(here + "down", mlp, down, inner, model.mlp_bias)
+    experts = model.experts
+    if experts is not None and experts.layers[layer]:
+        yield from expert_parameters(experts, hidden, layer)
+        inner, mlp, here = experts.shared_size, f"{there}{experts.names.shared}.", f"{here}shared."
+        if experts.shared_gate:
+            gate = f"{there}{experts.names.shared_gate}.weight"
+            yield _single(f"{here}gate.weight", gate, (1, hidden))
+    if inner:
+        gate_up = _parts(names.gate_up, (inner, inner))
+        yield from _linear(here + "gate_up", mlp, gate_up, hidden, model.mlp_bias)
+        down = ((names.down, hidden),)
+        yield from _linear(here + "down", mlp, down, inner, model.mlp_bias)
+    here = f"layers.{layer}."
     yield from norm("mlp_norm", names.mlp_norm)
 
 

@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
+from asyncllm.checkpoint.experts_config import ExpertsConfig
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.gpu.kv_cache import KVGroup
 from asyncllm.gpu.models.architectures import parameters
 from asyncllm.gpu.models.decoder import Decoder
+from asyncllm.gpu.models.experts import ExpertsMLP
 from asyncllm.gpu.models.layers import (
     AttentionKind,
     AttentionMixer,
@@ -31,7 +33,9 @@ from asyncllm.gpu.ops.base import (
     RMSNorm,
     block_layout,
 )
+from asyncllm.gpu.ops.experts import ExpertsWeights
 from asyncllm.gpu.ops.linear_weights import LinearWeights
+from asyncllm.gpu.ops.routing import RouterWeights
 from asyncllm.gpu.ops.torch_ops import TorchOps
 
 
@@ -39,7 +43,12 @@ def attention_shape(model: ModelConfig) -> AttentionShape:
     """The attention geometry of every layer."""
     scale = model.head_dim**-0.5 if model.attention_scale is None else model.attention_scale
     return AttentionShape(
-        model.num_heads, model.num_kv_heads, model.head_dim, scale, model.attention_softcap
+        model.num_heads,
+        model.num_kv_heads,
+        model.head_dim,
+        scale,
+        model.attention_softcap,
+        model.sinks,
     )
 
 
@@ -177,7 +186,11 @@ class _Builder:
         return self.ops.rms_norm(weight, model.rms_norm_eps, model.residual_multiplier)
 
     def linear(self, name: str, heads: int = 0) -> Linear:
-        """A linear layer, whose first rows are of so many heads that RoPE rotates."""
+        """A linear layer; see ``linear_weights``."""
+        return self.ops.linear(self.linear_weights(name, heads))
+
+    def linear_weights(self, name: str, heads: int = 0) -> LinearWeights:
+        """Those of a linear layer, whose first rows are of so many heads that RoPE rotates."""
         rest = {"values": self.take(f"{name}.weight")}
         while self.due and self.due[0].startswith(f"{name}."):
             due = self.due[0]
@@ -186,7 +199,7 @@ class _Builder:
             rest = {part: self.in_rotary_order(each, heads) for part, each in rest.items()}
         weights = LinearWeights(**rest)
         del rest
-        return self.ops.linear(self.convert(weights) if self.convert else weights)
+        return self.convert(weights) if self.convert else weights
 
     def in_rotary_order(self, values: Tensor, heads: int) -> Tensor:
         """``values`` with the rows of its first heads in the order in which they are rotated."""
@@ -218,23 +231,50 @@ class _Builder:
             attention_index=list(self.attention).index(kind),
             rope_index=self.ropes.index(self.layer_ropes[index]),
             kv_index=index,
+            sinks=(self.take(f"{name}.sinks"),) if model.sinks else (),
         )
         norm = self.norm(f"{name}.mixer_norm")
         return mixer if norm is None else NormedMixer(mixer, norm)
 
-    def mlp(self, name: str) -> Callable[[Tensor], Tensor]:
-        ops = self.ops
-        activation = ops.gelu_mul if self.model.activation == "gelu_tanh" else ops.silu_mul
-        mlp = GatedMLP(self.linear(f"{name}.gate_up"), activation, self.linear(f"{name}.down"))
+    def mlp(self, index: int) -> Callable[[Tensor], Tensor]:
+        name, experts = f"layers.{index}", self.model.experts
+        if experts is not None and experts.layers[index]:
+            mlp = self.experts(name, experts)
+        else:
+            mlp = self.gated_mlp(name)
         norm = self.norm(f"{name}.mlp_norm")
         return mlp if norm is None else NormedMLP(mlp, norm)
 
+    def gated_mlp(self, name: str) -> GatedMLP:
+        ops = self.ops
+        activation = ops.gelu_mul if self.model.activation == "gelu_tanh" else ops.silu_mul
+        return GatedMLP(self.linear(f"{name}.gate_up"), activation, self.linear(f"{name}.down"))
+
+    def experts(self, name: str, config: ExpertsConfig) -> ExpertsMLP:
+        ops, count = self.ops, config.routing.num_experts
+        # As it is: rounded weights would choose other experts.
+        rows = LinearWeights(
+            self.take(f"{name}.router.weight"), self.take_if_due(f"{name}.router.bias")
+        )
+        routing = ops.routing(
+            config.routing, RouterWeights(rows, self.take_if_due(f"{name}.correction"))
+        )
+        parts = [self.linear_weights(f"{name}.experts.{part}") for part in ("gate_up", "down")]
+        mlp = ExpertsMLP(routing, ops.experts(ExpertsWeights(count, *parts), config.activation))
+        del parts
+        if config.shared_gate:
+            mlp.gate = self.linear(f"{name}.shared.gate")
+        if config.shared_size:
+            mlp.shared = self.gated_mlp(f"{name}.shared")
+        return mlp
+
     def layer(self, index: int) -> DecoderLayer:
         name, kind = f"layers.{index}", attention_kind(self.model, index)
+        experts = self.model.experts
         return DecoderLayer(
-            kind=kind,
+            kind=(kind, "experts") if experts is not None and experts.layers[index] else kind,
             input_norm=self.norm_before(f"{name}.input_norm"),
             mixer=self.mixer(index, kind),
             post_norm=self.norm_before(f"{name}.post_norm"),
-            mlp=self.mlp(name),
+            mlp=self.mlp(index),
         )

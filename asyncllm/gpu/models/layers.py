@@ -82,6 +82,7 @@ class AttentionMixer:
         attention_index: of its kind in StepContext.
         rope_index: of its RoPE table in StepContext.
         kv_index: of its KV in StepContext.
+        sinks: a last argument of attention, ``[Hq]`` float32, where its shape has sinks.
     """
 
     qkv: Linear
@@ -91,6 +92,7 @@ class AttentionMixer:
     attention_index: int
     rope_index: int
     kv_index: int
+    sinks: tuple[Tensor, ...] = ()
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
         kv, index, rows = step.kv[self.kv_index], self.attention_index, step.rows
@@ -98,7 +100,7 @@ class AttentionMixer:
         q, k, v = self.rope_and_cache(self.qkv(x), rotary, kv, step.slot_mappings[index])
         if rows is not None and not len(rows):
             return x[:0]
-        mixed = self.attention(q, k, v, kv, step.plans[index])
+        mixed = self.attention(q, k, v, kv, step.plans[index], *self.sinks)
         return self.o(mixed if rows is None else mixed[rows])
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from asyncllm.checkpoint.experts_config import ActivationConfig
 from asyncllm.gpu.ops.cpu_sampling import sample
+from asyncllm.gpu.ops.experts import Experts, ExpertsWeights, LoopedExperts
 from asyncllm.gpu.ops.torch_ops import TorchOps
 
 
@@ -11,3 +13,6 @@ class CpuOps(TorchOps):
 
     name = "cpu"
     sample = staticmethod(sample)
+
+    def make_experts(self, weights: ExpertsWeights, config: ActivationConfig) -> Experts:
+        return LoopedExperts(weights, config, self.silu_mul, self.make_linear)

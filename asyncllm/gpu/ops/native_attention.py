@@ -142,7 +142,7 @@ class NativeAttention:
         if (recorder := context.recorder) is not None:
             out = recorder.empty(q, width)
             recorder.add(
-                "attention", q, args, {"q": q, "out": out}, [*plan.held, cache, self.sinks]
+                "attention", q, args, {"q": q, "out": out}, [*plan.held, cache, self.sinks, sinks]
             )
             return out
         out = q.new_empty((q.shape[0], width))

@@ -8,17 +8,21 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from asyncllm.checkpoint.experts_config import ActivationConfig, RoutingConfig
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.ops.base import AttentionShape, Embedding, RMSNorm, RopeAndCache
 from asyncllm.gpu.ops.cpu_ops import CpuOps
+from asyncllm.gpu.ops.experts import Experts, ExpertsWeights
 from asyncllm.gpu.ops.linear_weights import LinearWeights, QuantScheme
+from asyncllm.gpu.ops.native_experts import NativeExperts, NativeRouting
 from asyncllm.gpu.ops.native_sampling import (
     NativeProcessLogits,
     NativeSample,
     NativeTopLogprobs,
 )
-from asyncllm.gpu.ops.program import DTYPES
+from asyncllm.gpu.ops.program import DTYPES, rows_of
 from asyncllm.gpu.ops.recorder import Recorder
+from asyncllm.gpu.ops.routing import RouterWeights, Routing
 from asyncllm.gpu.ops.torch_ops import norms_whole_projections
 from asyncllm.native import ARGS, Context, PackedWeights, RopeArgs, fail
 
@@ -26,17 +30,6 @@ INT8 = 3
 """A type of weights."""
 
 SILU, GELU_TANH = 0, 1
-
-
-def rows_of(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x [T, N]`` as the ops read it: on the CPU, of ``dtype``, each row contiguous.
-
-    Raises:
-        ValueError: another device or dtype, which no copy would mend.
-    """
-    if x.dtype != dtype or x.device.type != "cpu":
-        raise ValueError(f"native ops: {x.dtype} on {x.device}, expected {dtype} on cpu")
-    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 
 def parameter(x: Tensor) -> Tensor:
@@ -422,6 +415,12 @@ class NativeOps(CpuOps):
 
     def make_linear(self, weights: LinearWeights) -> NativeLinear:
         return NativeLinear(self.context, weights)
+
+    def routing(self, config: RoutingConfig, weights: RouterWeights) -> Routing:
+        return NativeRouting(self.context, config, weights, self.make_linear)
+
+    def make_experts(self, weights: ExpertsWeights, config: ActivationConfig) -> Experts:
+        return NativeExperts(self.context, weights, config, self.make_linear)
 
     def embedding(self, values: Tensor, multiplier: float = 1.0) -> Embedding:
         return NativeTable(self.context, values, multiplier)

@@ -16,6 +16,17 @@ INVALID = 1
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
+def rows_of(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x [T, N]`` as the ops read it: on the CPU, of ``dtype``, each row contiguous.
+
+    Raises:
+        ValueError: another device or dtype, which no copy would mend.
+    """
+    if x.dtype != dtype or x.device.type != "cpu":
+        raise ValueError(f"native ops: {x.dtype} on {x.device}, expected {dtype} on cpu")
+    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+
+
 class Program:
     """Ops with the addresses of what they read and write, and all that these lie in.
 

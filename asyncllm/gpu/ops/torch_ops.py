@@ -13,13 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from asyncllm.checkpoint.experts_config import ActivationConfig, RoutingConfig
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.batch.decode_inputs import DecodeInputs, SamplingTensors
 from asyncllm.gpu.ops.base import AttentionShape, Embedding, Linear, RMSNorm, RopeAndCache
+from asyncllm.gpu.ops.experts import Experts, ExpertsWeights, GroupedExperts
 from asyncllm.gpu.ops.gumbel import gumbel_sample
 from asyncllm.gpu.ops.linear_weights import LinearWeights, QuantScheme
 from asyncllm.gpu.ops.logits import process_logits, top_logprobs
 from asyncllm.gpu.ops.recorder import Recorder
+from asyncllm.gpu.ops.routing import RouterWeights, Routing, TorchRouting
 
 
 class TorchLinear:
@@ -200,6 +203,11 @@ class TorchOps:
         Raises:
             ModelLoadError: a scheme that the op set cannot compute with.
         """
+        self._take(weights)
+        return self.make_linear(weights)
+
+    def _take(self, weights: LinearWeights) -> None:
+        """Counts weights of a scheme that it can compute with."""
         if weights.scheme not in self.schemes:
             raise ModelLoadError(
                 f"weights of scheme {weights.scheme!r}: the op set {self.name!r} takes "
@@ -207,11 +215,28 @@ class TorchOps:
             )
         scales = 0 if weights.scales is None else weights.scales.nbytes
         self.linear_bytes += weights.values.nbytes + scales
-        return self.make_linear(weights)
 
     def make_linear(self, weights: LinearWeights) -> Linear:
         """The layer of weights that are of one of ``schemes``."""
         return TorchLinear(weights)
+
+    def routing(self, config: RoutingConfig, weights: RouterWeights) -> Routing:
+        """The choice of each token's experts, from weights of scheme "plain"."""
+        return TorchRouting(config, weights)
+
+    def experts(self, weights: ExpertsWeights, config: ActivationConfig) -> Experts:
+        """The experts of a layer, which take over ``weights`` as linear layers do.
+
+        Raises:
+            ModelLoadError: a scheme that the op set cannot compute with.
+        """
+        for layer in (weights.gate_up, weights.down):
+            self._take(layer)
+        return self.make_experts(weights, config)
+
+    def make_experts(self, weights: ExpertsWeights, config: ActivationConfig) -> Experts:
+        """The experts of weights that are of one of ``schemes``."""
+        return GroupedExperts(weights, config, self.silu_mul)
 
     def embedding(self, values: Tensor, multiplier: float = 1.0) -> Embedding:
         """The rows of ``values [vocab_size, H]`` by token id, times ``multiplier``."""

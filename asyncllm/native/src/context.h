@@ -17,10 +17,19 @@ struct Context {
   int64_t shared_bytes;
 };
 
+struct Weights {
+  PackedView view;
+  const Kernels* kernels;
+  int64_t bytes;
+  bool mapped;
+};
+
 // Forks between the process that loaded the library and this one.
 extern int64_t forks;
 
 constexpr int64_t CACHE_LINE = 64;
+// Rows of x that stay in the cache while the panels of a chunk pass.
+constexpr int64_t ROW_CHUNK = 48;
 // Multiplications below which a call is not worth waking another thread for.
 constexpr int64_t SERIAL_WORK = 150000;
 
@@ -29,6 +38,10 @@ inline bool is_open(const Context* context) { return context && context->process
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// The largest integers that rows of k elements may be rounded to: no sum of their products with
+// weights of 8 bits leaves 32 bits.
+inline float largest_integer(int64_t k) { return float(least(32767, INT32_MAX / (127 * k))); }
 
 inline bool is_dtype(int32_t dtype) { return dtype >= DTYPE_F32 && dtype <= DTYPE_F16; }
 inline int64_t size_of(int32_t dtype) {

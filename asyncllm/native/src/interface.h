@@ -193,6 +193,37 @@ typedef struct GatedArgs {
   int32_t dtype, activation;
 } GatedArgs;
 
+// The experts of each token, from the router's logits.
+typedef struct RoutingArgs {
+  const void* logits;  // [rows, num_experts]
+  int64_t stride, num_experts, top_k;
+  int64_t num_groups, top_groups;  // experts come from the best of equal groups; 1 and 1 is all
+  const float* correction;  // [num_experts], added to scores to choose, not to weigh; may be null
+  float scale, least_sum;   // weights are divided by their sum, or this if it is less
+  int32_t sigmoid, renormalise;  // scores are a softmax without the first; weights stay without
+  int32_t* ids;                  // [rows, top_k], the best score first; of equal ones the first
+  float* weights;                // [rows, top_k]
+  int32_t dtype;
+} RoutingArgs;
+
+// Gated MLPs of which each token has top_k, and their weighted sum.
+typedef struct ExpertsArgs {
+  const Weights* const* gate_up;  // [num_experts] of [2 * inner, width], gates before ups
+  const Weights* const* down;     // [num_experts] of [width, inner]
+  const void* x;                  // [rows, width]
+  int64_t x_stride;
+  const int32_t* ids;    // [rows, top_k]
+  const float* weights;  // [rows, top_k]
+  const void* shared;    // [rows, width], added to the sum; may be null
+  int64_t shared_stride;
+  const void* gate;      // [rows], a logit whose sigmoid `shared` is multiplied by; may be null
+  int64_t gate_stride;
+  void* out;  // [rows, width]
+  int64_t num_experts, top_k, width, inner;
+  float alpha, limit;  // of the clamped SwiGLU; a limit of 0 is SiLU of the gate times up
+  int32_t dtype;
+} ExpertsArgs;
+
 // A step's sizes, which a program is told when it is run: sequences, tokens, tokens that are
 // wanted past the last write to the KV cache, and the first of those, which are sampled from.
 enum Size { SIZE_ROWS = 0, SIZE_TOKENS = 1, SIZE_WANTED = 2, SIZE_SAMPLED = 3, NUM_SIZES = 4 };
@@ -209,6 +240,8 @@ enum OpKind {
   OP_GATED_MUL = 8,
   OP_ADD = 9,
   OP_SOFTCAP = 10,
+  OP_ROUTING = 11,
+  OP_EXPERTS = 12,
 };
 
 typedef struct Op {
@@ -227,6 +260,8 @@ typedef struct Op {
     GatedArgs gated;
     AddArgs add;
     SoftcapArgs softcap;
+    RoutingArgs routing;
+    ExpertsArgs experts;
   } args;
 } Op;
 
@@ -257,7 +292,8 @@ void asyncllm_free_weights(Weights*);
 int64_t asyncllm_weights_bytes(const Weights*);
 
 // y [m, n] = x [m, k] W^T + bias. A row's result depends on that row alone. Rows of x are rounded
-// to integers of one scale per row for weights of type DTYPE_I8, and the sums are exact.
+// to integers of one scale per row for weights of type DTYPE_I8, and the sums are exact. Float32
+// weights take x of any type, and y is float32; otherwise y is as x.
 int32_t asyncllm_linear(Context*, const Weights*, const void* x, int64_t x_stride, void* y,
                         int64_t y_stride, int64_t m, int32_t dtype);
 // out [m] = the first of the largest outputs of asyncllm_linear, as they would be in `dtype`, or
@@ -290,6 +326,9 @@ int32_t asyncllm_rope_and_cache(Context*, const RopeArgs*);
 // out [rows, width] = activation(gate) * up, of gate_up [rows, 2 * width].
 int32_t asyncllm_gated_mul(Context*, const void* gate_up, int64_t stride, void* out, int64_t rows,
                            int64_t width, int32_t activation, int32_t dtype);
+int32_t asyncllm_routing(Context*, const RoutingArgs*, int64_t rows);
+// A token's result depends on that token alone: its experts are summed in the order of its ids.
+int32_t asyncllm_experts(Context*, const ExpertsArgs*, int64_t rows);
 // Runs a step of these sizes. Where it fails, *failed is the index of the op, or -1 for the sizes.
 int32_t asyncllm_run(Context*, const Program*, const int64_t* sizes, int64_t* failed);
 

@@ -37,6 +37,18 @@ struct LinearTask {
   int64_t first_row, last_row, first, last;  // rows; panels
 };
 
+// A token's part of the weighted sum of its experts.
+struct SumTask {
+  const float* rows;      // [.., width], results of experts
+  const int64_t* places;  // [count], this token's among them
+  const float* weights;   // [count]
+  int64_t count, width;
+  const void* shared;  // [width] or null
+  const void* gate;    // one logit or null
+  void* out;
+  int32_t dtype;
+};
+
 struct PlainView {
   const void* values;
   int64_t n, k, row_stride;
@@ -94,6 +106,10 @@ struct Kernels {
   void (*add)(const void* x, void* residual, float multiplier, int64_t width, int32_t dtype);
   void (*scale)(void* x, float factor, int64_t width, int32_t dtype);
   void (*softcap)(void* x, float cap, int64_t width, int32_t dtype);
+  // (up + 1) gate sigmoid(alpha gate) with gate at most and up within plus and minus `limit`.
+  void (*clamped_swiglu)(const void* gate_up, void* out, int64_t width, float alpha, float limit,
+                         int32_t dtype);
+  void (*weighted_sum)(const SumTask&);
   // The largest logit of each chunk [first, last), NaN for one that holds NaN or infinity; and,
   // unless `sums` is null, the sum of exponentials of the logits less that.
   void (*reduce_chunks)(const LogitsRow&, int64_t first, int64_t last, float* maxima, float* sums);

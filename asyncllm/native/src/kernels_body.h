@@ -4,11 +4,12 @@ template <class T> struct pointee<T*> { typedef T type; };
 #include "vector_math.h"
 #include "linear.h"
 #include "rows.h"
+#include "experts_rows.h"
 #include "attention.h"
 #include "logits_rows.h"
 
-#define KERNELS(name)                                                                     \
-  {name,     W,        PANEL,         MAX_ROWS, TAKES_BFLOAT16 != 0, panel_elements,      \
-   pack,     widen_row, linear,       quantise, gather,              attention_scratch,   \
-   attention, merge,   rms_norm,      rope,     gated_mul,           add_row,             \
-   scale_row, softcap_row, reduce_chunks, read_chunk}
+#define KERNELS(name)                                                                        \
+  {name,         W,       PANEL,       MAX_ROWS,       TAKES_BFLOAT16 != 0, panel_elements,  \
+   pack,         widen_row, linear,    quantise,       gather,              attention_scratch, \
+   attention,    merge,   rms_norm,    rope,           gated_mul,           add_row,         \
+   scale_row,    softcap_row, clamped_swiglu, weighted_sum, reduce_chunks,  read_chunk}

@@ -7,20 +7,11 @@
 
 #include "context.h"
 
-struct Weights {
-  PackedView view;
-  const Kernels* kernels;
-  int64_t bytes;
-  bool mapped;
-};
-
 int64_t forks = 0;
 
 namespace {
 
-constexpr int64_t HUGE_PAGE = int64_t(2) << 20;
-// Rows of x that stay in the cache while the panels of a chunk pass.
-constexpr int64_t ROW_CHUNK = 48;
+constexpr int64_t PAGE = 4096, HUGE_PAGE = int64_t(2) << 20;
 
 const Kernels* const ALL[] = {
 #ifdef ASYNCLLM_AVX512
@@ -58,24 +49,21 @@ const Kernels* find_kernels(const char* isa) {
 
 pthread_once_t watch_forks = PTHREAD_ONCE_INIT;
 
-// Memory of whole huge pages where there is enough to fill one.
+// Huge pages where there is enough to fill one, and small ones for the rest of it: the weights of
+// an expert are a few huge pages, and half of another for each would be a tenth of the model.
 void* map_weights(int64_t bytes, bool* mapped) {
   *mapped = bytes >= HUGE_PAGE;
   if (!*mapped) return allocate(bytes);
-  int64_t size = divide_up(bytes, HUGE_PAGE) * HUGE_PAGE;
+  int64_t size = divide_up(bytes, PAGE) * PAGE;
   char* raw = static_cast<char*>(mmap(nullptr, size + HUGE_PAGE, PROT_READ | PROT_WRITE,
                                       MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
   if (raw == MAP_FAILED) return nullptr;
   int64_t before = -reinterpret_cast<uintptr_t>(raw) & (HUGE_PAGE - 1);
   if (before) munmap(raw, before);
   munmap(raw + before + size, HUGE_PAGE - before);
-  madvise(raw + before, size, MADV_HUGEPAGE);
+  madvise(raw + before, bytes / HUGE_PAGE * HUGE_PAGE, MADV_HUGEPAGE);
   return raw + before;
 }
-
-// The largest integers that rows of k elements may be rounded to: no sum of their products with
-// weights of 8 bits leaves 32 bits.
-float largest_integer(int64_t k) { return float(least(32767, INT32_MAX / (127 * k))); }
 
 // x as integers, with a scale for each row; false where there is no memory.
 bool quantise_rows(Context* context, LinearTask* task, const void* x, int64_t stride, int64_t m,
@@ -140,19 +128,20 @@ int32_t run_linear(Context* context, const Weights* weights, LinearTask task, co
                    int64_t x_stride, int64_t m, int32_t dtype, F&& f) {
   const PackedView& view = weights->view;
   const Kernels* kernels = context->kernels;
-  bool integers = view.dtype == DTYPE_I8;
-  if (weights->kernels != kernels || (!integers && dtype != view.dtype)) return STATUS_INVALID;
+  bool integers = view.dtype == DTYPE_I8, wide = view.dtype == DTYPE_F32;
+  if (weights->kernels != kernels || (!integers && !wide && dtype != view.dtype))
+    return STATUS_INVALID;
   if (!is_matrix(x, dtype, m, view.k, x_stride)) return STATUS_INVALID;
   if (m == 0) return STATUS_OK;
   if (integers) {
     if (!quantise_rows(context, &task, x, x_stride, m, view.k, dtype)) return STATUS_NO_MEMORY;
-  } else if (kernels->takes_bfloat16 && dtype == DTYPE_BF16) {
+  } else if (kernels->takes_bfloat16 && view.dtype == DTYPE_BF16) {
     task.x16 = static_cast<const uint16_t*>(x);
     task.x_stride = x_stride;
   } else if (!prepare_rows(context, &task, x, x_stride, m, view.k, dtype)) {
     return STATUS_NO_MEMORY;
   }
-  task.dtype = dtype;
+  task.dtype = wide ? int32_t(DTYPE_F32) : dtype;
   int64_t panels = divide_up(view.n, kernels->panel);
   share_linear(context, task, m, panels, m == 1 ? 4 : m <= 3 ? 2 : 1, m * view.n * view.k, f);
   return STATUS_OK;
@@ -230,7 +219,7 @@ API void asyncllm_free_weights(Weights* weights) {
   if (!weights) return;
   void* data = const_cast<void*>(weights->view.data);
   if (data && weights->mapped)
-    munmap(data, divide_up(weights->bytes, HUGE_PAGE) * HUGE_PAGE);
+    munmap(data, divide_up(weights->bytes, PAGE) * PAGE);
   else
     free(data);
   free(const_cast<float*>(weights->view.scales));
@@ -245,7 +234,8 @@ API int32_t asyncllm_linear(Context* context, const Weights* weights, const void
                             int32_t dtype) {
   if (!is_open(context)) return STATUS_CLOSED;
   const PackedView& view = weights->view;
-  if (!is_matrix(y, dtype, m, view.n, y_stride)) return STATUS_INVALID;
+  int32_t y_dtype = view.dtype == DTYPE_F32 ? int32_t(DTYPE_F32) : dtype;
+  if (!is_matrix(y, y_dtype, m, view.n, y_stride)) return STATUS_INVALID;
   LinearTask task = {};
   task.y = y;
   task.y_stride = y_stride;

@@ -103,6 +103,8 @@ int32_t run_op(Context* context, const Op& op, const int64_t* sizes) {
       const SoftcapArgs& a = op.args.softcap;
       return asyncllm_softcap(context, a.x, a.stride, a.cap, size, a.width, a.dtype);
     }
+    case OP_ROUTING: return asyncllm_routing(context, &op.args.routing, size);
+    case OP_EXPERTS: return asyncllm_experts(context, &op.args.experts, size);
   }
   return STATUS_INVALID;
 }

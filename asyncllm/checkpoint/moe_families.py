@@ -1,0 +1,285 @@
+"""MOE_FAMILIES: the architectures with a mixture of experts, a row each, as data."""
+
+from __future__ import annotations
+
+from asyncllm.checkpoint.config_file import ConfigFile
+from asyncllm.checkpoint.experts_config import (
+    ActivationConfig,
+    ExpertsConfig,
+    ExpertsNames,
+    RoutingConfig,
+)
+from asyncllm.checkpoint.families import (
+    AS_MANY,
+    FAMILIES,
+    Family,
+    Fields,
+    Sizes,
+    every,
+    read_biases,
+    read_switched_window,
+    read_window,
+)
+
+MAX_EXPERTS = 4096
+
+
+# --- what several rows read ----------------------------------------------------------------
+
+
+def _counts(config: ConfigFile, *names: str, per_token: str = "num_experts_per_tok"):
+    """Experts of a layer, by the first of these fields that is there, and of a token."""
+    name = next((name for name in names if name in config), names[0])
+    count = config.integer(name, high=MAX_EXPERTS)
+    top_k = config.integer(per_token, high=MAX_EXPERTS)
+    if top_k > count:
+        raise config.bad(per_token, f"at most {name}={count}")
+    return count, top_k
+
+
+def _sparse_layers(config: ConfigFile, sizes: Sizes) -> tuple[bool, ...]:
+    """Of Qwen: every ``decoder_sparse_step``-th, but for ``mlp_only_layers``."""
+    step = config.integer("decoder_sparse_step", 1)
+    dense = config.values.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or any(
+        type(layer) is not int or not 0 <= layer < sizes.num_layers for layer in dense
+    ):
+        raise config.bad("mlp_only_layers", f"a list of layers from 0 to {sizes.num_layers - 1}")
+    return tuple(
+        layer not in dense and (layer + 1) % step == 0 for layer in range(sizes.num_layers)
+    )
+
+
+def _groups(config: ConfigFile, count: int, top_k: int) -> tuple[int, int]:
+    """``n_group`` and ``topk_group``, which have to leave ``top_k`` experts to choose from."""
+    groups = config.integer("n_group", 1, high=count)
+    if count % groups or (groups > 1 and count // groups < 2):
+        raise config.bad("n_group", f"a divisor of n_routed_experts={count}, at most half of it")
+    chosen, least = config.integer("topk_group", 1), -(-top_k // (count // groups))
+    if not least <= chosen <= groups:
+        raise config.bad(
+            "topk_group",
+            f"{least} to n_group={groups} groups of {count // groups} experts, for "
+            f"num_experts_per_tok={top_k}",
+        )
+    return groups, chosen
+
+
+def _normalised(config: ConfigFile, *names: str) -> RoutingConfig:
+    count, top_k = _counts(config, *names)
+    return RoutingConfig(count, top_k, renormalise=config.boolean("norm_topk_prob", False))
+
+
+def _some(experts: ExpertsConfig) -> Fields:
+    """No experts at all where no layer has any."""
+    return {"experts": experts if any(experts.layers) else None}
+
+
+def _deepseek_v3_routing(config: ConfigFile, sizes: Sizes) -> Fields:
+    """Sigmoid scores, groups and a correction bias (DeepSeek-V3, arXiv 2412.19437, section 2.1.2),
+    behind ``first_k_dense_replace`` dense layers."""
+    count, top_k = _counts(config, "n_routed_experts", "num_local_experts")
+    groups, chosen = _groups(config, count, top_k)
+    first = config.integer("first_k_dense_replace", low=0)
+    routing = RoutingConfig(
+        count,
+        top_k,
+        scoring="sigmoid",
+        renormalise=config.boolean("norm_topk_prob", False),
+        least_sum=1e-20,
+        scale=config.number("routed_scaling_factor", 1.0, high=1e3, open_low=True),
+        num_groups=groups,
+        top_groups=chosen,
+        correction=True,
+        float32=True,
+    )
+    size = config.integer("moe_intermediate_size")
+    shared = size * config.integer("n_shared_experts", high=MAX_EXPERTS)
+    layers = tuple(layer >= first for layer in range(sizes.num_layers))
+    unused = config.integer("num_nextn_predict_layers", 0, low=0, high=1024)
+    return {
+        **_some(ExpertsConfig(layers, routing, size, shared_size=shared)),
+        "unused_layers": unused,
+    }
+
+
+# --- rows ------------------------------------------------------------------------------------
+
+
+def _mixtral(config: ConfigFile, sizes: Sizes) -> Fields:
+    count, top_k = _counts(config, "num_local_experts", "num_experts")
+    experts = ExpertsConfig(
+        (True,) * sizes.num_layers,
+        RoutingConfig(count, top_k, renormalise=True),
+        config.integer("intermediate_size"),
+        names=ExpertsNames(
+            router="block_sparse_moe.gate",
+            experts="block_sparse_moe.experts",
+            parts=("w1", "w3", "w2"),
+        ),
+    )
+    return {**FAMILIES["mistral"].read(config, sizes), "experts": experts}
+
+
+def _qwen2_moe(config: ConfigFile, sizes: Sizes) -> Fields:
+    # Its sliding layers are every other one up to max_window_layers, unlike Qwen2's.
+    most = config.integer("max_window_layers", 28, low=0)
+    slides = "sliding_window" in config
+    layers = tuple(slides and layer % 2 == 0 and layer < most for layer in range(sizes.num_layers))
+    window = read_switched_window(config, sizes, layers)
+    experts = ExpertsConfig(
+        _sparse_layers(config, sizes),
+        _normalised(config, "num_experts"),
+        config.integer("moe_intermediate_size"),
+        shared_size=config.integer("shared_expert_intermediate_size"),
+        shared_gate=True,
+        names=ExpertsNames(shared="mlp.shared_expert"),
+    )
+    bias = config.boolean("qkv_bias", True)
+    return {"attention_bias": bias, **window, **_some(experts)}
+
+
+def _qwen3_moe(config: ConfigFile, sizes: Sizes) -> Fields:
+    experts = ExpertsConfig(
+        _sparse_layers(config, sizes),
+        _normalised(config, "num_experts", "num_local_experts"),
+        config.integer("moe_intermediate_size"),
+    )
+    slides = "sliding_window" in config
+    window = read_switched_window(config, sizes, (slides,) * sizes.num_layers)
+    return {"qk_norm": True, **read_biases(config), **window, **_some(experts)}
+
+
+def _olmoe(config: ConfigFile, sizes: Sizes) -> Fields:
+    if "clip_qkv" in config:
+        raise config.bad("clip_qkv", "null: projections are not clipped")
+    experts = ExpertsConfig(
+        (True,) * sizes.num_layers,
+        _normalised(config, "num_experts", "num_local_experts"),
+        config.integer("intermediate_size"),
+    )
+    norms = {"qk_norm": True, "norms_whole_projections": True}
+    return {**norms, **read_biases(config), "experts": experts}
+
+
+def _dots1(config: ConfigFile, sizes: Sizes) -> Fields:
+    first = config.integer("max_window_layers", 62, low=0)
+    slides = "sliding_window" in config
+    layers = tuple(slides and layer >= first for layer in range(sizes.num_layers))
+    window = read_window(config, layers)
+    fields = {"qk_norm": True, **read_biases(config), **window}
+    return {**fields, **_deepseek_v3_routing(config, sizes)}
+
+
+def _glm4_moe(config: ConfigFile, sizes: Sizes) -> Fields:
+    fields = {"qk_norm": config.boolean("use_qk_norm", False)}
+    fields["attention_bias"] = config.boolean("attention_bias", False)
+    return {**fields, **_deepseek_v3_routing(config, sizes)}
+
+
+def _ernie4_5_moe(config: ConfigFile, sizes: Sizes) -> Fields:
+    if config.boolean("use_bias", False):
+        raise config.bad("use_bias", "false: the output head has none")
+    count, top_k = _counts(config, "moe_num_experts", per_token="moe_k")
+    step = config.integer("moe_layer_interval", 1)
+    first = config.integer("moe_layer_start_index", 1, low=0)
+    last = config.integer("moe_layer_end_index", -1, low=-1)
+    last = sizes.num_layers - 1 if last == -1 else last
+    layers = tuple(
+        (layer + 1) % step == 0 and first <= layer <= last for layer in range(sizes.num_layers)
+    )
+    routing = RoutingConfig(
+        count,
+        top_k,
+        renormalise=True,
+        least_sum=config.number("moe_norm_min", 1e-12, high=1.0),
+        correction=True,
+        correction_rows=1,
+        float32=True,
+    )
+    size = config.integer("moe_intermediate_size")
+    shared = size * config.integer("moe_num_shared_experts", 2, low=0, high=MAX_EXPERTS)
+    names = ExpertsNames(correction="mlp.moe_statics.e_score_correction_bias")
+    experts = ExpertsConfig(layers, routing, size, shared_size=shared, names=names)
+    unused = config.integer("num_nextn_predict_layers", 0, low=0, high=1024)
+    return {"interleaved_rope": True, **_some(experts), "unused_layers": unused}
+
+
+def _gpt_oss(config: ConfigFile, sizes: Sizes) -> Fields:
+    count, top_k = _counts(config, "num_local_experts", "num_experts")
+    limits = {"high": 1e6, "open_low": True}
+    experts = ExpertsConfig(
+        (True,) * sizes.num_layers,
+        # A softmax of the logits of a token's experts is that of all, renormalised.
+        RoutingConfig(count, top_k, renormalise=True, bias=True),
+        config.integer("intermediate_size"),
+        ActivationConfig(
+            limit=config.number("swiglu_limit", 7.0, **limits),
+            alpha=config.number("swiglu_alpha", 1.702, **limits),
+        ),
+        bias=True,
+        names=ExpertsNames(
+            router="mlp.router", experts=None, fused_router="mlp.router", transposed=True
+        ),
+    )
+    bias = config.boolean("attention_bias", True)
+    window = read_window(config, every(2, sizes))
+    biases = {"attention_bias": bias, "output_bias": bias}
+    return {"sinks": True, **biases, **window, "experts": experts}
+
+
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+MOE_FAMILIES: dict[str, Family] = {
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        {"sliding_window": None, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+        (2,),
+        read=_mixtral,
+    ),
+    "qwen2_moe": Family("Qwen2MoeForCausalLM", {"sliding_window": 4096}, read=_qwen2_moe),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", {"sliding_window": 4096}, read=_qwen3_moe),
+    "olmoe": Family("OlmoeForCausalLM", AS_MANY | {"rms_norm_eps": 1e-5}, (50_279,), read=_olmoe),
+    "dots1": Family(
+        "Dots1ForCausalLM",
+        AS_MANY | {"sliding_window": 4096, "first_k_dense_replace": 0},
+        read=_dots1,
+    ),
+    "glm4_moe": Family(
+        "Glm4MoeForCausalLM",
+        {
+            "rms_norm_eps": 1e-5,
+            "norm_topk_prob": True,
+            "first_k_dense_replace": 1,
+            "n_shared_experts": 1,
+            "num_nextn_predict_layers": 1,
+        },
+        rotates=0.5,
+        read=_glm4_moe,
+    ),
+    "ernie4_5_moe": Family(
+        "Ernie4_5_MoeForCausalLM",
+        {"rms_norm_eps": 1e-5, "tie_word_embeddings": True, "rope_theta": 500_000.0},
+        (2,),
+        read=_ernie4_5_moe,
+    ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        {
+            "head_dim": 64,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 128,
+            "rope_theta": 150_000.0,
+            "rope_parameters": _YARN,
+        },
+        read=_gpt_oss,
+    ),
+}
+"""By ``model_type``."""

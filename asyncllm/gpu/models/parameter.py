@@ -1,0 +1,78 @@
+"""Parameter: a tensor of the decoder, and the tensors of a checkpoint that it is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StackLayout:
+    """How one tensor of a checkpoint has what lies below one another in a parameter: as
+    ``[count, rows, columns]``, or ``[count, rows]``.
+
+    Attributes:
+        transposed: ``[count, columns, rows]``.
+        interleaved: rows of the first and of the second half of each take turns.
+    """
+
+    count: int
+    transposed: bool = False
+    interleaved: bool = False
+
+    def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """That of the checkpoint's tensor, for a parameter of ``shape``."""
+        one = (shape[0] // self.count, *shape[1:])
+        return (self.count, *(reversed(one) if self.transposed else one))
+
+    def rows(self, slices: Iterable[Tensor]) -> Iterator[Tensor]:
+        """The rows of the parameter, from slices of the checkpoint's tensor along its first
+        dimension; a copy is made of one at a time."""
+        for part in slices:
+            for one in part:
+                turned = one.transpose(0, -1) if self.transposed else one
+                if self.interleaved:
+                    turned = turned.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1)
+                yield turned.contiguous()
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter of the decoder and the checkpoint tensors that are stacked into it.
+
+    The parameters of a linear layer follow one another under a common prefix: "weight" first,
+    then those that go with it (bias, scales, zeros), each named as in ``LinearWeights``.
+
+    Attributes:
+        name: the decoder's own name, e.g. "layers.3.qkv.weight".
+        shape: of the whole; ``parts`` are stacked along its first dimension.
+        parts: ``(tensor name, rows)`` in order.
+        dtype: torch's name of the dtype it is kept in, e.g. "float32"; None is the model's.
+        layout: of the one part there is then; None where parts are rows as they are.
+        other: the same parameter as other checkpoints store it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    parts: tuple[tuple[str, int], ...]
+    dtype: str | None = None
+    layout: StackLayout | None = None
+    other: Parameter | None = None
+
+    def found_in(self, tensors: Collection[str]) -> Parameter:
+        """The parameter as a checkpoint with these tensors stores it."""
+        other = self.other
+        if other is None or self.parts[0][0] in tensors or other.parts[0][0] not in tensors:
+            return self
+        return other
+
+    def stored_shape(self, rows: int) -> tuple[int, ...]:
+        """The shape of a part of ``rows`` in the checkpoint."""
+        shape = (rows, *self.shape[1:])
+        return shape if self.layout is None else self.layout.stored_shape(shape)
+
+    def rows(self, slices: Iterable[Tensor]) -> Iterable[Tensor]:
+        """A part's rows, from slices of its tensor."""
+        return slices if self.layout is None else self.layout.rows(slices)

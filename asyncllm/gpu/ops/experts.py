@@ -1,0 +1,208 @@
+"""Experts: gated MLPs of which each token has a few, and their weighted sum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from asyncllm.checkpoint.experts_config import ActivationConfig
+from asyncllm.errors import ModelLoadError
+from asyncllm.gpu.ops.base import Linear
+from asyncllm.gpu.ops.linear_weights import LinearWeights
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertsWeights:
+    """The weights of a layer's experts, one below the other.
+
+    Attributes:
+        gate_up: ``[num_experts * 2 * inner, H]``, an expert's gates before its ups.
+        down: ``[num_experts * H, inner]``.
+
+    Raises:
+        ModelLoadError: rows that are not equally many for each expert, or shapes that do not fit.
+    """
+
+    num_experts: int
+    gate_up: LinearWeights
+    down: LinearWeights
+
+    def __post_init__(self) -> None:
+        (rows, width), (outputs, inner) = self.gate_up.shape, self.down.shape
+        expected = (self.num_experts * 2 * inner, self.num_experts * width)
+        if (rows, outputs) != expected:
+            raise ModelLoadError(
+                f"experts: gate_up and down have {rows} and {outputs} rows, expected {expected[0]} "
+                f"and {expected[1]} for {self.num_experts} experts of size {inner}"
+            )
+
+    @property
+    def width(self) -> int:
+        """H."""
+        return self.gate_up.shape[1]
+
+    @property
+    def inner(self) -> int:
+        """The intermediate size."""
+        return self.down.shape[1]
+
+
+def split(weights: LinearWeights, count: int) -> list[LinearWeights]:
+    """Each expert's part of weights that lie one below the other, as views."""
+    rows = weights.shape[0] // count
+    block = weights.scale_block
+
+    def parts(tensor: Tensor | None, rows: int) -> list[Tensor] | list[None]:
+        return [None] * count if tensor is None else list(tensor.split(rows))
+
+    if block is not None and rows % block[0]:
+        raise ModelLoadError(
+            f"experts of {rows} rows: expected a multiple of the {block[0]} that share a scale"
+        )
+    scale_rows = rows if block is None else rows // block[0]
+    return [
+        replace(weights, values=values, bias=bias, scales=scales, zeros=zeros)
+        for values, bias, scales, zeros in zip(
+            weights.values.split(rows),
+            parts(weights.bias, rows),
+            parts(weights.scales, scale_rows),
+            parts(weights.zeros, scale_rows),
+            strict=True,
+        )
+    ]
+
+
+class Experts(Protocol):
+    """``[T, H] -> [T, H]``: the sum of each token's experts by their weights, in float32."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        shared: Tensor | None = None,
+        gate: Tensor | None = None,
+    ) -> Tensor:
+        """
+        Args:
+            ids: ``[T, top_k]`` int32, each token's experts, all different.
+            weights: ``[T, top_k]`` float32.
+            shared: ``[T, H]``, what all tokens have beside them, added.
+            gate: ``[T, 1]``, a logit; its sigmoid is a factor on ``shared``.
+        """
+        ...
+
+
+def clamped_swiglu(gate_up: Tensor, limit: float, alpha: float) -> Tensor:
+    """The activation of gpt-oss, ``[T, 2 * I] -> [T, I]``."""
+    gate, up = gate_up.float().chunk(2, -1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return ((up + 1) * gate * torch.sigmoid(alpha * gate)).to(gate_up.dtype)
+
+
+def activation(
+    config: ActivationConfig, silu_mul: Callable[[Tensor], Tensor]
+) -> Callable[[Tensor], Tensor]:
+    """``[T, 2 * I] -> [T, I]``."""
+    limit = config.limit
+    if limit is None:
+        return silu_mul
+    return lambda gate_up: clamped_swiglu(gate_up, limit, config.alpha)
+
+
+def add_shared(out: Tensor, shared: Tensor | None, gate: Tensor | None) -> Tensor:
+    """What ``Experts`` makes of its last two arguments."""
+    if shared is None:
+        return out
+    return out + (shared if gate is None else gate.sigmoid() * shared)
+
+
+class GroupedExperts:
+    """Experts by a grouped matrix product, in fixed shapes: reads nothing on the host."""
+
+    def __init__(
+        self,
+        weights: ExpertsWeights,
+        config: ActivationConfig,
+        silu_mul: Callable[[Tensor], Tensor],
+    ) -> None:
+        count, self.width = weights.num_experts, weights.width
+        self.num_experts, self.activation = count, activation(config, silu_mul)
+        self.gate_up = weights.gate_up.values.view(count, -1, self.width)
+        self.down = weights.down.values.view(count, self.width, -1)
+        self.biases = [
+            None if layer.bias is None else layer.bias.view(count, -1)
+            for layer in (weights.gate_up, weights.down)
+        ]
+
+    def __call__(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        shared: Tensor | None = None,
+        gate: Tensor | None = None,
+    ) -> Tensor:
+        tokens, top_k = ids.shape
+        experts, order = ids.flatten().long().sort(stable=True)
+        counts = torch.zeros(self.num_experts, dtype=torch.int32, device=x.device)
+        ends = counts.scatter_add_(0, experts, torch.ones_like(order, dtype=torch.int32)).cumsum(0)
+        ends = ends.to(torch.int32)
+        inner = self.activation(self._linear(x[order // top_k], self.gate_up, 0, experts, ends))
+        sorted_out = self._linear(inner, self.down, 1, experts, ends).float()
+        out = torch.empty_like(sorted_out).index_copy_(0, order, sorted_out)
+        summed = (out.view(tokens, top_k, self.width) * weights.unsqueeze(-1)).sum(1)
+        return add_shared(summed.to(x.dtype), shared, gate)
+
+    def _linear(
+        self, x: Tensor, stack: Tensor, which: int, experts: Tensor, ends: Tensor
+    ) -> Tensor:
+        bias = self.biases[which]
+        out = F.grouped_mm(x, stack.transpose(1, 2), offs=ends)
+        return out if bias is None else out + bias[experts]
+
+
+class LoopedExperts:
+    """Experts one after the other, those that are hit, on linear layers of the op set: on a CPU
+    faster than a grouped product at any number of tokens. A token's experts are summed in
+    ascending order, so that its result does not depend on the others in the step."""
+
+    def __init__(
+        self,
+        weights: ExpertsWeights,
+        config: ActivationConfig,
+        silu_mul: Callable[[Tensor], Tensor],
+        make: Callable[[LinearWeights], Linear],
+    ) -> None:
+        self.activation = activation(config, silu_mul)
+        self.gate_up, self.down = (
+            [make(part) for part in split(layer, weights.num_experts)]
+            for layer in (weights.gate_up, weights.down)
+        )
+
+    def __call__(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        shared: Tensor | None = None,
+        gate: Tensor | None = None,
+    ) -> Tensor:
+        out = torch.zeros_like(x, dtype=torch.float32)
+        order = ids.flatten().argsort(stable=True)
+        counts = ids.flatten().bincount(minlength=len(self.down)).tolist()
+        rows, factors = order // ids.shape[1], weights.reshape(-1, 1)[order]
+        start = 0
+        for expert, count in enumerate(counts):
+            if count:
+                end = start + count
+                at = rows[start:end]
+                inner = self.activation(self.gate_up[expert](x[at]))
+                out.index_add_(0, at, self.down[expert](inner).float() * factors[start:end])
+                start = end
+        return add_shared(out.to(x.dtype), shared, gate)

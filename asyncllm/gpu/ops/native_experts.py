@@ -1,0 +1,179 @@
+"""Routing and experts in compiled code; each records itself as ops of a step."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from asyncllm.checkpoint.experts_config import ActivationConfig, RoutingConfig
+from asyncllm.errors import ModelLoadError
+from asyncllm.gpu.ops.experts import ExpertsWeights, split
+from asyncllm.gpu.ops.linear_weights import LinearWeights
+from asyncllm.gpu.ops.program import DTYPES, rows_of
+from asyncllm.gpu.ops.routing import RouterWeights
+from asyncllm.native import ARGS, Context, ExpertsArgs, PackedWeights, RoutingArgs, fail
+
+
+class PackedLayer(Protocol):
+    """A linear layer on packed weights ``[n, k]``; its inputs are of ``dtype`` unless that is
+    None."""
+
+    weights: PackedWeights
+    n: int
+    k: int
+    dtype: torch.dtype | None
+
+
+Pack = Callable[[LinearWeights], PackedLayer]
+
+
+class NativeRouting:
+    """A router's logits, from packed weights, and the choice among them."""
+
+    def __init__(
+        self, context: Context, config: RoutingConfig, weights: RouterWeights, pack: Pack
+    ) -> None:
+        self.context, self.top_k = context, config.top_k
+        self.router = pack(weights.rows)
+        correction = weights.correction
+        self.correction = None if correction is None else correction.float().contiguous()
+        if self.correction is not None and self.correction.shape != (config.num_experts,):
+            raise ModelLoadError(
+                f"correction bias of shape {tuple(self.correction.shape)}, expected "
+                f"({config.num_experts},)"
+            )
+        self.args = RoutingArgs(
+            stride=config.num_experts,
+            num_experts=config.num_experts,
+            top_k=config.top_k,
+            num_groups=config.num_groups,
+            top_groups=config.top_groups,
+            correction=None if self.correction is None else self.correction.data_ptr(),
+            scale=config.scale,
+            least_sum=config.least_sum,
+            sigmoid=config.scoring == "sigmoid",
+            renormalise=config.renormalise,
+            dtype=DTYPES[weights.rows.values.dtype],
+        )
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x, context, args, router = rows_of(x, x.dtype), self.context, self.args, self.router
+        if x.shape[1] != router.k:
+            raise ValueError(f"native routing: x has {x.shape[1]} columns, expected {router.k}")
+        dtype = router.dtype or x.dtype
+        if (recorder := context.recorder) is not None:
+            logits = recorder.empty(x, router.n, dtype)
+            linear = ARGS["linear"](
+                weights=router.weights.handle, x_stride=x.stride(0), y_stride=router.n,
+                dtype=DTYPES[x.dtype],
+            )  # fmt: skip
+            recorder.add("linear", x, linear, {"x": x, "y": logits}, [router.weights])
+            ids = recorder.empty(x, self.top_k, torch.int32)
+            weights = recorder.empty(x, self.top_k, torch.float32)
+            tensors = {"logits": logits, "ids": ids, "weights": weights}
+            recorder.add("routing", x, args, tensors, [self.correction])
+            return ids, weights
+        logits = x.new_empty((len(x), router.n), dtype=dtype)
+        functions = context.functions
+        status = functions.linear(
+            context.handle, router.weights.handle, x.data_ptr(), x.stride(0), logits.data_ptr(),
+            router.n, len(x), DTYPES[x.dtype],
+        )  # fmt: skip
+        if status:
+            fail("linear", status)
+        ids = x.new_empty((len(x), self.top_k), dtype=torch.int32)
+        weights = x.new_empty((len(x), self.top_k), dtype=torch.float32)
+        args.logits = logits.data_ptr()
+        args.ids, args.weights = ids.data_ptr(), weights.data_ptr()
+        status = functions.routing(context.handle, ctypes.byref(args), len(x))
+        if status:
+            fail("routing", status)
+        return ids, weights
+
+
+class NativeExperts:
+    """Experts on packed weights, which replace the plain ones. A token's result is the same bits
+    in any company.
+
+    Raises:
+        ModelLoadError: weights of another scheme than "plain" and "int8".
+    """
+
+    def __init__(
+        self, context: Context, weights: ExpertsWeights, config: ActivationConfig, pack: Pack
+    ) -> None:
+        self.context = context
+        layers = weights.gate_up, weights.down
+        for layer in layers:
+            if layer.scheme not in ("plain", "int8"):
+                raise ModelLoadError(
+                    f"experts of scheme {layer.scheme!r}: the op set 'native' takes 'int8' and "
+                    "'plain' for them"
+                )
+        self.layers = [
+            [pack(part) for part in split(layer, weights.num_experts)] for layer in layers
+        ]
+        self.dtypes = {part[0].dtype for part in self.layers} - {None}
+        handles = ctypes.c_void_p * weights.num_experts
+        self.handles = [handles(*(each.weights.handle for each in part)) for part in self.layers]
+        gate_up, down = (ctypes.addressof(part) for part in self.handles)
+        self.args = ExpertsArgs(
+            gate_up=gate_up,
+            down=down,
+            num_experts=weights.num_experts,
+            width=weights.width,
+            inner=weights.inner,
+            alpha=config.alpha,
+            limit=config.limit or 0.0,
+        )
+
+    def __call__(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        shared: Tensor | None = None,
+        gate: Tensor | None = None,
+    ) -> Tensor:
+        x, args, context = rows_of(x, x.dtype), self.args, self.context
+        top_k = self._check(x, ids, weights, shared, gate)
+        args.x_stride, args.top_k, args.dtype = x.stride(0), top_k, DTYPES[x.dtype]
+        tensors = {"x": x, "ids": ids, "weights": weights}
+        # Of an argument that is left out the last call's would be read.
+        args.shared, args.gate = None, None
+        if shared is not None:
+            shared = rows_of(shared, x.dtype)
+            args.shared_stride, tensors["shared"] = shared.stride(0), shared
+        if gate is not None:
+            args.gate_stride, tensors["gate"] = gate.stride(0), gate
+        if (recorder := context.recorder) is not None:
+            out = recorder.empty(x, args.width)
+            recorder.add("experts", x, args, tensors | {"out": out}, [self.handles, self.layers])
+            return out
+        out = x.new_empty(x.shape)
+        for name, tensor in (tensors | {"out": out}).items():
+            setattr(args, name, tensor.data_ptr())
+        status = context.functions.experts(context.handle, ctypes.byref(args), len(x))
+        if status:
+            fail("experts", status)
+        return out
+
+    def _check(
+        self, x: Tensor, ids: Tensor, weights: Tensor, shared: Tensor | None, gate: Tensor | None
+    ) -> int:
+        """Experts of a token. Raises ValueError for what would be read out of bounds."""
+        rows, top_k = ids.shape
+        if self.dtypes - {x.dtype} or x.shape != (rows, self.args.width):
+            raise ValueError(f"native experts: x is {tuple(x.shape)} of {x.dtype} for {rows} rows")
+        for name, tensor, dtype in (("ids", ids, torch.int32), ("weights", weights, torch.float32)):
+            if tensor.dtype != dtype or tensor.shape != (rows, top_k) or not tensor.is_contiguous():
+                raise ValueError(f"native experts: {name} are no contiguous ({rows}, {top_k})")
+        if shared is not None and shared.shape != x.shape:
+            raise ValueError(f"native experts: shared is {tuple(shared.shape)}")
+        if gate is not None and (gate.shape != (rows, 1) or gate.dtype != x.dtype):
+            raise ValueError(f"native experts: gate is {tuple(gate.shape)} of {gate.dtype}")
+        return top_k

@@ -1,0 +1,61 @@
+"""Routing: the experts of each token and their weights, from the router's logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from asyncllm.checkpoint.experts_config import RoutingConfig
+from asyncllm.gpu.ops.linear_weights import LinearWeights
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RouterWeights:
+    """A router: a linear layer of plain values ``[num_experts, H]``, and the bias
+    ``[num_experts]`` float32 that chooses and does not weigh.
+
+    Attributes:
+        rows: float32 where logits are computed in it, else the model's dtype.
+    """
+
+    rows: LinearWeights
+    correction: Tensor | None = None
+
+
+class Routing(Protocol):
+    """``x [T, H]`` to the experts of each token, different ones, int32 ``[T, top_k]``, and their
+    weights, float32 ``[T, top_k]``."""
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]: ...
+
+
+class TorchRouting:
+    """Routing in plain torch, in fixed shapes: reads nothing on the host."""
+
+    def __init__(self, config: RoutingConfig, weights: RouterWeights) -> None:
+        self.config = config
+        self.weight, self.bias = weights.rows.values, weights.rows.bias
+        self.correction = None if weights.correction is None else weights.correction.float()
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        config = self.config
+        logits = F.linear(x.to(self.weight.dtype), self.weight, self.bias).float()
+        scores = logits.sigmoid() if config.scoring == "sigmoid" else logits.softmax(-1)
+        choice = scores if self.correction is None else scores + self.correction
+        if config.num_groups > 1:
+            choice = self._from_best_groups(choice)
+        ids = choice.topk(config.top_k, dim=-1).indices
+        weights = scores.gather(1, ids)
+        if config.renormalise:
+            weights = weights / weights.sum(-1, keepdim=True).clamp(min=config.least_sum)
+        return ids.int(), weights * config.scale
+
+    def _from_best_groups(self, choice: Tensor) -> Tensor:
+        grouped = choice.unflatten(1, (self.config.num_groups, -1))
+        best = grouped.topk(2, dim=-1).values.sum(-1).topk(self.config.top_groups, dim=-1).indices
+        left_out = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(1, best, False)
+        return grouped.masked_fill(left_out.unsqueeze(-1), -torch.inf).flatten(1)

@@ -1,0 +1,322 @@
+"""Routing and experts of every op set against plain formulas in float64."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from asyncllm.checkpoint.experts_config import ActivationConfig, RoutingConfig
+from asyncllm.errors import ModelLoadError
+from asyncllm.gpu.ops.experts import ExpertsWeights
+from asyncllm.gpu.ops.linear_weights import LinearWeights
+from asyncllm.gpu.ops.quantise import quantise_int8
+from asyncllm.gpu.ops.routing import RouterWeights
+from asyncllm.gpu.ops.torch_ops import TorchOps
+from asyncllm.gpu.threads import set_thread_count
+from tests.native_library import isas
+from tests.test_ops import BACKENDS, TOLERANCE, make, quantised
+
+NATIVE = [f"native-{isa}" for isa in isas()]
+SILU, CLAMPED = ActivationConfig(), ActivationConfig(limit=1.5, alpha=1.7)
+SOFTMAX = RoutingConfig(12, 3)
+ROUTINGS = {
+    "softmax": SOFTMAX,
+    "renormalised": replace(SOFTMAX, renormalise=True),
+    "all of them": replace(SOFTMAX, top_k=12, renormalise=True),
+    "router with a bias": replace(SOFTMAX, bias=True, renormalise=True),
+    "sigmoid": replace(SOFTMAX, scoring="sigmoid", scale=2.5),
+    "correction": replace(SOFTMAX, scoring="sigmoid", correction=True, renormalise=True),
+    "groups": RoutingConfig(
+        12, 4, "sigmoid", renormalise=True, scale=1.8, num_groups=4, top_groups=2, correction=True
+    ),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    set_thread_count(1)
+
+
+@pytest.fixture(params=BACKENDS)
+def ops(request: pytest.FixtureRequest) -> TorchOps:
+    return make(request.param)
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+# --- routing ------------------------------------------------------------------------------
+
+
+def router_weights(config: RoutingConfig, dtype: torch.dtype = torch.float32) -> RouterWeights:
+    count = config.num_experts
+    bias = randn(count, seed=2).to(dtype) if config.bias else None
+    correction = randn(count, seed=3) * 0.3 if config.correction else None
+    return RouterWeights(LinearWeights(randn(count, 40, seed=1).to(dtype) * 0.3, bias), correction)
+
+
+def routed(config: RoutingConfig, weights: RouterWeights, x: list[float]) -> dict[int, float]:
+    """The weight of each expert of one token, by the definition."""
+    rows = weights.rows.values.tolist()
+    biases = [0.0] * len(rows) if weights.rows.bias is None else weights.rows.bias.tolist()
+    logits = [
+        sum(a * b for a, b in zip(row, x, strict=True)) + bias
+        for row, bias in zip(rows, biases, strict=True)
+    ]
+    if config.scoring == "sigmoid":
+        scores = [1 / (1 + math.exp(-logit)) for logit in logits]
+    else:
+        scores = [math.exp(logit) / sum(map(math.exp, logits)) for logit in logits]
+    extra = [0.0] * len(rows) if weights.correction is None else weights.correction.tolist()
+    choice = [score + more for score, more in zip(scores, extra, strict=True)]
+    size = config.num_experts // config.num_groups
+    groups = [choice[at : at + size] for at in range(0, len(choice), size)]
+    best = sorted(range(len(groups)), key=lambda group: -sum(sorted(groups[group])[-2:]))
+    allowed = [i for i in range(len(choice)) if i // size in best[: config.top_groups]]
+    if config.num_groups == 1:
+        allowed = list(range(len(choice)))
+    chosen = sorted(allowed, key=lambda expert: -choice[expert])[: config.top_k]
+    total = sum(scores[expert] for expert in chosen) if config.renormalise else 1.0
+    return {expert: scores[expert] / total * config.scale for expert in chosen}
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_routing(ops, name):
+    config = ROUTINGS[name]
+    weights, x = router_weights(config), randn(19, 40, seed=4)
+    ids, found = ops.routing(config, weights)(x)
+    assert (ids.dtype, found.dtype) == (torch.int32, torch.float32)
+    assert ids.shape == found.shape == (19, config.top_k)
+    for row in range(19):
+        expected = routed(config, weights, x[row].tolist())
+        assert sorted(ids[row].tolist()) == sorted(expected)
+        for expert, weight in zip(ids[row].tolist(), found[row].tolist(), strict=True):
+            assert weight == pytest.approx(expected[expert], rel=1e-5)
+    assert ops.routing(config, weights)(x[:0])[0].shape == (0, config.top_k)
+
+
+def test_a_router_in_float32_reads_hidden_states_of_any_dtype(ops):
+    """The logits are not rounded on the way."""
+    config, x = ROUTINGS["groups"], randn(7, 40, seed=4).bfloat16()
+    weights = router_weights(config)
+    ids, found = ops.routing(config, weights)(x)
+    wide_ids, expected = ops.routing(config, weights)(x.float())
+    assert torch.equal(ids, wide_ids)
+    assert torch.equal(found, expected)
+
+
+def test_a_row_that_is_no_number_has_experts_all_the_same(ops):
+    """Different ones, so that what comes of it is NaN in its own row."""
+    for config in (SOFTMAX, ROUTINGS["groups"]):
+        x = randn(5, 40, seed=4)
+        routing = ops.routing(config, router_weights(config))
+        clean = routing(x)
+        x[1], x[3] = torch.nan, torch.inf
+        ids, weights = routing(x)
+        for row in (1, 3):
+            assert len(set(ids[row].tolist())) == config.top_k
+            assert set(ids[row].tolist()) <= set(range(12))
+            assert weights[row].isnan().any()
+        for row in (0, 2, 4):
+            assert torch.equal(ids[row], clean[0][row])
+            assert torch.equal(weights[row], clean[1][row])
+
+
+@pytest.mark.parametrize("backend", NATIVE)
+def test_native_routing_takes_the_first_of_equal_scores(backend):
+    ops = make(backend)
+    weights = RouterWeights(LinearWeights(torch.zeros(12, 40)))
+    assert ops.routing(SOFTMAX, weights)(randn(2, 40))[0].tolist() == [[0, 1, 2]] * 2
+
+
+# --- experts ------------------------------------------------------------------------------
+
+COUNT, WIDTH, INNER = 5, 40, 24
+
+
+def experts_weights(
+    dtype: torch.dtype = torch.float32,
+    biased: bool = False,
+    width: int = WIDTH,
+    inner: int = INNER,
+    count: int = COUNT,
+) -> ExpertsWeights:
+    def layer(rows: int, columns: int, seed: int) -> LinearWeights:
+        values = randn(count * rows, columns, seed=seed) * columns**-0.5
+        bias = randn(count * rows, seed=seed + 1).to(dtype) if biased else None
+        return LinearWeights(values.to(dtype), bias)
+
+    return ExpertsWeights(count, layer(2 * inner, width, 10), layer(width, inner, 20))
+
+
+def exact(
+    weights: ExpertsWeights, config: ActivationConfig, x, ids, factors, shared=None, gate=None
+) -> torch.Tensor:
+    """In float64, an expert of all tokens at a time."""
+    out = torch.zeros(len(x), weights.width, dtype=torch.float64)
+
+    def linear(layer: LinearWeights, expert: int, rows: torch.Tensor) -> torch.Tensor:
+        count = layer.shape[0] // weights.num_experts
+        part = slice(expert * count, (expert + 1) * count)
+        found = rows @ layer.values[part].double().T
+        return found if layer.bias is None else found + layer.bias[part].double()
+
+    for expert in range(weights.num_experts):
+        left, up = linear(weights.gate_up, expert, x.double()).chunk(2, -1)
+        if config.limit is None:
+            inner = left * left.sigmoid() * up
+        else:
+            left, up = left.clamp(max=config.limit), up.clamp(-config.limit, config.limit)
+            inner = (up + 1) * left * (config.alpha * left).sigmoid()
+        factor = factors.double().masked_fill(ids != expert, 0.0).sum(-1, keepdim=True)
+        out += factor * linear(weights.down, expert, inner)
+    if shared is not None:
+        out += shared.double() * (1.0 if gate is None else gate.double().sigmoid())
+    return out
+
+
+def case(rows: int, dtype: torch.dtype, top_k: int = 2, width: int = WIDTH, count: int = COUNT):
+    x = randn(rows, width, seed=5, dtype=dtype)
+    ids = randn(rows, count, seed=6).topk(top_k).indices.int()
+    return x, ids, randn(rows, top_k, seed=7).softmax(-1)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("config", [SILU, CLAMPED])
+@pytest.mark.parametrize("biased", [True, False])
+def test_experts(ops, dtype, config, biased):
+    weights = experts_weights(dtype, biased)
+    experts = ops.experts(weights, config)
+    for rows in (0, 1, 2, 7, 61):
+        x, ids, factors = case(rows, dtype)
+        shared, gate = randn(rows, WIDTH, seed=8, dtype=dtype), randn(rows, 1, seed=9, dtype=dtype)
+        for more in ((), (shared,), (shared, gate)):
+            found = experts(x, ids, factors, *more)
+            assert (found.dtype, found.shape) == (dtype, (rows, WIDTH))
+            expected = exact(weights, config, x, ids, factors, *more)
+            # Rounded three times on the way.
+            tolerance = 2 * TOLERANCE[dtype]
+            torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_an_op_set_counts_what_it_reads(ops):
+    weights = experts_weights()
+    expected = weights.gate_up.values.nbytes + weights.down.values.nbytes
+    ops.experts(weights, SILU)
+    assert ops.linear_bytes == expected
+
+
+@pytest.mark.parametrize("backend", NATIVE)
+@pytest.mark.parametrize("form", ["float32", "bfloat16", "float16", "int8"])
+@pytest.mark.parametrize("config", [SILU, CLAMPED])
+def test_a_token_is_the_same_bits_in_any_company(backend, form, config):
+    """Also where its experts have more rows than one pass over their weights takes."""
+    dtype = torch.bfloat16 if form == "int8" else getattr(torch, form)
+    # Widths that fill no panel.
+    sizes = {"width": 41, "inner": 23}
+    weights = experts_weights(dtype, biased=True, **sizes)
+    if form == "int8":
+        weights = replace(
+            weights, gate_up=quantise_int8(weights.gate_up), down=quantise_int8(weights.down)
+        )
+    experts = make(backend).experts(weights, config)
+    x, ids, factors = case(150, dtype, width=41)
+    shared, gate = randn(150, 41, seed=8, dtype=dtype), randn(150, 1, seed=9, dtype=dtype)
+    together = experts(x, ids, factors, shared, gate)
+    assert together.isfinite().all()
+    for rows in (slice(0, 1), slice(149, 150), slice(3, 6), slice(20, 91)):
+        alone = experts(x[rows], ids[rows], factors[rows], shared[rows], gate[rows])
+        assert torch.equal(alone, together[rows])
+
+
+@pytest.mark.parametrize("backend", NATIVE[:1])
+def test_many_tokens_are_computed_in_passes(backend):
+    """Each of which takes 64 MiB at most: here there are two."""
+    weights = experts_weights(width=64, inner=1)
+    experts = make(backend).experts(weights, SILU)
+    x, ids, factors = case(40_000, torch.float32, top_k=4, width=64)
+    found = experts(x, ids, factors)
+    assert torch.equal(experts(x[-3:], ids[-3:], factors[-3:]), found[-3:])
+    expected = exact(weights, SILU, x[::999], ids[::999], factors[::999])
+    torch.testing.assert_close(found[::999].double(), expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("backend", NATIVE)
+def test_int8_is_what_linear_layers_make_of_it(backend):
+    """Of the same integers, one expert at a time."""
+    ops, plain = make(backend), experts_weights(count=1)
+    weights = replace(plain, gate_up=quantise_int8(plain.gate_up), down=quantise_int8(plain.down))
+    x, ids = randn(9, WIDTH, seed=5), torch.zeros(9, 1, dtype=torch.int32)
+    found = ops.experts(weights, SILU)(x, ids, torch.ones(9, 1))
+    inner = ops.silu_mul(ops.linear(weights.gate_up)(x))
+    assert torch.equal(found, ops.linear(weights.down)(inner))
+    expected = exact(plain, SILU, x, ids, torch.ones(9, 1))
+    assert (found.double() - expected).norm() < 0.02 * expected.norm()
+
+
+def test_one_row_that_is_no_number_harms_no_other(ops):
+    experts = ops.experts(experts_weights(), SILU)
+    x, ids, factors = case(9, torch.float32)
+    clean = experts(x, ids, factors)
+    x[4] = torch.nan
+    found = experts(x, ids, factors)
+    assert found[4].isnan().all()
+    others = [row for row in range(9) if row != 4]
+    assert torch.equal(found[others], clean[others])
+
+
+# --- what is refused ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", ["int4", "e2m1"])
+def test_schemes_that_experts_cannot_have_are_refused(ops, scheme):
+    layer = LinearWeights(**quantised(scheme, COUNT * 2 * INNER, WIDTH, (1, 8)))
+    weights = replace(experts_weights(), gate_up=layer)
+    with pytest.raises(ModelLoadError, match=f"'{scheme}'"):
+        ops.experts(weights, SILU)
+
+
+@pytest.mark.parametrize("backend", NATIVE)
+def test_native_experts_refuse_another_scheme_by_themselves(backend):
+    """An op set whose linear layers take one more has to say so of its experts."""
+    ops: Any = make(backend)
+    layer = LinearWeights(**quantised("int4", COUNT * 2 * INNER, WIDTH, (1, 8)))
+    with pytest.raises(ModelLoadError, match=r"experts of scheme 'int4'.*'int8' and 'plain'"):
+        ops.make_experts(replace(experts_weights(), gate_up=layer), SILU)
+
+
+def test_experts_that_do_not_fit_each_other_are_refused():
+    weights = experts_weights()
+    with pytest.raises(ModelLoadError, match="have 240 and 200 rows, expected 288 and 240 for 6"):
+        replace(weights, num_experts=6)
+    with pytest.raises(ModelLoadError, match="240 and 240 rows"):
+        replace(weights, down=weights.gate_up)
+
+
+@pytest.mark.parametrize("backend", NATIVE[:1])
+def test_native_experts_check_what_they_read(backend):
+    experts = make(backend).experts(experts_weights(), SILU)
+    x, ids, factors = case(3, torch.float32)
+    for bad in (-1, COUNT, 2**31 - 1):
+        wrong = ids.clone()
+        wrong[2, 1] = bad
+        with pytest.raises(RuntimeError, match="native experts: a slot, block or position"):
+            experts(x, wrong, factors)
+    for arguments in (
+        (x[:, :8], ids, factors),
+        (x.bfloat16(), ids, factors),
+        (x, ids.long(), factors),
+        (x, ids, factors[:2]),
+        (x, ids, factors.double()),
+        (x, ids.T.contiguous().T, factors),
+        (x, ids, factors, x[:2]),
+        (x, ids, factors, x, x[:, :1].double()),
+        (x, ids, factors, x, x[:, :2]),
+    ):
+        with pytest.raises(ValueError, match="native"):
+            experts(*arguments)

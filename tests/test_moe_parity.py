@@ -1,0 +1,455 @@
+"""Mixtures of experts on the engine's own decoder, against transformers' generate, in float32."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from asyncllm.checkpoint.model_config import ModelConfig
+from asyncllm.config import EngineConfig
+from asyncllm.errors import ModelLoadError
+from asyncllm.gpu.build import build_model_runner
+from asyncllm.gpu.model_runner import ModelRunner
+from asyncllm.gpu.models.experts import ExpertsMLP
+from asyncllm.gpu.transformers_model.config import read_config
+from asyncllm.gpu.weights import load_weights
+from tests.driver import Driver
+from tests.families import GROUPS, MIXED, SLIDING, TINY, make, noise
+from tests.native_library import context
+from tests.reference import Expected, Tally, compare, generate
+from tests.static_runner import LateStream, TraceRecorder, make_decoder, make_runner
+from tests.test_transformers_models import OUTPUT, PROMPT_LENGTHS, SETTINGS, check, run_everything
+
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+ROUTED |= {"n_group": 4, "topk_group": 2, "n_shared_experts": 2, "first_k_dense_replace": 1}
+ROUTED |= {"norm_topk_prob": True, "routed_scaling_factor": 1.7}
+ERNIE = {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 40, "use_bias": False}
+LOCAL = {"num_local_experts": 6, "num_experts_per_tok": 2}
+YARN = {"rope_type": "yarn", "rope_theta": 150_000.0, "factor": 4.0, "beta_fast": 32.0}
+YARN |= {"beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 32}
+
+CASES: dict[str, dict[str, Any]] = {
+    "Qwen3Moe": {
+        "head_dim": 16, "norm_topk_prob": True, "decoder_sparse_step": 2, **EXPERTS,
+        "num_hidden_layers": 4,
+    },
+    "Mixtral": {**LOCAL},
+    "Qwen2Moe": {**EXPERTS, "shared_expert_intermediate_size": 56},
+    "Olmoe": {"num_experts": 6, "num_experts_per_tok": 2},
+    "GptOss": {"head_dim": 16, **SLIDING, **MIXED, **LOCAL, "rope_parameters": YARN},
+    "Glm4Moe": {"head_dim": 16, "use_qk_norm": True, **ROUTED},
+    "Dots1": {"head_dim": 16, **ROUTED},
+    "Ernie4_5_Moe": {**ERNIE},
+}  # fmt: skip
+"""One of each family."""
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "Qwen3Moe-whole": {"head_dim": 32, "norm_topk_prob": False, **EXPERTS, "seed": 1},
+    "Qwen3Moe-dense-layers": {
+        "head_dim": 16, "mlp_only_layers": [1], "tie_word_embeddings": True, **EXPERTS,
+        "attention_bias": True,
+    },
+    "Mixtral-sliding": {**LOCAL, **SLIDING, "num_experts_per_tok": 1, "seed": 2},
+    "Olmoe-normalised": {
+        "num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True,
+        "num_key_value_heads": 4,
+    },
+    "GptOss-sliding": {
+        "head_dim": 32, **SLIDING, **LOCAL, "num_experts_per_tok": 4, "num_hidden_layers": 4,
+        "swiglu_limit": 0.5, "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+    },
+    "Glm4Moe-one-group": {
+        "head_dim": 16, "attention_bias": True, **(ROUTED | {"n_group": 1, "topk_group": 1}),
+        "partial_rotary_factor": 1.0,
+    },
+    "Dots1-raw": {
+        "head_dim": 16, **(ROUTED | {"norm_topk_prob": False, "first_k_dense_replace": 0}),
+        "attention_bias": True,
+    },
+    "Ernie4_5_Moe-unshared": {**ERNIE, "moe_num_shared_experts": 0, "moe_layer_interval": 2},
+}  # fmt: skip
+
+SEEDS = {"Mixtral": 3, "Qwen2Moe": 1, "Ernie4_5_Moe": 1}
+"""Where 0 gives a model that repeats itself."""
+
+
+@dataclass
+class Case:
+    """A checkpoint, and what transformers makes of it."""
+
+    path: Path
+    model: Any
+    prompts: list[list[int]]
+    expected: list[Expected]
+
+    def config(self) -> ModelConfig:
+        config = read_config(self.path, "auto")
+        assert isinstance(config, ModelConfig)
+        return config
+
+    def runner(self, model_impl: str = "auto", **overrides: Any) -> ModelRunner:
+        settings: dict[str, Any] = {"attention_backend": "torch"}
+        model = read_config(self.path, model_impl)
+        return build_model_runner(EngineConfig(**(SETTINGS | settings | overrides)), model)
+
+
+def make_case(path: Path, name: str) -> Case:
+    family, _, variant = name.partition("-")
+    settings = {"seed": SEEDS.get(name, 0), **(VARIANTS if variant else CASES)[name]}
+    model = make(path, f"{family}-native", **settings)
+    correct(path, model)
+    draw = random.Random(1)
+    prompts = [[draw.randrange(256) for _ in range(n)] for n in PROMPT_LENGTHS]
+    return Case(path, model, prompts, [generate(model, prompt, OUTPUT) for prompt in prompts])
+
+
+def correct(path: Path, model: Any) -> None:
+    """Draws correction biases, which are buffers, in the model and in its checkpoint: as large as
+    what scores differ by, so that they choose otherwise."""
+    file, random_bias = path / "model.safetensors", torch.Generator().manual_seed(5)
+    tensors = load_file(file)
+    buffers = dict(model.named_buffers()) | dict(model.named_parameters())
+    names = [name for name in tensors if name.endswith("e_score_correction_bias")]
+    for name in names:
+        own = name if name in buffers else name.replace("moe_statics", "gate.moe_statics")
+        bias = torch.randn(tensors[name].shape, generator=random_bias) * 0.2
+        tensors[name] = bias
+        buffers[own].data.copy_(bias)
+    if names:
+        save_file(tensors, file, metadata={"format": "pt"})
+
+
+@pytest.fixture(scope="module")
+def load_case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
+    made: dict[str, Case] = {}
+
+    def load(name: str) -> Case:
+        if name not in made:
+            made[name] = make_case(tmp_path_factory.mktemp(name), name)
+        return made[name]
+
+    return load
+
+
+def check_reference(case: Case) -> None:
+    tokens = zip(case.prompts, case.expected, strict=True)
+    assert max(noise(case.model, prompt + each.tokens) for prompt, each in tokens) < 3e-5
+    for expected in case.expected:
+        assert len(set(expected.tokens)) >= 8
+
+
+# --- parity -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_equals_transformers(load_case, name, backend):
+    """In a batch, in chunks, after a prefix hit and a preemption; natively as one program."""
+    if backend == "native":
+        context()
+    case = load_case(name)
+    check_reference(case)
+    assert case.config().experts is not None
+    runner = case.runner(attention_backend=backend)
+    if backend == "native":
+        assert runner.execution.startswith("one native program of")
+    run_everything(case, runner)
+
+
+@pytest.mark.parametrize(
+    "name", ["GptOss", *(pytest.param(name, marks=pytest.mark.slow) for name in CASES)]
+)
+def test_the_static_step_equals_transformers(load_case, name):
+    """Traced, so that nothing is read on the host, with two steps in flight."""
+    case = load_case(name)
+    weights = load_weights(case.config(), torch.float32, torch.device("cpu"))
+    decoder = make_decoder(case.config(), weights)
+    graphs = {"capturer": TraceRecorder(), "stream": LateStream(), "sizes": (4,)}
+    driver = Driver(make_runner(decoder, **graphs))
+    seqs = [driver.add(prompt, 10) for prompt in case.prompts]
+    driver.run(seqs, chunk=20, depth=2)
+    for seq, expected in zip(seqs, case.expected, strict=True):
+        assert seq.outputs == expected.tokens[:10]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["torch", "native"])
+@pytest.mark.parametrize("name", [*CASES, *VARIANTS])
+def test_matrix(load_case, name, backend):
+    if backend == "native":
+        context()
+    case = load_case(name)
+    check_reference(case)
+    runner = case.runner(attention_backend=backend)
+    for index, prompt in enumerate(case.prompts):
+        driver = Driver(runner)
+        seq = driver.add(prompt, OUTPUT)
+        driver.run([seq])
+        check(case, [seq], [index])
+    for chunk in range(1, 34):
+        driver = Driver(runner)
+        seq = driver.add(case.prompts[1], 3)
+        driver.run([seq], chunk=chunk)
+        compare(seq, case.expected[1], Tally())
+    for chunk in (3, 10):
+        run_everything(case, runner, chunk)
+    driver = Driver(case.runner(attention_backend=backend, async_scheduling=True))
+    seqs = [driver.add(prompt, OUTPUT) for prompt in case.prompts]
+    driver.run(seqs, chunk=7, depth=2)
+    check(case, seqs, [0, 1, 2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*CASES, *VARIANTS])
+def test_transformers_modules_agree(load_case, name):
+    if name.startswith(("Dots1", "Ernie", "Qwen2Moe")):
+        pytest.skip("not among the architectures that are tested through transformers' modules")
+    case = load_case(name)
+    run_everything(case, case.runner(model_impl="transformers"))
+
+
+@pytest.mark.parametrize("name", ["Qwen3Moe", "GptOss"])
+def test_int8_covers_experts(load_case, name):
+    """All of their weights, and none of the router's; what they compute is near."""
+    context()
+    case = load_case(name)
+    plain = case.runner(attention_backend="native")
+    rounded = case.runner(attention_backend="native", quantization="int8")
+    layers = [runner._state.decoder.layers[-1] for runner in (plain, rounded)]  # type: ignore[union-attr]
+    x = torch.randn(9, 64, generator=torch.Generator().manual_seed(3))
+    (ids, weights), (others, _) = (layer.mlp.routing(x) for layer in layers)
+    assert torch.equal(ids, others)
+    expected, found = (layer.mlp.experts(x, ids, weights) for layer in layers)
+    assert 1e-4 < (found - expected).norm() / expected.norm() < 0.03
+    packed = [
+        sum(linear.weights.num_bytes for part in layer.mlp.experts.layers for linear in part)
+        for layer in layers
+    ]
+    assert packed[1] == packed[0] // 4
+
+
+# --- what the comparison sees ------------------------------------------------------------
+
+
+def _mlps(runner: ModelRunner) -> list[ExpertsMLP]:
+    layers = runner._state.decoder.layers  # type: ignore[union-attr]
+    return [layer.mlp for layer in layers if isinstance(layer.mlp, ExpertsMLP)]  # type: ignore[attr-defined]
+
+
+def _no_sinks(runner: ModelRunner) -> None:
+    for layer in runner._state.decoder.layers:  # type: ignore[union-attr]
+        layer.mixer.sinks = (torch.full_like(layer.mixer.sinks[0], -1e9),)  # type: ignore[attr-defined]
+
+
+def _routed(change: Callable[[Any], Any]) -> Callable[[ModelRunner], None]:
+    def mutate(runner: ModelRunner) -> None:
+        for mlp in _mlps(runner):
+            routing: Any = mlp.routing
+            routing.config = change(routing.config)
+
+    return mutate
+
+
+def _swapped_experts(runner: ModelRunner) -> None:
+    for mlp in _mlps(runner):
+        experts: Any = mlp.experts
+        experts.down[0], experts.down[1] = experts.down[1], experts.down[0]
+
+
+def _bias_as_weight(runner: ModelRunner) -> None:
+    """Weighs with the scores that choose."""
+    for mlp in _mlps(runner):
+        routing: Any = mlp.routing
+
+        def biased(x: torch.Tensor, own: Any = routing) -> Any:
+            ids, _ = own(x)
+            logits = x @ own.weight.T
+            scores = (logits.sigmoid() + own.correction).gather(1, ids.long())
+            return ids, scores / scores.sum(-1, keepdim=True) * own.config.scale
+
+        mlp.routing = biased
+
+
+def _no_shared(runner: ModelRunner) -> None:
+    for mlp in _mlps(runner):
+        mlp.shared = None
+
+
+def _no_gate(runner: ModelRunner) -> None:
+    for mlp in _mlps(runner):
+        mlp.gate = None
+
+
+def _no_correction(runner: ModelRunner) -> None:
+    for mlp in _mlps(runner):
+        mlp.routing.correction = None  # type: ignore[attr-defined]
+
+
+MUTATIONS: dict[str, tuple[str, Callable[[ModelRunner], None]]] = {
+    "no sinks": ("GptOss", _no_sinks),
+    "experts swapped": ("Qwen3Moe", _swapped_experts),
+    "weights not renormalised": ("Qwen3Moe", _routed(lambda c: replace(c, renormalise=False))),
+    "weights renormalised": ("Olmoe", _routed(lambda c: replace(c, renormalise=True))),
+    "softmax for sigmoid": ("Glm4Moe", _routed(lambda c: replace(c, scoring="softmax"))),
+    "no groups": ("Glm4Moe", _routed(lambda c: replace(c, num_groups=1, top_groups=1))),
+    "no scale": ("Dots1", _routed(lambda c: replace(c, scale=1.0))),
+    "correction as weight": ("Glm4Moe", _bias_as_weight),
+    "no correction": ("Ernie4_5_Moe", _no_correction),
+    "no shared experts": ("Dots1", _no_shared),
+    "no gate of the shared expert": ("Qwen2Moe", _no_gate),
+}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_the_comparison_sees_mistakes(load_case, mutation):
+    name, mutate = MUTATIONS[mutation]
+    case = load_case(name)
+    runner = case.runner()
+    mutate(runner)
+    driver = Driver(runner)
+    seq = driver.add(case.prompts[1], OUTPUT)
+    driver.run([seq], chunk=10)
+    with pytest.raises(AssertionError):
+        check(case, [seq], [1])
+
+
+# --- checkpoints --------------------------------------------------------------------------
+
+
+def fuse(path: Path, target: Path) -> None:
+    """Writes a checkpoint of numbered experts with one tensor for all, as modules have them."""
+    tensors = load_file(path / "model.safetensors")
+    config = ModelConfig.from_directory(path)
+    assert config.experts is not None
+    names, count = config.experts.names, config.experts.routing.num_experts
+    for layer in range(config.num_layers):
+        if not config.experts.layers[layer]:
+            continue
+        there = f"model.layers.{layer}."
+
+        def take(part: str, there: str = there) -> torch.Tensor:
+            stem = f"{there}{names.experts}."
+            return torch.stack([tensors.pop(f"{stem}{i}.{part}.weight") for i in range(count)])
+
+        gate, up, down = map(take, names.parts)
+        tensors[f"{there}{names.fused}.gate_up_proj"] = torch.cat((gate, up), 1)
+        tensors[f"{there}{names.fused}.down_proj"] = down
+        router = tensors.pop(f"{there}{names.router}.weight")
+        tensors[f"{there}{names.fused_router}.weight"] = router
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    (target / "config.json").write_text((path / "config.json").read_text())
+
+
+@pytest.mark.parametrize("name", ["Qwen3Moe", "Mixtral"])
+def test_fused_names_are_the_same_weights(load_case, tmp_path, name):
+    case, cpu = load_case(name), torch.device("cpu")
+    fuse(case.path, tmp_path)
+    plain = list(load_weights(case.config(), torch.float32, cpu))
+    fused = list(load_weights(ModelConfig.from_directory(tmp_path), torch.float32, cpu))
+    assert [name for name, _ in plain] == [name for name, _ in fused]
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(plain, fused, strict=True))
+
+
+def change(case: Case, target: Path, **tensors: torch.Tensor | None) -> ModelConfig:
+    """A copy of a checkpoint with other tensors; None takes one out."""
+    found: dict[str, Any] = load_file(case.path / "model.safetensors") | tensors
+    found = {name: tensor for name, tensor in found.items() if tensor is not None}
+    save_file(found, target / "model.safetensors", metadata={"format": "pt"})
+    (target / "config.json").write_text((case.path / "config.json").read_text())
+    return ModelConfig.from_directory(target)
+
+
+def test_experts_that_are_missing_or_too_many_are_named(load_case, tmp_path):
+    case = load_case("Qwen3Moe")
+    stem = "model.layers.1.mlp.experts."
+    for tensors, said in (
+        ({f"{stem}3.up_proj.weight": None}, rf"'{stem}3.up_proj.weight' is missing, .*\(48, 64\)"),
+        ({f"{stem}6.up_proj.weight": torch.zeros(48, 64)}, rf"'{stem}6.up_proj.weight' is none of"),
+        (
+            {f"{stem}0.down_proj.weight": torch.zeros(64, 40)},
+            rf"'{stem}0.down_proj.weight' is F32 of shape \(64, 40\), expected .* \(64, 48\)",
+        ),
+        (
+            {"model.layers.1.mlp.gate.weight": torch.zeros(5, 64)},
+            r"\(5, 64\), expected .*\(6, 64\)",
+        ),
+    ):
+        config = change(case, tmp_path, **tensors)
+        with pytest.raises(ModelLoadError, match=said):
+            list(load_weights(config, torch.float32, torch.device("cpu")))
+
+
+def test_fused_experts_of_another_count_are_named(load_case, tmp_path):
+    case = load_case("GptOss")
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    config = change(case, tmp_path, **{name: torch.zeros(5, 64, 192)})
+    with pytest.raises(ModelLoadError, match=rf"'{name}' is .*\(5, 64, 192\), .*\(6, 64, 192\)"):
+        list(load_weights(config, torch.float32, torch.device("cpu")))
+
+
+def test_layers_that_predict_further_tokens_are_left_out(load_case, tmp_path):
+    """And one behind those is not."""
+    case = load_case("Glm4Moe")
+    extra = "model.layers.3.eh_proj.weight"
+    config = change(case, tmp_path, **{extra: torch.zeros(4, 4)})
+    list(load_weights(config, torch.float32, torch.device("cpu")))
+    config = change(case, tmp_path, **{extra.replace("3", "4"): torch.zeros(4, 4)})
+    with pytest.raises(ModelLoadError, match=r"layers\.4\.eh_proj\.weight' is none of"):
+        list(load_weights(config, torch.float32, torch.device("cpu")))
+
+
+# --- configurations -----------------------------------------------------------------------
+
+QWEN3 = TINY | {"model_type": "qwen3_moe", "head_dim": 16, **EXPERTS}
+GLM = TINY | {"model_type": "glm4_moe", **ROUTED, **(GROUPS | ROUTED)}
+GPT = TINY | {"model_type": "gpt_oss", **LOCAL}
+
+
+@pytest.mark.parametrize(
+    ("config", "fields", "said"),
+    [
+        (QWEN3, {"num_experts_per_tok": 7}, "num_experts_per_tok is 7, expected at most num_exp"),
+        (QWEN3, {"num_experts_per_tok": 0}, "num_experts_per_tok is 0, expected"),
+        (QWEN3, {"num_experts_per_tok": None}, "num_experts_per_tok is missing, expected"),
+        (QWEN3, {"num_experts": 5000}, "num_experts is 5000, expected .* 4096"),
+        (QWEN3, {"num_experts": None}, "num_experts is missing"),
+        (QWEN3, {"moe_intermediate_size": 0}, "moe_intermediate_size is 0, expected"),
+        (QWEN3, {"moe_intermediate_size": "48"}, "moe_intermediate_size is '48', expected"),
+        (QWEN3, {"decoder_sparse_step": 0}, "decoder_sparse_step is 0, expected"),
+        (QWEN3, {"mlp_only_layers": [3]}, r"mlp_only_layers is \[3\], expected .* 0 to 2"),
+        (QWEN3, {"mlp_only_layers": 1}, "mlp_only_layers is 1, expected a list"),
+        (QWEN3, {"norm_topk_prob": 1}, "norm_topk_prob is 1, expected"),
+        (GLM, {"n_group": 3}, "n_group is 3, expected a divisor of n_routed_experts=8"),
+        (GLM, {"n_group": 8}, "n_group is 8, expected .* at most half of it"),
+        (GLM, {"topk_group": 5}, "topk_group is 5, expected 2 to n_group=4 groups of 2 experts"),
+        (GLM, {"topk_group": 1}, "topk_group is 1, expected 2 to .* num_experts_per_tok=3"),
+        (GLM, {"routed_scaling_factor": 0.0}, "routed_scaling_factor is 0.0, expected"),
+        (GLM, {"n_shared_experts": 0}, "n_shared_experts is 0, expected"),
+        (GLM, {"first_k_dense_replace": -1}, "first_k_dense_replace is -1, expected"),
+        (GPT, {"swiglu_limit": 0.0}, "swiglu_limit is 0.0, expected"),
+        (GPT, {"layer_types": ["full_attention"]}, "layer_types is .*num_hidden_layers=3"),
+        (TINY | {"model_type": "olmoe", **EXPERTS}, {"clip_qkv": 2.0}, "clip_qkv is 2.0, expected"),
+        (TINY | {"model_type": "ernie4_5_moe", **ERNIE}, {"use_bias": True}, "use_bias is True"),
+    ],
+)  # fmt: skip
+def test_bad_numbers_are_named(tmp_path, config, fields, said):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    assert ModelConfig.from_directory(tmp_path).experts is not None
+    file.write_text(json.dumps(config | fields))
+    with pytest.raises(ModelLoadError, match=said):
+        ModelConfig.from_directory(tmp_path)
+
+
+def test_a_model_without_a_layer_of_experts_is_dense(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3 | {"decoder_sparse_step": 9}))
+    assert ModelConfig.from_directory(tmp_path).experts is None
