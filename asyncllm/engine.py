@@ -448,6 +448,12 @@ class AsyncLLMEngine(Handle):
     def model_config(self) -> Any:
         return self._started().loaded.model_config
 
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and output that fit into one request: ``EngineConfig.max_model_len``,
+        or what it came to where it was left out."""
+        return self._started().loaded.executor.info.max_model_len
+
     # --- inside ------------------------------------------------------------------------
 
     def _started(self) -> EngineThread:

@@ -108,6 +108,44 @@ const scenarios = {
     say({ ...result, failures: page.failures });
   },
 
+  async tools(browser) {
+    const results = [];
+    for (const colorScheme of ["light", "dark"]) {
+      for (const [name, viewport] of [["desktop", { width: 1360, height: 860 }], ["phone", { width: 390, height: 844 }]]) {
+        const phone = name === "phone";
+        const page = await open(browser, { colorScheme, viewport, isMobile: phone, hasTouch: phone, deviceScaleFactor: phone ? 2 : 1 });
+        await page.click("#show-settings");
+        await page.check("#tools");
+        await page.click("#show-settings");
+        await ask(page, "What is 12 + 30?");
+        await page.waitForFunction(() => document.querySelector(".thoughts summary")?.textContent === "Thinking…");
+        await page.waitForFunction(() => document.querySelectorAll(".assistant").length === 2);
+        await ended(page);
+        const shown = await page.evaluate(() => {
+          const texts = (within, selector) => [...within.querySelectorAll(selector)].filter((node) => !node.hidden).map((node) => node.textContent);
+          return {
+            thoughts: [...document.querySelectorAll(".thoughts:not([hidden])")].map((node) => [node.open, ...texts(node, "*")]),
+            calls: [...document.querySelectorAll(".call")].map((node) => texts(node, "code, .call-state, pre")),
+            texts: texts(document, ".assistant .text"),
+            elements: document.querySelectorAll("#messages img, #messages b").length,
+            mono: [...document.querySelectorAll(".call pre, .call code")].every((node) => getComputedStyle(node).fontFamily.includes("monospace")),
+          };
+        });
+        await page.locator(".thoughts summary").first().click();
+        await page.screenshot({ path: `${out}/tools-${name}-${colorScheme}.png` });
+        const problems = [...(await page.evaluate(inspect)), ...page.failures];
+        // A conversation is kept with its calls.
+        await page.reload();
+        await page.waitForSelector("#stats-state[data-state=open]", { state: "attached" });
+        if (phone) await page.tap("#show-rail");
+        await page.locator(".conversation", { hasText: "12 + 30" }).click();
+        results.push({ ...shown, problems, kept: await page.locator(".call").count() });
+        await page.context().close();
+      }
+    }
+    say(results);
+  },
+
   async phone(browser) {
     // So narrow that "Regenerate" has a line of its own.
     const page = await open(browser, { viewport: { width: 320, height: 640 }, isMobile: true, hasTouch: true });

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import importlib.util
 import json
 import os
@@ -15,7 +16,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import websockets.asyncio.server as websockets
+from websockets.datastructures import Headers
+from websockets.http11 import Response
 
+from asyncllm import EngineStats
 from asyncllm.serving.websocket import serve
 from tests.fakes import FakeTokenizer, WordDecoder, fake
 from tests.test_websocket import idle
@@ -199,6 +204,116 @@ def test_data_in_an_answer_is_monospaced():
     whole = "".join(text for _, text in PARTS)
     result = asyncio.run(shown("data", [whole[i : i + 3] for i in range(0, len(whole), 3)]))
     assert result == {"parts": PARTS, "alike": True, "mono": True, "failures": []}
+
+
+class ScriptedServer:
+    """A server of the protocol whose answers think and call: what the page shows of it is looked
+    at without a model that does."""
+
+    def __init__(self):
+        self.asked = []
+
+    async def start(self):
+        serving = await websockets.serve(self.talk, "127.0.0.1", 0, process_request=self.file)
+        self.url = f"http://127.0.0.1:{serving.sockets[0].getsockname()[1]}/"
+        return serving
+
+    def file(self, connection, request):
+        found = None if request.path.startswith("/v1/") else page(request.path)
+        if found is None:
+            return None
+        kind, body = found
+        headers = {"Content-Type": kind, "Content-Length": str(len(body)), "Connection": "close"}
+        return Response(200, "OK", Headers(headers), body)
+
+    async def talk(self, connection):
+        if connection.request.path == "/v1/stats":
+            stats = {"stats": dataclasses.asdict(EngineStats()), "connections": 1, "responses": []}
+            await connection.send(json.dumps({"type": "asyncllm.stats", **stats}))
+            await connection.wait_closed()
+            return
+        async for message in connection:
+            create = json.loads(message)
+            self.asked.append(create)
+            last = create["input"][-1]
+            events = ANSWER if last.get("type") == "function_call_output" else CALLS
+            for event in events:
+                await connection.send(json.dumps(event))
+                await asyncio.sleep(0.02)
+
+
+USAGE = {"input_tokens": 9, "output_tokens": 9, "input_tokens_details": {"cached_tokens": 0}}
+
+
+def created(name):
+    return {"type": "response.created", "response": {"id": name}}
+
+
+def completed(name):
+    response = {"id": name, "status": "completed", "usage": USAGE}
+    return {"type": "response.completed", "response": response}
+
+
+def call_events(index, name, arguments):
+    item = {"type": "function_call", "id": f"fc_{index}", "call_id": f"call_{index}", "name": name}
+    added = {**item, "arguments": "", "status": "in_progress"}
+    yield {"type": "response.output_item.added", "output_index": index, "item": added}
+    for start in range(0, len(arguments), 5):
+        fragment = {"output_index": index, "delta": arguments[start : start + 5]}
+        yield {"type": "response.function_call_arguments.delta", **fragment}
+    done = {**item, "arguments": arguments, "status": "completed"}
+    yield {"type": "response.output_item.done", "output_index": index, "item": done}
+
+
+HOSTILE = "<img src=x onerror='window.ran=1'><b>bold</b>"
+CALLS = [
+    created("resp_1"),
+    *(
+        {"type": "response.reasoning_text.delta", "delta": word}
+        for word in ("A ", "sum", " it is.")
+    ),
+    {"type": "response.output_text.delta", "delta": "Let me add."},
+    *call_events(2, "add", '{"a": 12, "b": 30}'),
+    *call_events(3, "get_time", json.dumps({"city": HOSTILE})),
+    completed("resp_1"),
+]
+ANSWER = [
+    created("resp_2"),
+    {"type": "response.output_text.delta", "delta": "The answer is 42."},
+    completed("resp_2"),
+]
+
+
+def test_calls_are_cards_and_thoughts_are_folded():
+    """They run in the page, and their results go back to the model."""
+
+    async def main():
+        scripted = ScriptedServer()
+        out = ROOT / "build" / "screenshots"
+        out.mkdir(parents=True, exist_ok=True)
+        async with await scripted.start(), driven("tools", scripted.url, out) as browser:
+            return scripted.asked, await browser.hear()
+
+    asked, results = asyncio.run(main())
+    error = f"error: no time zone is named after {HOSTILE}"
+    for result in results:
+        assert result["thoughts"] == [[False, "Thoughts", "A sum it is."]]
+        assert result["texts"] == ["Let me add.", "The answer is 42."]
+        assert result["calls"] == [
+            ["add", "done", '{\n  "a": 12,\n  "b": 30\n}', "42"],
+            ["get_time", "failed", json.dumps({"city": HOSTILE}, indent=2), error],
+        ]
+        assert (result["elements"], result["mono"], result["kept"]) == (0, True, 2)
+        assert result["problems"] == []
+    assert len(results) == 4
+    question, results_of_calls = asked[:2]
+    assert [tool["name"] for tool in question["tools"]] == ["add", "get_time"]
+    assert question["input"] == [{"role": "user", "content": "What is 12 + 30?"}]
+    assert results_of_calls["previous_response_id"] == "resp_1"
+    assert results_of_calls["input"] == [
+        {"type": "function_call_output", "call_id": "call_2", "output": "42"},
+        {"type": "function_call_output", "call_id": "call_3", "output": error},
+    ]
 
 
 def test_enter_drawers_and_edges_on_a_phone():

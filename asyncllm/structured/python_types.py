@@ -38,6 +38,12 @@ def schema_of(kind: type, name: str) -> dict[str, Any]:
         schema = adapter.json_schema()
     except Exception as error:  # of the type's own hooks
         raise check.invalid(name, kind, f"a type that JSON can express ({error})") from error
+    return close_objects(schema)
+
+
+def close_objects(schema: dict[str, Any]) -> dict[str, Any]:
+    """Gives the objects of a JSON schema that name properties no others, unless they say so; in
+    place."""
     pending: list[Any] = [schema]
     while pending:
         item = pending.pop()

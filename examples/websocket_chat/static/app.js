@@ -38,6 +38,7 @@ function open(conversation) {
   $("system").value = conversation.system;
   $("temperature").value = conversation.temperature;
   $("temperature-value").value = conversation.temperature.toFixed(1);
+  $("tools").checked = conversation.tools;
   $("prompt").value = conversation.draft;
   $("hint").textContent = "";
   grow();
@@ -248,6 +249,10 @@ $("system").addEventListener("change", () => {
 $("temperature").addEventListener("input", () => {
   current.temperature = Number($("temperature").value);
   $("temperature-value").value = current.temperature.toFixed(1);
+});
+$("tools").addEventListener("change", () => {
+  current.tools = $("tools").checked;
+  save();
 });
 $("show-settings").onclick = () => {
   const settings = $("settings");

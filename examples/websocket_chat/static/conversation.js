@@ -1,6 +1,9 @@
 // One conversation: its messages, its socket, and the turn that is under way.
 
 import { Socket } from "./socket.js";
+import { run, schemas } from "./tools.js";
+
+const MAX_ROUNDS = 4;
 
 const FRIENDLY = {
   context_length_exceeded:
@@ -16,6 +19,7 @@ export class Conversation {
     this.hue = saved.hue;
     this.system = saved.system ?? "";
     this.temperature = saved.temperature ?? 0.6;
+    this.tools = saved.tools ?? false;
     this.messages = saved.messages ?? [];
     this.draft = "";
     this.changed = changed;
@@ -38,11 +42,11 @@ export class Conversation {
   }
 
   toJSON() {
-    const { id, hue, system, temperature } = this;
-    const messages = this.messages.map(({ role, text, note, metrics }) => ({
-      role, text, note, metrics,
+    const { id, hue, system, temperature, tools } = this;
+    const messages = this.messages.map(({ role, text, reasoning, calls, note, metrics }) => ({
+      role, text, reasoning, calls, note, metrics,
     }));
-    return { id, hue, system, temperature, messages };
+    return { id, hue, system, temperature, tools, messages };
   }
 
   // --- turns ---
@@ -71,7 +75,7 @@ export class Conversation {
   answer() {
     const message = { role: "assistant", text: "" };
     this.messages.push(message);
-    this.turn = { message, sentAt: performance.now(), frames: 0, firstAt: null, responseId: null };
+    this.turn = { message, sentAt: performance.now(), frames: 0, firstAt: null, responseId: null, calls: new Map() };
     this.changed(this, "messages");
     this.changed(this, "list");
     this.socket.whenOpen(() => this.turn && this.request());
@@ -93,10 +97,8 @@ export class Conversation {
       previous_response_id: known >= 0 ? asked[known].responseId : null,
       instructions: this.system.trim() || null,
       temperature: this.temperature,
-      input: asked
-        .slice(known + 1)
-        .filter((message) => message.text)
-        .map(({ role, text }) => ({ role, content: text })),
+      ...(this.tools && { tools: schemas }),
+      input: [...(known >= 0 ? outputs(asked[known]) : []), ...asked.slice(known + 1).flatMap(items)],
     });
   }
 
@@ -113,12 +115,21 @@ export class Conversation {
         this.changed(this, "state");
         break;
       case "response.output_text.delta":
-        turn.firstAt ??= performance.now();
-        turn.lastAt = performance.now();
-        turn.frames += 1;
         turn.message.text += event.delta;
-        turn.message.metrics = this.liveMetrics(turn);
-        this.changed(this, "text");
+        this.grown();
+        break;
+      case "response.reasoning_text.delta":
+      case "response.reasoning_summary_text.delta":
+        turn.message.reasoning = (turn.message.reasoning ?? "") + event.delta;
+        this.grown();
+        break;
+      case "response.output_item.added":
+      case "response.output_item.done":
+        if (event.item.type === "function_call") this.called(event);
+        break;
+      case "response.function_call_arguments.delta":
+        turn.calls.get(event.output_index).arguments += event.delta;
+        this.grown();
         break;
       case "response.completed":
       case "response.incomplete":
@@ -126,10 +137,44 @@ export class Conversation {
         turn.message.connection = this.socket.number;
         turn.message.metrics = this.finalMetrics(turn, event.response);
         this.finish({ cancelled: "Stopped", incomplete: "Cut off: the context is full" }[event.response.status]);
+        if (event.response.status === "completed") this.makeCalls();
         break;
       case "response.failed":
         this.finish(event.response.error.message, true);
     }
+  }
+
+  grown() {
+    const { turn } = this;
+    turn.firstAt ??= performance.now();
+    turn.lastAt = performance.now();
+    turn.frames += 1;
+    turn.message.metrics = this.liveMetrics(turn);
+    this.changed(this, "text");
+  }
+
+  // A call begins, or is whole. Only a whole one is ever made.
+  called({ type, output_index: index, item }) {
+    let call = this.turn.calls.get(index);
+    if (!call) {
+      call = { id: item.call_id, name: item.name, arguments: "" };
+      this.turn.calls.set(index, call);
+      (this.turn.message.calls ??= []).push(call);
+    }
+    if (type === "response.output_item.done" && item.status !== "incomplete") {
+      Object.assign(call, { arguments: item.arguments, whole: true });
+    }
+    this.changed(this, "text");
+  }
+
+  // Makes the calls of the last answer, and asks for the next one.
+  makeCalls() {
+    const { calls } = this.messages.at(-1);
+    if (!this.tools || !calls?.length || !calls.every((call) => call.whole)) return;
+    for (const call of calls) call.output = run(call);
+    const asked = this.messages.findLastIndex(({ role }) => role === "user");
+    if (this.messages.length - 1 - asked < MAX_ROUNDS) this.answer();
+    else this.changed(this, "messages");
   }
 
   refused(error) {
@@ -182,4 +227,21 @@ export class Conversation {
   close() {
     this.socket.close();
   }
+}
+
+// A message as items of the protocol. The thoughts stay here: a model makes new ones.
+function items(message) {
+  const { role, text, calls = [] } = message;
+  const whole = calls.filter((call) => call.whole);
+  return [
+    ...(text ? [{ role, content: text }] : []),
+    ...whole.map(({ id, name, arguments: given }) => ({ type: "function_call", call_id: id, name, arguments: given })),
+    ...outputs(message),
+  ];
+}
+
+function outputs({ calls = [] }) {
+  return calls
+    .filter(({ output }) => output !== undefined)
+    .map(({ id, output }) => ({ type: "function_call_output", call_id: id, output }));
 }

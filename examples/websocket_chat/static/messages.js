@@ -25,7 +25,7 @@ export class MessageList {
   update(conversation) {
     const shown = this.shown;
     if (shown?.message !== conversation.turn?.message) return this.show(conversation);
-    write(shown.item.querySelector(".text"), shown.message.text);
+    fill(shown.item.querySelector(".body"), shown.message, true);
     shown.item.querySelector(".metrics").textContent = metricsText(shown.message.metrics);
   }
 
@@ -72,9 +72,15 @@ export class MessageList {
     const running = last && turn;
     const item = element("li", "message assistant");
     if (running) item.dataset.state = "running";
-    const text = element("div", "text");
-    write(text, message.text);
-    item.append(element("span", "hidden", "Answer: "), text);
+    const body = element("div", "body");
+    const thoughts = element("details", "thoughts");
+    thoughts.append(element("summary"), element("p"));
+    // As the reader left it, when the message is made anew.
+    thoughts.open = Boolean(message.opened);
+    thoughts.ontoggle = () => (message.opened = thoughts.open);
+    body.append(thoughts, element("div", "text"), element("ul", "calls"));
+    fill(body, message, running);
+    item.append(element("span", "hidden", "Answer: "), body);
     if (message.note) {
       const note = element("p", message.failed ? "note failed" : "note", message.note);
       item.append(note);
@@ -87,22 +93,73 @@ export class MessageList {
   }
 }
 
-// Puts a text into paragraphs and monospaced blocks, and touches only what has grown.
+// Thoughts, text and calls of an answer.
+function fill(body, message, running) {
+  const [thoughts, text, calls] = body.children;
+  const { reasoning = "", calls: made = [] } = message;
+  const thinking = running && !message.text && !made.length;
+  thoughts.hidden = !reasoning;
+  setText(thoughts.children[0], thinking ? "Thinking…" : "Thoughts");
+  setText(thoughts.children[1], reasoning);
+  thoughts.classList.toggle("running", Boolean(thinking));
+  write(text, message.text);
+  text.hidden = !message.text && (Boolean(reasoning) || made.length > 0);
+  made.forEach((call, i) => fillCard(calls.children[i] ?? calls.appendChild(card()), call, running));
+  while (calls.children.length > made.length) calls.lastChild.remove();
+  calls.hidden = !made.length;
+}
+
+function card() {
+  const item = element("li", "call");
+  const head = element("p", "call-head");
+  head.append(element("code"), element("span", "call-state"));
+  item.append(head, element("pre"), element("pre", "output"));
+  return item;
+}
+
+function fillCard(item, call, running) {
+  const [head, given, output] = item.children;
+  const failed = call.output?.startsWith("error: ");
+  const state = call.output === undefined
+    ? call.whole ? "called" : running ? "calling…" : "cut off"
+    : failed ? "failed" : "done";
+  item.dataset.state = state;
+  setText(head.children[0], call.name);
+  setText(head.children[1], state);
+  setText(given, call.whole ? pretty(call.arguments) : call.arguments);
+  given.hidden = !given.textContent || given.textContent === "{}";
+  setText(output, call.output ?? "");
+  output.hidden = call.output === undefined;
+}
+
+function pretty(text) {
+  try {
+    return JSON.stringify(JSON.parse(text), null, 2);
+  } catch {
+    return text;
+  }
+}
+
+// Touches only what has grown, so that a reader's selection stays.
+function setText(node, text) {
+  const shown = node.firstChild ?? node.appendChild(document.createTextNode(""));
+  if (shown.data === text) return;
+  if (text.startsWith(shown.data)) shown.appendData(text.slice(shown.length));
+  else shown.data = text;
+}
+
+// Puts a text into paragraphs and monospaced blocks, touching only what has grown.
 function write(node, text) {
   const parts = split(text);
   parts.forEach(({ tag, text }, i) => {
     let part = node.children[i];
     if (part?.localName !== tag) {
       const made = element(tag);
-      made.append("");
       if (part) part.replaceWith(made);
       else node.append(made);
       part = made;
     }
-    const shown = part.firstChild;
-    if (shown.data === text) return;
-    if (text.startsWith(shown.data)) shown.appendData(text.slice(shown.length));
-    else shown.data = text;
+    setText(part, text);
   });
   while (node.children.length > parts.length) node.lastChild.remove();
 }

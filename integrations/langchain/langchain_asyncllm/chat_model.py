@@ -3,30 +3,39 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models.base import LangSmithParams
 from langchain_core.language_models.chat_models import BaseChatModel
-from langchain_core.messages import (
-    AIMessage,
-    AIMessageChunk,
-    BaseMessage,
-    convert_to_openai_messages,
-)
-from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
+from langchain_core.language_models.model_profile import ModelProfile
+from langchain_core.messages import BaseMessage
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
+from langchain_core.runnables import Runnable
 from langchain_core.utils.function_calling import convert_to_openai_tool
+from pydantic import model_validator
 
-from asyncllm import Completion, Delta, InvalidRequestError, Usage
+from asyncllm import Completion, Delta, InvalidRequestError
+from asyncllm.structured.python_types import close_objects
 from asyncllm.text.template_input import TemplateInput
+from asyncllm.tools.tool_use import ToolUse
 from langchain_asyncllm.engine_model import (
     CONFIG,
     EngineModel,
     finish_metadata,
     refuse_several,
     token_usage,
+)
+from langchain_asyncllm.messages import ChunkMaker, to_chat, to_message, usage_metadata
+from langchain_asyncllm.structured import (
+    METHODS,
+    json_schema,
+    parser_of,
+    tool_of,
+    tool_parser_of,
+    with_parser,
 )
 
 
@@ -42,7 +51,7 @@ class ChatAsyncLLM(EngineModel, BaseChatModel):
     ``batch`` and ``abatch`` included, share one batch. Leaving a stream early, or cancelling
     the task, aborts the request.
 
-    Messages are text: the engine refuses images, audio and tools.
+    Messages are text: the engine refuses images and audio.
     """
 
     model_config = CONFIG
@@ -72,8 +81,9 @@ class ChatAsyncLLM(EngineModel, BaseChatModel):
             return super().get_num_tokens_from_messages(messages, tools)
         if not messages:
             return 0
-        chat = convert_to_openai_messages(messages)
-        schemas = None if tools is None else [convert_to_openai_tool(tool) for tool in tools]
+        chat = to_chat(messages)
+        use = ToolUse.of([convert_to_openai_tool(tool) for tool in tools or ()], "auto", True)
+        schemas = None if use is None else list(use.schemas)
         try:
             return self._prompt_length(chat, schemas)
         except InvalidRequestError:
@@ -84,17 +94,100 @@ class ChatAsyncLLM(EngineModel, BaseChatModel):
     def _prompt_length(self, chat: list[dict[str, Any]], tools: list[Any] | None) -> int:
         return len(self.engine.tokenizer.encode_chat(TemplateInput(chat, {"tools": tools})))
 
-    def bind_tools(self, tools: Sequence[Any], **kwargs: Any) -> Any:
-        """Not there yet.
+    def bind_tools(
+        self,
+        tools: Sequence[Any],
+        *,
+        tool_choice: str | bool | dict[str, Any] | None = None,
+        parallel_tool_calls: bool | None = None,
+        response_format: Any = None,
+        **kwargs: Any,
+    ) -> Runnable[Any, Any]:
+        """A model that may call tools.
 
-        Raises:
-            NotImplementedError: with what to do instead.
+        Args:
+            tools: LangChain's tools, functions, Pydantic classes or schemas.
+            tool_choice: "auto" or None; "none"; "any", "required" or True for one call or more;
+                the name of a tool, or OpenAI's dict, for that one. All but the first two hold
+                the model to calls whose arguments fit the schemas, by a grammar.
+            parallel_tool_calls: False ends an answer with its first call.
+            response_format: OpenAI's form of the answer where the model calls no tool, as agents
+                give it. Objects of its schema that name properties have no others, unless they
+                say so.
+            kwargs: bound to each call.
         """
-        raise NotImplementedError(
-            f"{type(self).__name__} has no tool calling yet, and so serves no agent: a chat "
-            'template that knows tools gets them from .bind(chat_template_kwargs={"tools": '
-            "[schemas]}), and the text of the answer has the calls"
-        )
+        schemas = [convert_to_openai_tool(tool) for tool in tools]
+        if schemas:
+            kwargs["tools"] = schemas
+        if tool_choice is not None and tool_choice is not False:
+            kwargs["tool_choice"] = _tool_choice(tool_choice, schemas)
+        if parallel_tool_calls is not None:
+            kwargs["parallel_tool_calls"] = parallel_tool_calls
+        if response_format is not None:
+            kwargs["response_format"] = _closed(response_format)
+        return self.bind(**kwargs)
+
+    def with_structured_output(
+        self,
+        schema: dict[str, Any] | type,
+        *,
+        include_raw: bool = False,
+        method: str = "json_schema",
+        strict: bool | None = None,
+        **kwargs: Any,
+    ) -> Runnable[Any, Any]:
+        """A model that answers with JSON of a schema.
+
+        Args:
+            schema: a Pydantic class, of which the results will be; a TypedDict, a JSON schema or
+                a tool's schema, which make dicts.
+            include_raw: ``{"raw", "parsed", "parsing_error"}`` instead, and no exception where
+                the answer is cut off.
+            method: "json_schema" holds the answer to the schema by a grammar;
+                "function_calling" makes it the arguments of a call; "json_mode" holds it to any
+                JSON object, and the prompt has to say which.
+            strict: False leaves open which further properties an object has, where the schema
+                does; "json_mode" has no schema to be strict about.
+            kwargs: bound to each call.
+        """
+        if method not in METHODS:
+            raise ValueError(f"method={method!r}: expected one of {', '.join(METHODS)}")
+        if strict is not None and method == "json_mode":
+            raise ValueError(f'strict={strict!r}: expected None with method="json_mode"')
+        traced = {"kwargs": {"method": method}, "schema": schema}
+        kwargs["ls_structured_output_format"] = traced
+        if method == "function_calling":
+            model = self.bind_tools(
+                [tool_of(schema, strict)], tool_choice="any", parallel_tool_calls=False, **kwargs
+            )
+            return with_parser(model, tool_parser_of(schema), include_raw)
+        form: dict[str, Any] = {"type": "json_object"}
+        if method == "json_schema":
+            found = json_schema(schema, strict)
+            named = {"name": found["title"], "schema": found}
+            form = {"type": "json_schema", "json_schema": named}
+        model = self.bind(response_format=form, **kwargs)
+        return with_parser(model, parser_of(schema), include_raw)
+
+    @model_validator(mode="after")
+    def _describe(self) -> ChatAsyncLLM:
+        """Agents choose by the profile how to ask for structured output, and when to summarise."""
+        if self.profile is None and self.engine.state == "running":
+            template = self.engine.tokenizer.chat_template
+            has_tools = template.reads("tools")
+            self.profile = ModelProfile(
+                name=self.model_name,
+                max_input_tokens=self.engine.max_model_len,
+                text_inputs=True,
+                text_outputs=True,
+                image_inputs=False,
+                audio_inputs=False,
+                tool_calling=has_tools,
+                tool_choice=has_tools,
+                structured_output=True,
+                temperature=True,
+            )
+        return self
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         params = super()._get_ls_params(stop=stop, **kwargs)
@@ -132,8 +225,9 @@ class ChatAsyncLLM(EngineModel, BaseChatModel):
     ) -> Iterator[ChatGenerationChunk]:
         llm, chat, options = self._prepare(messages, stop, kwargs)
         refuse_several(options)
+        chunks = ChunkMaker()
         for delta in self.paced(self.submit(lambda: llm.stream_chat(chat, **options))):
-            yield self._chunk(delta)
+            yield self._chunk(chunks, delta)
 
     async def _astream(
         self,
@@ -144,26 +238,20 @@ class ChatAsyncLLM(EngineModel, BaseChatModel):
     ) -> AsyncIterator[ChatGenerationChunk]:
         _, chat, options = self._prepare(messages, stop, kwargs)
         refuse_several(options)
+        chunks = ChunkMaker()
         stream = await self.asubmit(lambda: self.engine.chat(chat, **options))
         async for delta in self.apaced(stream):
-            yield self._chunk(delta)
+            yield self._chunk(chunks, delta)
 
     def _prepare(
         self, messages: list[BaseMessage], stop: list[str] | None, given: dict[str, Any]
     ) -> tuple[Any, list[dict[str, Any]], dict[str, Any]]:
-        chat = convert_to_openai_messages(messages)
-        assert isinstance(chat, list)
-        return self.blocking(), chat, self.request_options(stop, given)
+        return self.blocking(), to_chat(messages), self.request_options(stop, given)
 
-    def _chunk(self, delta: Delta) -> ChatGenerationChunk:
+    def _chunk(self, chunks: ChunkMaker, delta: Delta) -> ChatGenerationChunk:
         metadata = finish_metadata(delta.finish_reason, delta.stop_reason, self.model_name)
         metadata |= self.token_logprobs(delta.logprobs)
-        message = AIMessageChunk(
-            content=delta.text,
-            response_metadata=metadata,
-            usage_metadata=_usage_metadata(delta.usage),
-            chunk_position=None if delta.finish_reason is None else "last",
-        )
+        message = chunks.chunk(delta, metadata)
         return ChatGenerationChunk(message=message, generation_info=metadata or None)
 
     def _result(self, completion: Completion) -> ChatResult:
@@ -171,12 +259,9 @@ class ChatAsyncLLM(EngineModel, BaseChatModel):
         for output in completion.outputs:
             metadata = finish_metadata(output.finish_reason, output.stop_reason, self.model_name)
             metadata |= self.token_logprobs(output.logprobs)
-            message = AIMessage(
-                content=output.text,
-                response_metadata=metadata,
-                # That of all outputs, for those who add messages up.
-                usage_metadata=None if output.index else _usage_metadata(completion.usage),
-            )
+            # That of all outputs on the first, for those who add messages up.
+            usage = None if output.index else usage_metadata(completion.usage)
+            message = to_message(output, metadata, usage)
             generations.append(ChatGeneration(message=message, generation_info=metadata))
         return ChatResult(
             generations=generations,
@@ -193,12 +278,21 @@ def _said(message: dict[str, Any]) -> Any:
     return message["content"] if not calls else f"{message['content']}{json.dumps(calls)}"
 
 
-def _usage_metadata(usage: Usage | None) -> UsageMetadata | None:
-    if usage is None:
-        return None
-    return UsageMetadata(
-        input_tokens=usage.prompt_tokens,
-        output_tokens=usage.completion_tokens,
-        total_tokens=usage.total_tokens,
-        input_token_details=InputTokenDetails(cache_read=usage.cached_tokens),
-    )
+def _tool_choice(value: Any, schemas: Sequence[dict[str, Any]]) -> Any:
+    """LangChain's ``tool_choice`` as OpenAI's."""
+    if value is True or value == "any":
+        return "required"
+    if any(schema["function"]["name"] == value for schema in schemas):
+        return {"type": "function", "function": {"name": value}}
+    return value
+
+
+def _closed(response_format: Any) -> Any:
+    """A form of the answer with objects closed, as of ``with_structured_output``."""
+    if not isinstance(response_format, Mapping) or response_format.get("type") != "json_schema":
+        return response_format
+    named = response_format["json_schema"]
+    return {
+        **response_format,
+        "json_schema": {**named, "schema": close_objects(deepcopy(named["schema"]))},
+    }

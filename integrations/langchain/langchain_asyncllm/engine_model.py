@@ -82,17 +82,6 @@ class EngineModel(BaseModel):
         encode = self.custom_get_token_ids or self.engine.tokenizer.encode  # type: ignore[attr-defined]
         return encode(text)
 
-    def with_structured_output(self, schema: Any, **kwargs: Any) -> Any:
-        """Not there yet.
-
-        Raises:
-            NotImplementedError: with what to do instead.
-        """
-        raise NotImplementedError(
-            f"{type(self).__name__} has no structured output yet: ask for the format in the "
-            "prompt and parse the answer, as with PydanticOutputParser"
-        )
-
     def request_options(self, stop: list[str] | None, given: dict[str, Any]) -> dict[str, Any]:
         """Keyword arguments for the engine: the fields, and over them what a call gave."""
         options = {name: getattr(self, name) for name in _SAMPLING}

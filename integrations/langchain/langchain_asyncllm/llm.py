@@ -10,6 +10,7 @@ from langchain_core.language_models.base import LangSmithParams
 from langchain_core.language_models.llms import BaseLLM
 from langchain_core.messages import BaseMessage, get_buffer_string
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
+from langchain_core.runnables import Runnable
 
 from asyncllm import Completion, CompletionOutput
 from asyncllm.llm import LLMStream
@@ -21,6 +22,7 @@ from langchain_asyncllm.engine_model import (
     refuse_several,
     token_usage,
 )
+from langchain_asyncllm.structured import json_schema, parser_of, with_parser
 
 
 class AsyncLLM(EngineModel, BaseLLM):
@@ -36,6 +38,29 @@ class AsyncLLM(EngineModel, BaseLLM):
     @property
     def _identifying_params(self) -> dict[str, Any]:
         return {"model_name": self.model_name, **self.request_options(None, {})}
+
+    def with_structured_output(
+        self,
+        schema: dict[str, Any] | type,
+        *,
+        include_raw: bool = False,
+        strict: bool | None = None,
+        **kwargs: Any,
+    ) -> Runnable[Any, Any]:
+        """Completes prompts with JSON of a schema, which a grammar holds the model to.
+
+        Args:
+            schema: a Pydantic class, of which the results will be; a TypedDict, a JSON schema or
+                a tool's schema, which make dicts.
+            include_raw: ``{"raw", "parsed", "parsing_error"}`` instead, and no exception where
+                the text is cut off.
+            strict: False leaves open which further properties an object has, where the schema
+                does.
+            kwargs: bound to each call.
+        """
+        form = {"json": json_schema(schema, strict)}
+        model = self.bind(structured_outputs=form, **kwargs)
+        return with_parser(model, parser_of(schema), include_raw)
 
     def get_num_tokens_from_messages(
         self, messages: list[BaseMessage], tools: Sequence[Any] | None = None

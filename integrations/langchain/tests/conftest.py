@@ -13,10 +13,3 @@ from asyncllm import LLM
 def llm() -> Iterator[LLM]:
     with LLM(num_blocks=256) as llm:
         yield llm
-
-
-@pytest.fixture(autouse=True)
-def _engine_of_the_class(request: pytest.FixtureRequest, llm: LLM) -> None:
-    """langchain-tests asks the test class for the model's arguments."""
-    if request.cls is not None:
-        request.cls.engine = llm.engine

@@ -84,7 +84,13 @@ async def test_parameters_of_a_call_win(llm: LLM) -> None:
     assert stopped.response_metadata["stop_reason"] == stop
     seeded = ChatAsyncLLM(engine=llm, temperature=1.5, seed=7, max_tokens=20)
     assert (await seeded.ainvoke(STORY)).text == (await seeded.ainvoke(STORY)).text
-    for refused in ({"colour": "blue"}, {"model": "other"}, {"tools": [{}]}, {"top_p": 3}):
+    for refused in (
+        {"colour": "blue"},
+        {"model": "other"},
+        {"tools": [{}]},
+        {"tool_choice": "?"},
+        {"top_p": 3},
+    ):
         with pytest.raises(InvalidRequestError):
             await model.ainvoke(STORY, **refused)
     with pytest.raises(ValueError, match="api_key"):

@@ -1,5 +1,4 @@
-"""Counting tokens, with the engine as the oracle, and what is not there yet. No hub is asked:
-sockets are disabled."""
+"""Counting tokens, with the engine as the oracle. No hub is asked: sockets are disabled."""
 
 from __future__ import annotations
 
@@ -17,8 +16,6 @@ from langchain_core.messages import (
 )
 from langchain_core.prompt_values import ChatPromptValue
 from langchain_core.tools import tool
-from langchain_core.utils.function_calling import convert_to_openai_tool
-from pydantic import BaseModel
 
 from asyncllm import LLM, AsyncLLMEngine, InvalidRequestError
 from asyncllm.text.chat_template import ChatTemplate
@@ -70,8 +67,7 @@ def test_a_conversation_has_as_many_tokens_as_the_engine_counts(
     if name == "long":
         assert counted > 512
         return
-    schemas = None if tools is None else [convert_to_openai_tool(one) for one in tools]
-    answer = model.invoke(CHATS[name], chat_template_kwargs={"tools": schemas})
+    answer = model.bind_tools(tools or []).invoke(CHATS[name])
     assert counted == answer.usage_metadata["input_tokens"]
 
 
@@ -158,34 +154,3 @@ def test_an_encoder_of_ones_own_comes_first(llm: LLM, kind: Any) -> None:
     assert model.get_num_tokens("abcd") == 4
     messages = CHATS["turns"]
     assert model.get_num_tokens_from_messages(messages) >= sum(len(m.text) for m in messages)
-
-
-class Weather(BaseModel):
-    city: str
-
-
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
-        (lambda llm: ChatAsyncLLM(engine=llm).bind_tools([get_weather]), "chat_template_kwargs="),
-        (
-            lambda llm: ChatAsyncLLM(engine=llm).with_structured_output(Weather),
-            "PydanticOutputParser",
-        ),
-        (lambda llm: AsyncLLM(engine=llm).with_structured_output(Weather), "PydanticOutputParser"),
-    ],
-)
-def test_what_is_not_there_yet_says_what_to_do_instead(llm: LLM, call: Any, said: str) -> None:
-    with pytest.raises(NotImplementedError, match=r"AsyncLLM has no .* yet") as refusal:
-        call(llm)
-    assert said in str(refusal.value)
-    assert "\n" not in str(refusal.value)
-
-
-def test_tools_by_way_of_the_chat_template(llm: LLM) -> None:
-    """What the refusal of bind_tools recommends."""
-    schemas = [convert_to_openai_tool(get_weather)]
-    model = ChatAsyncLLM(engine=llm, temperature=0).bind(chat_template_kwargs={"tools": schemas})
-    answer = model.invoke("What is the weather in Oslo?")
-    assert "<tool_call>" in answer.text
-    assert '"get_weather"' in answer.text
