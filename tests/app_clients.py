@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from contextlib import asynccontextmanager
 
@@ -29,6 +30,62 @@ async def served_app(engine, limits=None, drain=1.0, **options):
         found = ConnectionLimits(**(limits or {}))
         async with HttpServer(app, port=0, limits=found, drain=drain) as server:
             yield server
+
+
+class RawRequest:
+    """One POST request of an ASGI application, whose answer is seen as it comes.
+
+    Attributes:
+        status: None until the answer has begun.
+        text: of the answer so far.
+    """
+
+    def __init__(self, app, body, path="/v1/chat/completions"):
+        self._app = app
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        self._incoming = asyncio.Queue()
+        self._incoming.put_nowait({"type": "http.request", "body": data})
+        self._news = asyncio.Event()
+        self._scope = {
+            "type": "http",
+            "method": "POST",
+            "path": path,
+            "raw_path": path.encode(),
+            "headers": [(b"host", b"127.0.0.1")],
+        }
+        self.status = None
+        self.text = ""
+
+    async def _send(self, message):
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        else:
+            self.text += message["body"].decode()
+        self._news.set()
+
+    async def __aenter__(self):
+        self._task = asyncio.ensure_future(
+            self._app(self._scope, self._incoming.get, self._send)
+        )
+        return self
+
+    async def __aexit__(self, *exc_info):
+        async with asyncio.timeout(10):
+            await self._task
+
+    async def until(self, condition):
+        async with asyncio.timeout(10):
+            while not condition(self.text):
+                await self._news.wait()
+                self._news.clear()
+
+    async def whole(self):
+        async with asyncio.timeout(10):
+            await asyncio.shield(self._task)
+        return self.text
+
+    def disconnect(self):
+        self._incoming.put_nowait({"type": "http.disconnect"})
 
 
 def url_of(server):
