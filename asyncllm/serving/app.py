@@ -20,6 +20,8 @@ try:
     from asyncllm.metrics import EngineMetrics
     from asyncllm.serving import server_info
     from asyncllm.serving.chat_completions import chat_completions
+    from asyncllm.serving.completions import completions
+    from asyncllm.serving.tokenization import detokenize, tokenize
 except ModuleNotFoundError as missing:
     if (missing.name or "").partition(".")[0] == "asyncllm":
         raise
@@ -163,6 +165,9 @@ def _router(serving: Serving, limits: Mapping[str, Any]) -> App:
     chat = {"prompt": "messages"}
     table: list[tuple[str, dict[str, Handler], dict[str, str]]] = [
         ("/v1/chat/completions", {"POST": chat_completions}, chat),
+        ("/v1/completions", {"POST": completions}, {}),
+        ("/tokenize", {"POST": tokenize}, {}),
+        ("/detokenize", {"POST": detokenize}, {}),
         ("/v1/models", {"GET": server_info.list_models}, {}),
         ("/v1/models/{model:path}", {"GET": server_info.get_model}, {}),
         ("/health", {"GET": server_info.health}, {}),
