@@ -64,9 +64,7 @@ class RawRequest:
         self._news.set()
 
     async def __aenter__(self):
-        self._task = asyncio.ensure_future(
-            self._app(self._scope, self._incoming.get, self._send)
-        )
+        self._task = asyncio.ensure_future(self._app(self._scope, self._incoming.get, self._send))
         return self
 
     async def __aexit__(self, *exc_info):

@@ -137,7 +137,9 @@ async def test_what_cannot_be_done_is_refused_by_name():
     async with app_client(engine) as client:
         for fields, param in REFUSED:
             answer = await client.post("/v1/completions", json={"prompt": "a", **fields})
-            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), (
+                answer.text
+            )
             assert len(answer.text) < 1000
         assert engine.stats().num_running == 0
 

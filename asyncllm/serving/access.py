@@ -82,7 +82,7 @@ class AccessRules:
     def _knows(self, offered: bytes) -> bool:
         assert self._tokens is not None
         # All of them, so that the time tells nothing.
-        return any([hmac.compare_digest(offered, token) for token in self._tokens])
+        return sum(hmac.compare_digest(offered, token) for token in self._tokens) > 0
 
 
 def _offered(authorizations: Sequence[str], protocols: Iterable[str]) -> bytes:

@@ -15,12 +15,19 @@ from typing import Any
 
 try:
     from starlette.middleware.cors import CORSMiddleware
-    from starlette.routing import Route, Router
+    from starlette.routing import BaseRoute, Route, Router, WebSocketRoute
 
     from asyncllm.metrics import EngineMetrics
     from asyncllm.serving import server_info
     from asyncllm.serving.chat_completions import chat_completions
     from asyncllm.serving.completions import completions
+    from asyncllm.serving.response_session import ENGINE_NAMES
+    from asyncllm.serving.responses import (
+        ResponsesSocket,
+        create_response,
+        delete_response,
+        get_response,
+    )
     from asyncllm.serving.tokenization import detokenize, tokenize
 except ModuleNotFoundError as missing:
     if (missing.name or "").partition(".")[0] == "asyncllm":
@@ -35,8 +42,9 @@ from asyncllm.errors import AsyncLLMError
 from asyncllm.serving.access import AccessRules
 from asyncllm.serving.exchange import ClientGoneError, Exchange, Receive, Scope, Send
 from asyncllm.serving.frame_pacer import FramePacer
-from asyncllm.serving.gate import App, Gate
+from asyncllm.serving.gate import App, Gate, refuse
 from asyncllm.serving.protocol_error import ProtocolError, from_engine_error
+from asyncllm.serving.response_store import ResponseStore
 from asyncllm.serving.serving import Serving, default_model_names
 
 logger = logging.getLogger(__name__)
@@ -80,9 +88,7 @@ class Endpoint:
             logger.exception("a request to %s failed", scope["path"])
             if exchange.started:
                 raise  # which closes the connection: the answer is not whole
-            await exchange.refuse(
-                ProtocolError("internal error", code="server_error", status=500)
-            )
+            await exchange.refuse(ProtocolError("internal error", code="server_error", status=500))
 
     def _handler(self, scope: Scope) -> Handler:
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
@@ -109,6 +115,8 @@ def create_app(
     max_body_size: int = 4 << 20,
     body_timeout: float = 30.0,
     max_frame_rate: float = 1000.0,
+    max_stored_responses: int = 1024,
+    max_stored_size: int = 1 << 26,
     metrics: EngineMetrics | None = None,
 ) -> App:
     """OpenAI's protocol over ``engine``, as an ASGI application.
@@ -130,6 +138,8 @@ def create_app(
         body_timeout: seconds that a client has to send it.
         max_frame_rate: events with text a second, of all answers together; where there would be
             more of them, tokens are merged, for a tenth of a second at most.
+        max_stored_responses, max_stored_size: responses that can be continued and read again, and
+            characters of them and their conversations; the oldest are dropped. They are in memory.
         metrics: of this engine, to be shown at ``/metrics``; None makes them.
 
     Raises:
@@ -143,6 +153,10 @@ def create_app(
         check.seconds("timeout", timeout, above=True, optional=True),
         check.seconds("ping_interval", ping_interval, above=True),
         FramePacer(check.number("max_frame_rate", max_frame_rate, 0, 1e9, above=True)),
+        ResponseStore(
+            check.integer("max_stored_responses", max_stored_responses, 0),
+            check.integer("max_stored_size", max_stored_size, 0),
+        ),
         EngineMetrics(engine) if metrics is None else metrics,
     )
     limits = {
@@ -166,6 +180,12 @@ def _router(serving: Serving, limits: Mapping[str, Any]) -> App:
     table: list[tuple[str, dict[str, Handler], dict[str, str]]] = [
         ("/v1/chat/completions", {"POST": chat_completions}, chat),
         ("/v1/completions", {"POST": completions}, {}),
+        ("/v1/responses", {"POST": create_response}, ENGINE_NAMES),
+        (
+            "/v1/responses/{response_id}",
+            {"GET": get_response, "DELETE": delete_response},
+            ENGINE_NAMES,
+        ),
         ("/tokenize", {"POST": tokenize}, {}),
         ("/detokenize", {"POST": detokenize}, {}),
         ("/v1/models", {"GET": server_info.list_models}, {}),
@@ -175,19 +195,34 @@ def _router(serving: Serving, limits: Mapping[str, Any]) -> App:
         ("/health/live", {"GET": server_info.live}, {}),
         ("/metrics", {"GET": server_info.metrics}, {}),
     ]
+    routes: list[BaseRoute] = [
+        Route(path, Endpoint(serving, handlers, names, limits)) for path, handlers, names in table
+    ]
     return Router(
-        [
-            Route(path, Endpoint(serving, handlers, names, limits))
-            for path, handlers, names in table
-        ],
+        [*routes, WebSocketRoute("/v1/responses", ResponsesSocket(serving))],
         redirect_slashes=False,
-        default=Endpoint(serving, dict.fromkeys(("GET", "POST", "DELETE"), _nothing), {}, limits),
+        default=_Nowhere(serving, limits),
         lifespan=lambda _: _lifespan(serving),
     )  # pyright: ignore[reportReturnType]
 
 
-async def _nothing(serving: Serving, exchange: Exchange) -> None:
-    raise ProtocolError("there is nothing at this path", code="not_found", status=404)
+class _Nowhere(Endpoint):
+    """Every path that there is not."""
+
+    def __init__(self, serving: Serving, limits: Mapping[str, Any]) -> None:
+        super().__init__(serving, {}, {}, limits)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await refuse(_NOT_FOUND, scope, receive, send)
+        else:
+            await super().__call__(scope, receive, send)
+
+    def _handler(self, scope: Scope) -> Handler:
+        raise _NOT_FOUND
+
+
+_NOT_FOUND = ProtocolError("there is nothing at this path", code="not_found", status=404)
 
 
 @asynccontextmanager

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, NotRequired, cast
 
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, with_config
-from typing_extensions import NotRequired, TypedDict
+from typing_extensions import TypedDict
 
 from asyncllm.engine import AsyncLLMEngine
 from asyncllm.serving.protocol_error import ProtocolError
@@ -29,7 +29,9 @@ class TextPart(TypedDict):
 
 Content = Annotated[
     Annotated[str, Tag("#text")]
-    | Annotated[list[Annotated[TextPart, BeforeValidator(few_fields)]], Field(fail_fast=True), Tag("#list")],
+    | Annotated[
+        list[Annotated[TextPart, BeforeValidator(few_fields)]], Field(fail_fast=True), Tag("#list")
+    ],
     Discriminator(text_or_list),
 ]
 
@@ -117,23 +119,16 @@ class TemplateFields(RequestBody):
     reasoning_effort: ReasoningEffort | None = None
 
     def template_variables(self, engine: AsyncLLMEngine) -> dict[str, Any]:
-        """Further variables of the model's template.
-
-        Raises:
-            ProtocolError: for a template of the client's own, which is a program, and for an
-                effort that the model's does not know.
-        """
-        variables = dict(self.chat_template_kwargs or {})
-        if "chat_template" in variables:
-            raise unsupported("chat_template_kwargs.chat_template", variables["chat_template"])
-        variables.update(effort_variables(self.reasoning_effort, engine, "reasoning_effort"))
-        return variables
+        """Raises ProtocolError, as ``template_variables`` does."""
+        return template_variables(
+            self.chat_template_kwargs, self.reasoning_effort, engine, "reasoning_effort"
+        )
 
 
 class ChatRequest(TemplateFields, Choices):
     """A chat completion: OpenAI's fields, and SamplingParams' under their own names."""
 
-    NEUTRAL = {
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "audio": (),
         "function_call": ("none", "auto"),
         "functions": ([],),
@@ -194,13 +189,17 @@ class ChatRequest(TemplateFields, Choices):
             accepted = f"what max_tokens={self.max_tokens} says, or null"
             raise invalid("max_completion_tokens", self.max_completion_tokens, accepted)
         params = self.sampling_params(
-            {"n": self.n or 1, "max_tokens": next(iter(limits), None), "logprobs": self.num_logprobs}
+            {
+                "n": self.n or 1,
+                "max_tokens": next(iter(limits), None),
+                "logprobs": self.num_logprobs,
+            }
         )
         return engine.chat(
             template_messages(self.messages, engine),
             params,
             tools=self.tools,
-            tool_choice=self.tool_choice,
+            tool_choice=cast("Any", self.tool_choice),
             parallel_tool_calls=self.parallel_tool_calls is not False,
             response_format=self.response_format,
             chat_template_kwargs=self.template_variables(engine),
@@ -225,19 +224,28 @@ def template_messages(messages: Sequence[Mapping[str, Any]], engine: AsyncLLMEng
     return found
 
 
-def effort_variables(effort: str | None, engine: AsyncLLMEngine, param: str) -> dict[str, Any]:
-    """The variables with which a template is told how much its model is to think.
+def template_variables(
+    given: Mapping[str, Any] | None, effort: str | None, engine: AsyncLLMEngine, param: str
+) -> dict[str, Any]:
+    """Variables of the model's template beside the messages and the tools.
+
+    Args:
+        given: by the client. A template of its own is not among them: that is a program.
+        effort: how much the model is to think; ``param`` is the field's name.
 
     Raises:
-        ProtocolError: where it cannot be told.
+        ProtocolError: for what cannot be told to the template.
     """
-    if effort is None:
-        return {}
+    variables = dict(given or {})
+    if "chat_template" in variables:
+        raise unsupported("chat_template_kwargs.chat_template", variables["chat_template"])
     template = engine.tokenizer.chat_template
+    if effort is None:
+        return variables
     if template.reads("reasoning_effort"):
-        return {"reasoning_effort": effort}
+        return {**variables, "reasoning_effort": effort}
     if template.reads("enable_thinking"):
-        return {"enable_thinking": effort != "none"}
+        return {**variables, "enable_thinking": effort != "none"}
     raise ProtocolError(
         f"{param}={effort!r}: the model's chat template knows no effort, expected null",
         code="unsupported_parameter",

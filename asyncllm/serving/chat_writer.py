@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from json.encoder import encode_basestring
-from typing import Any
+from typing import Any, ClassVar
 
 from asyncllm.outputs import Completion, CompletionOutput, Delta, ToolCall, Usage
 from asyncllm.serving.choices import usage_fields
@@ -27,7 +27,7 @@ class ChatWriter:
         bytes_of: token id to its bytes.
     """
 
-    ENGINE_NAMES = {"prompt": "messages"}
+    ENGINE_NAMES: ClassVar[dict[str, str]] = {"prompt": "messages"}
 
     def __init__(
         self,

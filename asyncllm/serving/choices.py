@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import anyio
 
@@ -27,7 +27,7 @@ class ChoicesWriter(Protocol):
         ENGINE_NAMES: the engine's parameters that the protocol calls otherwise.
     """
 
-    ENGINE_NAMES: dict[str, str]
+    ENGINE_NAMES: ClassVar[dict[str, str]]
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]: ...
 

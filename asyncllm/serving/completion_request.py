@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Discriminator, Field, Tag
 
@@ -34,7 +34,9 @@ Prompt = Annotated[
     Annotated[_PromptText, Tag("#text")]
     | Annotated[_PromptIds, Tag("#ids")]
     | Annotated[
-        list[_PromptText], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True), Tag("#texts")
+        list[_PromptText],
+        Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True),
+        Tag("#texts"),
     ]
     | Annotated[
         list[_PromptIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True), Tag("#lists")
@@ -46,7 +48,7 @@ Prompt = Annotated[
 class CompletionRequest(Choices):
     """A completion: OpenAI's fields, and SamplingParams' under their own names."""
 
-    NEUTRAL = {"suffix": ("",)}
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {"suffix": ("",)}
 
     prompt: Prompt
     max_tokens: Annotated[int, Field(ge=0, le=MAX_INTEGER)] | None = None

@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from asyncllm.outputs import Completion, Delta, TokenLogprobs, Usage
 from asyncllm.serving.choices import usage_fields
@@ -37,7 +37,7 @@ class CompletionWriter:
         tokenizer: the engine's.
     """
 
-    ENGINE_NAMES: dict[str, str] = {}
+    ENGINE_NAMES: ClassVar[dict[str, str]] = {}
 
     def __init__(self, model: str, request: CompletionRequest, tokenizer: Any) -> None:
         self._fields = {

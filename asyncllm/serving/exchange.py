@@ -101,7 +101,9 @@ class Exchange:
         headers: Mapping[str, str] | None = None,
     ) -> None:
         """The whole answer."""
-        await self._start(status, content_type, {"content-length": str(len(body)), **(headers or {})})
+        await self._start(
+            status, content_type, {"content-length": str(len(body)), **(headers or {})}
+        )
         await self._send({"type": "http.response.body", "body": body})
 
     async def respond_json(
@@ -124,9 +126,7 @@ class Exchange:
         )
 
     async def send_events(self, text: str) -> None:
-        await self._send(
-            {"type": "http.response.body", "body": text.encode(), "more_body": True}
-        )
+        await self._send({"type": "http.response.body", "body": text.encode(), "more_body": True})
 
     async def end_events(self) -> None:
         await self._send({"type": "http.response.body", "body": b""})
@@ -135,9 +135,7 @@ class Exchange:
         self.started = True
         fields = {"content-type": content_type, "x-content-type-options": "nosniff", **headers}
         encoded = [(name.lower().encode(), value.encode()) for name, value in fields.items()]
-        await self._send(
-            {"type": "http.response.start", "status": status, "headers": encoded}
-        )
+        await self._send({"type": "http.response.start", "status": status, "headers": encoded})
 
 
 def encode(value: Any) -> str:

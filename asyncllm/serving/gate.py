@@ -43,7 +43,7 @@ class Gate:
         line = _LogLine(scope, send)
         try:
             if refusal is not None:
-                await _refuse(refusal, scope, receive, line.send)
+                await refuse(_told(refusal), scope, receive, line.send)
             else:
                 await self._app(scope, receive, line.send)
         finally:
@@ -107,20 +107,23 @@ def _path(scope: Scope) -> str:
     return scope["path"].removeprefix(scope.get("root_path", ""))
 
 
-async def _refuse(refusal: Refusal, scope: Scope, receive: Receive, send: Send) -> None:
-    error = ProtocolError(
-        refusal.reason, code=_CODES.get(refusal.status, "refused"), status=refusal.status
-    )
+def _told(refusal: Refusal) -> ProtocolError:
+    headers = {"WWW-Authenticate": "Bearer"} if refusal.status == 401 else None
+    code = _CODES.get(refusal.status, "refused")
+    return ProtocolError(refusal.reason, code=code, status=refusal.status, headers=headers)
+
+
+async def refuse(error: ProtocolError, scope: Scope, receive: Receive, send: Send) -> None:
+    """The error as an answer to a request, or to a WebSocket's handshake."""
     body = encode(error.body()).encode()
-    headers = [(b"content-type", JSON.encode()), (b"content-length", str(len(body)).encode())]
-    if refusal.status == 401:
-        headers.append((b"www-authenticate", b"Bearer"))
+    fields = {"content-type": JSON, "content-length": str(len(body)), **(error.headers or {})}
+    headers = [(name.lower().encode(), value.encode()) for name, value in fields.items()]
     kind = "http.response"
     if scope["type"] == "websocket":
         if "websocket.http.response" not in scope.get("extensions", {}):
             await receive()
-            await send({"type": "websocket.close", "code": 1008, "reason": refusal.reason[:100]})
+            await send({"type": "websocket.close", "code": 1008, "reason": str(error)[:100]})
             return
         kind = "websocket.http.response"
-    await send({"type": f"{kind}.start", "status": refusal.status, "headers": headers})
+    await send({"type": f"{kind}.start", "status": error.status, "headers": headers})
     await send({"type": f"{kind}.body", "body": body})

@@ -19,6 +19,9 @@ MAX_SEPARATORS = 2**18
 """Commas, braces and brackets of a body. A parser holds up the event loop by the values that it
 makes (some 0.2 microseconds each), not by the length of texts."""
 
+UNSUPPORTED_TYPE = "unsupported_type"
+"""Type of the error of a union that has no alternative for an item's ``type``."""
+
 MAX_FIELDS = 64
 """Of an object within a body."""
 
@@ -89,7 +92,7 @@ class RequestBody(BaseModel):
         return {names[name]: getattr(self, name) for name in names if name in fields}
 
     @classmethod
-    def schema(cls, ref_template: str) -> dict[str, Any]:
+    def openapi_schema(cls, ref_template: str) -> dict[str, Any]:
         """The JSON schema, with its parts under ``$defs``."""
         schema = cls.model_json_schema(ref_template=ref_template)
         properties, required = schema["properties"], schema.get("required", ())
@@ -134,6 +137,11 @@ def _told(error: ValidationError) -> ProtocolError:
     param = _path(first["loc"])[:MAX_PARAM]
     if first["type"] == "extra_forbidden":
         return _unknown(param)
+    if first["type"] == UNSUPPORTED_TYPE:
+        accepted = first["msg"]
+        told = invalid(f"{param}.type", first["input"].get("type"), accepted)
+        told.code = "unsupported_parameter"
+        return told
     if first["type"] == "missing":
         return ProtocolError(f"{param}: is missing", code="invalid_value", param=param)
     message = first["msg"].removeprefix("Value error, ").partition(" after validation")[0]

@@ -43,4 +43,5 @@ def _ready(serving: Serving) -> bool:
 
 
 async def metrics(serving: Serving, exchange: Exchange) -> None:
+    assert serving.metrics is not None
     await exchange.respond(200, serving.metrics.render(), CONTENT_TYPE_LATEST)

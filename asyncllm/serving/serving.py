@@ -11,6 +11,7 @@ from asyncllm.engine import AsyncLLMEngine
 from asyncllm.metrics import EngineMetrics
 from asyncllm.serving.frame_pacer import FramePacer
 from asyncllm.serving.protocol_error import ProtocolError
+from asyncllm.serving.response_store import ResponseStore
 from asyncllm.validation import describe
 
 
@@ -23,6 +24,7 @@ class Serving:
         timeout: seconds an answer may take, or None.
         ping_interval: seconds of silence after which a stream of events has a comment.
         pacer: shared by all answers that are streamed.
+        store: responses that can be continued.
         draining: the server is about to close and takes no more.
     """
 
@@ -31,7 +33,8 @@ class Serving:
     timeout: float | None
     ping_interval: float
     pacer: FramePacer
-    metrics: EngineMetrics
+    store: ResponseStore
+    metrics: EngineMetrics | None = None
     draining: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 

@@ -8,7 +8,13 @@ import anyio.to_thread
 from pydantic import BeforeValidator, Field
 
 from asyncllm.engine import AsyncLLMEngine
-from asyncllm.serving.chat_request import MAX_MESSAGES, Message, TemplateFields, Tool, template_messages
+from asyncllm.serving.chat_request import (
+    MAX_MESSAGES,
+    Message,
+    TemplateFields,
+    Tool,
+    template_messages,
+)
 from asyncllm.serving.exchange import Exchange
 from asyncllm.serving.protocol_error import ProtocolError
 from asyncllm.serving.request_body import RequestBody, few_fields, parse_json
