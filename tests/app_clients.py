@@ -36,7 +36,7 @@ class RawRequest:
     """One POST request of an ASGI application, whose answer is seen as it comes.
 
     Attributes:
-        status: None until the answer has begun.
+        status, headers: None until the answer has begun.
         text: of the answer so far.
     """
 
@@ -53,12 +53,13 @@ class RawRequest:
             "raw_path": path.encode(),
             "headers": [(b"host", b"127.0.0.1")],
         }
-        self.status = None
+        self.status = self.headers = None
         self.text = ""
 
     async def _send(self, message):
         if message["type"] == "http.response.start":
             self.status = message["status"]
+            self.headers = {k.decode(): v.decode() for k, v in message["headers"]}
         else:
             self.text += message["body"].decode()
         self._news.set()

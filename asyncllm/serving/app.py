@@ -78,12 +78,12 @@ class Endpoint:
         exchange = Exchange(scope, receive, send, **self._limits)
         try:
             await self._handler(scope)(self._serving, exchange)
-        except (ClientGoneError, OSError):
-            return  # servers raise OSError where the client is gone
         except ProtocolError as error:
             await exchange.refuse(error)
-        except AsyncLLMError as error:
+        except AsyncLLMError as error:  # of which one is an OSError too
             await exchange.refuse(from_engine_error(error, self._names))
+        except (ClientGoneError, OSError):
+            return  # servers raise OSError where the client is gone
         except Exception:
             logger.exception("a request to %s failed", scope["path"])
             if exchange.started:

@@ -19,6 +19,10 @@ OWNER = "asyncllm.owner"
 """Key of a scope: who asks, told from the token."""
 
 
+_CLOSE = {"Connection": "close"}
+"""For an answer to a body that was not read to its end."""
+
+
 class ClientGoneError(Exception):
     """The client closed its connection; there is nobody to answer."""
 
@@ -76,6 +80,7 @@ class Exchange:
                 f"body: did not come within {self._body_timeout:g} seconds",
                 code="request_timeout",
                 status=408,
+                headers=_CLOSE,
             ) from None
 
     def _too_large(self) -> ProtocolError:
@@ -83,6 +88,7 @@ class Exchange:
             f"body: is too long, expected at most {self._max_body} bytes",
             code="request_too_large",
             status=413,
+            headers=_CLOSE,
         )
 
     async def gone(self) -> None:
