@@ -50,6 +50,9 @@ class FakeTokenizer:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return "".join(f"{token_id} " for token_id in token_ids)
 
+    def bytes_of(self, token_id: int) -> bytes:
+        return f"{token_id} ".encode()
+
     def encode_chat(
         self,
         conversation: TemplateInput,

@@ -23,7 +23,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from asyncllm import AsyncLLMEngine, InvalidRequestError, RequestError
-from asyncllm.serving.response_request import _NEUTRAL, _OPTIONS, SAMPLING
+from asyncllm.serving.response_request import ResponseRequest
 from asyncllm.stream import TokenStream
 from tests.fakes import fake
 from tests.hypothesis_settings import examples
@@ -262,8 +262,7 @@ JSON_SCALARS = st.one_of(
 )
 JSON_VALUES = JSON_SCALARS | st.lists(JSON_SCALARS, max_size=3).map(lambda v: f"[{','.join(v)}]")
 JSON_FIELDS = sorted(
-    {*SAMPLING, *_OPTIONS, *_NEUTRAL, "input", "instructions", "metadata", "model", "generate"}
-    | {"include", "top_logprobs", "user", "previous_response_id", "type", "anything"}
+    {*ResponseRequest.model_fields, *ResponseRequest.NEUTRAL, "type", "anything"}
 )
 
 

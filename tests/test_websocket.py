@@ -19,7 +19,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from asyncllm import EngineClosedError, EngineDeadError, InvalidRequestError
 from asyncllm.serving.frame_pacer import FramePacer
-from asyncllm.serving.response_request import _NEUTRAL, _OPTIONS, SAMPLING
+from asyncllm.serving.response_request import ResponseRequest
 from asyncllm.serving.response_session import ResponseSession
 from asyncllm.serving.websocket import serve
 from tests.fakes import fake
@@ -122,18 +122,31 @@ async def test_a_response_can_be_continued():
     assert third["usage"]["input_tokens_details"]["cached_tokens"] >= 4
 
 
-async def test_the_last_32_responses_can_be_continued():
+async def test_the_last_32_responses_that_are_not_stored_can_be_continued_where_they_were_made():
     rig = fake()
+    fields = {"max_output_tokens": 1, "store": False}
     async with served(rig.engine()) as server:
         async with client_of(server) as client:
-            ids = [(await client.ask("1", max_output_tokens=1))["id"] for _ in range(33)]
+            ids = [(await client.ask("1", **fields))["id"] for _ in range(33)]
             lost = await client.ask("2", previous_response_id=ids[0])
-            kept = await client.ask("2", previous_response_id=ids[1], max_output_tokens=1)
+            kept = await client.ask("2", previous_response_id=ids[1], **fields)
         async with client_of(server) as other:
             foreign = await other.ask("2", previous_response_id=ids[-1])
     assert lost["error"]["code"] == foreign["error"]["code"] == "previous_response_not_found"
     assert (lost["status"], lost["error"]["param"]) == (400, "previous_response_id")
-    assert kept["status"] == "incomplete"
+    assert (kept["status"], kept["store"]) == ("incomplete", False)
+
+
+async def test_a_stored_response_can_be_continued_after_a_reconnect_by_who_made_it():
+    rig = fake()
+    async with served(rig.engine()) as server:
+        async with client_of(server) as client:
+            first = await client.ask("1 2", max_output_tokens=2)
+        async with client_of(server) as other:
+            more = await other.ask("3", previous_response_id=first["id"], max_output_tokens=2)
+    prompt = [1, 2, *rig.executor.reference([1, 2], 2), 3]
+    assert first["store"] is True
+    assert text_of(more).split() == [str(token) for token in rig.executor.reference(prompt, 2)]
 
 
 async def test_messages_and_their_parts():
@@ -230,7 +243,7 @@ async def test_many_responses_share_a_number_of_frames():
         async with client_of(server) as client:
             await client.create(max_output_tokens=60)
             events = await client.until(*ENDS)
-            assert server._pacer.pause == 0
+            assert server._serving.pacer.pause == 0
     texts = [e["delta"] for e in events if e["type"] == "response.output_text.delta"]
     assert len(texts) < 60
     expected = rig.executor.reference([1, 2, 3], 60)
@@ -238,7 +251,7 @@ async def test_many_responses_share_a_number_of_frames():
 
 
 async def test_a_connection_that_ends_in_the_turn_of_a_request_leaves_nothing():
-    rig, pacer = fake(), FramePacer(1000)
+    rig = fake()
 
     class Connection:
         async def __aiter__(self):
@@ -248,9 +261,10 @@ async def test_a_connection_that_ends_in_the_turn_of_a_request_leaves_nothing():
             await asyncio.sleep(10)
 
     async with rig.engine() as engine:
-        session = ResponseSession(Connection(), engine, model_name="m", timeout=None, pacer=pacer)
+        serving = serve(engine)._serving
+        session = ResponseSession(Connection(), serving, "", (ConnectionClosed,))
         await session.run()
-        assert (session.current, pacer._num_responses) == (None, 0)
+        assert (session.current, serving.pacer._num_responses) == (None, 0)
         assert (await idle(engine)).num_aborted == 1
 
 
@@ -284,7 +298,7 @@ async def test_frames_are_shared_out():
         (
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
             "invalid_value",
-            "input[0].content[0]",
+            "input[0].content[0].type",
         ),
         (
             {"input": [{"role": "user", "content": [{"type": "text", "text": 1}]}]},
@@ -292,26 +306,35 @@ async def test_frames_are_shared_out():
             "input[0].content[0].text",
         ),
         (
-            {"input": [{"type": "function_call_output", "output": "1"}]},
+            {"input": [{"type": "item_reference", "id": "1"}]},
             "unsupported_parameter",
             "input[0].type",
         ),
         (
+            {"input": [{"type": "function_call_output", "output": "1"}]},
+            "invalid_value",
+            "input[0].call_id",
+        ),
+        (
             {"input": [{"role": "user", "content": "1", "phase": "commentary"}]},
-            "unsupported_parameter",
+            "invalid_value",
             "input[0].phase",
         ),
         ({"input": "words that are no numbers"}, "invalid_value", "input"),
         ({"model": "gpt"}, "model_not_found", "model"),
         ({"model": 5}, "invalid_value", "model"),
-        ({"tools": [{"type": "function"}]}, "unsupported_parameter", "tools"),
-        ({"store": True}, "unsupported_parameter", "store"),
-        ({"stream": 1}, "unsupported_parameter", "stream"),
+        ({"tools": [{"type": "function"}]}, "invalid_value", "tools[0].name"),
+        ({"tools": [{"type": "web_search"}]}, "invalid_value", "tools[0].type"),
+        ({"tool_choice": "required"}, "invalid_value", "tool_choice"),
+        ({"store": 1}, "invalid_value", "store"),
+        ({"stream": 1}, "invalid_value", "stream"),
+        ({"stream": False}, "unsupported_parameter", "stream"),
         ({"background": True}, "unsupported_parameter", "background"),
-        ({"text": {"format": {"type": "json_object"}}}, "unsupported_parameter", "text"),
+        ({"text": {"format": {"type": "xml"}}}, "invalid_value", "text.format.type"),
+        ({"reasoning": {"effort": "low"}}, "unsupported_parameter", "reasoning.effort"),
         ({"include": ["reasoning.encrypted_content"]}, "unsupported_parameter", "include"),
         ({"include": "x"}, "invalid_value", "include"),
-        ({"top_logprobs": 21}, "invalid_value", "top_logprobs"),
+        ({"top_logprobs": 21}, "invalid_value", "logprobs"),
         ({"top_logprobs": True}, "invalid_value", "top_logprobs"),
         ({"generate": "no"}, "invalid_value", "generate"),
         ({"temperature": "hot"}, "invalid_value", "temperature"),
@@ -319,11 +342,11 @@ async def test_frames_are_shared_out():
         ({"max_output_tokens": 0}, "invalid_value", "max_output_tokens"),
         ({"top_p": 2}, "invalid_value", "top_p"),
         ({"seed": 2**70}, "invalid_value", "seed"),
-        ({"stop": [""]}, "invalid_value", "stop"),
+        ({"stop": [""]}, "invalid_value", "stop[0]"),
         ({"priority": 3}, "invalid_value", "priority"),
         ({"cache_salt": 3}, "invalid_value", "cache_salt"),
         ({"metadata": []}, "invalid_value", "metadata"),
-        ({"metadata": {"a": 1}}, "invalid_value", "metadata"),
+        ({"metadata": {"a": 1}}, "invalid_value", "metadata.a"),
         ({"metadata": {str(i): "" for i in range(17)}}, "invalid_value", "metadata"),
         ({"instructions": ["x"]}, "invalid_value", "instructions"),
         ({"user": 5}, "invalid_value", "user"),
@@ -367,10 +390,10 @@ async def test_values_that_ask_for_nothing_are_accepted():
 
 
 WEIRD = [True, 0, -1, 1.5, 10**30, "", "x", [], ["x"], [[]], [None], {}, {"a": 1}, {"a": [{}]}]
-FIELDS = sorted({*SAMPLING, *_OPTIONS, *_NEUTRAL} | {"input", "instructions", "model", "metadata"})
+FIELDS = sorted({*ResponseRequest.model_fields, *ResponseRequest.NEUTRAL})
 
 
-@pytest.mark.parametrize("field", [*FIELDS, "previous_response_id", "include", "top_logprobs"])
+@pytest.mark.parametrize("field", FIELDS)
 async def test_no_value_of_a_field_breaks_a_connection(field):
     rig = fake(max_model_len=8)
     async with served(rig.engine()) as server, client_of(server) as client:
@@ -420,7 +443,7 @@ async def test_malformed_messages_are_answered(message):
         await client.connection.send(message)
         error = await client.recv()
         assert error["type"] == "error", error
-        assert error["status"] in (400, 404)
+        assert error["status"] in (400, 404, 413)
         assert len(json.dumps(error)) < 1000
         assert (await client.ask(max_output_tokens=1))["status"] == "incomplete"
         await idle(server.engine)
@@ -470,7 +493,7 @@ async def test_a_full_queue_says_when_to_come_back():
             await two.create(max_output_tokens=200)
             await two.until("response.in_progress")
             error = await three.ask(max_output_tokens=1)
-    assert (error["status"], error["error"]["code"]) == (503, "server_overloaded")
+    assert (error["status"], error["error"]["code"]) == (429, "server_overloaded")
     assert int(error["error"]["headers"]["Retry-After"]) >= 1
 
 
@@ -614,7 +637,7 @@ async def test_too_many_connections_are_closed_with_1013():
 async def test_a_failure_of_ours_closes_with_1011(caplog):
     rig = fake()
     async with served(rig.engine()) as server, client_of(server) as client:
-        server._sessions.pop()._history = None
+        server._sessions.pop().serving = None
         await client.create(max_output_tokens=1)
         with caplog.at_level(logging.CRITICAL, "asyncllm.serving.websocket"):
             assert (await closed_with(client))[0] == 1011

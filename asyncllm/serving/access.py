@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import hmac
 import ipaddress
 from collections.abc import Iterable, Sequence
@@ -25,24 +26,27 @@ class AccessRules:
     """Origin allow-list and bearer token.
 
     Args:
-        token: the value of ``Authorization: Bearer …``; None asks for none. A browser, whose
-            WebSockets have no such header, offers the subprotocols ``asyncllm`` and
-            ``bearer.`` + base64url of the token instead.
+        token: the value of ``Authorization: Bearer …``, or several, any of which will do; None
+            asks for none. A browser, whose WebSockets have no such header, offers the
+            subprotocols ``asyncllm`` and ``bearer.`` + base64url of the token instead.
         origins: pages that may connect, as "https://app.example"; "*" is any. None is the
             pages of this very server. Programs that are no browser send no origin and may connect.
         local: the server is bound to a loopback address. Then a Host header must name one,
             so that no page reaches it under a name that it made resolve to here.
     """
 
-    def __init__(self, *, token: str | None, origins: Sequence[str] | None, local: bool) -> None:
-        self._token = None if token is None else token.encode()
+    def __init__(
+        self, *, token: str | Sequence[str] | None, origins: Sequence[str] | None, local: bool
+    ) -> None:
+        tokens = (token,) if isinstance(token, str) else token
+        self._tokens = None if tokens is None else tuple(one.encode() for one in tokens)
         self._origins = None if origins is None else frozenset(origins)
         self._local = local
 
     @property
     def open_to_all(self) -> bool:
         """Any machine that reaches the address may connect."""
-        return self._token is None and not self._local
+        return self._tokens is None and not self._local
 
     def check(
         self,
@@ -60,7 +64,7 @@ class AccessRules:
             return Refusal(403, "the Host header names no loopback address")
         if origins and not self._is_allowed(origins[0], hosts[0]):
             return Refusal(403, "pages of this origin may not connect")
-        if self._token is not None and not self._has_token(authorizations, protocols):
+        if self._tokens is not None and not self._knows(_offered(authorizations, protocols)):
             return Refusal(401, "expected Authorization: Bearer with the right token")
         return None
 
@@ -69,18 +73,37 @@ class AccessRules:
             return urlsplit(origin).netloc.lower() == host.lower()
         return "*" in self._origins or origin in self._origins
 
-    def _has_token(self, authorizations: Sequence[str], protocols: Iterable[str]) -> bool:
-        assert self._token is not None
-        offered = b""
-        for header in authorizations:
-            scheme, _, rest = header.partition(" ")
-            if scheme.lower() == "bearer":
-                offered = rest.strip().encode()
-        if not authorizations:
-            for name in protocols:
-                if name.startswith(TOKEN_PROTOCOL):
-                    offered = _decode(name[len(TOKEN_PROTOCOL) :])
-        return hmac.compare_digest(offered, self._token)
+    def owner(self, authorizations: Sequence[str], protocols: Iterable[str]) -> str:
+        """Who offers a token: a digest of it, which may be kept and compared. Empty where none
+        is asked for."""
+        offered = b"" if self._tokens is None else _offered(authorizations, protocols)
+        return hashlib.sha256(offered).hexdigest() if offered else ""
+
+    def _knows(self, offered: bytes) -> bool:
+        assert self._tokens is not None
+        # All of them, so that the time tells nothing.
+        return sum(hmac.compare_digest(offered, token) for token in self._tokens) > 0
+
+
+def _offered(authorizations: Sequence[str], protocols: Iterable[str]) -> bytes:
+    offered = b""
+    for header in authorizations:
+        scheme, _, rest = header.partition(" ")
+        if scheme.lower() == "bearer":
+            offered = _raw(rest.strip())
+    if not authorizations:
+        for name in protocols:
+            if name.startswith(TOKEN_PROTOCOL):
+                offered = _decode(name[len(TOKEN_PROTOCOL) :])
+    return offered
+
+
+def _raw(text: str) -> bytes:
+    """Headers are read as ISO-8859-1, and clients write UTF-8."""
+    try:
+        return text.encode("latin-1")
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "surrogateescape")
 
 
 def is_loopback(host: str) -> bool:

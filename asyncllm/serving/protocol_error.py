@@ -10,20 +10,26 @@ from asyncllm.errors import (
     ContextLengthExceededError,
     DeadlineExceededError,
     EngineClosedError,
+    EngineDeadError,
     EngineOverloadedError,
     InvalidRequestError,
+    RequestError,
 )
 
 _ANSWERS: tuple[tuple[type[AsyncLLMError], str, int], ...] = (
     (DeadlineExceededError, "deadline_exceeded", 504),
-    (EngineOverloadedError, "server_overloaded", 503),
+    # Well-formed, and it cannot be carried out: a retry would end in the same way.
+    (RequestError, "request_failed", 422),
+    (EngineOverloadedError, "server_overloaded", 429),
     (EngineClosedError, "server_shutting_down", 503),
+    (EngineDeadError, "server_error", 503),
     (AsyncLLMError, "server_error", 500),
 )
 
 
 class ProtocolError(Exception):
-    """Answered with ``{"type": "error", "status": …, "error": {…}}``.
+    """Answered with ``{"error": {…}}`` over HTTP, and with ``{"type": "error", "status": …,
+    "error": {…}}`` as an event.
 
     Attributes:
         code: for programs.
@@ -51,14 +57,16 @@ class ProtocolError(Exception):
     def is_clients_fault(self) -> bool:
         return self.status < 500 and self.status != 429
 
-    def event(self) -> dict[str, Any]:
+    def body(self) -> dict[str, Any]:
+        """OpenAI's body of an HTTP error."""
         kind = "invalid_request_error" if self.is_clients_fault else "server_error"
-        error: dict[str, Any] = {
-            "type": kind,
-            "code": self.code,
-            "message": str(self),
-            "param": self.param,
-        }
+        if self.status == 429:
+            kind = "rate_limit_error"
+        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+    def event(self) -> dict[str, Any]:
+        error = self.body()["error"]
         if self.headers is not None:
             error["headers"] = self.headers
         return {"type": "error", "status": self.status, "error": error}
@@ -71,16 +79,22 @@ def from_engine_error(error: AsyncLLMError, names: dict[str, str]) -> ProtocolEr
         names: the engine's parameters that the protocol calls otherwise.
     """
     message = str(error)
-    if isinstance(error, InvalidRequestError):
-        param = error.param
+    if isinstance(error, (InvalidRequestError, ContextLengthExceededError)):
+        code = "invalid_value"
+        param: str | None = "prompt"
+        if isinstance(error, InvalidRequestError):
+            param = error.param
+        else:
+            code = "context_length_exceeded"
         if param in names:
             message = message.replace(param, names[param], 1)
             param = names[param]
-        return ProtocolError(message, code="invalid_value", param=param)
-    if isinstance(error, ContextLengthExceededError):
-        return ProtocolError(message, code="context_length_exceeded", param="input")
+        return ProtocolError(message, code=code, param=param)
     headers = None
     if isinstance(error, EngineOverloadedError):
         headers = {"Retry-After": str(max(1, math.ceil(error.retry_after)))}
+    if isinstance(error, EngineDeadError):
+        # What killed it is for the log, and not for every client.
+        message = "the engine has failed"
     code, status = next((c, s) for kind, c, s in _ANSWERS if isinstance(error, kind))
     return ProtocolError(message, code=code, status=status, headers=headers)

@@ -1,229 +1,230 @@
-"""ResponseRequest: a ``response.create`` event, checked field by field.
-
-A field that this server cannot honour is refused by name, never ignored; the values of it
-that ask for nothing (``"tools": []``) are accepted, because clients send them.
-"""
+"""ResponseRequest: the body of ``/v1/responses``, and a ``response.create`` event."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import Annotated, Any, ClassVar, Literal, NotRequired, cast
 
-from asyncllm import validation as check
-from asyncllm.serving.protocol_error import ProtocolError
+from pydantic import BeforeValidator, Discriminator, Field, Tag, with_config
+from typing_extensions import TypedDict
 
-SAMPLING: Mapping[str, str] = {
-    "max_output_tokens": "max_tokens",
-    "temperature": "temperature",
-    "top_p": "top_p",
-    # Beyond OpenAI's protocol, under the engine's own names.
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "seed": "seed",
-    "stop": "stop",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "repetition_penalty": "repetition_penalty",
-    "min_tokens": "min_tokens",
-    "ignore_eos": "ignore_eos",
-}
-"""Fields that are the engine's sampling parameters, and their names there."""
+from asyncllm.engine import AsyncLLMEngine
+from asyncllm.serving.chat_request import (
+    FORBID,
+    MAX_MESSAGES,
+    ReasoningEffort,
+    template_messages,
+    template_variables,
+)
+from asyncllm.serving.request_body import few_fields, unsupported
+from asyncllm.serving.response_input import InputItem, Message, messages_of
+from asyncllm.serving.sampling_fields import SamplingFields, text_or_list
+from asyncllm.stream import TokenStream
+from asyncllm.tools.tool_use import MAX_TOOLS
+from asyncllm.validation import MAX_INTEGER
 
-ENGINE_NAMES = {engine: field for field, engine in SAMPLING.items() if engine != field} | {
-    "messages": "input",
-    "prompt": "input",
-}
+LOGPROBS = "message.output_text.logprobs"
 
-_OPTIONS = ("cache_salt", "priority")
-
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "background": (False,),
-    "context_management": ([],),
-    "conversation": (),
-    "max_tool_calls": (),
-    "moderation": (),
-    "parallel_tool_calls": (True, False),
-    "prompt": (),
-    "prompt_cache_key": (),
-    "prompt_cache_options": (),
-    "prompt_cache_retention": (),
-    "reasoning": ({},),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
-    "stream": (True,),
-    "stream_id": (),
-    "stream_options": ({},),
-    "text": ({}, {"format": {"type": "text"}}),
-    "tool_choice": ("auto", "none"),
-    "tools": ([],),
-    "truncation": ("disabled",),
-}
-"""Fields that are accepted only with a value that asks for nothing; None is one of them."""
-
-_ROLES = ("user", "assistant", "system", "developer")
-_TEXT_PARTS = ("input_text", "output_text", "text")
+Input = Annotated[
+    Annotated[str, Field(min_length=1), Tag("#text")]
+    | Annotated[
+        list[InputItem],
+        Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
+        Tag("#list"),
+    ],
+    Discriminator(text_or_list),
+]
 
 
-@dataclass(frozen=True, slots=True)
-class ResponseRequest:
-    """Arguments for the engine, and the fields of the response that come from the request.
+@with_config(FORBID)
+class ResponseTool(TypedDict):
+    type: Literal["function"]
+    name: str
+    description: NotRequired[str | None]
+    parameters: NotRequired[dict[str, Any] | None]
+    strict: NotRequired[bool | None]
 
-    Attributes:
-        messages: the new ones, in the engine's form.
-        instructions: the system message of this response alone, or None.
-        previous_response_id: the response that this one continues.
-        sampling: fields of the engine's SamplingParams.
-        options: further arguments of ``AsyncLLMEngine.chat``.
-        generate: False prepares the cache and generates nothing.
-        top_logprobs: None, or how many alternatives each token comes with.
-        echo: fields that the response object repeats.
-    """
 
-    messages: tuple[dict[str, Any], ...]
-    instructions: str | None
-    previous_response_id: str | None
-    sampling: dict[str, Any]
-    options: dict[str, Any]
-    generate: bool
-    top_logprobs: int | None
-    echo: dict[str, Any]
+@with_config(FORBID)
+class ResponseNamedTool(TypedDict):
+    type: Literal["function"]
+    name: str
 
-    @classmethod
-    def parse(cls, event: Mapping[str, Any], model_name: str) -> Self:
-        """Raises ProtocolError, with the field at fault in ``param``."""
-        fields = {name: value for name, value in event.items() if value is not None}
-        fields.pop("type", None)
-        taken = _Fields(fields)
-        model = taken.text("model", model_name)
-        if model != model_name:
-            raise ProtocolError(
-                f"model: {check.describe(model)} is not served here, expected {model_name!r}",
-                code="model_not_found",
-                param="model",
-                status=404,
-            )
-        logprobs = _logprobs(taken)
-        request = cls(
-            messages=_messages(taken.take("input")),
-            instructions=taken.text("instructions"),
-            previous_response_id=taken.text("previous_response_id"),
-            sampling={SAMPLING[name]: taken.take(name) for name in SAMPLING if name in fields},
-            options={name: taken.take(name) for name in _OPTIONS if name in fields},
-            generate=taken.flag("generate", True),
-            top_logprobs=logprobs,
-            echo={
-                "metadata": _metadata(taken.take("metadata", {})),
-                "user": taken.text("user"),
-                "safety_identifier": taken.text("safety_identifier"),
-                "tool_choice": fields.get("tool_choice", "auto"),
-                "parallel_tool_calls": fields.get("parallel_tool_calls", True),
-            },
+
+ResponseToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("#text")]
+    | Annotated[ResponseNamedTool, BeforeValidator(few_fields), Tag("#list")],
+    Discriminator(text_or_list),
+]
+
+
+@with_config(FORBID)
+class PlainFormat(TypedDict):
+    type: Literal["text", "json_object"]
+
+
+# "schema" is a method of pydantic's models, so this one is written as a call.
+SchemaFormat = with_config(FORBID)(
+    TypedDict(
+        "SchemaFormat",
+        {
+            "type": Literal["json_schema"],
+            "name": str,
+            "schema": dict[str, Any],
+            "strict": NotRequired[bool | None],
+            "description": NotRequired[str | None],
+        },
+    )
+)
+
+
+def _format_tag(value: Any) -> str:
+    is_schema = isinstance(value, dict) and value.get("type") == "json_schema"
+    return "#schema" if is_schema else "#plain"
+
+
+@with_config(FORBID)
+class TextConfig(TypedDict):
+    format: NotRequired[
+        Annotated[
+            Annotated[PlainFormat, BeforeValidator(few_fields), Tag("#plain")]
+            | Annotated[SchemaFormat, BeforeValidator(few_fields), Tag("#schema")],
+            Discriminator(_format_tag),
+        ]
+        | None
+    ]
+    verbosity: NotRequired[Literal["medium"] | None]
+
+
+@with_config(FORBID)
+class ReasoningConfig(TypedDict):
+    effort: NotRequired[ReasoningEffort | None]
+    # There is nothing here that sums thoughts up; "auto" is content without.
+    summary: NotRequired[Literal["auto"] | None]
+    generate_summary: NotRequired[None]
+
+
+@with_config(FORBID)
+class ResponseStreamOptions(TypedDict):
+    include_obfuscation: NotRequired[Literal[False] | None]
+
+
+MetadataValue = Annotated[str, Field(max_length=512)]
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], MetadataValue], Field(max_length=16)
+]
+
+
+class ResponseRequest(SamplingFields):
+    """A response: OpenAI's fields, SamplingParams' under their own names, and ``generate``: false
+    computes the prompt into the cache and generates nothing."""
+
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "background": (False,),
+        "context_management": ([],),
+        "conversation": (),
+        "max_tool_calls": (),
+        "moderation": (),
+        "prompt": (),
+        "prompt_cache_options": ({},),
+        "prompt_cache_retention": ("in_memory",),
+        "service_tier": ("auto", "default"),
+        "stream_id": (),
+        "truncation": ("disabled",),
+    }
+
+    input: Input
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, le=MAX_INTEGER)] | None = None
+    include: Annotated[list[str], Field(max_length=16, fail_fast=True)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_INTEGER)] | None = None
+    tools: (
+        Annotated[
+            list[Annotated[ResponseTool, BeforeValidator(few_fields)]],
+            Field(max_length=MAX_TOOLS, fail_fast=True),
+        ]
+        | None
+    ) = None
+    tool_choice: ResponseToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    reasoning: ReasoningConfig | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    metadata: Annotated[Metadata, BeforeValidator(few_fields)] | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    generate: bool | None = None
+
+    @property
+    def generates(self) -> bool:
+        return self.generate is not False
+
+    @property
+    def stores(self) -> bool:
+        """Unless it is told not to, as OpenAI has it."""
+        return self.store is not False
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives of each token; None without log-probabilities.
+
+        Raises:
+            ProtocolError: for anything else to be included.
+        """
+        include = self.include or ()
+        for item in include:
+            if item != LOGPROBS:
+                raise unsupported("include", item, (LOGPROBS,))
+        return (self.top_logprobs or 0) if include else self.top_logprobs or None
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The new ones, in the engine's form."""
+        if isinstance(self.input, str):
+            return ({"role": "user", "content": self.input},)
+        return tuple(messages_of(self.input))
+
+    def submit(
+        self, engine: AsyncLLMEngine, conversation: tuple[Message, ...], timeout: float | None
+    ) -> TokenStream:
+        """The stream of the answer to a conversation.
+
+        Raises:
+            ProtocolError: for fields that cannot be honoured.
+            AsyncLLMError: what ``AsyncLLMEngine.chat`` raises.
+        """
+        params = self.sampling_params(
+            {
+                # One token is the least that has the whole prompt computed, and so cached.
+                "max_tokens": self.max_output_tokens if self.generates else 1,
+                "logprobs": self.num_logprobs,
+            }
         )
-        taken.check_rest()
-        return request
+        if self.instructions is not None:
+            conversation = ({"role": "system", "content": self.instructions}, *conversation)
+        return engine.chat(
+            template_messages(conversation, engine),
+            params,
+            tools=self.tools,
+            tool_choice=cast("Any", self.tool_choice),
+            parallel_tool_calls=self.parallel_tool_calls is not False,
+            response_format=self._response_format(),
+            chat_template_kwargs=template_variables(
+                self.chat_template_kwargs,
+                (self.reasoning or {}).get("effort"),
+                engine,
+                "reasoning.effort",
+            ),
+            timeout=timeout,
+            **self.options,
+        )
 
-
-class _Fields:
-    """Fields of an event that were not looked at yet."""
-
-    def __init__(self, fields: dict[str, Any]) -> None:
-        self._fields = dict(fields)
-
-    def take(self, name: str, default: Any = None) -> Any:
-        return self._fields.pop(name, default)
-
-    def text(self, name: str, default: Any = None) -> Any:
-        value = self.take(name, default)
-        return check.string(name, value, empty=True, optional=True, refuse=_bad)
-
-    def flag(self, name: str, default: bool) -> bool:
-        return check.boolean(name, self.take(name, default), refuse=_bad)
-
-    def check_rest(self) -> None:
-        for name, value in self._fields.items():
-            if name not in _NEUTRAL:
-                raise ProtocolError(
-                    f"{check.describe(name)}: no such field",
-                    code="unknown_parameter",
-                    param=name[:64],
-                )
-            if not any(check.same(value, neutral) for neutral in _NEUTRAL[name]):
-                raise _unsupported(f"{name}={check.describe(value)} is not supported here", name)
-
-
-def _logprobs(fields: _Fields) -> int | None:
-    include = fields.take("include", [])
-    if not isinstance(include, list) or not all(isinstance(item, str) for item in include):
-        raise _bad("include", include, "a list of strings")
-    for item in include:
-        if item != "message.output_text.logprobs":
-            raise _unsupported(f"include: {check.describe(item)} is not supported here", "include")
-    top = check.integer(
-        "top_logprobs", fields.take("top_logprobs"), 0, 20, optional=True, refuse=_bad
-    )
-    return (top or 0) if include else top or None
-
-
-def _metadata(value: Any) -> dict[str, str]:
-    if not isinstance(value, dict) or len(value) > 16:
-        raise _bad("metadata", value, "an object of at most 16 strings")
-    for key, text in value.items():
-        if not isinstance(text, str) or len(key) > 64 or len(text) > 512:
-            raise _bad(
-                "metadata", value, "keys of at most 64 and strings of at most 512 characters"
-            )
-    return value
-
-
-def _messages(value: Any) -> tuple[dict[str, Any], ...]:
-    if isinstance(value, str) and value:
-        return ({"role": "user", "content": value},)
-    if not isinstance(value, list) or not value:
-        raise _bad("input", value, "a text, or a list of at least one message")
-    return tuple(_message(item, f"input[{i}]") for i, item in enumerate(value))
-
-
-def _message(item: Any, where: str) -> dict[str, Any]:
-    if not isinstance(item, dict):
-        raise _bad(where, item, "a message")
-    kind = item.get("type", "message")
-    if kind != "message":
-        told = f"{where}.type={check.describe(kind)} is not supported here, expected 'message'"
-        raise _unsupported(told, f"{where}.type")
-    role = item.get("role")
-    if role not in _ROLES:
-        raise _bad(f"{where}.role", role, "one of " + ", ".join(_ROLES))
-    for name, content in item.items():
-        # An output that is sent back has an id and a status; neither is for the model.
-        if name not in ("type", "role", "content", "id", "status") and content is not None:
-            raise _unsupported(f"{where}.{name[:64]}: not supported here", f"{where}.{name[:64]}")
-    return {"role": role, "content": _content(item.get("content"), f"{where}.content")}
-
-
-def _content(value: Any, where: str) -> Any:
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list) or not value:
-        raise _bad(where, value, "a text, or a list of text parts")
-    texts: list[str] = []
-    for i, part in enumerate(value):
-        if not isinstance(part, dict) or part.get("type") not in _TEXT_PARTS:
-            kind = part.get("type") if isinstance(part, dict) else part
-            raise _bad(f"{where}[{i}]", kind, "a part of type " + ", ".join(_TEXT_PARTS))
-        if not isinstance(part.get("text"), str):
-            raise _bad(f"{where}[{i}].text", part.get("text"), "a string")
-        texts.append(part["text"])
-    if len(texts) == 1:
-        return texts[0]
-    return [{"type": "text", "text": text} for text in texts]
-
-
-def _bad(name: str, value: Any, accepted: str) -> ProtocolError:
-    return ProtocolError(
-        f"{name}={check.describe(value)}: expected {accepted}", code="invalid_value", param=name
-    )
-
-
-def _unsupported(message: str, param: str) -> ProtocolError:
-    return ProtocolError(message, code="unsupported_parameter", param=param)
+    def _response_format(self) -> dict[str, Any] | None:
+        """As chat completions have it."""
+        found: Any = (self.text or {}).get("format")
+        if found is None or found["type"] != "json_schema":
+            return found
+        schema = {key: value for key, value in found.items() if key != "type"}
+        return {"type": "json_schema", "json_schema": schema}

@@ -7,37 +7,40 @@ request while a response is on its way, and is the one that ends it.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Protocol
 
 import anyio
 from anyio.abc import TaskGroup
-from websockets.exceptions import ConnectionClosed
 
-from asyncllm.engine import AsyncLLMEngine
 from asyncllm.errors import AsyncLLMError, EngineClosedError, EngineDeadError
-from asyncllm.serving.frame_pacer import FramePacer
+from asyncllm.serving.exchange import encode
+from asyncllm.serving.offload import submitted
 from asyncllm.serving.protocol_error import ProtocolError, from_engine_error
-from asyncllm.serving.response_events import ResponseEvents, encode
-from asyncllm.serving.response_history import Messages, ResponseHistory
-from asyncllm.serving.response_request import ENGINE_NAMES, ResponseRequest
-from asyncllm.stream import TokenStream
+from asyncllm.serving.request_body import parse_json, unsupported
+from asyncllm.serving.response_events import Event
+from asyncllm.serving.response_request import ResponseRequest
+from asyncllm.serving.response_store import ResponseStore
+from asyncllm.serving.response_turn import ResponseTurn
+from asyncllm.serving.serving import Serving
 
 logger = logging.getLogger("asyncllm.serving.websocket")
 
+ENGINE_NAMES = {"max_tokens": "max_output_tokens", "messages": "input", "prompt": "input"}
+
 MAX_CONTINUABLE = 32
-"""Responses of a connection that can be continued."""
+MAX_UNSTORED_SIZE = 1 << 24
+"""Responses of a connection that were not to be stored, and can be continued there all the same;
+and their characters."""
 
 MAX_ERRORS = 64
 """Requests that may fail in a row by the client's own fault."""
 
 
 class Connection(Protocol):
-    """A WebSocket connection of the ``websockets`` library: the part that is used."""
+    """A WebSocket connection: the part that is used."""
 
     async def send(self, message: str) -> None: ...
 
@@ -52,25 +55,24 @@ class ResponseSession:
 
     Args:
         connection: open. It is closed here only for the protocol's own reasons.
-        engine: shared with the other connections.
-        model_name: the only value of ``model`` that is accepted.
-        timeout: seconds a response may take, or None.
-        pacer: shared by all connections.
+        serving: shared with the other connections.
+        owner: of the responses that are made and continued.
+        gone: what the connection raises when it is closed.
 
     Attributes:
         current: the response in flight, if any.
     """
 
     connection: Connection
-    engine: AsyncLLMEngine
-    model_name: str
-    timeout: float | None
-    pacer: FramePacer
-    current: ResponseEvents | None = None
-    _history: ResponseHistory = field(default_factory=partial(ResponseHistory, MAX_CONTINUABLE))
+    serving: Serving
+    owner: str
+    gone: tuple[type[Exception], ...]
+    current: ResponseTurn | None = None
+    _unstored: ResponseStore = field(
+        default_factory=lambda: ResponseStore(MAX_CONTINUABLE, MAX_UNSTORED_SIZE)
+    )
     _num_errors: int = 0
     _closing: bool = False
-    _stream: TokenStream | None = None
     _tasks: TaskGroup = field(init=False)
 
     async def run(self) -> None:
@@ -78,7 +80,7 @@ class ResponseSession:
         # A task of the group runs up to its first wait even if it is cancelled before, so each
         # response ends what it has begun.
         async with anyio.create_task_group() as self._tasks:
-            with contextlib.suppress(ConnectionClosed):
+            with contextlib.suppress(*self.gone):
                 async for message in self.connection:
                     if not self._closing:
                         await self._receive(message)
@@ -88,10 +90,10 @@ class ResponseSession:
 
     async def _receive(self, message: str | bytes) -> None:
         try:
-            event = decode(message)
+            event = _decode(message)
             kind = event.get("type")
             if kind == "response.create":
-                self._create(event)
+                await self._create(event)
             elif kind == "response.cancel":
                 self._cancel()
             else:
@@ -129,111 +131,66 @@ class ResponseSession:
         self._closing = True
         self._tasks.start_soon(self.connection.close, code, reason)
 
-    def _create(self, event: dict[str, Any]) -> None:
+    async def _create(self, event: dict[str, Any]) -> None:
         if self.current is not None:
             raise ProtocolError(
-                f"response {self.current.id!r} is in flight; one at a time on a connection",
+                f"response {self.current.events.id!r} is in flight; one at a time on a connection",
                 code="response_already_in_flight",
                 status=409,
             )
-        request = ResponseRequest.parse(event, self.model_name)
-        conversation = self._history.up_to(request.previous_response_id) + request.messages
-        stream = self._submit(request, conversation)
-        defaults = self.engine.model_config.generation_defaults or {}
-        decode = self.engine.tokenizer.decode
-        events = ResponseEvents(request, self.model_name, defaults, decode)
-        self.current, self._stream = events, stream
-        self.pacer.begin()
-        self._tasks.start_soon(self._respond, stream, events, conversation)
-
-    def _submit(self, request: ResponseRequest, conversation: Messages) -> TokenStream:
-        sampling = dict(request.sampling)
-        if request.top_logprobs is not None:
-            sampling["logprobs"] = request.top_logprobs
-        if not request.generate:
-            # One token is the least that has the whole prompt computed, and so cached.
-            sampling["max_tokens"] = 1
-        if request.instructions is not None:
-            conversation = ({"role": "system", "content": request.instructions}, *conversation)
-        return self.engine.chat(conversation, timeout=self.timeout, **request.options, **sampling)
+        fields = {name: value for name, value in event.items() if name != "type"}
+        request = ResponseRequest.parse(fields)
+        if request.stream is False:
+            raise unsupported("stream", False, (True,))
+        turn = await submitted(
+            lambda: ResponseTurn.begin(self.serving, self.owner, request, self._unstored),
+            len(request.tools or ()),
+        )
+        self.current = turn
+        self.serving.pacer.begin()
+        self._tasks.start_soon(self._respond, turn)
 
     def _cancel(self) -> None:
-        if self._stream is None:
+        if self.current is None:
             raise ProtocolError("no response is in flight", code="response_not_in_flight")
-        self._stream.abort()
+        self.current.stream.abort()
 
     # --- responses ----------------------------------------------------------------------
 
-    async def _respond(
-        self, stream: TokenStream, events: ResponseEvents, conversation: Messages
-    ) -> None:
+    async def _respond(self, turn: ResponseTurn) -> None:
         try:
-            async with stream:
-                await self._tell(stream, events, conversation)
+            async with turn.stream:
+                await turn.tell(turn.stream, self._send_all, before_end=self._end)
         except AsyncLLMError as error:
             self._end()
-            with contextlib.suppress(ConnectionClosed):
-                await self._send_all(events.failed(from_engine_error(error, ENGINE_NAMES)))
+            with contextlib.suppress(*self.gone):
+                await self._send_all(turn.events.failed(from_engine_error(error, ENGINE_NAMES)))
                 self._close_with(error)
-        except ConnectionClosed:
+        except self.gone:
             return
         except Exception:
-            logger.exception("response %s failed", events.id)
+            logger.exception("response %s failed", turn.events.id)
             self._close(1011, "internal error")
         finally:
             self._end()
 
-    async def _tell(
-        self, stream: TokenStream, events: ResponseEvents, conversation: Messages
-    ) -> None:
-        send = self.connection.send
-        await self._send_all(events.created())
-        generate = events.generates
-        async for delta in stream:
-            if generate:
-                for event in events.delta(delta):
-                    await send(event)
-                if delta.finish_reason is None and (pause := self.pacer.pause) > 0:
-                    # What comes meanwhile is merged into one frame.
-                    await anyio.sleep(pause)
-        if generate:
-            conversation = (*conversation, {"role": "assistant", "content": events.text})
-        self._history.add(events.id, conversation)
-        # Before the last event is sent: the next request may be there before the send returns.
-        self._end()
-        await self._send_all(events.completed(stream.finish_reason, stream.usage))
-
     def _end(self) -> None:
         if self.current is not None:
-            self.current = self._stream = None
-            self.pacer.end()
+            self.current = None
+            self.serving.pacer.end()
 
-    async def _send_all(self, events: Iterable[str]) -> None:
-        for event in events:
-            await self.connection.send(event)
+    async def _send_all(self, events: Iterable[Event]) -> None:
+        send = self.connection.send
+        for _, data in events:
+            await send(data)
 
 
-def decode(message: str | bytes) -> dict[str, Any]:
+def _decode(message: str | bytes) -> dict[str, Any]:
     """A message as an event.
 
     Raises:
-        ProtocolError: if it is no JSON object, or holds what JSON or UTF-8 cannot say.
+        ProtocolError: if it is no JSON object.
     """
     if not isinstance(message, str):
         raise ProtocolError("binary message: expected text", code="invalid_message")
-    try:
-        event = json.loads(message, parse_constant=_refuse_constant)
-        if "\\u" in message:
-            # Escapes can spell half a surrogate pair, which no text and no token is made of.
-            json.dumps(event, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:
-        raise ProtocolError(
-            f"message: expected a JSON object ({type(error).__name__})", code="invalid_json"
-        ) from error
-    if not isinstance(event, dict):
-        raise ProtocolError("message: expected a JSON object", code="invalid_json")
-    return event
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
+    return parse_json(message)

@@ -11,7 +11,7 @@ import anyio
 from websockets.exceptions import ConnectionClosed
 
 from asyncllm.errors import AsyncLLMError
-from asyncllm.serving.response_events import encode
+from asyncllm.serving.exchange import encode
 from asyncllm.serving.response_session import Connection
 
 KEEP_ALIVE = 5.0

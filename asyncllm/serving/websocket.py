@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-import os
+import math
 from collections.abc import Callable, Generator, Sequence
 from http import HTTPStatus
 from typing import Any, Self
@@ -21,6 +21,7 @@ from typing import Any, Self
 try:
     import websockets.asyncio.server as ws
     from websockets.datastructures import Headers
+    from websockets.exceptions import ConnectionClosed
     from websockets.http11 import Request, Response
 except ImportError as missing:
     raise ImportError(
@@ -30,10 +31,12 @@ except ImportError as missing:
 from asyncllm import validation as check
 from asyncllm.engine import AsyncLLMEngine
 from asyncllm.serving.access import PROTOCOL, AccessRules, is_loopback
+from asyncllm.serving.exchange import encode
 from asyncllm.serving.frame_pacer import FramePacer
 from asyncllm.serving.protocol_error import ProtocolError
-from asyncllm.serving.response_events import encode
 from asyncllm.serving.response_session import ResponseSession
+from asyncllm.serving.response_store import ResponseStore
+from asyncllm.serving.serving import Serving, default_model_names
 from asyncllm.serving.stats_session import StatsSession
 
 logger = logging.getLogger(__name__)
@@ -42,6 +45,10 @@ RESPONSES_PATH = "/v1/responses"
 STATS_PATH = "/v1/stats"
 MAX_REFUSING = 64
 """Connections beyond the limit that are told so; further ones get an HTTP status."""
+
+MAX_STORED = 1024
+MAX_STORED_SIZE = 1 << 26
+"""Responses that can be continued, of all connections, and their characters."""
 
 Page = Callable[[str], "tuple[str, bytes] | None"]
 
@@ -106,17 +113,23 @@ def serve(
         "close_timeout": check.seconds("close_timeout", close_timeout),
         "ssl": ssl,
     }
-    return WebSocketServer(
+    check.string("model_name", model_name, optional=True)
+    serving = Serving(
         engine,
+        tuple(default_model_names(engine)) if model_name is None else (model_name,),
+        check.seconds("timeout", timeout, above=True, optional=True),
+        math.inf,  # the connection has pings of its own
+        FramePacer(check.number("max_frame_rate", max_frame_rate, 0, 1e9, above=True)),
+        ResponseStore(MAX_STORED, MAX_STORED_SIZE),
+    )
+    return WebSocketServer(
+        serving,
         host,
         check.integer("port", port, 0, 65535),
-        model_name or _model_name(engine),
         AccessRules(token=token, origins=origins, local=is_loopback(host)),
         page,
         check.integer("max_connections", max_connections, 1),
         check.seconds("stats_interval", stats_interval, above=True),
-        check.seconds("timeout", timeout, above=True, optional=True),
-        FramePacer(check.number("max_frame_rate", max_frame_rate, 0, 1e9, above=True)),
         options,
     )
 
@@ -126,16 +139,13 @@ class WebSocketServer:
     """Made by ``serve``. ``async with`` starts and closes it; so do ``await`` and
     ``aclose``."""
 
-    engine: AsyncLLMEngine
+    _serving: Serving
     host: str
     _port: int
-    model_name: str
     _rules: AccessRules
     _page: Page | None
     _max_connections: int
     _stats_interval: float
-    _timeout: float | None
-    _pacer: FramePacer
     _options: dict[str, Any]
     _server: ws.Server | None = None
     _sessions: set[ResponseSession | StatsSession] = dataclasses.field(default_factory=set)
@@ -169,6 +179,15 @@ class WebSocketServer:
             **self._options,
         )
         return self
+
+    @property
+    def engine(self) -> AsyncLLMEngine:
+        return self._serving.engine
+
+    @property
+    def model_name(self) -> str:
+        """The model's name to clients."""
+        return self._serving.model_names[0]
 
     @property
     def port(self) -> int:
@@ -232,7 +251,9 @@ class WebSocketServer:
         assert connection.request is not None
         if _path(connection.request) == STATS_PATH:
             return StatsSession(connection, self.snapshot, self._stats_interval)
-        return ResponseSession(connection, self.engine, self.model_name, self._timeout, self._pacer)
+        headers = connection.request.headers
+        owner = self._rules.owner(headers.get_all("Authorization"), _protocols(headers))
+        return ResponseSession(connection, self._serving, owner, (ConnectionClosed,))
 
     async def _refuse(self, connection: ws.ServerConnection) -> None:
         self._num_refusing += 1
@@ -277,21 +298,15 @@ class WebSocketServer:
         """Fields of an event of ``/v1/stats``: the engine's statistics, and the responses in
         flight."""
         responses = [
-            {"id": events.id, "tokens": events.num_tokens}
+            {"id": turn.events.id, "tokens": turn.events.num_tokens}
             for session in self._sessions
-            if isinstance(session, ResponseSession) and (events := session.current) is not None
+            if isinstance(session, ResponseSession) and (turn := session.current) is not None
         ]
         return {
             "stats": dataclasses.asdict(self.engine.stats()),
             "connections": len(self._sessions),
             "responses": sorted(responses, key=lambda one: one["id"])[:64],
         }
-
-
-def _model_name(engine: AsyncLLMEngine) -> str:
-    name = engine.config.model_name
-    is_path = engine.config.model is not None and os.path.exists(name)
-    return os.path.basename(name) if is_path else name
 
 
 def _path(request: Request) -> str:

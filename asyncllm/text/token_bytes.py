@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import tokenizers
@@ -17,16 +18,25 @@ def token_bytes(backend: tokenizers.Tokenizer, skip: frozenset[int], size: int) 
     vocabulary does not have, the unknown token, and one whose text depends on its neighbours.
     """
     skip |= _unknown(backend)
-    steps = steps_of(backend.decoder)
-    ids = range(size)
-    if [step["type"] for step in steps] == ["ByteLevel"]:
-        table = ByteTable(backend.id_to_token, skip)
-        return [table[token_id] for token_id in ids]
-    mark = word_mark_of(steps)
-    if mark is not None:
-        pieces = PieceTable(backend.id_to_token, skip, word_mark=mark)
-        return [bytes([p]) if isinstance(p := pieces[i], int) else p.encode() for i in ids]
+    bytes_of = token_table(backend, skip)
+    if bytes_of is not None:
+        return [bytes_of(token_id) for token_id in range(size)]
     return _by_decoding(backend, skip, size)
+
+
+def token_table(
+    backend: tokenizers.Tokenizer, skip: frozenset[int] = frozenset()
+) -> Callable[[int], bytes] | None:
+    """From a token id to its bytes, read as it is asked for; None for a decoder by which what a
+    token adds depends on its neighbours."""
+    steps = steps_of(backend.decoder)
+    if [step["type"] for step in steps] == ["ByteLevel"]:
+        return ByteTable(backend.id_to_token, skip).__getitem__
+    mark = word_mark_of(steps)
+    if mark is None:
+        return None
+    pieces = PieceTable(backend.id_to_token, skip, word_mark=mark)
+    return lambda i: bytes([p]) if isinstance(p := pieces[i], int) else p.encode()
 
 
 def _unknown(backend: tokenizers.Tokenizer) -> frozenset[int]:

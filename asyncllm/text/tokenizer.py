@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from asyncllm.text.text_decoder import (
     WindowDecoder,
     word_mark_of,
 )
-from asyncllm.text.token_bytes import token_bytes
+from asyncllm.text.token_bytes import token_bytes, token_table
 from asyncllm.text.tokenizer_thread import LONG_TEXT
 from asyncllm.validation import explain
 
@@ -193,6 +193,16 @@ class Tokenizer:
         """The bytes that each token id below ``size`` adds to a text, none for one that cannot
         be told: a special or unknown token, or none at all. About 0.3 s for 150,000."""
         return token_bytes(self.backend, self.special_token_ids, size)
+
+    @cached_property
+    def bytes_of(self) -> Callable[[int], bytes]:
+        """The bytes of one token id as it is met in the middle of a text, half a character
+        included; a special token's are its name. Where they depend on the neighbours, those of
+        the token alone."""
+        decode = self.decode
+        return token_table(self.backend) or (
+            lambda token_id: decode([token_id], skip_special_tokens=False).encode()
+        )
 
     def text_decoder(
         self,

@@ -1,0 +1,253 @@
+"""ChatRequest: the body of ``/v1/chat/completions``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, NotRequired, cast
+
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, with_config
+from typing_extensions import TypedDict
+
+from asyncllm.engine import AsyncLLMEngine
+from asyncllm.serving.protocol_error import ProtocolError
+from asyncllm.serving.request_body import RequestBody, few_fields, invalid, unsupported
+from asyncllm.serving.sampling_fields import Choices, text_or_list
+from asyncllm.stream import TokenStream
+from asyncllm.tools.tool_use import MAX_TOOLS
+from asyncllm.validation import MAX_INTEGER
+
+FORBID = ConfigDict(extra="forbid", strict=True)
+MAX_MESSAGES = 2**14
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+@with_config(FORBID)
+class TextPart(TypedDict):
+    type: Literal["text"]
+    text: str
+
+
+Content = Annotated[
+    Annotated[str, Tag("#text")]
+    | Annotated[
+        list[Annotated[TextPart, BeforeValidator(few_fields)]], Field(fail_fast=True), Tag("#list")
+    ],
+    Discriminator(text_or_list),
+]
+
+
+@with_config(FORBID)
+class FunctionCall(TypedDict):
+    name: str
+    arguments: str
+
+
+@with_config(FORBID)
+class MessageToolCall(TypedDict):
+    id: str
+    type: NotRequired[Literal["function"]]
+    function: FunctionCall
+    index: NotRequired[int]
+
+
+@with_config(FORBID)
+class Message(TypedDict):
+    """One turn. ``tool`` answers a call of the assistant's, ``tool_call_id``."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: NotRequired[Content | None]
+    name: NotRequired[str | None]
+    tool_call_id: NotRequired[str | None]
+    tool_calls: NotRequired[
+        Annotated[
+            list[Annotated[MessageToolCall, BeforeValidator(few_fields)]],
+            Field(max_length=1024, fail_fast=True),
+        ]
+        | None
+    ]
+    reasoning_content: NotRequired[str | None]
+    reasoning: NotRequired[str | None]
+    # As the clients send an answer back; none of them says anything.
+    refusal: NotRequired[None]
+    audio: NotRequired[None]
+    function_call: NotRequired[None]
+    annotations: NotRequired[Annotated[list[Any], Field(max_length=0)] | None]
+
+
+@with_config(FORBID)
+class Function(TypedDict):
+    name: str
+    description: NotRequired[str | None]
+    parameters: NotRequired[dict[str, Any] | None]
+    strict: NotRequired[bool | None]
+
+
+@with_config(FORBID)
+class Tool(TypedDict):
+    type: Literal["function"]
+    function: Function
+
+
+@with_config(FORBID)
+class NamedFunction(TypedDict):
+    name: str
+
+
+@with_config(FORBID)
+class NamedTool(TypedDict):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("#text")]
+    | Annotated[NamedTool, BeforeValidator(few_fields), Tag("#list")],
+    Discriminator(text_or_list),
+]
+
+
+@with_config(FORBID)
+class StreamOptions(TypedDict):
+    include_usage: NotRequired[bool | None]
+    include_obfuscation: NotRequired[Literal[False] | None]
+
+
+class TemplateFields(RequestBody):
+    """What a conversation is rendered with."""
+
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: ReasoningEffort | None = None
+
+    def template_variables(self, engine: AsyncLLMEngine) -> dict[str, Any]:
+        """Raises ProtocolError, as ``template_variables`` does."""
+        return template_variables(
+            self.chat_template_kwargs, self.reasoning_effort, engine, "reasoning_effort"
+        )
+
+
+class ChatRequest(TemplateFields, Choices):
+    """A chat completion: OpenAI's fields, and SamplingParams' under their own names."""
+
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "audio": (),
+        "function_call": ("none", "auto"),
+        "functions": ([],),
+        "metadata": ({},),
+        "modalities": (["text"],),
+        "moderation": (),
+        "prediction": (),
+        "prompt_cache_options": ({},),
+        "prompt_cache_retention": ("in_memory",),
+        "service_tier": ("auto", "default"),
+        "store": (False,),
+        "verbosity": ("medium",),
+        "web_search_options": (),
+    }
+
+    messages: Annotated[
+        list[Annotated[Message, BeforeValidator(few_fields)]],
+        Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
+    ]
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_INTEGER)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_INTEGER)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_INTEGER)] | None = None
+    tools: (
+        Annotated[
+            list[Annotated[Tool, BeforeValidator(few_fields)]],
+            Field(max_length=MAX_TOOLS, fail_fast=True),
+        ]
+        | None
+    ) = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: dict[str, Any] | None = None
+    stream_options: StreamOptions | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        return bool((self.stream_options or {}).get("include_usage"))
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives of each token; None without log-probabilities."""
+        if not self.logprobs:
+            if self.top_logprobs is not None:
+                raise invalid("top_logprobs", self.top_logprobs, "null without logprobs=true")
+            return None
+        return self.top_logprobs or 0
+
+    def submit(self, engine: AsyncLLMEngine, timeout: float | None) -> TokenStream:
+        """The stream of the answer.
+
+        Raises:
+            ProtocolError: for fields that contradict each other.
+            AsyncLLMError: what ``AsyncLLMEngine.chat`` raises.
+        """
+        limits = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(limits) > 1:
+            accepted = f"what max_tokens={self.max_tokens} says, or null"
+            raise invalid("max_completion_tokens", self.max_completion_tokens, accepted)
+        params = self.sampling_params(
+            {
+                "n": self.n or 1,
+                "max_tokens": next(iter(limits), None),
+                "logprobs": self.num_logprobs,
+            }
+        )
+        return engine.chat(
+            template_messages(self.messages, engine),
+            params,
+            tools=self.tools,
+            tool_choice=cast("Any", self.tool_choice),
+            parallel_tool_calls=self.parallel_tool_calls is not False,
+            response_format=self.response_format,
+            chat_template_kwargs=self.template_variables(engine),
+            timeout=timeout,
+            **self.options,
+        )
+
+
+def template_messages(messages: Sequence[Mapping[str, Any]], engine: AsyncLLMEngine) -> list[Any]:
+    """Messages as the model's template takes them. "developer" is what later models of OpenAI call
+    the system; most templates have never heard of it."""
+    knows_developer = engine.tokenizer.chat_template.reads("developer")
+    found = []
+    for message in messages:
+        message = {key: value for key, value in message.items() if value is not None}
+        message.pop("annotations", None)
+        if message["role"] == "developer" and not knows_developer:
+            message["role"] = "system"
+        for call in message.get("tool_calls", ()):
+            call.pop("index", None)
+        found.append(message)
+    return found
+
+
+def template_variables(
+    given: Mapping[str, Any] | None, effort: str | None, engine: AsyncLLMEngine, param: str
+) -> dict[str, Any]:
+    """Variables of the model's template beside the messages and the tools.
+
+    Args:
+        given: by the client. A template of its own is not among them: that is a program.
+        effort: how much the model is to think; ``param`` is the field's name.
+
+    Raises:
+        ProtocolError: for what cannot be told to the template.
+    """
+    variables = dict(given or {})
+    if "chat_template" in variables:
+        raise unsupported("chat_template_kwargs.chat_template", variables["chat_template"])
+    template = engine.tokenizer.chat_template
+    if effort is None:
+        return variables
+    if template.reads("reasoning_effort"):
+        return {**variables, "reasoning_effort": effort}
+    if template.reads("enable_thinking"):
+        return {**variables, "enable_thinking": effort != "none"}
+    raise ProtocolError(
+        f"{param}={effort!r}: the model's chat template knows no effort, expected null",
+        code="unsupported_parameter",
+        param=param,
+    )

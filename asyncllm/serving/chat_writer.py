@@ -1,0 +1,143 @@
+"""ChatWriter: a chat completion as OpenAI's protocol tells it, whole or in chunks."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from json.encoder import encode_basestring
+from typing import Any, ClassVar
+
+from asyncllm.outputs import Completion, CompletionOutput, Delta, ToolCall, Usage
+from asyncllm.serving.choices import usage_fields
+from asyncllm.serving.exchange import encode
+from asyncllm.serving.token_logprobs import LogprobWriter
+from asyncllm.serving.whole_calls import WholeCalls
+from asyncllm.stream import TokenStream
+
+
+class ChatWriter:
+    """One answer.
+
+    Args:
+        model: as the client calls it.
+        num_choices: the request's ``n``.
+        num_logprobs: alternatives of each token, None without log-probabilities.
+        include_usage: as of ``stream_options``.
+        bytes_of: token id to its bytes.
+    """
+
+    ENGINE_NAMES: ClassVar[dict[str, str]] = {"prompt": "messages"}
+
+    def __init__(
+        self,
+        model: str,
+        num_choices: int,
+        num_logprobs: int | None,
+        include_usage: bool,
+        bytes_of: Callable[[int], bytes],
+    ) -> None:
+        self._fields = {
+            "id": f"chatcmpl-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": model,
+            "service_tier": "default",
+            "system_fingerprint": None,
+        }
+        self._num_choices = num_choices
+        self._include_usage = include_usage
+        self._logprobs = None if num_logprobs is None else LogprobWriter(bytes_of, num_logprobs)
+        self._calls = [WholeCalls() for _ in range(num_choices)]
+        common = encode({"object": "chat.completion.chunk", **self._fields})[:-1]
+        usage = ',"usage":null' if include_usage else ""
+        # A chunk per token: what is the same in all of them is written once.
+        self._head = f'data: {common},"choices":[{{"index":'
+        self._tail = f"}}]{usage}}}\n\n"
+        self._common = common
+
+    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        (completion,) = completions
+        return {
+            "object": "chat.completion",
+            **self._fields,
+            "choices": [self._choice(output) for output in completion.outputs],
+            "usage": usage_fields([completion.usage]),
+        }
+
+    def _choice(self, output: CompletionOutput) -> dict[str, Any]:
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": None if output.tool_calls and not output.text else output.text,
+            "refusal": None,
+            "annotations": [],
+        }
+        if output.reasoning:
+            message["reasoning_content"] = output.reasoning
+        if output.tool_calls:
+            message["tool_calls"] = [call.as_dict() for call in output.tool_calls]
+        return {
+            "index": output.index,
+            "message": message,
+            "logprobs": self._logprob_fields(output),
+            "finish_reason": output.finish_reason,
+        }
+
+    def _logprob_fields(self, output: CompletionOutput | Delta) -> dict[str, Any] | None:
+        if self._logprobs is None:
+            return None
+        return {"content": self._logprobs.write(output.logprobs or ()), "refusal": None}
+
+    # --- in chunks ----------------------------------------------------------------------
+
+    def opening(self) -> str:
+        delta = {"role": "assistant", "content": "", "refusal": None}
+        return "".join(self._chunk(index, delta) for index in range(self._num_choices))
+
+    def chunks(self, delta: Delta, base: int, stream: TokenStream) -> str:
+        if not delta.reasoning and not delta.tool_calls and self._logprobs is None:
+            written = self._text_chunk(delta) if delta.text else ""
+        else:
+            written = self._full_chunk(delta)
+        if delta.finish_reason is not None:
+            written += self._chunk(delta.index, {}, finish_reason=delta.finish_reason)
+        return written
+
+    def _text_chunk(self, delta: Delta) -> str:
+        return (
+            f'{self._head}{delta.index},"delta":{{"content":{encode_basestring(delta.text)}}}'
+            f',"logprobs":null,"finish_reason":null{self._tail}'
+        )
+
+    def _full_chunk(self, delta: Delta) -> str:
+        fields: dict[str, Any] = {}
+        if delta.reasoning:
+            fields["reasoning_content"] = delta.reasoning
+        if delta.text or delta.logprobs:
+            fields["content"] = delta.text
+        if calls := self._whole_calls(delta):
+            fields["tool_calls"] = calls
+        if not fields:
+            return ""
+        return self._chunk(delta.index, fields, self._logprob_fields(delta))
+
+    def _whole_calls(self, delta: Delta) -> list[dict[str, Any]]:
+        collected = self._calls[delta.index]
+        first = collected.num_calls
+        calls: Iterable[ToolCall] = collected.push(delta.tool_calls)
+        return [{"index": i, **call.as_dict()} for i, call in enumerate(calls, first)]
+
+    def _chunk(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        logprobs: dict[str, Any] | None = None,
+        finish_reason: str | None = None,
+    ) -> str:
+        rest = encode({"delta": delta, "logprobs": logprobs, "finish_reason": finish_reason})
+        return f"{self._head}{index},{rest[1:-1]}{self._tail}"
+
+    def closing(self, usages: Sequence[Usage | None]) -> str:
+        if not self._include_usage:
+            return ""
+        usage = encode(usage_fields(usages))
+        return f'data: {self._common},"choices":[],"usage":{usage}}}\n\n'

@@ -1,0 +1,209 @@
+"""Choices: what chat completions and completions have in common. One or several streams are read,
+and told whole or in chunks."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, ClassVar, Protocol
+
+import anyio
+
+from asyncllm.errors import AsyncLLMError
+from asyncllm.outputs import Completion, Delta, Usage
+from asyncllm.serving.exchange import ClientGoneError, Exchange, encode
+from asyncllm.serving.frame_pacer import FramePacer
+from asyncllm.serving.protocol_error import ProtocolError, from_engine_error
+from asyncllm.stream import TokenStream
+
+PING = ": ping\n\n"
+"""A comment, which clients skip and proxies count as traffic."""
+
+
+class ChoicesWriter(Protocol):
+    """One answer in a protocol's own words. ``base`` is the index of a stream's first choice.
+
+    Attributes:
+        ENGINE_NAMES: the engine's parameters that the protocol calls otherwise.
+    """
+
+    ENGINE_NAMES: ClassVar[dict[str, str]]
+
+    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]: ...
+
+    def opening(self) -> str:
+        """Events before the first delta."""
+        ...
+
+    def chunks(self, delta: Delta, base: int, stream: TokenStream) -> str:
+        """Events of a delta; none where it says nothing yet."""
+        ...
+
+    def closing(self, usages: Sequence[Usage | None]) -> str: ...
+
+
+@asynccontextmanager
+async def abort_when_gone(
+    exchange: Exchange, streams: Sequence[TokenStream]
+) -> AsyncIterator[None]:
+    """Aborts the streams when the client closes its connection, and when the block is left.
+
+    Raises:
+        ClientGoneError: at the end of the block, if the client has gone meanwhile.
+    """
+    gone = False
+    failure: Exception | None = None
+
+    async def watch() -> None:
+        nonlocal gone
+        await exchange.gone()
+        gone = True
+        for stream in streams:
+            stream.abort()
+
+    try:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(watch)
+            try:
+                yield
+            except Exception as error:  # which the group would wrap
+                failure = error
+            tasks.cancel_scope.cancel()
+    finally:
+        for stream in streams:
+            stream.close()
+    if gone:
+        raise ClientGoneError
+    if failure is not None:
+        raise failure
+
+
+async def answer_whole(
+    exchange: Exchange, streams: Sequence[TokenStream], writer: ChoicesWriter
+) -> None:
+    """Raises ProtocolError and AsyncLLMError, before anything is sent."""
+    async with abort_when_gone(exchange, streams):
+        completions = [await stream.result() for stream in streams]
+    for completion in completions:
+        if any(output.finish_reason == "abort" for output in completion.outputs):
+            raise aborted()
+    await exchange.respond_json(writer.whole(completions))
+
+
+class EventAnswer:
+    """An answer in server-sent events.
+
+    It begins with its first delta or ping, so that an error which the first read tells (of a long
+    text, say) has its HTTP status. Later ones are an event.
+
+    Args:
+        ping_interval: seconds of silence after which a comment is sent.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        streams: Sequence[TokenStream],
+        writer: ChoicesWriter,
+        pacer: FramePacer,
+        ping_interval: float,
+    ) -> None:
+        self._exchange = exchange
+        self._streams = streams
+        self._writer = writer
+        self._pacer = pacer
+        self._ping_interval = ping_interval
+        self._opening = anyio.Lock()
+        self._opened = False
+
+    async def run(self) -> None:
+        """Raises ProtocolError and AsyncLLMError while nothing has been sent."""
+        self._pacer.begin()
+        try:
+            async with abort_when_gone(self._exchange, self._streams):
+                await self._tell_all()
+        except (ProtocolError, AsyncLLMError) as error:
+            if not self._exchange.started:
+                raise
+            if isinstance(error, AsyncLLMError):
+                error = from_engine_error(error, self._writer.ENGINE_NAMES)
+            await self._exchange.send_events(f"data: {encode(error.body())}\n\n")
+            await self._exchange.end_events()
+        finally:
+            self._pacer.end()
+
+    async def _tell_all(self) -> None:
+        if len(self._streams) == 1:
+            await self._tell(self._streams[0], 0)
+        else:
+            await self._tell_several()
+        usages = [stream.usage for stream in self._streams]
+        await self._exchange.send_events(self._writer.closing(usages) + "data: [DONE]\n\n")
+        await self._exchange.end_events()
+
+    async def _tell_several(self) -> None:
+        """The chunks of several streams, as they come. The first error ends all."""
+        failure: list[Exception] = []
+
+        async def tell(stream: TokenStream, base: int) -> None:
+            try:
+                await self._tell(stream, base)
+            except Exception as error:
+                failure.append(error)
+                tasks.cancel_scope.cancel()
+
+        async with anyio.create_task_group() as tasks:
+            base = 0
+            for stream in self._streams:
+                tasks.start_soon(tell, stream, base)
+                base += stream.num_outputs
+        if failure:
+            raise failure[0]
+
+    async def _tell(self, stream: TokenStream, base: int) -> None:
+        send, pacer, chunks = self._exchange.send_events, self._pacer, self._writer.chunks
+        async for delta in stream.with_heartbeat(self._ping_interval):
+            if delta is None:
+                text = PING
+            elif delta.finish_reason == "abort":
+                raise aborted()
+            else:
+                text = chunks(delta, base, stream)
+            if not self._opened:
+                await self._open(text)
+            elif text:
+                await send(text)
+            if delta is not None and delta.finish_reason is None:
+                if (pause := pacer.pause) > 0:
+                    # What comes meanwhile is merged into one chunk.
+                    await anyio.sleep(pause)
+
+    async def _open(self, text: str) -> None:
+        """Sends the opening before ``text``, unless another stream has done so. Its own chunks
+        wait for it."""
+        async with self._opening:
+            if not self._opened:
+                await self._exchange.start_events()
+                text = self._writer.opening() + text
+            await self._exchange.send_events(text)
+            self._opened = True
+
+
+def aborted() -> ProtocolError:
+    """For a request that was aborted by anything but its client."""
+    return ProtocolError(
+        "the request was aborted, as when the server closes; send it again",
+        code="server_shutting_down",
+        status=503,
+    )
+
+
+def usage_fields(usages: Iterable[Usage | None]) -> dict[str, Any]:
+    """``usage`` of one stream or several."""
+    known = [usage for usage in usages if usage is not None]
+    return {
+        "prompt_tokens": sum(usage.prompt_tokens for usage in known),
+        "completion_tokens": sum(usage.completion_tokens for usage in known),
+        "total_tokens": sum(usage.total_tokens for usage in known),
+        "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in known)},
+    }

@@ -1,0 +1,104 @@
+"""CompletionRequest: the body of ``/v1/completions``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Discriminator, Field, Tag
+
+from asyncllm.engine import AsyncLLMEngine
+from asyncllm.serving.chat_request import StreamOptions
+from asyncllm.serving.request_body import invalid, unsupported
+from asyncllm.serving.sampling_fields import Choices, TokenIds
+from asyncllm.stream import TokenStream
+from asyncllm.validation import MAX_INTEGER
+
+MAX_PROMPTS = 256
+DEFAULT_MAX_TOKENS = 16
+"""OpenAI's."""
+
+
+def _kind(value: Any) -> str:
+    first = value[0] if isinstance(value, list) and value else value
+    if isinstance(first, list):
+        return "#lists"
+    if isinstance(value, list):
+        return "#texts" if isinstance(first, str) else "#ids"
+    return "#text"
+
+
+_PromptText = Annotated[str, Field(min_length=1)]
+_PromptIds = Annotated[TokenIds, Field(min_length=1)]
+Prompt = Annotated[
+    Annotated[_PromptText, Tag("#text")]
+    | Annotated[_PromptIds, Tag("#ids")]
+    | Annotated[
+        list[_PromptText],
+        Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True),
+        Tag("#texts"),
+    ]
+    | Annotated[
+        list[_PromptIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True), Tag("#lists")
+    ],
+    Discriminator(_kind),
+]
+
+
+class CompletionRequest(Choices):
+    """A completion: OpenAI's fields, and SamplingParams' under their own names."""
+
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {"suffix": ("",)}
+
+    prompt: Prompt
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_INTEGER)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_INTEGER)] | None = None
+    echo: bool | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_INTEGER)] | None = None
+    stream_options: StreamOptions | None = None
+
+    @property
+    def prompts(self) -> list[Any]:
+        """Texts and lists of token ids."""
+        several = isinstance(self.prompt, list) and not isinstance(self.prompt[0], int)
+        return list(self.prompt) if several else [self.prompt]
+
+    @property
+    def include_usage(self) -> bool:
+        return bool((self.stream_options or {}).get("include_usage"))
+
+    @property
+    def generates(self) -> bool:
+        """False for a request that only scores its prompts."""
+        return self.max_tokens != 0
+
+    def submit(self, engine: AsyncLLMEngine, timeout: float | None) -> Sequence[TokenStream]:
+        """A stream for each prompt; they run together.
+
+        Raises:
+            ProtocolError: for fields that contradict each other.
+            AsyncLLMError: what ``AsyncLLMEngine.stream`` raises; no prompt is left running then.
+        """
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise unsupported("best_of", self.best_of, (self.n or 1,))
+        if self.min_tokens and not self.generates:
+            raise invalid("min_tokens", self.min_tokens, "at most max_tokens=0")
+        max_tokens = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        params = self.sampling_params(
+            {
+                "n": self.n or 1,
+                # One token is the least that has the whole prompt computed.
+                "max_tokens": max(max_tokens, 1),
+                "logprobs": self.logprobs,
+                "prompt_logprobs": self.logprobs if self.echo else None,
+            }
+        )
+        streams: list[TokenStream] = []
+        try:
+            for prompt in self.prompts:
+                streams.append(engine.stream(prompt, params, timeout=timeout, **self.options))
+        except BaseException:
+            for stream in streams:
+                stream.close()
+            raise
+        return streams

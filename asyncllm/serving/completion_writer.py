@@ -1,0 +1,133 @@
+"""CompletionWriter: a completion as OpenAI's protocol tells it, whole or in chunks."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from asyncllm.outputs import Completion, Delta, TokenLogprobs, Usage
+from asyncllm.serving.choices import usage_fields
+from asyncllm.serving.completion_request import CompletionRequest
+from asyncllm.serving.exchange import encode
+from asyncllm.serving.token_logprobs import LegacyLogprobs
+from asyncllm.stream import TokenStream
+
+
+@dataclass(slots=True)
+class _Choice:
+    """What was told of one choice.
+
+    Attributes:
+        echoed: its prompt was, if it is to be.
+    """
+
+    logprobs: LegacyLogprobs | None
+    echoed: bool
+
+
+class CompletionWriter:
+    """One answer. The choices of a prompt stand together, in the order of the prompts.
+
+    Args:
+        model: as the client calls it.
+        request: the client's.
+        tokenizer: the engine's.
+    """
+
+    ENGINE_NAMES: ClassVar[dict[str, str]] = {}
+
+    def __init__(self, model: str, request: CompletionRequest, tokenizer: Any) -> None:
+        self._fields = {
+            "id": f"cmpl-{uuid.uuid4().hex}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": None,
+        }
+        self._request = request
+        self._tokenizer = tokenizer
+        self._num_each = request.n or 1
+        top = request.logprobs
+        self._choices = [
+            _Choice(None if top is None else LegacyLogprobs(tokenizer.bytes_of, top), False)
+            for _ in range(len(request.prompts) * self._num_each)
+        ]
+        self._head = "data: " + encode(self._fields)[:-1]
+
+    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        choices = [
+            self._choice(
+                number * self._num_each + output.index,
+                output.text,
+                output.logprobs or (),
+                output.finish_reason,
+                completion.prompt_token_ids,
+                completion.prompt_logprobs,
+            )
+            for number, completion in enumerate(completions)
+            for output in completion.outputs
+        ]
+        usages = [completion.usage for completion in completions]
+        return {**self._fields, "choices": choices, "usage": self._usage(usages)}
+
+    def opening(self) -> str:
+        return ""
+
+    def chunks(self, delta: Delta, base: int, stream: TokenStream) -> str:
+        choice = self._choice(
+            base + delta.index,
+            delta.text,
+            delta.logprobs or (),
+            delta.finish_reason,
+            stream.prompt_token_ids or (),
+            stream.prompt_logprobs,
+        )
+        if not choice["text"] and not delta.logprobs and delta.finish_reason is None:
+            return ""
+        usage = ',"usage":null' if self._request.include_usage else ""
+        return f'{self._head},"choices":[{encode(choice)}]{usage}}}\n\n'
+
+    def closing(self, usages: Sequence[Usage | None]) -> str:
+        if not self._request.include_usage:
+            return ""
+        return f'{self._head},"choices":[],"usage":{encode(self._usage(usages))}}}\n\n'
+
+    def _usage(self, usages: Sequence[Usage | None]) -> dict[str, Any]:
+        usage = usage_fields(usages)
+        if not self._request.generates:
+            usage["completion_tokens"], usage["total_tokens"] = 0, usage["prompt_tokens"]
+        return usage
+
+    def _choice(
+        self,
+        index: int,
+        text: str,
+        logprobs: Sequence[TokenLogprobs | None],
+        finish_reason: str | None,
+        prompt_token_ids: Sequence[int],
+        prompt_logprobs: Sequence[TokenLogprobs | None] | None,
+    ) -> dict[str, Any]:
+        told, first = self._choices[index], None
+        if not self._request.generates:
+            text, logprobs = "", ()
+        if self._request.echo and not told.echoed:
+            told.echoed = True
+            text = self._prompt_text(index // self._num_each, prompt_token_ids) + text
+            if prompt_logprobs is not None:
+                first = prompt_token_ids[0]
+                logprobs = (*prompt_logprobs, *logprobs)
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": None if told.logprobs is None else told.logprobs.write(logprobs, first),
+            "finish_reason": finish_reason,
+        }
+
+    def _prompt_text(self, number: int, token_ids: Sequence[int]) -> str:
+        prompt = self._request.prompts[number]
+        if isinstance(prompt, str):
+            return prompt
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)

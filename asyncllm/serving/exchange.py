@@ -1,0 +1,149 @@
+"""Exchange: one HTTP request and its answer, over ASGI."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from typing import Any
+
+import anyio
+
+from asyncllm.serving.protocol_error import ProtocolError
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+JSON = "application/json"
+OWNER = "asyncllm.owner"
+"""Key of a scope: who asks, told from the token."""
+
+
+_CLOSE = {"Connection": "close"}
+"""For an answer to a body that was not read to its end."""
+
+
+class ClientGoneError(Exception):
+    """The client closed its connection; there is nobody to answer."""
+
+
+class Exchange:
+    """Reads the body and sends the answer.
+
+    Args:
+        max_body: bytes.
+        body_timeout: seconds that a client has to send it.
+
+    Attributes:
+        owner: of what the request makes: told from its token, empty where none is asked for.
+        started: the answer has begun.
+    """
+
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, *, max_body: int, body_timeout: float
+    ) -> None:
+        self.scope = scope
+        self.owner: str = scope.get(OWNER, "")
+        self.started = False
+        self._receive = receive
+        self._send = send
+        self._max_body = max_body
+        self._body_timeout = body_timeout
+
+    @property
+    def path_params(self) -> Mapping[str, str]:
+        return self.scope.get("path_params", {})
+
+    def header_values(self, name: bytes) -> list[str]:
+        return [v.decode("latin-1") for n, v in self.scope["headers"] if n == name]
+
+    async def body(self) -> bytes:
+        """Raises ProtocolError for one that is too long, or comes too slowly, and
+        ClientGoneError."""
+        for length in self.header_values(b"content-length"):
+            if not length.isdecimal() or len(length) > 20 or int(length) > self._max_body:
+                raise self._too_large()
+        data = bytearray()
+        try:
+            with anyio.fail_after(self._body_timeout):
+                while True:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientGoneError
+                    data += message.get("body", b"")
+                    if len(data) > self._max_body:
+                        raise self._too_large()
+                    if not message.get("more_body", False):
+                        return bytes(data)
+        except TimeoutError:
+            raise ProtocolError(
+                f"body: did not come within {self._body_timeout:g} seconds",
+                code="request_timeout",
+                status=408,
+                headers=_CLOSE,
+            ) from None
+
+    def _too_large(self) -> ProtocolError:
+        return ProtocolError(
+            f"body: is too long, expected at most {self._max_body} bytes",
+            code="request_too_large",
+            status=413,
+            headers=_CLOSE,
+        )
+
+    async def gone(self) -> None:
+        """Returns when the client has closed its connection. Behind the body there is nothing
+        else to receive."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    # --- the answer ---------------------------------------------------------------------
+
+    async def respond(
+        self,
+        status: int,
+        body: bytes,
+        content_type: str = JSON,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """The whole answer."""
+        await self._start(
+            status, content_type, {"content-length": str(len(body)), **(headers or {})}
+        )
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def respond_json(
+        self, value: Any, status: int = 200, headers: Mapping[str, str] | None = None
+    ) -> None:
+        await self.respond(status, encode(value).encode(), headers=headers)
+
+    async def refuse(self, error: ProtocolError) -> None:
+        """The error as an answer; nothing if one has begun."""
+        if not self.started:
+            await self.respond_json(error.body(), error.status, error.headers)
+
+    async def start_events(self) -> None:
+        """Begins a stream of server-sent events."""
+        # Proxies that buffer would hold tokens back.
+        await self._start(
+            200,
+            "text/event-stream; charset=utf-8",
+            {"cache-control": "no-cache", "x-accel-buffering": "no"},
+        )
+
+    async def send_events(self, text: str) -> None:
+        await self._send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+
+    async def end_events(self) -> None:
+        await self._send({"type": "http.response.body", "body": b""})
+
+    async def _start(self, status: int, content_type: str, headers: Mapping[str, str]) -> None:
+        self.started = True
+        fields = {"content-type": content_type, "x-content-type-options": "nosniff", **headers}
+        encoded = [(name.lower().encode(), value.encode()) for name, value in fields.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": encoded})
+
+
+def encode(value: Any) -> str:
+    """JSON as it is sent."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

@@ -1,0 +1,129 @@
+"""Gate: what happens to every request of the application before and after its endpoint: who may
+ask, a request's id, a line in the log."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from asyncllm.serving.access import AccessRules, Refusal
+from asyncllm.serving.exchange import JSON, OWNER, Receive, Scope, Send, encode
+from asyncllm.serving.protocol_error import ProtocolError
+
+logger = logging.getLogger("asyncllm.serving.access")
+
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+OPEN_PATHS = ("/health", "/health/live", "/health/ready")
+"""Answered to everybody: what watches a server has no token."""
+
+_CODES = {400: "invalid_header", 401: "invalid_api_key", 403: "forbidden"}
+
+
+class Gate:
+    """ASGI middleware.
+
+    Args:
+        app: the application behind it.
+        rules: who may ask.
+    """
+
+    def __init__(self, app: App, rules: AccessRules) -> None:
+        self._app = app
+        self._rules = rules
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        refusal = None if _path(scope) in OPEN_PATHS else self._check(scope)
+        line = _LogLine(scope, send)
+        try:
+            if refusal is not None:
+                await refuse(_told(refusal), scope, receive, line.send)
+            else:
+                await self._app(scope, receive, line.send)
+        finally:
+            line.write()
+
+    def _check(self, scope: Scope) -> Refusal | None:
+        def all_of(name: bytes) -> list[str]:
+            return [v.decode("latin-1") for n, v in scope["headers"] if n == name]
+
+        authorizations = all_of(b"authorization")
+        protocols = scope.get("subprotocols", ())
+        refusal = self._rules.check(
+            hosts=all_of(b"host"),
+            origins=all_of(b"origin"),
+            authorizations=authorizations,
+            protocols=protocols,
+        )
+        scope[OWNER] = self._rules.owner(authorizations, protocols)
+        return refusal
+
+
+class _LogLine:
+    """Passes on what is sent, and notes it for one line. The id of a request is in its answer's
+    ``x-request-id`` too."""
+
+    __slots__ = ("_began", "_id", "_passed", "_scope", "_status")
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self._scope = scope
+        self._passed = send
+        self._id = f"req_{uuid.uuid4().hex}"
+        self._began = time.monotonic()
+        self._status: Any = "-"
+
+    async def send(self, message: MutableMapping[str, Any]) -> None:
+        if message["type"] in ("http.response.start", "websocket.http.response.start"):
+            self._status = message["status"]
+            fields = [*message.get("headers", ()), (b"x-request-id", self._id.encode())]
+            message = {**message, "headers": fields}
+        elif message["type"] == "websocket.accept":
+            self._status = 101
+        await self._passed(message)
+
+    def write(self) -> None:
+        scope = self._scope
+        client = scope.get("client")
+        logger.info(
+            "%s %s %s %s %.3f s %s",
+            client[0] if client else "-",
+            scope.get("method", "WEBSOCKET"),
+            # As it was sent, in which nothing ends a line of the log.
+            scope.get("raw_path", b"-").decode("latin-1")[:200],
+            self._status,
+            time.monotonic() - self._began,
+            self._id,
+        )
+
+
+def _path(scope: Scope) -> str:
+    """Below the place where the application is mounted."""
+    return scope["path"].removeprefix(scope.get("root_path", ""))
+
+
+def _told(refusal: Refusal) -> ProtocolError:
+    headers = {"WWW-Authenticate": "Bearer"} if refusal.status == 401 else None
+    code = _CODES.get(refusal.status, "refused")
+    return ProtocolError(refusal.reason, code=code, status=refusal.status, headers=headers)
+
+
+async def refuse(error: ProtocolError, scope: Scope, receive: Receive, send: Send) -> None:
+    """The error as an answer to a request, or to a WebSocket's handshake."""
+    body = encode(error.body()).encode()
+    fields = {"content-type": JSON, "content-length": str(len(body)), **(error.headers or {})}
+    headers = [(name.lower().encode(), value.encode()) for name, value in fields.items()]
+    kind = "http.response"
+    if scope["type"] == "websocket":
+        if "websocket.http.response" not in scope.get("extensions", {}):
+            await receive()
+            await send({"type": "websocket.close", "code": 1008, "reason": str(error)[:100]})
+            return
+        kind = "websocket.http.response"
+    await send({"type": f"{kind}.start", "status": error.status, "headers": headers})
+    await send({"type": f"{kind}.body", "body": body})

@@ -1,0 +1,161 @@
+"""RequestBody: bytes of a request as checked fields, and how the fields are described.
+
+pydantic checks the types and writes the OpenAPI schema, so that the two agree; the engine's own
+validators check what the values mean, as they do for every caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import from_json
+
+from asyncllm import validation as check
+from asyncllm.serving.protocol_error import ProtocolError
+
+MAX_SEPARATORS = 2**18
+"""Commas, braces and brackets of a body. A parser holds up the event loop by the values that it
+makes (some 0.2 microseconds each), not by the length of texts."""
+
+UNSUPPORTED_TYPE = "unsupported_type"
+"""Type of the error of a union that has no alternative for an item's ``type``."""
+
+MAX_FIELDS = 64
+"""Of an object within a body."""
+
+MAX_PARAM = 200
+
+
+def parse_json(data: bytes | str) -> dict[str, Any]:
+    """A JSON object.
+
+    Raises:
+        ProtocolError: ``invalid_json``; for text that UTF-8 cannot express too. 413 for more
+            values than MAX_SEPARATORS lets there be.
+    """
+    data = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
+    count = data.count(b",") + data.count(b"[") + data.count(b"{")
+    if count > MAX_SEPARATORS:
+        raise ProtocolError(
+            f"body: has {count} commas, brackets and braces, expected at most {MAX_SEPARATORS}",
+            code="request_too_large",
+            status=413,
+        )
+    try:
+        found = from_json(data, allow_inf_nan=False)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(
+            f"body: expected a JSON object ({error})", code="invalid_json"
+        ) from error
+    if not isinstance(found, dict):
+        raise ProtocolError("body: expected a JSON object", code="invalid_json")
+    return found
+
+
+class RequestBody(BaseModel):
+    """A request's fields. A field that is null is as good as left out; one that there is not is
+    refused by name, and so is one whose value asks for what this server does not do.
+
+    Class attributes:
+        NEUTRAL: fields that are accepted only with a value that asks for nothing, and those
+            values; null is one of them.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any]) -> Self:
+        """Raises ProtocolError, with the field at fault in ``param``."""
+        fields = {name: value for name, value in given.items() if value is not None}
+        for name in fields.keys() - cls.model_fields.keys() - cls.NEUTRAL.keys():
+            # pydantic would make an error of each.
+            raise _unknown(name[:MAX_PARAM])
+        for name in cls.NEUTRAL.keys() & fields.keys():
+            value = fields.pop(name)
+            if not any(check.same(value, neutral) for neutral in cls.NEUTRAL[name]):
+                raise unsupported(name, value, cls.NEUTRAL[name])
+        try:
+            return cls.model_validate(fields)
+        except ValidationError as error:
+            raise _told(error) from None
+
+    def given(self, names: Mapping[str, str]) -> dict[str, Any]:
+        """Values of the fields that the request has, under the engine's names.
+
+        Args:
+            names: of fields, to the engine's.
+        """
+        fields = self.model_fields_set
+        return {names[name]: getattr(self, name) for name in names if name in fields}
+
+    @classmethod
+    def openapi_schema(cls, ref_template: str) -> dict[str, Any]:
+        """The JSON schema, with its parts under ``$defs``."""
+        schema = cls.model_json_schema(ref_template=ref_template)
+        properties, required = schema["properties"], schema.get("required", ())
+        for name, field in properties.items():
+            if name not in required and {"type": "null"} not in field.get("anyOf", ()):
+                properties[name] = {"anyOf": [field, {"type": "null"}]}
+        for name, values in cls.NEUTRAL.items():
+            properties[name] = {"enum": [*values, None]}
+        return schema
+
+
+def invalid(name: str, value: Any, accepted: str) -> ProtocolError:
+    return ProtocolError(
+        f"{name}={check.describe(value)}: expected {accepted}", code="invalid_value", param=name
+    )
+
+
+def unsupported(name: str, value: Any, accepted: tuple[Any, ...] = ()) -> ProtocolError:
+    """The error for a field that would change the answer, and cannot."""
+    message = f"{name}={check.describe(value)} is not supported here"
+    if accepted:
+        message += ", expected " + " or ".join(map(check.describe, accepted))
+    return ProtocolError(message, code="unsupported_parameter", param=name)
+
+
+def few_fields(value: Any) -> Any:
+    """For a BeforeValidator: pydantic makes an error of every field that an object lacks."""
+    if isinstance(value, dict) and len(value) > MAX_FIELDS:
+        raise ValueError(f"at most {MAX_FIELDS} fields")
+    return value
+
+
+def _unknown(param: str) -> ProtocolError:
+    return ProtocolError(
+        f"{check.describe(param)}: no such field", code="unknown_parameter", param=param
+    )
+
+
+def _told(error: ValidationError) -> ProtocolError:
+    """The first of pydantic's errors."""
+    first = error.errors(include_url=False, include_context=True)[0]
+    param = _path(first["loc"])[:MAX_PARAM]
+    if first["type"] == "extra_forbidden":
+        return _unknown(param)
+    if first["type"] == UNSUPPORTED_TYPE:
+        accepted = first["msg"]
+        told = invalid(f"{param}.type", first["input"].get("type"), accepted)
+        told.code = "unsupported_parameter"
+        return told
+    if first["type"] == "missing":
+        return ProtocolError(f"{param}: is missing", code="invalid_value", param=param)
+    message = first["msg"].removeprefix("Value error, ").partition(" after validation")[0]
+    _, should, rest = message.partition(" should ")
+    accepted = f"to {rest}".removeprefix("to be ") if should else message
+    return invalid(param, first["input"], accepted)
+
+
+def _path(loc: tuple[int | str, ...]) -> str:
+    """``messages[0].content``; tags of unions, which begin with "#", are no part of it."""
+    path = ""
+    for part in loc:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif not part.startswith("#"):
+            path += f".{part}" if path else part
+    return path

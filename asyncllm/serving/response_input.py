@@ -1,0 +1,157 @@
+"""The items that a response's input consists of, and the messages that they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag, with_config
+from typing_extensions import TypedDict
+
+from asyncllm.serving.chat_request import FORBID
+from asyncllm.serving.request_body import UNSUPPORTED_TYPE, few_fields
+from asyncllm.serving.sampling_fields import text_or_list
+
+Message = dict[str, Any]
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+@with_config(FORBID)
+class ItemText(TypedDict):
+    """A part of a message. What an answer has beside the text says nothing to a model."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+    annotations: NotRequired[list[Any] | None]
+    logprobs: NotRequired[list[Any] | None]
+
+
+ItemContent = Annotated[
+    Annotated[str, Tag("#text")]
+    | Annotated[
+        list[Annotated[ItemText, BeforeValidator(few_fields)]],
+        Field(min_length=1, fail_fast=True),
+        Tag("#list"),
+    ],
+    Discriminator(text_or_list),
+]
+
+
+@with_config(FORBID)
+class MessageItem(TypedDict):
+    type: NotRequired[Literal["message"]]
+    role: Literal["user", "assistant", "system", "developer"]
+    content: ItemContent
+    id: NotRequired[str | None]
+    status: NotRequired[Status | None]
+    phase: NotRequired[None]
+
+
+@with_config(FORBID)
+class FunctionCallItem(TypedDict):
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    id: NotRequired[str | None]
+    status: NotRequired[Status | None]
+    namespace: NotRequired[None]
+    caller: NotRequired[None]
+
+
+@with_config(FORBID)
+class FunctionCallOutputItem(TypedDict):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: ItemContent
+    id: NotRequired[str | None]
+    status: NotRequired[Status | None]
+
+
+@with_config(FORBID)
+class ReasoningText(TypedDict):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+@with_config(FORBID)
+class ReasoningItem(TypedDict):
+    type: Literal["reasoning"]
+    id: NotRequired[str | None]
+    summary: NotRequired[list[Any] | None]
+    content: NotRequired[
+        Annotated[
+            list[Annotated[ReasoningText, BeforeValidator(few_fields)]], Field(fail_fast=True)
+        ]
+        | None
+    ]
+    encrypted_content: NotRequired[None]
+    status: NotRequired[Status | None]
+
+
+def _item_tag(item: Any) -> str:
+    return f"#{item.get('type', 'message')}" if isinstance(item, dict) else "#message"
+
+
+InputItem = Annotated[
+    Annotated[MessageItem, BeforeValidator(few_fields), Tag("#message")]
+    | Annotated[FunctionCallItem, BeforeValidator(few_fields), Tag("#function_call")]
+    | Annotated[FunctionCallOutputItem, BeforeValidator(few_fields), Tag("#function_call_output")]
+    | Annotated[ReasoningItem, BeforeValidator(few_fields), Tag("#reasoning")],
+    Discriminator(
+        _item_tag,
+        custom_error_type=UNSUPPORTED_TYPE,
+        custom_error_message="message, function_call, function_call_output or reasoning",
+    ),
+]
+
+
+def messages_of(items: Iterable[Any]) -> list[Message]:
+    """Messages as chat templates take them: the calls and thoughts of a turn are part of it."""
+    found: list[Message] = []
+    thoughts: list[str] = []
+    for item in items:
+        kind = item.get("type", "message")
+        if kind == "reasoning":
+            thoughts += [part["text"] for part in item.get("content") or ()]
+            continue
+        if kind == "function_call_output":
+            content = _text(item["output"])
+            found.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
+            continue
+        if kind == "function_call":
+            if not found or found[-1]["role"] != "assistant":
+                found.append({"role": "assistant", "content": ""})
+            found[-1].setdefault("tool_calls", []).append(_call(item))
+        else:
+            found.append({"role": item["role"], "content": _text(item["content"])})
+        if thoughts and found[-1]["role"] == "assistant":
+            found[-1]["reasoning_content"] = "\n".join(thoughts)
+            thoughts = []
+    return found
+
+
+def _call(item: Any) -> dict[str, Any]:
+    function = {"name": item["name"], "arguments": item["arguments"]}
+    return {"id": item["call_id"], "type": "function", "function": function}
+
+
+def _text(content: Any) -> Any:
+    if isinstance(content, str):
+        return content
+    if len(content) == 1:
+        return content[0]["text"]
+    return [{"type": "text", "text": part["text"]} for part in content]
+
+
+def characters(messages: Iterable[Message]) -> int:
+    """Of all texts in them."""
+    return sum(len(text) for message in messages for text in _texts(message))
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (dict, list)):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _texts(one)

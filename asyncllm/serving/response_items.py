@@ -1,0 +1,78 @@
+"""The items that a response's output consists of."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from asyncllm.outputs import ToolCall
+
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+
+
+@dataclass(slots=True)
+class TextItem:
+    """A message, or thoughts; its one part grows.
+
+    Args:
+        index: among the items of the response.
+        is_reasoning: which of the two.
+    """
+
+    index: int
+    is_reasoning: bool
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    status: ItemStatus = "in_progress"
+    id: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.id = f"{'rs' if self.is_reasoning else 'msg'}_{uuid.uuid4().hex}"
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """Where an event about the part belongs."""
+        return {"item_id": self.id, "output_index": self.index, "content_index": 0}
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    def part(self) -> dict[str, Any]:
+        if self.is_reasoning:
+            return {"type": "reasoning_text", "text": self.text}
+        return {
+            "type": "output_text",
+            "text": self.text,
+            "annotations": [],
+            "logprobs": self.logprobs,
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        content = [] if self.status == "in_progress" else [self.part()]
+        common = {"id": self.id, "status": self.status, "content": content}
+        if self.is_reasoning:
+            return {"type": "reasoning", "summary": [], **common}
+        return {"type": "message", "role": "assistant", **common}
+
+
+@dataclass(slots=True)
+class CallItem:
+    """A call of a tool."""
+
+    index: int
+    call: ToolCall
+    status: ItemStatus = "in_progress"
+    id: str = field(default_factory=lambda: f"fc_{uuid.uuid4().hex}")
+
+    def as_dict(self) -> dict[str, Any]:
+        begun = self.status == "in_progress"
+        return {
+            "id": self.id,
+            "type": "function_call",
+            "status": self.status,
+            "call_id": self.call.id,
+            "name": self.call.name,
+            "arguments": "" if begun else self.call.arguments,
+        }

@@ -1,0 +1,85 @@
+"""ResponseStore: responses that can be continued and read again."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from asyncllm.serving.protocol_error import ProtocolError
+from asyncllm.serving.response_input import Message, characters
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """All messages up to the end of a response, but for instructions: each response has its own.
+
+    Attributes:
+        size: characters of them.
+    """
+
+    messages: tuple[Message, ...] = ()
+    size: int = 0
+
+    def followed_by(self, messages: tuple[Message, ...]) -> Conversation:
+        return Conversation((*self.messages, *messages), self.size + characters(messages))
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """A response that has ended.
+
+    Attributes:
+        body: the response object, as JSON.
+    """
+
+    conversation: Conversation
+    body: str
+
+
+class ResponseStore:
+    """The last responses, each found by its id and by whom it belongs to. A foreign id is as good
+    as none. Conversations share their messages; here each counts in full.
+
+    Args:
+        limit: responses; 0 stores none.
+        max_size: characters of all responses and conversations; the oldest are dropped.
+    """
+
+    def __init__(self, limit: int, max_size: int) -> None:
+        self._limit = limit
+        self._left = max_size
+        self._stored: OrderedDict[tuple[str, str], StoredResponse] = OrderedDict()
+
+    def get(self, owner: str, response_id: str) -> StoredResponse | None:
+        return self._stored.get((owner, response_id))
+
+    def add(self, owner: str, response_id: str, stored: StoredResponse) -> None:
+        self._stored[owner, response_id] = stored
+        self._left -= _size(stored)
+        while len(self._stored) > self._limit or self._left < 0:
+            _, oldest = self._stored.popitem(last=False)
+            self._left += _size(oldest)
+
+    def remove(self, owner: str, response_id: str) -> bool:
+        """False if there was none."""
+        found = self._stored.pop((owner, response_id), None)
+        if found is not None:
+            self._left += _size(found)
+        return found is not None
+
+
+def _size(stored: StoredResponse) -> int:
+    return stored.conversation.size + len(stored.body)
+
+
+def response_not_found(response_id: str, param: str | None = None) -> ProtocolError:
+    """For an id that is not known, or no more, or another's. ``param`` is the field of a request
+    that has it, which can send the conversation itself; without one, the id was asked for."""
+    message = f"there is no response {response_id[:64]!r} here, or no more"
+    if param is None:
+        return ProtocolError(message, code="response_not_found", status=404)
+    return ProtocolError(
+        f"{param}: {message}; send the whole conversation as input",
+        code="previous_response_not_found",
+        param=param,
+    )

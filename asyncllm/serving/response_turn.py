@@ -1,0 +1,117 @@
+"""ResponseTurn: one response from its request to its end, whatever it is sent over."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import Self
+
+import anyio
+
+from asyncllm.outputs import Delta
+from asyncllm.serving.response_events import Event, ResponseEvents
+from asyncllm.serving.response_request import ResponseRequest
+from asyncllm.serving.response_store import (
+    Conversation,
+    ResponseStore,
+    StoredResponse,
+    response_not_found,
+)
+from asyncllm.serving.serving import Serving
+from asyncllm.stream import TokenStream
+
+SendEvents = Callable[[Iterable[Event]], Awaitable[None]]
+
+
+@dataclass(eq=False, repr=False)
+class ResponseTurn:
+    """Made by ``begin``.
+
+    Attributes:
+        stream: of the answer.
+        events: tell of it.
+    """
+
+    stream: TokenStream
+    events: ResponseEvents
+    _serving: Serving
+    _owner: str
+    _conversation: Conversation
+    _keep_in: ResponseStore | None
+
+    @classmethod
+    def begin(
+        cls,
+        serving: Serving,
+        owner: str,
+        request: ResponseRequest,
+        local: ResponseStore | None = None,
+    ) -> Self:
+        """Submits a request.
+
+        Args:
+            owner: whose responses it may continue.
+            local: has the responses that are not to be stored, of one connection.
+
+        Raises:
+            ProtocolError, AsyncLLMError: if it cannot be served.
+        """
+        engine = serving.engine
+        model = serving.model_name(request.model)
+        conversation = _continued(request.previous_response_id, owner, serving.store, local)
+        conversation = conversation.followed_by(request.messages)
+        stream = request.submit(engine, conversation.messages, serving.timeout)
+        defaults = engine.model_config.generation_defaults or {}
+        events = ResponseEvents(request, model, defaults, engine.tokenizer.bytes_of)
+        keep_in = serving.store if request.stores else local
+        return cls(stream, events, serving, owner, conversation, keep_in)
+
+    async def tell(
+        self,
+        deltas: AsyncIterable[Delta | None],
+        send: SendEvents,
+        *,
+        ping: Callable[[], Awaitable[None]] | None = None,
+        before_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Sends the events, and keeps the response.
+
+        Args:
+            deltas: of the stream; None is a silence, for which ``ping`` is called.
+            before_end: called before the last events are sent: the next request may be there
+                before that returns.
+
+        Raises:
+            AsyncLLMError: if the request failed; and what ``send`` raises.
+        """
+        events, pacer = self.events, self._serving.pacer
+        generates = events.generates
+        await send(events.created())
+        async for delta in deltas:
+            if delta is None:
+                if ping is not None:
+                    await ping()
+            elif generates:
+                await send(events.delta(delta))
+                if delta.finish_reason is None and (pause := pacer.pause) > 0:
+                    # What comes meanwhile is merged into one event.
+                    await anyio.sleep(pause)
+        ending = list(events.completed(self.stream.finish_reason, self.stream.usage))
+        if self._keep_in is not None:
+            turn = (events.turn(),) if generates else ()
+            stored = StoredResponse(self._conversation.followed_by(turn), events.body)
+            self._keep_in.add(self._owner, events.id, stored)
+        before_end()
+        await send(ending)
+
+
+def _continued(
+    response_id: str | None, owner: str, store: ResponseStore, local: ResponseStore | None
+) -> Conversation:
+    if response_id is None:
+        return Conversation()
+    found = None if local is None else local.get(owner, response_id)
+    found = found or store.get(owner, response_id)
+    if found is None:
+        raise response_not_found(response_id, "previous_response_id")
+    return found.conversation

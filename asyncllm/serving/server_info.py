@@ -1,0 +1,47 @@
+"""``/v1/models``, ``/health`` and ``/metrics``: what is served, and how it is doing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from asyncllm.serving.exchange import Exchange
+from asyncllm.serving.serving import Serving
+
+
+async def list_models(serving: Serving, exchange: Exchange) -> None:
+    data = [_model(serving, name) for name in serving.model_names]
+    await exchange.respond_json({"object": "list", "data": data})
+
+
+async def get_model(serving: Serving, exchange: Exchange) -> None:
+    await exchange.respond_json(_model(serving, serving.model_name(exchange.path_params["model"])))
+
+
+def _model(serving: Serving, name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": serving.created, "owned_by": "asyncllm"}
+
+
+async def health(serving: Serving, exchange: Exchange) -> None:
+    """Whether requests are taken. Strangers are told the state; why it is so is for the log."""
+    await exchange.respond_json(_state(serving), 200 if _ready(serving) else 503)
+
+
+async def live(serving: Serving, exchange: Exchange) -> None:
+    """Whether the process is worth keeping: a dead engine does not come back."""
+    await exchange.respond_json(_state(serving), 503 if serving.engine.state == "dead" else 200)
+
+
+def _state(serving: Serving) -> dict[str, Any]:
+    state = serving.engine.state
+    return {"status": state, "live": state != "dead", "ready": _ready(serving)}
+
+
+def _ready(serving: Serving) -> bool:
+    return serving.engine.state == "running" and not serving.draining
+
+
+async def metrics(serving: Serving, exchange: Exchange) -> None:
+    assert serving.metrics is not None
+    await exchange.respond(200, serving.metrics.render(), CONTENT_TYPE_LATEST)

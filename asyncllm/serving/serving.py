@@ -1,0 +1,64 @@
+"""Serving: an engine, and how it is served; shared by the endpoints of one application."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from asyncllm.engine import AsyncLLMEngine
+from asyncllm.metrics import EngineMetrics
+from asyncllm.serving.frame_pacer import FramePacer
+from asyncllm.serving.protocol_error import ProtocolError
+from asyncllm.serving.response_store import ResponseStore
+from asyncllm.validation import describe
+
+
+@dataclass(eq=False, repr=False)
+class Serving:
+    """What every endpoint needs.
+
+    Attributes:
+        model_names: of the one model; the first is told to clients that name none.
+        timeout: seconds an answer may take, or None.
+        ping_interval: seconds of silence after which a stream of events has a comment.
+        pacer: shared by all answers that are streamed.
+        store: responses that can be continued.
+        draining: the server is about to close and takes no more.
+    """
+
+    engine: AsyncLLMEngine
+    model_names: tuple[str, ...]
+    timeout: float | None
+    ping_interval: float
+    pacer: FramePacer
+    store: ResponseStore
+    metrics: EngineMetrics | None = None
+    draining: bool = False
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def model_name(self, asked: str | None) -> str:
+        """The name under which an answer is given.
+
+        Raises:
+            ProtocolError: for a model that is not served.
+        """
+        if asked is None:
+            return self.model_names[0]
+        if asked not in self.model_names:
+            served = " or ".join(map(describe, self.model_names))
+            raise ProtocolError(
+                f"model: {describe(asked)} is not served here, expected {served}",
+                code="model_not_found",
+                param="model",
+                status=404,
+            )
+        return asked
+
+
+def default_model_names(engine: AsyncLLMEngine) -> Sequence[str]:
+    """The model as it was asked for; of a directory its last part."""
+    name = engine.config.model_name
+    is_path = engine.config.model is not None and os.path.exists(name)
+    return (os.path.basename(name.rstrip("/")) or name,) if is_path else (name,)

@@ -1,0 +1,89 @@
+"""Log-probabilities of tokens, in the two forms that OpenAI's protocols have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncllm.outputs import TokenLogprobs
+
+LOWEST = -1e9
+"""JSON has no infinity, which is the log-probability of a token that cannot be sampled."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobWriter:
+    """Of chat completions and responses: ``{"token", "logprob", "bytes", "top_logprobs"}``.
+
+    Args:
+        bytes_of: token id to its bytes.
+        num_top: alternatives of each token.
+    """
+
+    bytes_of: Callable[[int], bytes]
+    num_top: int
+
+    def write(self, tokens: Iterable[TokenLogprobs]) -> list[dict[str, Any]]:
+        return [
+            {
+                **self._one(item.token_id, item.logprob),
+                "top_logprobs": [
+                    self._one(one.token_id, one.logprob) for one in item.top[: self.num_top]
+                ],
+            }
+            for item in tokens
+        ]
+
+    def _one(self, token_id: int, logprob: float) -> dict[str, Any]:
+        data = self.bytes_of(token_id)
+        return {
+            "token": data.decode(errors="replace"),
+            "logprob": max(logprob, LOWEST),
+            "bytes": list(data),
+        }
+
+
+@dataclass(slots=True)
+class LegacyLogprobs:
+    """Of completions: parallel lists, with the offset of each token in the text. It is counted in
+    the bytes of the tokens, which are decoded as they come.
+
+    Args:
+        bytes_of: token id to its bytes.
+        num_top: alternatives of each token.
+    """
+
+    bytes_of: Callable[[int], bytes]
+    num_top: int
+    _offset: int = field(default=0, init=False)
+
+    def write(self, tokens: Sequence[TokenLogprobs | None], first: int | None = None) -> Any:
+        """``tokens`` as lists.
+
+        Args:
+            first: token id of the first one, where that has no log-probability.
+        """
+        found: dict[str, list[Any]] = {
+            name: [] for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        }
+        for item in tokens:
+            token_id = first if item is None else item.token_id
+            text = "" if token_id is None else self._text(token_id)
+            found["tokens"].append(text)
+            found["token_logprobs"].append(None if item is None else max(item.logprob, LOWEST))
+            found["top_logprobs"].append(None if item is None else self._top(item))
+            found["text_offset"].append(self._offset)
+            self._offset += len(text)
+        return found
+
+    def _top(self, item: TokenLogprobs) -> dict[str, float]:
+        """By text: of two tokens with one text the likelier counts. The sampled one is always
+        there, as OpenAI has it."""
+        top: dict[str, float] = {}
+        for one in (*item.top[: self.num_top], item.sampled):
+            top.setdefault(self._text(one.token_id), max(one.logprob, LOWEST))
+        return top
+
+    def _text(self, token_id: int) -> str:
+        return self.bytes_of(token_id).decode(errors="replace")

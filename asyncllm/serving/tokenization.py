@@ -1,0 +1,100 @@
+"""``POST /tokenize`` and ``POST /detokenize``, with vLLM's bodies."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import anyio.to_thread
+from pydantic import BeforeValidator, Field
+
+from asyncllm.engine import AsyncLLMEngine
+from asyncllm.serving.chat_request import (
+    MAX_MESSAGES,
+    Message,
+    TemplateFields,
+    Tool,
+    template_messages,
+)
+from asyncllm.serving.exchange import Exchange
+from asyncllm.serving.protocol_error import ProtocolError
+from asyncllm.serving.request_body import RequestBody, few_fields, parse_json
+from asyncllm.serving.serving import Serving
+from asyncllm.text.template_input import TemplateInput
+from asyncllm.tools.response_format import ResponseFormats
+from asyncllm.tools.tool_use import MAX_TOOLS, ToolUse
+from asyncllm.validation import MAX_ITEMS
+
+
+class TokenizeRequest(TemplateFields):
+    """Either a text or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
+    messages: (
+        Annotated[
+            list[Annotated[Message, BeforeValidator(few_fields)]],
+            Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
+        ]
+        | None
+    ) = None
+    tools: (
+        Annotated[
+            list[Annotated[Tool, BeforeValidator(few_fields)]],
+            Field(max_length=MAX_TOOLS, fail_fast=True),
+        ]
+        | None
+    ) = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+    def token_ids(self, engine: AsyncLLMEngine) -> list[int]:
+        """Raises ProtocolError and InvalidRequestError. Takes its time with a long text."""
+        tokenizer = engine.tokenizer
+        if self.prompt is not None and self.messages is None:
+            return tokenizer.encode(self.prompt, self.add_special_tokens is not False)
+        if self.messages is None or self.prompt is not None:
+            raise ProtocolError(
+                "prompt: expected either prompt or messages", code="invalid_value", param="prompt"
+            )
+        variables = self.template_variables(engine)
+        variables["add_generation_prompt"] = self.add_generation_prompt is not False
+        use = ToolUse.of(self.tools, "auto", True)
+        if use is not None:
+            variables["tools"] = use.schemas
+        formats = ResponseFormats.of_tokenizer(tokenizer, engine.config)
+        chat = TemplateInput(
+            template_messages(self.messages, engine),
+            variables,
+            arguments_as_text=formats.arguments_as_text,
+        )
+        return tokenizer.encode_chat(chat)
+
+
+class DetokenizeRequest(RequestBody):
+    """Token ids whose text is asked for."""
+
+    model: str | None = None
+    tokens: Annotated[
+        list[Annotated[int, Field(ge=0, lt=2**32)]], Field(max_length=MAX_ITEMS, fail_fast=True)
+    ]
+
+
+async def tokenize(serving: Serving, exchange: Exchange) -> None:
+    request = TokenizeRequest.parse(parse_json(await exchange.body()))
+    serving.model_name(request.model)
+    engine = serving.engine
+    token_ids = await anyio.to_thread.run_sync(request.token_ids, engine)
+    body: dict[str, Any] = {"count": len(token_ids), "tokens": token_ids, "token_strs": None}
+    if request.return_token_strs:
+        bytes_of = engine.tokenizer.bytes_of
+        body["token_strs"] = [bytes_of(one).decode(errors="replace") for one in token_ids]
+    await exchange.respond_json(body)
+
+
+async def detokenize(serving: Serving, exchange: Exchange) -> None:
+    request = DetokenizeRequest.parse(parse_json(await exchange.body()))
+    serving.model_name(request.model)
+    decode = serving.engine.tokenizer.decode
+    text = await anyio.to_thread.run_sync(decode, request.tokens, False)
+    await exchange.respond_json({"prompt": text})
