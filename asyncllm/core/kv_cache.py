@@ -321,9 +321,9 @@ class KVCacheManager:
                 assert request.num_computed_tokens <= len(blocks) * group.block_size, request
                 assert request.num_slots <= len(blocks) * group.block_size, request
                 trimmed = request.num_trimmed[group.index]
-                assert [b is null for b in blocks] == [
-                    i < trimmed for i in range(len(blocks))
-                ], request
+                assert [b is null for b in blocks] == [i < trimmed for i in range(len(blocks))], (
+                    request
+                )
                 assert trimmed <= group.first_seen(request.num_computed_tokens), request
                 most = group.spec.max_blocks(NEVER, self._step_tokens)
                 assert len(blocks) - trimmed <= most, request

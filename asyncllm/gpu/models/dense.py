@@ -9,8 +9,14 @@ from typing import Any
 from torch import Tensor
 
 from asyncllm.checkpoint.model_config import ModelConfig
-from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.gpu.kv_cache import KVGroup
+from asyncllm.gpu.kv_groups import (
+    LayerCache,
+    LayerGroup,
+    group_layers,
+    make_kv_groups,
+    with_groups,
+)
 from asyncllm.gpu.models.architectures import parameters
 from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.models.layers import AttentionKind, AttentionMixer, DecoderLayer, GatedMLP
@@ -20,7 +26,6 @@ from asyncllm.gpu.ops.base import (
     Embedding,
     Linear,
     RMSNorm,
-    block_layout,
 )
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.torch_ops import TorchOps
@@ -32,29 +37,29 @@ def attention_shape(model: ModelConfig) -> AttentionShape:
 
 
 def attention_kind(model: ModelConfig, layer: int) -> AttentionKind:
-    """The kind of one layer's attention, in one KV group with all others: layers with a window
-    keep the KV of all tokens, and mask it."""
+    """The kind of one layer's attention, without its KV group."""
     slides = bool(model.sliding_layers) and model.sliding_layers[layer]
     return AttentionKind(attention_shape(model), model.sliding_window if slides else None)
 
 
+def _layer_groups(model: ModelConfig) -> tuple[list[AttentionKind], list[LayerGroup]]:
+    """The kind of each layer's attention, and the KV groups of the layers."""
+    kinds = [attention_kind(model, layer) for layer in range(model.num_layers)]
+    groups = group_layers([LayerCache.of(kind) for kind in kinds], model.max_position_embeddings)
+    return with_groups(kinds, range(model.num_layers), groups), groups
+
+
 def attention_kinds(model: ModelConfig) -> tuple[AttentionKind, ...]:
     """The kinds of attention that the layers have, each once."""
-    return tuple(dict.fromkeys(attention_kind(model, i) for i in range(model.num_layers)))
+    return tuple(dict.fromkeys(_layer_groups(model)[0]))
 
 
 def kv_groups(
     model: ModelConfig, attention: Mapping[AttentionKind, Attention], block_size: int
 ) -> list[KVGroup]:
-    """The KV groups, in the block layout that their attention chooses.
-
-    Raises:
-        ValueError: kinds of attention in one group whose layouts differ.
-    """
-    layouts = {block_layout(each, kind.shape, block_size) for kind, each in attention.items()}
-    if len(layouts) > 1:
-        raise ValueError(f"all layers share KV blocks: expected one layout, not {layouts}")
-    return [KVGroup(KVCacheSpec(tuple(range(model.num_layers)), block_size), layouts.pop())]
+    """The KV groups, in the block layout that their attention chooses."""
+    kinds, groups = _layer_groups(model)
+    return make_kv_groups(groups, kinds, attention, block_size)
 
 
 def build_decoder(
@@ -98,6 +103,7 @@ class _Builder:
         self.model, self.ops, self.attention, self.convert = model, ops, attention, convert
         self.weights = iter(weights)
         self.due = deque(parameter.name for parameter in parameters(model))
+        self.kinds = _layer_groups(model)[0]
 
     def take(self, name: str) -> Tensor:
         found, tensor = next(self.weights)
@@ -135,7 +141,7 @@ class _Builder:
         return self.ops.linear(self.convert(weights) if self.convert else weights)
 
     def layer(self, index: int) -> DecoderLayer:
-        name, ops, kind = f"layers.{index}", self.ops, attention_kind(self.model, index)
+        name, ops, kind = f"layers.{index}", self.ops, self.kinds[index]
         return DecoderLayer(
             kind=kind,
             input_norm=self.norm(f"{name}.input_norm"),
