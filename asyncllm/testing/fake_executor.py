@@ -125,6 +125,7 @@ class FakeExecutor:
     def reference(self, prompt: Sequence[int], count: int) -> list[int]:
         """The ``count`` tokens that follow ``prompt``, computed without any cache."""
         digests = [_Digests(group, spec.window) for group, spec in enumerate(self.info.kv_groups)]
+        states = list(range(len(digests)))
         for token_id in prompt:
             states = [one.append(token_id) for one in digests]
         tokens = []
