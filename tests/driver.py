@@ -189,9 +189,12 @@ class Driver:
             seq.req_index, seq.blocks, seq.computed = None, [], 0
 
     def share(self, source: Sequence, seq: Sequence, num_blocks: int) -> None:
-        """A prefix hit: the first blocks of ``source``, which keeps them, go to ``seq``."""
-        seq.blocks = [blocks[:num_blocks] for blocks in source.blocks]
+        """A prefix hit: the first blocks of ``source``, which keeps them, go to ``seq``: as many
+        of the first KV group, and of the others those of the same tokens."""
         seq.computed = num_blocks * self.executor.info.block_size
+        assert not any(seq.computed % spec.block_size for spec in self.kv_groups)
+        groups = zip(self.kv_groups, source.blocks, strict=True)
+        seq.blocks = [blocks[: seq.computed // spec.block_size] for spec, blocks in groups]
 
     def _next(self, seq: Sequence, chunk: int) -> int:
         missing = seq.known - seq.computed

@@ -27,6 +27,7 @@ from asyncllm.gpu.graph.cuda_graphs import GraphCapturer, default_sizes
 from asyncllm.gpu.graph.decode_runner import DecodeRunner
 from asyncllm.gpu.kv_cache import KVCache, KVGroup
 from asyncllm.gpu.model_runner import ModelRunner
+from asyncllm.gpu.models import dense
 from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.models.dense import attention_kinds, build_decoder
 from asyncllm.gpu.ops.base import BlockLayout
@@ -216,11 +217,13 @@ def make_runner(
     processors: Sequence[LogitsProcessor] = (),
 ) -> ModelRunner:
     """A runner with its state on the "device"; with no recorder the plain one, which draws
-    tokens by the same function. ``layers`` of KV groups, if there are several."""
+    tokens by the same function. ``layers`` of KV groups, if they are not the model's own."""
     model = decoder.model
-    groups = kv_groups(model, block_size, *layers)
     if layers:
+        groups = kv_groups(model, block_size, *layers)
         decoder = in_groups(decoder, *layers)
+    else:
+        groups = dense.kv_groups(model, decoder.attention, block_size)
     info = ExecutorInfo(
         vocab_size=model.vocab_size,
         num_blocks=num_blocks + 1,

@@ -168,7 +168,7 @@ def test_a_model_tells_its_kinds_of_attention_once_each():
     assert attention_kinds(MODEL) == (full,)
     layers = (False, True, True, False)
     sliding = replace(MODEL, num_layers=4, sliding_window=24, sliding_layers=layers)
-    assert attention_kinds(sliding) == (full, replace(full, window=24))
+    assert attention_kinds(sliding) == (full, replace(full, window=24, kv_group=1))
 
 
 def test_each_kind_of_layer_has_its_own_attention(monkeypatch):

@@ -208,7 +208,13 @@ def test_blocks_follow_from_the_bytes():
     groups = kv_groups(MODEL, 16)
     per_block = block_bytes(groups, torch.bfloat16)
     sized = size_cache(
-        config, MODEL, groups, torch.bfloat16, max_num_seqs=10**6, available=available
+        config,
+        MODEL,
+        groups,
+        torch.bfloat16,
+        max_num_seqs=10**6,
+        step_tokens=8,
+        available=available,
     )
     assert sized.num_blocks == available // per_block
     assert (int(0.9 * GIB) - 600 * MIB - available) < SEGMENT_BYTES
@@ -230,6 +236,7 @@ def test_the_default_cache_is_what_the_sequences_use(
     if available != GIB:
         available *= block_bytes(groups, torch.bfloat16)
     limits = {"max_num_seqs": max_num_seqs, "available": available, "cache_tokens": 64}
+    limits["step_tokens"] = 8
     config = EngineConfig(max_model_len=max_model_len)
     sized = size_cache(config, MODEL, groups, torch.bfloat16, **limits)
     assert sized.num_blocks == blocks + 1
@@ -349,11 +356,11 @@ def test_a_configured_cache_that_does_not_fit_names_its_knob():
 def test_the_least_cache_has_the_null_block_and_one_sequence(asked, blocks):
     config = EngineConfig(max_model_len=asked)
     sized = (kv_groups(MODEL, 16), torch.bfloat16)
-    least = min_cache_bytes(config, *sized)
+    least = min_cache_bytes(config, *sized, 8)
     assert least == blocks * block_bytes(*sized)
-    size_cache(config, MODEL, *sized, max_num_seqs=4, available=least)
+    size_cache(config, MODEL, *sized, max_num_seqs=4, step_tokens=8, available=least)
     with pytest.raises(KVCacheTooSmallError):
-        size_cache(config, MODEL, *sized, max_num_seqs=4, available=least - 1)
+        size_cache(config, MODEL, *sized, max_num_seqs=4, step_tokens=8, available=least - 1)
 
 
 def test_nothing_is_measured_where_the_configuration_says(monkeypatch):

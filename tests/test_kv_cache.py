@@ -13,7 +13,7 @@ from asyncllm.sampling_params import SamplingParams
 
 def manager(num_blocks=11, sizes=(4,), **options):
     specs = tuple(KVCacheSpec((i,), size) for i, size in enumerate(sizes))
-    return KVCacheManager(num_blocks, specs, **options)
+    return KVCacheManager(num_blocks, specs, step_tokens=8, **options)
 
 
 def request(token_ids):

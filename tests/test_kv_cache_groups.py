@@ -57,20 +57,19 @@ def test_blocks_may_hold_other_numbers_of_tokens_of_smaller_heads() -> None:
     cache.layers[1][:, 2] = 1.0
     assert torch.equal(cache.layers[0][:, 2], torch.ones(2, 4, 2, 8))
     assert not cache.layers[0][:, :2].any()
-    assert blocks_per_seq(groups, 9) == 3 + 2
+    assert blocks_per_seq(groups, 9, 64) == 3 + 2
 
 
 @pytest.mark.parametrize(
     "other",
     [
-        KVGroup(KVCacheSpec((2, 3), 4), BlockLayout((2, 4, 2, 8))),
         KVGroup(KVCacheSpec((1,), 8), BlockLayout((2, 8, 2, 8))),
         KVGroup(KVCacheSpec((1,), 4), BlockLayout((2, 4, 2, 8), order=(1, 0, 2, 3, 4))),
     ],
 )
 def test_groups_whose_blocks_differ_are_refused(other: KVGroup) -> None:
     groups = [KVGroup(KVCacheSpec((0,), 4), BlockLayout((2, 4, 2, 8))), other]
-    with pytest.raises(ValueError, match="same number of layers, size of a block and order"):
+    with pytest.raises(ValueError, match="same size of a block and order"):
         KVCache(groups, 3, FLOAT, CPU)
 
 
@@ -99,21 +98,28 @@ def test_the_attention_chooses_the_layout() -> None:
 def test_a_sequence_needs_blocks_of_every_group(num_blocks: int, longest: int) -> None:
     groups = kv_groups(FOUR, 4, *LAYERS)
     size = size_cache(
-        EngineConfig(num_blocks=num_blocks), FOUR, groups, FLOAT, max_num_seqs=2, available=0
+        EngineConfig(num_blocks=num_blocks),
+        FOUR,
+        groups,
+        FLOAT,
+        max_num_seqs=2,
+        step_tokens=64,
+        available=0,
     )
     assert (size.num_blocks, size.max_model_len) == (num_blocks + 1, longest)
-    assert blocks_per_seq(groups, longest) <= num_blocks
+    assert blocks_per_seq(groups, longest, 64) <= num_blocks
 
 
 def test_the_smallest_cache_has_room_for_every_group() -> None:
     groups = kv_groups(FOUR, 4, *LAYERS)
     config = EngineConfig(max_model_len=9)
-    least = min_cache_bytes(config, groups, FLOAT)
+    least = min_cache_bytes(config, groups, FLOAT, 64)
+    limits = {"max_num_seqs": 2, "step_tokens": 64}
     assert least == (2 * 3 + 1) * block_bytes(groups, FLOAT)
-    size = size_cache(config, FOUR, groups, FLOAT, max_num_seqs=2, available=least)
+    size = size_cache(config, FOUR, groups, FLOAT, **limits, available=least)
     assert (size.num_blocks, size.max_model_len) == (7, 9)
     with pytest.raises(KVCacheTooSmallError, match="max_model_len=9 needs 6 blocks"):
-        size_cache(config, FOUR, groups, FLOAT, max_num_seqs=2, available=least - 1)
+        size_cache(config, FOUR, groups, FLOAT, **limits, available=least - 1)
 
 
 def test_table_changes_are_taken_once() -> None:

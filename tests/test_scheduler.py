@@ -23,19 +23,28 @@ from asyncllm.testing import FakeExecutor
 from tests.hypothesis_settings import examples
 
 
-def info(block_size: int | tuple[int, ...] = 4, **changes) -> ExecutorInfo:
-    """Of one KV group, or of one with each of the block sizes."""
+def info(
+    block_size: int | tuple[int, ...] = 4, windows: tuple[int | None, ...] = (), **changes
+) -> ExecutorInfo:
+    """Of one KV group, or of one with each of the block sizes, and the first of these windows."""
     sizes = (block_size,) if isinstance(block_size, int) else block_size
+    pairs = itertools.zip_longest(sizes, windows)
     values = dict(
         vocab_size=997,
         num_blocks=17,
-        kv_groups=tuple(KVCacheSpec((i,), size) for i, size in enumerate(sizes)),
+        kv_groups=tuple(group(i, size, window) for i, (size, window) in enumerate(pairs)),
         max_model_len=64,
         max_num_seqs=8,
         max_num_batched_tokens=32,
         pipeline_depth=1,
     )
     return ExecutorInfo(**(values | changes))
+
+
+def group(index: int, block_size: int, window: int | None) -> KVCacheSpec:
+    if window is None:
+        return KVCacheSpec((index,), block_size)
+    return KVCacheSpec((index,), block_size, "sliding_window", window)
 
 
 class Rig:

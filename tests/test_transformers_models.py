@@ -94,7 +94,7 @@ def run_everything(case: Case, runner: ModelRunner, chunk: int = 7) -> None:
     step = 0
     while not all(seq.done for seq in (*seqs, again)):
         if step == 8:
-            driver.share(seqs[1], again, num_blocks=7)
+            driver.share(seqs[1], again, num_blocks=6)
         if step == 12:
             driver.release(seqs[0])
         live = [seq for seq in seqs if not seq.done]

@@ -27,7 +27,7 @@ class RequestAssignment:
         token_ids: every token, prompt and output; none is in flight when a request is assigned.
         num_prompt_tokens: how many of them are the prompt.
         block_ids: per KV group the blocks it holds, this step's included, in order of
-            position.
+            position; the null block where it has given one back.
         sampling: resolved parameters: no None among the fields that have a neutral value,
             and ``seed`` set; without ``logits_processors``.
         eos_token_ids: what ``min_tokens`` has to suppress beside ``stop_token_ids``; empty
@@ -83,6 +83,9 @@ class StepBatch:
         assignments: requests that enter slots, to be applied after ``released``.
         new_blocks: ``(req_index, block ids per KV group)`` appended to tables of requests that
             had a slot.
+        trimmed: ``(req_index, KV group, first, end)``: entries of tables of requests that had a
+            slot that are the null block from this step on. Their tokens lie before the window of
+            every query to come, and their blocks may have a new owner in this very step.
         num_tokens: sum of ``counts``.
         masked_rows: sampling rows, in ascending order, whose tokens a grammar restricts. The
             step is sampled once ``Executor.sample`` brings their masks, and not before.
@@ -100,6 +103,7 @@ class StepBatch:
     released: list[int] = field(default_factory=list)
     assignments: list[RequestAssignment] = field(default_factory=list)
     new_blocks: list[tuple[int, tuple[list[int], ...]]] = field(default_factory=list)
+    trimmed: list[tuple[int, int, int, int]] = field(default_factory=list)
     masked_rows: list[int] = field(default_factory=list)
     prompt_logprobs: dict[int, PromptSpan] = field(default_factory=dict)
 

@@ -98,8 +98,8 @@ class FreeList:
 
 
 class BlockPool:
-    """All blocks of one KV cache. Block 0 is the null block: padding writes go there, and
-    it is never handed out.
+    """All blocks of one KV cache. Block 0 is the null block: padding writes go there, tables have
+    it where they have given a block back, and it is never handed out.
 
     Args:
         num_blocks: blocks in all, the null block included; at least 2.
@@ -109,6 +109,8 @@ class BlockPool:
         if num_blocks < 2:
             raise ValueError(f"num_blocks={num_blocks}: a pool needs the null block and one more")
         self.blocks = [Block(i) for i in range(num_blocks)]
+        self.null_block = self.blocks[NULL_BLOCK_ID]
+        self.null_block.ref_count = 1
         self._free = FreeList(self.blocks[1:])
         self._by_hash: dict[bytes, Block] = {}
 

@@ -104,6 +104,11 @@ class ExecutorInfo:
             )
 
     @property
+    def max_step_tokens(self) -> int:
+        """Tokens that a step computes of one sequence at most, drafts included."""
+        return self.max_num_batched_tokens + self.max_tokens_per_row - 1
+
+    @property
     def block_size(self) -> int:
         """Tokens per block of the first group."""
         return self.kv_groups[0].block_size

@@ -12,6 +12,9 @@ from asyncllm.core.request import Request
 
 NEVER = sys.maxsize
 
+Trim = tuple[int, int, int]
+"""A KV group, and the first entry and the one behind the last of a table that it has trimmed."""
+
 
 class FullAttentionGroup:
     """Block accounting of one KV group whose layers keep the KV of every token.
@@ -21,14 +24,28 @@ class FullAttentionGroup:
             in another group.
     """
 
-    def __init__(self, spec: KVCacheSpec, index: int, pool: BlockPool) -> None:
+    def __init__(self, spec: KVCacheSpec, index: int, pool: BlockPool, step_tokens: int) -> None:
+        self.spec = spec
         self.block_size = spec.block_size
         self.index = index
         self.pool = pool
         self._suffix = index.to_bytes(index > 0, "big")
 
+    def first_seen(self, num_computed: int) -> int:
+        """The first entry of a table that a query behind ``num_computed`` tokens reads."""
+        return 0
+
+    def num_entries(self, num_tokens: int, num_computed: int) -> int:
+        """Entries of a table of ``num_tokens``, of which so many are computed."""
+        return -(-num_tokens // self.block_size)
+
+    def num_slots(self, num_entries: int, num_trimmed: int) -> int:
+        """Tokens that such a table will do for, as ``Request.num_slots`` says."""
+        return num_entries * self.block_size
+
     def find_prefix(self, request: Request, num_tokens: int) -> list[Block]:
-        """The longest run of cached blocks that the first ``num_tokens`` tokens begin with."""
+        """The longest run of cached blocks that the first ``num_tokens`` tokens begin with, as
+        the entries of a table."""
         found: list[Block] = []
         find, suffix = self.pool.find, self._suffix
         hashes = request.extend_hashes(self.block_size)
@@ -39,21 +56,80 @@ class FullAttentionGroup:
             found.append(block)
         return found
 
+    def shorten(self, request: Request, found: list[Block], num_tokens: int) -> list[Block]:
+        """What ``find_prefix`` finds within ``num_tokens``, fewer than ``found`` has."""
+        return found[: num_tokens // self.block_size]
+
     def publish(self, request: Request, end: int, published: list[Block]) -> None:
         """Makes the blocks findable that are full with ``end`` tokens and were not before.
         Those that no other block's contents were equal to are added to ``published``."""
         blocks = request.blocks[self.index]
         hashes = request.extend_hashes(self.block_size)
-        for i in range(request.num_published // self.block_size, end // self.block_size):
+        for i in range(self._first_unpublished(request), end // self.block_size):
             if self.pool.publish(blocks[i], hashes[i] + self._suffix):
                 published.append(blocks[i])
+
+    def _first_unpublished(self, request: Request) -> int:
+        return request.num_published // self.block_size
+
+
+class SlidingWindowGroup(FullAttentionGroup):
+    """Block accounting of one KV group whose queries see the last ``window`` keys, their own
+    included. Blocks of tokens before the window of every query to come are given back; tables
+    keep their absolute positions, with the null block there."""
+
+    def __init__(self, spec: KVCacheSpec, index: int, pool: BlockPool, step_tokens: int) -> None:
+        super().__init__(spec, index, pool, step_tokens)
+        assert spec.window is not None
+        self.window = spec.window
+        self._most = spec.max_blocks(NEVER, step_tokens)
+        # A prefix ends with a block, and the next query sees this many.
+        self._num_seen = -(-(self.window - 1) // self.block_size)
+
+    def first_seen(self, num_computed: int) -> int:
+        first_key = num_computed - self.window + 1
+        return first_key // self.block_size if first_key > 0 else 0
+
+    def num_entries(self, num_tokens: int, num_computed: int) -> int:
+        """Of the whole sequence, but no more than it holds at once: so it has what each of its
+        steps needs from the start, and gives back what the next one takes."""
+        whole = -(-num_tokens // self.block_size)
+        return min(whole, self.first_seen(num_computed) + self._most)
+
+    def num_slots(self, num_entries: int, num_trimmed: int) -> int:
+        trimmed_at = (num_trimmed + 1) * self.block_size + self.window - 1
+        return min(num_entries * self.block_size, trimmed_at)
+
+    def find_prefix(self, request: Request, num_tokens: int) -> list[Block]:
+        """The longest prefix within ``num_tokens`` of which the blocks are cached that the next
+        query sees, as the entries of a table: the null block, then those."""
+        find, suffix, num_seen = self.pool.find, self._suffix, self._num_seen
+        hashes = request.extend_hashes(self.block_size)
+        i = end = num_tokens // self.block_size
+        seen: list[Block] = []
+        while i and len(seen) < num_seen:
+            i -= 1
+            block = find(hashes[i] + suffix)
+            if block is None:
+                end = i
+                seen.clear()
+            else:
+                seen.append(block)
+        return [self.pool.null_block] * (end - len(seen)) + seen[::-1]
+
+    def shorten(self, request: Request, found: list[Block], num_tokens: int) -> list[Block]:
+        return self.find_prefix(request, num_tokens)
+
+    def _first_unpublished(self, request: Request) -> int:
+        """A block may be given back before the last of its tokens is known."""
+        return max(super()._first_unpublished(request), request.num_trimmed[self.index])
 
 
 def block_ids(tables: Iterable[list[Block]]) -> tuple[list[int], ...]:
     return tuple([[block.block_id for block in blocks] for blocks in tables])
 
 
-_GROUPS = {"full_attention": FullAttentionGroup}
+_GROUPS = {"full_attention": FullAttentionGroup, "sliding_window": SlidingWindowGroup}
 
 
 class KVCacheManager:
@@ -65,6 +141,7 @@ class KVCacheManager:
     Args:
         num_blocks: blocks in all, the null block included.
         specs: the groups.
+        step_tokens: that a step computes of a sequence at most, drafts included.
         enable_prefix_caching: publish full blocks and look prefixes up.
 
     Attributes:
@@ -73,10 +150,19 @@ class KVCacheManager:
     """
 
     def __init__(
-        self, num_blocks: int, specs: tuple[KVCacheSpec, ...], *, enable_prefix_caching: bool = True
+        self,
+        num_blocks: int,
+        specs: tuple[KVCacheSpec, ...],
+        *,
+        step_tokens: int,
+        enable_prefix_caching: bool = True,
     ) -> None:
         self.pool = BlockPool(num_blocks)
-        self.groups = [_GROUPS[spec.kind](spec, i, self.pool) for i, spec in enumerate(specs)]
+        self.groups = [
+            _GROUPS[spec.kind](spec, i, self.pool, step_tokens) for i, spec in enumerate(specs)
+        ]
+        self._trimmed_groups = [g for g in self.groups if isinstance(g, SlidingWindowGroup)]
+        self._step_tokens = step_tokens
         # A full block of any group ends at a multiple of it.
         every = math.gcd(*(spec.block_size for spec in specs))
         self._publish_every = every if enable_prefix_caching else NEVER
@@ -86,55 +172,63 @@ class KVCacheManager:
         self.num_hit_tokens = 0
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks of all groups."""
-        return sum(self._missing([[] for _ in self.groups], num_tokens))
+        """Blocks of all groups that a sequence of ``num_tokens`` holds at most at once."""
+        return sum(group.spec.max_blocks(num_tokens, self._step_tokens) for group in self.groups)
 
-    def _missing(self, tables: Sequence[list[Block]], num_tokens: int) -> list[int]:
+    def _missing(
+        self, tables: Sequence[list[Block]], num_tokens: int, num_computed: int
+    ) -> list[int]:
         """Blocks per group that the tables lack to hold ``num_tokens``."""
         missing = []
         for group in self.groups:
-            count = -(-num_tokens // group.block_size) - len(tables[group.index])
+            count = group.num_entries(num_tokens, num_computed) - len(tables[group.index])
             missing.append(count if count > 0 else 0)
         return missing
 
     def find_prefix(self, request: Request) -> tuple[list[Block], ...]:
-        """The longest cached prefix that all groups have, as blocks per group. It leaves at
+        """The longest cached prefix that all groups have, as a table per group. It leaves at
         least one token to compute: a step without one yields no logits. No longer than the
         request may use: ``Request.max_cached_tokens``."""
         if not self.enable_prefix_caching:
             return tuple([] for _ in self.groups)
-        length, agreed = request.max_cached_tokens, False
+        length = request.max_cached_tokens
         found: list[list[Block]] = []
+        for group in self.groups:
+            found.append(group.find_prefix(request, length))
+            length = len(found[-1]) * group.block_size
+        agreed = False
         while not agreed:
-            found, agreed = [], True
-            for group in self.groups:
-                blocks = group.find_prefix(request, length)
-                # Of the groups before this one, those that found more look again.
-                agreed = agreed and (not found or len(blocks) * group.block_size == length)
-                length = len(blocks) * group.block_size
-                found.append(blocks)
+            agreed = True
+            for i, group in enumerate(self.groups):
+                if len(found[i]) * group.block_size > length:
+                    found[i] = group.shorten(request, found[i], length)
+                    length = len(found[i]) * group.block_size
+                    agreed = False
         return tuple(found)
 
     def admit(
         self, request: Request, num_tokens: int, prefix: tuple[list[Block], ...], reserve: int = 0
     ) -> bool:
         """Gives a request without blocks the cached ``prefix`` and new blocks for the rest
-        of ``num_tokens``. The whole sequence gets its blocks at once, so that a prompt admitted
-        in chunks never has to preempt another to go on. False, with nothing taken, if they
-        do not fit with ``reserve`` blocks to spare."""
-        missing = self._missing(prefix, num_tokens)
+        of ``num_tokens``. The sequence gets at once all blocks that it will hold at once, so that
+        a prompt admitted in chunks need not preempt another to go on (it may, once a window has
+        left blocks behind that others still share). False, with nothing taken, if they do not fit
+        with ``reserve`` blocks to spare."""
+        num_computed = len(prefix[0]) * self.groups[0].block_size
+        missing = self._missing(prefix, num_tokens, num_computed)
         num_taken = sum(missing)
         for blocks in prefix:
             for block in blocks:
                 num_taken += block.ref_count == 0
         if num_taken + reserve > self.pool.num_free:
             return False
-        for blocks in prefix:
-            for block in blocks:
+        request.num_trimmed = [group.first_seen(num_computed) for group in self.groups]
+        for blocks, first in zip(prefix, request.num_trimmed, strict=True):
+            for block in blocks[first:]:
                 self.pool.touch(block)
         request.blocks = prefix
-        request.num_computed_tokens = len(prefix[0]) * self.groups[0].block_size
-        self._set_published(request, request.num_computed_tokens)
+        request.num_computed_tokens = num_computed
+        self._set_published(request, num_computed)
         self._append(request, missing)
         if request.first_scheduled_at is None:
             request.num_cached_tokens = request.num_computed_tokens
@@ -143,12 +237,33 @@ class KVCacheManager:
                 self.num_hit_tokens += request.num_computed_tokens
         return True
 
+    def trim(self, request: Request) -> list[Trim]:
+        """Gives back the blocks that no query to come sees; their contents stay findable. A step
+        in flight may still read them: steps run in order, so a new owner writes later.
+
+        Returns:
+            What became the null block in the request's tables.
+        """
+        trims: list[Trim] = []
+        for group in self._trimmed_groups:
+            first = request.num_trimmed[group.index]
+            end = group.first_seen(request.num_computed_tokens)
+            if first < end:
+                blocks = request.blocks[group.index]
+                self.pool.release(blocks[first:end])
+                blocks[first:end] = [self.pool.null_block] * (end - first)
+                request.num_trimmed[group.index] = end
+                trims.append((group.index, first, end))
+        return trims
+
     def grow(
         self, request: Request, num_tokens: int, reserve: int = 0
     ) -> tuple[list[int], ...] | None:
-        """Block ids per group appended so that the tables hold ``num_tokens``; None if the
-        pool has too few, with ``reserve`` blocks to spare."""
-        missing = self._missing(request.blocks, num_tokens)
+        """Block ids per group appended so that the tables hold ``num_tokens``, or all that are
+        known; None if the pool has too few, with ``reserve`` blocks to spare. ``trim`` comes
+        before."""
+        num_tokens = max(num_tokens, len(request.token_ids))
+        missing = self._missing(request.blocks, num_tokens, request.num_computed_tokens)
         total = sum(missing)
         if total and total + reserve > self.pool.num_free:
             return None
@@ -161,8 +276,9 @@ class KVCacheManager:
             new = self.pool.allocate(counts[group.index])
             blocks += new
             appended.append(new)
-            if len(blocks) * group.block_size < num_slots:
-                num_slots = len(blocks) * group.block_size
+            of_group = group.num_slots(len(blocks), request.num_trimmed[group.index])
+            if of_group < num_slots:
+                num_slots = of_group
         request.num_slots = num_slots
         return appended
 
@@ -186,19 +302,28 @@ class KVCacheManager:
 
     def free(self, request: Request) -> None:
         """Gives back all blocks of the request; their contents stay findable."""
-        for blocks in request.blocks:
-            self.pool.release(blocks)
+        for blocks, first in zip(request.blocks, request.num_trimmed, strict=False):
+            self.pool.release(blocks[first:])
         request.blocks = ()
         request.num_slots = request.num_computed_tokens = 0
         request.publish_at = NEVER
 
     def check_integrity(self, requests: list[Request]) -> None:
         """Raises AssertionError unless every block of the pool is accounted for, and every
-        token computed has a place in each group."""
-        self.pool.check_integrity([b for blocks in r.blocks for b in blocks] for r in requests)
+        token computed that a query to come sees has a place in each group."""
+        null = self.pool.null_block
+        held = [[b for blocks in r.blocks for b in blocks if b is not null] for r in requests]
+        self.pool.check_integrity(held)
         for request in requests:
             assert len(request.blocks) in (0, len(self.groups)), request
             assert bool(request.blocks) or request.num_computed_tokens == 0, request
             for group, blocks in zip(self.groups, request.blocks, strict=False):
                 assert request.num_computed_tokens <= len(blocks) * group.block_size, request
                 assert request.num_slots <= len(blocks) * group.block_size, request
+                trimmed = request.num_trimmed[group.index]
+                assert [b is null for b in blocks] == [i < trimmed for i in range(len(blocks))], (
+                    request
+                )
+                assert trimmed <= group.first_seen(request.num_computed_tokens), request
+                most = group.spec.max_blocks(NEVER, self._step_tokens)
+                assert len(blocks) - trimmed <= most, request

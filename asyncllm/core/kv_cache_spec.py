@@ -13,9 +13,35 @@ class KVCacheSpec:
     Attributes:
         layers: indices of the layers.
         block_size: tokens per block.
-        kind: which tokens of a sequence keep their KV. "full_attention": all of them.
+        kind: which tokens of a sequence keep their KV. "full_attention": all of them;
+            "sliding_window": those that a later query sees.
+        window: keys that a query of a "sliding_window" group sees, its own included.
+
+    Raises:
+        ValueError: a window that is not positive, or a kind without or with one.
     """
 
     layers: tuple[int, ...]
     block_size: int
-    kind: Literal["full_attention"] = "full_attention"
+    kind: Literal["full_attention", "sliding_window"] = "full_attention"
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        slides = self.kind == "sliding_window"
+        if slides != (self.window is not None) or (self.window is not None and self.window < 1):
+            expected = "at least 1" if slides else "None"
+            raise ValueError(f"window={self.window}: expected {expected} for kind={self.kind!r}")
+
+    def max_blocks(self, num_tokens: int, step_tokens: int) -> int:
+        """Blocks that a sequence of ``num_tokens`` holds at most at once. With a window these are
+        as many as the keys of the first of ``step_tokens`` queries and the queries' own can lie
+        in, wherever a block begins.
+
+        Args:
+            step_tokens: that a step computes of a sequence at most, drafts included.
+        """
+        whole = -(-num_tokens // self.block_size)
+        if self.window is None:
+            return whole
+        span = self.window - 1 + step_tokens
+        return min(whole, (span + self.block_size - 2) // self.block_size + 1)

@@ -63,9 +63,12 @@ class Request:
         num_placeholders: sampled tokens of steps in flight, whose values are not known yet.
         epoch: bumped when in-flight results become void, by preemption or rollback.
         blocks: per KV group the blocks held, in order of position; empty if none are. With
-            the next four, the KV cache manager's.
+            the next five, the KV cache manager's.
+        num_trimmed: per KV group the leading entries of ``blocks`` that are the null block: their
+            tokens lie before the group's window.
         block_hashes: by block size, of the full blocks of ``token_ids``, as far as computed.
-        num_slots: tokens that every group has blocks for.
+        num_slots: tokens that the tables will do for: every group has blocks for them, and none
+            to give back before.
         num_published: leading tokens whose full blocks were offered to the pool.
         publish_at: tokens with which the next block is full and can be offered.
         bad_words: token sequences that may not occur in the output.
@@ -112,6 +115,7 @@ class Request:
     num_computed_tokens: int = field(init=False, default=0)
     num_placeholders: int = field(init=False, default=0)
     blocks: tuple[list[Block], ...] = field(init=False, default=())
+    num_trimmed: list[int] = field(init=False, default_factory=list)
     block_hashes: dict[int, list[bytes]] = field(init=False, default_factory=dict)
     num_slots: int = field(init=False, default=0)
     num_published: int = field(init=False, default=0)

@@ -15,7 +15,7 @@ from asyncllm.core.batch import RequestAssignment, StepBatch, StepResult
 from asyncllm.core.block_pool import Block
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.in_process import InProcess, plain
-from asyncllm.core.kv_cache import KVCacheManager, block_ids
+from asyncllm.core.kv_cache import KVCacheManager, Trim, block_ids
 from asyncllm.core.prompt_logprobs import (
     check_prompt_logprobs,
     keep_prompt_logprobs,
@@ -70,7 +70,10 @@ class Scheduler:
     ) -> None:
         self.info = info
         self.kv = KVCacheManager(
-            info.num_blocks, info.kv_groups, enable_prefix_caching=enable_prefix_caching
+            info.num_blocks,
+            info.kv_groups,
+            step_tokens=info.max_step_tokens,
+            enable_prefix_caching=enable_prefix_caching,
         )
         self.in_process = in_process or InProcess()
         self.num_lookahead_tokens = info.max_tokens_per_row - 1
@@ -152,7 +155,7 @@ class Scheduler:
         never run are put into ``failed``."""
         step = ScheduledStep(StepBatch(self._num_steps))
         scheduled: dict[Request, int] = {}
-        grown: dict[Request, tuple[list[int], ...]] = {}
+        grown: dict[Request, tuple[tuple[list[int], ...], list[Trim]]] = {}
         budget, preempted = self._schedule_running(scheduled, grown)
         for request, count in scheduled.items():
             self._commit(request, count, step)
@@ -162,7 +165,10 @@ class Scheduler:
             return None
         self._order_decodes_first(step)
         batch = step.batch
-        batch.new_blocks = [(r.req_index, ids) for r, ids in grown.items() if r in scheduled]
+        for request, (new, trims) in grown.items():
+            if request in scheduled:
+                batch.new_blocks.append((request.req_index, new))
+                batch.trimmed += [(request.req_index, *trim) for trim in trims]
         if step.is_masked:
             batch.masked_rows = masked_rows(step)
         if batch.num_decodes < len(step.requests):
@@ -174,7 +180,9 @@ class Scheduler:
         return step
 
     def _schedule_running(
-        self, scheduled: dict[Request, int], grown: dict[Request, tuple[list[int], ...]]
+        self,
+        scheduled: dict[Request, int],
+        grown: dict[Request, tuple[tuple[list[int], ...], list[Trim]]],
     ) -> tuple[int, bool]:
         """Chooses running requests in order; preempts where blocks run out. Returns the
         budget left and whether a request was preempted."""
@@ -193,6 +201,7 @@ class Scheduler:
             end = request.num_computed_tokens + count + lookahead
             if end > request.num_slots:
                 end = min(end, self.info.max_model_len)
+                trims = self.kv.trim(request)
                 block_ids = self.kv.grow(request, end)
                 while block_ids is None:
                     victim = self._victim()
@@ -207,7 +216,7 @@ class Scheduler:
                     block_ids = self.kv.grow(request, end)
                 if block_ids is None:
                     continue
-                grown[request] = block_ids
+                grown[request] = block_ids, trims
             scheduled[request] = count
             budget -= count
         return budget, preempted
@@ -260,6 +269,7 @@ class Scheduler:
     def _take_blocks(self, request: Request, reserve: int) -> bool:
         num_tokens = self._num_reserved_tokens(request)
         if request.blocks:
+            self.kv.trim(request)
             return self.kv.grow(request, num_tokens, reserve) is not None
         return self.kv.admit(request, num_tokens, self.kv.find_prefix(request), reserve)
 

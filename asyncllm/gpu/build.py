@@ -38,7 +38,7 @@ from asyncllm.gpu.models.dense import attention_kinds, build_decoder, kv_groups
 from asyncllm.gpu.models.language_model import LanguageModel
 from asyncllm.gpu.models.layers import AttentionKind
 from asyncllm.gpu.ops.backend import AttentionRequest
-from asyncllm.gpu.ops.base import Attention
+from asyncllm.gpu.ops.base import Attention, AttentionShape
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.quantise import quantise_int8
 from asyncllm.gpu.ops.registry import make_attention, make_ops
@@ -139,6 +139,7 @@ def _create(
         groups,
         dtype,
         max_num_seqs=max_num_seqs,
+        step_tokens=token_budget,
         available=available,
         cache_tokens=mode.cache_tokens,
     )
@@ -222,7 +223,7 @@ def _load_transformers(
     plan = Plan.of(model)
     attention, block_size = _make_attention(config, plan.kinds, dtype, device, num_threads)
     ops = make_ops(device, next(iter(attention.values())))
-    group = plan.kv_group(attention, block_size)
+    groups = plan.kv_groups(attention, block_size)
     free_at_start = 0
     if device.type == "cuda":
         free_at_start = check_weights(config, device, model_bytes(model, dtype))
@@ -244,8 +245,8 @@ def _load_transformers(
         model, plan, ops, attention, modules, owner, dtype, convert
     )
     if reference is not None:
-        reference.check(decoder, group)
-    return decoder, [group], free_at_start
+        reference.check(decoder, groups)
+    return decoder, groups, free_at_start
 
 
 def model_bytes(model: ModelConfig | TransformersConfig, dtype: torch.dtype) -> int:
@@ -264,8 +265,13 @@ def _make_attention(
 ) -> tuple[dict[AttentionKind, Attention], int]:
     """The attention of each kind, and the tokens per KV block."""
     attention: dict[AttentionKind, Attention] = {}
+    alike: dict[tuple[AttentionShape, int | None], Attention] = {}
     block_size = config.block_size
     for kind in dict.fromkeys(kinds):
+        if (kind.shape, kind.window) in alike:
+            # Of another KV group: they share what an attention keeps beside its plans.
+            attention[kind] = alike[kind.shape, kind.window]
+            continue
         windows = frozenset({kind.window})
         request = AttentionRequest(
             kind.shape,
@@ -277,6 +283,7 @@ def _make_attention(
             peer=next(iter(attention.values()), None),
         )
         attention[kind], block_size = make_attention(config.attention_backend, request)
+        alike[kind.shape, kind.window] = attention[kind]
     assert block_size is not None
     return attention, block_size
 
@@ -366,7 +373,7 @@ def available_cache_bytes(
             profile, max_num_batched_tokens=token_budget, max_num_seqs=max_num_seqs
         ),
         graph_reserve=graph_reserve,
-        least=min_cache_bytes(config, groups, weight.dtype),
+        least=min_cache_bytes(config, groups, weight.dtype, token_budget),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +48,7 @@ class KVGroup:
     def views(self, memory: Tensor, num_blocks: int) -> Sequence[Tensor]:
         """``memory [layers, size]`` as the caches of the layers."""
         if not self.layouts:
-            return list(self.layout.view(memory, num_blocks))
+            return list(self.layout.view(memory[: len(self.spec.layers)], num_blocks))
         return [
             layout.view(memory[i : i + 1, : num_blocks * layout.num_elements], num_blocks)[0]
             for i, layout in enumerate(self.layouts)
@@ -71,7 +72,8 @@ class KVCache:
     """One allocation, viewed as a tensor per layer.
 
     All groups draw on the same blocks: layer i of each group lies in part i of the allocation,
-    and a block belongs to one group at a time.
+    and a block belongs to one group at a time. A group of fewer layers than another leaves the
+    last parts of its blocks unused.
 
     Layers come first because torch gathers blocks of one contiguous layer 40 times faster on
     a CPU than blocks of a strided one.
@@ -88,7 +90,7 @@ class KVCache:
     def __init__(
         self, groups: Sequence[KVGroup], num_blocks: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        depth = len(groups[0].spec.layers)
+        depth = _depth(groups)
         size = num_blocks * block_bytes(groups, dtype) // (depth * dtype.itemsize)
         memory = _zeros((depth, size), dtype, device)
         self.by_layer = bool(groups[0].layouts)
@@ -141,25 +143,35 @@ def block_bytes(groups: Sequence[KVGroup], dtype: torch.dtype) -> int:
     Raises:
         ValueError: groups that cannot share blocks, because theirs differ.
     """
-    sizes = {(len(group.spec.layers), group.layout.num_elements) for group in groups}
+    sizes = {group.layout.num_elements for group in groups}
     if len(sizes) > 1 or len({group.layout.order[:2] for group in groups}) > 1:
         raise ValueError(
-            f"KV groups {groups}: expected the same number of layers, size of a block and order "
-            "of its outer dimensions in all of them"
+            f"KV groups {groups}: expected the same size of a block and order of its outer "
+            "dimensions in all of them"
         )
-    ((depth, num_elements),) = sizes
-    return depth * num_elements * dtype.itemsize
+    return _depth(groups) * sizes.pop() * dtype.itemsize
 
 
-def blocks_per_seq(groups: Sequence[KVGroup], num_tokens: int) -> int:
-    """Blocks of a sequence, in all groups."""
-    return sum(-(-num_tokens // group.spec.block_size) for group in groups)
+def _depth(groups: Sequence[KVGroup]) -> int:
+    """Layers that a block has room for."""
+    return max(len(group.spec.layers) for group in groups)
 
 
-def min_cache_bytes(config: EngineConfig, groups: Sequence[KVGroup], dtype: torch.dtype) -> int:
+def blocks_per_seq(groups: Sequence[KVGroup], num_tokens: int, step_tokens: int) -> int:
+    """Blocks that a sequence holds at most at once, in all groups.
+
+    Args:
+        step_tokens: that a step computes of a sequence at most.
+    """
+    return sum(group.spec.max_blocks(num_tokens, step_tokens) for group in groups)
+
+
+def min_cache_bytes(
+    config: EngineConfig, groups: Sequence[KVGroup], dtype: torch.dtype, step_tokens: int
+) -> int:
     """Bytes of the smallest cache that will do: the null block, and the blocks of one sequence
     of a ``max_model_len`` that was asked for, else of a single token."""
-    blocks = blocks_per_seq(groups, config.max_model_len or 1)
+    blocks = blocks_per_seq(groups, config.max_model_len or 1, step_tokens)
     return (blocks + 1) * block_bytes(groups, dtype)
 
 
@@ -170,6 +182,7 @@ def size_cache(
     dtype: torch.dtype,
     *,
     max_num_seqs: int,
+    step_tokens: int,
     available: int,
     cache_tokens: int | None = None,
 ) -> KVCacheSize:
@@ -180,6 +193,7 @@ def size_cache(
     of ``cache_tokens`` and one of full length need.
 
     Args:
+        step_tokens: that a step computes of a sequence at most.
         available: bytes to take where the configuration does not say.
         cache_tokens: None is twice the full length.
 
@@ -191,55 +205,80 @@ def size_cache(
     context = model.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > context:
         raise invalid("max_model_len", config.max_model_len, f"at most the model's {context}")
-    per_block, block_size = block_bytes(groups, dtype), groups[0].spec.block_size
-    longest = config.max_model_len or context
+    per_block, longest = block_bytes(groups, dtype), config.max_model_len or context
+
+    def blocks(num_tokens: int) -> int:
+        return blocks_per_seq(groups, num_tokens, step_tokens)
+
     if config.num_blocks is not None:
         usable, knob = config.num_blocks, "num_blocks"
     elif config.kv_cache_memory is not None:
         usable, knob = int(config.kv_cache_memory) // per_block - 1, "kv_cache_memory"
     else:
-        full = blocks_per_seq(groups, longest)
+        full = blocks(longest)
         if cache_tokens is None:
             useful = 2 * max_num_seqs * full
         else:
-            useful = max_num_seqs * blocks_per_seq(groups, min(longest, cache_tokens))
+            useful = max_num_seqs * blocks(min(longest, cache_tokens))
         usable, knob = min(available // per_block - 1, max(useful, full)), "kv_cache_memory"
-    needed = blocks_per_seq(groups, config.max_model_len or 1)
-    if usable < needed:
-        raise _too_small(config.max_model_len, usable, needed, block_size, per_block, knob)
-    # Tokens that fill their blocks in every group; one block of each holds the fewest.
-    sizes = [group.spec.block_size for group in groups]
-    whole = math.lcm(*sizes)
-    most = max(usable // blocks_per_seq(groups, whole) * whole, min(sizes))
-    max_model_len = min(longest, most)
+    if usable < blocks(config.max_model_len or 1):
+        raise _too_small(config.max_model_len, usable, groups, step_tokens, per_block, knob)
+    max_model_len = bisect_right(range(1, longest + 1), usable, key=blocks)
     if max_model_len < longest:
         logger.warning(
             "max_model_len is %d of the model's %d tokens: the KV cache holds %d blocks of "
-            "%d tokens; raise %s for more",
+            "%s tokens, one sequence of full length %s; raise %s for more",
             max_model_len,
             longest,
             usable,
-            block_size,
+            _block_sizes(groups),
+            _per_group(groups, longest, step_tokens),
             knob,
         )
     return KVCacheSize(usable + 1, max_model_len)
 
 
+def _block_sizes(groups: Sequence[KVGroup]) -> str:
+    return " or ".join(str(size) for size in sorted({group.spec.block_size for group in groups}))
+
+
+def _per_group(groups: Sequence[KVGroup], num_tokens: int, step_tokens: int) -> str:
+    """Blocks of a sequence in words, by group where there are several."""
+    counts = [group.spec.max_blocks(num_tokens, step_tokens) for group in groups]
+    if len(counts) == 1:
+        return str(counts[0])
+    parts = [
+        f"{count} of {'all tokens' if group.spec.window is None else 'its window'}"
+        for count, group in zip(counts, groups, strict=True)
+    ]
+    return f"{sum(counts)} ({' + '.join(parts)})"
+
+
 def _too_small(
-    max_model_len: int | None, usable: int, needed: int, block_size: int, per_block: int, knob: str
+    max_model_len: int | None,
+    usable: int,
+    groups: Sequence[KVGroup],
+    step_tokens: int,
+    per_block: int,
+    knob: str,
 ) -> KVCacheTooSmallError:
     """The error for a cache with fewer usable blocks than are needed. Where its memory is given
     in bytes, the null block comes on top."""
+    needed = blocks_per_seq(groups, max_model_len or 1, step_tokens)
     if max_model_len is None:
-        purpose, remedy = "the smallest needs one block", ""
+        purpose = "the smallest needs one block" + (" of every KV group" if needed > 1 else "")
+        remedy = ""
     else:
         purpose = f"max_model_len={max_model_len} needs {needed} blocks"
         remedy = ", or lower max_model_len"
+        if any(group.spec.window is not None for group in groups):
+            purpose += f", {_per_group(groups, max_model_len, step_tokens)}"
+            remedy += " or max_num_batched_tokens"
     least = needed if knob == "num_blocks" else (needed + 1) * per_block
     return KVCacheTooSmallError(
-        f"the KV cache holds {max(usable, 0)} blocks of {block_size} tokens ({per_block} bytes "
-        f"each), but {purpose}, {needed * per_block} bytes: raise {knob} to at least "
-        f"{least}{remedy}"
+        f"the KV cache holds {max(usable, 0)} blocks of {_block_sizes(groups)} tokens "
+        f"({per_block} bytes each), but {purpose}, {needed * per_block} bytes: raise {knob} to at "
+        f"least {least}{remedy}"
     )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 from asyncllm.core.batch import GrammarMask, PromptSpan, RowError, StepBatch, StepResult
+from asyncllm.core.block_pool import NULL_BLOCK_ID
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.in_process import InProcess
 from asyncllm.outputs import Logprob, TokenLogprobs
@@ -24,6 +25,35 @@ def mix(state: int, value: int) -> int:
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
     return z ^ (z >> 31)
+
+
+class _Digests:
+    """The digests of a sequence in one KV group, position by position. Without a window each is
+    made from the one before, with one from all that it has and its position.
+
+    Args:
+        start: the next position.
+        states: the digests before it, as far back as it sees.
+    """
+
+    def __init__(
+        self, group: int, window: int | None, start: int = 0, states: list[int] | None = None
+    ) -> None:
+        self._group, self._window = group, window
+        self._next, self._states = start, states or []
+
+    def append(self, token_id: int) -> int:
+        """The next one, of ``token_id``."""
+        if self._window is None:
+            state = self._states[-1] if self._states else self._group
+        else:
+            seen = self._states[max(0, len(self._states) - self._window + 1) :]
+            state = mix(mix(self._group, self._next), hash(tuple(seen)) & _MASK)
+            self._states = seen
+        state = mix(state, token_id)
+        self._states.append(state)
+        self._next += 1
+        return state
 
 
 def allowed_tokens(mask: bytes, vocab_size: int) -> list[int]:
@@ -49,7 +79,10 @@ class FakeExecutor:
     token is taken from the last digest. A wrong block, request index, start or stale token
     therefore changes the output, and ``reference`` says what it should be.
 
-    Each KV group keeps digests of its own, so that a block of another group is a wrong one.
+    Each KV group keeps digests of its own, so that a block of another group is a wrong one. In a
+    group with a window the digest is made from all those that the window has, and from no other:
+    so a block that is given back too early is one that is missed, and one that is given back too
+    late is not noticed.
     With ``info.max_tokens_per_row`` above 1 it drafts as speculative decoding does: the digest
     says how many drafts are accepted, and the rejected ones leave wrong KV behind.
 
@@ -91,21 +124,22 @@ class FakeExecutor:
 
     def reference(self, prompt: Sequence[int], count: int) -> list[int]:
         """The ``count`` tokens that follow ``prompt``, computed without any cache."""
-        states = list(range(len(self.info.kv_groups)))
-        tokens = list(prompt)
+        digests = [_Digests(group, spec.window) for group, spec in enumerate(self.info.kv_groups)]
+        states = list(range(len(digests)))
         for token_id in prompt:
-            states = [mix(state, token_id) for state in states]
+            states = [one.append(token_id) for one in digests]
+        tokens = []
         for _ in range(count):
             tokens.append(self._token(states))
-            states = [mix(state, tokens[-1]) for state in states]
-        return tokens[len(prompt) :]
+            states = [one.append(tokens[-1]) for one in digests]
+        return tokens
 
     def reference_prompt_logprobs(self, prompt: Sequence[int], count: int) -> list[TokenLogprobs]:
         """Those of ``prompt`` from the second token on, computed without any cache."""
-        states = list(range(len(self.info.kv_groups)))
+        digests = [_Digests(group, spec.window) for group, spec in enumerate(self.info.kv_groups)]
         found = []
         for position in range(1, len(prompt)):
-            states = [mix(state, prompt[position - 1]) for state in states]
+            states = [one.append(prompt[position - 1]) for one in digests]
             found.append(self._logprobs(states, prompt[position], count))
         return found
 
@@ -174,6 +208,8 @@ class FakeExecutor:
         for req_index, block_ids in batch.new_blocks:
             for blocks, new in zip(self._blocks[req_index], block_ids, strict=True):
                 blocks.extend(new)
+        for req_index, group, first, end in batch.trimmed:
+            self._blocks[req_index][group][first:end] = [NULL_BLOCK_ID] * (end - first)
         result = StepResult(batch.step, [], [0] * len(batch))
         masks = self._masks.pop(batch.step, GrammarMask(batch.step))
         mask_of = dict(zip(masks.rows, masks.masks, strict=True))
@@ -209,9 +245,10 @@ class FakeExecutor:
             while pending:
                 current = pending[-1]
                 req_index, start = batch.req_indices[current], batch.starts[current]
-                before = writer.get(self._index(group, req_index, start - 1)) if start else None
-                if before is not None and before not in states:
-                    pending.append(before)
+                read = [self._index(group, req_index, at) for at in self._seen(group, start)]
+                before = [writer[at] for at in read if at in writer]
+                if before := [row for row in before if row not in states]:
+                    pending += before
                     continue
                 pending.pop()
                 if current not in states:
@@ -222,21 +259,30 @@ class FakeExecutor:
 
     def _write(self, group: int, req_index: int, start: int, tokens: Sequence[int]) -> int:
         """Digests of ``tokens`` from position ``start`` on; returns the last."""
-        state = self._kv[self._index(group, req_index, start - 1)] if start else group
+        seen = self._seen(group, start)
+        states = [self._kv[self._index(group, req_index, position)] for position in seen]
+        if None in states:
+            raise RuntimeError(
+                f"request index {req_index} reads KV at {seen[states.index(None)]} that no step "
+                "wrote"
+            )
+        window = self.info.kv_groups[group].window
+        digests = _Digests(group, window, start, cast("list[int]", states))
+        state = group
         for position, token_id in enumerate(tokens, start):
-            if state is None:
-                raise RuntimeError(
-                    f"request index {req_index} reads KV at {position - 1} that no step wrote"
-                )
-            state = mix(state, token_id)
+            state = digests.append(token_id)
             self._kv[self._index(group, req_index, position)] = state
-        assert state is not None
         return state
+
+    def _seen(self, group: int, position: int) -> range:
+        """Positions whose digests the one at ``position`` is made from, before its own."""
+        window = self.info.kv_groups[group].window
+        return range(max(0, position - (1 if window is None else window - 1)), position)
 
     def _index(self, group: int, req_index: int, position: int) -> int:
         block_size = self.info.kv_groups[group].block_size
         block_id = self._blocks[req_index][group][position // block_size]
-        if block_id == 0:
+        if block_id == NULL_BLOCK_ID:
             raise RuntimeError(
                 f"request index {req_index} has the null block at position {position}"
             )

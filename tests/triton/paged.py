@@ -67,7 +67,8 @@ def make_cache(
 
 def make_batch(case: AttentionCase, device: str, seed: int = 0) -> PagedBatch:
     """Every block that no row owns, the null block and the rest of each last block are NaN;
-    unused entries of a block table name such blocks."""
+    unused entries of a block table name such blocks. Blocks before the window of a row's first
+    query have been given back: the table has the null block there."""
     random = torch.Generator().manual_seed(seed)
     size = case.block_size
     owned = [-(-length // size) for length in case.lengths]
@@ -78,15 +79,17 @@ def make_batch(case: AttentionCase, device: str, seed: int = 0) -> PagedBatch:
     order = (torch.randperm(blocks - 1, generator=random) + 1).tolist()
     block_table = torch.full((len(owned), width), order.pop(), dtype=torch.int32)
     keys, values = [], []
+    counts = case.counts or tuple(1 for _ in case.lengths)
     for row, length in enumerate(case.lengths):
         mine = [order.pop() for _ in range(owned[row])]
-        block_table[row, : len(mine)] = torch.tensor(mine, dtype=torch.int32)
+        first_seen = 0 if case.window is None else max(0, length - counts[row] - case.window + 1)
+        trimmed = first_seen // size
+        block_table[row, : len(mine)] = torch.tensor([0] * trimmed + mine[trimmed:])
         pair = torch.randn(2, length, *shape, generator=random).to(case.dtype)
-        for position in range(length):
+        for position in range(trimmed * size, length):
             cache[:, mine[position // size], position % size] = pair[:, position]
         keys.append(pair[0])
         values.append(pair[1])
-    counts = case.counts or tuple(1 for _ in case.lengths)
     tokens = sum(counts) + case.padded_tokens
     # Queries are a slice of a wider projection, as they are in the model.
     merged = torch.randn(tokens, case.kv_heads * (case.group + 2), case.head_dim, generator=random)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from asyncllm.core.block_pool import NULL_BLOCK_ID
+
 NO_BLOCKS = np.zeros(0, dtype=np.int64)
 
 
@@ -41,6 +43,13 @@ class BlockTable:
         if self.tracks_changes and block_ids:
             first = req_index * self.table.shape[1]
             self._changes.append(np.arange(first + start, first + end))
+
+    def trim(self, req_index: int, first: int, end: int) -> None:
+        """Entries ``first`` to ``end - 1`` are the null block from now on."""
+        self.table[req_index, first:end] = NULL_BLOCK_ID
+        if self.tracks_changes:
+            line = req_index * self.table.shape[1]
+            self._changes.append(np.arange(line + first, line + end))
 
     def unfilled(self, req_index: int, first: int, length: int) -> np.ndarray:
         """Block ids from entry ``first`` on that a sequence of ``length`` does not fill."""

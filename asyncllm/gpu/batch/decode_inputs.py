@@ -23,7 +23,7 @@ class DecodeInputs:
             before sampled it and only the device has it.
         positions: ``[B]`` int64, of that token in its sequence; 0 in a padded row.
         block_table: ``[N + 1, W]`` int32, contiguous, by request index; what lies beyond a sequence
-            is undefined.
+            is undefined, and before the group's window it is the null block.
         table_changes: ``[C]`` int64, indices into the flat table, and ``[C]`` int32, their new
             values, to be made before the table is read. An index that is there twice has the same
             value each time; padding is an index of line N.

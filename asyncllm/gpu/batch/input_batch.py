@@ -55,7 +55,7 @@ class InputBatch:
         self.epochs = np.zeros(max_num_seqs, dtype=np.int64)
 
     def apply(self, batch: StepBatch) -> np.ndarray:
-        """Applies a step's changes: releases, then assignments, then new blocks.
+        """Applies a step's changes: releases, blocks given back, assignments, then new blocks.
 
         Returns:
             Blocks that have a new owner and that this step will not fill to the end, int64.
@@ -63,6 +63,8 @@ class InputBatch:
         """
         for req_index in batch.released:
             self.epochs[req_index] += 1
+        for req_index, group, first, end in batch.trimmed:
+            self.tables[group].trim(req_index, first, end)
         if not batch.assignments and not batch.new_blocks:
             return NO_BLOCKS
         row_of = dict(zip(batch.req_indices, range(len(batch)), strict=True))

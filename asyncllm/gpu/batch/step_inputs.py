@@ -28,7 +28,8 @@ class ModelInputs:
         seq_lens: ``[R]`` int64, tokens of each sequence up to this step's last.
         starts: ``[R]`` int64, position of each row's first token.
         slot_mapping: ``[T]`` int64, KV slot of each token.
-        host_table: ``[N, W]`` int32 by request index; what lies beyond a sequence is undefined.
+        host_table: ``[N, W]`` int32 by request index; what lies beyond a sequence is undefined, and
+            before the group's window it is the null block.
         device_table: the same on the device, where a DecodeRunner keeps it; None elsewhere.
         block_size: tokens per KV block.
     """

@@ -10,8 +10,14 @@ from torch import Tensor
 
 from asyncllm.checkpoint.experts_config import ExpertsConfig
 from asyncllm.checkpoint.model_config import ModelConfig
-from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.gpu.kv_cache import KVGroup
+from asyncllm.gpu.kv_groups import (
+    LayerCache,
+    LayerGroup,
+    group_layers,
+    make_kv_groups,
+    with_groups,
+)
 from asyncllm.gpu.models.architectures import parameters
 from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.models.experts import ExpertsMLP
@@ -31,7 +37,6 @@ from asyncllm.gpu.ops.base import (
     Embedding,
     Linear,
     RMSNorm,
-    block_layout,
 )
 from asyncllm.gpu.ops.experts import ExpertsWeights
 from asyncllm.gpu.ops.linear_weights import LinearWeights
@@ -53,29 +58,29 @@ def attention_shape(model: ModelConfig) -> AttentionShape:
 
 
 def attention_kind(model: ModelConfig, layer: int) -> AttentionKind:
-    """The kind of one layer's attention, in one KV group with all others: layers with a window
-    keep the KV of all tokens, and mask it."""
+    """The kind of one layer's attention, without its KV group."""
     slides = bool(model.sliding_layers) and model.sliding_layers[layer]
     return AttentionKind(attention_shape(model), model.sliding_window if slides else None)
 
 
+def _layer_groups(model: ModelConfig) -> tuple[list[AttentionKind], list[LayerGroup]]:
+    """The kind of each layer's attention, and the KV groups of the layers."""
+    kinds = [attention_kind(model, layer) for layer in range(model.num_layers)]
+    groups = group_layers([LayerCache.of(kind) for kind in kinds], model.max_position_embeddings)
+    return with_groups(kinds, range(model.num_layers), groups), groups
+
+
 def attention_kinds(model: ModelConfig) -> tuple[AttentionKind, ...]:
     """The kinds of attention that the layers have, each once."""
-    return tuple(dict.fromkeys(attention_kind(model, i) for i in range(model.num_layers)))
+    return tuple(dict.fromkeys(_layer_groups(model)[0]))
 
 
 def kv_groups(
     model: ModelConfig, attention: Mapping[AttentionKind, Attention], block_size: int
 ) -> list[KVGroup]:
-    """The KV groups, in the block layout that their attention chooses.
-
-    Raises:
-        ValueError: kinds of attention in one group whose layouts differ.
-    """
-    layouts = {block_layout(each, kind.shape, block_size) for kind, each in attention.items()}
-    if len(layouts) > 1:
-        raise ValueError(f"all layers share KV blocks: expected one layout, not {layouts}")
-    return [KVGroup(KVCacheSpec(tuple(range(model.num_layers)), block_size), layouts.pop())]
+    """The KV groups, in the block layout that their attention chooses."""
+    kinds, groups = _layer_groups(model)
+    return make_kv_groups(groups, kinds, attention, block_size)
 
 
 def rope_specs(model: ModelConfig) -> tuple[RopeSpec, ...]:
@@ -134,6 +139,7 @@ class _Builder:
             model.rotary_dim or model.head_dim,
             interleaved=model.interleaved_rope,
         )
+        self.kinds = _layer_groups(model)[0]
 
     def take(self, name: str) -> Tensor:
         found, tensor = next(self.weights)
@@ -269,8 +275,7 @@ class _Builder:
         return mlp
 
     def layer(self, index: int) -> DecoderLayer:
-        name, kind = f"layers.{index}", attention_kind(self.model, index)
-        experts = self.model.experts
+        name, kind, experts = f"layers.{index}", self.kinds[index], self.model.experts
         return DecoderLayer(
             kind=(kind, "experts") if experts is not None and experts.layers[index] else kind,
             input_norm=self.norm_before(f"{name}.input_norm"),

@@ -35,8 +35,7 @@ class Step:
 
 
 def attention_kinds(probe: Probe, windows: Sequence[int | None]) -> list[AttentionKind]:
-    """The kind of each call, all in one KV group: layers with a window keep the KV of all
-    tokens, and mask it."""
+    """The kind of each call, without its KV group."""
     kinds = []
     for call, window in zip(probe.calls, windows, strict=True):
         assert call.scale is not None

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.gpu.kv_cache import KVGroup
+from asyncllm.gpu.kv_groups import (
+    LayerCache,
+    LayerGroup,
+    group_layers,
+    make_kv_groups,
+    with_groups,
+)
 from asyncllm.gpu.models.layers import AttentionKind
-from asyncllm.gpu.ops.base import Attention, Linear, block_layout
+from asyncllm.gpu.ops.base import Attention, Linear
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.transformers_model.attention import (
@@ -38,30 +44,40 @@ class Plan:
 
     Attributes:
         kinds: of each call of attention, in the order of the calls.
+        groups: KV groups of the layers that have a cache.
     """
 
     probe: Probe
     kinds: list[AttentionKind]
+    groups: list[LayerGroup]
 
     @classmethod
     def of(cls, model: TransformersConfig) -> Plan:
         """Raises ModelLoadError for a model that would not be computed rightly."""
         check_modules(model)
         found = probe(model)
-        return cls(found, attention_kinds(found, check_calls(model, found)))
+        kinds, indices = attention_kinds(found, check_calls(model, found)), kv_indices(found)
+        groups = group_layers(_caches(kinds, indices), model.max_position_embeddings)
+        return cls(found, with_groups(kinds, indices, groups), groups)
 
-    def kv_group(self, attention: Mapping[AttentionKind, Attention], block_size: int) -> KVGroup:
-        """The one KV group of all layers that have a cache."""
-        layouts = tuple(
-            block_layout(attention[kind], kind.shape, block_size)
-            for kind, call in zip(self.kinds, self.probe.calls, strict=True)
-            if call.shared is None
-        )
-        spec = KVCacheSpec(tuple(range(len(layouts))), block_size)
-        if len(set(layouts)) == 1:
-            return KVGroup(spec, layouts[0])
-        largest = max(layouts, key=lambda layout: layout.num_elements)
-        return KVGroup(spec, largest, layouts)
+    def kv_groups(
+        self, attention: Mapping[AttentionKind, Attention], block_size: int
+    ) -> list[KVGroup]:
+        """The KV groups of the layers that have a cache."""
+        calls = zip(self.kinds, self.probe.calls, strict=True)
+        writers = [kind for kind, call in calls if call.shared is None]
+        return make_kv_groups(self.groups, writers, attention, block_size)
+
+
+def _caches(kinds: Sequence[AttentionKind], indices: Sequence[int]) -> list[LayerCache]:
+    """Of each cache, which keeps what the widest window of the layers that attend to it shows."""
+    caches: dict[int, LayerCache] = {}
+    for kind, index in zip(kinds, indices, strict=True):
+        cache = LayerCache.of(kind)
+        windows = cache.window, caches.get(index, cache).window
+        window = None if None in windows else max(window for window in windows if window)
+        caches[index] = caches.get(index, cache)._replace(window=window)
+    return [caches[index] for index in sorted(caches)]
 
 
 def experts_name(device: torch.device) -> str:

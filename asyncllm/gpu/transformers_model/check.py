@@ -3,7 +3,9 @@ compared with when it is loaded."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -110,13 +112,13 @@ class Reference:
             noise = max(noise, float((other - each).abs().max()))
         return noise
 
-    def check(self, decoder: TransformersDecoder, group: KVGroup) -> None:
+    def check(self, decoder: TransformersDecoder, groups: Sequence[KVGroup]) -> None:
         """Compares the engine's own steps.
 
         Raises:
             ModelLoadError: they differ by more than ``TOLERANCE`` times the noise.
         """
-        model, wrong = decoder.model, self.difference(decoder, group)
+        model, wrong = decoder.model, self.difference(decoder, groups)
         limit = TOLERANCE * self.noise
         if not wrong <= limit:
             raise ModelLoadError(
@@ -132,13 +134,17 @@ class Reference:
         )  # fmt: skip
 
     @torch.inference_mode()
-    def difference(self, decoder: TransformersDecoder, group: KVGroup) -> float:
+    def difference(self, decoder: TransformersDecoder, groups: Sequence[KVGroup]) -> float:
         """The largest difference of a log-probability; NaN where one is."""
-        device, size = decoder.embedding.device, group.spec.block_size
-        blocks = -(-max(LENGTHS) // size)
-        cache = KVCache([group], 1 + 2 * blocks, decoder.embedding.dtype, device)
+        device, specs = decoder.embedding.device, [group.spec for group in groups]
+        free = count(1)
+        blocks = [
+            tuple([next(free) for _ in range(-(-length // spec.block_size))] for spec in specs)
+            for length in LENGTHS
+        ]
+        cache = KVCache(groups, next(free), decoder.embedding.dtype, device)
         decoder.set_max_positions(max(LENGTHS))
-        batch = InputBatch(len(LENGTHS), max(LENGTHS), [group.spec])
+        batch = InputBatch(len(LENGTHS), max(LENGTHS), specs)
         starts, wrong = [0] * len(self.sequences), 0.0
         for index, counts in enumerate(STEPS):
             step = self._step(index, starts, list(counts), blocks)
@@ -157,10 +163,15 @@ class Reference:
             starts = [start + count for start, count in zip(starts, step.counts, strict=True)]
         return wrong
 
-    def _step(self, index: int, starts: list[int], counts: list[int], blocks: int) -> StepBatch:
+    def _step(
+        self,
+        index: int,
+        starts: list[int],
+        counts: list[int],
+        blocks: list[tuple[list[int], ...]],
+    ) -> StepBatch:
         rows = list(range(len(self.sequences)))
         sampling = SamplingParams(temperature=0.0, seed=0).resolve({}, {}, lambda: 0)
-        ids = [list(range(1 + row * blocks, 1 + (row + 1) * blocks)) for row in rows]
         return StepBatch(
             step=index,
             req_indices=rows,
@@ -171,7 +182,7 @@ class Reference:
             num_tokens=sum(counts),
             assignments=[
                 RequestAssignment(
-                    row, f"check-{row}", tokens.tolist(), len(tokens), (ids[row],), sampling
+                    row, f"check-{row}", tokens.tolist(), len(tokens), blocks[row], sampling
                 )
                 for row, tokens in enumerate(self.sequences)
             ]

@@ -25,6 +25,7 @@ MUTATIONS = [
     ("attention_tile", "table + keys // BLOCK_SIZE, mask", "table + keys // 32, mask", "decode"),
     ("attention_tile", "acc * decay[:, None]", "acc", "splits"),
     ("attention_tile", "exists = keys < kv_len", "exists = keys <= kv_len", "decode"),
+    ("attention_tile", "exists &= keys >= first_seen", "exists &= keys >= 0", "window"),
     ("decode_attention", "kv_head * GROUP + group_row", "kv_head + group_row", "splits"),
     ("decode_attention", "split < used", "split < used - 1", "splits"),
     ("prefill_attention", "num_queries - 1)", "num_queries - 2)", "prefill"),

@@ -43,6 +43,7 @@ def attend_tile(
     stride_dim,
     first_key,
     positions,
+    first_seen,
     kv_len,
     score_scale,
     softcap,
@@ -65,11 +66,15 @@ def attend_tile(
         k_cache, v_cache: of this key/value head, with the same strides.
         table: the sequence's block table.
         positions: ``[rows]``, the last key each row sees.
+        first_seen: the first key that any row sees, with WINDOW. What lies before may have been
+            given back: it is never read, as zero times another's NaN would be NaN.
         kv_len: tokens in the cache; what lies beyond is stale and never read.
     """
     keys = first_key + tl.arange(0, KEYS)
     dims = tl.arange(0, BLOCK_DIM)
     exists = keys < kv_len
+    if WINDOW:
+        exists &= keys >= first_seen
     if MASKED:
         blocks = tl.load(table + keys // BLOCK_SIZE, mask=exists, other=0)
     else:

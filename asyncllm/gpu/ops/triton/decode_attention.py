@@ -104,8 +104,8 @@ def decode_kernel(
     row_sum = tl.zeros([ROWS], tl.float32)
     for first_key in range(start, end, KEYS):
         acc, row_max, row_sum = attend_tile(
-            queries, acc, row_max, row_sum, *cache, first_key, positions, kv_len, *factors,
-            HEAD_DIM, BLOCK_DIM, KEYS, BLOCK_SIZE, SOFTCAP, WINDOW, True,
+            queries, acc, row_max, row_sum, *cache, first_key, positions, kv_len - window, kv_len,
+            *factors, HEAD_DIM, BLOCK_DIM, KEYS, BLOCK_SIZE, SOFTCAP, WINDOW, True,
         )  # fmt: skip
     if ONE_SPLIT:
         result = acc / row_sum[:, None]

@@ -105,9 +105,10 @@ def prefill_kernel(
     prefix = kv_len - num_queries
     positions = prefix + tl.minimum(tokens, num_queries - 1)
     end = tl.minimum(prefix + offset + TOKENS, kv_len)
+    first_seen = prefix + offset - window + 1
     start = 0
     if WINDOW:
-        start = tl.maximum(prefix + offset - window + 1, 0) // KEYS * KEYS
+        start = tl.maximum(first_seen, 0) // KEYS * KEYS
         unmasked_end = start
     else:
         unmasked_end = (prefix + offset + 1) // KEYS * KEYS
@@ -123,13 +124,13 @@ def prefill_kernel(
     if not WINDOW:
         for first_key in range(start, unmasked_end, KEYS):
             acc, row_max, row_sum = attend_tile(
-                queries, acc, row_max, row_sum, *cache, first_key, positions, kv_len, *factors,
-                HEAD_DIM, BLOCK_DIM, KEYS, BLOCK_SIZE, SOFTCAP, WINDOW, False,
+                queries, acc, row_max, row_sum, *cache, first_key, positions, first_seen, kv_len,
+                *factors, HEAD_DIM, BLOCK_DIM, KEYS, BLOCK_SIZE, SOFTCAP, WINDOW, False,
             )  # fmt: skip
     for first_key in range(unmasked_end, end, KEYS):
         acc, row_max, row_sum = attend_tile(
-            queries, acc, row_max, row_sum, *cache, first_key, positions, kv_len, *factors,
-            HEAD_DIM, BLOCK_DIM, KEYS, BLOCK_SIZE, SOFTCAP, WINDOW, True,
+            queries, acc, row_max, row_sum, *cache, first_key, positions, first_seen, kv_len,
+            *factors, HEAD_DIM, BLOCK_DIM, KEYS, BLOCK_SIZE, SOFTCAP, WINDOW, True,
         )  # fmt: skip
     result = (acc / row_sum[:, None]).to(out.dtype.element_ty)
     out_at = out + at[:, None] * stride_out_row + heads[:, None] * stride_out_head

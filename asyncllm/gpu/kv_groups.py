@@ -1,0 +1,148 @@
+"""group_layers: the layers of a model in the KV groups that have a block table each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from asyncllm.core.kv_cache_spec import KVCacheSpec
+from asyncllm.gpu.kv_cache import KVGroup
+from asyncllm.gpu.models.layers import AttentionKind
+from asyncllm.gpu.ops.base import Attention, block_layout
+from asyncllm.logger import get_logger
+
+logger = get_logger(__name__)
+
+MAX_GROUPS = 16
+"""Each step prepares the KV slots and plans the attention of every group."""
+
+
+class LayerCache(NamedTuple):
+    """The KV of a layer, as far as it decides the layer's group.
+
+    Attributes:
+        elements: numbers per token, of K and V.
+        window: keys that its queries see, their own included; None is all.
+    """
+
+    elements: int
+    window: int | None
+
+    @classmethod
+    def of(cls, kind: AttentionKind) -> LayerCache:
+        return cls(2 * kind.shape.num_kv_heads * kind.shape.head_dim, kind.window)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers that share a block table.
+
+    Attributes:
+        layers: indices of their caches.
+        window: whose keys they keep; None keeps all.
+        scale: tokens of a block per token of the smallest block: blocks have equal bytes.
+    """
+
+    layers: tuple[int, ...]
+    window: int | None = None
+    scale: int = 1
+
+    def spec(self, block_size: int) -> KVCacheSpec:
+        """Args: block_size: tokens of the smallest block of any group."""
+        kind = "full_attention" if self.window is None else "sliding_window"
+        return KVCacheSpec(self.layers, block_size * self.scale, kind, self.window)
+
+
+def group_layers(caches: Sequence[LayerCache], context: int) -> list[LayerGroup]:
+    """Groups of layers with the same window and size, those without a window first.
+
+    All groups draw blocks of equal bytes from one pool, so they have equally many layers: as many
+    as the rarest kind of layer has (the rule of vLLM's hybrid KV cache manager). A kind whose
+    number of layers is no multiple of it leaves a share of its blocks unused: 22 + 4 layers
+    (Gemma 3 1B) are 4 and six groups of 3 or 4, and take 28/26 of the memory.
+
+    Layers stay in one group, and keep the KV of all tokens, where none has a window, or where
+    blocks of different layers cannot have equal bytes.
+
+    Args:
+        context: the longest sequence; a window as large is none.
+    """
+    alike: dict[LayerCache, list[int]] = {}
+    for layer, cache in enumerate(caches):
+        slides = cache.window is not None and cache.window < context
+        key = cache if slides else cache._replace(window=None)
+        alike.setdefault(key, []).append(layer)
+    largest = max(cache.elements for cache in alike)
+    slides = any(cache.window is not None for cache in alike)
+    if slides and any(largest % cache.elements for cache in alike):
+        sizes = sorted({cache.elements for cache in alike})
+        logger.warning(
+            "layers with a sliding window keep the KV of all tokens: a token's KV has %s numbers "
+            "in a layer, of which the largest is no multiple of the others",
+            " or ".join(map(str, sizes)),
+        )
+        slides = False
+    if not slides:
+        return [LayerGroup(tuple(range(len(caches))))]
+    size = _group_size([len(layers) for layers in alike.values()])
+    groups = []
+    for cache in sorted(alike, key=lambda cache: cache.window is not None):
+        layers = alike[cache]
+        count = -(-len(layers) // size)
+        scale = largest // cache.elements
+        groups += [LayerGroup(tuple(layers[i::count]), cache.window, scale) for i in range(count)]
+    unused = 1 - len(caches) / (size * len(groups))
+    logger.info(
+        "KV cache in %d groups of %d layers, %d of them with a sliding window; %.0f%% of the "
+        "memory of their blocks is unused",
+        len(groups), size, sum(group.window is not None for group in groups), 100 * unused,
+    )  # fmt: skip
+    return groups
+
+
+def _group_size(counts: Sequence[int]) -> int:
+    """Layers of a group, for kinds that so many layers are of."""
+    fewest, most = min(counts), max(counts)
+    size = most if most < 1.25 * fewest else fewest
+    while sum(-(-count // size) for count in counts) > max(MAX_GROUPS, len(counts)):
+        size += 1
+    return size
+
+
+def with_groups(
+    kinds: Sequence[AttentionKind], indices: Sequence[int], groups: Sequence[LayerGroup]
+) -> list[AttentionKind]:
+    """``kinds`` with their ``kv_group``.
+
+    Args:
+        indices: of the cache that each attends to.
+    """
+    group_of = {layer: i for i, group in enumerate(groups) for layer in group.layers}
+    return [
+        replace(kind, kv_group=group_of[index]) for kind, index in zip(kinds, indices, strict=True)
+    ]
+
+
+def make_kv_groups(
+    groups: Sequence[LayerGroup],
+    kinds: Sequence[AttentionKind],
+    attention: Mapping[AttentionKind, Attention],
+    block_size: int,
+) -> list[KVGroup]:
+    """The groups on the device, in the block layout that their attention chooses.
+
+    Args:
+        kinds: of the layer that writes each cache.
+        block_size: tokens of the smallest block.
+    """
+    made = []
+    for group in groups:
+        spec = group.spec(block_size)
+        layouts = tuple(
+            block_layout(attention[kinds[layer]], kinds[layer].shape, spec.block_size)
+            for layer in group.layers
+        )
+        largest = max(layouts, key=lambda layout: layout.num_elements)
+        made.append(KVGroup(spec, largest, layouts if len(set(layouts)) > 1 else ()))
+    return made
