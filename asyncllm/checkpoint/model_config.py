@@ -55,6 +55,7 @@ class ModelConfig:
         generation_defaults: ``temperature``, ``top_p``, ``top_k``, ``min_p`` and
             ``repetition_penalty`` where ``generation_config`` sets them, with any
             ``do_sample``, as in vLLM.
+        is_text_part: the checkpoint has other towers as well.
     """
 
     path: Path
@@ -80,6 +81,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     quantization: str | None = None
     generation_defaults: Mapping[str, Any] | None = None
+    is_text_part: bool = False
 
     @classmethod
     def from_directory(cls, path: str | os.PathLike[str]) -> ModelConfig:
@@ -102,6 +104,9 @@ class ModelConfig:
             config = ConfigFile.read(directory / "config.json")
             generation = ConfigFile.read_if_present(directory / "generation_config.json")
         architecture = _architecture(config)
+        is_text_part = architecture == QWEN3_VL
+        if is_text_part:
+            config, architecture = _text_config(config), "Qwen3ForCausalLM"
         _refuse_unsupported(config)
         vocab_size = config.integer("vocab_size")
         num_layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
@@ -124,16 +129,20 @@ class ModelConfig:
             quantization=quant_method(config),
             generation_defaults=generation_defaults(generation),
             eos_token_ids=_eos_token_ids(config, generation, architecture, vocab_size),
+            is_text_part=is_text_part,
             **_heads(config, architecture),
             **_attention_biases(config, architecture),
         )
 
+
+QWEN3_VL = "Qwen3VLForConditionalGeneration"
 
 _ARCHITECTURE_OF = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_vl": QWEN3_VL,
 }
 
 
@@ -156,6 +165,14 @@ def _architecture(config: ConfigFile) -> str:
         if name in supported:
             return name
     raise config.bad("architectures", f"a list with one of {', '.join(supported)}")
+
+
+def _text_config(config: ConfigFile) -> ConfigFile:
+    """The text model's fields. Whether the head is tied, and what ends an output, the whole says
+    where it does. The positions of text are the same in the three parts of its RoPE (mrope)."""
+    stated = ("tie_word_embeddings", "eos_token_id", "quantization_config", "dtype", "torch_dtype")
+    whole = {name: config.values[name] for name in stated if name in config}
+    return ConfigFile(config.path, {**config.section("text_config").values, **whole})
 
 
 def _refuse_unsupported(config: ConfigFile) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.checkpoint.progress import Progress
 from asyncllm.checkpoint.reader import CheckpointReader
+from asyncllm.checkpoint.text_part import TextPart
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.formats.open_checkpoint import open_checkpoint
 from asyncllm.gpu.models.architectures import Parameter, is_unused, parameters, sum_parameters
@@ -49,7 +50,8 @@ def load_weights(
         ModelLoadError: naming the file, the tensor, and the expected and the found shape.
     """
     wanted = list(parameters(model))
-    with closing(open_reader(model.path, dtype)) as reader:
+    reader = open_reader(model.path, dtype)
+    with closing(TextPart(reader, model.architecture) if model.is_text_part else reader) as reader:
         _check(reader, model, wanted)
         if staging is None and device.type == "cuda":
             staging = PinnedUploader(device)

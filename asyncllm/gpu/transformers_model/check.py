@@ -14,6 +14,7 @@ from asyncllm.core.batch import RequestAssignment, StepBatch
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.batch.input_batch import InputBatch
 from asyncllm.gpu.kv_cache import KVCache, KVGroup
+from asyncllm.gpu.state_cache import StateCache
 from asyncllm.gpu.transformers_model.config import TransformersConfig
 from asyncllm.gpu.transformers_model.decoder import TransformersDecoder
 from asyncllm.logger import get_logger
@@ -136,7 +137,10 @@ class Reference:
         """The largest difference of a log-probability; NaN where one is."""
         device, size = decoder.embedding.device, group.spec.block_size
         blocks = -(-max(LENGTHS) // size)
-        cache = KVCache([group], 1 + 2 * blocks, decoder.embedding.dtype, device)
+        dtype, states = decoder.embedding.dtype, None
+        if decoder.states:
+            states = StateCache(decoder.states, len(LENGTHS), dtype, device)
+        cache = KVCache([group], 1 + 2 * blocks, dtype, device, states)
         decoder.set_max_positions(max(LENGTHS))
         batch = InputBatch(len(LENGTHS), max(LENGTHS), [group.spec])
         starts, wrong = [0] * len(self.sequences), 0.0
