@@ -53,10 +53,21 @@ GEMMA4 |= {"vocab_size_per_layer_input": 256}
 GEMMA4 |= {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
 
 CASES: dict[str, dict[str, Any]] = {
+    "Apertus": {},
+    "Arcee": {},
     "Bamba": {"attn_layer_indices": [1], "mamba_n_groups": 1, **MAMBA},
     "Cohere": {},
     "Cohere2": {"head_dim": 16, **SLIDING, **MIXED},
     "DeepseekV3": {**LATENT, **MOE, **GROUPS},
+    "Ernie4_5": {"head_dim": 16},
+    "Ernie4_5_Moe": {
+        "moe_num_experts": 6,
+        "moe_k": 2,
+        "moe_layer_start_index": 1,
+        "moe_num_shared_experts": 1,
+        **MOE,
+    },
+    "Exaone4": {**SLIDING, **MIXED},
     "FalconH1": {
         **MAMBA,
         "mamba_d_ssm": 64,
@@ -98,8 +109,10 @@ CASES: dict[str, dict[str, Any]] = {
         "attention_k_eq_v": True,
         "num_global_key_value_heads": 1,
     },
+    "Glm": {"head_dim": 16},
     "Glm4": {"head_dim": 16, "partial_rotary_factor": 0.5},
     "Glm4Moe": {"head_dim": 16, **MOE, **GROUPS},
+    "Glm4MoeLite": {**LATENT, **MOE, **GROUPS},
     "GptOss": {"head_dim": 16, **SLIDING, **MIXED, **MOE},
     "Granite": {
         "embedding_multiplier": 3.0,
@@ -107,6 +120,7 @@ CASES: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.4,
         "attention_multiplier": 0.2,
     },
+    "GraniteMoe": {"gain": 1.0, **MOE},
     "GraniteMoeHybrid": {
         "layer_types": ["mamba", "attention", "mamba"],
         "shared_intermediate_size": 48,
@@ -115,23 +129,22 @@ CASES: dict[str, dict[str, Any]] = {
         **MAMBA,
         "gain": 1.0,
     },
+    "Helium": {"head_dim": 16},
+    "HunYuanDenseV1": {"head_dim": 16},
     "Lfm2": {**CONV},
     "Lfm2Moe": {"num_dense_layers": 1, **CONV, **MOE},
     "Lfm3": {**CONV},
     "Llama": {"tie_word_embeddings": True},
     "Llama-yarn": {"rope_parameters": YARN},
     "Mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 8, "n_groups": 2, "gain": 1.3},
+    "MiniMaxM2": {"head_dim": 16, "rotary_dim": 8, **MOE},
+    "Ministral3": {
+        "head_dim": 16,
+        "rope_parameters": {**YARN, "mscale": 1.0, "llama_4_scaling_beta": 0.5},
+    },
     "Mistral": {**SLIDING},
     "Mixtral": {**MOE},
-    "NemotronH": {
-        "layers_block_type": ["mamba", "attention", "mlp"],
-        "mamba_num_heads": 8,
-        "mamba_head_dim": 16,
-        "ssm_state_size": 8,
-        "n_groups": 2,
-        "gain": 1.3,
-        "head_dim": 16,
-    },
+    "Nemotron": {"gain": 1.3},
     "OPT": {"ffn_dim": 96, "word_embed_proj_dim": 64},
     "Olmo": {"clip_qkv": 2.0},
     "Olmo2": {},
@@ -144,7 +157,9 @@ CASES: dict[str, dict[str, Any]] = {
         "rope_parameters": LONGROPE,
         "original_max_position_embeddings": 32,
     },
+    "Phimoe": {**MOE},
     "Qwen2": {},
+    "Qwen2Moe": {"shared_expert_intermediate_size": 32, **MOE},
     "Qwen3": {"head_dim": 16},
     "Qwen3_5": {"config": "Qwen3_5TextConfig", **GATED_DELTA},
     "Qwen3_5Moe": {
@@ -156,11 +171,23 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "Qwen3Moe": {"head_dim": 16, "norm_topk_prob": True, **MOE},
     "Qwen3Next": {"shared_expert_intermediate_size": 32, **GATED_DELTA, **MOE},
+    "SeedOss": {"head_dim": 16},
     "SmolLM3": {"no_rope_layers": [1, 0, 1]},
     "StableLm": {"partial_rotary_factor": 0.5, "use_qkv_bias": True},
     "Starcoder2": {**SLIDING},
 }
 """Settings by family; what follows a hyphen is a variant of it."""
+
+NEMOTRON_H = {
+    "layers_block_type": ["mamba", "attention", "mlp"],
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 8,
+    "n_groups": 2,
+    "head_dim": 16,
+    "gain": 1.3,
+}
+"""Not among them: transformers bounds its time steps from below in a chunk, and not in a decode."""
 
 SEEDS = {
     "Bamba": 2,

@@ -14,16 +14,17 @@ from asyncllm import LLM, EngineConfig, InvalidRequestError, ModelLoadError
 from asyncllm.core.executor import StepOutOfMemoryError
 from asyncllm.errors import EngineError
 from asyncllm.gpu.build import build_model_runner
-from asyncllm.gpu.execution_mode import ExecutionMode
+from asyncllm.gpu.graph.decode_runner import DecodeRunner
 from asyncllm.gpu.memory import check_states
 from asyncllm.gpu.model_runner import ModelRunner
+from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.state_cache import StateCache, StateSpec, slot_bytes
 from asyncllm.gpu.transformers_model import families
 from asyncllm.gpu.transformers_model.call_states import CallStates
 from asyncllm.gpu.transformers_model.config import TransformersConfig
 from asyncllm.gpu.transformers_model.recurrent import StateRows
 from tests.driver import Driver, Sequence
-from tests.families import TINY, make
+from tests.families import NEMOTRON_H, TINY, make
 from tests.reference import Expected, Tally, compare, generate
 from tests.static_runner import CPU, LateStream, TraceRecorder, run_late
 
@@ -49,9 +50,9 @@ class Checkpoint:
         model = make(path, family)
         self.expected: list[Expected] = [generate(model, prompt, OUTPUT) for prompt in PROMPTS]
 
-    def runner(self, mode: ExecutionMode | None = None, **overrides: Any) -> ModelRunner:
+    def runner(self, **overrides: Any) -> ModelRunner:
         model = TransformersConfig.from_directory(self.path)
-        return build_model_runner(EngineConfig(**SETTINGS | overrides), model, mode=mode)
+        return build_model_runner(EngineConfig(**SETTINGS | overrides), model)
 
     def check(self, seqs: list[Sequence]) -> None:
         tally = Tally()
@@ -120,13 +121,15 @@ def test_a_state_keeps_its_own_dtype(qwen):
 
 def test_the_static_step_on_a_late_device(lfm2):
     """Graphs that bake everything in, two steps in flight, and padded rows."""
-    recorder = TraceRecorder()
-    stream: Any = LateStream()
-    mode = ExecutionMode(CPU, stream, lambda: recorder, 4, 128, 2)
-    runner = run_late(lfm2.runner(mode, cuda_graph_sizes=(1, 4)), stream)
+    plain, recorder, stream = lfm2.runner(), TraceRecorder(), LateStream()
+    decoder, cache, info = plain._state.decoder, plain._state.cache, plain.info
+    decoder.ops = TorchOps()
+    info = replace(info, pipeline_depth=2)
+    decode = DecodeRunner(decoder, cache, info, recorder, (4,))
+    runner = run_late(ModelRunner(decoder, cache, info, stream=stream, decode=decode), stream)
     run_twice(lfm2, runner, depth=2)
     assert stream.most == 2
-    assert len(recorder.traces) >= 2
+    assert len(recorder.traces) == 1
 
 
 def _roll(rows: StateRows) -> StateRows:
@@ -286,6 +289,20 @@ def test_a_module_that_forgets_its_state_between_chunks(tmp_path):
         "JambaForCausalLM: model.layers.0.mamba (JambaMambaMixer) computes a chunk of 3 tokens "
         "without its recurrent state; expected states that go on. "
     ) in words
+
+
+@pytest.mark.parametrize("low", [0.0, 0.001])
+def test_a_decode_that_differs_from_a_chunk(tmp_path, low):
+    """Nemotron-H's own decode step leaves out a bound of its chunks, ``time_step_min``: where that
+    has an effect, the result of a token would depend on how it was computed."""
+    make(tmp_path, "NemotronH", **NEMOTRON_H, time_step_min=low)
+    model = TransformersConfig.from_directory(tmp_path)
+    if not low:
+        runner = build_model_runner(EngineConfig(**SETTINGS), model)
+        assert len(runner._state.decoder.states) == 2
+        return
+    with pytest.raises(ModelLoadError, match="its log-probabilities differ by"):
+        build_model_runner(EngineConfig(**SETTINGS), model)
 
 
 def test_another_architecture_is_checked_when_it_is_loaded(lfm2, monkeypatch, caplog):

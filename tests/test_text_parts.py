@@ -53,6 +53,7 @@ PARTS: dict[str, dict[str, Any]] = {
             "num_kv_shared_layers": 0,
             "hidden_size_per_layer_input": 8,
             "vocab_size_per_layer_input": 256,
+            "pad_token_id": 0,
             "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
             **SLIDING,
         },

@@ -21,6 +21,7 @@ from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.transformers_model import families
 from asyncllm.gpu.transformers_model.check import Reference
 from asyncllm.gpu.transformers_model.config import TransformersConfig, read_config
+from asyncllm.gpu.transformers_model.probe import probe
 from tests import remote_code
 from tests.driver import Driver
 from tests.families import SLIDING, TINY, make
@@ -53,6 +54,10 @@ def configure(path: Path, name: str, **settings: Any) -> Path:
     return path
 
 
+PROTOCOL = (
+    "transformers' interface of linear attention: get_conv_state, update_conv_state, "
+    "get_recurrent_state, update_recurrent_state"
+)
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "recurrent without a cache": (
         "RecurrentGemmaConfig",
@@ -65,9 +70,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "MiniMaxConfig",
         {"head_dim": 16, "num_local_experts": 2},
         "MiniMaxForCausalLM: model.layers.1.self_attn (MiniMaxLightningAttention) asks its cache "
-        "for more (AttributeError: get_linear_cache of its cache); expected transformers' "
-        "interface of linear attention: get_conv_state, update_conv_state, get_recurrent_state, "
-        "update_recurrent_state" + AND,
+        f"for more (AttributeError: get_linear_cache of its cache); expected {PROTOCOL}" + AND,
     ),
     "indexer": (
         "DeepseekV32Config",
@@ -85,8 +88,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "attention of its own": (
         "RwkvConfig",
         {"attention_hidden_size": 64},
-        "RwkvForCausalLM: rwkv.blocks.0 (RwkvBlock) calls attention 0 times through transformers' "
-        "attention interface; expected one call or a recurrent module" + AND,
+        "RwkvForCausalLM: rwkv.blocks.0.attention (RwkvSelfAttention) asks its cache for more "
+        f"(TypeError: an item of its cache); expected {PROTOCOL}" + AND,
     ),
     "chunked attention": (
         "Llama4TextConfig",
@@ -153,6 +156,29 @@ def test_refused_by_what_a_layer_passes(tmp_path, monkeypatch, change, message):
     found = re.escape(f"{tmp_path}: MistralForCausalLM: model.layers.1.self_attn {message}")
     with pytest.raises(ModelLoadError, match=f"^{found}"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("layer_types", "kind"), [(None, "full_attention"), (["full_attention", "mlp"], "mlp")]
+)
+def test_a_layer_without_attention(tmp_path, monkeypatch, layer_types, kind):
+    """It is refused unless the configuration says that it is an MLP alone."""
+    from asyncllm.gpu.transformers_model.rules import check_calls
+
+    configure(tmp_path, "LlamaConfig", num_hidden_layers=2)
+    model = TransformersConfig.from_directory(tmp_path)
+    found = probe(model)
+    del found.calls[1]
+    model.config.layer_types = layer_types
+    if kind == "mlp":
+        assert check_calls(model, found) == [None]
+        return
+    with pytest.raises(ModelLoadError) as caught:
+        check_calls(model, found)
+    assert str(caught.value) == (
+        f"{tmp_path}: LlamaForCausalLM: model.layers.1 (LlamaDecoderLayer) calls attention 0 times "
+        "through transformers' attention interface; expected one call or a recurrent module" + AND
+    )
 
 
 def test_a_module_with_a_cache_of_its_own(tmp_path, monkeypatch):
