@@ -65,7 +65,8 @@ class EngineConfig:
         gpu_memory_utilization: share of the GPU's memory that the engine may use; the KV cache does
             not take all of it where ``max_num_seqs`` sequences of 4096 tokens need less.
         num_blocks: usable KV blocks; overrides ``kv_cache_memory``.
-        enable_prefix_caching: keep and find the KV of shared prefixes.
+        enable_prefix_caching: keep and find the KV of shared prefixes; None is True, but for models
+            with recurrent layers, which do not have it.
         attention_backend: "auto" ("triton" on CUDA, "native" or "torch" on a CPU), "torch",
             "native", "triton", "flash_attn", "flash_attn_3", or one that another distribution
             registers.
@@ -123,7 +124,7 @@ class EngineConfig:
     kv_cache_memory: int | str | None = None
     gpu_memory_utilization: float = 0.9
     num_blocks: int | None = None
-    enable_prefix_caching: bool = True
+    enable_prefix_caching: bool | None = None
     attention_backend: str = "auto"
     cuda_graphs: CudaGraphs = "auto"
     cuda_graph_sizes: tuple[int, ...] | None = None

@@ -234,6 +234,55 @@ def test_prefix_caching_can_be_switched_off():
     assert rig.scheduler.kv.pool.num_cached == 0
 
 
+def test_recurrent_states_have_no_prefixes():
+    rig = Rig(has_states=True)
+    for _ in range(2):
+        request = rig.add(range(9), max_tokens=2)
+        assert list(rig.step().values()) == [9]
+        rig.finish_all()
+        rig.expect(request)
+    assert rig.scheduler.kv.pool.num_cached == 0
+
+
+def test_a_paused_request_loses_its_recurrent_state():
+    """Another one has its slot meanwhile, so that it starts over; a token in flight it takes."""
+    rig = Rig(has_states=True, max_num_seqs=1, pipeline_depth=2)
+    first = rig.add(range(6), max_tokens=5)
+    rig.step()
+    rig.launch()
+    rig.scheduler.pause(first)
+    assert first.blocks == ()
+    rig.collect()
+    assert first.num_output_tokens == 2
+    second = rig.add(range(20, 25), max_tokens=2)
+    assert rig.step() == {"r1": 5}
+    rig.step()
+    assert second.finished
+    rig.scheduler.resume(first)
+    assert rig.step() == {"r0": 8}
+    rig.finish_all()
+    rig.expect(first)
+    rig.expect(second)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_the_fake_device_shows_a_stale_state(steps):
+    """What the slot's last request left is cleared at position 0, and by nothing else."""
+    rig = Rig(has_states=True, max_num_seqs=1)
+    request = rig.add(range(6), max_tokens=4)
+    for _ in range(steps):
+        rig.step()
+    rig.executor._states[0] = 5
+    rig.finish_all()
+    expected = rig.executor.reference(range(6), 4)
+    assert (request.output_token_ids == expected) is (steps == 0)
+
+
+def test_drafts_need_states_to_be_taken_back():
+    with pytest.raises(ValueError, match="max_tokens_per_row=2 with has_states: expected 1"):
+        info(max_tokens_per_row=2, has_states=True)
+
+
 def test_output_becomes_a_prefix():
     rig = Rig()
     first = rig.add(range(6), max_tokens=7)
@@ -732,8 +781,9 @@ def longest(num_blocks: int, block_size) -> int:
 
 class SchedulerMachine(RuleBasedStateMachine):
     """Tiny pools, few distinct tokens (so that prefixes are shared), aborts, pauses, failed
-    steps, prompt log-probabilities, tokens drawn with the host, several KV groups, depth 1 and 2,
-    several tokens per row, every policy. Outputs must equal those without any cache."""
+    steps, prompt log-probabilities, tokens drawn with the host, several KV groups, recurrent
+    states, depth 1 and 2, several tokens per row, every policy. Outputs must equal those without
+    any cache."""
 
     @initialize(
         num_blocks=st.integers(5, 14),
@@ -743,8 +793,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         depth=st.sampled_from([(1, 1), (2, 1), (1, 2), (1, 4)]),
         policy=st.sampled_from(["fcfs", "priority", "deadline"]),
         caching=st.booleans(),
+        states=st.booleans(),
     )
-    def make(self, num_blocks, block_size, seqs, budget, depth, policy, caching):
+    def make(self, num_blocks, block_size, seqs, budget, depth, policy, caching, states):
         self.rig = Rig(
             policy=policy,
             caching=caching,
@@ -755,6 +806,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_batched_tokens=budget,
             pipeline_depth=depth[0],
             max_tokens_per_row=depth[1],
+            has_states=states and depth[1] == 1,
         )
         self.requests: list[Request] = []
 

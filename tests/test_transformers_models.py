@@ -87,13 +87,14 @@ def check(case: Case, seqs: list[Sequence], indices: list[int]) -> None:
 
 
 def run_everything(case: Case, runner: ModelRunner, chunk: int = 7) -> None:
-    """A batch in chunks, with a prefix hit on its longest prompt and a preemption."""
+    """A batch in chunks, with a prefix hit on its longest prompt, where the model keeps no states,
+    and a preemption."""
     driver = Driver(runner)
     seqs = [driver.add(prompt, OUTPUT) for prompt in case.prompts]
     again = driver.add(case.prompts[1], OUTPUT)
     step = 0
     while not all(seq.done for seq in (*seqs, again)):
-        if step == 8:
+        if step == 8 and not runner.info.has_states:
             driver.share(seqs[1], again, num_blocks=6)
         if step == 12:
             driver.release(seqs[0])

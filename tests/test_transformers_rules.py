@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import random
 import re
 import shutil
 from pathlib import Path
@@ -22,10 +21,10 @@ from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.transformers_model import families
 from asyncllm.gpu.transformers_model.check import Reference
 from asyncllm.gpu.transformers_model.config import TransformersConfig, read_config
-from asyncllm.gpu.transformers_model.weights import text_name
+from asyncllm.gpu.transformers_model.probe import probe
 from tests import remote_code
 from tests.driver import Driver
-from tests.families import MIXED, SLIDING, TINY, draw_weights, make
+from tests.families import SLIDING, TINY, make
 from tests.reference import Tally, compare, generate
 
 SETTINGS: dict[str, Any] = {
@@ -55,15 +54,23 @@ def configure(path: Path, name: str, **settings: Any) -> Path:
     return path
 
 
-RECURRENT = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8}
-RECURRENT |= {"linear_value_head_dim": 8, "head_dim": 16, "num_experts": 0}
+PROTOCOL = (
+    "transformers' interface of linear attention: get_conv_state, update_conv_state, "
+    "get_recurrent_state, update_recurrent_state"
+)
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "recurrent": (
-        "Qwen3NextConfig",
-        RECURRENT,
-        "Qwen3NextForCausalLM: model.layers.0.linear_attn.conv1d (Conv1d) mixes tokens outside "
-        "attention, so that its layer keeps a state of its own; expected attention as the only "
-        "place where tokens see one another" + AND,
+    "recurrent without a cache": (
+        "RecurrentGemmaConfig",
+        {"lru_width": 64, "attention_window_size": 16},
+        "RecurrentGemmaForCausalLM: model.layers.0.temporal_block.conv_1d (Conv1d) mixes tokens "
+        "outside attention and recurrent modules; expected those as the only places where tokens "
+        "see one another" + AND,
+    ),
+    "a cache of another kind": (
+        "MiniMaxConfig",
+        {"head_dim": 16, "num_local_experts": 2},
+        "MiniMaxForCausalLM: model.layers.1.self_attn (MiniMaxLightningAttention) asks its cache "
+        f"for more (AttributeError: get_linear_cache of its cache); expected {PROTOCOL}" + AND,
     ),
     "indexer": (
         "DeepseekV32Config",
@@ -81,8 +88,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "attention of its own": (
         "RwkvConfig",
         {"attention_hidden_size": 64},
-        "RwkvForCausalLM: rwkv.blocks.0 (RwkvBlock) calls attention 0 times through transformers' "
-        "attention interface; expected one call in every layer" + AND,
+        "RwkvForCausalLM: rwkv.blocks.0.attention (RwkvSelfAttention) asks its cache for more "
+        f"(TypeError: an item of its cache); expected {PROTOCOL}" + AND,
     ),
     "chunked attention": (
         "Llama4TextConfig",
@@ -151,6 +158,29 @@ def test_refused_by_what_a_layer_passes(tmp_path, monkeypatch, change, message):
         load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("layer_types", "kind"), [(None, "full_attention"), (["full_attention", "mlp"], "mlp")]
+)
+def test_a_layer_without_attention(tmp_path, monkeypatch, layer_types, kind):
+    """It is refused unless the configuration says that it is an MLP alone."""
+    from asyncllm.gpu.transformers_model.rules import check_calls
+
+    configure(tmp_path, "LlamaConfig", num_hidden_layers=2)
+    model = TransformersConfig.from_directory(tmp_path)
+    found = probe(model)
+    del found.calls[1]
+    model.config.layer_types = layer_types
+    if kind == "mlp":
+        assert check_calls(model, found) == [None]
+        return
+    with pytest.raises(ModelLoadError) as caught:
+        check_calls(model, found)
+    assert str(caught.value) == (
+        f"{tmp_path}: LlamaForCausalLM: model.layers.1 (LlamaDecoderLayer) calls attention 0 times "
+        "through transformers' attention interface; expected one call or a recurrent module" + AND
+    )
+
+
 def test_a_module_with_a_cache_of_its_own(tmp_path, monkeypatch):
     from asyncllm.gpu.transformers_model import build
 
@@ -171,7 +201,8 @@ def test_a_module_with_a_cache_of_its_own(tmp_path, monkeypatch):
         load(tmp_path)
     assert str(caught.value) == (
         f"{tmp_path}: LlamaForCausalLM: model.layers.2.memory (Memory) takes cache_params: it "
-        "keeps a cache of its own; expected attention as the only module with a cache" + AND
+        "keeps a cache of its own; expected attention and recurrent modules as the only ones with "
+        "a cache" + AND
     )
 
 
@@ -276,57 +307,6 @@ def test_tensors_that_do_not_fit(tmp_path, change, message):
     with pytest.raises(ModelLoadError) as caught:
         load(tmp_path)
     assert str(caught.value).startswith(f"{tmp_path}: {message}")
-
-
-def test_names_of_a_text_part():
-    names = {
-        "model.language_model.layers.0.x": "model.layers.0.x",
-        "language_model.model.norm.weight": "model.norm.weight",
-        "language_model.lm_head.weight": "lm_head.weight",
-        "lm_head.weight": "lm_head.weight",
-        "model.visual.patch_embed.proj.weight": None,
-        "vision_tower.transformer.layers.0.x": None,
-    }
-    assert {name: text_name(name) for name in names} == names
-
-
-def multimodal(path: Path) -> Any:
-    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
-    vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
-    config = transformers.Gemma3Config(
-        text_config={**TINY, "head_dim": 16, **SLIDING, **MIXED},
-        vision_config=vision,
-        mm_tokens_per_image=4,
-        image_token_index=250,
-        boi_token_index=251,
-        eoi_token_index=252,
-        tie_word_embeddings=False,
-    )
-    config._attn_implementation = "eager"
-    model = transformers.Gemma3ForConditionalGeneration(config).eval()
-    draw_weights(model)
-    model.generation_config = transformers.GenerationConfig()
-    model.save_pretrained(path)
-    return model
-
-
-def test_the_text_part_of_a_multimodal_checkpoint(tmp_path, caplog):
-    model = multimodal(tmp_path)
-    draw = random.Random(1)
-    prompt = [draw.randrange(250) for _ in range(33)]
-    expected = generate(model, prompt, 24)
-    assert len(set(expected.tokens)) >= 8
-    with caplog.at_level(logging.INFO, "asyncllm"):
-        driver = Driver(load(tmp_path))
-    towers = sum(
-        not name.startswith(("model.language_model", "lm_head")) for name in model.state_dict()
-    )
-    assert towers > 0
-    total = len(load_file(tmp_path / "model.safetensors"))
-    assert f"text part alone, without {towers} of {total} tensors" in caplog.text
-    seq = driver.add(prompt, 24)
-    driver.run([seq], chunk=7)
-    compare(seq, expected, Tally())
 
 
 # --- the check of untested architectures ---------------------------------------------------

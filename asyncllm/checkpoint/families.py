@@ -315,6 +315,13 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen2": Family("Qwen2ForCausalLM", {"sliding_window": 4096}, read=_qwen2),
     "qwen3": Family("Qwen3ForCausalLM", {"sliding_window": 4096, "head_dim": 128}, read=_qwen3),
+    # The positions of text are the same in the three parts of its RoPE.
+    "qwen3_vl_text": Family(
+        "Qwen3ForCausalLM",
+        {"sliding_window": 4096, "head_dim": 128},
+        text_part=True,
+        read=_qwen3,
+    ),
     "ministral3": Family(
         "Ministral3ForCausalLM",
         {"head_dim": 128, "rms_norm_eps": 1e-5},

@@ -1,53 +1,58 @@
-"""text_name: the tensors of a multimodal checkpoint that its text model has."""
+"""TextPart: the tensors of a multimodal checkpoint's text model, under that model's own names."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from asyncllm.checkpoint.reader import CheckpointReader
+from asyncllm.checkpoint.reader import CheckpointReader, TensorInfo
+from asyncllm.logger import get_logger
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_TEXT_PART = re.compile(r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?(?!lm_head)")
-_TEXT_HEAD = re.compile(r"^(?:model\.)?(?:language_model\.)?(lm_head\.)")
+logger = get_logger(__name__)
+
+_BODY = re.compile(r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?(?!lm_head)")
+_HEAD = re.compile(r"^(?:model\.)?(?:language_model\.)?(lm_head\.)")
 
 
 def text_name(name: str) -> str | None:
     """A tensor's name in the text model alone; None for one of another tower."""
-    head = _TEXT_HEAD.match(name)
+    head = _HEAD.match(name)
     if head is not None:
         return head.group(1) + name[head.end() :]
-    part = _TEXT_PART.match(name)
-    return None if part is None else "model." + name[part.end() :]
+    body = _BODY.match(name)
+    return None if body is None else "model." + name[body.end() :]
 
 
-class TextPartReader:
-    """CheckpointReader of the text model's tensors, under the names that they have in it.
+class TextPart:
+    """A CheckpointReader of the text model's tensors in another one, which it closes. The log says
+    how many are left out.
 
     Args:
-        source: reads the whole checkpoint; closed with this reader.
+        architecture: for the log.
     """
 
-    def __init__(self, source: CheckpointReader) -> None:
-        self.source = source
+    def __init__(self, reader: CheckpointReader, architecture: str) -> None:
+        self._reader = reader
         self._names = {
-            text: name for name in source.tensors if (text := text_name(name)) is not None
+            known: name for name in reader.tensors if (known := text_name(name)) is not None
         }
-        self.tensors = {text: source.tensors[name] for text, name in self._names.items()}
-
-    @property
-    def num_skipped(self) -> int:
-        """Tensors of other towers."""
-        return len(self.source.tensors) - len(self.tensors)
+        self.tensors: Mapping[str, TensorInfo] = {
+            known: reader.tensors[name] for known, name in self._names.items()
+        }
+        logger.info(
+            "%s: the text part alone, without %d of %d tensors, which are of other towers",
+            architecture, len(reader.tensors) - len(self.tensors), len(reader.tensors),
+        )  # fmt: skip
 
     def tensor(self, name: str) -> Tensor:
-        return self.source.tensor(self._names[name])
+        return self._reader.tensor(self._names[name])
 
     def slices(self, name: str) -> Iterator[Tensor]:
-        return self.source.slices(self._names[name])
+        return self._reader.slices(self._names[name])
 
     def close(self) -> None:
-        self.source.close()
+        self._reader.close()

@@ -79,10 +79,14 @@ class ExecutorInfo:
             where a step can always be launched before the one ahead of it is sampled.
         step_timeout: seconds after which a step counts as hung, where the application has not
             said.
+        has_states: the executor keeps a recurrent state per request index, of all tokens computed
+            there. A request that leaves its index computes its tokens again, from position 0, and
+            prefixes are not cached.
 
     Raises:
         ValueError: for several tokens per row with steps in flight. A second step starts
-            where the first one ends, which would be known on the device alone.
+            where the first one ends, which would be known on the device alone. Likewise with
+            states, which would have taken in the drafts that are rejected.
     """
 
     vocab_size: int
@@ -95,12 +99,17 @@ class ExecutorInfo:
     max_tokens_per_row: int = 1
     sampling_limits: SamplingLimits | None = None
     step_timeout: float = 600.0
+    has_states: bool = False
 
     def __post_init__(self) -> None:
         if self.max_tokens_per_row > 1 and self.pipeline_depth > 1:
             raise ValueError(
                 f"max_tokens_per_row={self.max_tokens_per_row} with pipeline_depth="
                 f"{self.pipeline_depth}: expected pipeline_depth=1"
+            )
+        if self.max_tokens_per_row > 1 and self.has_states:
+            raise ValueError(
+                f"max_tokens_per_row={self.max_tokens_per_row} with has_states: expected 1"
             )
 
     @property

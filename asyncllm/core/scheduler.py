@@ -56,7 +56,7 @@ class Scheduler:
     Args:
         info: the executor's limits.
         policy: "fcfs", "priority" or "deadline".
-        enable_prefix_caching: find and publish shared prefixes.
+        enable_prefix_caching: find and publish shared prefixes, if the executor has no states.
         in_process: the executor's, if it has one.
     """
 
@@ -73,7 +73,7 @@ class Scheduler:
             info.num_blocks,
             info.kv_groups,
             step_tokens=info.max_step_tokens,
-            enable_prefix_caching=enable_prefix_caching,
+            enable_prefix_caching=enable_prefix_caching and not info.has_states,
         )
         self.in_process = in_process or InProcess()
         self.num_lookahead_tokens = info.max_tokens_per_row - 1
@@ -114,13 +114,16 @@ class Scheduler:
 
     def pause(self, request: Request) -> None:
         """The request gets no more tokens until ``resume``. It gives up its slot, keeps its
-        blocks until another needs them, and takes a token that is in flight."""
+        blocks until another needs them, and takes a token that is in flight. A recurrent state is
+        its slot's, without which blocks are worth nothing."""
         if request.status in (Status.FINISHED, Status.PAUSED):
             return
         self._leave(request)
         request.status = Status.PAUSED
         self.paused[request] = None
-        if request.blocks:
+        if self.info.has_states:
+            self.kv.free(request)
+        elif request.blocks:
             self._evictable_requests[request] = None
 
     def resume(self, request: Request) -> None:

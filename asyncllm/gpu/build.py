@@ -31,7 +31,13 @@ from asyncllm.gpu.kv_cache import (
     min_cache_bytes,
     size_cache,
 )
-from asyncllm.gpu.memory import check_cache, check_weights, cuda_cache_bytes, release
+from asyncllm.gpu.memory import (
+    check_cache,
+    check_states,
+    check_weights,
+    cuda_cache_bytes,
+    release,
+)
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.models.architectures import is_small
 from asyncllm.gpu.models.dense import attention_kinds, build_decoder, kv_groups
@@ -46,6 +52,7 @@ from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.profile import profile_run, recorded_bytes
 from asyncllm.gpu.sample.batched_processors import make_processors
 from asyncllm.gpu.sample.logprobs import DEFAULT_FUSED, MAX_FUSED
+from asyncllm.gpu.state_cache import StateCache, slot_bytes
 from asyncllm.gpu.threads import available_cpus, set_thread_count
 from asyncllm.gpu.token_budget import HIGHEST, calibrate_token_budget
 from asyncllm.gpu.transformers_model.build import (
@@ -65,6 +72,9 @@ from asyncllm.sampling_params import SamplingParams
 from asyncllm.validation import invalid
 
 logger = get_logger(__name__)
+
+UNUSED_BLOCK_SIZE = 1024
+"""Tokens per block where no layer attends to any: the blocks count tokens and hold nothing."""
 
 
 def build_model_runner(
@@ -114,6 +124,7 @@ def _create(
     num_threads = resolve_threads(config.num_threads, model, device)
     decoder, groups, free_at_start = _load(config, model, device, num_threads, progress)
     dtype = decoder.embedding.dtype
+    states = make_states(config, decoder, max_num_seqs)
     budget = config.max_num_batched_tokens
     token_budget = mode.token_budget if budget == "auto" else budget
     if budget == "auto" and not mode.stream.is_async:
@@ -128,6 +139,7 @@ def _create(
         config,
         decoder,
         groups,
+        states,
         free_at_start=free_at_start,
         graph_reserve=graph_reserve(sizes, max_num_seqs, model.vocab_size, dtype.itemsize),
         token_budget=token_budget,
@@ -156,10 +168,11 @@ def _create(
         max_num_batched_tokens=token_budget,
         pipeline_depth=mode.pipeline_depth if ahead is None else 1 + ahead,
         step_timeout=mode.step_timeout,
+        has_states=states is not None,
     )
     limits = {"max_num_seqs": max_num_seqs, "max_model_len": size.max_model_len}
     processors = make_processors(config.with_overrides(limits), device)
-    cache = KVCache(groups, size.num_blocks, dtype, device)
+    cache = KVCache(groups, size.num_blocks, dtype, device, states)
     decode, most = None, config.max_logprobs
     num_logprobs = min(most, MAX_FUSED) if most >= 0 else DEFAULT_FUSED
     if mode.make_capturer is not None:
@@ -184,6 +197,35 @@ def _create(
     if config.cuda_graphs == "startup":
         runner.capture_graphs(partial(tell, stage="graphs"))
     return runner
+
+
+def make_states(
+    config: EngineConfig, decoder: LanguageModel, max_num_seqs: int
+) -> StateCache | None:
+    """The slots of recurrent states, before the KV cache gets what is left; None for a model
+    without any.
+
+    Raises:
+        InvalidRequestError: prefix caching was asked for.
+        EngineError: they do not fit the memory.
+    """
+    specs, residence = decoder.states, decoder.embedding
+    if not specs:
+        return None
+    if config.enable_prefix_caching:
+        accepted = (
+            "None or False: the model has recurrent layers, and the state behind a shared prefix "
+            "is not kept"
+        )
+        raise invalid("enable_prefix_caching", True, accepted)
+    check_states(residence.device, max_num_seqs, slot_bytes(specs, residence.dtype))
+    states = StateCache(specs, max_num_seqs, residence.dtype, residence.device)
+    logger.info(
+        "recurrent states take %d bytes, in a slot for each of max_num_seqs=%d; prefixes are not "
+        "cached",
+        states.num_bytes, max_num_seqs,
+    )  # fmt: skip
+    return states
 
 
 def _load(
@@ -222,7 +264,7 @@ def _load_transformers(
     """As ``_load``, through transformers' modules."""
     plan = Plan.of(model)
     attention, block_size = _make_attention(config, plan.kinds, dtype, device, num_threads)
-    ops = make_ops(device, next(iter(attention.values())))
+    ops = make_ops(device, next(iter(attention.values()), None))
     groups = plan.kv_groups(attention, block_size)
     free_at_start = 0
     if device.type == "cuda":
@@ -284,8 +326,7 @@ def _make_attention(
         )
         attention[kind], block_size = make_attention(config.attention_backend, request)
         alike[kind.shape, kind.window] = attention[kind]
-    assert block_size is not None
-    return attention, block_size
+    return attention, block_size or UNUSED_BLOCK_SIZE
 
 
 def quantisation(
@@ -344,6 +385,7 @@ def available_cache_bytes(
     config: EngineConfig,
     decoder: LanguageModel,
     groups: Sequence[KVGroup],
+    states: StateCache | None,
     *,
     free_at_start: int,
     graph_reserve: int,
@@ -356,19 +398,20 @@ def available_cache_bytes(
     model, weight = decoder.model, decoder.embedding
     if weight.device.type == "cpu":
         largest = {"max_num_batched_tokens": token_budget, "max_num_seqs": max_num_seqs}
-        return cpu_cache_bytes(recorded_bytes(decoder, groups, **largest))
+        reserve = recorded_bytes(decoder, groups, **largest)
+        return cpu_cache_bytes(reserve + (states.num_bytes if states else 0))
     context = model.max_position_embeddings
     longest = min(config.max_model_len or context, context)
     decoder.set_max_positions(longest)
 
-    profile = partial(profile_run, decoder, groups, max_model_len=longest)
+    profile = partial(profile_run, decoder, groups, states, max_model_len=longest)
     # Memory that libraries allocate at their first call and keep is not a step's.
     profile(max_num_batched_tokens=1, max_num_seqs=1)
     return cuda_cache_bytes(
         config,
         weight.device,
         free_at_start=free_at_start,
-        weights_bytes=model_bytes(model, weight.dtype),
+        weights_bytes=model_bytes(model, weight.dtype) + (states.num_bytes if states else 0),
         profile_run=partial(
             profile, max_num_batched_tokens=token_budget, max_num_seqs=max_num_seqs
         ),

@@ -20,6 +20,7 @@ from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.errors import KVCacheTooSmallError
 from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.ops.base import BlockLayout
+from asyncllm.gpu.state_cache import StateCache
 from asyncllm.gpu.transformers_model.config import TransformersConfig
 from asyncllm.logger import get_logger
 from asyncllm.validation import invalid
@@ -85,11 +86,18 @@ class KVCache:
         tensor: ``[parts, ...]``, the whole as the first group sees it; ``[parts, size]`` where its
             layers differ.
         layers: a view per layer, see BlockLayout.
+        states: recurrent states, of a model that has any.
     """
 
     def __init__(
-        self, groups: Sequence[KVGroup], num_blocks: int, dtype: torch.dtype, device: torch.device
+        self,
+        groups: Sequence[KVGroup],
+        num_blocks: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        states: StateCache | None = None,
     ) -> None:
+        self.states = states
         depth = _depth(groups)
         size = num_blocks * block_bytes(groups, dtype) // (depth * dtype.itemsize)
         memory = _zeros((depth, size), dtype, device)

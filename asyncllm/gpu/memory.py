@@ -18,6 +18,7 @@ import torch
 
 from asyncllm.config import EngineConfig
 from asyncllm.errors import EngineError, KVCacheTooSmallError
+from asyncllm.gpu.kv_cache import available_memory
 from asyncllm.logger import get_logger
 from asyncllm.validation import explain
 
@@ -256,6 +257,23 @@ def check_weights(
     raise EngineError(
         f"the weights take {weights_bytes} bytes; of {total} on {device}, {limit}: {remedy}"
     )
+
+
+def check_states(
+    device: torch.device, max_num_seqs: int, slot_bytes: int, probe: MemoryProbe | None = None
+) -> None:
+    """Raises EngineError if recurrent states, a slot for each of ``max_num_seqs`` requests and one
+    for padded rows, do not fit beside the weights."""
+    free = available_memory()
+    if device.type == "cuda":
+        free, _ = (probe or MemoryProbe()).info(device)
+    needed = (max_num_seqs + 1) * slot_bytes
+    if needed > free:
+        raise EngineError(
+            f"max_num_seqs={max_num_seqs} needs {needed} bytes for recurrent states, {slot_bytes} "
+            f"a slot; {free} are free beside the weights: lower max_num_seqs to "
+            f"{max(free // slot_bytes - 1, 0)} at most"
+        )
 
 
 def check_cache(

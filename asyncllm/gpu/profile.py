@@ -14,11 +14,13 @@ from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.graph.recorded_step import record_step
 from asyncllm.gpu.kv_cache import KVCache, KVGroup
 from asyncllm.gpu.models.language_model import LanguageModel
+from asyncllm.gpu.state_cache import StateCache
 
 
 def profile_run(
     decoder: LanguageModel,
     groups: Sequence[KVGroup],
+    states: StateCache | None = None,
     *,
     max_num_batched_tokens: int,
     max_num_seqs: int,
@@ -27,10 +29,11 @@ def profile_run(
     """Runs a prefill, a mixed and a decode step, each as large as the scheduler makes them,
     at the end of the longest sequences, and samples from their logits.
 
-    All rows write and read one KV block. Call ``decoder.set_max_positions`` first.
+    All rows write and read one KV block, and the slots of ``states``, which are void until a
+    request starts in them. Call ``decoder.set_max_positions`` first.
     """
     few, weight = decoder.with_few_layers(), decoder.embedding
-    cache = KVCache(groups, 1, weight.dtype, weight.device)
+    cache = KVCache(groups, 1, weight.dtype, weight.device, states)
     with torch.inference_mode():
         for num_decodes, counts in largest_rows(
             max_num_batched_tokens, max_num_seqs, max_model_len

@@ -13,15 +13,12 @@ from torch import Tensor
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.checkpoint.progress import Progress
 from asyncllm.checkpoint.reader import CheckpointReader
-from asyncllm.checkpoint.text_part import TextPartReader
+from asyncllm.checkpoint.text_part import TextPart
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.formats.open_checkpoint import open_checkpoint
 from asyncllm.gpu.models.architectures import is_unused, parameters, sum_parameters
 from asyncllm.gpu.models.parameter import Parameter
 from asyncllm.gpu.weight_upload import PinnedUploader
-from asyncllm.logger import get_logger
-
-logger = get_logger(__name__)
 
 DUMMY_SEED = 0
 
@@ -53,7 +50,8 @@ def load_weights(
     Raises:
         ModelLoadError: naming the file, the tensor, and the expected and the found shape.
     """
-    with closing(_open(model, dtype, open_reader)) as reader:
+    reader = open_reader(model.path, dtype)
+    with closing(TextPart(reader, model.architecture) if model.is_text_part else reader) as reader:
         wanted = [parameter.found_in(reader.tensors) for parameter in parameters(model)]
         _check(reader, model, wanted)
         if staging is None and device.type == "cuda":
@@ -73,22 +71,6 @@ def load_weights(
             yield parameter.name, target
         if staging is not None:
             staging.finish()
-
-
-def _open(
-    model: ModelConfig,
-    dtype: torch.dtype,
-    open_reader: Callable[[Path, torch.dtype], CheckpointReader],
-) -> CheckpointReader:
-    reader = open_reader(model.path, dtype)
-    if not model.is_text_part:
-        return reader
-    part = TextPartReader(reader)
-    logger.info(
-        "%s: the text part alone, without %d of %d tensors, which are of other towers",
-        model.architecture, part.num_skipped, len(reader.tensors),
-    )  # fmt: skip
-    return part
 
 
 def _copy(slices: Iterable[Tensor], target: Tensor, staging: PinnedUploader | None) -> None:

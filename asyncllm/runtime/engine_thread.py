@@ -102,7 +102,7 @@ class EngineThread:
         scheduler = Scheduler(
             executor.info,
             policy=config.scheduling_policy,
-            enable_prefix_caching=config.enable_prefix_caching,
+            enable_prefix_caching=config.enable_prefix_caching is not False,
             in_process=getattr(executor, "in_process", None),
         )
         admission = Admission(config.max_queued_requests, config.max_queued_tokens, time.monotonic)

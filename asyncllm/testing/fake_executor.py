@@ -86,6 +86,9 @@ class FakeExecutor:
     With ``info.max_tokens_per_row`` above 1 it drafts as speculative decoding does: the digest
     says how many drafts are accepted, and the rejected ones leave wrong KV behind.
 
+    With ``info.has_states`` it keeps one more digest per request index, as a recurrent layer does:
+    a row at position 0 clears it, every other one goes on from what lies there.
+
     Its prompt log-probabilities are made of the digests too: the token that a digest says is the
     likeliest, the next ones follow it, and the one of rank r has -r / 10.
 
@@ -121,10 +124,11 @@ class FakeExecutor:
         self._tokens: dict[int, list[int]] = {}
         self._blocks: dict[int, tuple[list[int], ...]] = {}
         self._ids: dict[int, str] = {}
+        self._states = [0] * info.max_num_seqs
 
     def reference(self, prompt: Sequence[int], count: int) -> list[int]:
         """The ``count`` tokens that follow ``prompt``, computed without any cache."""
-        digests = [_Digests(group, spec.window) for group, spec in enumerate(self.info.kv_groups)]
+        digests = self._digests()
         states = list(range(len(digests)))
         for token_id in prompt:
             states = [one.append(token_id) for one in digests]
@@ -136,12 +140,17 @@ class FakeExecutor:
 
     def reference_prompt_logprobs(self, prompt: Sequence[int], count: int) -> list[TokenLogprobs]:
         """Those of ``prompt`` from the second token on, computed without any cache."""
-        digests = [_Digests(group, spec.window) for group, spec in enumerate(self.info.kv_groups)]
+        digests = self._digests()[: len(self.info.kv_groups)]
         found = []
         for position in range(1, len(prompt)):
             states = [one.append(prompt[position - 1]) for one in digests]
             found.append(self._logprobs(states, prompt[position], count))
         return found
+
+    def _digests(self) -> list[_Digests]:
+        """Of each KV group, and of the recurrent state if there is one."""
+        windows = [spec.window for spec in self.info.kv_groups] + [None] * self.info.has_states
+        return [_Digests(index, window) for index, window in enumerate(windows)]
 
     def _logprobs(self, states: Sequence[int], token_id: int, count: int) -> TokenLogprobs:
         likeliest, size = self._token(states), self.info.vocab_size
@@ -214,7 +223,10 @@ class FakeExecutor:
         masks = self._masks.pop(batch.step, GrammarMask(batch.step))
         mask_of = dict(zip(masks.rows, masks.masks, strict=True))
         groups = range(len(self.info.kv_groups))
-        forwarded = list(zip(*(self._forward(batch, group) for group in groups), strict=True))
+        digests = [self._forward(batch, group) for group in groups]
+        if self.info.has_states:
+            digests.append(self._advance(batch))
+        forwarded = list(zip(*digests, strict=True))
         for row, span in batch.prompt_logprobs.items():
             result.prompt_logprobs[row] = self._span_logprobs(batch.req_indices[row], span)
         for row, states in enumerate(forwarded):
@@ -256,6 +268,16 @@ class FakeExecutor:
                     tokens = self._tokens[req_index][start:end]
                     states[current] = self._write(group, req_index, start, tokens)
         return [states[row] for row in range(len(batch))]
+
+    def _advance(self, batch: StepBatch) -> list[int]:
+        """The state behind each row."""
+        for req_index, start, count in zip(
+            batch.req_indices, batch.starts, batch.counts, strict=True
+        ):
+            state = self._states[req_index] if start else len(self.info.kv_groups)
+            tokens = self._tokens[req_index][start : start + count]
+            self._states[req_index] = functools.reduce(mix, tokens, state)
+        return [self._states[req_index] for req_index in batch.req_indices]
 
     def _write(self, group: int, req_index: int, start: int, tokens: Sequence[int]) -> int:
         """Digests of ``tokens`` from position ``start`` on; returns the last."""

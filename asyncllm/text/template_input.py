@@ -193,7 +193,15 @@ def _content(content: Any, where: str) -> str:
         raise _bad(where, describe(content), "a string or a list of text parts")
     texts = []
     for i, part in enumerate(content):
-        text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part
+        kind = part.get("type") if isinstance(part, dict) else "text"
+        if isinstance(kind, str) and kind != "text":
+            raise _bad(
+                f"{where}[{i}]",
+                f"a part of type {describe(kind)}",
+                "{'type': 'text', 'text': …}: the engine computes text, and takes no images, audio "
+                "or video",
+            )
+        text = part.get("text") if isinstance(part, dict) and kind == "text" else part
         if not isinstance(text, str):
             raise _bad(f"{where}[{i}]", describe(part), "{'type': 'text', 'text': …}")
         texts.append(text)

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from asyncllm.errors import EngineError
-from asyncllm.gpu.graph.cuda_graphs import default_sizes
 from asyncllm.gpu.ops.triton import toolchain
 from asyncllm.gpu.ops.triton.tuning import (
     cdiv,

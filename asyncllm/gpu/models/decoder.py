@@ -42,6 +42,9 @@ class Decoder:
     logits_softcap: float | None = None
     rope_tables: Sequence[Tensor] | None = field(default=None, init=False)
 
+    states = ()
+    """No layer keeps a state of a sequence."""
+
     @property
     def needs_zeroed_blocks(self) -> bool:
         """Whether KV blocks have to be cleared for a new owner, as ``Attention`` says."""

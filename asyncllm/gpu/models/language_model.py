@@ -13,6 +13,7 @@ from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.models.layers import AttentionKind
 from asyncllm.gpu.ops.base import Attention
+from asyncllm.gpu.state_cache import StateSpec
 
 
 class Residence(Protocol):
@@ -45,6 +46,11 @@ class LanguageModel(Protocol):
 
     @property
     def embedding(self) -> Residence: ...
+
+    @property
+    def states(self) -> Sequence[StateSpec]:
+        """What its recurrent layers keep of a sequence, as in ``KVCache.states``; () without."""
+        ...
 
     @property
     def argmax(self) -> Callable[[Tensor], Tensor] | None:

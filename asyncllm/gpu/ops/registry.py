@@ -126,16 +126,17 @@ def find_backend(name: str) -> AttentionBackend:
     )
 
 
-def make_ops(device: torch.device, attention: Attention) -> TorchOps:
+def make_ops(device: torch.device, attention: Attention | None) -> TorchOps:
     """The op set for everything but attention.
 
     On CUDA these are Triton kernels, unless attention is plain torch: then nothing needs a
-    compiler. Native ops go with native attention, and share its threads.
+    compiler. Native ops go with native attention, and share its threads. A model without attention
+    has torch's.
 
     Raises:
         EngineError: Triton cannot compile kernels here.
     """
-    if device.type == "cuda" and attention.name != "torch":
+    if device.type == "cuda" and attention is not None and attention.name != "torch":
         from asyncllm.gpu.ops.triton.toolchain import check_triton
 
         # First, because importing the kernels is an ImportError where Triton is missing.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,9 @@ from asyncllm.gpu.ops.base import Attention, AttentionShape
 from asyncllm.gpu.transformers_model.probe import AttentionCall, Probe
 from asyncllm.gpu.transformers_model.rules import kv_shape
 
+if TYPE_CHECKING:
+    from asyncllm.gpu.transformers_model.recurrent import StateRows
+
 
 @dataclass(slots=True)
 class Step:
@@ -24,14 +27,19 @@ class Step:
         slot_mappings: per KV group ``[T]`` int64.
         plans: per attention kind.
         kv: the cache of each layer that has one.
+        states: tensors of the StateCache.
+        rows: as recurrent modules compute them; None where there are none.
     """
 
     slot_mappings: Sequence[Tensor] = ()
     plans: dict[AttentionKind, Any] = field(default_factory=dict)
     kv: Sequence[Tensor] = ()
+    states: Sequence[Tensor] = ()
+    rows: StateRows | None = None
 
     def clear(self) -> None:
         self.slot_mappings, self.plans, self.kv = (), {}, ()
+        self.states, self.rows = (), None
 
 
 def attention_kinds(probe: Probe, windows: Sequence[int | None]) -> list[AttentionKind]:

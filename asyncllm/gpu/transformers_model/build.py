@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.gpu.kv_cache import KVGroup
 from asyncllm.gpu.kv_groups import (
     LayerCache,
@@ -18,9 +19,10 @@ from asyncllm.gpu.kv_groups import (
     with_groups,
 )
 from asyncllm.gpu.models.layers import AttentionKind
-from asyncllm.gpu.ops.base import Attention, Linear
+from asyncllm.gpu.ops.base import Attention, BlockLayout, Linear
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.torch_ops import TorchOps
+from asyncllm.gpu.state_cache import StateSpec
 from asyncllm.gpu.transformers_model.attention import (
     PagedAttention,
     Step,
@@ -31,7 +33,8 @@ from asyncllm.gpu.transformers_model.config import TransformersConfig
 from asyncllm.gpu.transformers_model.decoder import Residence, TransformersDecoder
 from asyncllm.gpu.transformers_model.interface import NAME, set_handler
 from asyncllm.gpu.transformers_model.linear import OpEmbedding, OpExperts, OpLinear
-from asyncllm.gpu.transformers_model.probe import Probe, probe
+from asyncllm.gpu.transformers_model.probe import Probe, linear_kinds, probe
+from asyncllm.gpu.transformers_model.recurrent import RecurrentModule
 from asyncllm.gpu.transformers_model.rules import check_calls, check_modules
 from asyncllm.gpu.transformers_model.weights import Owner, tied_head
 
@@ -45,11 +48,13 @@ class Plan:
     Attributes:
         kinds: of each call of attention, in the order of the calls.
         groups: KV groups of the layers that have a cache.
+        states: of all recurrent modules, in the order of their calls.
     """
 
     probe: Probe
     kinds: list[AttentionKind]
     groups: list[LayerGroup]
+    states: list[StateSpec]
 
     @classmethod
     def of(cls, model: TransformersConfig) -> Plan:
@@ -57,13 +62,19 @@ class Plan:
         check_modules(model)
         found = probe(model)
         kinds, indices = attention_kinds(found, check_calls(model, found)), kv_indices(found)
+        states = [state for call in found.recurrent for state in call.states.values()]
+        if not kinds:
+            return cls(found, kinds, [], states)
         groups = group_layers(_caches(kinds, indices), model.max_position_embeddings)
-        return cls(found, with_groups(kinds, indices, groups), groups)
+        return cls(found, with_groups(kinds, indices, groups), groups, states)
 
     def kv_groups(
         self, attention: Mapping[AttentionKind, Attention], block_size: int
     ) -> list[KVGroup]:
-        """The KV groups of the layers that have a cache."""
+        """The KV groups of the layers that have a cache. A model without attention has blocks of
+        one number, which count its tokens."""
+        if not self.kinds:
+            return [KVGroup(KVCacheSpec((0,), block_size), BlockLayout((1,)))]
         calls = zip(self.kinds, self.probe.calls, strict=True)
         writers = [kind for kind, call in calls if call.shared is None]
         return make_kv_groups(self.groups, writers, attention, block_size)
@@ -109,33 +120,48 @@ def build_transformers_decoder(
         handler = PagedAttention(step, kind, attention[kind], call, index)
         set_handler(modules.get_submodule(call.module), handler)
 
+    place = 0
+    for call in found.recurrent:
+        places = {key: place + i for i, key in enumerate(call.states)}
+        place += len(places)
+        RecurrentModule.install(step, modules.get_submodule(call.module), call, places)
+
     def make(weights: LinearWeights) -> Linear:
         return ops.linear(convert(weights) if convert else weights)
 
     _share_head(modules, found, ops, owner, convert)
     for name in found.linears:
         linear = modules.get_submodule(name)
-        if type(linear) is nn.Linear:
-            _replace(modules, name, OpLinear(_take(linear, make, owner), *_sizes(linear)))
+        if type(linear) in linear_kinds():
+            sizes = _sizes(linear)
+            _replace(modules, name, OpLinear(_take(linear, make, owner), *sizes))
     if experts_name(owner.device) == NAME:
         for name in found.experts:
             module = modules.get_submodule(name)
             set_handler(module, OpExperts(module, make, owner.take))
     owner.take_all(modules)
+    owner.finish()
     residence = Residence(dtype, owner.device)
-    return TransformersDecoder(model, ops, attention, modules, found.base, step, residence)
+    return TransformersDecoder(
+        model, ops, attention, modules, found.base, step, residence, plan.states
+    )
 
 
-def _take(linear: nn.Linear, make: Callable[[LinearWeights], Linear], owner: Owner) -> Linear:
+def _take(linear: Any, make: Callable[[LinearWeights], Linear], owner: Owner) -> Linear:
     """The op of a layer's weights, which it gives up."""
     bias = None if linear.bias is None else owner.take(linear.bias.detach())
-    weights = LinearWeights(owner.take(linear.weight.detach()), bias)
+    values = owner.take(linear.weight.detach())
+    if type(linear) is not nn.Linear:
+        values = values.t().contiguous()
     linear._parameters.clear()
-    return make(weights)
+    return make(LinearWeights(values, bias))
 
 
-def _sizes(linear: nn.Linear) -> tuple[int, int]:
-    return linear.in_features, linear.out_features
+def _sizes(linear: Any) -> tuple[int, int]:
+    """Inputs and outputs, of the layer or of its weight ``[in, out]``."""
+    if type(linear) is nn.Linear:
+        return linear.in_features, linear.out_features
+    return linear.nx, linear.nf
 
 
 def _share_head(

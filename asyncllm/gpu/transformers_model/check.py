@@ -16,6 +16,7 @@ from asyncllm.core.batch import RequestAssignment, StepBatch
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.batch.input_batch import InputBatch
 from asyncllm.gpu.kv_cache import KVCache, KVGroup
+from asyncllm.gpu.state_cache import StateCache
 from asyncllm.gpu.transformers_model.config import TransformersConfig
 from asyncllm.gpu.transformers_model.decoder import TransformersDecoder
 from asyncllm.logger import get_logger
@@ -142,7 +143,10 @@ class Reference:
             tuple([next(free) for _ in range(-(-length // spec.block_size))] for spec in specs)
             for length in LENGTHS
         ]
-        cache = KVCache(groups, next(free), decoder.embedding.dtype, device)
+        dtype, states = decoder.embedding.dtype, None
+        if decoder.states:
+            states = StateCache(decoder.states, len(LENGTHS), dtype, device)
+        cache = KVCache(groups, next(free), dtype, device, states)
         decoder.set_max_positions(max(LENGTHS))
         batch = InputBatch(len(LENGTHS), max(LENGTHS), specs)
         starts, wrong = [0] * len(self.sequences), 0.0

@@ -26,6 +26,10 @@ from asyncllm.validation import describe, explain
 if TYPE_CHECKING:
     from torch import nn
 
+UNLIMITED_CONTEXT = 131_072
+"""Tokens of a sequence in a model without attention and positions, which has no limit of its own: a
+number for what is allocated by the longest sequence."""
+
 _COUNTS = (
     "num_hidden_layers n_layer n_layers num_layers decoder_layers num_experts num_local_experts "
     "n_routed_experts"
@@ -105,6 +109,8 @@ class TransformersConfig:
         if seen.values.get("max_position_embeddings") is None:
             # GPT-2's n_positions and the like, under the name that all others use.
             context = getattr(config, "max_position_embeddings", None)
+            if context is None and set(getattr(config, "layer_types", ())) == {"linear_attention"}:
+                context = UNLIMITED_CONTEXT
             seen = ConfigFile(file.path, {**seen.values, "max_position_embeddings": context})
         eos: tuple[int, ...] = ()
         for each in (generation, file.section("text_config"), file):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from asyncllm.gpu.batch.decode_inputs import DecodeInputs
 from asyncllm.gpu.batch.step_inputs import ModelInputs
@@ -17,8 +16,11 @@ from asyncllm.gpu.models.layers import AttentionKind
 from asyncllm.gpu.ops.base import Attention
 from asyncllm.gpu.ops.recorder import Unrecordable
 from asyncllm.gpu.ops.torch_ops import TorchOps
+from asyncllm.gpu.state_cache import StateSpec
 from asyncllm.gpu.transformers_model.attention import Step
 from asyncllm.gpu.transformers_model.config import TransformersConfig
+from asyncllm.gpu.transformers_model.head import logits_of, output_head
+from asyncllm.gpu.transformers_model.recurrent import StateRows
 from asyncllm.gpu.transformers_model.rope import LongRope
 
 
@@ -28,31 +30,6 @@ class Residence:
 
     dtype: torch.dtype
     device: torch.device
-
-
-class _Given(nn.Module):
-    """Stands before an output head, and returns the hidden states that are given to the whole."""
-
-    @property
-    def decoder(self) -> _Given:
-        """Where a head calls a part of its base model."""
-        return self
-
-    def forward(self, *unused: Any, inputs_embeds: Tensor, **options: Any) -> _Output:
-        return _Output(inputs_embeds)
-
-
-class _Output:
-    """Output of a base model, without all that is optional in it."""
-
-    def __init__(self, hidden: Tensor) -> None:
-        self.last_hidden_state = hidden
-
-    def __getitem__(self, index: int) -> Tensor:
-        return (self.last_hidden_state,)[index]
-
-    def __getattr__(self, name: str) -> None:
-        return None
 
 
 class TransformersDecoder:
@@ -66,6 +43,7 @@ class TransformersDecoder:
 
     Attributes:
         embedding: of the dtype and device of the model.
+        states: what its recurrent modules keep of a sequence; () without any.
     """
 
     argmax = None
@@ -80,13 +58,13 @@ class TransformersDecoder:
         base: str,
         step: Step,
         residence: Residence,
+        states: Sequence[StateSpec] = (),
     ) -> None:
+        self.states = tuple(states)
         self.model, self.ops, self.attention, self.step = model, ops, attention, step
         self.embedding = residence
         self.base = getattr(modules, base)
-        # What becomes of hidden states (soft caps, scales) is the class's own code.
-        self.head = copy.copy(modules)
-        self.head._modules = dict(modules._modules) | {base: _Given()}
+        self.head = output_head(modules, base)
         self.long_ropes = LongRope.all_of(modules, model.config)
 
     @property
@@ -128,7 +106,7 @@ class TransformersDecoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``[S, H] -> [S, vocab_size]`` in the model's dtype."""
-        return self.head(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits[0]
+        return logits_of(self.head, hidden)
 
     def _run(
         self,
@@ -139,6 +117,9 @@ class TransformersDecoder:
         step = self.step
         step.slot_mappings = [each.slot_mapping for each in inputs]
         step.plans, step.kv = plans, cache.layers
+        if self.states:
+            assert cache.states is not None
+            step.states, step.rows = cache.states.tensors, StateRows.of(inputs[0])
         try:
             output = self.base(
                 input_ids=inputs[0].token_ids.unsqueeze(0),

@@ -11,7 +11,13 @@ from torch import Tensor, nn
 
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.transformers_model.config import TransformersConfig, build_skeleton
+from asyncllm.gpu.transformers_model.head import logits_of, output_head
 from asyncllm.gpu.transformers_model.interface import NAME, PROBE_NAME, register, set_handler
+from asyncllm.gpu.transformers_model.recurrent_probe import (
+    RecurrentCall,
+    Watch,
+    probe_recurrent,
+)
 from asyncllm.validation import explain
 
 NUM_TOKENS = 3
@@ -59,6 +65,8 @@ class Probe:
         base: name of the part of it that ends with the last norm.
         linears: names of the linear layers that are called, and whose weight is not asked for.
         experts: names of the modules with experts.
+        recurrent: the modules that keep a state of a sequence, in the order of their calls.
+        idle: names of modules that are given a cache and leave it alone.
         hidden_size: of what ``base`` returns.
     """
 
@@ -67,6 +75,8 @@ class Probe:
     calls: list[AttentionCall] = field(default_factory=list)
     linears: set[str] = field(default_factory=set)
     experts: set[str] = field(default_factory=set)
+    recurrent: list[RecurrentCall] = field(default_factory=list)
+    idle: set[str] = field(default_factory=set)
     hidden_size: int = 0
 
 
@@ -128,17 +138,26 @@ def _is_set(value: Any) -> bool:
     return value is not None and not (isinstance(value, (bool, int, float)) and not value)
 
 
-class _WatchedLinear(nn.Linear):
-    """An ``nn.Linear`` that notices whether it is called, and whether others read its weight."""
+def linear_kinds() -> tuple[type[nn.Module], ...]:
+    """Classes of linear layers: torch's, and GPT-2's, whose weight is ``[in, out]``."""
+    from transformers.pytorch_utils import Conv1D
 
-    def forward(self, input: Tensor) -> Tensor:
-        self.__dict__["called"] = True
-        weight, bias = self._parameters["weight"], self._parameters["bias"]
-        assert weight is not None
-        return nn.functional.linear(input, weight, bias)
+    return nn.Linear, Conv1D
+
+
+class _Watched(nn.Module):
+    """Before the class of a linear layer: it notices whether it is called, and whether others read
+    its weight."""
+
+    def forward(self, *args: Any) -> Tensor:
+        self.__dict__.update(called=True, inside=True)
+        try:
+            return super().forward(*args)
+        finally:
+            self.__dict__["inside"] = False
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("weight", "bias"):
+        if name in ("weight", "bias") and not self.__dict__.get("inside"):
             self.__dict__["read"] = True
         return super().__getattr__(name)
 
@@ -163,18 +182,21 @@ def probe(model: TransformersConfig) -> Probe:
     found = Probe(skeleton, _base_name(model, skeleton))
     recorder = _Recorder(found)
     watched = {}
+    classes = {kind: type("Watched", (_Watched, kind), {}) for kind in linear_kinds()}
     for name, module in skeleton.named_modules():
         set_handler(module, recorder)
-        if type(module) is nn.Linear:
-            module.__class__ = _WatchedLinear
+        if type(module) in classes:
+            module.__class__ = classes[type(module)]
             watched[name] = module
     base = getattr(skeleton, found.base)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), Watch(skeleton) as watch:
             inputs = probe_inputs(NUM_TOKENS, torch.device("meta"))
             hidden = base(**inputs, use_cache=False).last_hidden_state
             found.hidden_size = hidden.shape[-1]
-            skeleton.get_output_embeddings()(hidden)
+            logits_of(output_head(skeleton, found.base), hidden[0])
+        callers = [call.module for call in found.calls]
+        found.recurrent, found.idle = probe_recurrent(skeleton, watch, callers)
     except Exception as error:
         raise ModelLoadError(
             f"{model.path}: {model.architecture}: what its layers need cannot be learned, because "
@@ -200,11 +222,12 @@ def _base_name(model: TransformersConfig, skeleton: nn.Module) -> str:
 
 def probe_inputs(num_tokens: int, device: torch.device) -> dict[str, Tensor]:
     """A sequence's first tokens. The mask says that none is padding: without it transformers
-    looks at the positions for several sequences in one."""
+    looks at the positions for several sequences in one. It lies on the host, where the masks of
+    recurrent layers are asked whether they have any padding."""
     return {
         "input_ids": torch.zeros((1, num_tokens), dtype=torch.int64, device=device),
         "position_ids": torch.arange(num_tokens, device=device).unsqueeze(0),
-        "attention_mask": torch.ones((1, num_tokens), dtype=torch.int64, device=device),
+        "attention_mask": torch.ones((1, num_tokens), dtype=torch.int64, device="cpu"),
     }
 
 

@@ -7,7 +7,6 @@ sequence of a batch would show in no short comparison, and change results silent
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -19,9 +18,7 @@ from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.transformers_model.config import TransformersConfig
 from asyncllm.gpu.transformers_model.interface import ProbedMask
 from asyncllm.gpu.transformers_model.probe import NUM_TOKENS, AttentionCall, Probe
-
-_CACHES = ("cache_params", "past_key_values", "past_key_value", "layer_past", "state")
-"""Parameters of a forward method that take what a module keeps between steps."""
+from asyncllm.gpu.transformers_model.recurrent_probe import cache_parameter, cache_takers
 
 _RECURRENT = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, nn.RNNCellBase)
 """Modules in which tokens of a sequence see one another."""
@@ -36,14 +33,16 @@ def check_modules(model: TransformersConfig) -> None:
     Raises:
         ModelLoadError: naming the module or the field.
     """
+    keepers = tuple(f"{name}." for name, _ in cache_takers(model.skeleton))
     for name, module in model.skeleton.named_modules():
         kind = type(module).__name__
-        if isinstance(module, _RECURRENT):
+        if isinstance(module, _RECURRENT) and not f"{name}.".startswith(keepers):
             raise _refusal(
                 model,
-                f"{name} ({kind}) mixes tokens outside attention, so that its layer keeps a state "
-                "of its own",
-                "attention as the only place where tokens see one another",
+                f"{name} ({kind}) mixes tokens, and no module around it takes a cache, so that its "
+                "layer keeps a state of its own",
+                "attention and modules with a cache as the only places where tokens see one "
+                "another",
             )
         if "indexer" in kind.lower():
             raise _refusal(
@@ -80,15 +79,16 @@ def check_calls(model: TransformersConfig, probe: Probe) -> list[int | None]:
     Raises:
         ModelLoadError: naming the module that calls.
     """
+    _check_recurrent(model, probe)
     _check_coverage(model, probe)
-    _check_caches(model, probe)
     for call in probe.calls:
         _check_call(model, call)
     return [_window(model, call) for call in probe.calls]
 
 
 def _check_coverage(model: TransformersConfig, probe: Probe) -> None:
-    """Each layer calls attention once, and nothing else does."""
+    """Each layer calls attention once or has recurrent modules, or both, or is said to have
+    neither; and nothing else does."""
     count = model.config.num_hidden_layers
     lists = [
         name
@@ -104,32 +104,63 @@ def _check_coverage(model: TransformersConfig, probe: Probe) -> None:
         )
     layers = [f"{prefix}.{index}" for index in range(count)]
     found: Counter[str] = Counter()
-    for call in probe.calls:
-        owner = next((name for name in layers if f"{call.module}.".startswith(f"{name}.")), None)
+    calls = [(call.module, "calls attention") for call in probe.calls]
+    states = [(call.module, "keeps a state") for call in probe.recurrent]
+    for module, what in calls + states:
+        owner = next((name for name in layers if f"{module}.".startswith(f"{name}.")), None)
         if owner is None:
-            raise _refusal(model, f"{call.module} calls attention", "calls by layers alone")
-        found[owner] += 1
-    for name in layers:
-        if found[name] != 1:
+            raise _refusal(model, f"{module} {what}", "calls by layers alone")
+        found[owner] += what == "calls attention"
+    plain = _plain_layers(model.config)
+    for index, name in enumerate(layers):
+        recurrent = any(f"{call.module}.".startswith(f"{name}.") for call in probe.recurrent)
+        if found[name] > 1 or not (found[name] or recurrent or index in plain):
             kind = type(probe.model.get_submodule(name)).__name__
             raise _refusal(
                 model,
                 f"{name} ({kind}) calls attention {found[name]} times through transformers' "
                 "attention interface",
-                "one call in every layer",
+                "one call in every layer" if found[name] else "one call or a recurrent module",
             )
 
 
-def _check_caches(model: TransformersConfig, probe: Probe) -> None:
-    callers = [call.module for call in probe.calls]
+def _plain_layers(config: Any) -> set[int]:
+    """Layers that are an MLP or experts alone, by what the configuration says of them."""
+    for name in ("layer_types", "layers_block_type"):
+        kinds = getattr(config, name, None)
+        if isinstance(kinds, (list, tuple)):
+            return {index for index, kind in enumerate(kinds) if kind in ("mlp", "moe")}
+    return set()
+
+
+def _check_recurrent(model: TransformersConfig, probe: Probe) -> None:
+    """What the modules keep that take a cache, and attend to nothing, is covered; and no module
+    mixes tokens but in these."""
+    keepers = tuple(f"{call.module}." for call in probe.recurrent)
+    for call in probe.recurrent:
+        if call.flaw is not None:
+            found, accepted = call.flaw
+            raise _refusal(model, f"{call.module} ({call.kind}) {found}", accepted)
+    attending = tuple(f"{call.module}." for call in probe.calls)
     for name, module in probe.model.named_modules():
-        parameters = inspect.signature(module.forward).parameters
-        taken = next((cache for cache in _CACHES if cache in parameters), None)
-        if taken and name and not any(f"{each}.".startswith(f"{name}.") for each in callers):
+        kind = type(module).__name__
+        if isinstance(module, _RECURRENT) and not f"{name}.".startswith(keepers):
             raise _refusal(
                 model,
-                f"{name} ({type(module).__name__}) takes {taken}: it keeps a cache of its own",
-                "attention as the only module with a cache",
+                f"{name} ({kind}) mixes tokens outside attention and recurrent modules",
+                "those as the only places where tokens see one another",
+            )
+        taken = cache_parameter(module)
+        if (
+            taken
+            and name
+            and name not in probe.idle
+            and not any(each.startswith(f"{name}.") for each in attending + keepers)
+        ):
+            raise _refusal(
+                model,
+                f"{name} ({kind}) takes {taken}: it keeps a cache of its own",
+                "attention and recurrent modules as the only ones with a cache",
             )
 
 

@@ -14,15 +14,12 @@ from torch import Tensor, nn
 
 from asyncllm.checkpoint.progress import Progress
 from asyncllm.checkpoint.reader import CheckpointReader
-from asyncllm.checkpoint.text_part import text_name
+from asyncllm.checkpoint.text_part import TextPart
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.formats.open_checkpoint import open_checkpoint
 from asyncllm.gpu.transformers_model.config import TransformersConfig
 from asyncllm.gpu.weights import DUMMY_SEED, STORED_DTYPES
-from asyncllm.logger import get_logger
 from asyncllm.validation import explain
-
-logger = get_logger(__name__)
 
 _COMPUTED = re.compile(r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 
@@ -51,24 +48,18 @@ def load_modules(
     Raises:
         ModelLoadError: a tensor that is missing, surplus or misshapen, by name.
     """
-    with closing(open_reader(model.path, dtype)) as reader:
-        tensors, sizes = {}, {}
+    reader = open_reader(model.path, dtype)
+    with closing(TextPart(reader, model.architecture) if model.is_text_part else reader) as reader:
+        tensors = {}
         _check_dtypes(reader, model)
-        for name in reader.tensors:
-            known = text_name(name) if model.is_text_part else name
-            if known is not None and not _COMPUTED.match(known):
-                tensors[known], sizes[known] = reader.tensor(name), reader.tensors[name].num_bytes
-        skipped = len(reader.tensors) - len(tensors)
-        if model.is_text_part:
-            logger.info(
-                "%s: the text part alone, without %d of %d tensors, which are of other towers",
-                model.architecture, skipped, len(reader.tensors),
-            )  # fmt: skip
+        loading = _Loading(sum(info.num_bytes for info in reader.tensors.values()), progress)
+        for name, info in reader.tensors.items():
+            if not _COMPUTED.match(name):
+                tensors[name] = reader.tensor(name)
+            loading.read(info.num_bytes)
         modules = _convert(model, tensors, dtype, attention, experts)
-        if progress is not None:
-            total = sum(sizes.values())
-            progress(total, total)
-        owner = Owner(device, tensors.values())
+        loading.num_bytes = sum(parameter.nbytes for parameter in modules.parameters())
+        owner = Owner(device, tensors.values(), loading)
         if device.type != "cpu":
             owner.take_all(modules)
         return modules, owner
@@ -79,8 +70,7 @@ def _check_dtypes(reader: CheckpointReader, model: TransformersConfig) -> None:
     such as one that is quantised and has no scales."""
     floats = {name for name, t in model.skeleton.state_dict().items() if t.is_floating_point()}
     for name, info in reader.tensors.items():
-        known = text_name(name) if model.is_text_part else name
-        if known in floats and info.dtype not in STORED_DTYPES:
+        if name in floats and info.dtype not in STORED_DTYPES:
             raise ModelLoadError(
                 f"{info.file}: tensor {name!r} is {info.dtype}, expected "
                 f"{' or '.join(STORED_DTYPES)}"
@@ -180,20 +170,62 @@ def _quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+class _Loading:
+    """Progress in bytes of the files: half of a tensor's when it is read, where a quantised one is
+    computed, and half when it becomes the engine's own, where a plain one is copied or packed.
+
+    Args:
+        total: bytes of the files.
+
+    Attributes:
+        num_bytes: of the model's parameters.
+    """
+
+    def __init__(self, total: int, progress: Progress | None) -> None:
+        self.total, self.progress, self.num_bytes = total, progress, 0
+        self._read = self._taken = 0
+
+    def read(self, num_bytes: int) -> None:
+        self._read += num_bytes
+        self._tell()
+
+    def take(self, num_bytes: int) -> None:
+        # What is taken again, as when it goes to a device first, counts once.
+        self._taken = min(self._taken + num_bytes, self.num_bytes)
+        self._tell()
+
+    def finish(self) -> None:
+        self._taken = self.num_bytes
+        self._tell()
+
+    def _tell(self) -> None:
+        if self.progress is not None:
+            taken = self.total * self._taken // self.num_bytes if self.num_bytes else 0
+            self.progress((self._read + taken) // 2, self.total)
+
+
 class Owner:
     """What makes tensors the engine's own: a copy of those that lie in a mapped file, which must
     not be read once the model runs, and all of them on the device.
 
     Args:
         mapped: tensors of files.
+        loading: is told of what is taken.
     """
 
-    def __init__(self, device: torch.device, mapped: Iterable[Tensor] = ()) -> None:
-        self.device = device
+    def __init__(
+        self,
+        device: torch.device,
+        mapped: Iterable[Tensor] = (),
+        loading: _Loading | None = None,
+    ) -> None:
+        self.device, self._loading = device, loading
         self._mapped = {tensor.untyped_storage().data_ptr() for tensor in mapped}
 
     def take(self, tensor: Tensor) -> Tensor:
         """The tensor, or its copy."""
+        if self._loading is not None:
+            self._loading.take(tensor.nbytes)
         if self.device.type != "cpu":
             return tensor.to(self.device)
         return tensor.clone() if tensor.untyped_storage().data_ptr() in self._mapped else tensor
@@ -204,6 +236,11 @@ class Owner:
             for tensor in (*module._parameters.values(), *module._buffers.values()):
                 if tensor is not None:
                     tensor.data = self.take(tensor.data)
+
+    def finish(self) -> None:
+        """Everything is taken."""
+        if self._loading is not None:
+            self._loading.finish()
 
 
 def tied_head(modules: Any) -> bool:

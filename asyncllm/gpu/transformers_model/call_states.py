@@ -1,0 +1,51 @@
+"""CallStates: the cache argument of one call of a recurrent module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+StateKey = tuple[Literal["conv", "recurrent"], int]
+"""Which of a module's states: its kind, and transformers' ``state_idx``."""
+
+
+class CallStates:
+    """The cache argument of one call of a module: transformers' interface of linear attention, on
+    the states of the call's rows, which are changed in place.
+
+    Attributes:
+        held: states ``[B, *shape]``.
+    """
+
+    def __init__(self, held: Mapping[StateKey, Tensor]) -> None:
+        self.held = held
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor:
+        return self.held["conv", state_idx]
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor:
+        return self.held["recurrent", state_idx]
+
+    def update_conv_state(
+        self,
+        conv_states: Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+    ) -> Tensor:
+        """The inputs with those before them ``[B, C, kernel + n]``; the last of them are kept."""
+        held = self.held["conv", state_idx]
+        whole = torch.cat((held, conv_states), dim=-1)
+        held.copy_(whole[..., -held.shape[-1] :])
+        return whole
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0
+    ) -> Tensor:
+        return self.held["recurrent", state_idx].copy_(recurrent_states)
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False

@@ -1,0 +1,257 @@
+"""probe_recurrent: what each recurrent module of a model keeps of a sequence, learned from calls on
+the meta device. Nothing is read from a list of model names."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from asyncllm.gpu.state_cache import StateSpec
+from asyncllm.gpu.transformers_model.call_states import CallStates, StateKey
+from asyncllm.validation import explain
+
+CACHES = ("cache_params", "past_key_values", "past_key_value", "layer_past", "state")
+"""Parameters of a forward method that take what a module keeps between steps."""
+
+_BATCH = 2
+_PROTOCOL = (
+    "transformers' interface of linear attention: get_conv_state, update_conv_state, "
+    "get_recurrent_state, update_recurrent_state"
+)
+
+
+def cache_parameter(module: nn.Module) -> str | None:
+    """The module's parameter that takes a cache."""
+    parameters = inspect.signature(module.forward).parameters
+    return next((name for name in CACHES if name in parameters), None)
+
+
+def cache_takers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The innermost modules that take a cache, as attention and recurrent ones do."""
+    found = [(name, module) for name, module in model.named_modules() if cache_parameter(module)]
+    names = [f"{name}." for name, _ in found]
+    return [
+        (name, module)
+        for name, module in found
+        if name and not any(other.startswith(f"{name}.") and other != f"{name}." for other in names)
+    ]
+
+
+@dataclass(slots=True, eq=False)
+class RecurrentCall:
+    """What a recurrent module asks of a cache, learned by ``probe_recurrent``.
+
+    Attributes:
+        module: name of the module.
+        kind: name of its class.
+        hidden, cache: names of its parameters that take tokens ``[B, n, H]`` and the cache.
+        states: that it keeps of a sequence.
+        flaw: why it cannot be computed in chunks and batches, and what is expected; None if it can.
+    """
+
+    module: str
+    kind: str
+    hidden: str
+    cache: str
+    states: dict[StateKey, StateSpec]
+    flaw: tuple[str, str] | None = None
+
+
+@dataclass(slots=True)
+class SeenCall:
+    """Arguments of a module's call in the probe's forward pass."""
+
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+    count: int = 1
+
+
+@dataclass(slots=True)
+class Watch:
+    """Keeps the calls of modules that take a cache, within its context."""
+
+    model: nn.Module
+    calls: dict[str, SeenCall] = field(default_factory=dict)
+    hooks: list[Any] = field(default_factory=list)
+
+    def __enter__(self) -> Watch:
+        self.hooks = [
+            module.register_forward_pre_hook(self._hook(name), with_kwargs=True)
+            for name, module in cache_takers(self.model)
+        ]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+    def _hook(self, name: str) -> Any:
+        def keep(module: nn.Module, args: Any, options: Any) -> None:
+            if name in self.calls:
+                self.calls[name].count += 1
+            else:
+                self.calls[name] = SeenCall(args, dict(options))
+
+        return keep
+
+
+class _Listener(CallStates):
+    """A cache without states that hears which ones a module keeps."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.is_touched = False
+        self.states: dict[StateKey, StateSpec] = {}
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Any:
+        self.is_touched = True
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Any:
+        self.is_touched = True
+
+    def update_conv_state(
+        self,
+        conv_states: Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+    ) -> Tensor:
+        if conv_kernel_size is None:
+            raise TypeError("update_conv_state without conv_kernel_size")
+        self._keep(("conv", state_idx), conv_states, (conv_states.shape[1], conv_kernel_size))
+        return conv_states
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0
+    ) -> Tensor:
+        self._keep(("recurrent", state_idx), recurrent_states, tuple(recurrent_states.shape[1:]))
+        return recurrent_states
+
+    def _keep(self, key: StateKey, state: Tensor, shape: tuple[int, ...]) -> None:
+        self.is_touched = True
+        dtype = None if state.dtype is torch.bfloat16 else state.dtype
+        self.states[key] = StateSpec(shape, dtype)
+
+    def __getattr__(self, name: str) -> Any:
+        self.__dict__["is_touched"] = True
+        raise AttributeError(f"{name} of its cache")
+
+    def __getitem__(self, index: Any) -> Any:
+        self.is_touched = True
+        raise TypeError("an item of its cache")
+
+
+def probe_recurrent(
+    model: nn.Module, watch: Watch, callers: list[str]
+) -> tuple[list[RecurrentCall], set[str]]:
+    """The modules that keep a state, in the order of their calls, and the names of those that are
+    given a cache and leave it alone.
+
+    Args:
+        model: on the meta device; those modules are cast to bfloat16, which tells a state in the
+            model's dtype from one that is always in float32.
+        callers: names of the modules that call attention.
+    """
+    found, idle = [], set()
+    for name, seen in watch.calls.items():
+        if not any(f"{caller}.".startswith(f"{name}.") for caller in callers):
+            call = _probe(model.get_submodule(name), name, seen)
+            if call is None:
+                idle.add(name)
+            else:
+                found.append(call)
+    return found, idle
+
+
+def _probe(module: nn.Module, name: str, seen: SeenCall) -> RecurrentCall | None:
+    """What the module keeps; None if it does not touch its cache."""
+    names, cache = list(inspect.signature(module.forward).parameters), cache_parameter(module)
+    assert cache is not None
+    call = RecurrentCall(name, type(module).__name__, names[0], cache, {})
+    listener = _Listener()
+    try:
+        with torch.enable_grad():
+            given = dict(zip(names, seen.args, strict=False)) | seen.options
+            module(**given | {cache: listener})
+            if not listener.is_touched:
+                return None
+            options = dict(seen.options)
+            hidden = seen.args[0] if seen.args else options.pop(call.hidden, None)
+            call.flaw = _bad_arguments(hidden, seen, call, names) or _bad_calls(
+                module.to(torch.bfloat16), call, hidden.detach().to(torch.bfloat16), options
+            )
+    except Exception as error:
+        if not listener.is_touched:
+            raise
+        call.flaw = f"asks its cache for more ({explain(error)})", _PROTOCOL
+    return call
+
+
+def _bad_arguments(
+    hidden: Any, seen: SeenCall, call: RecurrentCall, names: list[str]
+) -> tuple[str, str] | None:
+    """What is wrong with the calls that the model makes."""
+    if len(seen.args) > 1 or not isinstance(hidden, Tensor) or hidden.dim() != 3:
+        return "takes more than hidden states [B, n, H] by position", "those alone"
+    if seen.count != 1:
+        return f"is called {seen.count} times in a step", "one call"
+    for name in names[1:]:
+        if name != call.cache and isinstance(seen.options.get(name), Tensor):
+            return f"takes the tensor {name} of all tokens", "hidden states and a cache alone"
+    return None
+
+
+def _bad_calls(
+    module: nn.Module, call: RecurrentCall, chunk: Tensor, options: dict[str, Any]
+) -> tuple[str, str] | None:
+    """What is wrong with a chunk behind another, or with a batch of single tokens: the states that
+    they start from have to be in their results, and have to be changed."""
+    listener = _Listener()
+    options = {name: value for name, value in options.items() if not isinstance(value, Tensor)}
+    module(chunk, **options | {call.cache: listener})
+    call.states = listener.states
+    if not call.states:
+        return "updates no state of its cache", _PROTOCOL
+    token = chunk[:, :1].expand(_BATCH, -1, -1)
+    for what, tokens in ((f"a chunk of {chunk.shape[1]} tokens", chunk), ("single tokens", token)):
+        leaves = {
+            key: torch.empty(
+                (len(tokens), *spec.shape),
+                dtype=spec.dtype or torch.bfloat16,
+                device=tokens.device,
+                requires_grad=True,
+            )
+            for key, spec in call.states.items()
+        }
+        held = {key: leaf.clone() for key, leaf in leaves.items()}
+        versions = {key: state._version for key, state in held.items()}
+        out = module(tokens, **options | {call.cache: CallStates(held)})
+        if not isinstance(out, Tensor) or out.shape[:-1] != tokens.shape[:-1]:
+            return f"returns {type(out).__name__} for {what}", "hidden states [B, n, H]"
+        reached = set(_leaves(out))
+        for key, leaf in leaves.items():
+            if id(leaf) not in reached:
+                return f"computes {what} without its {key[0]} state", "states that go on"
+            if held[key]._version == versions[key]:
+                return f"leaves its {key[0]} state as it was behind {what}", "states that go on"
+    return None
+
+
+def _leaves(out: Tensor) -> Iterator[int]:
+    """Ids of the leaf tensors that a result was computed from."""
+    seen: set[Any] = set()
+    pending = [out.grad_fn]
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            yield id(variable)
+        pending += [following for following, _ in node.next_functions]

@@ -1,0 +1,316 @@
+"""Recurrent modules of transformers on the engine's state slots: rows, slots, failures, sizes."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from asyncllm import LLM, EngineConfig, InvalidRequestError, ModelLoadError
+from asyncllm.core.executor import StepOutOfMemoryError
+from asyncllm.errors import EngineError
+from asyncllm.gpu.build import build_model_runner
+from asyncllm.gpu.graph.decode_runner import DecodeRunner
+from asyncllm.gpu.memory import check_states
+from asyncllm.gpu.model_runner import ModelRunner
+from asyncllm.gpu.ops.torch_ops import TorchOps
+from asyncllm.gpu.state_cache import StateCache, StateSpec, slot_bytes
+from asyncllm.gpu.transformers_model import families
+from asyncllm.gpu.transformers_model.call_states import CallStates
+from asyncllm.gpu.transformers_model.config import TransformersConfig
+from asyncllm.gpu.transformers_model.recurrent import StateRows
+from tests.driver import Driver, Sequence
+from tests.families import NEMOTRON_H, TINY, make
+from tests.reference import Expected, Tally, compare, generate
+from tests.static_runner import CPU, LateStream, TraceRecorder, run_late
+
+SETTINGS: dict[str, Any] = {
+    "block_size": 4,
+    "num_blocks": 100,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 128,
+    "dtype": "float32",
+    "device": "cpu",
+    "num_threads": 1,
+    "attention_backend": "torch",
+}
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [100, 3, 9, 9, 41, 7, 200, 12, 13, 14, 15], [77], [90, 91]]
+OUTPUT = 8
+
+
+class Checkpoint:
+    """A tiny model, and its own outputs."""
+
+    def __init__(self, path: Path, family: str) -> None:
+        self.path = path
+        model = make(path, family)
+        self.expected: list[Expected] = [generate(model, prompt, OUTPUT) for prompt in PROMPTS]
+
+    def runner(self, **overrides: Any) -> ModelRunner:
+        model = TransformersConfig.from_directory(self.path)
+        return build_model_runner(EngineConfig(**SETTINGS | overrides), model)
+
+    def check(self, seqs: list[Sequence]) -> None:
+        tally = Tally()
+        for seq, expected in zip(seqs, self.expected, strict=True):
+            compare(seq, expected, tally)
+        assert tally.ties == 0
+
+
+@pytest.fixture(scope="module")
+def lfm2(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """Short convolutions."""
+    return Checkpoint(tmp_path_factory.mktemp("lfm2"), "Lfm2")
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """Short convolutions before a gated delta rule."""
+    return Checkpoint(tmp_path_factory.mktemp("qwen"), "Qwen3_5")
+
+
+def run_twice(checkpoint: Checkpoint, runner: ModelRunner, depth: int = 1) -> None:
+    """Decode rows beside prefill rows, prompts of a token among them; and again, in slots that
+    others have used, at other places."""
+    for order in ((0, 1, 2, 3), (2, 3, 1, 0)):
+        driver = Driver(runner)
+        seqs = [driver.add(prompt, OUTPUT) for prompt in PROMPTS]
+        driver.launch([(seqs[index], min(3, len(PROMPTS[index]))) for index in order[:2]])
+        driver.collect()
+        driver.run([seqs[index] for index in order], chunk=3, depth=depth)
+        checkpoint.check(seqs)
+
+
+# --- rows and slots ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_mixed_steps_in_used_slots(lfm2, depth):
+    run_twice(lfm2, lfm2.runner(async_scheduling=depth == 2), depth)
+
+
+def test_states_of_two_kinds(qwen):
+    runner = qwen.runner()
+    kernel, matrix = (64, 4), (4, 8, 8)
+    assert list(runner._state.decoder.states) == [
+        StateSpec(kernel),
+        StateSpec(matrix, torch.float32),
+        StateSpec(kernel),
+        StateSpec(matrix, torch.float32),
+    ]
+    assert [tuple(t.shape) for t in runner._state.cache.states.tensors[:2]] == [
+        (5, *kernel),
+        (5, *matrix),
+    ]
+    run_twice(qwen, runner)
+
+
+def test_a_state_keeps_its_own_dtype(qwen):
+    runner = qwen.runner(dtype="bfloat16")
+    dtypes = [tensor.dtype for tensor in runner._state.cache.states.tensors[:2]]
+    assert dtypes == [torch.bfloat16, torch.float32]
+    driver = Driver(runner)
+    seqs = [driver.add(prompt, 3) for prompt in PROMPTS]
+    driver.run(seqs, chunk=3)
+    assert all(len(seq.outputs) == 3 for seq in seqs)
+
+
+def test_the_static_step_on_a_late_device(lfm2):
+    """Graphs that bake everything in, two steps in flight, and padded rows."""
+    plain, recorder, stream = lfm2.runner(), TraceRecorder(), LateStream()
+    decoder, cache, info = plain._state.decoder, plain._state.cache, plain.info
+    decoder.ops = TorchOps()
+    info = replace(info, pipeline_depth=2)
+    decode = DecodeRunner(decoder, cache, info, recorder, (4,))
+    runner = run_late(ModelRunner(decoder, cache, info, stream=stream, decode=decode), stream)
+    run_twice(lfm2, runner, depth=2)
+    assert stream.most == 2
+    assert len(recorder.traces) == 1
+
+
+def _roll(rows: StateRows) -> StateRows:
+    slots = None if rows.slots is None else rows.slots.roll(1)
+    spans = [replace(span, slot=(span.slot + 1) % 4) if span.start else span for span in rows.spans]
+    return replace(rows, slots=slots, spans=spans)
+
+
+def _keep(rows: StateRows) -> StateRows:
+    return replace(
+        rows, is_fresh=None, spans=[replace(span, is_fresh=False) for span in rows.spans]
+    )
+
+
+def _clear(rows: StateRows) -> StateRows:
+    return replace(rows, spans=[replace(span, is_fresh=True) for span in rows.spans])
+
+
+MISTAKES = {"a neighbour's state": _roll, "a state not zeroed": _keep, "a state forgotten": _clear}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_seen(lfm2, monkeypatch, mistake):
+    of = StateRows.of
+    monkeypatch.setattr(StateRows, "of", lambda inputs: MISTAKES[mistake](of(inputs)))
+    with pytest.raises(AssertionError):
+        run_twice(lfm2, lfm2.runner())
+
+
+def test_a_state_that_is_no_number_stays_its_own(lfm2):
+    """It may come of a request that fails; the next one in its slot starts from zeros."""
+    runner = lfm2.runner()
+    for tensor in runner._state.cache.states.tensors:
+        tensor.fill_(torch.nan)
+    run_twice(lfm2, runner)
+
+
+# --- failures ------------------------------------------------------------------------------
+
+
+def test_a_failed_step_leaves_no_state_advanced(lfm2, monkeypatch):
+    """It failed behind the first recurrent layer, so that one state had taken the tokens in; what
+    was in flight or in a slot starts over."""
+    runner = lfm2.runner()
+    driver = Driver(runner)
+    seqs = [driver.add(prompt, OUTPUT) for prompt in PROMPTS]
+    for count in (1, 1, 0, 0):
+        live = [seq for seq in seqs if seq.known > seq.computed]
+        driver.launch([(seq, count) for seq in live])
+        driver.collect()
+    before = [tensor.clone() for tensor in runner._state.cache.states.tensors]
+    update = CallStates.get_conv_state
+
+    def fail(self, layer_idx, state_idx=0):
+        if layer_idx == 2:
+            raise MemoryError
+        return update(self, layer_idx, state_idx)
+
+    driver.launch([(seq, 0) for seq in seqs])
+    with monkeypatch.context() as patch:
+        patch.setattr(CallStates, "get_conv_state", fail)
+        with pytest.raises(StepOutOfMemoryError):
+            runner.collect()
+    changed = [
+        not torch.equal(*pair)
+        for pair in zip(before, runner._state.cache.states.tensors, strict=True)
+    ]
+    assert changed == [True, False]
+    runner.discard()
+    driver.in_flight.clear()
+    driver.batches.clear()
+    for seq in seqs:
+        seq.in_flight = 0
+        driver.release(seq)
+    driver.run(seqs, chunk=4)
+    lfm2.check(seqs)
+
+
+def test_the_engine_preempts_and_runs_ahead(lfm2):
+    settings = SETTINGS | {"num_blocks": 9, "async_scheduling": True, "max_num_batched_tokens": 9}
+    prompts = PROMPTS + PROMPTS[:2]
+    with LLM(lfm2.path, **settings, tokenizer=_tokenizer()) as llm:
+        found = llm.generate(prompts, temperature=0, max_tokens=OUTPUT, ignore_eos=True)
+        assert llm.stats().num_preemptions > 0
+        assert llm.stats().prefix_cache_hits == 0
+    expected = [each.tokens for each in lfm2.expected]
+    assert [list(one.token_ids) for one in found] == expected + expected[:2]
+
+
+def _tokenizer() -> Path:
+    import asyncllm
+
+    return Path(asyncllm.__file__).parent / "demo_model"
+
+
+# --- sizes and settings --------------------------------------------------------------------
+
+
+def test_prefix_caching_is_off_and_said(lfm2, caplog):
+    with caplog.at_level(logging.INFO, "asyncllm"):
+        runner = lfm2.runner(enable_prefix_caching=False)
+    size = runner._state.cache.states.num_bytes
+    assert f"recurrent states take {size} bytes, in a slot for each of max_num_seqs=4; " in (
+        caplog.text
+    )
+    with pytest.raises(InvalidRequestError) as caught:
+        lfm2.runner(enable_prefix_caching=True)
+    assert caught.value.param == "enable_prefix_caching"
+    assert "expected None or False: the model has recurrent layers" in str(caught.value)
+
+
+def test_bytes_of_states():
+    specs = [StateSpec((6, 4)), StateSpec((2, 8, 8), torch.float32)]
+    assert slot_bytes(specs, torch.bfloat16) == 6 * 4 * 2 + 2 * 8 * 8 * 4
+    cache = StateCache(specs, 3, torch.bfloat16, CPU)
+    assert cache.num_bytes == 4 * slot_bytes(specs, torch.bfloat16)
+    assert not any(tensor.any() for tensor in cache.tensors)
+
+
+def test_states_that_do_not_fit(monkeypatch):
+    monkeypatch.setattr("asyncllm.gpu.memory.available_memory", lambda: 10_000)
+    check_states(CPU, 9, 1000)
+    with pytest.raises(EngineError) as caught:
+        check_states(CPU, 10, 1000)
+    assert str(caught.value) == (
+        "max_num_seqs=10 needs 11000 bytes for recurrent states, 1000 a slot; 10000 are free "
+        "beside the weights: lower max_num_seqs to 9 at most"
+    )
+
+
+def test_states_are_taken_from_the_kv_cache(lfm2, monkeypatch):
+    runner = lfm2.runner()
+    reserved = []
+    monkeypatch.setattr(
+        "asyncllm.gpu.build.cpu_cache_bytes", lambda reserve: reserved.append(reserve) or 2**20
+    )
+    lfm2.runner(num_blocks=None)
+    assert reserved == [runner._state.cache.states.num_bytes]
+
+
+# --- rules ---------------------------------------------------------------------------------
+
+
+def refusal(path: Path, name: str, **settings: Any) -> str:
+    import transformers
+
+    getattr(transformers, name)(**TINY | settings).save_pretrained(path)
+    with pytest.raises(ModelLoadError) as caught:
+        build_model_runner(EngineConfig(**SETTINGS), TransformersConfig.from_directory(path))
+    return str(caught.value)
+
+
+def test_a_module_that_forgets_its_state_between_chunks(tmp_path):
+    settings = {"attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 2}
+    words = refusal(tmp_path, "JambaConfig", **settings)
+    assert (
+        "JambaForCausalLM: model.layers.0.mamba (JambaMambaMixer) computes a chunk of 3 tokens "
+        "without its recurrent state; expected states that go on. "
+    ) in words
+
+
+@pytest.mark.parametrize("low", [0.0, 0.001])
+def test_a_decode_that_differs_from_a_chunk(tmp_path, low):
+    """Nemotron-H's own decode step leaves out a bound of its chunks, ``time_step_min``: where that
+    has an effect, the result of a token would depend on how it was computed."""
+    make(tmp_path, "NemotronH", **NEMOTRON_H, time_step_min=low)
+    model = TransformersConfig.from_directory(tmp_path)
+    if not low:
+        runner = build_model_runner(EngineConfig(**SETTINGS), model)
+        assert len(runner._state.decoder.states) == 2
+        return
+    with pytest.raises(ModelLoadError, match="its log-probabilities differ by"):
+        build_model_runner(EngineConfig(**SETTINGS), model)
+
+
+def test_another_architecture_is_checked_when_it_is_loaded(lfm2, monkeypatch, caplog):
+    monkeypatch.setattr(families, "TESTED", {})
+    with caplog.at_level(logging.INFO, "asyncllm"):
+        lfm2.runner()
+    assert "is not among the tested architectures; in chunks and decode steps" in caplog.text
+    of = StateRows.of
+    monkeypatch.setattr(StateRows, "of", lambda inputs: _clear(of(inputs)))
+    with pytest.raises(ModelLoadError, match="its log-probabilities differ by"):
+        lfm2.runner()
