@@ -205,9 +205,12 @@ def _load(
     if device.type == "cuda":
         free_at_start = check_weights(config, device, weights_bytes(model, dtype))
     convert = quantisation(config, model, device, ops)
-    load = dummy_weights if config.load_format == "dummy" else load_weights
-    weights = load(model, dtype, device, progress)
-    return build_decoder(model, ops, attention, weights, convert), groups, free_at_start
+    if config.load_format == "dummy":
+        weights = dummy_weights(model, dtype, device, progress)
+    else:
+        takes = ops.takes if ops.schemes != {"plain"} else None
+        weights = load_weights(model, dtype, device, progress, takes=takes)
+    return build_decoder(model, ops, attention, weights, convert, dtype), groups, free_at_start
 
 
 def _load_transformers(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from asyncllm.checkpoint.model_config import ModelConfig
@@ -61,21 +63,23 @@ def build_decoder(
     model: ModelConfig,
     ops: TorchOps,
     attention: Mapping[AttentionKind, Attention],
-    weights: Iterable[tuple[str, Tensor]],
+    weights: Iterable[tuple[str, Tensor | LinearWeights]],
     convert: Callable[[LinearWeights], LinearWeights] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Decoder:
     """Builds the decoder that ``architectures.parameters`` describes.
 
     Args:
         attention: of each of ``attention_kinds``.
-        weights: ``(name, tensor)`` in the order of ``architectures.parameters``. Each is
-            taken over as it comes, so that a packing backend never holds two copies of more
-            than one of them.
+        weights: ``(name, tensor)`` in the order of ``architectures.parameters``, or a linear
+            layer's weights in a form that ``ops`` takes. Each is taken over as it comes, so that
+            a packing backend never holds two copies of more than one of them.
         convert: what becomes of the weights of every linear layer, the output head included,
             before ``ops`` takes them: a quantisation.
+        dtype: of the model, where the embedding does not say it because it is packed.
     """
     builder = _Builder(model, ops, attention, weights, convert)
-    embedding, lm_head = builder.embedding()
+    embedding, lm_head = builder.embedding(dtype)
     layers = [builder.layer(index) for index in range(model.num_layers)]
     norm = builder.norm("norm")
     lm_head = lm_head or builder.linear("lm_head")
@@ -92,18 +96,23 @@ class _Builder:
         model: ModelConfig,
         ops: TorchOps,
         attention: Mapping[AttentionKind, Attention],
-        weights: Iterable[tuple[str, Tensor]],
+        weights: Iterable[tuple[str, Tensor | LinearWeights]],
         convert: Callable[[LinearWeights], LinearWeights] | None,
     ) -> None:
         self.model, self.ops, self.attention, self.convert = model, ops, attention, convert
         self.weights = iter(weights)
         self.due = deque(parameter.name for parameter in parameters(model))
 
-    def take(self, name: str) -> Tensor:
-        found, tensor = next(self.weights)
+    def take_weights(self, name: str) -> Tensor | LinearWeights:
+        found, weights = next(self.weights)
         if not found == name == self.due.popleft():
             raise RuntimeError(f"weights out of order: {found} where {name} is due")
-        return tensor
+        return weights
+
+    def take(self, name: str) -> Tensor:
+        weights = self.take_weights(name)
+        assert isinstance(weights, Tensor)
+        return weights
 
     def take_if_due(self, name: str) -> Tensor | None:
         return self.take(name) if self.due[0] == name else None
@@ -113,25 +122,29 @@ class _Builder:
         for name, _ in self.weights:
             raise RuntimeError(f"weights left over: {name}")
 
-    def embedding(self) -> tuple[Embedding, Linear | None]:
+    def embedding(self, dtype: torch.dtype | None) -> tuple[Embedding, Linear | None]:
         """The embedding, and the output head where that is tied to it."""
-        values = self.take("embed.weight")
         if not self.model.tie_word_embeddings:
-            return self.ops.embedding(values), None
-        dtype, weights = values.dtype, LinearWeights(values)
-        del values
+            return self.ops.embedding(self.take("embed.weight")), None
+        weights = self.take_weights("embed.weight")
+        if isinstance(weights, Tensor):
+            dtype, weights = weights.dtype, LinearWeights(weights)
+        assert dtype is not None
         return self.ops.tied_embedding(self.convert(weights) if self.convert else weights, dtype)
 
     def norm(self, name: str) -> RMSNorm:
         return self.ops.rms_norm(self.take(f"{name}.weight"), self.model.rms_norm_eps)
 
     def linear(self, name: str) -> Linear:
-        values = self.take(f"{name}.weight")
+        weights = self.take_weights(f"{name}.weight")
         rest: dict[str, Any] = {}
         while self.due and self.due[0].startswith(f"{name}."):
             due = self.due[0]
             rest[due.removeprefix(f"{name}.")] = self.take(due)
-        weights = LinearWeights(values, **rest)
+        if isinstance(weights, Tensor):
+            weights = LinearWeights(weights, **rest)
+        else:
+            weights = replace(weights, **rest)
         return self.ops.linear(self.convert(weights) if self.convert else weights)
 
     def layer(self, index: int) -> DecoderLayer:

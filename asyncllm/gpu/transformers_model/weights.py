@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from asyncllm.checkpoint.progress import Progress
 from asyncllm.checkpoint.reader import CheckpointReader
 from asyncllm.errors import ModelLoadError
-from asyncllm.gpu.formats.open_checkpoint import open_checkpoint
+from asyncllm.gpu.formats.open_checkpoint import log_sizes, open_checkpoint
 from asyncllm.gpu.transformers_model.config import TransformersConfig
 from asyncllm.gpu.weights import DUMMY_SEED, STORED_DTYPES
 from asyncllm.logger import get_logger
@@ -69,6 +69,7 @@ def load_modules(
         if progress is not None:
             total = sum(sizes.values())
             progress(total, total)
+        log_sizes(model.path, reader, dtype)
         owner = Owner(device, tensors.values())
         if device.type != "cpu":
             owner.take_all(modules)

@@ -3,12 +3,13 @@ template <class P> struct pointee;
 template <class T> struct pointee<T*> { typedef T type; };
 #include "vector_math.h"
 #include "linear.h"
+#include "grouped.h"
 #include "rows.h"
 #include "attention.h"
 #include "logits_rows.h"
 
 #define KERNELS(name)                                                                     \
   {name,     W,        PANEL,         MAX_ROWS, TAKES_BFLOAT16 != 0, panel_elements,      \
-   pack,     widen_row, linear,       quantise, gather,              attention_scratch,   \
-   attention, merge,   rms_norm,      rope,     silu_mul,            reduce_chunks,       \
-   read_chunk}
+   pack,     widen_row, linear,       quantise, quantise_row_spans,  span_bytes,          \
+   pack_grouped, gather, attention_scratch, attention, merge,        rms_norm,            \
+   rope,     silu_mul, reduce_chunks, read_chunk}

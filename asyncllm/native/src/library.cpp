@@ -95,6 +95,23 @@ bool quantise_rows(Context* context, LinearTask* task, const void* x, int64_t st
   return true;
 }
 
+// x as integers of 8 bits in spans; false where there is no memory.
+bool quantise_spans(Context* context, LinearTask* task, const void* x, int64_t stride, int64_t m,
+                    int64_t k, int32_t dtype) {
+  int64_t spans = divide_up(k, SPAN), width = spans * SPAN;
+  if (!grow(&context->shared, &context->shared_bytes, m * (width + spans * sizeof(Span))))
+    return false;
+  int8_t* integers = static_cast<int8_t*>(context->shared);
+  Span* scales = reinterpret_cast<Span*>(integers + m * width);
+  share(context, m, m * k / 4, [&](int64_t row, int) {
+    const char* from = static_cast<const char*>(x) + row * stride * size_of(dtype);
+    context->kernels->quantise_spans(from, dtype, integers + row * width, scales + row * spans, k);
+  });
+  task->x8 = integers;
+  task->spans = scales;
+  return true;
+}
+
 // x as the kernels read it; false where there is no memory.
 bool prepare_rows(Context* context, LinearTask* task, const void* x, int64_t stride, int64_t m,
                   int64_t k, int32_t dtype) {
@@ -140,11 +157,14 @@ int32_t run_linear(Context* context, const Weights* weights, LinearTask task, co
                    int64_t x_stride, int64_t m, int32_t dtype, F&& f) {
   const PackedView& view = weights->view;
   const Kernels* kernels = context->kernels;
-  bool integers = view.dtype == DTYPE_I8;
-  if (weights->kernels != kernels || (!integers && dtype != view.dtype)) return STATUS_INVALID;
+  bool integers = view.dtype == DTYPE_I8, grouped = is_grouped(view.dtype);
+  if (weights->kernels != kernels || (!integers && !grouped && dtype != view.dtype))
+    return STATUS_INVALID;
   if (!is_matrix(x, dtype, m, view.k, x_stride)) return STATUS_INVALID;
   if (m == 0) return STATUS_OK;
-  if (integers) {
+  if (grouped) {
+    if (!quantise_spans(context, &task, x, x_stride, m, view.k, dtype)) return STATUS_NO_MEMORY;
+  } else if (integers) {
     if (!quantise_rows(context, &task, x, x_stride, m, view.k, dtype)) return STATUS_NO_MEMORY;
   } else if (kernels->takes_bfloat16 && dtype == DTYPE_BF16) {
     task.x16 = static_cast<const uint16_t*>(x);
@@ -215,7 +235,14 @@ API Weights* asyncllm_pack(Context* context, const void* values, int32_t dtype, 
   void* data = map_weights(weights->bytes, &weights->mapped);
   const float* own_scales = scales ? pad(scales, n, panels * kernels->panel) : nullptr;
   const float* own_bias = bias ? pad(bias, n, panels * kernels->panel) : nullptr;
-  weights->view = {data, own_scales, own_bias, n, k, elements, dtype};
+  weights->view = {};
+  weights->view.data = data;
+  weights->view.scales = own_scales;
+  weights->view.bias = own_bias;
+  weights->view.n = n;
+  weights->view.k = k;
+  weights->view.panel_elements = elements;
+  weights->view.dtype = dtype;
   if (!data || (scales && !own_scales) || (bias && !own_bias)) {
     asyncllm_free_weights(weights);
     return nullptr;
@@ -223,6 +250,45 @@ API Weights* asyncllm_pack(Context* context, const void* values, int32_t dtype, 
   PlainView plain = {values, n, k, row_stride, dtype};
   share(context, panels, n * k,
         [&](int64_t panel, int) { kernels->pack(plain, data, panel, panel + 1); });
+  return weights;
+}
+
+API Weights* asyncllm_pack_grouped(Context* context, const GroupedArgs* args) {
+  const GroupedArgs& a = *args;
+  if (!is_open(context) || !is_grouped(a.dtype) || a.n < 1 || a.k < 1 || a.group < SPAN ||
+      a.group % SPAN || !a.values || !a.scales || !is_dtype(a.scale_dtype) ||
+      a.row_bytes < (a.dtype == DTYPE_U4 ? divide_up(a.k, 2) : a.k))
+    return nullptr;
+  const Kernels* kernels = context->kernels;
+  Weights* weights = static_cast<Weights*>(calloc(1, sizeof(Weights)));
+  if (!weights) return nullptr;
+  int64_t panels = divide_up(a.n, kernels->panel), groups = divide_up(a.k, a.group);
+  int64_t panel_bytes = divide_up(a.k, SPAN) * kernels->span_bytes(a.dtype);
+  int64_t scales = panels * groups * kernels->panel;
+  int64_t scale_bytes = divide_up(scales * size_of(a.scale_dtype), CACHE_LINE) * CACHE_LINE;
+  weights->kernels = kernels;
+  weights->bytes = panels * panel_bytes + scale_bytes + (a.zeros ? scales : 0);
+  char* data = static_cast<char*>(map_weights(weights->bytes, &weights->mapped));
+  const float* own_bias = a.bias ? pad(a.bias, a.n, panels * kernels->panel) : nullptr;
+  PackedView& view = weights->view;
+  view.data = data;
+  view.bias = own_bias;
+  view.n = a.n;
+  view.k = a.k;
+  view.panel_elements = panel_bytes;
+  view.dtype = a.dtype;
+  view.scale_dtype = a.scale_dtype;
+  view.group = a.group;
+  view.groups = groups;
+  if (!data || (a.bias && !own_bias)) {
+    asyncllm_free_weights(weights);
+    return nullptr;
+  }
+  view.group_scales = data + panels * panel_bytes;
+  if (a.zeros)
+    view.zeros = reinterpret_cast<uint8_t*>(data + panels * panel_bytes + scale_bytes);
+  share(context, panels, a.n * a.k,
+        [&](int64_t panel, int) { kernels->pack_grouped(a, view, panel, panel + 1); });
   return weights;
 }
 
