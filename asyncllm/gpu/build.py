@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
@@ -39,8 +39,7 @@ from asyncllm.gpu.models.language_model import LanguageModel
 from asyncllm.gpu.models.layers import AttentionKind
 from asyncllm.gpu.ops.backend import AttentionRequest
 from asyncllm.gpu.ops.base import Attention
-from asyncllm.gpu.ops.linear_weights import LinearWeights
-from asyncllm.gpu.ops.quantise import quantise_int8
+from asyncllm.gpu.ops.quantise import CONVERSIONS, Conversion
 from asyncllm.gpu.ops.registry import make_attention, make_ops
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.profile import profile_run, recorded_bytes
@@ -289,8 +288,8 @@ def quantisation(
     model: ModelConfig | TransformersConfig,
     device: torch.device,
     ops: TorchOps,
-) -> Callable[[LinearWeights], LinearWeights] | None:
-    """What ``config.quantization`` makes of the weights of a linear layer; None for nothing.
+) -> Conversion | None:
+    """What ``config.quantization`` makes of the weights of linear layers; None for nothing.
 
     Raises:
         InvalidRequestError: the checkpoint is quantised already, or the device or its op set does
@@ -309,7 +308,7 @@ def quantisation(
             f'(attention_backend="native"), and this is {found}',
             param="quantization",
         )
-    return quantise_int8
+    return CONVERSIONS[name]
 
 
 def resolve_threads(

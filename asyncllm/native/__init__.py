@@ -293,9 +293,7 @@ class PackedWeights:
             scales: address of ``[n]`` float32, for weights of 8 bits.
             bias: address of ``[n]`` float32, or None.
         """
-        handle = context.functions.pack(
-            context.handle, values, dtype, n, k, stride, scales, bias
-        )
+        handle = context.functions.pack(context.handle, values, dtype, n, k, stride, scales, bias)
         return cls(context, handle, n, k)
 
     @classmethod

@@ -17,8 +17,8 @@ class Codes:
 
     Attributes:
         bits: of a code.
-        rows: ``(start, stop)`` to the codes ``[stop - start, in]`` of these rows: uint8 from 0 on, or
-            int8.
+        rows: ``(start, stop)`` to the codes ``[stop - start, in]`` of these rows: uint8 from 0
+            on, or int8.
         scales: ``[ceil(out / block[0]), ceil(in / block[1])]``.
         zeros: as ``scales``; None is 0.
         column_groups: ``[in]`` int64, the column of ``scales`` that each input has, where those are

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from asyncllm.gpu.ops.base import (
     block_layout,
 )
 from asyncllm.gpu.ops.linear_weights import LinearWeights
+from asyncllm.gpu.ops.quantise import Conversion
 from asyncllm.gpu.ops.torch_ops import TorchOps
 
 
@@ -64,7 +65,7 @@ def build_decoder(
     ops: TorchOps,
     attention: Mapping[AttentionKind, Attention],
     weights: Iterable[tuple[str, Tensor | LinearWeights]],
-    convert: Callable[[LinearWeights], LinearWeights] | None = None,
+    convert: Conversion | None = None,
     dtype: torch.dtype | None = None,
 ) -> Decoder:
     """Builds the decoder that ``architectures.parameters`` describes.
@@ -97,7 +98,7 @@ class _Builder:
         ops: TorchOps,
         attention: Mapping[AttentionKind, Attention],
         weights: Iterable[tuple[str, Tensor | LinearWeights]],
-        convert: Callable[[LinearWeights], LinearWeights] | None,
+        convert: Conversion | None,
     ) -> None:
         self.model, self.ops, self.attention, self.convert = model, ops, attention, convert
         self.weights = iter(weights)
@@ -130,7 +131,7 @@ class _Builder:
         if isinstance(weights, Tensor):
             dtype, weights = weights.dtype, LinearWeights(weights)
         assert dtype is not None
-        return self.ops.tied_embedding(self.convert(weights) if self.convert else weights, dtype)
+        return self.ops.tied_embedding(self._converted(weights, "lm_head"), dtype)
 
     def norm(self, name: str) -> RMSNorm:
         return self.ops.rms_norm(self.take(f"{name}.weight"), self.model.rms_norm_eps)
@@ -145,7 +146,12 @@ class _Builder:
             weights = LinearWeights(weights, **rest)
         else:
             weights = replace(weights, **rest)
-        return self.ops.linear(self.convert(weights) if self.convert else weights)
+        return self.ops.linear(self._converted(weights, name))
+
+    def _converted(self, weights: LinearWeights, name: str) -> LinearWeights:
+        if self.convert is None:
+            return weights
+        return (self.convert.head if name == "lm_head" else self.convert.linear)(weights)
 
     def layer(self, index: int) -> DecoderLayer:
         name, ops, kind = f"layers.{index}", self.ops, attention_kind(self.model, index)

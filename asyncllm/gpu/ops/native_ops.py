@@ -11,15 +11,16 @@ from torch import Tensor
 from asyncllm.gpu.ops.base import AttentionShape, Embedding, RMSNorm, RopeAndCache
 from asyncllm.gpu.ops.cpu_ops import CpuOps
 from asyncllm.gpu.ops.linear_weights import LinearWeights, QuantScheme, WeightForm
-from asyncllm.gpu.ops.native_weights import SPAN, pack, stored_as
 from asyncllm.gpu.ops.native_sampling import (
     NativeProcessLogits,
     NativeSample,
     NativeTopLogprobs,
 )
+from asyncllm.gpu.ops.native_weights import SPAN, pack, stored_as
 from asyncllm.gpu.ops.program import DTYPES
 from asyncllm.gpu.ops.recorder import Recorder
 from asyncllm.native import ARGS, Context, RopeArgs, fail
+
 
 def rows_of(x: Tensor, dtype: torch.dtype) -> Tensor:
     """``x [T, N]`` as the ops read it: on the CPU, of ``dtype``, each row contiguous.

@@ -60,7 +60,8 @@ def _pack_grouped(
     context: Context, weights: LinearWeights, stored: int, bias: Tensor | None
 ) -> PackedWeights:
     (n, k), scales, block = weights.shape, weights.scales, weights.scale_block
-    assert scales is not None and block is not None
+    assert scales is not None
+    assert block is not None
     # The kernels' codes have no sign: of 8 bits they are 128 above the values.
     offset = 128 if stored == UINT8 else 0
     values = weights.values.contiguous()

@@ -14,6 +14,7 @@ from asyncllm.gpu.kv_cache import KVGroup
 from asyncllm.gpu.models.layers import AttentionKind
 from asyncllm.gpu.ops.base import Attention, Linear, block_layout
 from asyncllm.gpu.ops.linear_weights import LinearWeights
+from asyncllm.gpu.ops.quantise import Conversion
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.transformers_model.attention import (
     PagedAttention,
@@ -28,8 +29,6 @@ from asyncllm.gpu.transformers_model.linear import OpEmbedding, OpExperts, OpLin
 from asyncllm.gpu.transformers_model.probe import Probe, probe
 from asyncllm.gpu.transformers_model.rules import check_calls, check_modules
 from asyncllm.gpu.transformers_model.weights import Owner, tied_head
-
-Convert = Callable[[LinearWeights], LinearWeights]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +77,7 @@ def build_transformers_decoder(
     modules: Any,
     owner: Owner,
     dtype: torch.dtype,
-    convert: Convert | None = None,
+    convert: Conversion | None = None,
 ) -> TransformersDecoder:
     """Puts the engine's parts in the place of transformers'.
 
@@ -93,14 +92,20 @@ def build_transformers_decoder(
         handler = PagedAttention(step, kind, attention[kind], call, index)
         set_handler(modules.get_submodule(call.module), handler)
 
+    head = modules.get_output_embeddings()
+
     def make(weights: LinearWeights) -> Linear:
-        return ops.linear(convert(weights) if convert else weights)
+        return ops.linear(convert.linear(weights) if convert else weights)
+
+    def make_head(weights: LinearWeights) -> Linear:
+        return ops.linear(convert.head(weights) if convert else weights)
 
     _share_head(modules, found, ops, owner, convert)
     for name in found.linears:
         linear = modules.get_submodule(name)
         if type(linear) is nn.Linear:
-            _replace(modules, name, OpLinear(_take(linear, make, owner), *_sizes(linear)))
+            own = make_head if linear is head else make
+            _replace(modules, name, OpLinear(_take(linear, own, owner), *_sizes(linear)))
     if experts_name(owner.device) == NAME:
         for name in found.experts:
             module = modules.get_submodule(name)
@@ -123,7 +128,7 @@ def _sizes(linear: nn.Linear) -> tuple[int, int]:
 
 
 def _share_head(
-    modules: Any, found: Probe, ops: TorchOps, owner: Owner, convert: Convert | None
+    modules: Any, found: Probe, ops: TorchOps, owner: Owner, convert: Conversion | None
 ) -> None:
     """An output head that is tied to the embedding shares its table, as far as the op set can."""
     head, embedding = modules.get_output_embeddings(), modules.get_input_embeddings()
@@ -134,7 +139,7 @@ def _share_head(
     head.weight.data = owner.take(head.weight.data)
     weights = LinearWeights(head.weight.detach(), bias, shared=True)
     dtype = weights.values.dtype
-    weights = convert(weights) if convert else weights
+    weights = convert.head(weights) if convert else weights
     if type(embedding) is nn.Embedding and bias is None:
         table, linear = ops.tied_embedding(weights, dtype)
         _replace(modules, names[embedding], OpEmbedding(table))
