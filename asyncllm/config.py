@@ -18,7 +18,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 SchedulingPolicy = Literal["fcfs", "priority", "deadline"]
 CudaGraphs = Literal["auto", "startup", "lazy", "off"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
-Quantization = Literal["int8"]
+Quantization = Literal["int8", "int4"]
 ModelImpl = Literal["auto", "native", "transformers"]
 StructuredOutputsBackend = Literal["auto", "llguidance", "xgrammar"]
 
@@ -83,7 +83,8 @@ class EngineConfig:
         seed: of the seeds that are drawn for requests without one; None draws them from the
             operating system.
         quantization: "int8" rounds the weights of linear layers to 8 bits while they are loaded,
-            with a scale per output channel; None computes with them as they are. On a CPU with
+            with a scale per output channel, "int4" to 4 bits with a scale for 32 inputs of one,
+            and the output head to 8; None computes with them as they are. On a CPU with
             native ops, from a checkpoint that is not quantised itself.
         load_format: "auto", "safetensors", or "dummy" for random weights.
         model_impl: "native" is the engine's own decoder, "transformers" transformers' modules with

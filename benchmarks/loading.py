@@ -1,10 +1,10 @@
 """Loading a checkpoint of each weight format: time, and memory beyond the weights that are held.
 
-python -m benchmarks.loading [--quick] [--only NAME,…] [--json FILE]
+python -m benchmarks.loading [--quick] [--only NAME,…] [--json FILE] [--keep {packed,plain}]
 
 Each is a Qwen3 of random bits, loaded in a process of its own into a bfloat16 model: its parameters
-are made and kept, and nothing else is. The files are in the page cache. CPU times are of one
-thread, so that what the machine does besides changes them little.
+are made and kept, packed where native ops take them so, and nothing else is. The files are in the
+page cache. CPU times are of one thread, so that what the machine does besides changes them little.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from torch import Tensor
 
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.gpu.models.architectures import parameters
+from asyncllm.gpu.ops.linear_weights import LinearWeights, WeightForm
+from asyncllm.gpu.ops.native_weights import stored_as
 from asyncllm.gpu.weights import load_weights
 from benchmarks.common import Report, options
 
@@ -202,8 +204,16 @@ class Peak:
         self.most = max(self.most, anonymous_bytes())
 
 
-def load(path: Path, dtype: str, threads: int) -> dict[str, float]:
-    """In a process of its own: seconds, bytes held, and the most held beside them."""
+def load(path: Path, dtype: str, threads: int, keep: str) -> dict[str, float]:
+    """In a process of its own: seconds, bytes held, and the most held beside them.
+
+    Args:
+        keep: "packed" keeps the forms that native ops take, "plain" dequantises all.
+    """
+
+    def takes(form: WeightForm) -> bool:
+        return keep == "packed" and stored_as(form) is not None
+
     torch.set_num_threads(threads)
     if path.is_file():
         # The tokenizer of a GGUF file imports it in every engine.
@@ -211,9 +221,11 @@ def load(path: Path, dtype: str, threads: int) -> dict[str, float]:
     model = ModelConfig.from_directory(path)
     start, cpu = time.perf_counter(), time.thread_time()
     with Peak() as peak:
-        held = list(load_weights(model, getattr(torch, dtype), torch.device("cpu")))
+        held = list(load_weights(model, getattr(torch, dtype), torch.device("cpu"), takes=takes))
     seconds, cpu = time.perf_counter() - start, time.thread_time() - cpu
-    num_bytes = sum(tensor.nbytes for _, tensor in held)
+    num_bytes = sum(
+        each.num_bytes if isinstance(each, LinearWeights) else each.nbytes for _, each in held
+    )
     return {
         "seconds": seconds,
         "cpu": cpu,
@@ -223,8 +235,8 @@ def load(path: Path, dtype: str, threads: int) -> dict[str, float]:
     }
 
 
-def measure(report: Report, name: str, path: Path, threads: int, repeats: int) -> None:
-    command = [sys.executable, "-m", "benchmarks.loading", "--load", str(path), str(threads)]
+def measure(report: Report, name: str, path: Path, threads: int, repeats: int, keep: str) -> None:
+    command = [sys.executable, "-m", "benchmarks.loading", "--load", str(path), str(threads), keep]
     runs = [json.loads(subprocess.check_output(command)) for _ in range(repeats)]
     best = min(runs, key=lambda run: run["seconds"])
     stored = sum(f.stat().st_size for f in ([path] if path.is_file() else path.glob("*.safe*")))
@@ -240,11 +252,12 @@ def measure(report: Report, name: str, path: Path, threads: int, repeats: int) -
 
 def main() -> None:
     if sys.argv[1:2] == ["--load"]:
-        print(json.dumps(load(Path(sys.argv[2]), "bfloat16", int(sys.argv[3]))))
+        print(json.dumps(load(Path(sys.argv[2]), "bfloat16", int(sys.argv[3]), sys.argv[4])))
         return
     parser = options(__doc__)
     parser.add_argument("--only", default="", help="names of formats, by commas")
     parser.add_argument("--num-threads", type=int, default=1)
+    parser.add_argument("--keep", choices=("packed", "plain"), default="packed")
     args = parser.parse_args()
     wanted = [name for name in args.only.split(",") if name]
     report = Report("loading", {"threads": str(args.num_threads)})
@@ -257,7 +270,8 @@ def main() -> None:
                 path = write_safetensors(path, *SAFETENSORS[name])
             else:
                 path = write_gguf(path, name)
-            measure(report, name, path, args.num_threads, 1 if args.quick else REPEATS)
+            repeats = 1 if args.quick else REPEATS
+            measure(report, name, path, args.num_threads, repeats, args.keep)
     report.write(args.json)
 
 

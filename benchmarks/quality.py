@@ -1,4 +1,5 @@
 """What a dtype or a quantisation costs the packaged model: logits, perplexity, held-out scores.
+With ``--wide``, what it costs the logits of random weights of the widths of a 0.6B model.
 
 Logits are compared with those of torch's ops in float32, on text that the training's generators
 write from a seed that the training did not have: their error is the root of the mean square of
@@ -10,9 +11,11 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -35,7 +38,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16", **NATIVE},
     "int8, float32 between": {"dtype": "float32", "quantization": "int8", **NATIVE},
     "int8, bfloat16 between": {"dtype": "bfloat16", "quantization": "int8", **NATIVE},
+    "int4, float32 between": {"dtype": "float32", "quantization": "int4", **NATIVE},
+    "int4, bfloat16 between": {"dtype": "bfloat16", "quantization": "int4", **NATIVE},
 }
+WIDE = {
+    "architectures": ["Qwen3ForCausalLM"], "hidden_size": 1024, "intermediate_size": 3072,
+    "num_hidden_layers": 8, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+    "vocab_size": 16384, "max_position_embeddings": 512, "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+}  # fmt: skip
+"""Of Qwen3-0.6B but for the layers, the vocabulary and the context."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +89,11 @@ def generators() -> None:
         sys.path.insert(0, folder)
 
 
-def teacher_forced_logits(found: list[Text], **settings: Any) -> list[Tensor]:
+def teacher_forced_logits(
+    found: list[Text], model: ModelConfig | None = None, **settings: Any
+) -> list[Tensor]:
     """Logits ``[tokens - 1, vocab_size]`` float32 of each text, in one step each."""
-    model = ModelConfig.from_directory(resolve_model(None))
+    model = model or ModelConfig.from_directory(resolve_model(None))
     config = EngineConfig(device="cpu", num_threads=2, num_blocks=64, max_num_seqs=1, **settings)
     runner = build_model_runner(config, model)
     state = runner._state
@@ -138,8 +152,34 @@ def examine(report: Report, name: str, count: int, **settings: Any) -> None:
     report.add(f"{name}: held-out items right", 100 * right / total, "%", f"of {total}")
 
 
+def compare_wide(report: Report) -> None:
+    """Logits of random weights on random tokens."""
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(WIDE))
+        model = ModelConfig.from_directory(Path(folder))
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, model.vocab_size, (4, 65), generator=generator).tolist()
+    found = [Text(own, torch.ones(64, dtype=torch.bool)) for own in ids]
+    expected = teacher_forced_logits(found, model, load_format="dummy", **REFERENCE)
+    report.section("256 random tokens, random weights of hidden size 1,024 in 8 layers")
+    for name, settings in VARIANTS.items():
+        logits = teacher_forced_logits(found, model, load_format="dummy", **settings)
+        error, same = logit_error(expected, logits)
+        report.add(f"{name}: error of the logits", 100 * error, "%")
+        report.add(f"{name}: the same most likely token", 100 * same, "%")
+
+
 def main() -> None:
-    arguments = options(__doc__).parse_args()
+    parser = options(__doc__)
+    parser.add_argument(
+        "--wide", action="store_true", help="random weights of a 0.6B model's widths"
+    )
+    arguments = parser.parse_args()
+    if arguments.wide:
+        report = Report("Quality by dtype and quantisation, random weights")
+        compare_wide(report)
+        report.write(arguments.json)
+        return
     found = texts(20_000 if arguments.quick else 200_000)
     report = Report("Quality by dtype and quantisation, packaged model")
     expected = teacher_forced_logits(found, **REFERENCE)

@@ -196,8 +196,8 @@ def test_experts_that_do_not_fit_are_refused(tmp_path, changes, words):
 def test_one_line_says_what_was_read_and_what_is_held(plain, tmp_path, caplog):
     repack(plain, tmp_path, CASES["ct-int"])
     with caplog.at_level(logging.INFO, logger="asyncllm"):
-        open_checkpoint(tmp_path, torch.bfloat16).close()
-        open_checkpoint(plain, torch.bfloat16).close()
+        for path in (tmp_path, plain):
+            list(load_weights(ModelConfig.from_directory(path), torch.bfloat16, CPU))
     (line,) = [record.getMessage() for record in caplog.records]
     stored = load_file(tmp_path / "model.safetensors")
     read = sum(tensor.nbytes for tensor in stored.values()) / 2**20
@@ -467,9 +467,12 @@ def test_a_hostile_header_is_refused(tmp_path, entry):
         assert "not a whole safetensors file" in refused(tmp_path)
 
 
-def test_quantising_a_quantised_checkpoint_is_refused(plain, tmp_path):
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantising_a_quantised_checkpoint_is_refused(plain, tmp_path, quantization):
     model = ModelConfig.from_directory(repack(plain, tmp_path, CASES["awq"]))
-    config = EngineConfig(quantization="int8")
-    with pytest.raises(InvalidRequestError, match=r"'int8'.*None: .*quantised already \(awq\)"):
+    config = EngineConfig(quantization=quantization)
+    with pytest.raises(
+        InvalidRequestError, match=rf"'{quantization}'.*None: .*quantised already \(awq\)"
+    ):
         quantisation(config, model, CPU, TorchOps())
     assert quantisation(EngineConfig(), model, CPU, TorchOps()) is None

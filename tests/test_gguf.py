@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import math
+import re
 import shutil
 import struct
 import sys
@@ -27,8 +28,10 @@ from asyncllm.checkpoint.gguf_file import GGML_TYPES, GGUFFile
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.checkpoint.model_files import resolve_model, resolve_tokenizer
 from asyncllm.errors import ModelLoadError
-from asyncllm.gpu.formats import gguf_reader
+from asyncllm.gpu.formats import reader as reader_module
 from asyncllm.gpu.formats.open_checkpoint import open_checkpoint
+from asyncllm.gpu.ops.linear_weights import LinearWeights
+from asyncllm.gpu.ops.native_weights import stored_as
 from asyncllm.gpu.weights import load_weights
 from asyncllm.text.template_input import TemplateInput
 from asyncllm.text.tokenizer import Tokenizer
@@ -36,6 +39,7 @@ from tests.checkpoints import make_checkpoint
 from tests.driver import Driver
 from tests.reference import Tally, compare, generate
 from tests.static_runner import make_decoder, make_runner
+from tests.test_int4 import dequantised
 
 gguf = pytest.importorskip("gguf", reason="the extra 'gguf' is not installed")
 from tests.gguf_files import ARCHITECTURES, TEMPLATE, write_gguf  # noqa: E402
@@ -84,7 +88,7 @@ def test_tensors_are_those_that_were_written(plain, tmp_path, monkeypatch, kind)
     """Rotated rows of q and k included, in slices of a few rows."""
     path = tmp_path / "model.gguf"
     meant, original = write(path, plain, kind), load_file(plain / "model.safetensors")
-    monkeypatch.setattr(gguf_reader, "SLICE_ELEMENTS", 700)
+    monkeypatch.setattr(reader_module, "SLICE_ELEMENTS", 700)
     for dtype in (torch.float32, torch.bfloat16):
         with closing(open_checkpoint(path, dtype)) as reader:
             assert set(reader.tensors) == set(meant)
@@ -327,7 +331,27 @@ def test_an_engine_serves_a_file(plain, tmp_path, caplog):
     assert again.usage.prompt_tokens > 5
     lines = [r.getMessage() for r in caplog.records if "dequantised" in r.getMessage()]
     assert len(lines) == 1
-    assert f"{path}: weights (gguf, F32, Q8_0) are dequantised to " in lines[0]
+    assert re.search(r": weights \(gguf, F32, Q8_0\) (are dequantised to|stay packed) ", lines[0])
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_1"])
+def test_blocks_of_a_scale_and_integers_stay_packed(plain, tmp_path, monkeypatch, kind):
+    """Rotated rows of q and k included; what has a minimum is dequantised."""
+    path = tmp_path / "model.gguf"
+    write(path, plain, kind)
+    monkeypatch.setattr(reader_module, "SLICE_ELEMENTS", 700)
+    model = ModelConfig.from_directory(path)
+    expected = dict(load_weights(model, torch.float32, CPU))
+    found = dict(
+        load_weights(model, torch.float32, CPU, takes=lambda form: stored_as(form) is not None)
+    )
+    packed = {name: each for name, each in found.items() if isinstance(each, LinearWeights)}
+    assert bool(packed) == (kind != "Q4_1")
+    for name, weights in packed.items():
+        assert (weights.scheme, weights.scale_block) == (f"int{kind[1]}", (1, 32))
+        torch.testing.assert_close(dequantised(weights).float(), expected[name], rtol=1e-6, atol=0)
+    tied = "embed.weight" in packed
+    assert tied == (model.tie_word_embeddings and kind != "Q4_1")
 
 
 def test_a_model_is_a_file_or_a_directory_with_one(plain, tmp_path):

@@ -23,7 +23,7 @@ from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.native_attention import NativeAttention
 from asyncllm.gpu.ops.native_ops import NativeOps
-from asyncllm.gpu.ops.quantise import quantise_int8
+from asyncllm.gpu.ops.quantise import quantise_int4, quantise_int8
 from asyncllm.gpu.threads import available_cpus
 from asyncllm.native import Library, NativeUnavailableError
 from asyncllm.native.build import FLAGS, SOURCES, UNITS, BuildError, build, find_compiler
@@ -186,15 +186,19 @@ def test_a_token_attends_alike_in_any_chunk_and_company(isa, dtype, window):
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("convert", [lambda weights: weights, quantise_int8])
+@pytest.mark.parametrize("convert", [lambda weights: weights, quantise_int8, quantise_int4])
 def test_a_row_of_a_linear_layer_is_its_own(isa, dtype, convert):
     """Bit by bit, for all numbers of rows, and on any number of threads."""
     generator = torch.Generator().manual_seed(6)
-    weight, bias = torch.randn(331, 257, generator=generator), torch.randn(331, generator=generator)
+    inputs = 258 if convert is quantise_int4 else 257
+    weight, bias = (
+        torch.randn(331, inputs, generator=generator),
+        torch.randn(331, generator=generator),
+    )
     bundle = convert(LinearWeights(weight.to(dtype), bias.to(dtype)))
     linear = NativeOps(context(1, isa)).linear(bundle)
     threaded = NativeOps(context(3, isa)).linear(bundle)
-    x = torch.randn(200, 257, generator=generator).to(dtype)
+    x = torch.randn(200, inputs, generator=generator).to(dtype)
     whole = linear(x)
     for rows in (*range(1, 20), 95, 200):
         for layer in (linear, threaded):
@@ -343,6 +347,7 @@ def test_not_a_number_stays_one():
             ops.silu_mul(x).sum(1),
             ops.linear(LinearWeights(torch.ones(40, 32)))(x).sum(1),
             ops.linear(quantise_int8(LinearWeights(torch.ones(40, 32))))(x).sum(1),
+            ops.linear(quantise_int4(LinearWeights(torch.ones(40, 32))))(x).sum(1),
         ):
             assert found.isnan().tolist() == [False, True, False], isa
         sequences = Sequences([9, 9], [1, 1], shape, torch.float32, 4, seed=2)

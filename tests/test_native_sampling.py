@@ -16,7 +16,7 @@ from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.ops.gumbel import NO_TOKEN_LEFT
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.native_ops import NativeOps
-from asyncllm.gpu.ops.quantise import quantise_int8
+from asyncllm.gpu.ops.quantise import quantise_int4, quantise_int8
 from asyncllm.gpu.sample.sampler import NOT_FINITE
 from asyncllm.sampling_params import SamplingParams
 from tests.driver import Driver
@@ -82,18 +82,18 @@ def test_a_token_is_its_rows_own_on_any_threads(isa, dtype):
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("convert", [lambda weights: weights, quantise_int8])
+@pytest.mark.parametrize("convert", [lambda weights: weights, quantise_int8, quantise_int4])
 def test_the_head_finds_the_first_of_its_largest_outputs(isa, dtype, convert):
     """As they are rounded: in bfloat16 many tie. Panels that hang over do not count."""
     generator = torch.Generator().manual_seed(3)
-    values = torch.randn(1003, 61, generator=generator).to(dtype)
+    values = torch.randn(1003, 62, generator=generator).to(dtype)
     values[900:] = values[:103]
     for bias in (torch.randn(1003, generator=generator).to(dtype), torch.full((1003,), -50.0)):
         bundle = convert(LinearWeights(values, bias.to(dtype)))
         for threads in (1, 3):
             linear = NativeOps(context(threads, isa)).make_linear(bundle)
             for rows in (0, 1, 2, 3, 5, 17, 100):
-                x = torch.randn(rows, 61, generator=generator).to(dtype)
+                x = torch.randn(rows, 62, generator=generator).to(dtype)
                 assert torch.equal(linear.argmax(x), linear(x).argmax(-1))
     x[3, 5], x[7] = torch.nan, 0.0
     found = linear.argmax(x)

@@ -1,4 +1,4 @@
-"""int8 weights: their error, exact sums, what refuses them, and what they cost the model."""
+"""int8 weights: their error and exact sums; for all quantisations, refusals and cost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asyncllm.gpu.build import quantisation
 from asyncllm.gpu.ops import quantise
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.native_ops import NativeOps
-from asyncllm.gpu.ops.quantise import quantise_int8
+from asyncllm.gpu.ops.quantise import CONVERSIONS, quantise_int8
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from benchmarks.quality import REFERENCE, logit_error, perplexity, teacher_forced_logits, texts
 from tests.native_library import context, isas
@@ -108,8 +108,9 @@ def test_a_tied_embedding_is_that_of_the_rounded_head():
         embedding(torch.tensor([1], dtype=torch.int32))
 
 
-def test_where_there_are_no_such_layers_it_is_refused():
-    config, none = EngineConfig(quantization="int8"), EngineConfig()
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_where_there_are_no_such_layers_it_is_refused(name):
+    config, none = EngineConfig(quantization=name), EngineConfig()
     for device, words in (("cuda:0", "device cuda:0"), ("cpu", "op set 'torch'")):
         with pytest.raises(InvalidRequestError, match=words) as caught:
             quantisation(config, PLAIN, torch.device(device), TorchOps())
@@ -117,8 +118,8 @@ def test_where_there_are_no_such_layers_it_is_refused():
         assert "expected None, or a CPU with native ops" in str(caught.value)
         assert quantisation(none, PLAIN, torch.device(device), TorchOps()) is None
     with (
-        pytest.raises(InvalidRequestError, match="quantization='int8'"),
-        LLM(device="cpu", attention_backend="torch", quantization="int8"),
+        pytest.raises(InvalidRequestError, match=f"quantization='{name}'"),
+        LLM(device="cpu", attention_backend="torch", quantization=name),
     ):
         pass
 
@@ -129,7 +130,11 @@ def test_the_packaged_model_hardly_changes():
     found = texts(3000)
     expected = teacher_forced_logits(found, **REFERENCE)
     plain = perplexity(found, expected)
-    for quantization, bounds in ((None, (0.0, 1e-4)), ("int8", (1e-4, 0.03))):
+    for quantization, bounds in (
+        (None, (0.0, 1e-4)),
+        ("int8", (1e-4, 0.03)),
+        ("int4", (0.03, 0.25)),
+    ):
         logits = teacher_forced_logits(
             found, dtype="float32", attention_backend="native", quantization=quantization
         )

@@ -28,7 +28,7 @@ from asyncllm.gpu.models.dense import attention_kinds, build_decoder, kv_groups
 from asyncllm.gpu.ops import recorder as recording
 from asyncllm.gpu.ops.native_attention import NativeAttention
 from asyncllm.gpu.ops.native_ops import NativeOps
-from asyncllm.gpu.ops.quantise import quantise_int8
+from asyncllm.gpu.ops.quantise import CONVERSIONS
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.profile import recorded_bytes
 from asyncllm.native import Context
@@ -55,7 +55,7 @@ PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8], [100], list(range(40, 70)), [7]
 
 def make_decoder(
     model: ModelConfig, dtype: torch.dtype = torch.float32, *, isa: str = ISAS[0] if ISAS else "",
-    int8: bool = False, threads: int = 2,
+    quantised: str | None = None, threads: int = 2,
 ) -> Decoder:  # fmt: skip
     generator = torch.Generator().manual_seed(3)
 
@@ -70,7 +70,7 @@ def make_decoder(
 
     own = context(threads, isa)
     attention = {kind: NativeAttention(own, kind.shape, dtype) for kind in attention_kinds(model)}
-    convert = quantise_int8 if int8 else None
+    convert = CONVERSIONS.get(quantised)
     decoder = build_decoder(model, NativeOps(own), attention, weights(), convert)
     decoder.set_max_positions(96)
     return decoder
@@ -150,16 +150,16 @@ def check_equal(
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("int8", [False, True])
-def test_a_program_computes_what_its_ops_do(model, int8):
-    check_equal(make_decoder(MODELS[model], int8=int8), (0, 5))
+@pytest.mark.parametrize("quantised", [None, *CONVERSIONS])
+def test_a_program_computes_what_its_ops_do(model, quantised):
+    check_equal(make_decoder(MODELS[model], quantised=quantised), (0, 5))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("isa", ISAS)
 def test_in_every_dtype_on_every_instruction_set(dtype, isa):
-    for int8, model in ((False, "windows"), (True, "windows"), (False, "tied")):
-        check_equal(make_decoder(MODELS[model], dtype, isa=isa, int8=int8), (7,))
+    for quantised, model in (*((q, "windows") for q in (None, *CONVERSIONS)), (None, "tied")):
+        check_equal(make_decoder(MODELS[model], dtype, isa=isa, quantised=quantised), (7,))
 
 
 def test_with_one_token_a_step():

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from asyncllm.gpu.formats.codes import Codes
+
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
@@ -32,6 +34,17 @@ class CheckpointReader(Protocol):
     them a model needs, and what it makes of them, is the loader's business."""
 
     @property
+    def label(self) -> str:
+        """Names the quantisation with its numbers; empty for a plain checkpoint."""
+        ...
+
+    @property
+    def ignored(self) -> str:
+        """What the quantisation says of activations and the KV cache, which are kept in the
+        model's dtype; empty for nothing."""
+        ...
+
+    @property
     def tensors(self) -> Mapping[str, TensorInfo]:
         """All tensors of the checkpoint by name."""
         ...
@@ -47,6 +60,11 @@ class CheckpointReader(Protocol):
     def slices(self, name: str) -> Iterator[Tensor]:
         """The tensor in consecutive slices of its first dimension, each as from ``tensor``: one
         that is computed is made in small ones, so that it is never held whole beside its copy."""
+        ...
+
+    def codes(self, name: str) -> Codes | None:
+        """The integers and scales that a quantised tensor is stored as; None for one that is
+        stored as floating point numbers, or in another way."""
         ...
 
     def close(self) -> None:

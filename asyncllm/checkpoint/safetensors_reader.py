@@ -16,6 +16,8 @@ from asyncllm.errors import ModelLoadError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from asyncllm.gpu.formats.codes import Codes
+
 
 class SafetensorsReader:
     """CheckpointReader for the safetensors files of a model directory, which it maps.
@@ -23,6 +25,8 @@ class SafetensorsReader:
     Raises:
         ModelLoadError: a file is missing or damaged, or two have a tensor of the same name.
     """
+
+    label = ignored = ""
 
     def __init__(self, directory: Path) -> None:
         self.tensors: dict[str, TensorInfo] = {}
@@ -59,6 +63,9 @@ class SafetensorsReader:
     def slices(self, name: str) -> Iterator[Tensor]:
         """The mapped tensor as one slice."""
         yield self.tensor(name)
+
+    def codes(self, name: str) -> Codes | None:
+        return None
 
     def close(self) -> None:
         self._files.clear()

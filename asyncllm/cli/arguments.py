@@ -29,7 +29,7 @@ _ENGINE_OPTIONS: tuple[_Option, ...] = (
     ("max_num_batched_tokens", int, "N", "token budget of a step"),
     ("kv_cache_memory", str, "SIZE", 'bytes, or text as "4GiB"'),
     ("num_threads", int, "N", "CPU threads of the model"),
-    ("quantization", str, "NAME", "int8, with native ops on a CPU"),
+    ("quantization", str, "NAME", "int8 or int4, with native ops on a CPU"),
     ("load_format", str, "NAME", "auto, safetensors, or dummy for random weights"),
 )
 _MAX_COUNT = 1_000_000

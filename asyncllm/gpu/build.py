@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
@@ -45,8 +45,7 @@ from asyncllm.gpu.models.language_model import LanguageModel
 from asyncllm.gpu.models.layers import AttentionKind
 from asyncllm.gpu.ops.backend import AttentionRequest
 from asyncllm.gpu.ops.base import Attention, AttentionShape
-from asyncllm.gpu.ops.linear_weights import LinearWeights
-from asyncllm.gpu.ops.quantise import quantise_int8
+from asyncllm.gpu.ops.quantise import CONVERSIONS, Conversion
 from asyncllm.gpu.ops.registry import make_attention, make_ops
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.profile import profile_run, recorded_bytes
@@ -248,9 +247,12 @@ def _load(
     if device.type == "cuda":
         free_at_start = check_weights(config, device, weights_bytes(model, dtype))
     convert = quantisation(config, model, device, ops)
-    load = dummy_weights if config.load_format == "dummy" else load_weights
-    weights = load(model, dtype, device, progress)
-    return build_decoder(model, ops, attention, weights, convert), groups, free_at_start
+    if config.load_format == "dummy":
+        weights = dummy_weights(model, dtype, device, progress)
+    else:
+        takes = ops.takes if ops.schemes != {"plain"} else None
+        weights = load_weights(model, dtype, device, progress, takes=takes)
+    return build_decoder(model, ops, attention, weights, convert, dtype), groups, free_at_start
 
 
 def _load_transformers(
@@ -334,8 +336,8 @@ def quantisation(
     model: ModelConfig | TransformersConfig,
     device: torch.device,
     ops: TorchOps,
-) -> Callable[[LinearWeights], LinearWeights] | None:
-    """What ``config.quantization`` makes of the weights of a linear layer; None for nothing.
+) -> Conversion | None:
+    """What ``config.quantization`` makes of the weights of linear layers; None for nothing.
 
     Raises:
         InvalidRequestError: the checkpoint is quantised already, or the device or its op set does
@@ -354,7 +356,7 @@ def quantisation(
             f'(attention_backend="native"), and this is {found}',
             param="quantization",
         )
-    return quantise_int8
+    return CONVERSIONS[name]
 
 
 def resolve_threads(

@@ -15,9 +15,11 @@ from asyncllm.checkpoint.progress import Progress
 from asyncllm.checkpoint.reader import CheckpointReader
 from asyncllm.checkpoint.text_part import TextPart
 from asyncllm.errors import ModelLoadError
-from asyncllm.gpu.formats.open_checkpoint import open_checkpoint
+from asyncllm.gpu.formats.open_checkpoint import PackedSizes, log_sizes, open_checkpoint
 from asyncllm.gpu.models.architectures import is_unused, parameters, sum_parameters
 from asyncllm.gpu.models.parameter import Parameter
+from asyncllm.gpu.ops.linear_weights import LinearWeights, WeightForm
+from asyncllm.gpu.packed_weights import packed_weights
 from asyncllm.gpu.weight_upload import PinnedUploader
 
 DUMMY_SEED = 0
@@ -33,7 +35,8 @@ def load_weights(
     progress: Progress | None = None,
     staging: PinnedUploader | None = None,
     open_reader: Callable[[Path, torch.dtype], CheckpointReader] = open_checkpoint,
-) -> Iterator[tuple[str, Tensor]]:
+    takes: Callable[[WeightForm], bool] | None = None,
+) -> Iterator[tuple[str, Tensor | LinearWeights]]:
     """Parameters of the decoder from a checkpoint, in the order of ``parameters``.
 
     Each parameter is allocated once, and its checkpoint tensors are copied and converted into
@@ -46,6 +49,8 @@ def load_weights(
         staging: how copies get to the device; None is directly on a CPU, and through pinned
             buffers to a GPU.
         open_reader: makes the reader of the files in ``model.path``, of plain tensors.
+        takes: whether linear layers compute with weights of a form, which are then yielded as the
+            checkpoint stores them, on the CPU; None dequantises all.
 
     Raises:
         ModelLoadError: naming the file, the tensor, and the expected and the found shape.
@@ -58,7 +63,19 @@ def load_weights(
             staging = PinnedUploader(device)
         tensors = reader.tensors
         done, num_bytes = 0, sum(tensors[name].num_bytes for p in wanted for name, _ in p.parts)
+        packed = PackedSizes()
         for parameter in wanted:
+            bundle = None
+            if takes is not None and _is_linear(parameter, model):
+                parts = [reader.codes(name) for name, _ in parameter.parts]
+                bundle = packed_weights(parts, takes)
+            if bundle is not None:
+                packed.add(bundle)
+                done += sum(tensors[name].num_bytes for name, _ in parameter.parts)
+                if progress is not None:
+                    progress(done, num_bytes)
+                yield parameter.name, bundle
+                continue
             target = _allocate(parameter, dtype, device)
             row = 0
             for name, rows in parameter.parts:
@@ -71,6 +88,16 @@ def load_weights(
             yield parameter.name, target
         if staging is not None:
             staging.finish()
+        log_sizes(model.path, reader, dtype, packed)
+
+
+def _is_linear(parameter: Parameter, model: ModelConfig) -> bool:
+    """Whether a parameter is the weight of a linear layer, or of an embedding that a head is tied
+    to, in rows as the checkpoint has them. A router's is not: it is computed as it is."""
+    if parameter.name == "embed.weight":
+        return model.tie_word_embeddings
+    as_rows = len(parameter.shape) == 2 and parameter.layout is None
+    return as_rows and not parameter.name.endswith(".router.weight")
 
 
 def _copy(slices: Iterable[Tensor], target: Tensor, staging: PinnedUploader | None) -> None:

@@ -126,6 +126,15 @@ class ExpertsArgs(ctypes.Structure):
     )
 
 
+class GroupedArgs(ctypes.Structure):
+    """``GroupedArgs`` of the interface."""
+
+    _fields_ = _fields(
+        (_P, "values"), (_I, "n k row_bytes group"), (_P, "scales zeros bias"),
+        (_N, "dtype scale_dtype"),
+    )  # fmt: skip
+
+
 _ROWS = "lines starts counts table"
 _FIELDS: dict[str, list[tuple[str, Any]]] = {
     "tokens": _fields(
@@ -202,6 +211,7 @@ _SIGNATURES = {
     "close": (None, [_P]),
     "isa": (c_char_p, [_P]),
     "pack": (_P, [_P, _P, _N, _I, _I, _I, _P, _P]),
+    "pack_grouped": (_P, [_P, POINTER(GroupedArgs)]),
     "free_weights": (None, [_P]),
     "weights_bytes": (_I, [_P]),
     "linear": (_N, [_P, _P, _P, _I, _P, _I, _I, _N]),
@@ -305,25 +315,39 @@ class PackedWeights:
     """Weights in the layout of a context's kernels.
 
     Args:
-        values: address of ``[n, k]``, rows ``stride`` elements apart.
-        dtype: ``DType`` of the interface.
-        scales: address of ``[n]`` float32, for weights of 8 bits.
-        bias: address of ``[n]`` float32, or None.
+        handle: from ``pack`` or ``pack_grouped`` of the context's library, 0 where it failed.
 
     Raises:
         MemoryError: they do not fit.
     """
 
-    def __init__(
-        self, context: Context, values: int, dtype: int, n: int, k: int, stride: int,
-        scales: int | None, bias: int | None,
-    ) -> None:  # fmt: skip
-        library = context.functions
-        self.handle = library.pack(context.handle, values, dtype, n, k, stride, scales, bias)
-        if not self.handle:
+    def __init__(self, context: Context, handle: int | None, n: int, k: int) -> None:
+        if not handle:
             raise MemoryError(f"weights of {n} x {k} cannot be packed")
-        self.num_bytes: int = library.weights_bytes(self.handle)
-        weakref.finalize(self, library.free_weights, self.handle).atexit = False
+        library, self.handle = context.functions, handle
+        self.num_bytes: int = library.weights_bytes(handle)
+        weakref.finalize(self, library.free_weights, handle).atexit = False
+
+    @classmethod
+    def plain(
+        cls, context: Context, values: int, dtype: int, n: int, k: int, stride: int,
+        scales: int | None, bias: int | None,
+    ) -> PackedWeights:  # fmt: skip
+        """Of elements, or integers of 8 bits with a scale per output.
+
+        Args:
+            values: address of ``[n, k]``, rows ``stride`` elements apart.
+            dtype: ``DType`` of the interface.
+            scales: address of ``[n]`` float32, for weights of 8 bits.
+            bias: address of ``[n]`` float32, or None.
+        """
+        handle = context.functions.pack(context.handle, values, dtype, n, k, stride, scales, bias)
+        return cls(context, handle, n, k)
+
+    @classmethod
+    def grouped(cls, context: Context, args: GroupedArgs) -> PackedWeights:
+        """Of integers with a scale per output and group of inputs."""
+        return cls(context, context.functions.pack_grouped(context.handle, args), args.n, args.k)
 
 
 def fail(op: str, status: int) -> NoReturn:

@@ -93,6 +93,7 @@ def build(
     defines += [f"-DASYNCLLM_{name.upper()}" for name in sets]
     sources: dict[str, Sequence[str]] = {
         "library": defines,
+        "weights": [],
         "sequences": [],
         "memory": [],
         "routing": [],

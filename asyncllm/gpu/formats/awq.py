@@ -13,13 +13,13 @@ from asyncllm.gpu.formats.base import (
     SCALE_DTYPES,
     PackedTensor,
     PartsOf,
-    Rows,
     group_size,
     modules,
     refuse_unknown,
     stems,
     unpack,
 )
+from asyncllm.gpu.formats.codes import Codes
 
 _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """Which nibble of its word each of 8 outputs is in (AutoAWQ, ``WQLinear_GEMM``): the order in
@@ -71,15 +71,12 @@ class Awq:
     def is_ignored(self, name: str) -> bool:
         return False
 
-    def rows(self, tensor: PackedTensor, parts: Mapping[str, Tensor]) -> Rows:
-        qweight, qzeros, scales = parts["qweight"], parts["qzeros"], parts["scales"]
-        inputs, groups, order = qweight.shape[0], scales.shape[0], torch.tensor(_PLACES)
+    def read(self, tensor: PackedTensor, parts: Mapping[str, Tensor]) -> Codes:
+        qweight, scales = parts["qweight"], parts["scales"]
+        order, group = torch.tensor(_PLACES), tensor.shape[1] // scales.shape[0]
+        zeros = unpack(parts["qzeros"], 4, 1, order).T
 
         def rows(start: int, stop: int) -> Tensor:
-            words = slice(start // 8, stop // 8)
-            values = unpack(qweight[:, words], 4, 1, order).view(groups, inputs // groups, -1)
-            zeros = unpack(qzeros[:, words], 4, 1, order).float()
-            weight = values.float().sub_(zeros.unsqueeze(1))
-            return weight.mul_(scales[:, None, start:stop].float()).view(inputs, -1).T
+            return unpack(qweight[:, start // 8 : stop // 8], 4, 1, order).T
 
-        return rows
+        return Codes(4, tensor.shape, rows, scales.T, (1, group), zeros, step=8)

@@ -12,6 +12,7 @@ from torch import Tensor
 from asyncllm.checkpoint.config_file import ConfigFile
 from asyncllm.checkpoint.reader import CheckpointReader, TensorInfo
 from asyncllm.errors import ModelLoadError
+from asyncllm.gpu.formats.codes import Codes
 
 SCALE_DTYPES = ("F32", "BF16", "F16")
 
@@ -61,8 +62,8 @@ class WeightFormat(Protocol):
         """Whether a tensor of the checkpoint has to do with activations or the KV cache only."""
         ...
 
-    def rows(self, tensor: PackedTensor, parts: Mapping[str, Tensor]) -> Rows:
-        """The dequantised rows of a tensor.
+    def read(self, tensor: PackedTensor, parts: Mapping[str, Tensor]) -> Codes | Rows:
+        """The integers that a tensor is stored as, or the dequantised rows of one of floats.
 
         Raises:
             ModelLoadError: values within the parts that contradict their shapes.
@@ -189,20 +190,3 @@ def unpack(words: Tensor, bits: int, dim: int, order: Tensor | None = None) -> T
     if order is not None:
         values = values[:, :, order]
     return values.transpose(1, 2).flatten(0, 1) if dim == 0 else values.flatten(1)
-
-
-def spread(grid: Tensor, block: tuple[int, int], start: int, stop: int, columns: int) -> Tensor:
-    """The entries of ``grid``, one per block of rows and columns, over single elements.
-
-    Args:
-        grid: ``[ceil(rows / block[0]), ceil(columns / block[1])]``.
-
-    Returns:
-        float32 ``[stop - start, columns]``, or what broadcasts to it.
-    """
-    part = grid.float()
-    if part.shape[0] > 1:
-        part = part[torch.arange(start, stop) // block[0]]
-    if part.shape[1] > 1:
-        part = part.repeat_interleave(block[1], dim=1)[:, :columns]
-    return part

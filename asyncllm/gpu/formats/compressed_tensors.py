@@ -20,10 +20,11 @@ from asyncllm.gpu.formats.base import (
     Rows,
     modules,
     refuse_unknown,
-    spread,
     stems,
     unpack,
 )
+from asyncllm.gpu.formats.codes import Codes
+from asyncllm.gpu.formats.fp8 import scaled_rows
 
 _KNOWN = (
     "quant_method config_groups format quantization_status global_compression_ratio ignore "
@@ -151,33 +152,25 @@ class CompressedTensors:
     def is_ignored(self, name: str) -> bool:
         return _PARTS_OF_ACTIVATIONS.match(name) is not None
 
-    def rows(self, tensor: PackedTensor, parts: Mapping[str, Tensor]) -> Rows:
+    def read(self, tensor: PackedTensor, parts: Mapping[str, Tensor]) -> Codes | Rows:
         scheme = self._match(tensor.name.removesuffix(".weight"))
         assert scheme is not None
         columns = tensor.shape[1]
-        block = scheme.block or (tensor.shape[0], columns)
+        block = scheme.block or tensor.shape
         block = (block[0], block[1] or columns)
         scale = parts["weight_scale"].reshape(-1, 1 if scheme.block is None else _width(parts))
+        if scheme.is_float:
+            return scaled_rows(parts["weight"], scale, block)
         offset = _offsets(scheme, parts, scale)
         order = _groups(tensor, parts, scale.shape[1])
-        values = parts.get("weight_packed", parts.get("weight"))
-        assert values is not None
-
-        def over(grid: Tensor, start: int, stop: int) -> Tensor:
-            if order is None:
-                return spread(grid, block, start, stop, columns)
-            return grid[start:stop].float()[:, order]
 
         def rows(start: int, stop: int) -> Tensor:
-            part = values[start:stop]
-            if "weight_packed" in parts:
-                part = unpack(part, scheme.bits, 1)[:, :columns]
-            part = part.float()
-            if offset is not None:
-                part -= over(offset, start, stop)
-            return part.mul_(over(scale, start, stop))
+            if "weight" in parts:
+                return parts["weight"][start:stop]
+            return unpack(parts["weight_packed"][start:stop], scheme.bits, 1)[:, :columns]
 
-        return rows
+        signed = "weight" in parts
+        return Codes(scheme.bits, tensor.shape, rows, scale, block, offset, order, signed)
 
     def _scheme_of(self, reader: CheckpointReader, name: str) -> Scheme:
         module = name.rpartition(".")[0]

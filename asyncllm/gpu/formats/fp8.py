@@ -16,9 +16,9 @@ from asyncllm.gpu.formats.base import (
     Rows,
     modules,
     refuse_unknown,
-    spread,
     stems,
 )
+from asyncllm.gpu.formats.codes import spread
 
 _SCALES = ("weight_scale_inv", "weight_scale")
 """Both are factors of the weight, what the first is called notwithstanding."""
@@ -75,7 +75,7 @@ class Fp8:
     def is_ignored(self, name: str) -> bool:
         return name.endswith((".input_scale", ".input_scale_ub", ".k_scale", ".v_scale"))
 
-    def rows(self, tensor: PackedTensor, parts: Mapping[str, Tensor]) -> Rows:
+    def read(self, tensor: PackedTensor, parts: Mapping[str, Tensor]) -> Rows:
         weight = parts["weight"]
         scale = next(parts[suffix] for suffix in _SCALES if suffix in parts)
         return scaled_rows(weight, scale, self.block)

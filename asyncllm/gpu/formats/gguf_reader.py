@@ -15,7 +15,8 @@ from asyncllm.checkpoint.gguf_config import gguf_config, is_quantised
 from asyncllm.checkpoint.gguf_file import GGML_TYPES, PLAIN_TYPES, GGUFFile, GGUFTensor
 from asyncllm.checkpoint.reader import TensorInfo
 from asyncllm.errors import ModelLoadError
-from asyncllm.gpu.formats.reader import DTYPE_NAMES, SLICE_ELEMENTS, joined
+from asyncllm.gpu.formats.codes import Codes
+from asyncllm.gpu.formats.reader import DTYPE_NAMES, joined, row_ranges
 
 _NAMES = {
     "token_embd": "model.embed_tokens",
@@ -47,6 +48,9 @@ COMPUTED = ("rope_freqs.weight",)
 class GGUFReader:
     """CheckpointReader of a GGUF file, which it maps.
 
+    Attributes:
+        label: of a file with quantised tensors.
+
     Args:
         dtype: that the elements of quantised tensors are rounded to; others are as stored.
 
@@ -54,6 +58,8 @@ class GGUFReader:
         ModelLoadError: the file is damaged or not supported, or of types for which gguf-py is
             not installed.
     """
+
+    ignored = ""
 
     def __init__(self, path: Path, dtype: torch.dtype) -> None:
         file = GGUFFile(path)
@@ -78,7 +84,7 @@ class GGUFReader:
             if rotated and permuted:
                 self._heads[name] = heads[rotated[1]]
         self.types = sorted({GGML_TYPES[t.type][0] for t in self._stored.values()})
-        self.quantised = is_quantised(file)
+        self.label = f"gguf, {', '.join(self.types)}" if is_quantised(file) else ""
         packed = {t.type for t in self._stored.values()} - PLAIN
         self._dequantise = _dequantiser(path, sorted(packed))
         # Private pages: torch takes no array that cannot be written to.
@@ -89,17 +95,47 @@ class GGUFReader:
         return joined(self.slices(name), self.tensors[name].shape, plain)
 
     def slices(self, name: str) -> Iterator[Tensor]:
-        stored, data = self._stored[name], self._data
-        assert data is not None
+        stored = self._stored[name]
         # A row is whole blocks; of one dimension the elements may be less than one.
         plain = GGML_TYPES[stored.type][0] in PLAIN_TYPES
         rows = stored.shape[0] if plain or len(stored.shape) > 1 else 1
+        read = self._rows(name, rows)
+        for start, stop in row_ranges((rows, *stored.shape[1:])):
+            yield self._values(read(start, stop), stored).view(-1, *stored.shape[1:])
+
+    def codes(self, name: str) -> Codes | None:
+        """Of Q4_0 and Q8_0, whose blocks are a scale and integers."""
+        stored = self._stored[name]
+        label, shape = GGML_TYPES[stored.type][0], stored.shape
+        if label not in ("Q4_0", "Q8_0") or len(shape) != 2:
+            return None
+        read = self._rows(name, shape[0])
+        unpacked = _nibbles if label == "Q4_0" else _signed
+
+        def blocks(start: int, stop: int) -> Tensor:
+            _, _, size = GGML_TYPES[stored.type]
+            raw = np.ascontiguousarray(read(start, stop))
+            return torch.from_numpy(raw).view(stop - start, -1, size)
+
+        def rows(start: int, stop: int) -> Tensor:
+            return unpacked(blocks(start, stop)[:, :, 2:]).flatten(1)
+
+        ranges = row_ranges(shape)
+        scales = torch.cat([blocks(*r)[:, :, :2].contiguous().view(torch.float16) for r in ranges])
+        scales = scales.flatten(1)
+        zeros = torch.full_like(scales, 8.0) if label == "Q4_0" else None
+        bits, signed = (4, False) if label == "Q4_0" else (8, True)
+        return Codes(bits, shape, rows, scales, (1, 32), zeros, is_signed=signed)
+
+    def _rows(self, name: str, rows: int) -> Callable[[int, int], np.ndarray]:
+        """``(start, stop)`` to the bytes of these rows, in the order of transformers."""
+        stored, data = self._stored[name], self._data
+        assert data is not None
         raw = data[stored.start : stored.start + stored.num_bytes].reshape(rows, -1)
         order = _row_order(self.path, name, rows, self._heads.get(name))
-        step = max(1, SLICE_ELEMENTS // max(1, int(np.prod(stored.shape[1:]))))
-        for start in range(0, rows, step):
-            part = raw[start : start + step] if order is None else raw[order[start : start + step]]
-            yield self._values(part, stored).view(-1, *stored.shape[1:])
+        if order is None:
+            return lambda start, stop: raw[start:stop]
+        return lambda start, stop: raw[order[start:stop]]
 
     def _values(self, raw: np.ndarray, stored: GGUFTensor) -> Tensor:
         label = GGML_TYPES[stored.type][0]
@@ -112,6 +148,15 @@ class GGUFReader:
 
     def close(self) -> None:
         self._data = None
+
+
+def _nibbles(blocks: Tensor) -> Tensor:
+    """Q4_0's integers ``[rows, blocks, 32]``: the lower halves of its bytes, then the upper."""
+    return torch.cat((blocks & 15, blocks >> 4), dim=2)
+
+
+def _signed(blocks: Tensor) -> Tensor:
+    return blocks.contiguous().view(torch.int8)
 
 
 def _name(stored: str) -> str:

@@ -14,13 +14,13 @@ from asyncllm.gpu.formats.base import (
     SCALE_DTYPES,
     PackedTensor,
     PartsOf,
-    Rows,
     group_size,
     modules,
     refuse_unknown,
     stems,
     unpack,
 )
+from asyncllm.gpu.formats.codes import Codes
 
 _KNOWN = (
     "quant_method method bits group_size desc_act sym checkpoint_format format pack_dtype "
@@ -87,26 +87,23 @@ class Gptq:
     def is_ignored(self, name: str) -> bool:
         return False
 
-    def rows(self, tensor: PackedTensor, parts: Mapping[str, Tensor]) -> Rows:
-        qweight, scales = parts["qweight"], parts["scales"]
-        inputs = tensor.shape[1]
-        zeros = unpack(parts["qzeros"] + self._offset(), self.bits, 1).float()
-        groups = parts.get("g_idx")
-        if groups is None:
-            groups = torch.arange(inputs) // (self.group or inputs)
-        elif not 0 <= int(groups.min()) <= int(groups.max()) < scales.shape[0]:
+    def read(self, tensor: PackedTensor, parts: Mapping[str, Tensor]) -> Codes:
+        qweight, scales, inputs = parts["qweight"], parts["scales"], tensor.shape[1]
+        zeros = unpack(parts["qzeros"] + self._offset(), self.bits, 1).T
+        group, groups = self.group or inputs, parts.get("g_idx")
+        if groups is not None and not 0 <= int(groups.min()) <= int(groups.max()) < len(scales):
             raise ModelLoadError(
                 f"tensor {tensor.parts['g_idx']!r} has values from {int(groups.min())} to "
-                f"{int(groups.max())}, expected 0 to {scales.shape[0] - 1}, the groups of 'scales'"
+                f"{int(groups.max())}, expected 0 to {len(scales) - 1}, the groups of 'scales'"
             )
-        groups = groups.long()
+        if groups is not None and torch.equal(groups.long(), torch.arange(inputs) // group):
+            groups = None
 
         def rows(start: int, stop: int) -> Tensor:
-            values = unpack(qweight[:, start:stop], self.bits, 0)
-            zero, scale = zeros[:, start:stop], scales[:, start:stop].float()
-            return values.float().sub_(zero[groups]).mul_(scale[groups]).T
+            return unpack(qweight[:, start:stop], self.bits, 0).T
 
-        return rows
+        order = None if groups is None else groups.long()
+        return Codes(self.bits, tensor.shape, rows, scales.T, (1, group), zeros, order)
 
     def _offset(self) -> Tensor:
         return torch.tensor(self.zero_offset, dtype=torch.int64).to(torch.int32)

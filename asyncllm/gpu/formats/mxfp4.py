@@ -45,7 +45,7 @@ class Mxfp4:
     def is_ignored(self, name: str) -> bool:
         return False
 
-    def rows(self, tensor: PackedTensor, parts: Mapping[str, Tensor]) -> Rows:
+    def read(self, tensor: PackedTensor, parts: Mapping[str, Tensor]) -> Rows:
         blocks, scales = parts["_blocks"], parts["_scales"]
         table = torch.tensor(_VALUES + tuple(-value for value in _VALUES))
 

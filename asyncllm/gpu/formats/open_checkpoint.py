@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from asyncllm.gpu.formats.gguf_reader import GGUFReader
 from asyncllm.gpu.formats.gptq import Gptq
 from asyncllm.gpu.formats.mxfp4 import Mxfp4
 from asyncllm.gpu.formats.reader import DequantisingReader
+from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.logger import get_logger
 
 FORMATS: dict[str, Callable[[ConfigFile], WeightFormat]] = {
@@ -35,6 +37,23 @@ FORMATS: dict[str, Callable[[ConfigFile], WeightFormat]] = {
 logger = get_logger(__name__)
 
 
+@dataclass(slots=True)
+class PackedSizes:
+    """The weights that were not dequantised: their forms, in words, and what they take."""
+
+    forms: set[str] = field(default_factory=set)
+    num_bytes: int = 0
+    elements: int = 0
+
+    def add(self, weights: LinearWeights) -> None:
+        assert weights.scale_block is not None
+        columns, group = weights.shape[1], weights.scale_block[1]
+        where = "per channel" if group == columns else f"in groups of {group}"
+        self.forms.add(f"{weights.scheme} {where}")
+        self.num_bytes += weights.num_bytes
+        self.elements += math.prod(weights.shape)
+
+
 def open_checkpoint(path: Path, dtype: torch.dtype) -> CheckpointReader:
     """Opens the checkpoint in a directory, or a GGUF file. Its tensors have the names and shapes of
     an unquantised one, and those that were quantised are dequantised when they are read.
@@ -47,38 +66,44 @@ def open_checkpoint(path: Path, dtype: torch.dtype) -> CheckpointReader:
             or tensors that contradict it.
     """
     if path.suffix == GGUF_SUFFIX:
-        gguf = GGUFReader(path, dtype)
-        if gguf.quantised:
-            log_sizes(path, gguf, f"gguf, {', '.join(gguf.types)}", "", dtype)
-        return gguf
+        return GGUFReader(path, dtype)
     section = ConfigFile.read_if_present(path / "config.json").section("quantization_config")
     if not section.values:
         return SafetensorsReader(path)
     fmt = FORMATS[section.choice("quant_method", tuple(FORMATS))](section)
     source = SafetensorsReader(path)
     try:
-        reader = DequantisingReader(source, fmt, dtype)
+        return DequantisingReader(source, fmt, dtype)
     except BaseException:
         source.close()
         raise
-    log_sizes(path, reader, fmt.label, fmt.ignored, dtype)
-    return reader
 
 
 def log_sizes(
-    path: Path, reader: CheckpointReader, label: str, ignored: str, dtype: torch.dtype
+    path: Path, reader: CheckpointReader, dtype: torch.dtype, packed: PackedSizes | None = None
 ) -> None:
-    """The line that says what dequantising costs."""
+    """The line that says what became of a quantised checkpoint's weights, and what they take.
+
+    Args:
+        packed: of the weights that were not dequantised.
+    """
+    if not reader.label:
+        return
     infos = reader.tensors.values()
-    read = sum(info.num_bytes for info in infos)
     held = sum(math.prod(info.shape) for info in infos) * dtype.itemsize
-    name = str(dtype).removeprefix("torch.")
+    name, how = str(dtype).removeprefix("torch."), "weights (%s) are"
+    if packed is not None and packed.forms:
+        held += packed.num_bytes - packed.elements * dtype.itemsize
+        forms = ", ".join(sorted(packed.forms))
+        how = f"weights (%s) stay packed for linear layers ({forms}); others are"
     logger.info(
-        "%s: weights (%s) are dequantised to %s as they are read: %.1f MiB read, %.1f MiB held%s",
+        "%s: " + how + " dequantised to %s as they are read: %.1f MiB read, %.1f MiB held%s",
         path,
-        label,
+        reader.label,
         name,
-        read / 2**20,
+        sum(info.num_bytes for info in infos) / 2**20,
         held / 2**20,
-        f"; {ignored} are not used, activations and KV cache stay in {name}" if ignored else "",
+        f"; {reader.ignored} are not used, activations and KV cache stay in {name}"
+        if reader.ignored
+        else "",
     )

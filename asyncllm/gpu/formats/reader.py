@@ -10,7 +10,8 @@ from torch import Tensor
 
 from asyncllm.checkpoint.reader import CheckpointReader, TensorInfo
 from asyncllm.errors import ModelLoadError
-from asyncllm.gpu.formats.base import PackedTensor, WeightFormat
+from asyncllm.gpu.formats.base import PackedTensor, Rows, WeightFormat
+from asyncllm.gpu.formats.codes import Codes
 
 SLICE_ELEMENTS = 2**20
 """Elements that are dequantised at a time: the float32 intermediates are a few MB each."""
@@ -31,6 +32,7 @@ class DequantisingReader:
 
     def __init__(self, source: CheckpointReader, fmt: WeightFormat, dtype: torch.dtype) -> None:
         self.source, self.format, self.dtype = source, fmt, dtype
+        self.label, self.ignored = fmt.label, fmt.ignored
         self._packed = {tensor.name: tensor for tensor in fmt.packed(source)}
         parts = {part for tensor in self._packed.values() for part in tensor.parts.values()}
         self.tensors: dict[str, TensorInfo] = {
@@ -61,16 +63,23 @@ class DequantisingReader:
         if packed is None:
             yield from self.source.slices(name)
             return
+        found = self._read(packed)
+        rows = found.dequantised if isinstance(found, Codes) else found
+        for start, stop in row_ranges(packed.shape, packed.step):
+            yield rows(start, stop).to(self.dtype).contiguous()
+
+    def codes(self, name: str) -> Codes | None:
+        packed = self._packed.get(name)
+        found = None if packed is None else self._read(packed)
+        return found if isinstance(found, Codes) else None
+
+    def _read(self, packed: PackedTensor) -> Codes | Rows:
         parts = {suffix: self.source.tensor(part) for suffix, part in packed.parts.items()}
         try:
-            rows = self.format.rows(packed, parts)
+            return self.format.read(packed, parts)
         except ModelLoadError as error:
-            file = self.tensors[name].file
+            name, file = packed.name, self.tensors[packed.name].file
             raise ModelLoadError(f"{file}: tensor {name!r}: {error}") from error
-        step = rows_per_slice(packed)
-        for start in range(0, packed.shape[0], step):
-            part = rows(start, min(start + step, packed.shape[0]))
-            yield part.to(self.dtype).contiguous()
 
     def close(self) -> None:
         self.source.close()
@@ -85,7 +94,9 @@ def joined(slices: Iterable[Tensor], shape: tuple[int, ...], dtype: torch.dtype)
     return result
 
 
-def rows_per_slice(tensor: PackedTensor) -> int:
-    """Rows of a slice of about ``SLICE_ELEMENTS``, a multiple of the tensor's step."""
-    width = max(1, math.prod(tensor.shape[1:]))
-    return max(1, SLICE_ELEMENTS // width // tensor.step) * tensor.step
+def row_ranges(shape: tuple[int, ...], step: int = 1) -> Iterator[tuple[int, int]]:
+    """Consecutive rows of about ``SLICE_ELEMENTS``, each range beginning at a multiple of
+    ``step``."""
+    count = max(1, SLICE_ELEMENTS // max(1, math.prod(shape[1:])) // step) * step
+    for start in range(0, shape[0], count):
+        yield start, min(start + count, shape[0])

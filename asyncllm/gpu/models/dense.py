@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -40,6 +41,7 @@ from asyncllm.gpu.ops.base import (
 )
 from asyncllm.gpu.ops.experts import ExpertsWeights
 from asyncllm.gpu.ops.linear_weights import LinearWeights
+from asyncllm.gpu.ops.quantise import Conversion
 from asyncllm.gpu.ops.routing import RouterWeights
 from asyncllm.gpu.ops.torch_ops import TorchOps
 
@@ -93,21 +95,23 @@ def build_decoder(
     model: ModelConfig,
     ops: TorchOps,
     attention: Mapping[AttentionKind, Attention],
-    weights: Iterable[tuple[str, Tensor]],
-    convert: Callable[[LinearWeights], LinearWeights] | None = None,
+    weights: Iterable[tuple[str, Tensor | LinearWeights]],
+    convert: Conversion | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Decoder:
     """Builds the decoder that ``architectures.parameters`` describes.
 
     Args:
         attention: of each of ``attention_kinds``.
-        weights: ``(name, tensor)`` in the order of ``architectures.parameters``. Each is
-            taken over as it comes, so that a packing backend never holds two copies of more
-            than one of them.
+        weights: ``(name, tensor)`` in the order of ``architectures.parameters``, or a linear
+            layer's weights in a form that ``ops`` takes. Each is taken over as it comes, so that
+            a packing backend never holds two copies of more than one of them.
         convert: what becomes of the weights of every linear layer, the output head included,
             before ``ops`` takes them: a quantisation.
+        dtype: of the model, where the embedding does not say it because it is packed.
     """
     builder = _Builder(model, ops, attention, weights, convert)
-    embedding, lm_head = builder.embedding()
+    embedding, lm_head = builder.embedding(dtype)
     layers = [builder.layer(index) for index in range(model.num_layers)]
     norm = builder.last_norm()
     lm_head = lm_head or builder.linear("lm_head")
@@ -126,8 +130,8 @@ class _Builder:
         model: ModelConfig,
         ops: TorchOps,
         attention: Mapping[AttentionKind, Attention],
-        weights: Iterable[tuple[str, Tensor]],
-        convert: Callable[[LinearWeights], LinearWeights] | None,
+        weights: Iterable[tuple[str, Tensor | LinearWeights]],
+        convert: Conversion | None,
     ) -> None:
         self.model, self.ops, self.attention, self.convert = model, ops, attention, convert
         self.weights = iter(weights)
@@ -141,11 +145,16 @@ class _Builder:
         )
         self.kinds = _layer_groups(model)[0]
 
-    def take(self, name: str) -> Tensor:
-        found, tensor = next(self.weights)
+    def take_weights(self, name: str) -> Tensor | LinearWeights:
+        found, weights = next(self.weights)
         if not found == name == self.due.popleft():
             raise RuntimeError(f"weights out of order: {found} where {name} is due")
-        return tensor
+        return weights
+
+    def take(self, name: str) -> Tensor:
+        weights = self.take_weights(name)
+        assert isinstance(weights, Tensor)
+        return weights
 
     def take_if_due(self, name: str) -> Tensor | None:
         return self.take(name) if self.due[0] == name else None
@@ -155,17 +164,23 @@ class _Builder:
         for name, _ in self.weights:
             raise RuntimeError(f"weights left over: {name}")
 
-    def embedding(self) -> tuple[Embedding, Linear | None]:
+    def embedding(self, dtype: torch.dtype | None) -> tuple[Embedding, Linear | None]:
         """The embedding, and the output head where that is tied to it."""
-        values, multiplier = self.take("embed.weight"), self.model.embedding_multiplier
-        if self.model.rounds_embedding_multiplier:
-            multiplier = torch.tensor(multiplier, dtype=values.dtype).item()
         if not self.model.tie_word_embeddings:
-            return self.ops.embedding(values, multiplier), None
-        dtype, weights = values.dtype, LinearWeights(values)
-        del values
-        weights = self.convert(weights) if self.convert else weights
-        return self.ops.tied_embedding(weights, dtype, multiplier)
+            values = self.take("embed.weight")
+            return self.ops.embedding(values, self._embedding_multiplier(values.dtype)), None
+        weights = self.take_weights("embed.weight")
+        if isinstance(weights, Tensor):
+            dtype, weights = weights.dtype, LinearWeights(weights)
+        assert dtype is not None
+        multiplier = self._embedding_multiplier(dtype)
+        return self.ops.tied_embedding(self._converted(weights, "lm_head"), dtype, multiplier)
+
+    def _embedding_multiplier(self, dtype: torch.dtype) -> float:
+        multiplier = self.model.embedding_multiplier
+        if self.model.rounds_embedding_multiplier:
+            multiplier = torch.tensor(multiplier, dtype=dtype).item()
+        return multiplier
 
     def norm_weight(self, name: str) -> Tensor | None:
         """None where the model has no such norm."""
@@ -197,15 +212,33 @@ class _Builder:
 
     def linear_weights(self, name: str, heads: int = 0) -> LinearWeights:
         """Those of a linear layer, whose first rows are of so many heads that RoPE rotates."""
-        rest = {"values": self.take(f"{name}.weight")}
+        weights = self.take_weights(f"{name}.weight")
+        rest: dict[str, Tensor] = {}
         while self.due and self.due[0].startswith(f"{name}."):
             due = self.due[0]
             rest[due.removeprefix(f"{name}.")] = self.take(due)
+        if isinstance(weights, Tensor):
+            weights = LinearWeights(weights, **rest)
+        else:
+            weights = replace(weights, **rest)
         if heads and self.order is not None:
-            rest = {part: self.in_rotary_order(each, heads) for part, each in rest.items()}
-        weights = LinearWeights(**rest)
-        del rest
-        return self.convert(weights) if self.convert else weights
+            weights = self._heads_in_rotary_order(weights, heads)
+        return self._converted(weights, name)
+
+    def _converted(self, weights: LinearWeights, name: str) -> LinearWeights:
+        if self.convert is None:
+            return weights
+        return (self.convert.head if name == "lm_head" else self.convert.linear)(weights)
+
+    def _heads_in_rotary_order(self, weights: LinearWeights, heads: int) -> LinearWeights:
+        """Scales and zeros, where there are any, are those of a row."""
+        parts = {name: getattr(weights, name) for name in ("values", "bias", "scales", "zeros")}
+        ordered = {
+            name: self.in_rotary_order(part, heads)
+            for name, part in parts.items()
+            if part is not None
+        }
+        return replace(weights, **ordered)
 
     def in_rotary_order(self, values: Tensor, heads: int) -> Tensor:
         """``values`` with the rows of its first heads in the order in which they are rotated."""

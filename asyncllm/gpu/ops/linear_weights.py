@@ -23,6 +23,24 @@ _STORAGE: dict[QuantScheme, tuple[list[torch.dtype], int]] = {
 """Dtypes of ``values``, and elements in one of them."""
 
 
+@dataclass(frozen=True, slots=True)
+class WeightForm:
+    """The layout of a linear layer's weights without their values, by which an op set says
+    whether it computes with them as they are.
+
+    Attributes:
+        shape: ``(out, in)``.
+        scheme, scale_block: of ``LinearWeights``.
+        has_zeros, has_order: whether there are ``zeros`` and a ``column_order``.
+    """
+
+    shape: tuple[int, int]
+    scheme: QuantScheme = "plain"
+    scale_block: tuple[int, int] | None = None
+    has_zeros: bool = False
+    has_order: bool = False
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class LinearWeights:
     """Weight ``[out, in]`` and bias of a linear layer.
@@ -81,6 +99,17 @@ class LinearWeights:
                 f"weights of scheme {self.scheme!r}: {field} is {found}, expected "
                 + " or ".join(map(str, choices))
             )
+
+    @property
+    def form(self) -> WeightForm:
+        zeros, order = self.zeros is not None, self.column_order is not None
+        return WeightForm(self.shape, self.scheme, self.scale_block, zeros, order)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of values, scales and zeros."""
+        parts = (self.values, self.scales, self.zeros)
+        return sum(part.nbytes for part in parts if part is not None)
 
     @property
     def shape(self) -> tuple[int, int]:

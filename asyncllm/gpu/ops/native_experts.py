@@ -13,6 +13,7 @@ from asyncllm.checkpoint.experts_config import ActivationConfig, RoutingConfig
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.ops.experts import ExpertsWeights, split
 from asyncllm.gpu.ops.linear_weights import LinearWeights
+from asyncllm.gpu.ops.native_weights import stored_as
 from asyncllm.gpu.ops.program import DTYPES, rows_of
 from asyncllm.gpu.ops.routing import RouterWeights
 from asyncllm.native import ARGS, Context, ExpertsArgs, PackedWeights, RoutingArgs, fail
@@ -100,7 +101,7 @@ class NativeExperts:
     in any company.
 
     Raises:
-        ModelLoadError: weights of another scheme than "plain" and "int8".
+        ModelLoadError: quantised weights of a form that has no native type.
     """
 
     def __init__(
@@ -109,10 +110,10 @@ class NativeExperts:
         self.context = context
         layers = weights.gate_up, weights.down
         for layer in layers:
-            if layer.scheme not in ("plain", "int8"):
+            if layer.scheme != "plain" and stored_as(layer.form) is None:
                 raise ModelLoadError(
-                    f"experts of scheme {layer.scheme!r}: the op set 'native' takes 'int8' and "
-                    "'plain' for them"
+                    f"experts of scheme {layer.scheme!r} with scale_block={layer.scale_block}: the "
+                    "op set 'native' has no layout for them"
                 )
         self.layers = [
             [pack(part) for part in split(layer, weights.num_experts)] for layer in layers

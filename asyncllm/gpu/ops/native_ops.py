@@ -9,25 +9,22 @@ import torch
 from torch import Tensor
 
 from asyncllm.checkpoint.experts_config import ActivationConfig, RoutingConfig
-from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.ops.base import AttentionShape, Embedding, RMSNorm, RopeAndCache
 from asyncllm.gpu.ops.cpu_ops import CpuOps
 from asyncllm.gpu.ops.experts import Experts, ExpertsWeights
-from asyncllm.gpu.ops.linear_weights import LinearWeights, QuantScheme
+from asyncllm.gpu.ops.linear_weights import LinearWeights, QuantScheme, WeightForm
 from asyncllm.gpu.ops.native_experts import NativeExperts, NativeRouting
 from asyncllm.gpu.ops.native_sampling import (
     NativeProcessLogits,
     NativeSample,
     NativeTopLogprobs,
 )
+from asyncllm.gpu.ops.native_weights import SPAN, pack, stored_as
 from asyncllm.gpu.ops.program import DTYPES, rows_of
 from asyncllm.gpu.ops.recorder import Recorder
 from asyncllm.gpu.ops.routing import RouterWeights, Routing
 from asyncllm.gpu.ops.torch_ops import norms_whole_projections
-from asyncllm.native import ARGS, Context, PackedWeights, RopeArgs, fail
-
-INT8 = 3
-"""A type of weights."""
+from asyncllm.native import ARGS, Context, RopeArgs, fail
 
 SILU, GELU_TANH = 0, 1
 
@@ -43,30 +40,17 @@ class NativeLinear:
     """A linear layer on weights that are packed, and replace the plain ones.
 
     Args:
-        weights: of scheme "plain", or "int8" with a scale per output and no zeros: those take
-            inputs of any dtype.
+        weights: of a form that NativeOps takes; unless it is plain, inputs are of any dtype.
 
     Raises:
-        ModelLoadError: weights of another form.
+        ModelLoadError: zeros that are not integers.
     """
 
     def __init__(self, context: Context, weights: LinearWeights) -> None:
-        values = weights.values if weights.values.stride(1) == 1 else weights.values.contiguous()
-        bias, scales = (
-            None if tensor is None else tensor.float().flatten().contiguous()
-            for tensor in (weights.bias, weights.scales)
-        )
-        if weights.scheme == "plain":
-            self.dtype, stored = values.dtype, DTYPES[values.dtype]
-        else:
-            check_int8(weights)
-            self.dtype, stored = None, INT8
         self.context = context
-        self.n, self.k = values.shape
-        self.weights = PackedWeights(
-            context, values.data_ptr(), stored, self.n, self.k, values.stride(0),
-            *(None if tensor is None else tensor.data_ptr() for tensor in (scales, bias)),
-        )  # fmt: skip
+        self.n, self.k = weights.shape
+        self.dtype = weights.values.dtype if weights.scheme == "plain" else None
+        self.weights = pack(context, weights)
 
     def __call__(self, x: Tensor) -> Tensor:
         x, context = self._checked(x), self.context
@@ -172,17 +156,6 @@ class NativeTable:
         if status:
             fail("select", status)
         return out
-
-
-def check_int8(weights: LinearWeights) -> None:
-    """Raises ModelLoadError unless there is one scale per output channel, and nothing else."""
-    columns = weights.shape[1]
-    found = weights.scale_block, weights.zeros is None, weights.column_order is None
-    if weights.scheme != "int8" or found != ((1, columns), True, True):
-        raise ModelLoadError(
-            f"weights of scheme {weights.scheme!r} with scale_block={weights.scale_block}: the op "
-            f"set 'native' takes 'int8' in blocks of (1, {columns}), without zeros and column_order"
-        )
 
 
 class NativeRMSNorm:
@@ -402,7 +375,11 @@ class NativeOps(CpuOps):
     """Compiled ops with a context's threads."""
 
     name = "native"
-    schemes: ClassVar[frozenset[QuantScheme]] = frozenset({"plain", "int8"})
+    schemes: ClassVar[frozenset[QuantScheme]] = frozenset({"plain", "int8", "int4"})
+    accepted_weights = (
+        "'plain', or 'int8' and 'int4' with scales per output channel or in blocks of (1, a "
+        f"multiple of {SPAN}), and without column_order"
+    )
 
     def __init__(self, context: Context) -> None:
         self.context = context
@@ -412,6 +389,9 @@ class NativeOps(CpuOps):
         self.sample = NativeSample(context)
         self.process_logits = NativeProcessLogits(context)
         self.top_logprobs = NativeTopLogprobs(context)
+
+    def takes(self, form: WeightForm) -> bool:
+        return form.scheme == "plain" or stored_as(form) is not None
 
     def make_linear(self, weights: LinearWeights) -> NativeLinear:
         return NativeLinear(self.context, weights)

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 
 CHUNK = 2**22
 """Elements that are in float32 at a time."""
+
+GROUP = 32
+"""Inputs that share a scale and a zero point in 4 bits."""
+
+SHRINKS = (1.0, 0.92, 0.84)
+"""Parts of a group's range that its 15 steps may be."""
 
 
 def quantise_int8(weights: LinearWeights) -> LinearWeights:
@@ -39,3 +50,96 @@ def quantise_int8(weights: LinearWeights) -> LinearWeights:
         scales=scales,
         scale_block=(1, values.shape[1]),
     )
+
+
+def quantise_int4(weights: LinearWeights) -> LinearWeights:
+    """Codes from 0 to 15 with a scale and a zero point for each output channel and GROUP inputs.
+
+    The range of a group, 0 included, is divided into 15 steps, as a whole and shrunk by each of
+    SHRINKS, beyond which elements are clipped; what has the least squared error is kept. Scales
+    are rounded to bfloat16 first, so that the codes are those of the scales that are stored. A
+    group with NaN or infinity has such a scale, and its outputs are NaN.
+
+    Args:
+        weights: of scheme "plain".
+
+    Raises:
+        ModelLoadError: an odd number of inputs, which do not fill bytes.
+    """
+    values = weights.values
+    rows, columns = values.shape
+    if columns % 2:
+        raise ModelLoadError(
+            f"weights {rows} x {columns} in 4 bits: expected an even number of inputs"
+        )
+    groups = -(-columns // GROUP)
+    packed = torch.empty(rows, columns // 2, dtype=torch.uint8, device=values.device)
+    scales = torch.empty(rows, groups, dtype=torch.bfloat16, device=values.device)
+    zeros = torch.empty(rows, groups, dtype=torch.uint8, device=values.device)
+    step = max(1, CHUNK // columns)
+    for first in range(0, rows, step):
+        span = slice(first, first + step)
+        part = F.pad(values[span].float(), (0, groups * GROUP - columns)).view(-1, groups, GROUP)
+        scale, zero, codes = _nearest_codes(part)
+        scales[span], zeros[span] = scale.squeeze(2), zero.squeeze(2)
+        codes = codes.flatten(1)[:, :columns]
+        torch.bitwise_or(codes[:, ::2], codes[:, 1::2] << 4, out=packed[span])
+    return LinearWeights(
+        packed,
+        bias=weights.bias,
+        scheme="int4",
+        scales=scales,
+        scale_block=(1, GROUP),
+        zeros=zeros,
+    )
+
+
+def _nearest_codes(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Scales and zero points ``[rows, groups, 1]``, and the codes of ``[rows, groups, GROUP]``."""
+    low = values.amin(2, keepdim=True).clamp_(max=0.0)
+    high = values.amax(2, keepdim=True).clamp_(min=0.0)
+    best, least = _steps(low, high, SHRINKS[0]), None
+    for shrink in SHRINKS:
+        scale, zero = _steps(low, high, shrink)
+        exact = values * _inverse(scale)
+        error = exact.round().clamp_(-zero, 15.0 - zero).sub_(exact)
+        error = torch.linalg.vector_norm(error, dim=2, keepdim=True).mul_(scale)
+        if least is None:
+            least = error
+            continue
+        better = error < least
+        least = torch.where(better, error, least)
+        best = torch.where(better, scale, best[0]), torch.where(better, zero, best[1])
+    scale, zero = best
+    codes = (values * _inverse(scale)).round_().add_(zero).clamp_(0.0, 15.0)
+    return scale, zero, codes.nan_to_num_().to(torch.uint8)
+
+
+def _steps(low: Tensor, high: Tensor, shrink: float) -> tuple[Tensor, Tensor]:
+    """The scale that divides ``shrink`` of a range into 15, and the code of 0."""
+    scale = ((high - low) * (shrink / 15.0)).to(torch.bfloat16).float()
+    zero = (low * -shrink * _inverse(scale)).round_().clamp_(0.0, 15.0).nan_to_num_()
+    return scale, zero
+
+
+def _inverse(scale: Tensor) -> Tensor:
+    """0 for a group of zeros, which stays one."""
+    return scale.reciprocal().masked_fill_(scale == 0.0, 0.0)
+
+
+Convert = Callable[[LinearWeights], LinearWeights]
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """What a quantisation makes of the weights of linear layers, and of the output head."""
+
+    linear: Convert
+    head: Convert
+
+
+CONVERSIONS: Mapping[str, Conversion] = {
+    "int8": Conversion(quantise_int8, quantise_int8),
+    "int4": Conversion(quantise_int4, quantise_int8),
+}
+"""By ``EngineConfig.quantization``."""

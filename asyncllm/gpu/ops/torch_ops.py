@@ -19,7 +19,7 @@ from asyncllm.gpu.batch.decode_inputs import DecodeInputs, SamplingTensors
 from asyncllm.gpu.ops.base import AttentionShape, Embedding, Linear, RMSNorm, RopeAndCache
 from asyncllm.gpu.ops.experts import Experts, ExpertsWeights, GroupedExperts
 from asyncllm.gpu.ops.gumbel import gumbel_sample
-from asyncllm.gpu.ops.linear_weights import LinearWeights, QuantScheme
+from asyncllm.gpu.ops.linear_weights import LinearWeights, QuantScheme, WeightForm
 from asyncllm.gpu.ops.logits import process_logits, top_logprobs
 from asyncllm.gpu.ops.recorder import Recorder
 from asyncllm.gpu.ops.routing import RouterWeights, Routing, TorchRouting
@@ -188,7 +188,9 @@ class TorchOps:
 
     name = "torch"
     schemes: ClassVar[frozenset[QuantScheme]] = frozenset({"plain"})
-    """Of the weights that its linear layers take."""
+    """Of the weights that its linear layers take, in some form."""
+    accepted_weights: ClassVar[str] = "'plain' only"
+    """What ``takes`` takes, for an error."""
     linear_bytes = 0
     """Of the weights of all linear layers that were made, which a step reads."""
 
@@ -207,14 +209,17 @@ class TorchOps:
         return self.make_linear(weights)
 
     def _take(self, weights: LinearWeights) -> None:
-        """Counts weights of a scheme that it can compute with."""
-        if weights.scheme not in self.schemes:
+        """Counts weights of a form that it can compute with."""
+        if not self.takes(weights.form):
             raise ModelLoadError(
-                f"weights of scheme {weights.scheme!r}: the op set {self.name!r} takes "
-                f"{' and '.join(map(repr, sorted(self.schemes)))} only"
+                f"weights of scheme {weights.scheme!r} with scale_block={weights.scale_block}: the "
+                f"op set {self.name!r} takes {self.accepted_weights}"
             )
-        scales = 0 if weights.scales is None else weights.scales.nbytes
-        self.linear_bytes += weights.values.nbytes + scales
+        self.linear_bytes += weights.num_bytes
+
+    def takes(self, form: WeightForm) -> bool:
+        """Whether ``linear`` computes with weights of that form."""
+        return form.scheme == "plain"
 
     def make_linear(self, weights: LinearWeights) -> Linear:
         """The layer of weights that are of one of ``schemes``."""

@@ -21,6 +21,7 @@ from asyncllm.gpu.kv_groups import (
 from asyncllm.gpu.models.layers import AttentionKind
 from asyncllm.gpu.ops.base import Attention, BlockLayout, Linear
 from asyncllm.gpu.ops.linear_weights import LinearWeights
+from asyncllm.gpu.ops.quantise import Conversion
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.state_cache import StateSpec
 from asyncllm.gpu.transformers_model.attention import (
@@ -37,8 +38,6 @@ from asyncllm.gpu.transformers_model.probe import Probe, linear_kinds, probe
 from asyncllm.gpu.transformers_model.recurrent import RecurrentModule
 from asyncllm.gpu.transformers_model.rules import check_calls, check_modules
 from asyncllm.gpu.transformers_model.weights import Owner, tied_head
-
-Convert = Callable[[LinearWeights], LinearWeights]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +104,7 @@ def build_transformers_decoder(
     modules: Any,
     owner: Owner,
     dtype: torch.dtype,
-    convert: Convert | None = None,
+    convert: Conversion | None = None,
 ) -> TransformersDecoder:
     """Puts the engine's parts in the place of transformers'.
 
@@ -125,16 +124,20 @@ def build_transformers_decoder(
         places = {key: place + i for i, key in enumerate(call.states)}
         place += len(places)
         RecurrentModule.install(step, modules.get_submodule(call.module), call, places)
+    head = modules.get_output_embeddings()
 
     def make(weights: LinearWeights) -> Linear:
-        return ops.linear(convert(weights) if convert else weights)
+        return ops.linear(convert.linear(weights) if convert else weights)
+
+    def make_head(weights: LinearWeights) -> Linear:
+        return ops.linear(convert.head(weights) if convert else weights)
 
     _share_head(modules, found, ops, owner, convert)
     for name in found.linears:
         linear = modules.get_submodule(name)
         if type(linear) in linear_kinds():
-            sizes = _sizes(linear)
-            _replace(modules, name, OpLinear(_take(linear, make, owner), *sizes))
+            sizes, own = _sizes(linear), make_head if linear is head else make
+            _replace(modules, name, OpLinear(_take(linear, own, owner), *sizes))
     if experts_name(owner.device) == NAME:
         for name in found.experts:
             module = modules.get_submodule(name)
@@ -165,7 +168,7 @@ def _sizes(linear: Any) -> tuple[int, int]:
 
 
 def _share_head(
-    modules: Any, found: Probe, ops: TorchOps, owner: Owner, convert: Convert | None
+    modules: Any, found: Probe, ops: TorchOps, owner: Owner, convert: Conversion | None
 ) -> None:
     """An output head that is tied to the embedding shares its table, as far as the op set can."""
     head, embedding = modules.get_output_embeddings(), modules.get_input_embeddings()
@@ -176,7 +179,7 @@ def _share_head(
     head.weight.data = owner.take(head.weight.data)
     weights = LinearWeights(head.weight.detach(), bias, shared=True)
     dtype = weights.values.dtype
-    weights = convert(weights) if convert else weights
+    weights = convert.head(weights) if convert else weights
     if type(embedding) is nn.Embedding and bias is None:
         table, linear = ops.tied_embedding(weights, dtype)
         _replace(modules, names[embedding], OpEmbedding(table))

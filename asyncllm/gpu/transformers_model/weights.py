@@ -16,7 +16,7 @@ from asyncllm.checkpoint.progress import Progress
 from asyncllm.checkpoint.reader import CheckpointReader
 from asyncllm.checkpoint.text_part import TextPart
 from asyncllm.errors import ModelLoadError
-from asyncllm.gpu.formats.open_checkpoint import open_checkpoint
+from asyncllm.gpu.formats.open_checkpoint import log_sizes, open_checkpoint
 from asyncllm.gpu.transformers_model.config import TransformersConfig
 from asyncllm.gpu.weights import DUMMY_SEED, STORED_DTYPES
 from asyncllm.validation import explain
@@ -58,6 +58,7 @@ def load_modules(
                 tensors[name] = reader.tensor(name)
             loading.read(info.num_bytes)
         modules = _convert(model, tensors, dtype, attention, experts)
+        log_sizes(model.path, reader, dtype)
         loading.num_bytes = sum(parameter.nbytes for parameter in modules.parameters())
         owner = Owner(device, tensors.values(), loading)
         if device.type != "cpu":

@@ -17,13 +17,6 @@ struct Context {
   int64_t shared_bytes;
 };
 
-struct Weights {
-  PackedView view;
-  const Kernels* kernels;
-  int64_t bytes;
-  bool mapped;
-};
-
 // Forks between the process that loaded the library and this one.
 extern int64_t forks;
 
@@ -39,14 +32,11 @@ inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// The largest integers that rows of k elements may be rounded to: no sum of their products with
-// weights of 8 bits leaves 32 bits.
-inline float largest_integer(int64_t k) { return float(least(32767, INT32_MAX / (127 * k))); }
-
 inline bool is_dtype(int32_t dtype) { return dtype >= DTYPE_F32 && dtype <= DTYPE_F16; }
 inline int64_t size_of(int32_t dtype) {
   return dtype == DTYPE_F32 ? 4 : dtype == DTYPE_I8 ? 1 : 2;
 }
+inline bool is_grouped(int32_t dtype) { return dtype == DTYPE_U4 || dtype == DTYPE_U8; }
 inline bool aligned(const void* p, int64_t size) { return reinterpret_cast<uintptr_t>(p) % size == 0; }
 // Whether `rows` rows of `width` elements at p can be read or written.
 inline bool is_matrix(const void* p, int32_t dtype, int64_t rows, int64_t width, int64_t stride) {

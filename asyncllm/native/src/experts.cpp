@@ -1,5 +1,5 @@
 // A mixture of experts: rows are sorted by expert, and each expert that is hit multiplies its own.
-#include "context.h"
+#include "weights.h"
 
 namespace {
 
@@ -22,12 +22,18 @@ struct Operand {
   int64_t k, stride;
   float *wide, *scales;
   int16_t* integers;
+  int8_t* codes;  // in spans
+  Span* spans;
   char* paired;  // in the model's own type
 
   void lay_out(Arena& arena, const PackedView& view, int64_t rows, bool takes_bfloat16) {
     k = view.k, stride = k;
-    wide = scales = nullptr, integers = nullptr, paired = nullptr;
-    if (view.dtype == DTYPE_I8) {
+    wide = scales = nullptr, integers = nullptr, codes = nullptr, spans = nullptr, paired = nullptr;
+    if (is_grouped(view.dtype)) {
+      stride = divide_up(k, SPAN) * SPAN;
+      codes = arena.take<int8_t>(rows * stride);
+      spans = arena.take<Span>(rows * (stride / SPAN));
+    } else if (view.dtype == DTYPE_I8) {
       stride = divide_up(k, 2) * 2;
       integers = arena.take<int16_t>(rows * stride);
       scales = arena.take<float>(rows);
@@ -39,7 +45,9 @@ struct Operand {
   }
 
   void put(const Kernels* kernels, int64_t row, const void* from, int32_t dtype) const {
-    if (integers)
+    if (codes)
+      kernels->quantise_spans(from, dtype, codes + row * stride, spans + row * (stride / SPAN), k);
+    else if (integers)
       scales[row] = kernels->quantise(from, dtype, integers + row * stride, k, largest_integer(k));
     else if (paired)
       __builtin_memcpy(paired + row * k * 2, from, k * 2);
@@ -50,6 +58,7 @@ struct Operand {
   LinearTask task(void* y, int64_t y_stride, int32_t dtype) const {
     LinearTask task = {};
     task.x = wide, task.x16 = reinterpret_cast<const uint16_t*>(paired);
+    task.x8 = codes, task.spans = spans;
     task.xq = integers, task.x_scales = scales, task.x_stride = stride;
     task.y = y, task.y_stride = y_stride, task.dtype = dtype;
     return task;
@@ -168,7 +177,7 @@ bool is_layer(const Context* context, const Weights* const* weights, int64_t cou
     if (!weights[i] || weights[i]->kernels != context->kernels) return false;
     const PackedView& view = weights[i]->view;
     if (view.n != n || view.k != k || view.dtype != weights[0]->view.dtype) return false;
-    if (view.dtype != DTYPE_I8 && view.dtype != dtype) return false;
+    if (view.dtype != DTYPE_I8 && !is_grouped(view.dtype) && view.dtype != dtype) return false;
   }
   return true;
 }

@@ -20,8 +20,11 @@ enum Status {
 // Of a gated linear unit: x / (1 + e^-x), and GELU by tanh.
 enum Activation { ACTIVATION_SILU = 0, ACTIVATION_GELU_TANH = 1 };
 
-// Of tensors; the weights of a linear layer may be DTYPE_I8 as well.
-enum DType { DTYPE_F32 = 0, DTYPE_BF16 = 1, DTYPE_F16 = 2, DTYPE_I8 = 3 };
+// Of tensors; the weights of a linear layer may be DTYPE_I8 as well, and in groups DTYPE_U4 and
+// DTYPE_U8.
+enum DType {
+  DTYPE_F32 = 0, DTYPE_BF16 = 1, DTYPE_F16 = 2, DTYPE_I8 = 3, DTYPE_U4 = 4, DTYPE_U8 = 5
+};
 
 typedef struct Context Context;
 typedef struct Weights Weights;
@@ -134,6 +137,18 @@ typedef struct SlotsArgs {
   int64_t table_lines, table_width, block_size;
   int64_t* slots;  // [tokens]
 } SlotsArgs;
+
+// Weights [n, k] of which each is (code - zero) * scale, with the scale and the zero point of its
+// output and its group of `group` inputs, a multiple of SPAN; the last group may be shorter.
+enum { SPAN = 32 };
+typedef struct GroupedArgs {
+  const void* values;  // [n] rows of codes; of DTYPE_U4 two in a byte, the even input's lower
+  int64_t n, k, row_bytes, group;
+  const void* scales;    // [n, ceil(k / group)]
+  const uint8_t* zeros;  // the same; null is 8 for all of DTYPE_U4, and 128 of DTYPE_U8
+  const float* bias;     // [n], or null
+  int32_t dtype, scale_dtype;
+} GroupedArgs;
 
 // The arguments of the functions below that have the same name.
 typedef struct LinearArgs {
@@ -288,12 +303,14 @@ const char* asyncllm_isa(const Context*);
 // DTYPE_I8 is its value times the scale of its row. Null where there is no memory.
 Weights* asyncllm_pack(Context*, const void* values, int32_t dtype, int64_t n, int64_t k,
                        int64_t row_stride, const float* scales, const float* bias);
+Weights* asyncllm_pack_grouped(Context*, const GroupedArgs*);
 void asyncllm_free_weights(Weights*);
 int64_t asyncllm_weights_bytes(const Weights*);
 
 // y [m, n] = x [m, k] W^T + bias. A row's result depends on that row alone. Rows of x are rounded
-// to integers of one scale per row for weights of type DTYPE_I8, and the sums are exact. Float32
-// weights take x of any type, and y is float32; otherwise y is as x.
+// to integers of one scale per row for weights of type DTYPE_I8, and the sums are exact; for
+// weights in groups to integers of 8 bits with a scale for SPAN inputs. Float32 weights take x of
+// any type, and y is float32; otherwise y is as x.
 int32_t asyncllm_linear(Context*, const Weights*, const void* x, int64_t x_stride, void* y,
                         int64_t y_stride, int64_t m, int32_t dtype);
 // out [m] = the first of the largest outputs of asyncllm_linear, as they would be in `dtype`, or

@@ -8,13 +8,24 @@
 #include "interface.h"
 
 // Weights [n, k] in panels of `panel` outputs: [n / panel][k][panel], or in pairs of inputs
-// [n / panel][k / 2][panel][2]; zero padded.
+// [n / panel][k / 2][panel][2]; zero padded. In groups: grouped.h.
 struct PackedView {
   const void* data;
   const float* scales;  // [n padded to panels] of DTYPE_I8, or null
   const float* bias;    // the same, or null
   int64_t n, k, panel_elements;
   int32_t dtype;
+  // Of DTYPE_U4 and DTYPE_U8, whose panel_elements are bytes; null and 0 otherwise.
+  int32_t scale_dtype;
+  int64_t group, groups;
+  const void* group_scales;  // [n / panel][groups][panel]
+  const uint8_t* zeros;      // the same, or null
+};
+
+// SPAN inputs of a row as integers of 8 bits: what these are multiplied by, and their sum.
+struct Span {
+  float scale;
+  int32_t sum;
 };
 
 // The largest of a row's outputs so far, and NaN in `broken` where one was NaN or infinity.
@@ -29,6 +40,8 @@ struct LinearTask {
   const uint16_t* x16;  // the same in bfloat16 where the kernels take it so, else null
   const int16_t* xq;    // rounded to integers of scale x_scales[row], k padded to even, or null
   const float* x_scales;
+  const int8_t* x8;  // rounded to integers in spans [rows, k / SPAN], k padded to SPAN, or null
+  const Span* spans;
   int64_t x_stride;
   void* y;
   int64_t y_stride;
@@ -93,6 +106,10 @@ struct Kernels {
   // Rounds x [k] to integers of at most `limit`, with a zero behind an odd k, and returns their
   // scale: NaN where x is not finite.
   float (*quantise)(const void* x, int32_t dtype, int16_t* out, int64_t k, float limit);
+  // The same in spans of SPAN elements, zero padded.
+  void (*quantise_spans)(const void* x, int32_t dtype, int8_t* out, Span* spans, int64_t k);
+  int64_t (*span_bytes)(int32_t dtype);  // of SPAN inputs of a panel
+  void (*pack_grouped)(const GroupedArgs&, const PackedView&, int64_t first, int64_t last);
   void (*gather)(const PackedView&, int64_t row, void* out, int32_t dtype);
   int64_t (*attention_scratch)(int64_t head_dim);  // bytes per thread
   void (*attention)(const AttentionTask&, void* scratch);

@@ -1,17 +1,15 @@
-// Contexts and weights, and the ops on rows: they check, share out the work and call the kernels.
+// Contexts, and the ops on rows: they check, share out the work and call the kernels.
 #include <math.h>
 #include <string.h>
-#include <sys/mman.h>
 
 #include <new>
 
 #include "context.h"
+#include "weights.h"
 
 int64_t forks = 0;
 
 namespace {
-
-constexpr int64_t PAGE = 4096, HUGE_PAGE = int64_t(2) << 20;
 
 const Kernels* const ALL[] = {
 #ifdef ASYNCLLM_AVX512
@@ -49,22 +47,6 @@ const Kernels* find_kernels(const char* isa) {
 
 pthread_once_t watch_forks = PTHREAD_ONCE_INIT;
 
-// Huge pages where there is enough to fill one, and small ones for the rest of it: the weights of
-// an expert are a few huge pages, and half of another for each would be a tenth of the model.
-void* map_weights(int64_t bytes, bool* mapped) {
-  *mapped = bytes >= HUGE_PAGE;
-  if (!*mapped) return allocate(bytes);
-  int64_t size = divide_up(bytes, PAGE) * PAGE;
-  char* raw = static_cast<char*>(mmap(nullptr, size + HUGE_PAGE, PROT_READ | PROT_WRITE,
-                                      MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-  if (raw == MAP_FAILED) return nullptr;
-  int64_t before = -reinterpret_cast<uintptr_t>(raw) & (HUGE_PAGE - 1);
-  if (before) munmap(raw, before);
-  munmap(raw + before + size, HUGE_PAGE - before);
-  madvise(raw + before, bytes / HUGE_PAGE * HUGE_PAGE, MADV_HUGEPAGE);
-  return raw + before;
-}
-
 // x as integers, with a scale for each row; false where there is no memory.
 bool quantise_rows(Context* context, LinearTask* task, const void* x, int64_t stride, int64_t m,
                    int64_t k, int32_t dtype) {
@@ -80,6 +62,23 @@ bool quantise_rows(Context* context, LinearTask* task, const void* x, int64_t st
   task->xq = integers;
   task->x_scales = scales;
   task->x_stride = width;
+  return true;
+}
+
+// x as integers of 8 bits in spans; false where there is no memory.
+bool quantise_spans(Context* context, LinearTask* task, const void* x, int64_t stride, int64_t m,
+                    int64_t k, int32_t dtype) {
+  int64_t spans = divide_up(k, SPAN), width = spans * SPAN;
+  if (!grow(&context->shared, &context->shared_bytes, m * (width + spans * sizeof(Span))))
+    return false;
+  int8_t* integers = static_cast<int8_t*>(context->shared);
+  Span* scales = reinterpret_cast<Span*>(integers + m * width);
+  share(context, m, m * k / 4, [&](int64_t row, int) {
+    const char* from = static_cast<const char*>(x) + row * stride * size_of(dtype);
+    context->kernels->quantise_spans(from, dtype, integers + row * width, scales + row * spans, k);
+  });
+  task->x8 = integers;
+  task->spans = scales;
   return true;
 }
 
@@ -129,11 +128,14 @@ int32_t run_linear(Context* context, const Weights* weights, LinearTask task, co
   const PackedView& view = weights->view;
   const Kernels* kernels = context->kernels;
   bool integers = view.dtype == DTYPE_I8, wide = view.dtype == DTYPE_F32;
-  if (weights->kernels != kernels || (!integers && !wide && dtype != view.dtype))
+  bool grouped = is_grouped(view.dtype);
+  if (weights->kernels != kernels || (!integers && !wide && !grouped && dtype != view.dtype))
     return STATUS_INVALID;
   if (!is_matrix(x, dtype, m, view.k, x_stride)) return STATUS_INVALID;
   if (m == 0) return STATUS_OK;
-  if (integers) {
+  if (grouped) {
+    if (!quantise_spans(context, &task, x, x_stride, m, view.k, dtype)) return STATUS_NO_MEMORY;
+  } else if (integers) {
     if (!quantise_rows(context, &task, x, x_stride, m, view.k, dtype)) return STATUS_NO_MEMORY;
   } else if (kernels->takes_bfloat16 && view.dtype == DTYPE_BF16) {
     task.x16 = static_cast<const uint16_t*>(x);
@@ -145,14 +147,6 @@ int32_t run_linear(Context* context, const Weights* weights, LinearTask task, co
   int64_t panels = divide_up(view.n, kernels->panel);
   share_linear(context, task, m, panels, m == 1 ? 4 : m <= 3 ? 2 : 1, m * view.n * view.k, f);
   return STATUS_OK;
-}
-
-float* pad(const float* values, int64_t count, int64_t padded) {
-  float* out = static_cast<float*>(allocate(padded * 4));
-  if (!out) return nullptr;
-  memcpy(out, values, count * 4);
-  memset(out + count, 0, (padded - count) * 4);
-  return out;
 }
 
 }  // namespace
@@ -187,47 +181,6 @@ API void asyncllm_close(Context* context) {
   free(context->shared);
   delete context;
 }
-
-API Weights* asyncllm_pack(Context* context, const void* values, int32_t dtype, int64_t n,
-                           int64_t k, int64_t row_stride, const float* scales,
-                           const float* bias) {
-  if (!is_open(context) || n < 1 || k < 1 || !values || (n > 1 && row_stride < k)) return nullptr;
-  if (dtype == DTYPE_I8 ? !scales || largest_integer(k) < 1
-                        : scales || !is_matrix(values, dtype, n, k, row_stride))
-    return nullptr;
-  const Kernels* kernels = context->kernels;
-  Weights* weights = static_cast<Weights*>(calloc(1, sizeof(Weights)));
-  if (!weights) return nullptr;
-  int64_t panels = divide_up(n, kernels->panel), elements = kernels->panel_elements(k, dtype);
-  weights->kernels = kernels;
-  weights->bytes = panels * elements * size_of(dtype);
-  void* data = map_weights(weights->bytes, &weights->mapped);
-  const float* own_scales = scales ? pad(scales, n, panels * kernels->panel) : nullptr;
-  const float* own_bias = bias ? pad(bias, n, panels * kernels->panel) : nullptr;
-  weights->view = {data, own_scales, own_bias, n, k, elements, dtype};
-  if (!data || (scales && !own_scales) || (bias && !own_bias)) {
-    asyncllm_free_weights(weights);
-    return nullptr;
-  }
-  PlainView plain = {values, n, k, row_stride, dtype};
-  share(context, panels, n * k,
-        [&](int64_t panel, int) { kernels->pack(plain, data, panel, panel + 1); });
-  return weights;
-}
-
-API void asyncllm_free_weights(Weights* weights) {
-  if (!weights) return;
-  void* data = const_cast<void*>(weights->view.data);
-  if (data && weights->mapped)
-    munmap(data, divide_up(weights->bytes, PAGE) * PAGE);
-  else
-    free(data);
-  free(const_cast<float*>(weights->view.scales));
-  free(const_cast<float*>(weights->view.bias));
-  free(weights);
-}
-
-API int64_t asyncllm_weights_bytes(const Weights* weights) { return weights->bytes; }
 
 API int32_t asyncllm_linear(Context* context, const Weights* weights, const void* x,
                             int64_t x_stride, void* y, int64_t y_stride, int64_t m,

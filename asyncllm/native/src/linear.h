@@ -6,6 +6,11 @@ enum { TAKES_BFLOAT16 = 1 };
 enum { TAKES_BFLOAT16 = 0 };
 #endif
 
+// Weights in groups: grouped.h.
+INLINE bool is_grouped(int32_t dtype);
+static void grouped_linear(const PackedView& weights, const LinearTask& task);
+static void gather_grouped_row(const PackedView& weights, int64_t row, void* out, int32_t dtype);
+
 // Whether two inputs of an output lie next to each other.
 INLINE bool is_paired(int32_t dtype) {
   return dtype == DTYPE_I8 || (TAKES_BFLOAT16 && dtype == DTYPE_BF16);
@@ -275,6 +280,7 @@ static void packed_linear(const PackedView& weights, const LinearTask& task) {
 }
 
 static void linear(const PackedView& weights, const LinearTask& task) {
+  if (is_grouped(weights.dtype)) return grouped_linear(weights, task);
   with_weight_type(weights.dtype, [&](auto* type) {
     packed_linear<typename pointee<decltype(type)>::type>(weights, task);
   });
@@ -335,6 +341,7 @@ static void gather_row(const PackedView& weights, int64_t row, Out* out) {
 }
 
 static void gather(const PackedView& weights, int64_t row, void* out, int32_t dtype) {
+  if (is_grouped(weights.dtype)) return gather_grouped_row(weights, row, out, dtype);
   with_weight_type(weights.dtype, [&](auto* type) {
     using T = typename pointee<decltype(type)>::type;
     with_type(dtype, [&](auto* to) { gather_row<T>(weights, row, (decltype(to))out); });

@@ -7,6 +7,11 @@
 //   vi, vs             W integers of 32 bits; W pairs of 16 bits
 //   zero_integers load_shorts(int8*) set_pair(int16*) to_floats
 //   dot_shorts(acc, a, b)       acc plus the two products of each pair
+//   vb, va             4 W bytes, of which 4 are a quad; sums of W quads' products, of as many
+//                      quads of codes of 4 bits as there are in a span
+//   load_codes(p, low, high)    the lower and the upper halves of 4 W bytes
+//   set_quad(int8*) no_sums dot_codes(acc, codes, x) total(va)
+//   load_bytes(uint8*) set_integers less_product(a, b, x) add_sixteenfold(a, b)    on vi
 //   round_even, scale_by_pow2(x, n)    n integral, within a normal float's exponents
 //   hmax hsum sum4              sum4's four sums are each what hsum makes of its vector
 #define INLINE static inline __attribute__((always_inline))

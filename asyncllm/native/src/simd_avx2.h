@@ -49,6 +49,28 @@ INLINE vs set_pair(const int16_t* p) {
 }
 INLINE vi dot_shorts(vi acc, vs a, vs b) { return acc + (vi)_mm256_madd_epi16(a, b); }
 INLINE vf to_floats(vi x) { return _mm256_cvtepi32_ps((__m256i)x); }
+typedef __m256i vb;
+typedef int16_t va __attribute__((vector_size(32)));
+INLINE void load_codes(const uint8_t* p, vb& low, vb& high) {
+  const __m256i mask = _mm256_set1_epi8(15);
+  __m256i both = _mm256_loadu_si256((const __m256i*)p);
+  low = _mm256_and_si256(both, mask);
+  high = _mm256_and_si256(_mm256_srli_epi16(both, 4), mask);
+}
+INLINE vb set_quad(const int8_t* p) {
+  int32_t quad;
+  __builtin_memcpy(&quad, p, 4);
+  return _mm256_set1_epi32(quad);
+}
+INLINE va no_sums() { return va{}; }
+INLINE va dot_codes(va acc, vb codes, vb x) { return acc + (va)_mm256_maddubs_epi16(codes, x); }
+INLINE vi total(va x) { return (vi)_mm256_madd_epi16((__m256i)x, _mm256_set1_epi16(1)); }
+INLINE vi load_bytes(const uint8_t* p) {
+  return (vi)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
+}
+INLINE vi set_integers(int32_t x) { return (vi)_mm256_set1_epi32(x); }
+INLINE vi less_product(vi a, vi b, int32_t x) { return a - b * x; }
+INLINE vi add_sixteenfold(vi a, vi b) { return a + (b << 4); }
 INLINE vf round_even(vf x) { return _mm256_round_ps(x, 8); }
 INLINE vf scale_by_pow2(vf x, vf n) {
   __m256i biased = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));

@@ -52,6 +52,29 @@ INLINE vs set_pair(const int16_t* p) {
 }
 INLINE vi dot_shorts(vi acc, vs a, vs b) { return _mm512_dpwssd_epi32(acc, a, b); }
 INLINE vf to_floats(vi x) { return _mm512_cvtepi32_ps(x); }
+typedef __m512i vb, va;
+INLINE void load_codes(const uint8_t* p, vb& low, vb& high) {
+  const __m512i mask = _mm512_set1_epi32(0x0f0f0f0f);
+  __m512i both = _mm512_loadu_si512(p);
+  low = _mm512_and_si512(both, mask);
+  high = _mm512_and_si512(_mm512_srli_epi32(both, 4), mask);
+}
+INLINE vb set_quad(const int8_t* p) {
+  int32_t quad;
+  __builtin_memcpy(&quad, p, 4);
+  return _mm512_set1_epi32(quad);
+}
+INLINE va no_sums() { return _mm512_setzero_si512(); }
+INLINE va dot_codes(va acc, vb codes, vb x) { return _mm512_dpbusd_epi32(acc, codes, x); }
+INLINE vi total(va x) { return x; }
+INLINE vi load_bytes(const uint8_t* p) {
+  return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+}
+INLINE vi set_integers(int32_t x) { return _mm512_set1_epi32(x); }
+INLINE vi less_product(vi a, vi b, int32_t x) {
+  return _mm512_sub_epi32(a, _mm512_mullo_epi32(b, _mm512_set1_epi32(x)));
+}
+INLINE vi add_sixteenfold(vi a, vi b) { return _mm512_add_epi32(a, _mm512_slli_epi32(b, 4)); }
 INLINE vf round_even(vf x) { return _mm512_roundscale_ps(x, 8); }
 INLINE vf scale_by_pow2(vf x, vf n) {
   __m512i biased = _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127));

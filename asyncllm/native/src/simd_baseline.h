@@ -39,6 +39,29 @@ INLINE vs set_pair(const int16_t* p) {
 }
 INLINE vi dot_shorts(vi acc, vs a, vs b) { return acc + (a.even * b.even + a.odd * b.odd); }
 INLINE vf to_floats(vi x) { return __builtin_convertvector(x, vf); }
+struct vb { uint8_t bytes[4 * W]; };
+typedef vi va;
+INLINE void load_codes(const uint8_t* p, vb& low, vb& high) {
+  for (int i = 0; i < 4 * W; ++i) {
+    low.bytes[i] = p[i] & 15;
+    high.bytes[i] = p[i] >> 4;
+  }
+}
+INLINE vb set_quad(const int8_t* p) {
+  vb out;
+  for (int i = 0; i < 4 * W; ++i) out.bytes[i] = (uint8_t)p[i % 4];
+  return out;
+}
+INLINE va no_sums() { return vi{}; }
+INLINE va dot_codes(va acc, const vb& codes, const vb& x) {
+  for (int i = 0; i < 4 * W; ++i) acc[i / 4] += codes.bytes[i] * (int8_t)x.bytes[i];
+  return acc;
+}
+INLINE vi total(va x) { return x; }
+INLINE vi load_bytes(const uint8_t* p) { return vi{p[0], p[1], p[2], p[3]}; }
+INLINE vi set_integers(int32_t x) { return vi{x, x, x, x}; }
+INLINE vi less_product(vi a, vi b, int32_t x) { return a - b * x; }
+INLINE vi add_sixteenfold(vi a, vi b) { return a + (b << 4); }
 INLINE vf round_even(vf x) {
   // Adding 1.5 * 2^23 leaves no bit for a fraction.
   vf big = set1(12582912.0f);

@@ -50,6 +50,32 @@ INLINE vi dot_shorts(vi acc, vs a, vs b) {
   return vaddq_s32(acc, vpaddq_s32(low, vmull_high_s16(a, b)));
 }
 INLINE vf to_floats(vi x) { return vcvtq_f32_s32(x); }
+typedef int8x16_t vb;
+struct va { int16x8_t low, high; };
+INLINE void load_codes(const uint8_t* p, vb& low, vb& high) {
+  uint8x16_t both = vld1q_u8(p);
+  low = vreinterpretq_s8_u8(vandq_u8(both, vdupq_n_u8(15)));
+  high = vreinterpretq_s8_u8(vshrq_n_u8(both, 4));
+}
+INLINE vb set_quad(const int8_t* p) {
+  int32_t quad;
+  __builtin_memcpy(&quad, p, 4);
+  return vreinterpretq_s8_s32(vdupq_n_s32(quad));
+}
+INLINE va no_sums() { return {vdupq_n_s16(0), vdupq_n_s16(0)}; }
+INLINE va dot_codes(va acc, vb codes, vb x) {
+  return {vmlal_s8(acc.low, vget_low_s8(codes), vget_low_s8(x)), vmlal_high_s8(acc.high, codes, x)};
+}
+INLINE vi total(va x) { return vpaddq_s32(vpaddlq_s16(x.low), vpaddlq_s16(x.high)); }
+INLINE vi load_bytes(const uint8_t* p) {
+  uint32_t four;
+  __builtin_memcpy(&four, p, 4);
+  uint16x8_t wide = vmovl_u8(vreinterpret_u8_u32(vdup_n_u32(four)));
+  return vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(wide)));
+}
+INLINE vi set_integers(int32_t x) { return vdupq_n_s32(x); }
+INLINE vi less_product(vi a, vi b, int32_t x) { return vmlsq_n_s32(a, b, x); }
+INLINE vi add_sixteenfold(vi a, vi b) { return vaddq_s32(a, vshlq_n_s32(b, 4)); }
 INLINE vf round_even(vf x) { return vrndnq_f32(x); }
 INLINE vf scale_by_pow2(vf x, vf n) {
   int32x4_t biased = vaddq_s32(vcvtq_s32_f32(n), vdupq_n_s32(127));

@@ -1,0 +1,99 @@
+"""pack: the weights of a linear layer in the layout of the native kernels."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from asyncllm.errors import ModelLoadError
+from asyncllm.gpu.ops.linear_weights import LinearWeights, WeightForm
+from asyncllm.gpu.ops.program import DTYPES
+from asyncllm.native import Context, GroupedArgs, PackedWeights
+
+INT8, UINT4, UINT8 = 3, 4, 5
+"""Types of weights: with a scale per output, and in groups."""
+
+SPAN = 32
+"""Inputs that share a scale as they are quantised; a group of weights is a multiple of it."""
+
+
+def stored_as(form: WeightForm) -> int | None:
+    """The type in which quantised weights are packed without rounding them again; None where the
+    kernels have none."""
+    block_rows, group = form.scale_block or (0, 0)
+    columns = form.shape[1]
+    if form.has_order or block_rows != 1:
+        return None
+    if form.scheme == "int8" and group == columns and not form.has_zeros:
+        return INT8
+    if group % SPAN and group < columns:
+        return None
+    return {"int4": UINT4, "int8": UINT8}.get(form.scheme)
+
+
+def pack(context: Context, weights: LinearWeights) -> PackedWeights:
+    """Copies them into panels; the caller drops its own.
+
+    Args:
+        weights: plain, or of a form that has a type.
+
+    Raises:
+        ModelLoadError: zeros that are not integers.
+        MemoryError: they do not fit.
+    """
+    bias = None if weights.bias is None else weights.bias.float().contiguous()
+    if weights.scheme != "plain":
+        stored = stored_as(weights.form)
+        if stored != INT8:
+            assert stored is not None
+            return _pack_grouped(context, weights, stored, bias)
+    values = weights.values if weights.values.stride(1) == 1 else weights.values.contiguous()
+    scales = None if weights.scales is None else weights.scales.float().flatten().contiguous()
+    stored = INT8 if weights.scheme == "int8" else DTYPES[values.dtype]
+    n, k = values.shape
+    return PackedWeights.plain(
+        context, values.data_ptr(), stored, n, k, values.stride(0), _address(scales), _address(bias)
+    )
+
+
+def _pack_grouped(
+    context: Context, weights: LinearWeights, stored: int, bias: Tensor | None
+) -> PackedWeights:
+    (n, k), scales, block = weights.shape, weights.scales, weights.scale_block
+    assert scales is not None
+    assert block is not None
+    # The kernels' codes have no sign: of 8 bits they are 128 above the values.
+    offset = 128 if stored == UINT8 else 0
+    values = weights.values.contiguous()
+    if offset:
+        values = values.view(torch.uint8) ^ 128
+    scales = scales if scales.dtype in DTYPES else scales.float()
+    scales, zeros = scales.contiguous(), _zeros(weights.zeros, offset, scales)
+    args = GroupedArgs(
+        values=values.data_ptr(), n=n, k=k, row_bytes=values.stride(0),
+        group=-(-min(block[1], k) // SPAN) * SPAN, scales=scales.data_ptr(), zeros=_address(zeros),
+        bias=_address(bias), dtype=stored, scale_dtype=DTYPES[scales.dtype],
+    )  # fmt: skip
+    return PackedWeights.grouped(context, args)
+
+
+def _zeros(zeros: Tensor | None, offset: int, scales: Tensor) -> Tensor | None:
+    """Zero points of codes as bytes; None where all are the middle of the codes' range.
+
+    Raises:
+        ModelLoadError: one is no integer, or beyond a byte.
+    """
+    if zeros is None:
+        return None if offset else torch.zeros(scales.shape, dtype=torch.uint8)
+    codes = zeros.float() + offset
+    if not bool(((codes >= 0) & (codes <= 255) & (codes == codes.round())).all()):
+        raise ModelLoadError(
+            f"zeros: expected integers from {-offset} to {255 - offset}, found "
+            f"{float(zeros.min())} to {float(zeros.max())}"
+        )
+    middle = offset or 8
+    return None if bool((codes == middle).all()) else codes.to(torch.uint8).contiguous()
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

@@ -1,0 +1,81 @@
+"""packed_weights: the weights of a linear layer as a quantised checkpoint stores them, for op sets
+that compute with them so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from asyncllm.gpu.formats.codes import Codes
+from asyncllm.gpu.formats.reader import row_ranges
+from asyncllm.gpu.ops.linear_weights import LinearWeights, QuantScheme, WeightForm
+
+_SCHEMES: dict[int, QuantScheme] = {4: "int4", 8: "int8"}
+"""By the bits of a code."""
+
+
+def packed_weights(
+    parts: Sequence[Codes | None], takes: Callable[[WeightForm], bool]
+) -> LinearWeights | None:
+    """The parts, stacked along the outputs, with their integers and scales as they are stored; None
+    where they are of different forms, or of one that ``takes`` refuses."""
+    codes = [part for part in parts if part is not None]
+    forms = {(part.bits, part.shape[1:], min(part.block[1], part.shape[-1])) for part in codes}
+    if len(codes) < len(parts) or len(forms) != 1:
+        return None
+    bits, (columns,), group = forms.pop()
+    scheme = _SCHEMES.get(bits)
+    if scheme is None or columns * bits % 8 or any(c.column_groups is not None for c in codes):
+        return None
+    zeros = torch.cat([_zeros(part) for part in codes])
+    # Of 8 bits with a sign, the middle needs no zero point.
+    has_zeros = scheme == "int4" or bool(zeros.any())
+    form = WeightForm((sum(c.shape[0] for c in codes), columns), scheme, (1, group), has_zeros)
+    low, high = (0, 255) if scheme == "int4" else (-128, 127)
+    if not takes(form) or not low <= int(zeros.min()) <= int(zeros.max()) <= high:
+        return None
+    return LinearWeights(
+        _values(codes, form.shape, scheme),
+        scheme=scheme,
+        scales=torch.cat([_by_row(part, part.scales) for part in codes]),
+        scale_block=form.scale_block,
+        zeros=zeros if has_zeros else None,
+    )
+
+
+def _values(codes: Sequence[Codes], shape: tuple[int, int], scheme: QuantScheme) -> Tensor:
+    """As ``LinearWeights`` has them, from slices of a few rows."""
+    rows, columns = shape
+    if scheme == "int4":
+        values = torch.empty(rows, columns // 2, dtype=torch.uint8)
+    else:
+        values = torch.empty(rows, columns, dtype=torch.int8)
+    first = 0
+    for part in codes:
+        for start, stop in row_ranges(part.shape, part.step):
+            integers, target = part.rows(start, stop), values[first + start : first + stop]
+            if scheme == "int4":
+                torch.bitwise_or(integers[:, ::2], integers[:, 1::2] << 4, out=target)
+            else:
+                target.copy_(integers if part.is_signed else (integers ^ 128).view(torch.int8))
+        first += part.shape[0]
+    return values
+
+
+def _zeros(part: Codes) -> Tensor:
+    """Zero points of values as ``LinearWeights`` has them: those of 8 bits have a sign."""
+    shift = 128 if part.bits == 8 and not part.is_signed else 0
+    if part.zeros is None:
+        zeros = torch.zeros(part.scales.shape, dtype=torch.int16)
+    else:
+        zeros = part.zeros.to(torch.int16)
+    return _by_row(part, zeros - shift)
+
+
+def _by_row(part: Codes, grid: Tensor) -> Tensor:
+    """``grid`` with a line for each row."""
+    if part.block[0] == 1:
+        return grid
+    return grid.repeat_interleave(part.block[0], dim=0)[: part.shape[0]]

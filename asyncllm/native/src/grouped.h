@@ -1,0 +1,206 @@
+// y = x W^T + b with weights of 4 or 8 bits that have a scale, and perhaps a zero point, for each
+// output and group of inputs. A row of x becomes integers of 8 bits in spans of SPAN inputs, each
+// with a scale of its own; the sum over a span is one of integers, and the spans are added in
+// ascending order, in float32 and without fusing, so that all instruction sets have one result.
+//
+// A byte of the packed weight holds two codes of 4 bits. Of weights of 4 bits they belong to inputs
+// QUAD apart; of 8 bits they are the halves of one code, and two sums of a span are kept.
+enum { QUAD = 4, QUADS = SPAN / QUAD, SPAN_ROWS = 4 };
+
+INLINE bool is_grouped(int32_t dtype) { return dtype == DTYPE_U4 || dtype == DTYPE_U8; }
+// Bytes of a span of a panel.
+INLINE int64_t span_bytes(int32_t dtype) { return PANEL * SPAN / (dtype == DTYPE_U4 ? 2 : 1); }
+INLINE int64_t count_spans(int64_t k) { return (k + SPAN - 1) / SPAN; }
+
+// Where the code of input i of a span and an output is in its panel: a byte, and how far to shift
+// its bits. Codes of 8 bits are whole bytes.
+INLINE int64_t place_in_span(int64_t i, int64_t output, int32_t dtype, int* shift) {
+  int64_t quad = i / QUAD;
+  *shift = dtype == DTYPE_U4 ? quad % 2 * 4 : 0;
+  if (dtype == DTYPE_U4) quad /= 2;
+  return (quad * PANEL + output) * QUAD + i % QUAD;
+}
+
+INLINE int32_t code_at(const uint8_t* row, int64_t i, int32_t dtype) {
+  return dtype == DTYPE_U4 ? row[i / 2] >> i % 2 * 4 & 15 : row[i];
+}
+
+// Packs the codes, scales and zero points of panels [first, last).
+static void pack_grouped(const GroupedArgs& args, const PackedView& view, int64_t first,
+                         int64_t last) {
+  int64_t bytes = span_bytes(args.dtype), width = args.scale_dtype == DTYPE_F32 ? 4 : 2;
+  for (int64_t panel = first; panel < last; ++panel) {
+    uint8_t* codes = (uint8_t*)view.data + panel * view.panel_elements;
+    __builtin_memset(codes, 0, view.panel_elements);
+    for (int64_t column = 0; column < PANEL; ++column) {
+      int64_t output = panel * PANEL + column;
+      bool exists = output < args.n;
+      const uint8_t* row = (const uint8_t*)args.values + (exists ? output * args.row_bytes : 0);
+      for (int64_t i = 0; exists && i < args.k; ++i) {
+        int shift;
+        int64_t at = i / SPAN * bytes + place_in_span(i % SPAN, column, args.dtype, &shift);
+        codes[at] |= (uint8_t)(code_at(row, i, args.dtype) << shift);
+      }
+      for (int64_t group = 0; group < view.groups; ++group) {
+        int64_t from = output * view.groups + group;
+        int64_t to = (panel * view.groups + group) * PANEL + column;
+        char* scale = (char*)view.group_scales + to * width;
+        __builtin_memset(scale, 0, width);
+        if (exists) __builtin_memcpy(scale, (const char*)args.scales + from * width, width);
+        if (view.zeros) ((uint8_t*)view.zeros)[to] = exists ? args.zeros[from] : 0;
+      }
+    }
+  }
+}
+
+template <class T>
+static void quantise_spans(const T* x, int8_t* out, Span* spans, int64_t k) {
+  for (int64_t span = 0; span < count_spans(k); ++span) {
+    const T* from = x + span * SPAN;
+    int64_t left = k - span * SPAN;
+    vf top = zero(), broken = zero();
+    for (int64_t i = 0; i < SPAN && i < left; i += W) {
+      vf value = load_up_to(from + i, left - i);
+      top = vmax(vmax(value, sub(zero(), value)), top);
+      broken = fma(value, zero(), broken);
+    }
+    float largest = hmax(top), limit = 127.0f;
+    bool finite = hsum(broken) == 0.0f;
+    float factor = finite && largest > 1e-30f ? limit / largest : 0.0f;
+    int8_t* to = out + span * SPAN;
+    int32_t sum = 0;
+    for (int64_t i = 0; i < SPAN; i += W) {
+      float rounded[W];
+      vf value = i < left && finite ? load_up_to(from + i, left - i) : zero();
+      store(rounded, round_even(mul(value, set1(factor))));
+      for (int j = 0; j < W; ++j) {
+        int32_t integer = (int32_t)rounded[j];
+        to[i + j] = (int8_t)integer;
+        sum += integer;
+      }
+    }
+    spans[span] = {finite ? largest / limit : __builtin_nanf(""), sum};
+  }
+}
+
+static void quantise_row_spans(const void* x, int32_t dtype, int8_t* out, Span* spans, int64_t k) {
+  with_type(dtype, [&](auto* type) { quantise_spans((decltype(type))x, out, spans, k); });
+}
+
+INLINE vf load_scales(const PackedView& weights, int64_t at) {
+  if (weights.scale_dtype == DTYPE_BF16) return load((const bf16*)weights.group_scales + at);
+  if (weights.scale_dtype == DTYPE_F16) return load((const f16*)weights.group_scales + at);
+  return load((const float*)weights.group_scales + at);
+}
+
+// Adds a span of M rows to `out` [M][PANEL]: integer sums times both scales.
+template <int BITS, int M>
+INLINE void add_span(const PackedView& weights, int64_t at, const va sums[][M][NV],
+                     const Span* const* spans, float* out) {
+#pragma GCC unroll 8
+  for (int i = 0; i < NV; ++i) {
+    vf scale = load_scales(weights, at + i * W);
+    vi zeros = weights.zeros ? load_bytes(weights.zeros + at + i * W)
+                             : set_integers(BITS == 4 ? 8 : 128);
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) {
+      vi sum = total(sums[0][m][i]);
+      if (BITS == 8) sum = add_sixteenfold(sum, total(sums[1][m][i]));
+      vf value = to_floats(less_product(sum, zeros, spans[m]->sum));
+      float* to = out + (m * NV + i) * W;
+      store(to, add(load(to), mul(mul(scale, set1(spans[m]->scale)), value)));
+    }
+  }
+}
+
+// M rows of x times a panel.
+template <int BITS, int M>
+static void grouped_tile(const PackedView& weights, const LinearTask& task, int64_t row,
+                         int64_t panel) {
+  const int64_t spans = count_spans(weights.k), stride = spans * SPAN;
+  const int64_t bytes = PANEL * SPAN * BITS / 8, spans_per_group = weights.group / SPAN;
+  const uint8_t* w = (const uint8_t*)weights.data + panel * weights.panel_elements;
+  const int8_t* x = task.x8 + row * stride;
+  float out[M * PANEL];
+#pragma GCC unroll 8
+  for (int i = 0; i < M * NV; ++i) store(out + i * W, zero());
+  int64_t group = panel * weights.groups, until = spans_per_group;
+  for (int64_t span = 0; span < spans; ++span, w += bytes, x += SPAN) {
+    va sums[BITS / 4][M][NV];
+#pragma GCC unroll 8
+    for (int i = 0; i < M * NV * (BITS / 4); ++i) sums[i / NV / M][i / NV % M][i % NV] = no_sums();
+#pragma GCC unroll 8
+    for (int quad = 0; quad < QUADS; quad += 8 / BITS) {
+      vb low[NV], high[NV];
+      const uint8_t* codes = w + quad * (BITS == 4 ? 2 : 4) * PANEL;
+#pragma GCC unroll 8
+      for (int i = 0; i < NV; ++i) load_codes(codes + i * QUAD * W, low[i], high[i]);
+#pragma GCC unroll 8
+      for (int m = 0; m < M; ++m) {
+        // As in int8_tile: keeps GCC from loading all rows first.
+        asm volatile("" ::: "memory");
+        const int8_t* at = x + m * stride + quad * QUAD;
+        vb first = set_quad(at), second = BITS == 4 ? set_quad(at + QUAD) : first;
+#pragma GCC unroll 8
+        for (int i = 0; i < NV; ++i) {
+          sums[0][m][i] = dot_codes(sums[0][m][i], low[i], first);
+          va& other = sums[BITS / 4 - 1][m][i];
+          other = dot_codes(other, high[i], second);
+        }
+      }
+    }
+    const Span* of[M];
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) of[m] = task.spans + (row + m) * spans + span;
+    add_span<BITS, M>(weights, group * PANEL, sums, of, out);
+    if (--until == 0) {
+      ++group;
+      until = spans_per_group;
+    }
+  }
+  finish_tile(weights, task, out, row, M, panel, 1);
+}
+
+template <int BITS>
+static void grouped_panels(const PackedView& weights, const LinearTask& task) {
+  for (int64_t panel = task.first; panel < task.last; ++panel) {
+    int64_t row = task.first_row;
+    for (; row + SPAN_ROWS <= task.last_row; row += SPAN_ROWS)
+      grouped_tile<BITS, SPAN_ROWS>(weights, task, row, panel);
+    switch (task.last_row - row) {
+      case 1: grouped_tile<BITS, 1>(weights, task, row, panel); break;
+      case 2: grouped_tile<BITS, 2>(weights, task, row, panel); break;
+      case 3: grouped_tile<BITS, 3>(weights, task, row, panel); break;
+    }
+  }
+}
+
+static void grouped_linear(const PackedView& weights, const LinearTask& task) {
+  if (weights.dtype == DTYPE_U4)
+    grouped_panels<4>(weights, task);
+  else
+    grouped_panels<8>(weights, task);
+}
+
+// The elements of an output, back from its panel.
+template <class S, class Out>
+static void gather_grouped(const PackedView& weights, int64_t row, Out* out) {
+  int64_t panel = row / PANEL, column = row % PANEL, bytes = span_bytes(weights.dtype);
+  const uint8_t* codes = (const uint8_t*)weights.data + panel * weights.panel_elements;
+  int mask = weights.dtype == DTYPE_U4 ? 15 : 255, middle = weights.dtype == DTYPE_U4 ? 8 : 128;
+  for (int64_t i = 0; i < weights.k; ++i) {
+    int shift;
+    int64_t at = i / SPAN * bytes + place_in_span(i % SPAN, column, weights.dtype, &shift);
+    int64_t group = (panel * weights.groups + i / weights.group) * PANEL + column;
+    int zero = weights.zeros ? weights.zeros[group] : middle;
+    float scale = widen(((const S*)weights.group_scales)[group]);
+    narrow((float)((codes[at] >> shift & mask) - zero) * scale, out + i);
+  }
+}
+
+static void gather_grouped_row(const PackedView& weights, int64_t row, void* out, int32_t dtype) {
+  with_type(weights.scale_dtype, [&](auto* type) {
+    using S = typename pointee<decltype(type)>::type;
+    with_type(dtype, [&](auto* to) { gather_grouped<S>(weights, row, (decltype(to))out); });
+  });
+}
