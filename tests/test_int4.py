@@ -38,7 +38,8 @@ def rounded(x: Tensor) -> Tensor:
     rows, columns = x.shape
     spans = torch.nn.functional.pad(x.float(), (0, -columns % 32)).view(rows, -1, 32)
     largest = spans.abs().amax(2, keepdim=True)
-    factor = torch.where(largest > 1e-30, 127.0 / largest, 0.0)
+    # A number divided by a tensor is its reciprocal times the number to torch, rounded twice.
+    factor = torch.where(largest > 1e-30, torch.full_like(largest, 127.0) / largest, 0.0)
     values = (spans * factor).round().double() * (largest / 127.0).double()
     return values.view(rows, -1)[:, :columns]
 

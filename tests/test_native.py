@@ -451,8 +451,8 @@ def test_avx512_computes_the_same(tmp_path):
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.startswith("avx512: 10 rounds")
     build_emulated(library)
-    files = ("test_native.py", "test_native_sampling.py", "test_ops.py", "test_recorded_step.py")
-    tests = [str(Path(__file__).parent / name) for name in files]
+    files = ("native", "native_sampling", "int4", "ops", "recorded_step")
+    tests = [str(Path(__file__).parent / f"test_{name}.py") for name in files]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "avx512", *tests],
         env=os.environ | {OTHER_LIBRARY: str(library)},

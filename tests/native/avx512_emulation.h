@@ -27,6 +27,8 @@ HALVES_2(emulated_ps, emulated_mul_ps, _mm256_mul_ps)
 HALVES_2(emulated_ps, emulated_div_ps, _mm256_div_ps)
 HALVES_2(emulated_ps, emulated_max_ps, _mm256_max_ps)
 HALVES_2(emulated_si, emulated_add_epi32, _mm256_add_epi32)
+HALVES_2(emulated_si, emulated_sub_epi32, _mm256_sub_epi32)
+HALVES_2(emulated_si, emulated_mullo_epi32, _mm256_mullo_epi32)
 HALVES_2(emulated_si, emulated_and_si512, _mm256_and_si256)
 
 EMULATED emulated_ps emulated_set1_ps(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
@@ -111,6 +113,20 @@ EMULATED emulated_si emulated_dpwssd_epi32(emulated_si acc, emulated_si a, emula
   return {_mm256_add_epi32(acc.low, _mm256_madd_epi16(a.low, b.low)),
           _mm256_add_epi32(acc.high, _mm256_madd_epi16(a.high, b.high))};
 }
+EMULATED emulated_si emulated_cvtepu8_epi32(__m128i x) {
+  return {_mm256_cvtepu8_epi32(x), _mm256_cvtepu8_epi32(_mm_srli_si128(x, 8))};
+}
+EMULATED emulated_si emulated_dpbusd_epi32(emulated_si acc, emulated_si a, emulated_si b) {
+  int32_t sums[16];
+  uint8_t x[64];
+  int8_t y[64];
+  __builtin_memcpy(sums, &acc, 64);
+  __builtin_memcpy(x, &a, 64);
+  __builtin_memcpy(y, &b, 64);
+  for (int i = 0; i < 64; ++i) sums[i / 4] += x[i] * y[i];
+  __builtin_memcpy(&acc, sums, 64);
+  return acc;
+}
 EMULATED float emulated_flush(float x) { return __builtin_fabsf(x) < 0x1p-126f ? 0.0f : x; }
 EMULATED float emulated_bfloat16(uint16_t bits) {
   uint32_t wide = (uint32_t)bits << 16;
@@ -148,6 +164,7 @@ EMULATED emulated_ps emulated_dpbf16_ps(emulated_ps acc, emulated_si a, emulated
 #define _mm512_cvtepi32_epi16 emulated_cvtepi32_epi16
 #define _mm512_cvtepi32_ps emulated_cvtepi32_ps
 #define _mm512_cvtepi8_epi16 emulated_cvtepi8_epi16
+#define _mm512_cvtepu8_epi32 emulated_cvtepu8_epi32
 #define _mm512_cvtepu16_epi32 emulated_cvtepu16_epi32
 #define _mm512_cvtph_ps emulated_cvtph_ps
 #define _mm512_cvtps_epi32 emulated_cvtps_epi32
@@ -155,6 +172,7 @@ EMULATED emulated_ps emulated_dpbf16_ps(emulated_ps acc, emulated_si a, emulated
   _mm256_set_m128i(_mm256_cvtps_ph((x).high, rounding), _mm256_cvtps_ph((x).low, rounding))
 #define _mm512_div_ps emulated_div_ps
 #define _mm512_dpbf16_ps emulated_dpbf16_ps
+#define _mm512_dpbusd_epi32 emulated_dpbusd_epi32
 #define _mm512_dpwssd_epi32 emulated_dpwssd_epi32
 #define _mm512_extractf32x8_ps(x, half) ((half) ? (x).high : (x).low)
 #define _mm512_fmadd_ps emulated_fmadd_ps
@@ -164,6 +182,7 @@ EMULATED emulated_ps emulated_dpbf16_ps(emulated_ps acc, emulated_si a, emulated
 #define _mm512_maskz_mov_ps emulated_maskz_mov_ps
 #define _mm512_max_ps emulated_max_ps
 #define _mm512_mul_ps emulated_mul_ps
+#define _mm512_mullo_epi32 emulated_mullo_epi32
 #define _mm512_reduce_max_ps emulated_reduce_max_ps
 #define _mm512_roundscale_ps(x, mode) \
   emulated_ps { _mm256_round_ps((x).low, mode), _mm256_round_ps((x).high, mode) }
@@ -175,3 +194,4 @@ EMULATED emulated_ps emulated_dpbf16_ps(emulated_ps acc, emulated_si a, emulated
 #define _mm512_srli_epi32 emulated_srli_epi32
 #define _mm512_storeu_ps emulated_storeu_ps
 #define _mm512_sub_ps emulated_sub_ps
+#define _mm512_sub_epi32 emulated_sub_epi32

@@ -257,6 +257,7 @@ void attention(Context* context, int32_t dtype) {
     }
 }
 
+#include "fuzz_grouped.h"
 #include "fuzz_program.h"
 
 }  // namespace
@@ -272,6 +273,7 @@ int main(int count, char** arguments) {
     if (!context) fail("create");
     for (int32_t dtype : {DTYPE_F32, DTYPE_BF16, DTYPE_F16}) {
       linear(context, dtype);
+      grouped(context, dtype);
       rows(context, dtype);
       rope(context, dtype);
       attention(context, dtype);

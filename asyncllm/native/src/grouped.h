@@ -5,7 +5,7 @@
 //
 // A byte of the packed weight holds two codes of 4 bits. Of weights of 4 bits they belong to inputs
 // QUAD apart; of 8 bits they are the halves of one code, and two sums of a span are kept.
-enum { QUAD = 4, QUADS = SPAN / QUAD, SPAN_ROWS = 4 };
+enum { QUAD = 4, QUADS = SPAN / QUAD };
 
 INLINE bool is_grouped(int32_t dtype) { return dtype == DTYPE_U4 || dtype == DTYPE_U8; }
 // Bytes of a span of a panel.
@@ -163,14 +163,16 @@ static void grouped_tile(const PackedView& weights, const LinearTask& task, int6
 
 template <int BITS>
 static void grouped_panels(const PackedView& weights, const LinearTask& task) {
+  // As many as there are registers for the sums of a span.
+  const int ROWS_OF_TILE = 16 / BITS;
   for (int64_t panel = task.first; panel < task.last; ++panel) {
     int64_t row = task.first_row;
-    for (; row + SPAN_ROWS <= task.last_row; row += SPAN_ROWS)
-      grouped_tile<BITS, SPAN_ROWS>(weights, task, row, panel);
+    for (; row + ROWS_OF_TILE <= task.last_row; row += ROWS_OF_TILE)
+      grouped_tile<BITS, ROWS_OF_TILE>(weights, task, row, panel);
     switch (task.last_row - row) {
       case 1: grouped_tile<BITS, 1>(weights, task, row, panel); break;
       case 2: grouped_tile<BITS, 2>(weights, task, row, panel); break;
-      case 3: grouped_tile<BITS, 3>(weights, task, row, panel); break;
+      case 3: grouped_tile<BITS, ROWS_OF_TILE - 1>(weights, task, row, panel); break;
     }
   }
 }

@@ -63,7 +63,12 @@ INLINE vb set_quad(const int8_t* p) {
   return _mm256_set1_epi32(quad);
 }
 INLINE va no_sums() { return va{}; }
-INLINE va dot_codes(va acc, vb codes, vb x) { return acc + (va)_mm256_maddubs_epi16(codes, x); }
+INLINE va dot_codes(va acc, vb codes, vb x) {
+  acc += (va)_mm256_maddubs_epi16(codes, x);
+  // GCC would take the products of a whole span first, and spill them.
+  asm("" : "+x"(acc));
+  return acc;
+}
 INLINE vi total(va x) { return (vi)_mm256_madd_epi16((__m256i)x, _mm256_set1_epi16(1)); }
 INLINE vi load_bytes(const uint8_t* p) {
   return (vi)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));

@@ -1,0 +1,99 @@
+// Weights in groups of inputs, for fuzz.cpp.
+
+// Codes with scales and zero points, each array to its last byte.
+struct Codes {
+  int64_t n, k, group, groups, row_bytes;
+  int32_t type;
+  Array scales;
+  std::unique_ptr<uint8_t[]> values, zeros;
+
+  Codes(int64_t n, int64_t k)
+      : n(n),
+        k(k),
+        group(SPAN * draw(1, 4)),
+        groups((k + group - 1) / group),
+        row_bytes(0),
+        type(draw(0, 1) ? int32_t(DTYPE_U4) : int32_t(DTYPE_U8)),
+        scales(int32_t(draw(DTYPE_F32, DTYPE_F16)), n * groups, 0.1) {
+    int64_t used = type == DTYPE_U4 ? (k + 1) / 2 : k;
+    row_bytes = used + draw(0, 3);
+    int64_t count = (n - 1) * row_bytes + used;
+    values.reset(new uint8_t[count]);
+    for (int64_t i = 0; i < count; ++i) values[i] = uint8_t(draw(0, 255));
+    if (draw(0, 1)) {
+      zeros.reset(new uint8_t[n * groups]);
+      for (int64_t i = 0; i < n * groups; ++i) zeros[i] = uint8_t(draw(0, 255));
+    }
+  }
+  double get(int64_t i, int64_t j) const {
+    const uint8_t* row = values.get() + i * row_bytes;
+    int code = type == DTYPE_U4 ? row[j / 2] >> j % 2 * 4 & 15 : row[j];
+    int64_t at = i * groups + j / group;
+    int zero = zeros ? zeros[at] : type == DTYPE_U4 ? 8 : 128;
+    return (code - zero) * scales.get(at);
+  }
+};
+
+// A row as the kernels round it.
+std::vector<double> rounded(const Array& x, int64_t first, int64_t k) {
+  std::vector<double> out;
+  for (int64_t start = 0; start < k; start += SPAN) {
+    int64_t end = std::min<int64_t>(k, start + SPAN);
+    float largest = 0;
+    for (int64_t i = start; i < end; ++i)
+      largest = std::max(largest, fabsf(float(x.get(first + i))));
+    float factor = largest > 1e-30f ? 127.0f / largest : 0.0f;
+    for (int64_t i = start; i < end; ++i)
+      out.push_back(double(rintf(float(x.get(first + i)) * factor)) * double(largest / 127.0f));
+  }
+  return out;
+}
+
+void grouped(Context* context, int32_t dtype) {
+  int64_t n = draw(1, 150), k = draw(1, 300), m = draw(0, 20);
+  int64_t x_stride = k + draw(0, 3), y_stride = n + draw(0, 3);
+  Codes codes(n, k);
+  Array x(dtype, m ? (m - 1) * x_stride + k : 0), y(dtype, m ? (m - 1) * y_stride + n : 0);
+  bool biased = draw(0, 1);
+  std::unique_ptr<float[]> bias(new float[n]);
+  for (int64_t i = 0; i < n; ++i) bias[i] = float(normal());
+  GroupedArgs args = {codes.values.get(), n, k, codes.row_bytes, codes.group, codes.scales.at(),
+                      codes.zeros.get(), biased ? bias.get() : nullptr, codes.type,
+                      codes.scales.dtype};
+  Weights* packed = asyncllm_pack_grouped(context, &args);
+  if (!packed) fail("pack_grouped");
+  expect_ok(asyncllm_linear(context, packed, x.at(), x_stride, y.at(), y_stride, m, dtype),
+            "grouped linear");
+  for (int64_t i = 0; i < m; ++i) {
+    std::vector<double> row = rounded(x, i * x_stride, k);
+    for (int64_t j = 0; j < n; ++j) {
+      double sum = biased ? bias[j] : 0, size = 0;
+      for (int64_t l = 0; l < k; ++l) {
+        sum += row[l] * codes.get(j, l);
+        size += fabs(row[l] * codes.get(j, l));
+      }
+      expect(y, i * y_stride + j, sum, "grouped linear", 1e-5 * size);
+    }
+  }
+  std::vector<int64_t> tokens(m), ids;
+  expect_ok(asyncllm_linear_argmax(context, packed, x.at(), x_stride, tokens.data(), m, dtype),
+            "grouped linear_argmax");
+  for (int64_t i = 0; i < m; ++i) {
+    int64_t best = 0;
+    for (int64_t j = 0; j < n; ++j)
+      if (y.get(i * y_stride + j) > y.get(i * y_stride + best)) best = j;
+    if (tokens[i] != best) fail("grouped linear_argmax");
+  }
+  for (int64_t i = draw(0, 9); i > 0; --i) ids.push_back(draw(0, n - 1));
+  Array rows(dtype, int64_t(ids.size()) * k);
+  expect_ok(asyncllm_gather(context, packed, ids.data(), int64_t(ids.size()), rows.at(), dtype),
+            "grouped gather");
+  for (size_t i = 0; i < ids.size(); ++i)
+    for (int64_t l = 0; l < k; ++l)
+      expect(rows, int64_t(i) * k + l, codes.get(ids[i], l), "grouped gather");
+  asyncllm_free_weights(packed);
+  for (int64_t wrong : {int64_t(0), int64_t(SPAN - 1), int64_t(SPAN + 1), int64_t(-SPAN)}) {
+    args.group = wrong;
+    if (asyncllm_pack_grouped(context, &args)) fail("pack_grouped with a wrong group");
+  }
+}
