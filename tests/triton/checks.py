@@ -36,6 +36,7 @@ def check_decode(module: ModuleType, case: AttentionCase, device: str, capabilit
         "splits": case.splits,
         "softcap": case.softcap,
         "window": case.window,
+        "sinks": batch.sinks,
     }
     lines = torch.arange(len(batch.block_table), device=device)
     module.decode_attention(
@@ -79,6 +80,7 @@ def check_prefill(module: ModuleType, case: AttentionCase, device: str, capabili
             tiles=tuning.prefill_tiles(capability, case.head_dim, case.dtype.itemsize),
             softcap=case.softcap,
             window=case.window,
+            sinks=batch.sinks,
             out=found,
         )
     assert torch.equal(indexed.nan_to_num(-7.0), out.nan_to_num(-7.0))

@@ -238,6 +238,9 @@ def variants() -> list[Variant]:
     add("decode-cap-window", "decode_kernel", decode(2, 256, **rare), 80, 89, 90)
     add("prefill-cap-window", "prefill_kernel", prefill(2, 256, **rare), 80, 89, 90)
     add("prefill-window", "prefill_kernel", prefill(4, 128, window=4096), 80, 90)
+    sinks: dict[str, Any] = {"sinks": floats(64), "window": 128}
+    add("decode-sinks", "decode_kernel", decode(8, 64, **sinks), 80, 90)
+    add("prefill-sinks", "prefill_kernel", prefill(8, 64, **sinks), 80, 90)
     add("decode-float32", "decode_kernel", decode(4, 128, dtype=single), 90)
     add("prefill-float32", "prefill_kernel", prefill(4, 128, dtype=single), 90)
     add("rope-norm", "rope_cache_kernel", rope(32, 128, norms=True), 80, 90, 100)
