@@ -17,6 +17,7 @@ from asyncllm.gpu.ops.quantise import quantise_int8
 from asyncllm.gpu.ops.routing import RouterWeights
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.threads import set_thread_count
+from tests.exact_experts import exact_experts
 from tests.native_library import isas
 from tests.test_ops import BACKENDS, TOLERANCE, make, quantised
 
@@ -154,32 +155,6 @@ def experts_weights(
     return ExpertsWeights(count, layer(2 * inner, width, 10), layer(width, inner, 20))
 
 
-def exact(
-    weights: ExpertsWeights, config: ActivationConfig, x, ids, factors, shared=None, gate=None
-) -> torch.Tensor:
-    """In float64, an expert of all tokens at a time."""
-    out = torch.zeros(len(x), weights.width, dtype=torch.float64)
-
-    def linear(layer: LinearWeights, expert: int, rows: torch.Tensor) -> torch.Tensor:
-        count = layer.shape[0] // weights.num_experts
-        part = slice(expert * count, (expert + 1) * count)
-        found = rows @ layer.values[part].double().T
-        return found if layer.bias is None else found + layer.bias[part].double()
-
-    for expert in range(weights.num_experts):
-        left, up = linear(weights.gate_up, expert, x.double()).chunk(2, -1)
-        if config.limit is None:
-            inner = left * left.sigmoid() * up
-        else:
-            left, up = left.clamp(max=config.limit), up.clamp(-config.limit, config.limit)
-            inner = (up + 1) * left * (config.alpha * left).sigmoid()
-        factor = factors.double().masked_fill(ids != expert, 0.0).sum(-1, keepdim=True)
-        out += factor * linear(weights.down, expert, inner)
-    if shared is not None:
-        out += shared.double() * (1.0 if gate is None else gate.double().sigmoid())
-    return out
-
-
 def case(rows: int, dtype: torch.dtype, top_k: int = 2, width: int = WIDTH, count: int = COUNT):
     x = randn(rows, width, seed=5, dtype=dtype)
     ids = randn(rows, count, seed=6).topk(top_k).indices.int()
@@ -198,7 +173,7 @@ def test_experts(ops, dtype, config, biased):
         for more in ((), (shared,), (shared, gate)):
             found = experts(x, ids, factors, *more)
             assert (found.dtype, found.shape) == (dtype, (rows, WIDTH))
-            expected = exact(weights, config, x, ids, factors, *more)
+            expected = exact_experts(weights, config, x, ids, factors, *more)
             # Rounded three times on the way.
             tolerance = 2 * TOLERANCE[dtype]
             torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
@@ -242,7 +217,7 @@ def test_many_tokens_are_computed_in_passes(backend):
     x, ids, factors = case(40_000, torch.float32, top_k=4, width=64)
     found = experts(x, ids, factors)
     assert torch.equal(experts(x[-3:], ids[-3:], factors[-3:]), found[-3:])
-    expected = exact(weights, SILU, x[::999], ids[::999], factors[::999])
+    expected = exact_experts(weights, SILU, x[::999], ids[::999], factors[::999])
     torch.testing.assert_close(found[::999].double(), expected, rtol=2e-5, atol=2e-5)
 
 
@@ -255,7 +230,7 @@ def test_int8_is_what_linear_layers_make_of_it(backend):
     found = ops.experts(weights, SILU)(x, ids, torch.ones(9, 1))
     inner = ops.silu_mul(ops.linear(weights.gate_up)(x))
     assert torch.equal(found, ops.linear(weights.down)(inner))
-    expected = exact(plain, SILU, x, ids, torch.ones(9, 1))
+    expected = exact_experts(plain, SILU, x, ids, torch.ones(9, 1))
     assert (found.double() - expected).norm() < 0.02 * expected.norm()
 
 
