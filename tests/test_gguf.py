@@ -348,6 +348,16 @@ def test_a_model_is_a_file_or_a_directory_with_one(plain, tmp_path):
         resolve_model("./absent.gguf")
 
 
+def test_yarn(plain, tmp_path):
+    """As llama.cpp computes it: with YaRN's own factor of attention."""
+    scaling = {"type": "yarn", "factor": 4.0, "original_context_length": 32}
+    path = tmp_path / "model.gguf"
+    write(path, plain, metadata={f"llama.rope.scaling.{key}": v for key, v in scaling.items()})
+    rope = ModelConfig.from_directory(path).rope
+    assert (rope.kind, rope.factor, rope.original_max_position) == ("yarn", 4.0, 32)
+    assert rope.attention_factor == pytest.approx(1 + 0.1 * math.log(4))
+
+
 @pytest.mark.parametrize(
     ("metadata", "words"),
     [
@@ -358,8 +368,8 @@ def test_a_model_is_a_file_or_a_directory_with_one(plain, tmp_path):
         ({"llama.attention.magic": 1}, "attention.magic is 1, expected no such value of llama"),
         ({"llama.attention.value_length": 8}, "attention.value_length is 8, expected 16"),
         ({"llama.rope.dimension_count": 8}, "rope.dimension_count is 8, expected 16"),
-        ({"llama.rope.scaling.type": "yarn"}, "rope_type is 'yarn'"),
-        ({"llama.rope.scaling.type": "linear"}, "factor is missing"),
+        ({"llama.rope.scaling.type": "yarn"}, "rope.scaling.factor is missing"),
+        ({"llama.rope.scaling.type": "linear"}, "rope.scaling.factor is missing"),
         ({"llama.attention.head_count": 0}, "attention.head_count is 0"),
         ({"llama.block_count": 100_000}, "num_hidden_layers is 100000"),
         ({"llama.attention.head_count_kv": 0}, "num_key_value_heads is 0"),

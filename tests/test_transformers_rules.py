@@ -226,9 +226,9 @@ def test_auto_is_native_where_that_has_the_architecture(tmp_path):
     assert isinstance(read_config(tmp_path, "auto"), ModelConfig)
     assert isinstance(read_config(tmp_path, "native"), ModelConfig)
     assert isinstance(read_config(tmp_path, "transformers"), TransformersConfig)
-    make(tmp_path, "Gemma2")
+    make(tmp_path, "Gemma")
     assert isinstance(read_config(tmp_path, "auto"), TransformersConfig)
-    with pytest.raises(ModelLoadError, match=r"architectures is \['Gemma2ForCausalLM'\], expected"):
+    with pytest.raises(ModelLoadError, match=r"architectures is \['GemmaForCausalLM'\], expected"):
         read_config(tmp_path, "native")
 
 
@@ -426,10 +426,11 @@ def test_the_engine_runs_it(tmp_path):
     prompt = list(range(100, 130))
     expected = generate(model, prompt, 12)
     stages = []
-    with LLM(tmp_path, **{**SETTINGS, "max_num_batched_tokens": 16}) as llm:
+    modules = {**SETTINGS, "model_impl": "transformers"}
+    with LLM(tmp_path, **{**modules, "max_num_batched_tokens": 16}) as llm:
         result = llm.generate(prompt, temperature=0, max_tokens=12, ignore_eos=True)
     assert list(result.token_ids) == expected.tokens
-    with LLM(tmp_path, **SETTINGS, load_format="dummy") as llm:
+    with LLM(tmp_path, **modules, load_format="dummy") as llm:
         stages.append(llm.generate(prompt, temperature=0, max_tokens=3, ignore_eos=True))
     assert len(stages[0].token_ids) == 3
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from asyncllm.checkpoint.config_file import ConfigFile
 from asyncllm.checkpoint.gguf_file import GGML_TYPES, PLAIN_TYPES, GGUFFile
+from asyncllm.checkpoint.rope_config import MAX_POSITIONS
 from asyncllm.errors import ModelLoadError
 
 ARCHITECTURES = {
@@ -121,7 +122,11 @@ def _rope(file: GGUFFile, fields: ConfigFile) -> dict[str, Any] | None:
         return _llama3(file, fields)
     if kind == "none":
         return None
-    return {"rope_type": kind, "factor": fields.values.get("rope.scaling.factor")}
+    rope = {"rope_type": kind, "factor": fields.number("rope.scaling.factor", low=1.0)}
+    if kind == "yarn" and "rope.scaling.original_context_length" in fields:
+        name = "original_max_position_embeddings"
+        rope[name] = fields.integer("rope.scaling.original_context_length", high=MAX_POSITIONS)
+    return rope
 
 
 def _llama3(file: GGUFFile, fields: ConfigFile) -> dict[str, Any] | None:
