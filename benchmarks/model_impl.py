@@ -1,10 +1,10 @@
-"""A decode step through transformers' modules, against the engine's own decoder: the same Qwen3
-shapes with random weights, on one thread, for both op sets of a CPU.
+"""A decode step through transformers' modules, against the engine's own decoder: the same Qwen3 or
+Qwen3-MoE shapes with random weights, on one thread, for both op sets of a CPU.
 
 The two run in turn, and a figure is the median of the ratios. Times are the process's CPU times, so
 that what else the machine does is left out.
 
-python -m benchmarks.model_impl [--quick] [--json FILE] [--dtype bfloat16] [--layers 12]
+python -m benchmarks.model_impl [--quick] [--json FILE] [--dtype bfloat16] [--layers 12] [--experts]
 """
 
 from __future__ import annotations
@@ -42,6 +42,16 @@ SHAPE: dict[str, Any] = {
     "tie_word_embeddings": True,
     "eos_token_id": 0,
 }
+
+EXPERTS: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "norm_topk_prob": True,
+}
+"""In place of the MLP of every layer."""
 
 
 class Decoding:
@@ -115,13 +125,16 @@ def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--experts", action="store_true")
     arguments = parser.parse_args()
     steps = 9 if arguments.quick else 60
     conditions = {"dtype": arguments.dtype, "layers": str(arguments.layers)}
+    conditions["mlp"] = "64 experts of 512, 8 a token" if arguments.experts else "dense"
     report = Report("Decode steps by model_impl", conditions)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         shape = SHAPE | {"num_hidden_layers": arguments.layers}
+        shape |= EXPERTS if arguments.experts else {}
         (path / "config.json").write_text(json.dumps(shape), encoding="utf-8")
         for name, backend in BACKENDS.items():
             for rows in BATCHES:

@@ -301,12 +301,13 @@ def test_sinks_are_refused_where_they_would_be_left_out(hopper):
     pytest.importorskip("triton")
     sinking = replace(GPU, shape=replace(SHAPE, sinks=True))
     with pytest.raises(InvalidRequestError) as error:
-        make_attention("triton", sinking)
+        make_attention("flash_attn", replace(sinking, dtype=torch.bfloat16))
     assert str(error.value) == (
-        "attention_backend='triton' takes no attention sinks, and this is attention with sinks; "
-        'or attention_backend="torch", which covers it on any device'
+        "attention_backend='flash_attn' takes no attention sinks, and this is attention with "
+        'sinks; or attention_backend="torch", which covers it on any device'
     )
     assert isinstance(make_attention("torch", sinking)[0], TorchAttention)
+    assert isinstance(make_attention("triton", sinking)[0], TritonAttention)
 
 
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 32), (torch.bfloat16, 128)])

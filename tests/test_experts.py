@@ -17,6 +17,7 @@ from asyncllm.gpu.ops.quantise import quantise_int8
 from asyncllm.gpu.ops.routing import RouterWeights
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.threads import set_thread_count
+from tests.exact_experts import exact_experts
 from tests.native_library import isas
 from tests.test_ops import BACKENDS, TOLERANCE, make, quantised
 
@@ -154,32 +155,6 @@ def experts_weights(
     return ExpertsWeights(count, layer(2 * inner, width, 10), layer(width, inner, 20))
 
 
-def exact(
-    weights: ExpertsWeights, config: ActivationConfig, x, ids, factors, shared=None, gate=None
-) -> torch.Tensor:
-    """In float64, an expert of all tokens at a time."""
-    out = torch.zeros(len(x), weights.width, dtype=torch.float64)
-
-    def linear(layer: LinearWeights, expert: int, rows: torch.Tensor) -> torch.Tensor:
-        count = layer.shape[0] // weights.num_experts
-        part = slice(expert * count, (expert + 1) * count)
-        found = rows @ layer.values[part].double().T
-        return found if layer.bias is None else found + layer.bias[part].double()
-
-    for expert in range(weights.num_experts):
-        left, up = linear(weights.gate_up, expert, x.double()).chunk(2, -1)
-        if config.limit is None:
-            inner = left * left.sigmoid() * up
-        else:
-            left, up = left.clamp(max=config.limit), up.clamp(-config.limit, config.limit)
-            inner = (up + 1) * left * (config.alpha * left).sigmoid()
-        factor = factors.double().masked_fill(ids != expert, 0.0).sum(-1, keepdim=True)
-        out += factor * linear(weights.down, expert, inner)
-    if shared is not None:
-        out += shared.double() * (1.0 if gate is None else gate.double().sigmoid())
-    return out
-
-
 def case(rows: int, dtype: torch.dtype, top_k: int = 2, width: int = WIDTH, count: int = COUNT):
     x = randn(rows, width, seed=5, dtype=dtype)
     ids = randn(rows, count, seed=6).topk(top_k).indices.int()
@@ -191,23 +166,23 @@ def case(rows: int, dtype: torch.dtype, top_k: int = 2, width: int = WIDTH, coun
 @pytest.mark.parametrize("biased", [True, False])
 def test_experts(ops, dtype, config, biased):
     weights = experts_weights(dtype, biased)
-    experts = ops.experts(weights, config)
+    experts = ops.experts(weights, config, 2)
     for rows in (0, 1, 2, 7, 61):
         x, ids, factors = case(rows, dtype)
         shared, gate = randn(rows, WIDTH, seed=8, dtype=dtype), randn(rows, 1, seed=9, dtype=dtype)
         for more in ((), (shared,), (shared, gate)):
             found = experts(x, ids, factors, *more)
             assert (found.dtype, found.shape) == (dtype, (rows, WIDTH))
-            expected = exact(weights, config, x, ids, factors, *more)
+            expected = exact_experts(weights, config, x, ids, factors, *more)
             # Rounded three times on the way.
             tolerance = 2 * TOLERANCE[dtype]
             torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
 
 
-def test_an_op_set_counts_what_it_reads(ops):
+def test_an_op_set_counts_what_a_token_reads(ops):
     weights = experts_weights()
-    expected = weights.gate_up.values.nbytes + weights.down.values.nbytes
-    ops.experts(weights, SILU)
+    expected = (weights.gate_up.values.nbytes + weights.down.values.nbytes) * 2 // COUNT
+    ops.experts(weights, SILU, 2)
     assert ops.linear_bytes == expected
 
 
@@ -224,7 +199,7 @@ def test_a_token_is_the_same_bits_in_any_company(backend, form, config):
         weights = replace(
             weights, gate_up=quantise_int8(weights.gate_up), down=quantise_int8(weights.down)
         )
-    experts = make(backend).experts(weights, config)
+    experts = make(backend).experts(weights, config, 2)
     x, ids, factors = case(150, dtype, width=41)
     shared, gate = randn(150, 41, seed=8, dtype=dtype), randn(150, 1, seed=9, dtype=dtype)
     together = experts(x, ids, factors, shared, gate)
@@ -238,11 +213,11 @@ def test_a_token_is_the_same_bits_in_any_company(backend, form, config):
 def test_many_tokens_are_computed_in_passes(backend):
     """Each of which takes 64 MiB at most: here there are two."""
     weights = experts_weights(width=64, inner=1)
-    experts = make(backend).experts(weights, SILU)
+    experts = make(backend).experts(weights, SILU, 2)
     x, ids, factors = case(40_000, torch.float32, top_k=4, width=64)
     found = experts(x, ids, factors)
     assert torch.equal(experts(x[-3:], ids[-3:], factors[-3:]), found[-3:])
-    expected = exact(weights, SILU, x[::999], ids[::999], factors[::999])
+    expected = exact_experts(weights, SILU, x[::999], ids[::999], factors[::999])
     torch.testing.assert_close(found[::999].double(), expected, rtol=2e-5, atol=2e-5)
 
 
@@ -252,15 +227,15 @@ def test_int8_is_what_linear_layers_make_of_it(backend):
     ops, plain = make(backend), experts_weights(count=1)
     weights = replace(plain, gate_up=quantise_int8(plain.gate_up), down=quantise_int8(plain.down))
     x, ids = randn(9, WIDTH, seed=5), torch.zeros(9, 1, dtype=torch.int32)
-    found = ops.experts(weights, SILU)(x, ids, torch.ones(9, 1))
+    found = ops.experts(weights, SILU, 2)(x, ids, torch.ones(9, 1))
     inner = ops.silu_mul(ops.linear(weights.gate_up)(x))
     assert torch.equal(found, ops.linear(weights.down)(inner))
-    expected = exact(plain, SILU, x, ids, torch.ones(9, 1))
+    expected = exact_experts(plain, SILU, x, ids, torch.ones(9, 1))
     assert (found.double() - expected).norm() < 0.02 * expected.norm()
 
 
 def test_one_row_that_is_no_number_harms_no_other(ops):
-    experts = ops.experts(experts_weights(), SILU)
+    experts = ops.experts(experts_weights(), SILU, 2)
     x, ids, factors = case(9, torch.float32)
     clean = experts(x, ids, factors)
     x[4] = torch.nan
@@ -278,7 +253,7 @@ def test_schemes_that_experts_cannot_have_are_refused(ops, scheme):
     layer = LinearWeights(**quantised(scheme, COUNT * 2 * INNER, WIDTH, (1, 8)))
     weights = replace(experts_weights(), gate_up=layer)
     with pytest.raises(ModelLoadError, match=f"'{scheme}'"):
-        ops.experts(weights, SILU)
+        ops.experts(weights, SILU, 2)
 
 
 @pytest.mark.parametrize("backend", NATIVE)
@@ -300,7 +275,7 @@ def test_experts_that_do_not_fit_each_other_are_refused():
 
 @pytest.mark.parametrize("backend", NATIVE[:1])
 def test_native_experts_check_what_they_read(backend):
-    experts = make(backend).experts(experts_weights(), SILU)
+    experts = make(backend).experts(experts_weights(), SILU, 2)
     x, ids, factors = case(3, torch.float32)
     for bad in (-1, COUNT, 2**31 - 1):
         wrong = ids.clone()

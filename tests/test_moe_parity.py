@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from collections.abc import Callable
@@ -357,6 +358,43 @@ def test_fused_names_are_the_same_weights(load_case, tmp_path, name):
     fused = list(load_weights(ModelConfig.from_directory(tmp_path), torch.float32, cpu))
     assert [name for name, _ in plain] == [name for name, _ in fused]
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(plain, fused, strict=True))
+
+
+def to_mxfp4(case: Case, target: Path) -> Any:
+    """Writes gpt-oss's checkpoint with random experts in MXFP4, and returns a model that has what
+    transformers makes of them."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    model, draw = copy.deepcopy(case.model), torch.Generator().manual_seed(6)
+    tensors = load_file(case.path / "model.safetensors")
+    for name, parameter in model.named_parameters():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            continue
+        count, width, outputs = parameter.shape
+        shape = (count, outputs, width // 32)
+        blocks = torch.randint(0, 256, (*shape, 16), generator=draw, dtype=torch.uint8)
+        scales = torch.randint(122, 125, shape, generator=draw, dtype=torch.uint8)
+        del tensors[name]
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        parameter.data = convert_moe_packed_tensors(
+            blocks.clone(), scales.clone(), dtype=torch.float32
+        )
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((case.path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (target / "config.json").write_text(json.dumps(config))
+    return model
+
+
+def test_experts_in_mxfp4(load_case, tmp_path):
+    context()
+    case = load_case("GptOss")
+    model = to_mxfp4(case, tmp_path)
+    expected = [generate(model, prompt, OUTPUT) for prompt in case.prompts]
+    assert expected[1].tokens != case.expected[1].tokens
+    quantised = Case(tmp_path, model, case.prompts, expected)
+    assert quantised.config().quantization == "mxfp4"
+    run_everything(quantised, quantised.runner(attention_backend="native"))
 
 
 def change(case: Case, target: Path, **tensors: torch.Tensor | None) -> ModelConfig:

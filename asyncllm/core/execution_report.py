@@ -19,7 +19,8 @@ class ExecutionReport:
         attention_backend: of each kind of layer, by name.
         instruction_set: of the native ops; None without.
         num_threads: of the ops; None is torch's own number.
-        weight_bytes: of all linear layers, the output head included, as they are stored.
+        weight_bytes: of all linear layers, the output head included, as they are stored; of
+            experts those of one token.
         kv_bytes_per_token: of all layers.
         memory_bandwidth: bytes a second that the engine's own threads read, the median of five
             times 256 MiB; None on a GPU.

@@ -258,6 +258,7 @@ void attention(Context* context, int32_t dtype) {
 }
 
 #include "fuzz_grouped.h"
+#include "fuzz_experts.h"
 #include "fuzz_program.h"
 
 }  // namespace
@@ -277,6 +278,8 @@ int main(int count, char** arguments) {
       rows(context, dtype);
       rope(context, dtype);
       attention(context, dtype);
+      routing(context, dtype);
+      experts(context, dtype);
       program(context, dtype);
     }
     for (int32_t dtype : {DTYPE_F32, DTYPE_BF16, DTYPE_F16}) fuzz_sampling(context, dtype);

@@ -10,10 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from asyncllm.checkpoint.experts_config import ActivationConfig
 from asyncllm.gpu.batch.decode_inputs import DecodeInputs, SamplingTensors
 from asyncllm.gpu.ops.base import AttentionShape
+from asyncllm.gpu.ops.experts import ExpertsWeights
 from asyncllm.gpu.ops.gumbel import NO_TOKEN_LEFT, exponentials, gumbel_keys, gumbel_sample
+from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.triton import tuning
+from tests.exact_experts import exact_experts
 from tests.triton.paged import (
     AttentionCase,
     assert_close,
@@ -36,6 +40,7 @@ def check_decode(module: ModuleType, case: AttentionCase, device: str, capabilit
         "splits": case.splits,
         "softcap": case.softcap,
         "window": case.window,
+        "sinks": batch.sinks,
     }
     lines = torch.arange(len(batch.block_table), device=device)
     module.decode_attention(
@@ -79,6 +84,7 @@ def check_prefill(module: ModuleType, case: AttentionCase, device: str, capabili
             tiles=tuning.prefill_tiles(capability, case.head_dim, case.dtype.itemsize),
             softcap=case.softcap,
             window=case.window,
+            sinks=batch.sinks,
             out=found,
         )
     assert torch.equal(indexed.nan_to_num(-7.0), out.nan_to_num(-7.0))
@@ -162,6 +168,49 @@ def check_silu_mul(module: ModuleType, width: int, dtype: torch.dtype, device: s
     assert_close(module.gelu_mul(gate_up.to(device)), gelu * up, dtype)
     capped = module.softcap(gate_up.to(device).clone(), 5.0)
     assert_close(capped, 5 * (gate_up.double() / 5).tanh(), dtype)
+
+
+def check_experts(
+    module: ModuleType,
+    device: str,
+    *,
+    tokens: int,
+    clamped: bool = False,
+    biased: bool = False,
+    count: int = 7,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    """Widths that fill no tile; one expert that nobody has; a row that is NaN harms no other."""
+    width, inner, top_k = 72, 40, 3
+    config = ActivationConfig(limit=1.0, alpha=1.7) if clamped else ActivationConfig()
+    random = torch.Generator().manual_seed(tokens)
+
+    def layer(rows: int, columns: int) -> LinearWeights:
+        values = torch.randn(count * rows, columns, generator=random) * columns**-0.5
+        bias = torch.randn(count * rows, generator=random) if biased else None
+        bias = None if bias is None else bias.to(dtype)
+        return LinearWeights(values.to(dtype), bias)
+
+    weights = ExpertsWeights(count, layer(2 * inner, width), layer(width, inner))
+    x = torch.randn(tokens, width, generator=random).to(dtype)
+    ids = torch.randn(tokens, count - 1, generator=random).topk(top_k).indices.int() + 1
+    factors = torch.rand(tokens, top_k, generator=random)
+    shared = torch.randn(tokens, width, generator=random).to(dtype)
+    expected = exact_experts(weights, config, x, ids, factors, shared)
+    there = ExpertsWeights(count, *(_to(part, device) for part in (weights.gate_up, weights.down)))
+    experts = module.TritonExperts(there, config)
+    arguments = [each.to(device) for each in (x, ids, factors, shared)]
+    assert_close(experts(*arguments), expected, dtype)
+    arguments[0] = arguments[0].clone()
+    arguments[0][0] = torch.nan
+    found = experts(*arguments).cpu()
+    assert found[0].isnan().all()
+    assert_close(found[1:], expected[1:], dtype)
+
+
+def _to(layer: LinearWeights, device: str) -> LinearWeights:
+    bias = None if layer.bias is None else layer.bias.to(device)
+    return LinearWeights(layer.values.to(device), bias)
 
 
 def check_rope_cache(

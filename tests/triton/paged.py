@@ -32,6 +32,7 @@ class AttentionCase:
     window: int | None = None
     layout: str = "layers"
     padded_tokens: int = 0
+    sinks: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -48,6 +49,7 @@ class PagedBatch:
     query_start_loc: Tensor
     keys: list[Tensor]
     values: list[Tensor]
+    sinks: Tensor | None = None
 
 
 def make_cache(
@@ -103,6 +105,7 @@ def make_batch(case: AttentionCase, device: str, seed: int = 0) -> PagedBatch:
         query_start_loc=starts.to(device),
         keys=keys,
         values=values,
+        sinks=torch.randn(q.shape[1], generator=random).to(device) * 2 if case.sinks else None,
     )
 
 
@@ -115,13 +118,20 @@ def _strided_to(cache: Tensor, device: str) -> Tensor:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, window: int | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    softcap: float | None,
+    window: int | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Float64 attention of the last queries of one sequence.
 
     Args:
         q: ``[n, Hq, D]``; query i is at position ``len(k) - n + i``.
         k, v: ``[length, Hk, D]``.
+        sinks: ``[Hq]``, logits without values.
     """
     count, length = len(q), len(k)
     group = q.shape[1] // k.shape[1]
@@ -135,7 +145,11 @@ def attend(
     hidden = seen > positions
     if window is not None:
         hidden |= seen <= positions - window
-    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sinks is not None:
+        column = sinks.cpu().double().view(-1, 1, 1).expand(-1, count, 1)
+        scores = torch.cat((scores, column), -1)
+    weights = scores.softmax(-1)[..., :length]
     return torch.einsum("hqk,khd->qhd", weights, v)
 
 
@@ -147,7 +161,7 @@ def expected_rows(case: AttentionCase, batch: PagedBatch, scale: float) -> list[
     for row, (k, v) in enumerate(zip(batch.keys, batch.values, strict=True)):
         queries = q[starts[row] : starts[row + 1]]
         if len(k):
-            rows.append(attend(queries, k, v, scale, case.softcap, case.window))
+            rows.append(attend(queries, k, v, scale, case.softcap, case.window, batch.sinks))
         else:
             rows.append(torch.zeros(queries.shape, dtype=torch.float64))
     return rows

@@ -9,12 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from asyncllm.checkpoint.experts_config import ActivationConfig
 from asyncllm.gpu.batch.decode_inputs import DecodeInputs, SamplingTensors
 from asyncllm.gpu.ops.base import AttentionShape
+from asyncllm.gpu.ops.experts import ExpertsWeights
+from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.triton import (
     activation,
     decode_attention,
     decode_inputs,
+    experts,
     norm,
     prefill_attention,
     rope_cache,
@@ -177,6 +181,28 @@ def scaled_norm(capability: int) -> list[Launch]:
     return found
 
 
+def experts_launches(tokens: int, dtype: torch.dtype, **options: Any) -> Callable[..., Any]:
+    """Qwen3-30B-A3B's experts, or with a limit and biases gpt-oss-20b's."""
+
+    def launches(capability: int) -> list[Launch]:
+        count, top_k, width, inner = (32, 4, 2880, 2880) if options else (128, 8, 2048, 768)
+        biases = [
+            empty(count * rows, dtype=dtype) if options else None for rows in (2 * inner, width)
+        ]
+        weights = ExpertsWeights(
+            count,
+            LinearWeights(empty(count * 2 * inner, width, dtype=dtype), biases[0]),
+            LinearWeights(empty(count * width, inner, dtype=dtype), biases[1]),
+        )
+        with recording(experts) as found:
+            experts.TritonExperts(weights, ActivationConfig(**options))(
+                empty(tokens, width, dtype=dtype), ints(tokens, top_k), floats(tokens, top_k)
+            )
+        return found
+
+    return launches
+
+
 def sample(vocab_size: int, dtype: torch.dtype) -> Callable[[int], list[Launch]]:
     def launches(capability: int) -> list[Launch]:
         with recording(sampling) as found:
@@ -238,10 +264,26 @@ def variants() -> list[Variant]:
     add("decode-cap-window", "decode_kernel", decode(2, 256, **rare), 80, 89, 90)
     add("prefill-cap-window", "prefill_kernel", prefill(2, 256, **rare), 80, 89, 90)
     add("prefill-window", "prefill_kernel", prefill(4, 128, window=4096), 80, 90)
+    sinks: dict[str, Any] = {"sinks": floats(64), "window": 128}
+    add("decode-sinks", "decode_kernel", decode(8, 64, **sinks), 80, 90)
+    add("prefill-sinks", "prefill_kernel", prefill(8, 64, **sinks), 80, 90)
     add("decode-float32", "decode_kernel", decode(4, 128, dtype=single), 90)
     add("prefill-float32", "prefill_kernel", prefill(4, 128, dtype=single), 90)
     add("rope-norm", "rope_cache_kernel", rope(32, 128, norms=True), 80, 90, 100)
     add("rope-head80", "rope_cache_kernel", rope(32, 80, norms=False), 90)
+    for name, tokens in (("few", 16), ("many", 1024)):
+        for kernel in ("gate_up_kernel", "down_kernel"):
+            where = CAPABILITIES if kernel == "gate_up_kernel" else (80, 90)
+            add(
+                f"experts-{name}-{kernel[:4]}",
+                kernel,
+                experts_launches(tokens, torch.bfloat16),
+                *where,
+            )
+    clamped = experts_launches(1024, half, limit=7.0)
+    add("experts-clamped", "gate_up_kernel", clamped, 80, 90)
+    add("experts-biased", "down_kernel", clamped, 90)
+    add("experts-float32", "gate_up_kernel", experts_launches(1024, single), 90)
     add("norm-add-1024", "norm_kernel", rms_norm(1024, add=True), 90)
     add("norm-add-4096", "norm_kernel", rms_norm(4096, add=True), 80, 100)
     add("norm-16384", "norm_kernel", rms_norm(16384, add=False), 90)

@@ -299,8 +299,11 @@ class _Builder:
             config.routing, RouterWeights(rows, self.take_if_due(f"{name}.correction"))
         )
         parts = [self.linear_weights(f"{name}.experts.{part}") for part in ("gate_up", "down")]
-        mlp = ExpertsMLP(routing, ops.experts(ExpertsWeights(count, *parts), config.activation))
+        experts = ops.experts(
+            ExpertsWeights(count, *parts), config.activation, config.routing.top_k
+        )
         del parts
+        mlp = ExpertsMLP(routing, experts)
         if config.shared_gate:
             mlp.gate = self.linear(f"{name}.shared.gate")
         if config.shared_size:

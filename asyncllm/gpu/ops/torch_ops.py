@@ -229,14 +229,20 @@ class TorchOps:
         """The choice of each token's experts, from weights of scheme "plain"."""
         return TorchRouting(config, weights)
 
-    def experts(self, weights: ExpertsWeights, config: ActivationConfig) -> Experts:
+    def experts(self, weights: ExpertsWeights, config: ActivationConfig, top_k: int) -> Experts:
         """The experts of a layer, which take over ``weights`` as linear layers do.
+
+        Args:
+            top_k: experts of a token.
 
         Raises:
             ModelLoadError: a scheme that the op set cannot compute with.
         """
+        before = self.linear_bytes
         for layer in (weights.gate_up, weights.down):
             self._take(layer)
+        # A step of one token reads those of its experts.
+        self.linear_bytes = before + (self.linear_bytes - before) * top_k // weights.num_experts
         return self.make_experts(weights, config)
 
     def make_experts(self, weights: ExpertsWeights, config: ActivationConfig) -> Experts:

@@ -27,6 +27,8 @@ MUTATIONS = [
     ("attention_tile", "exists = keys < kv_len", "exists = keys <= kv_len", "decode"),
     ("attention_tile", "exists &= keys >= first_seen", "exists &= keys >= 0", "window"),
     ("decode_attention", "kv_head * GROUP + group_row", "kv_head + group_row", "splits"),
+    ("decode_attention", "if split == 0:", "if split >= 0:", "sinks"),
+    ("prefill_attention", "row_sum += 1.0", "row_sum += 0.0", "prefill sinks"),
     ("decode_attention", "split < used", "split < used - 1", "splits"),
     ("prefill_attention", "num_queries - 1)", "num_queries - 2)", "prefill"),
     ("prefill_attention", "first <= tile", "first < tile", "prefill"),
@@ -48,6 +50,8 @@ def named(cases: list[Any], name: str) -> Any:
 CHECKS: dict[str, Callable[[Any], None]] = {
     "decode": lambda m: checks.check_decode(m, named(DECODE, "group1"), "cpu", 80),
     "splits": lambda m: checks.check_decode(m, named(DECODE, "group4-splits"), "cpu", 80),
+    "sinks": lambda m: checks.check_decode(m, named(DECODE, "sinks-splits"), "cpu", 80),
+    "prefill sinks": lambda m: checks.check_prefill(m, named(PREFILL, "sinks"), "cpu", 80),
     "prefill": lambda m: checks.check_prefill(m, named(PREFILL, "prefix"), "cpu", 80),
     "window": lambda m: checks.check_prefill(m, named(PREFILL, "window"), "cpu", 80),
     "rope": lambda m: checks.check_rope_cache(m, AttentionShape(4, 2, 64, 1.0), "cpu", norm=False),
@@ -59,6 +63,8 @@ CHECKS: dict[str, Callable[[Any], None]] = {
 MODULES = {
     "decode": "decode_attention",
     "splits": "decode_attention",
+    "sinks": "decode_attention",
+    "prefill sinks": "prefill_attention",
     "prefill": "prefill_attention",
     "window": "prefill_attention",
     "rope": "rope_cache",

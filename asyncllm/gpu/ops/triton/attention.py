@@ -6,7 +6,7 @@ Triton itself is imported with the kernels, when the attention is made.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -68,6 +68,7 @@ class TritonAttention:
         dtypes=HALF | {torch.float32},
         max_head_dim=256,
         block_multiple=16,
+        sinks=True,
     )
 
     @staticmethod
@@ -156,11 +157,24 @@ class TritonAttention:
             decodes, seq_lens, block_table, table_rows, splits, workspace, window=window
         )
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, plan: TritonPlan) -> Tensor:
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: Tensor,
+        plan: TritonPlan,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Attention of ``q [T, Hq, D]``; ``k`` and ``v`` are read from the cache."""
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         decodes = plan.num_decodes
-        scores = {"scale": self.shape.scale, "softcap": self.softcap, "window": plan.window}
+        scores: dict[str, Any] = {
+            "scale": self.shape.scale,
+            "softcap": self.softcap,
+            "window": plan.window,
+            "sinks": None if sinks is None else sinks.float(),
+        }
         if decodes:
             self._decode(
                 q[:decodes],

@@ -8,14 +8,14 @@ base 2, because the hardware's exponential is.
 import triton
 import triton.language as tl
 
-LOG2_E = 1.4426950408889634
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def score_factors(scale: float, softcap: float | None) -> tuple[float, float]:
     """``score_scale`` and ``softcap`` of ``score_tile`` for a model's scale and cap."""
     if softcap is None:
-        return scale * LOG2_E, 0.0
-    return scale / softcap, softcap * LOG2_E
+        return scale * LOG2_E.value, 0.0
+    return scale / softcap, softcap * LOG2_E.value
 
 
 @triton.jit

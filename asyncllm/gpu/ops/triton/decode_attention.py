@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from asyncllm.gpu.ops.triton.attention_tile import attend_tile, score_factors
+from asyncllm.gpu.ops.triton.attention_tile import LOG2_E, attend_tile, score_factors
 from asyncllm.gpu.ops.triton.tuning import Tiles, cdiv, next_power_of_2, workspace_size
 
 MERGED_SPLITS = 8
@@ -43,6 +43,7 @@ def decode_kernel(
     block_table,
     table_rows,
     seq_lens,
+    sinks,
     score_scale,
     softcap,
     window,
@@ -64,6 +65,7 @@ def decode_kernel(
     BLOCK_SIZE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
     ONE_SPLIT: tl.constexpr,
 ):
     """Grid ``(batch, kv_heads * ROW_TILES, splits)``.
@@ -102,6 +104,11 @@ def decode_kernel(
     acc = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
+    if SINKS:
+        # A key without a value, among those of the first split.
+        if split == 0:
+            row_max = tl.load(sinks + heads, mask=in_group, other=0.0) * LOG2_E
+            row_sum += 1.0
     for first_key in range(start, end, KEYS):
         acc, row_max, row_sum = attend_tile(
             queries, acc, row_max, row_sum, *cache, first_key, positions, kv_len - window, kv_len,
@@ -180,6 +187,7 @@ def decode_attention(
     splits: int = 1,
     softcap: float | None = None,
     window: int | None = None,
+    sinks: Tensor | None = None,
     workspace: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -197,6 +205,7 @@ def decode_attention(
         splits: programs per row and key/value head, from ``num_splits``.
         softcap: scores become ``softcap * tanh(score / softcap)``.
         window: keys that a query sees, its own included; None is all.
+        sinks: ``[Hq]`` float32, a logit per head that takes part in the softmax.
         workspace: at least ``workspace_size`` float32 elements, made here if None.
         out: ``[B, Hq, D]``, the last dimension contiguous; made here if None.
 
@@ -223,6 +232,7 @@ def decode_attention(
         block_table,
         table_rows,
         seq_lens,
+        sinks,
         score_scale,
         cap,
         window or 0,
@@ -239,6 +249,7 @@ def decode_attention(
         BLOCK_SIZE=block_size,
         SOFTCAP=softcap is not None,
         WINDOW=window is not None,
+        SINKS=sinks is not None,
         ONE_SPLIT=splits == 1,
         num_warps=tiles.warps,
         num_stages=tiles.stages,

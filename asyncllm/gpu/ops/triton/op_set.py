@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from asyncllm.checkpoint.experts_config import ActivationConfig
 from asyncllm.gpu.ops.base import AttentionShape
+from asyncllm.gpu.ops.experts import ExpertsWeights
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.ops.triton.activation import gelu_mul, silu_mul, softcap
 from asyncllm.gpu.ops.triton.decode_inputs import decode_inputs
+from asyncllm.gpu.ops.triton.experts import TritonExperts
 from asyncllm.gpu.ops.triton.norm import TritonRMSNorm
 from asyncllm.gpu.ops.triton.rope_cache import TritonRopeAndCache
 from asyncllm.gpu.ops.triton.sampling import sample
@@ -15,7 +18,7 @@ from asyncllm.gpu.ops.triton.sampling import sample
 
 class TritonOps(TorchOps):
     """Fused kernels for everything that is bound by memory; matrix products are torch's, which
-    are cuBLAS's. ``check_triton`` comes before importing it.
+    are cuBLAS's, but for those of experts. ``check_triton`` comes before importing it.
     """
 
     name = "triton"
@@ -24,6 +27,9 @@ class TritonOps(TorchOps):
     softcap = staticmethod(softcap)
     decode_inputs = staticmethod(decode_inputs)
     sample = staticmethod(sample)
+
+    def make_experts(self, weights: ExpertsWeights, config: ActivationConfig) -> TritonExperts:
+        return TritonExperts(weights, config)
 
     def rms_norm(self, weight: Tensor, eps: float, multiplier: float = 1.0) -> TritonRMSNorm:
         return TritonRMSNorm(weight, eps, multiplier)

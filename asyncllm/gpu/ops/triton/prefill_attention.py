@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from asyncllm.gpu.ops.triton.attention_tile import attend_tile, score_factors
+from asyncllm.gpu.ops.triton.attention_tile import LOG2_E, attend_tile, score_factors
 from asyncllm.gpu.ops.triton.tuning import Tiles, next_power_of_2
 
 
@@ -51,6 +51,7 @@ def prefill_kernel(
     table_rows,
     seq_lens,
     query_start_loc,
+    sinks,
     num_seqs,
     score_scale,
     softcap,
@@ -73,6 +74,7 @@ def prefill_kernel(
     BLOCK_SIZE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     """Grid ``(tiles, kv_heads)``; a tile is ``ROWS / GROUP_ROWS`` tokens of one sequence.
 
@@ -121,6 +123,10 @@ def prefill_kernel(
     acc = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
+    if SINKS:
+        # A key without a value.
+        row_max = tl.load(sinks + heads, mask=in_tile, other=0.0) * LOG2_E
+        row_sum += 1.0
     if not WINDOW:
         for first_key in range(start, unmasked_end, KEYS):
             acc, row_max, row_sum = attend_tile(
@@ -149,6 +155,7 @@ def prefill_attention(
     tiles: Tiles,
     softcap: float | None = None,
     window: int | None = None,
+    sinks: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of the last tokens of each sequence over its cached keys and values.
@@ -162,7 +169,7 @@ def prefill_attention(
         seq_lens: ``[R]`` int32 or int64, tokens of each sequence up to its last query.
         query_start_loc: ``[R + 1]`` int32 or int64, ascending, the first query of each row;
             rows may be empty, and tokens from the last entry on are padding.
-        scale, softcap, window: as in ``decode_attention``.
+        scale, softcap, window, sinks: as in ``decode_attention``.
         out: ``[T, Hq, D]``, the last dimension contiguous; made here if None. Padding tokens
             keep what they hold.
 
@@ -194,6 +201,7 @@ def prefill_attention(
         table_rows,
         seq_lens,
         query_start_loc,
+        sinks,
         num_seqs,
         score_scale,
         cap,
@@ -211,6 +219,7 @@ def prefill_attention(
         BLOCK_SIZE=block_size,
         SOFTCAP=softcap is not None,
         WINDOW=window is not None,
+        SINKS=sinks is not None,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )

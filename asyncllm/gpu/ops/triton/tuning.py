@@ -97,6 +97,33 @@ def _find(table: dict[int, tuple[Tiles, Tiles, Tiles]], capability: int, head_di
     return table[max(known)][bisect_left(_HEAD_DIMS, head_dim)]
 
 
+@dataclass(frozen=True, slots=True)
+class ProductTiles:
+    """Launch shape of a grouped matrix product.
+
+    Attributes:
+        rows, columns: of a program's output.
+        depth: elements of the sums per step of its loop.
+        warps, stages: as of ``Tiles``.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+
+def product_tiles(num_rows: int, num_groups: int, element_size: int) -> ProductTiles:
+    """Launch shape for so many rows in so many groups; it depends on shapes alone, so that it is
+    fixed for a captured graph."""
+    rows = 16 if num_rows <= 16 * num_groups else 64
+    if element_size > 2:
+        # Tensor cores multiply float32 at full precision in software: registers are short.
+        return ProductTiles(rows // 2 if rows > 16 else 16, 32, 32, 4, 1)
+    return ProductTiles(rows, 64, 64, 4, 3)
+
+
 def num_splits(batch: int, kv_heads: int, max_len: int, num_sms: int) -> int:
     """How many programs share one sequence and key/value head in decode attention.
 

@@ -1,0 +1,260 @@
+"""Experts as two grouped matrix products, over rows that are sorted by expert.
+
+A program finds its expert by binary search, as prefill attention does its sequence: the grid is an
+upper bound that the host knows without looking at the routing, so that a graph can hold it. The
+activation is fused into the first product, the weight of a token's expert into the second.
+"""
+
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
+# A type checker takes a kernel for the function that it is written as.
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from asyncllm.checkpoint.experts_config import ActivationConfig
+from asyncllm.gpu.ops.experts import ExpertsWeights, add_shared
+from asyncllm.gpu.ops.triton.tuning import ProductTiles, cdiv, product_tiles
+
+
+@triton.jit
+def find_expert(tile_ends, num_experts, tile):
+    """First expert that has a tile behind ``tile``; ``num_experts`` where none has."""
+    low = 0
+    high = num_experts
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(tile_ends + middle) <= tile:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def find_rows(starts, tile_ends, expert, tile, ROWS: tl.constexpr):
+    """The sorted rows of a tile, and which of them are the expert's."""
+    first_tile = tl.load(tile_ends + expert - 1, mask=expert > 0, other=0)
+    end = tl.load(starts + expert + 1)
+    rows = tl.load(starts + expert) + (tile - first_tile) * ROWS + tl.arange(0, ROWS)
+    return rows, rows < end
+
+
+@triton.jit
+def gate_up_kernel(
+    out,
+    x,
+    weight,
+    bias,
+    pairs,
+    starts,
+    tile_ends,
+    num_experts,
+    top_k,
+    width,
+    inner,
+    limit,
+    alpha,
+    stride_x,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    BIAS: tl.constexpr,
+    CLAMPED: tl.constexpr,
+):
+    """Grid ``(tiles, inner / COLUMNS)``: activation of gate and up, in sorted rows."""
+    tile = tl.program_id(0)
+    expert = find_expert(tile_ends, num_experts, tile)
+    if expert >= num_experts:
+        return
+    rows, real = find_rows(starts, tile_ends, expert, tile, ROWS)
+    tokens = tl.load(pairs + rows, mask=real, other=0).to(tl.int64) // top_k
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    in_columns = columns < inner
+    # All experts have more than 2**31 elements.
+    own = expert.to(tl.int64) * 2 * inner
+    x_at = x + tokens[:, None] * stride_x
+    gate_at = weight + (own + columns)[None, :] * width
+    gate = tl.zeros([ROWS, COLUMNS], tl.float32)
+    up = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(0, width, DEPTH):
+        depth = start + tl.arange(0, DEPTH)
+        deep = depth < width
+        a = tl.load(x_at + depth[None, :], mask=real[:, None] & deep[None, :], other=0.0)
+        mask = deep[:, None] & in_columns[None, :]
+        at = gate_at + depth[:, None]
+        gate = tl.dot(a, tl.load(at, mask=mask, other=0.0), gate, input_precision="ieee")
+        at += inner.to(tl.int64) * width
+        up = tl.dot(a, tl.load(at, mask=mask, other=0.0), up, input_precision="ieee")
+    if BIAS:
+        bias_at = bias + own + columns
+        gate += tl.load(bias_at, mask=in_columns, other=0.0).to(tl.float32)[None, :]
+        up += tl.load(bias_at + inner, mask=in_columns, other=0.0).to(tl.float32)[None, :]
+    # Rounded as a linear layer's output is.
+    gate = gate.to(out.dtype.element_ty).to(tl.float32)
+    up = up.to(out.dtype.element_ty).to(tl.float32)
+    if CLAMPED:
+        gate = tl.where(gate > limit, limit, gate)
+        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+        result = (up + 1.0) * gate / (1.0 + tl.exp(-alpha * gate))
+    else:
+        swish = (gate / (1.0 + tl.exp(-gate))).to(out.dtype.element_ty).to(tl.float32)
+        result = swish * up
+    out_at = out + rows.to(tl.int64)[:, None] * inner + columns[None, :]
+    tl.store(out_at, result.to(out.dtype.element_ty), mask=real[:, None] & in_columns[None, :])
+
+
+@triton.jit
+def down_kernel(
+    out,
+    x,
+    weight,
+    bias,
+    factors,
+    pairs,
+    starts,
+    tile_ends,
+    num_experts,
+    width,
+    inner,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    BIAS: tl.constexpr,
+):
+    """Grid ``(tiles, width / COLUMNS)``: weighted results in float32, by token and expert."""
+    tile = tl.program_id(0)
+    expert = find_expert(tile_ends, num_experts, tile)
+    if expert >= num_experts:
+        return
+    rows, real = find_rows(starts, tile_ends, expert, tile, ROWS)
+    pair = tl.load(pairs + rows, mask=real, other=0).to(tl.int64)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    in_columns = columns < width
+    own = expert.to(tl.int64) * width
+    x_at = x + rows.to(tl.int64)[:, None] * inner
+    weight_at = weight + (own + columns)[None, :] * inner
+    result = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(0, inner, DEPTH):
+        depth = start + tl.arange(0, DEPTH)
+        deep = depth < inner
+        a = tl.load(x_at + depth[None, :], mask=real[:, None] & deep[None, :], other=0.0)
+        mask = deep[:, None] & in_columns[None, :]
+        b = tl.load(weight_at + depth[:, None], mask=mask, other=0.0)
+        result = tl.dot(a, b, result, input_precision="ieee")
+    if BIAS:
+        shift = tl.load(bias + own + columns, mask=in_columns, other=0.0)
+        result += shift.to(tl.float32)[None, :]
+    result *= tl.load(factors + pair, mask=real, other=0.0)[:, None]
+    out_at = out + pair[:, None] * width + columns[None, :]
+    tl.store(out_at, result, mask=real[:, None] & in_columns[None, :])
+
+
+class TritonExperts:
+    """Experts on plain weights, for one CUDA device. Nothing is read on the host.
+
+    Args:
+        weights: of scheme "plain".
+    """
+
+    def __init__(self, weights: ExpertsWeights, config: ActivationConfig) -> None:
+        self.num_experts, self.config = weights.num_experts, config
+        self.width, self.inner = weights.width, weights.inner
+        self.gate_up, self.down = weights.gate_up.values, weights.down.values
+        self.gate_up_bias, self.down_bias = weights.gate_up.bias, weights.down.bias
+
+    def __call__(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        shared: Tensor | None = None,
+        gate: Tensor | None = None,
+    ) -> Tensor:
+        tokens, top_k = ids.shape
+        if not tokens:
+            return add_shared(torch.empty_like(x), shared, gate)
+        num_pairs = tokens * top_k
+        shape = product_tiles(num_pairs, self.num_experts, x.element_size())
+        plan = sort_pairs(ids, self.num_experts, shape.rows)
+        # Every expert may have a tile that is not full, and no tile is empty.
+        tiles = min(num_pairs, num_pairs // shape.rows + self.num_experts)
+        inner = x.new_empty((num_pairs, self.inner))
+        out = x.new_empty((num_pairs, self.width), dtype=torch.float32)
+        self._multiply_gate_up(
+            inner, x, plan, top_k, (tiles, cdiv(self.inner, shape.columns)), shape
+        )
+        down_kernel[(tiles, cdiv(self.width, shape.columns))](
+            out,
+            inner,
+            self.down,
+            self.down_bias,
+            weights,
+            *plan,
+            self.num_experts,
+            self.width,
+            self.inner,
+            ROWS=shape.rows,
+            COLUMNS=shape.columns,
+            DEPTH=shape.depth,
+            BIAS=self.down_bias is not None,
+            num_warps=shape.warps,
+            num_stages=shape.stages,
+        )
+        # In the order of a token's ids, whatever else is in the step.
+        summed = out.view(tokens, top_k, self.width).sum(1)
+        return add_shared(summed.to(x.dtype), shared, gate)
+
+    def _multiply_gate_up(
+        self,
+        inner: Tensor,
+        x: Tensor,
+        plan: tuple[Tensor, Tensor, Tensor],
+        top_k: int,
+        grid: tuple[int, int],
+        shape: ProductTiles,
+    ) -> None:
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        gate_up_kernel[grid](
+            inner,
+            x,
+            self.gate_up,
+            self.gate_up_bias,
+            *plan,
+            self.num_experts,
+            top_k,
+            self.width,
+            self.inner,
+            self.config.limit or 0.0,
+            self.config.alpha,
+            x.stride(0),
+            ROWS=shape.rows,
+            COLUMNS=shape.columns,
+            DEPTH=shape.depth,
+            BIAS=self.gate_up_bias is not None,
+            CLAMPED=self.config.limit is not None,
+            num_warps=shape.warps,
+            num_stages=shape.stages,
+        )
+
+
+def sort_pairs(ids: Tensor, num_experts: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Pairs of token and expert by expert.
+
+    Args:
+        ids: ``[T, top_k]``, each below ``num_experts``.
+        rows: of a tile.
+
+    Returns:
+        int32: pairs ``[T * top_k]`` as ``token * top_k + place``; where each expert's begin
+        ``[num_experts + 1]``; and where its tiles end ``[num_experts]``.
+    """
+    experts, order = ids.flatten().sort(stable=True)
+    ones = torch.ones_like(experts, dtype=torch.int32)
+    counts = torch.zeros(num_experts + 1, dtype=torch.int32, device=ids.device)
+    # Behind a zero: where the next begins.
+    counts.scatter_add_(0, experts.long() + 1, ones)
+    tile_ends = ((counts[1:] + (rows - 1)) // rows).cumsum(0, dtype=torch.int32)
+    return order.to(torch.int32), counts.cumsum(0, dtype=torch.int32), tile_ends
