@@ -219,11 +219,12 @@ def make_runner(
     """A runner with its state on the "device"; with no recorder the plain one, which draws
     tokens by the same function. ``layers`` of KV groups, if they are not the model's own."""
     model = decoder.model
-    if layers:
-        groups = kv_groups(model, block_size, *layers)
-        decoder = in_groups(decoder, *layers)
-    else:
+    if not layers and tuple(decoder.attention) == attention_kinds(model):
         groups = dense.kv_groups(model, decoder.attention, block_size)
+    else:
+        groups = kv_groups(model, block_size, *layers)
+    if layers:
+        decoder = in_groups(decoder, *layers)
     info = ExecutorInfo(
         vocab_size=model.vocab_size,
         num_blocks=num_blocks + 1,

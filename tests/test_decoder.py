@@ -17,6 +17,7 @@ from torch import Tensor
 
 from asyncllm.checkpoint.model_config import ModelConfig, RopeConfig
 from asyncllm.gpu.graph.cuda_graphs import EagerCapturer
+from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.models.layers import (
     AttentionKind,
@@ -300,17 +301,18 @@ def test_descriptions_are_plain_data():
 
 
 def straight_line(
-    decoder: Decoder, inputs: Any, plans: dict[int | None, Any], cache: Any, rows: Tensor | None
+    decoder: Decoder, groups: Any, plans: dict[int | None, Any], cache: Any, rows: Tensor | None
 ) -> Tensor:
     """Token ids to logits in one function, in the order of ops that the layers have to keep."""
-    ops, (table,) = decoder.ops, decoder.rope_tables
+    ops, (table,), inputs = decoder.ops, decoder.rope_tables, groups[0]
     rotary = ops.rotary(table, inputs.positions)
     residual = decoder.embedding(inputs.token_ids)
     normed = decoder.layers[0].input_norm(residual)
     last = len(decoder.layers) - 1
     for index, layer in enumerate(decoder.layers):
         mixer, store = layer.mixer, cache.layers[index]
-        q, k, v = mixer.rope_and_cache(mixer.qkv(normed), rotary, store, inputs.slot_mapping)
+        slots = groups[layer.kind.kv_group].slot_mapping
+        q, k, v = mixer.rope_and_cache(mixer.qkv(normed), rotary, store, slots)
         mixed = mixer.attention(q, k, v, store, plans[layer.kind.window])
         if index == last and rows is not None:
             if not len(rows):
@@ -321,6 +323,17 @@ def straight_line(
         norm = decoder.norm if index == last else decoder.layers[index + 1].input_norm
         normed, residual = norm.add(mlp, residual)
     return decoder.lm_head(normed)
+
+
+def copied(cache: KVCache) -> SimpleNamespace:
+    """Its layers in other memory, where those of different groups share it as well."""
+    memory, first = cache.tensor.clone(), cache.tensor.storage_offset()
+    return SimpleNamespace(
+        layers=[
+            memory.as_strided(layer.shape, layer.stride(), layer.storage_offset() - first)
+            for layer in cache.layers
+        ]
+    )
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["eager", "static"])
@@ -334,14 +347,14 @@ def test_head_and_layers_apart_give_the_same_bits(monkeypatch, static):
         run = getattr(Decoder, method)
 
         def forward(self: Decoder, groups: Any, cache: Any) -> Tensor:
-            (inputs,) = groups
-            other = SimpleNamespace(layers=[layer.clone() for layer in cache.layers])
+            other = copied(cache)
             plans = {
-                kind.window: getattr(attention, plan)(inputs, kind.window)
+                kind.window: getattr(attention, plan)(groups[kind.kv_group], kind.window)
                 for kind, attention in self.attention.items()
             }
+            inputs = groups[0]
             rows = getattr(inputs, "logits_indices", None)
-            expected = straight_line(self, inputs, plans, other, rows)
+            expected = straight_line(self, groups, plans, other, rows)
             hidden = run(self, groups, cache)
             found = self.logits(hidden)
             assert torch.equal(found, expected)

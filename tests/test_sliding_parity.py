@@ -33,7 +33,7 @@ OUTPUT = 20
 LENGTHS = (1, 33, 16, 47)
 SETTINGS = {
     "block_size": 4,
-    "num_blocks": 90,
+    "num_blocks": 400,
     "max_model_len": 96,
     "max_num_seqs": 6,
     "max_num_batched_tokens": 64,
@@ -195,8 +195,7 @@ def test_every_chunk_size_and_every_length_of_a_hit(load_case, backend):
         rig.check(one)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("name", NATIVE_CASES)
+@pytest.mark.parametrize(("name", "depth"), [("qwen3", 1), ("qwen3", 2), ("mistral", 2)])
 def test_with_graphs_and_steps_in_flight(load_case, name, depth):
     case = load_case(name)
     weights = load_weights(case.config, torch.float32, CPU, None)
@@ -210,13 +209,12 @@ def test_with_graphs_and_steps_in_flight(load_case, name, depth):
         num_blocks=70,
         depth=depth,
     )
-    for budget in (6, 64):
-        rig = ModelRig(case, runner, budget)
-        requests = [rig.ask(prompt) for prompt in case.prompts]
-        rig.run()
-        requests += [rig.ask([*requests[3].token_ids, 7], 5)]
-        rig.run()
-        rig.check(*requests)
+    rig = ModelRig(case, runner, 10)
+    requests = [rig.ask(prompt, 12) for prompt in case.prompts]
+    rig.run()
+    requests += [rig.ask([*requests[3].token_ids, 7], 5)]
+    rig.run()
+    rig.check(*requests)
 
 
 def test_two_requests_take_turns_with_the_same_blocks(load_case):

@@ -243,6 +243,22 @@ def test_a_request_that_waits_gives_back_what_it_no_longer_sees():
     one.expect(first)
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_outputs_of_one_prompt_share_its_last_window(depth):
+    one = rig((4, None), (4, 6), num_blocks=60, pipeline_depth=depth)
+    members = [one.add(range(21), max_tokens=9) for _ in range(3)]
+    for member in members[1:]:
+        member.first = members[0]
+    one.step()
+    assert [member.num_cached_tokens for member in members] == [0, 20, 20]
+    assert [[block.ref_count for block in member.blocks[1][3:5]] for member in members] == [
+        [3, 3]
+    ] * 3
+    one.finish_all()
+    for member in members:
+        one.expect(member)
+
+
 # --- mistakes that have to show ---------------------------------------------------------
 
 
@@ -349,5 +365,5 @@ class WindowMachine(SchedulerMachine):
         )
 
 
-WindowMachine.TestCase.settings = examples(120, stateful_step_count=40)
+WindowMachine.TestCase.settings = examples(80, stateful_step_count=40)
 TestWindowMachine = WindowMachine.TestCase

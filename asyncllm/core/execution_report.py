@@ -21,7 +21,7 @@ class ExecutionReport:
         num_threads: of the ops; None is torch's own number.
         weight_bytes: of all linear layers, the output head included, as they are stored; of
             experts those of one token.
-        kv_bytes_per_token: of all layers.
+        kv_bytes_per_token: of all layers, as far as the windows of those reach that have one.
         memory_bandwidth: bytes a second that the engine's own threads read, the median of five
             times 256 MiB; None on a GPU.
     """

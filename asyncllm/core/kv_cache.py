@@ -35,14 +35,6 @@ class FullAttentionGroup:
         """The first entry of a table that a query behind ``num_computed`` tokens reads."""
         return 0
 
-    def num_entries(self, num_tokens: int, num_computed: int) -> int:
-        """Entries of a table of ``num_tokens``, of which so many are computed."""
-        return -(-num_tokens // self.block_size)
-
-    def num_slots(self, num_entries: int, num_trimmed: int) -> int:
-        """Tokens that such a table will do for, as ``Request.num_slots`` says."""
-        return num_entries * self.block_size
-
     def find_prefix(self, request: Request, num_tokens: int) -> list[Block]:
         """The longest run of cached blocks that the first ``num_tokens`` tokens begin with, as
         the entries of a table."""
@@ -90,15 +82,14 @@ class SlidingWindowGroup(FullAttentionGroup):
         first_key = num_computed - self.window + 1
         return first_key // self.block_size if first_key > 0 else 0
 
-    def num_entries(self, num_tokens: int, num_computed: int) -> int:
-        """Of the whole sequence, but no more than it holds at once: so it has what each of its
-        steps needs from the start, and gives back what the next one takes."""
-        whole = -(-num_tokens // self.block_size)
-        return min(whole, self.first_seen(num_computed) + self._most)
+    def max_entries(self, num_computed: int) -> int:
+        """Entries that a table has at most: what the sequence holds at once. It has them from the
+        start, so that a step takes what the one before it has left behind."""
+        return self.first_seen(num_computed) + self._most
 
-    def num_slots(self, num_entries: int, num_trimmed: int) -> int:
-        trimmed_at = (num_trimmed + 1) * self.block_size + self.window - 1
-        return min(num_entries * self.block_size, trimmed_at)
+    def trims_at(self, num_trimmed: int) -> int:
+        """Computed tokens with which the next block can be given back."""
+        return (num_trimmed + 1) * self.block_size + self.window - 1
 
     def find_prefix(self, request: Request, num_tokens: int) -> list[Block]:
         """The longest prefix within ``num_tokens`` of which the blocks are cached that the next
@@ -161,7 +152,7 @@ class KVCacheManager:
         self.groups = [
             _GROUPS[spec.kind](spec, i, self.pool, step_tokens) for i, spec in enumerate(specs)
         ]
-        self._trimmed_groups = [g for g in self.groups if isinstance(g, SlidingWindowGroup)]
+        self._sliding = [g for g in self.groups if isinstance(g, SlidingWindowGroup)]
         self._step_tokens = step_tokens
         # A full block of any group ends at a multiple of it.
         every = math.gcd(*(spec.block_size for spec in specs))
@@ -181,8 +172,12 @@ class KVCacheManager:
         """Blocks per group that the tables lack to hold ``num_tokens``."""
         missing = []
         for group in self.groups:
-            count = group.num_entries(num_tokens, num_computed) - len(tables[group.index])
+            count = -(-num_tokens // group.block_size) - len(tables[group.index])
             missing.append(count if count > 0 else 0)
+        for group in self._sliding:
+            count = group.max_entries(num_computed) - len(tables[group.index])
+            if count < missing[group.index]:
+                missing[group.index] = count if count > 0 else 0
         return missing
 
     def find_prefix(self, request: Request) -> tuple[list[Block], ...]:
@@ -245,7 +240,7 @@ class KVCacheManager:
             What became the null block in the request's tables.
         """
         trims: list[Trim] = []
-        for group in self._trimmed_groups:
+        for group in self._sliding:
             first = request.num_trimmed[group.index]
             end = group.first_seen(request.num_computed_tokens)
             if first < end:
@@ -262,7 +257,8 @@ class KVCacheManager:
         """Block ids per group appended so that the tables hold ``num_tokens``, or all that are
         known; None if the pool has too few, with ``reserve`` blocks to spare. ``trim`` comes
         before."""
-        num_tokens = max(num_tokens, len(request.token_ids))
+        if num_tokens < len(request.token_ids):
+            num_tokens = len(request.token_ids)
         missing = self._missing(request.blocks, num_tokens, request.num_computed_tokens)
         total = sum(missing)
         if total and total + reserve > self.pool.num_free:
@@ -276,9 +272,12 @@ class KVCacheManager:
             new = self.pool.allocate(counts[group.index])
             blocks += new
             appended.append(new)
-            of_group = group.num_slots(len(blocks), request.num_trimmed[group.index])
-            if of_group < num_slots:
-                num_slots = of_group
+            if len(blocks) * group.block_size < num_slots:
+                num_slots = len(blocks) * group.block_size
+        for group in self._sliding:
+            trims_at = group.trims_at(request.num_trimmed[group.index])
+            if trims_at < num_slots:
+                num_slots = trims_at
         request.num_slots = num_slots
         return appended
 

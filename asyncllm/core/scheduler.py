@@ -171,7 +171,8 @@ class Scheduler:
         for request, (new, trims) in grown.items():
             if request in scheduled:
                 batch.new_blocks.append((request.req_index, new))
-                batch.trimmed += [(request.req_index, *trim) for trim in trims]
+                if trims:
+                    batch.trimmed += [(request.req_index, *trim) for trim in trims]
         if step.is_masked:
             batch.masked_rows = masked_rows(step)
         if batch.num_decodes < len(step.requests):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from asyncllm.checkpoint.model_config import ModelConfig, RopeConfig
+from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.models.dense import attention_kinds, build_decoder, kv_groups
@@ -83,15 +84,22 @@ def run_steps(
         model, ops, attention, ((n, tensor.to(device)) for n, tensor in weights)
     )
     decoder.set_max_positions(128)
-    cache = KVCache(kv_groups(model, attention, BLOCK_SIZE), 32, dtype, device)
+    groups = kv_groups(model, attention, BLOCK_SIZE)
+    cache = KVCache(groups, 56, dtype, device)
     if not decoder.needs_zeroed_blocks:
         cache.tensor.fill_(torch.nan)
     random = np.random.default_rng(0)
-    blocks = random.permutation(31)[:24].reshape(3, 8).astype(np.int32) + 1
+    blocks = random.permutation(55)[:48].reshape(2, 3, 8).astype(np.int32) + 1
+    tables = [(group.spec, table) for group, table in zip(groups, blocks, strict=True)]
     tokens = random.integers(0, model.vocab_size, (3, 128))
     with torch.inference_mode():
         return [
-            decoder.logits(decoder.forward([_inputs(step, blocks, tokens, device)], cache))
+            decoder.logits(
+                decoder.forward(
+                    [_inputs(step, *each, tokens, device) for each in tables],
+                    cache,
+                )
+            )
             .float()
             .cpu()
             for step in STEPS
@@ -99,9 +107,17 @@ def run_steps(
 
 
 def _inputs(
-    step: tuple[tuple[int, int], ...], blocks: np.ndarray, tokens: np.ndarray, device: torch.device
+    step: tuple[tuple[int, int], ...],
+    spec: KVCacheSpec,
+    blocks: np.ndarray,
+    tokens: np.ndarray,
+    device: torch.device,
 ) -> ModelInputs:
+    """With the null block before the windows."""
     starts, counts = np.array(step).T
+    if spec.window is not None:
+        first_seen = np.maximum(starts - spec.window + 1, 0) // BLOCK_SIZE
+        blocks = np.where(np.arange(blocks.shape[1]) < first_seen[:, None], 0, blocks)
     rows = np.repeat(np.arange(len(step)), counts)
     positions = np.concatenate([np.arange(start, start + count) for start, count in step])
     slots = blocks[rows, positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE

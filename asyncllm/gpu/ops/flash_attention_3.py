@@ -24,7 +24,8 @@ class FlashAttention3(FlashAttention):
     """Attention by FlashAttention 3, for Hopper.
 
     By reports on its repository the library may load a last block whole: values past the
-    sequence have weight zero, but are multiplied, so they must not be NaN.
+    sequence have weight zero, but are multiplied, so they must not be NaN. In the same way it may
+    load the null block, which tables have before a window.
 
     Raises:
         EngineError: flash_attn_interface is not there, or too old.

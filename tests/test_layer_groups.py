@@ -1,0 +1,169 @@
+"""Layers into KV groups, and the size of a cache that they share."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from asyncllm.config import EngineConfig
+from asyncllm.core.kv_cache_spec import KVCacheSpec
+from asyncllm.errors import KVCacheTooSmallError
+from asyncllm.gpu.kv_cache import KVCache, KVGroup, block_bytes, blocks_per_seq, size_cache
+from asyncllm.gpu.kv_groups import MAX_GROUPS, LayerCache, LayerGroup, group_layers, make_kv_groups
+from asyncllm.gpu.models.dense import attention_kinds, kv_groups
+from asyncllm.gpu.models.layers import AttentionKind
+from asyncllm.gpu.ops.base import AttentionShape, BlockLayout
+from asyncllm.gpu.ops.torch_attention import TorchAttention
+from tests.static_runner import CPU
+from tests.test_model_runner import MODEL
+
+CONTEXT = 4096
+FULL, NEAR = LayerCache(64, None), LayerCache(64, 512)
+
+
+def sizes(counts: dict[LayerCache, int]) -> list[tuple[int | None, int]]:
+    """Window and number of layers of each group; every layer is in one."""
+    caches = [cache for cache, count in counts.items() for _ in range(count)]
+    groups = group_layers(caches, CONTEXT)
+    assert sorted(layer for group in groups for layer in group.layers) == list(range(len(caches)))
+    for group in groups:
+        assert {caches[layer].window for layer in group.layers} == {group.window} or len(groups) < 2
+    return [(group.window, len(group.layers)) for group in groups]
+
+
+@pytest.mark.parametrize(
+    ("near", "full", "groups"),
+    [
+        (0, 4, [(None, 4)]),
+        (4, 0, [(512, 4)]),
+        (12, 12, [(None, 12), (512, 12)]),  # gpt-oss
+        (25, 5, [(None, 5)] + [(512, 5)] * 5),  # Gemma 4
+        (22, 4, [(None, 4)] + [(512, 4)] * 4 + [(512, 3)] * 2),  # Gemma 3 1B
+        (6, 5, [(None, 5), (512, 6)]),
+        (7, 5, [(None, 5), (512, 4), (512, 3)]),
+        (5, 6, [(None, 6), (512, 5)]),
+    ],
+)
+def test_groups_have_as_many_layers_as_the_rarest_kind(near, full, groups):
+    assert sizes({NEAR: near, FULL: full}) == groups
+
+
+def test_there_are_not_more_groups_than_a_step_prepares_cheaply():
+    assert sizes({FULL: 1, NEAR: 15}) == [(None, 1)] + [(512, 1)] * 15
+    assert len(sizes({FULL: 1, NEAR: 15})) == MAX_GROUPS
+    assert sizes({FULL: 1, NEAR: 47}) == [(None, 1)] + [(512, 4)] * 11 + [(512, 3)]
+
+
+def test_a_window_as_long_as_the_context_is_none():
+    caches = [FULL, LayerCache(64, CONTEXT), LayerCache(64, CONTEXT + 1)]
+    assert group_layers(caches, CONTEXT) == [LayerGroup((0, 1, 2))]
+
+
+def test_smaller_heads_have_more_tokens_in_a_block():
+    groups = group_layers([LayerCache(128, None), NEAR], CONTEXT)
+    assert groups == [LayerGroup((0,)), LayerGroup((1,), 512, 2)]
+    assert [group.spec(16) for group in groups] == [
+        KVCacheSpec((0,), 16),
+        KVCacheSpec((1,), 32, "sliding_window", 512),
+    ]
+
+
+def test_layers_whose_blocks_cannot_be_equal_stay_in_one_group(caplog):
+    assert group_layers([LayerCache(96, None), NEAR], CONTEXT) == [LayerGroup((0, 1))]
+    assert "a token's KV has 64 or 96 numbers in a layer" in caplog.text
+    # Without a window there is nothing to give back.
+    assert group_layers([LayerCache(128, None), FULL], CONTEXT) == [LayerGroup((0, 1))]
+
+
+def test_an_incomplete_group_leaves_the_last_parts_of_blocks_unused():
+    layout = BlockLayout((2, 4, 2, 8))
+    groups = [
+        KVGroup(KVCacheSpec((1, 3), 4), layout),
+        KVGroup(KVCacheSpec((0,), 4, "sliding_window", 5), layout),
+        KVGroup(KVCacheSpec((2,), 4, "sliding_window", 5), layout),
+    ]
+    cache = KVCache(groups, 3, torch.float32, CPU)
+    assert cache.tensor.nbytes == 3 * block_bytes(groups, torch.float32) == 3 * 2 * 128 * 4
+    first, second, third, fourth = (layer.data_ptr() for layer in cache.layers)
+    assert first == second == third == cache.tensor.data_ptr()
+    assert fourth == first + cache.tensor.nbytes // 2
+    cache.tensor.fill_(1.0)
+    cache.clear(np.array([2]))
+    for layer in cache.layers:
+        assert layer.sum((0, 2, 3, 4)).tolist() == [128, 128, 0]
+
+
+def test_groups_of_layers_with_other_heads_share_blocks():
+    shapes = AttentionShape(4, 2, 16, 1.0), AttentionShape(4, 2, 8, 1.0)
+    kinds = [AttentionKind(shapes[0]), AttentionKind(shapes[1], 512, kv_group=1)]
+    attention = {kind: TorchAttention(kind.shape, torch.float32) for kind in kinds}
+    layers = group_layers([LayerCache.of(kind) for kind in kinds], CONTEXT)
+    cache = KVCache(make_kv_groups(layers, kinds, attention, 4), 3, torch.float32, CPU)
+    assert [tuple(one.shape) for one in cache.layers] == [(2, 3, 4, 2, 16), (2, 3, 8, 2, 8)]
+    cache.layers[1][:, 2] = 1.0
+    assert cache.layers[0].sum((0, 2, 3, 4)).tolist() == [0, 0, 256]
+
+
+# --- the size of the cache ---------------------------------------------------------------
+
+SLIDING = replace(
+    MODEL,
+    num_layers=6,
+    sliding_window=9,
+    sliding_layers=(True, True, False, True, True, True),
+    max_position_embeddings=200,
+)
+
+
+def groups_of(model):
+    kinds = attention_kinds(model)
+    attention = {kind: TorchAttention(kind.shape, torch.float32) for kind in kinds}
+    return kv_groups(model, attention, 4)
+
+
+def sized(config, step_tokens=6, available=0):
+    return size_cache(
+        config,
+        SLIDING,
+        groups_of(SLIDING),
+        torch.float32,
+        max_num_seqs=2,
+        step_tokens=step_tokens,
+        available=available,
+    )
+
+
+def test_a_native_model_has_a_group_for_each_five_of_its_layers_with_a_window():
+    groups = groups_of(SLIDING)
+    assert [(g.spec.layers, g.spec.window) for g in groups] == [
+        ((2,), None), ((0,), 9), ((1,), 9), ((3,), 9), ((4,), 9), ((5,), 9),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("num_blocks", [6, 12, 17, 24, 29, 30, 31, 50, 74, 75, 76])
+def test_the_longest_sequence_is_what_all_groups_hold_at_once(num_blocks):
+    groups, found = groups_of(SLIDING), sized(EngineConfig(num_blocks=num_blocks)).max_model_len
+    assert blocks_per_seq(groups, found, 6) <= num_blocks
+    assert found == 200 or blocks_per_seq(groups, found + 1, 6) > num_blocks
+
+
+def test_a_larger_step_takes_more_of_a_window():
+    # 14 keys of a step of 6 lie in 5 blocks at most, 23 of one of 15 in 7.
+    assert sized(EngineConfig(num_blocks=50 + 5 * 5)).max_model_len == 200
+    assert sized(EngineConfig(num_blocks=50 + 5 * 5), 15).max_model_len == 160
+    assert sized(EngineConfig(num_blocks=50 + 5 * 7), 15).max_model_len == 200
+
+
+def test_a_cache_too_small_says_what_each_group_needs():
+    with pytest.raises(KVCacheTooSmallError) as caught:
+        sized(EngineConfig(num_blocks=74, max_model_len=200))
+    message = str(caught.value)
+    assert "max_model_len=200 needs 75 blocks, 75 (50 of all tokens + 5 of its window" in message
+    assert "raise num_blocks to at least 75, or lower max_model_len or max_num_batched_tokens" in (
+        message
+    )
+    with pytest.raises(KVCacheTooSmallError, match="the smallest needs one block of every KV gr"):
+        sized(EngineConfig(num_blocks=5))
