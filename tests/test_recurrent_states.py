@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from asyncllm import LLM, EngineConfig, InvalidRequestError, ModelLoadError
 from asyncllm.core.executor import StepOutOfMemoryError
@@ -270,12 +271,37 @@ def test_states_are_taken_from_the_kv_cache(lfm2, monkeypatch):
     assert reserved == [runner._state.cache.states.num_bytes]
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "accepted"),
+    [
+        ("attention_backend", "native", "'auto' or 'torch': the model has no attention"),
+        ("kv_cache_memory", 2**20, "None: the model has no attention"),
+    ],
+)
+def test_settings_of_a_model_without_attention(tmp_path, name, value, accepted):
+    config = transformers.Mamba2Config(
+        num_heads=8, head_dim=16, state_size=8, n_groups=2, vocab_size=64, hidden_size=64,
+        num_hidden_layers=2, eos_token_id=None,
+    )  # fmt: skip
+    config.architectures = ["Mamba2ForCausalLM"]
+    config.save_pretrained(tmp_path)
+    model = TransformersConfig.from_directory(tmp_path)
+    assert model.max_position_embeddings == 131_072
+    settings = SETTINGS | {"load_format": "dummy", "block_size": None, "num_blocks": None}
+    runner = build_model_runner(EngineConfig(**settings), model)
+    assert runner.info.block_size == 1024
+    assert runner.info.num_blocks == 1 + 2 * 4 * 128
+    assert runner.info.max_model_len == 131_072
+    with pytest.raises(InvalidRequestError) as caught:
+        build_model_runner(EngineConfig(**settings | {name: value}), model)
+    assert caught.value.param == name
+    assert f"expected {accepted}" in str(caught.value)
+
+
 # --- rules ---------------------------------------------------------------------------------
 
 
 def refusal(path: Path, name: str, **settings: Any) -> str:
-    import transformers
-
     getattr(transformers, name)(**TINY | settings).save_pretrained(path)
     with pytest.raises(ModelLoadError) as caught:
         build_model_runner(EngineConfig(**SETTINGS), TransformersConfig.from_directory(path))

@@ -262,6 +262,8 @@ def _load_transformers(
 ) -> tuple[TransformersDecoder, list[KVGroup], int]:
     """As ``_load``, through transformers' modules."""
     plan = Plan.of(model)
+    if not plan.kinds:
+        _refuse_without_attention(config)
     attention, block_size = _make_attention(config, plan.kinds, dtype, device, num_threads)
     ops = make_ops(device, next(iter(attention.values()), None))
     group = plan.kv_group(attention, block_size)
@@ -288,6 +290,15 @@ def _load_transformers(
     if reference is not None:
         reference.check(decoder, group)
     return decoder, [group], free_at_start
+
+
+def _refuse_without_attention(config: EngineConfig) -> None:
+    """Raises InvalidRequestError for settings that mean nothing to a model without attention."""
+    accepted = {"attention_backend": ("auto", "torch"), "kv_cache_memory": (None,)}
+    for name, values in accepted.items():
+        if getattr(config, name) not in values:
+            choices = " or ".join(map(repr, values))
+            raise invalid(name, getattr(config, name), f"{choices}: the model has no attention")
 
 
 def model_bytes(model: ModelConfig | TransformersConfig, dtype: torch.dtype) -> int:
