@@ -201,9 +201,8 @@ NEMOTRON_H = {
 
 SEEDS = {
     "Bamba": 2,
-    "DeepseekV3": 3,
+    "DeepseekV3": 2,
     "GPT2": 13,
-    "Glm4Moe": 1,
     "Granite": 4,
     "Mixtral": 6,
     "OPT": 4,

@@ -16,7 +16,7 @@ from asyncllm.core.executor import StepOutOfMemoryError
 from asyncllm.errors import EngineError
 from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.graph.decode_runner import DecodeRunner
-from asyncllm.gpu.memory import check_states
+from asyncllm.gpu.memory import MemoryProbe, check_states
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.state_cache import StateCache, StateSpec, slot_bytes
@@ -250,11 +250,17 @@ def test_bytes_of_states():
     assert not any(tensor.any() for tensor in cache.tensors)
 
 
-def test_states_that_do_not_fit(monkeypatch):
+class NearlyFull(MemoryProbe):
+    def info(self, device):
+        return 10_000, 100_000
+
+
+@pytest.mark.parametrize("device", [CPU, torch.device("cuda:0")])
+def test_states_that_do_not_fit(monkeypatch, device):
     monkeypatch.setattr("asyncllm.gpu.memory.available_memory", lambda: 10_000)
-    check_states(CPU, 9, 1000)
+    check_states(device, 9, 1000, NearlyFull())
     with pytest.raises(EngineError) as caught:
-        check_states(CPU, 10, 1000)
+        check_states(device, 10, 1000, NearlyFull())
     assert str(caught.value) == (
         "max_num_seqs=10 needs 11000 bytes for recurrent states, 1000 a slot; 10000 are free "
         "beside the weights: lower max_num_seqs to 9 at most"

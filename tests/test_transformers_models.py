@@ -154,7 +154,7 @@ def test_matrix(load_case, name, backend):
     check(case, seqs, [0, 1, 2])
 
 
-@pytest.mark.parametrize("name", ["Gemma2", "GptOss", "DeepseekV3"])
+@pytest.mark.parametrize("name", ["Gemma2", "GptOss", "DeepseekV3", "Qwen3_5"])
 def test_native_ops(load_case, name):
     if native_library() is None:
         pytest.skip("no C++ compiler to build the native ops with")

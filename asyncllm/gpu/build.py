@@ -139,7 +139,7 @@ def _create(
         config,
         decoder,
         groups,
-        states,
+        states=states,
         free_at_start=free_at_start,
         graph_reserve=graph_reserve(sizes, max_num_seqs, model.vocab_size, dtype.itemsize),
         token_budget=token_budget,
@@ -389,14 +389,15 @@ def available_cache_bytes(
     config: EngineConfig,
     decoder: LanguageModel,
     groups: Sequence[KVGroup],
-    states: StateCache | None,
     *,
+    states: StateCache | None = None,
     free_at_start: int,
     graph_reserve: int,
     token_budget: int,
     max_num_seqs: int,
 ) -> int:
-    """Bytes for the KV cache; 0, with nothing measured, where the configuration sets its size."""
+    """Bytes for the KV cache beside the weights and ``states``; 0, with nothing measured, where the
+    configuration sets its size."""
     if config.num_blocks is not None or config.kv_cache_memory is not None:
         return 0
     model, weight = decoder.model, decoder.embedding
@@ -408,7 +409,7 @@ def available_cache_bytes(
     longest = min(config.max_model_len or context, context)
     decoder.set_max_positions(longest)
 
-    profile = partial(profile_run, decoder, groups, states, max_model_len=longest)
+    profile = partial(profile_run, decoder, groups, states=states, max_model_len=longest)
     # Memory that libraries allocate at their first call and keep is not a step's.
     profile(max_num_batched_tokens=1, max_num_seqs=1)
     return cuda_cache_bytes(
