@@ -140,6 +140,7 @@ CASES: dict[str, dict[str, Any]] = {
         "mlp_layer_types": ["dense", "sparse", "sparse"],
         "linear_head_dim": 8,
         "linear_num_heads": 4,
+        "gain": 1.0,
     },
     "Lfm2": {**CONV},
     "Lfm2Moe": {"num_dense_layers": 1, **CONV, **MOE},
@@ -209,7 +210,6 @@ SEEDS = {
     "Olmo2": 1,
 }
 SEEDS |= {
-    "KimiLinear": 2,
     "OlmoHybrid": 1,
     "Qwen3Next": 2,
     "Qwen3_5": 3,

@@ -186,7 +186,9 @@ def test_a_tied_head_shares_the_embeddings_table(tmp_path, family):
     expected = generate(model, [5, 6, 7, 8], 12)
     case = Case(tmp_path, model, [[5, 6, 7, 8]], [expected])
     runner = case.runner()
-    shapes = [tuple(one.shape) for one in runner._state.decoder.base.parameters()]
+    state = runner._state
+    assert state is not None
+    shapes = [tuple(one.shape) for one in state.decoder.base.parameters()]
     assert (256, 64) not in shapes
     driver = Driver(runner)
     seq = driver.add([5, 6, 7, 8], 12)
