@@ -59,6 +59,7 @@ CASES: dict[str, dict[str, Any]] = {
     "Cohere": {},
     "Cohere2": {"head_dim": 16, **SLIDING, **MIXED},
     "DeepseekV3": {**LATENT, **MOE, **GROUPS},
+    "Dots1": {"head_dim": 16, "n_shared_experts": 1, **MOE, **GROUPS},
     "Ernie4_5": {"head_dim": 16},
     "Ernie4_5_Moe": {
         "moe_num_experts": 6,
@@ -131,6 +132,16 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "Helium": {"head_dim": 16},
     "HunYuanDenseV1": {"head_dim": 16},
+    "KimiLinear": {
+        **LATENT,
+        **MOE,
+        "q_lora_rank": None,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "linear_head_dim": 8,
+        "linear_num_heads": 4,
+        "gain": 1.0,
+    },
     "Lfm2": {**CONV},
     "Lfm2Moe": {"num_dense_layers": 1, **CONV, **MOE},
     "Lfm3": {**CONV},
@@ -191,9 +202,8 @@ NEMOTRON_H = {
 
 SEEDS = {
     "Bamba": 2,
-    "DeepseekV3": 3,
+    "DeepseekV3": 2,
     "GPT2": 13,
-    "Glm4Moe": 1,
     "Granite": 4,
     "Mixtral": 6,
     "OPT": 4,
@@ -251,6 +261,9 @@ def draw_weights(
                 parameter.normal_(-2.0, 0.2, generator=generator)
             else:
                 parameter.normal_(float(parameter.mean().round()), 0.2, generator=generator)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.2, generator=generator)
 
 
 def noise(model: Any, tokens: list[int]) -> float:

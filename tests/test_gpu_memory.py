@@ -37,6 +37,7 @@ from asyncllm.gpu.models.dense import attention_kinds, build_decoder
 from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.profile import largest_rows, profile_run
+from asyncllm.gpu.state_cache import StateCache, StateSpec
 from asyncllm.gpu.weights import dummy_weights
 from tests.driver import Driver
 from tests.fakes import Fake, fake
@@ -513,9 +514,11 @@ def test_few_layers_take_as_much_as_all_of_them():
     assert peaks[0] == peaks[1] > 0
 
 
-def test_the_factory_measures_the_step_that_the_scheduler_will_make(monkeypatch):
+@pytest.mark.parametrize("has_states", [False, True])
+def test_the_factory_measures_the_step_that_the_scheduler_will_make(monkeypatch, has_states):
     """On a simulated GPU: the budget, the sequences and the length of the configuration, and
-    a first run outside the pool."""
+    a first run outside the pool. Recurrent states are there already, beside the weights."""
+    states = StateCache([StateSpec((8,))], 4, torch.bfloat16, CPU) if has_states else None
     asked = []
     passed = {}
 
@@ -534,13 +537,14 @@ def test_the_factory_measures_the_step_that_the_scheduler_will_make(monkeypatch)
         EngineConfig(max_model_len=100),
         decoder,
         kv_groups(MODEL, 16),
+        states=states,
         free_at_start=10,
         graph_reserve=7,
         token_budget=64,
         max_num_seqs=4,
     )
     assert found == 123
-    common = {"max_model_len": 100}
+    common = {"max_model_len": 100, "states": states}
     assert asked == [
         100,
         {"max_num_batched_tokens": 1, "max_num_seqs": 1} | common,
@@ -548,7 +552,7 @@ def test_the_factory_measures_the_step_that_the_scheduler_will_make(monkeypatch)
     ]
     assert passed == {
         "free_at_start": 10,
-        "weights_bytes": factory.weights_bytes(MODEL, torch.bfloat16),
+        "weights_bytes": factory.weights_bytes(MODEL, torch.bfloat16) + 80 * has_states,
         "graph_reserve": 7,
         "least": 8 * block_bytes(kv_groups(MODEL, 16), torch.bfloat16),
     }

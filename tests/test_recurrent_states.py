@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from asyncllm import LLM, EngineConfig, InvalidRequestError, ModelLoadError
 from asyncllm.core.executor import StepOutOfMemoryError
 from asyncllm.errors import EngineError
 from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.graph.decode_runner import DecodeRunner
-from asyncllm.gpu.memory import check_states
+from asyncllm.gpu.memory import MemoryProbe, check_states
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.state_cache import StateCache, StateSpec, slot_bytes
@@ -73,6 +74,11 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return Checkpoint(tmp_path_factory.mktemp("qwen"), "Qwen3_5")
 
 
+def device_state(runner: ModelRunner) -> Any:
+    assert runner._state is not None
+    return runner._state
+
+
 def run_twice(checkpoint: Checkpoint, runner: ModelRunner, depth: int = 1) -> None:
     """Decode rows beside prefill rows, prompts of a token among them; and again, in slots that
     others have used, at other places."""
@@ -96,13 +102,13 @@ def test_mixed_steps_in_used_slots(lfm2, depth):
 def test_states_of_two_kinds(qwen):
     runner = qwen.runner()
     kernel, matrix = (64, 4), (4, 8, 8)
-    assert list(runner._state.decoder.states) == [
+    assert list(device_state(runner).decoder.states) == [
         StateSpec(kernel),
         StateSpec(matrix, torch.float32),
         StateSpec(kernel),
         StateSpec(matrix, torch.float32),
     ]
-    assert [tuple(t.shape) for t in runner._state.cache.states.tensors[:2]] == [
+    assert [tuple(t.shape) for t in device_state(runner).cache.states.tensors[:2]] == [
         (5, *kernel),
         (5, *matrix),
     ]
@@ -111,7 +117,7 @@ def test_states_of_two_kinds(qwen):
 
 def test_a_state_keeps_its_own_dtype(qwen):
     runner = qwen.runner(dtype="bfloat16")
-    dtypes = [tensor.dtype for tensor in runner._state.cache.states.tensors[:2]]
+    dtypes = [tensor.dtype for tensor in device_state(runner).cache.states.tensors[:2]]
     assert dtypes == [torch.bfloat16, torch.float32]
     driver = Driver(runner)
     seqs = [driver.add(prompt, 3) for prompt in PROMPTS]
@@ -121,15 +127,16 @@ def test_a_state_keeps_its_own_dtype(qwen):
 
 def test_the_static_step_on_a_late_device(lfm2):
     """Graphs that bake everything in, two steps in flight, and padded rows."""
-    plain, recorder, stream = lfm2.runner(), TraceRecorder(), LateStream()
-    decoder, cache, info = plain._state.decoder, plain._state.cache, plain.info
+    plain, recorder = lfm2.runner(), TraceRecorder()
+    stream: Any = LateStream()
+    decoder, cache, info = device_state(plain).decoder, device_state(plain).cache, plain.info
     decoder.ops = TorchOps()
     info = replace(info, pipeline_depth=2)
     decode = DecodeRunner(decoder, cache, info, recorder, (4,))
     runner = run_late(ModelRunner(decoder, cache, info, stream=stream, decode=decode), stream)
     run_twice(lfm2, runner, depth=2)
     assert stream.most == 2
-    assert len(recorder.traces) == 1
+    assert len(recorder.traces) == 2  # up to the logits, and the sampling
 
 
 def _roll(rows: StateRows) -> StateRows:
@@ -162,7 +169,7 @@ def test_mistakes_are_seen(lfm2, monkeypatch, mistake):
 def test_a_state_that_is_no_number_stays_its_own(lfm2):
     """It may come of a request that fails; the next one in its slot starts from zeros."""
     runner = lfm2.runner()
-    for tensor in runner._state.cache.states.tensors:
+    for tensor in device_state(runner).cache.states.tensors:
         tensor.fill_(torch.nan)
     run_twice(lfm2, runner)
 
@@ -180,7 +187,7 @@ def test_a_failed_step_leaves_no_state_advanced(lfm2, monkeypatch):
         live = [seq for seq in seqs if seq.known > seq.computed]
         driver.launch([(seq, count) for seq in live])
         driver.collect()
-    before = [tensor.clone() for tensor in runner._state.cache.states.tensors]
+    before = [tensor.clone() for tensor in device_state(runner).cache.states.tensors]
     update = CallStates.get_conv_state
 
     def fail(self, layer_idx, state_idx=0):
@@ -195,7 +202,7 @@ def test_a_failed_step_leaves_no_state_advanced(lfm2, monkeypatch):
             runner.collect()
     changed = [
         not torch.equal(*pair)
-        for pair in zip(before, runner._state.cache.states.tensors, strict=True)
+        for pair in zip(before, device_state(runner).cache.states.tensors, strict=True)
     ]
     assert changed == [True, False]
     runner.discard()
@@ -231,7 +238,7 @@ def _tokenizer() -> Path:
 def test_prefix_caching_is_off_and_said(lfm2, caplog):
     with caplog.at_level(logging.INFO, "asyncllm"):
         runner = lfm2.runner(enable_prefix_caching=False)
-    size = runner._state.cache.states.num_bytes
+    size = device_state(runner).cache.states.num_bytes
     assert f"recurrent states take {size} bytes, in a slot for each of max_num_seqs=4; " in (
         caplog.text
     )
@@ -249,11 +256,17 @@ def test_bytes_of_states():
     assert not any(tensor.any() for tensor in cache.tensors)
 
 
-def test_states_that_do_not_fit(monkeypatch):
+class NearlyFull(MemoryProbe):
+    def info(self, device):
+        return 10_000, 100_000
+
+
+@pytest.mark.parametrize("device", [CPU, torch.device("cuda:0")])
+def test_states_that_do_not_fit(monkeypatch, device):
     monkeypatch.setattr("asyncllm.gpu.memory.available_memory", lambda: 10_000)
-    check_states(CPU, 9, 1000)
+    check_states(device, 9, 1000, NearlyFull())
     with pytest.raises(EngineError) as caught:
-        check_states(CPU, 10, 1000)
+        check_states(device, 10, 1000, NearlyFull())
     assert str(caught.value) == (
         "max_num_seqs=10 needs 11000 bytes for recurrent states, 1000 a slot; 10000 are free "
         "beside the weights: lower max_num_seqs to 9 at most"
@@ -267,15 +280,40 @@ def test_states_are_taken_from_the_kv_cache(lfm2, monkeypatch):
         "asyncllm.gpu.build.cpu_cache_bytes", lambda reserve: reserved.append(reserve) or 2**20
     )
     lfm2.runner(num_blocks=None)
-    assert reserved == [runner._state.cache.states.num_bytes]
+    assert reserved == [device_state(runner).cache.states.num_bytes]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "accepted"),
+    [
+        ("attention_backend", "native", "'auto' or 'torch': the model has no attention"),
+        ("kv_cache_memory", 2**20, "None: the model has no attention"),
+    ],
+)
+def test_settings_of_a_model_without_attention(tmp_path, name, value, accepted):
+    config = transformers.Mamba2Config(
+        num_heads=8, head_dim=16, state_size=8, n_groups=2, vocab_size=64, hidden_size=64,
+        num_hidden_layers=2, eos_token_id=None,
+    )  # fmt: skip
+    config.architectures = ["Mamba2ForCausalLM"]
+    config.save_pretrained(tmp_path)
+    model = TransformersConfig.from_directory(tmp_path)
+    assert model.max_position_embeddings == 131_072
+    settings = SETTINGS | {"load_format": "dummy", "block_size": None, "num_blocks": None}
+    runner = build_model_runner(EngineConfig(**settings), model)
+    assert runner.info.block_size == 1024
+    assert runner.info.num_blocks == 1 + 2 * 4 * 128
+    assert runner.info.max_model_len == 131_072
+    with pytest.raises(InvalidRequestError) as caught:
+        build_model_runner(EngineConfig(**settings | {name: value}), model)
+    assert caught.value.param == name
+    assert f"expected {accepted}" in str(caught.value)
 
 
 # --- rules ---------------------------------------------------------------------------------
 
 
 def refusal(path: Path, name: str, **settings: Any) -> str:
-    import transformers
-
     getattr(transformers, name)(**TINY | settings).save_pretrained(path)
     with pytest.raises(ModelLoadError) as caught:
         build_model_runner(EngineConfig(**SETTINGS), TransformersConfig.from_directory(path))
@@ -291,15 +329,15 @@ def test_a_module_that_forgets_its_state_between_chunks(tmp_path):
     ) in words
 
 
-@pytest.mark.parametrize("low", [0.0, 0.001])
+@pytest.mark.parametrize("low", [1e-30, 0.001])
 def test_a_decode_that_differs_from_a_chunk(tmp_path, low):
     """Nemotron-H's own decode step leaves out a bound of its chunks, ``time_step_min``: where that
     has an effect, the result of a token would depend on how it was computed."""
     make(tmp_path, "NemotronH", **NEMOTRON_H, time_step_min=low)
     model = TransformersConfig.from_directory(tmp_path)
-    if not low:
+    if low < 0.001:
         runner = build_model_runner(EngineConfig(**SETTINGS), model)
-        assert len(runner._state.decoder.states) == 2
+        assert len(device_state(runner).decoder.states) == 2
         return
     with pytest.raises(ModelLoadError, match="its log-probabilities differ by"):
         build_model_runner(EngineConfig(**SETTINGS), model)

@@ -491,7 +491,8 @@ def test_objects_as_messages(make: Callable[..., Path]) -> None:
         ([{"role": "user", "content": 5}], r"messages\[0\].content: is 5"),
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
-            r"messages\[0\].content\[0\].*image_url",
+            r"messages\[0\].content\[0\]: is a part of type 'image_url', expected {'type': 'text', "
+            r"'text': …}: the engine computes text, and takes no images, audio or video",
         ),
         ([{"role": "user", "content": [{"type": "text"}]}], r"messages\[0\].content\[0\]"),
         ([{"role": "user", "content": object()}], r"messages\[0\].content: a object"),

@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 
 from asyncllm.config import EngineConfig
 from asyncllm.errors import InvalidRequestError
@@ -130,6 +132,8 @@ def test_every_tested_architecture_has_a_case(load_case):
 def test_matrix(load_case, name, backend):
     if backend == "native" and native_library() is None:
         pytest.skip("no C++ compiler to build the native ops with")
+    if backend == "native" and name == "Mamba2":
+        pytest.skip("it has no attention")
     case = load_case(name)
     runner = case.runner(attention_backend=backend)
     for index, prompt in enumerate(case.prompts):
@@ -150,7 +154,7 @@ def test_matrix(load_case, name, backend):
     check(case, seqs, [0, 1, 2])
 
 
-@pytest.mark.parametrize("name", ["Gemma2", "GptOss", "DeepseekV3"])
+@pytest.mark.parametrize("name", ["Gemma2", "GptOss", "DeepseekV3", "Qwen3_5"])
 def test_native_ops(load_case, name):
     if native_library() is None:
         pytest.skip("no C++ compiler to build the native ops with")
@@ -173,6 +177,37 @@ def test_a_quantised_checkpoint(tmp_path, family, form):
     check(case, seqs, [0, 1])
     with pytest.raises(InvalidRequestError, match="quantised already"):
         case.runner(quantization="int8", attention_backend="native")
+
+
+@pytest.mark.parametrize("family", ["Gemma3", "Llama"])
+def test_a_tied_head_shares_the_embeddings_table(tmp_path, family):
+    """Gemma's embedding scales what it looks up, in a class of its own."""
+    model = make(tmp_path, family, tie_word_embeddings=True)
+    expected = generate(model, [5, 6, 7, 8], 12)
+    case = Case(tmp_path, model, [[5, 6, 7, 8]], [expected])
+    runner = case.runner()
+    state = runner._state
+    assert state is not None
+    shapes = [tuple(one.shape) for one in state.decoder.base.parameters()]
+    assert (256, 64) not in shapes
+    driver = Driver(runner)
+    seq = driver.add([5, 6, 7, 8], 12)
+    driver.run([seq])
+    check(case, [seq], [0])
+
+
+def test_load_progress_counts_every_tensor(tmp_path):
+    make(tmp_path, "Gemma2")
+    seen: list[tuple[int, int]] = []
+    config = EngineConfig(**(SETTINGS | {"attention_backend": "torch"}))
+    model = TransformersConfig.from_directory(tmp_path)
+    build_model_runner(config, model, lambda done, total, **_: seen.append((done, total)))
+    total = seen[0][1]
+    done = [number for number, of in seen if of == total]
+    assert done == sorted(done)
+    assert done[-1] == total
+    steps = [after - before for before, after in pairwise(done)]
+    assert max(steps) < total / 4
 
 
 def test_longrope_chooses_its_factors_by_the_longest_sequence(load_case):
@@ -244,6 +279,36 @@ def _neighbouring_expert(monkeypatch):
     )
 
 
+def _routed(change):
+    """Another routing by GLM-4's router: ``change`` of it and its scores ``[T, experts]``, and of
+    the chosen experts, gives their weights."""
+
+    def mutate(monkeypatch):
+        route = Glm4MoeTopkRouter.forward
+
+        def changed(self, hidden):
+            logits, _, chosen = route(self, hidden)
+            weights = change(self, logits.sigmoid()).gather(1, chosen)
+            return logits, weights / weights.sum(-1, keepdim=True), chosen
+
+        monkeypatch.setattr(Glm4MoeTopkRouter, "forward", changed)
+
+    return mutate
+
+
+def _no_correction(monkeypatch):
+    route = Glm4MoeTopkRouter.forward
+
+    def changed(self, hidden):
+        bias, self.e_score_correction_bias = self.e_score_correction_bias, torch.zeros(6)
+        try:
+            return route(self, hidden)
+        finally:
+            self.e_score_correction_bias = bias
+
+    monkeypatch.setattr(Glm4MoeTopkRouter, "forward", changed)
+
+
 def _short_longrope(monkeypatch):
     choose = LongRope.choose
     monkeypatch.setattr(LongRope, "choose", lambda self, count: choose(self, 1))
@@ -280,6 +345,20 @@ MUTATIONS = {
     "unweighted experts": ("Mixtral", _unweighted_experts),
     "the neighbouring expert": ("Mixtral", _neighbouring_expert),
     "routing weights not renormalised": ("Qwen3Moe", _config(norm_topk_prob=False)),
+    "a router's bias used as a weight": (
+        "Glm4Moe",
+        _routed(lambda router, scores: scores + router.e_score_correction_bias),
+    ),
+    "a router without its bias": ("Glm4Moe", _no_correction),
+    "a wrong RoPE base in one kind of layer": (
+        "Gemma3",
+        _config(
+            rope_parameters={
+                kind: {"rope_type": "default", "rope_theta": 1_000_000.0}
+                for kind in ("sliding_attention", "full_attention")
+            }
+        ),
+    ),
     "a wrong RoPE base": (
         "Llama",
         _config(rope_parameters={"rope_type": "default", "rope_theta": 5_000.0}),
@@ -306,6 +385,15 @@ def test_the_comparison_sees_mistakes(load_case, monkeypatch, mutation):
     driver.run([seq], chunk=10)
     with pytest.raises(AssertionError):
         check(case, [seq], [1])
+
+
+def test_the_routing_that_mistakes_change_is_the_models_own(load_case, monkeypatch):
+    case = load_case("Glm4Moe")
+    _routed(lambda router, scores: scores)(monkeypatch)
+    driver = Driver(case.runner())
+    seq = driver.add(case.prompts[1], OUTPUT)
+    driver.run([seq])
+    check(case, [seq], [1])
 
 
 def test_norms_of_one_plus_weight_are_seen(load_case):

@@ -138,7 +138,7 @@ def _create(
         config,
         decoder,
         groups,
-        states,
+        states=states,
         free_at_start=free_at_start,
         graph_reserve=graph_reserve(sizes, max_num_seqs, model.vocab_size, dtype.itemsize),
         token_budget=token_budget,
@@ -265,6 +265,8 @@ def _load_transformers(
 ) -> tuple[TransformersDecoder, list[KVGroup], int]:
     """As ``_load``, through transformers' modules."""
     plan = Plan.of(model)
+    if not plan.kinds:
+        _refuse_without_attention(config)
     attention, block_size = _make_attention(config, plan.kinds, dtype, device, num_threads)
     ops = make_ops(device, next(iter(attention.values()), None))
     groups = plan.kv_groups(attention, block_size)
@@ -291,6 +293,15 @@ def _load_transformers(
     if reference is not None:
         reference.check(decoder, groups)
     return decoder, groups, free_at_start
+
+
+def _refuse_without_attention(config: EngineConfig) -> None:
+    """Raises InvalidRequestError for settings that mean nothing to a model without attention."""
+    accepted = {"attention_backend": ("auto", "torch"), "kv_cache_memory": (None,)}
+    for name, values in accepted.items():
+        if getattr(config, name) not in values:
+            choices = " or ".join(map(repr, values))
+            raise invalid(name, getattr(config, name), f"{choices}: the model has no attention")
 
 
 def model_bytes(model: ModelConfig | TransformersConfig, dtype: torch.dtype) -> int:
@@ -387,14 +398,15 @@ def available_cache_bytes(
     config: EngineConfig,
     decoder: LanguageModel,
     groups: Sequence[KVGroup],
-    states: StateCache | None,
     *,
+    states: StateCache | None = None,
     free_at_start: int,
     graph_reserve: int,
     token_budget: int,
     max_num_seqs: int,
 ) -> int:
-    """Bytes for the KV cache; 0, with nothing measured, where the configuration sets its size."""
+    """Bytes for the KV cache beside the weights and ``states``; 0, with nothing measured, where the
+    configuration sets its size."""
     if config.num_blocks is not None or config.kv_cache_memory is not None:
         return 0
     model, weight = decoder.model, decoder.embedding
@@ -406,7 +418,7 @@ def available_cache_bytes(
     longest = min(config.max_model_len or context, context)
     decoder.set_max_positions(longest)
 
-    profile = partial(profile_run, decoder, groups, states, max_model_len=longest)
+    profile = partial(profile_run, decoder, groups, states=states, max_model_len=longest)
     # Memory that libraries allocate at their first call and keep is not a step's.
     profile(max_num_batched_tokens=1, max_num_seqs=1)
     return cuda_cache_bytes(

@@ -20,11 +20,11 @@ from asyncllm.gpu.state_cache import StateCache
 def profile_run(
     decoder: LanguageModel,
     groups: Sequence[KVGroup],
-    states: StateCache | None = None,
     *,
     max_num_batched_tokens: int,
     max_num_seqs: int,
     max_model_len: int,
+    states: StateCache | None = None,
 ) -> None:
     """Runs a prefill, a mixed and a decode step, each as large as the scheduler makes them,
     at the end of the longest sequences, and samples from their logits.

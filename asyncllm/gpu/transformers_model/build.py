@@ -33,7 +33,7 @@ from asyncllm.gpu.transformers_model.attention import (
 from asyncllm.gpu.transformers_model.config import TransformersConfig
 from asyncllm.gpu.transformers_model.decoder import Residence, TransformersDecoder
 from asyncllm.gpu.transformers_model.interface import NAME, set_handler
-from asyncllm.gpu.transformers_model.linear import OpEmbedding, OpExperts, OpLinear
+from asyncllm.gpu.transformers_model.linear import OpEmbedding, OpExperts, OpLinear, look_up_in
 from asyncllm.gpu.transformers_model.probe import Probe, linear_kinds, probe
 from asyncllm.gpu.transformers_model.recurrent import RecurrentModule
 from asyncllm.gpu.transformers_model.rules import check_calls, check_modules
@@ -180,9 +180,12 @@ def _share_head(
     weights = LinearWeights(head.weight.detach(), bias, shared=True)
     dtype = weights.values.dtype
     weights = convert.head(weights) if convert else weights
-    if type(embedding) is nn.Embedding and bias is None:
+    if bias is None and (type(embedding) is nn.Embedding or found.looks_up):
         table, linear = ops.tied_embedding(weights, dtype)
-        _replace(modules, names[embedding], OpEmbedding(table))
+        if found.looks_up:
+            look_up_in(embedding, table)
+        else:
+            _replace(modules, names[embedding], OpEmbedding(table))
     else:
         # Its embedding computes more than a look-up, and keeps the table.
         linear = ops.linear(weights)

@@ -38,6 +38,23 @@ class OpEmbedding(nn.Module):
         return out.view(*token_ids.shape, out.shape[-1])
 
 
+class _TableLookup(nn.Embedding):
+    """The look-up of a class that does more with its result, behind it in the order of classes."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        out = self.__dict__["table"](input.reshape(-1))
+        return out.view(*input.shape, out.shape[-1])
+
+
+def look_up_in(embedding: nn.Embedding, table: Embedding) -> None:
+    """Gives a subclass of ``nn.Embedding`` another table, in the place of its own weight, of which
+    the dtype is left. Its ``forward`` has to look up by that of its base class."""
+    kind = type(embedding)
+    embedding.__class__ = type(kind.__name__, (kind, _TableLookup), {})
+    embedding.__dict__["table"] = table
+    embedding.weight = nn.Parameter(embedding.weight.new_empty(0), requires_grad=False)
+
+
 class OpExperts:
     """Handler of a module of experts: the experts hit, one after the other, on the op set's
     linear layers. On a CPU that is faster than a grouped product at every number of tokens.

@@ -65,6 +65,8 @@ class Probe:
         base: name of the part of it that ends with the last norm.
         linears: names of the linear layers that are called, and whose weight is not asked for.
         experts: names of the modules with experts.
+        looks_up: the embedding is of a class that computes more than a look-up, which it leaves to
+            ``nn.Embedding``.
         recurrent: the modules that keep a state of a sequence, in the order of their calls.
         idle: names of modules that are given a cache and leave it alone.
         hidden_size: of what ``base`` returns.
@@ -75,6 +77,7 @@ class Probe:
     calls: list[AttentionCall] = field(default_factory=list)
     linears: set[str] = field(default_factory=set)
     experts: set[str] = field(default_factory=set)
+    looks_up: bool = False
     recurrent: list[RecurrentCall] = field(default_factory=list)
     idle: set[str] = field(default_factory=set)
     hidden_size: int = 0
@@ -162,6 +165,14 @@ class _Watched(nn.Module):
         return super().__getattr__(name)
 
 
+class _WatchedLookup(nn.Embedding):
+    """Behind a subclass of ``nn.Embedding``: it notices whether that looks up by its base class."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.__dict__["called"] = True
+        return super().forward(input)
+
+
 def probe(model: TransformersConfig) -> Probe:
     """Runs a skeleton once, and changes the names of implementations in ``model.config``.
 
@@ -188,7 +199,9 @@ def probe(model: TransformersConfig) -> Probe:
         if type(module) in classes:
             module.__class__ = classes[type(module)]
             watched[name] = module
-    base = getattr(skeleton, found.base)
+    base, embedding = getattr(skeleton, found.base), skeleton.get_input_embeddings()
+    if isinstance(embedding, nn.Embedding) and type(embedding) is not nn.Embedding:
+        embedding.__class__ = type("Watched", (type(embedding), _WatchedLookup), {})
     try:
         with torch.no_grad(), Watch(skeleton) as watch:
             inputs = probe_inputs(NUM_TOKENS, torch.device("meta"))
@@ -202,6 +215,7 @@ def probe(model: TransformersConfig) -> Probe:
             f"{model.path}: {model.architecture}: what its layers need cannot be learned, because "
             f"one pass of its code without weights fails: {explain(error)}"
         ) from error
+    found.looks_up = isinstance(embedding, _WatchedLookup) and "called" in embedding.__dict__
     found.linears = {
         name
         for name, module in watched.items()

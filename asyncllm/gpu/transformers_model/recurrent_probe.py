@@ -25,21 +25,26 @@ _PROTOCOL = (
 )
 
 
-def cache_parameter(module: nn.Module) -> str | None:
-    """The module's parameter that takes a cache."""
-    parameters = inspect.signature(module.forward).parameters
-    return next((name for name in CACHES if name in parameters), None)
+def cache_parameters(model: nn.Module) -> dict[str, str]:
+    """The parameter that takes a cache, by the names of the modules within that have one."""
+    of_kind: dict[type, str | None] = {}
+    found = {}
+    for name, module in model.named_modules():
+        kind = type(module)
+        if kind not in of_kind:
+            parameters = inspect.signature(kind.forward).parameters
+            of_kind[kind] = next((each for each in CACHES if each in parameters), None)
+        taken = of_kind[kind]
+        if name and taken is not None:
+            found[name] = taken
+    return found
 
 
-def cache_takers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def cache_takers(model: nn.Module) -> list[str]:
     """The innermost modules that take a cache, as attention and recurrent ones do."""
-    found = [(name, module) for name, module in model.named_modules() if cache_parameter(module)]
-    names = [f"{name}." for name, _ in found]
-    return [
-        (name, module)
-        for name, module in found
-        if name and not any(other.startswith(f"{name}.") and other != f"{name}." for other in names)
-    ]
+    names = list(cache_parameters(model))
+    outer = {name[:dot] for name in names for dot in range(len(name)) if name[dot] == "."}
+    return [name for name in names if name not in outer]
 
 
 @dataclass(slots=True, eq=False)
@@ -81,8 +86,10 @@ class Watch:
 
     def __enter__(self) -> Watch:
         self.hooks = [
-            module.register_forward_pre_hook(self._hook(name), with_kwargs=True)
-            for name, module in cache_takers(self.model)
+            self.model.get_submodule(name).register_forward_pre_hook(
+                self._hook(name), with_kwargs=True
+            )
+            for name in cache_takers(self.model)
         ]
         return self
 
@@ -157,10 +164,10 @@ def probe_recurrent(
             model's dtype from one that is always in float32.
         callers: names of the modules that call attention.
     """
-    found, idle = [], set()
+    found, idle, taken = [], set(), cache_parameters(model)
     for name, seen in watch.calls.items():
         if not any(f"{caller}.".startswith(f"{name}.") for caller in callers):
-            call = _probe(model.get_submodule(name), name, seen)
+            call = _probe(model.get_submodule(name), name, taken[name], seen)
             if call is None:
                 idle.add(name)
             else:
@@ -168,10 +175,9 @@ def probe_recurrent(
     return found, idle
 
 
-def _probe(module: nn.Module, name: str, seen: SeenCall) -> RecurrentCall | None:
+def _probe(module: nn.Module, name: str, cache: str, seen: SeenCall) -> RecurrentCall | None:
     """What the module keeps; None if it does not touch its cache."""
-    names, cache = list(inspect.signature(module.forward).parameters), cache_parameter(module)
-    assert cache is not None
+    names = list(inspect.signature(module.forward).parameters)
     call = RecurrentCall(name, type(module).__name__, names[0], cache, {})
     listener = _Listener()
     try:

@@ -18,7 +18,7 @@ from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.transformers_model.config import TransformersConfig
 from asyncllm.gpu.transformers_model.interface import ProbedMask
 from asyncllm.gpu.transformers_model.probe import NUM_TOKENS, AttentionCall, Probe
-from asyncllm.gpu.transformers_model.recurrent_probe import cache_parameter, cache_takers
+from asyncllm.gpu.transformers_model.recurrent_probe import cache_parameters, cache_takers
 
 _RECURRENT = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, nn.RNNCellBase)
 """Modules in which tokens of a sequence see one another."""
@@ -33,7 +33,7 @@ def check_modules(model: TransformersConfig) -> None:
     Raises:
         ModelLoadError: naming the module or the field.
     """
-    keepers = tuple(f"{name}." for name, _ in cache_takers(model.skeleton))
+    keepers = tuple(f"{name}." for name in cache_takers(model.skeleton))
     for name, module in model.skeleton.named_modules():
         kind = type(module).__name__
         if isinstance(module, _RECURRENT) and not f"{name}.".startswith(keepers):
@@ -150,13 +150,11 @@ def _check_recurrent(model: TransformersConfig, probe: Probe) -> None:
                 f"{name} ({kind}) mixes tokens outside attention and recurrent modules",
                 "those as the only places where tokens see one another",
             )
-        taken = cache_parameter(module)
-        if (
-            taken
-            and name
-            and name not in probe.idle
-            and not any(each.startswith(f"{name}.") for each in attending + keepers)
+    for name, taken in cache_parameters(probe.model).items():
+        if name not in probe.idle and not any(
+            each.startswith(f"{name}.") for each in attending + keepers
         ):
+            kind = type(probe.model.get_submodule(name)).__name__
             raise _refusal(
                 model,
                 f"{name} ({kind}) takes {taken}: it keeps a cache of its own",
