@@ -34,7 +34,7 @@ def kernel(tmp_path, monkeypatch):
 def run(notebook):
     """Executes the cells in order; returns what each code cell printed."""
     client = nbclient.NotebookClient(
-        notebook, timeout=60, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}}
+        notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}}
     )
     client.execute()
     return [
@@ -106,7 +106,7 @@ def test_interrupting_a_cell_aborts_what_it_reads():
     ]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(s) for s in sources])
     client = nbclient.NotebookClient(
-        notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}}
+        notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}}
     )
 
     async def main():
