@@ -237,6 +237,7 @@ class EngineConfig:
 
     @classmethod
     def field_names(cls) -> frozenset[str]:
+        """The names that ``AsyncLLMEngine(**overrides)`` takes."""
         return frozenset(f.name for f in fields(cls))
 
 

@@ -385,6 +385,7 @@ class AsyncLLMEngine(Handle):
         await self._suspend(True)
 
     async def resume(self) -> None:
+        """Goes on after ``pause``; without one it changes nothing."""
         await self._suspend(False)
 
     async def _suspend(self, suspended: bool) -> None:
@@ -442,10 +443,12 @@ class AsyncLLMEngine(Handle):
 
     @property
     def tokenizer(self) -> Any:
+        """The model's tokenizer: ``encode``, ``decode``, ``apply_chat_template``."""
         return self._started().loaded.tokenizer
 
     @property
     def model_config(self) -> Any:
+        """What the model's own configuration says of its shape."""
         return self._started().loaded.model_config
 
     @property

@@ -237,6 +237,7 @@ class LLM(Handle):
                 stream.close()
 
     def stats(self) -> EngineStats:
+        """A snapshot of the engine."""
         return self.engine.stats()
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import sys
@@ -33,7 +34,7 @@ def kernel(tmp_path, monkeypatch):
 def run(notebook):
     """Executes the cells in order; returns what each code cell printed."""
     client = nbclient.NotebookClient(
-        notebook, timeout=60, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}}
+        notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}}
     )
     client.execute()
     return [
@@ -50,7 +51,8 @@ def notebook(*sources):
 
 def test_the_example_runs():
     example = nbformat.read(EXAMPLE, as_version=4)
-    start, story, broken, together, _, later, facade, end = run(example)
+    outputs = run(example)
+    start, story, broken, together, stories, times, long, after, _, later, facade, end = outputs
     assert (start, end) == ("", "")
     assert len(story) > 40
     aborted, free, blocks = map(int, re.findall(r"(\d+)", broken.splitlines()[-1]))
@@ -61,8 +63,72 @@ def test_the_example_runs():
         "What is 4 plus 4",
         "What is 1 plus 6",
     ]
+    assert stories == "['length', 'length', 'length']\n"
+    [table] = re.findall(r"(?s)<table.*?</table>", html_of(example, "side_by_side(prompts"))
+    assert table.count("<td") == 3
+    assert "<b>Tell me a story about a fox.</b><br>Once upon a time" in table
+    assert times == ""
+    plot = html_of(example, "median_ttft(count):")
+    widths = [int(width) for width in re.findall(r'width="(\d+)" height="16"', plot)]
+    assert (len(widths), max(widths)) == (6, 340)
+    assert long == "[400, 400, 400]\n"
+    assert "0 running, " in after
     assert "completion_tokens=" in later
     assert len(facade.splitlines()) == 2
+
+
+def html_of(example, source):
+    """What the cell with ``source`` shows."""
+    [cell] = [cell for cell in example.cells if source in cell.source]
+    shown = [output.data["text/html"] for output in cell.outputs if "data" in output]
+    return shown[-1]
+
+
+def test_interrupting_a_cell_aborts_what_it_reads():
+    """The example's own cell, and an engine that goes on."""
+    example = nbformat.read(EXAMPLE, as_version=4)
+    cells = {cell.source.partition("\n")[0]: cell for cell in example.cells}
+    reading = "done = await side_by_side(stories, max_tokens=400, ignore_eos=True)"
+    after = "print((await engine.generate("
+    kept = [cell.source for cell in example.cells[:11] if cell.cell_type == "code"]
+    endless = cells[reading].source.replace("max_tokens=400", "max_tokens=480, temperature=1")
+    sources = [
+        "import asyncllm\nfrom asyncllm import AsyncLLMEngine\n"
+        "engine = AsyncLLMEngine(max_num_seqs=2)\nawait engine.start()",
+        "import asyncio",
+        next(source for source in kept if "def side_by_side" in source).partition("\n\n\nstories")[
+            0
+        ],
+        'stories = ["One", "Two", "Three"] * 30',
+        endless,
+        next(source for name, source in ((c, cells[c].source) for c in cells) if after in name),
+        "print(engine.stats().num_aborted > 30)\nawait engine.aclose()",
+    ]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(s) for s in sources])
+    client = nbclient.NotebookClient(
+        notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}}
+    )
+
+    async def main():
+        async with client.async_setup_kernel():
+            for index, cell in enumerate(notebook.cells):
+                if cell.source != endless:
+                    await client.async_execute_cell(cell, index)
+                    continue
+                running = asyncio.ensure_future(client.async_execute_cell(cell, index))
+                while not any("data" in output for output in cell.outputs):
+                    assert not running.done()
+                    await asyncio.sleep(0.05)
+                await client.km.interrupt_kernel()
+                with pytest.raises(
+                    nbclient.exceptions.CellExecutionError, match=r"Interrupt|Cancel"
+                ):
+                    await running
+
+    asyncio.run(main())
+    printed = ["".join(o.get("text", "") for o in cell.outputs) for cell in notebook.cells[-2:]]
+    assert "0 running, " in printed[0]
+    assert printed[1] == "True\n"
 
 
 def test_the_example_is_stored_without_outputs():

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import runpy
+import subprocess
 import sys
 import sysconfig
+import tarfile
 import tomllib
 import types
+import venv
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from asyncllm.native.build import LIBRARY, UNITS, BuildError
 
@@ -61,3 +67,56 @@ def test_a_wheel_holds_the_native_ops_where_they_could_be_compiled(monkeypatch) 
     assert hooks["_load"](LIBRARY.parent / "build.py").UNITS == UNITS
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     assert "custom" in project["tool"]["hatch"]["build"]["targets"]["wheel"]["hooks"]
+
+
+def _run(*command: Any, cwd: Path = ROOT) -> str:
+    done = subprocess.run(
+        [str(part) for part in command], capture_output=True, text=True, check=False, cwd=cwd
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_distributions_install_and_run(tmp_path: Path) -> None:
+    """Built as they would be published; the dependencies are those of this environment."""
+    pytest.importorskip("build")
+    pytest.importorskip("twine")
+    dist = tmp_path / "dist"
+    folders = [ROOT, *(path.parent for path in (ROOT / "integrations").glob("*/pyproject.toml"))]
+    for folder in folders:
+        _run(sys.executable, "-m", "build", "--outdir", dist, folder)
+    built = sorted(dist.iterdir())
+    assert len(built) == 2 * len(folders) == 6
+    _run(sys.executable, "-m", "twine", "check", "--strict", *built)
+
+    [wheel] = dist.glob("asyncllm-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    for name in ("py.typed", "demo_model/model.safetensors", "demo_model/chat_template.jinja"):
+        assert f"asyncllm/{name}" in names
+    assert any(name.endswith("/licenses/LICENSE") for name in names)
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"asyncllm"}
+    [source] = dist.glob("asyncllm-*.tar.gz")
+    with tarfile.open(source) as archive:
+        files = {name.partition("/")[2] for name in archive.getnames()}
+    for name in ("SECURITY.md", "docs/images/demo.svg", "tests/test_engine.py", "hatch_build.py"):
+        assert name in files
+    assert not [name for name in files if name.startswith(("integrations/", "build/"))]
+    assert not [name for name in files if name.endswith((".so", ".pyc"))]
+
+    environment = tmp_path / "environment"
+    venv.create(environment, with_pip=True)
+    python = environment / "bin" / "python"
+    wheels = [path for path in built if path.suffix == ".whl"]
+    _run(python, "-m", "pip", "install", "-q", "--no-deps", "--no-index", *wheels)
+    [site] = environment.glob("lib/python*/site-packages")
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    program = (
+        "import asyncllm, langchain_asyncllm, sys\n"
+        "assert asyncllm.__file__.startswith(sys.prefix), asyncllm.__file__\n"
+        "with asyncllm.LLM() as llm: print(llm.generate('Who are you?', temperature=0))\n"
+    )
+    said = _run(python, "-c", program, cwd=tmp_path)
+    assert "small model" in said
+    assert "asyncllm 0" in _run(environment / "bin" / "asyncllm", "--version", cwd=tmp_path)
