@@ -103,6 +103,27 @@ class Endpoint:
         return self._handlers[method]
 
 
+class ServerApp:
+    """An ASGI application, made by ``create_app``."""
+
+    def __init__(self, app: App, serving: Serving) -> None:
+        self._app = app
+        self._serving = serving
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """The model's names to clients."""
+        return self._serving.model_names
+
+    def drain(self) -> None:
+        """From now on every request is answered with 503, and ``/health`` is too; what is in
+        flight goes on."""
+        self._serving.draining = True
+
+
 def create_app(
     engine: AsyncLLMEngine,
     *,
@@ -118,7 +139,7 @@ def create_app(
     max_stored_responses: int = 1024,
     max_stored_size: int = 1 << 26,
     metrics: EngineMetrics | None = None,
-) -> App:
+) -> ServerApp:
     """OpenAI's protocol over ``engine``, as an ASGI application.
 
     Args:
@@ -163,7 +184,7 @@ def create_app(
         "max_body": check.integer("max_body_size", max_body_size, 1, 2**30),
         "body_timeout": check.seconds("body_timeout", body_timeout, above=True),
     }
-    app: App = Gate(_router(serving, limits), rules)
+    app: App = Gate(_router(serving, limits), rules, serving)
     if origins is not None:
         app = CORSMiddleware(
             app,
@@ -172,7 +193,7 @@ def create_app(
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )  # pyright: ignore[reportAssignmentType]
-    return app
+    return ServerApp(app, serving)
 
 
 def _router(serving: Serving, limits: Mapping[str, Any]) -> App:

@@ -56,6 +56,16 @@ class Serving:
             )
         return asked
 
+    def check_open(self) -> None:
+        """Raises ProtocolError while the server drains."""
+        if self.draining:
+            raise ProtocolError(
+                "the server is about to close; ask another",
+                code="server_shutting_down",
+                status=503,
+                headers={"Retry-After": "1"},
+            )
+
 
 def default_model_names(engine: AsyncLLMEngine) -> Sequence[str]:
     """The model as it was asked for; of a directory its last part."""
