@@ -193,7 +193,7 @@ def _add_group(parser: argparse.ArgumentParser, title: str, options: Sequence[_O
     return group
 
 
-def _add_count(parser: argparse.ArgumentParser, flag: str, default: int, text: str) -> None:
+def _add_count(parser: Any, flag: str, default: int, text: str) -> None:
     parser.add_argument(flag, type=_count, default=default, metavar="N", help=f"{text} ({default})")
 
 

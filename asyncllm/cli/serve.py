@@ -120,7 +120,7 @@ def _signals() -> Iterator[asyncio.Event]:
 
 def _tokens(arguments: argparse.Namespace) -> list[str] | None:
     """Those of the command line, which other users of the machine can read, and of a file."""
-    tokens = list(arguments.token or ())
+    tokens: list[str] = list(arguments.token or ())
     if arguments.token_file is not None:
         try:
             text = Path(arguments.token_file).read_text(encoding="utf-8")

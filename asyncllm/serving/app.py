@@ -179,6 +179,7 @@ def create_app(
             check.integer("max_stored_size", max_stored_size, 0),
         ),
         EngineMetrics(engine) if metrics is None else metrics,
+        needs_token=token is not None,
     )
     limits = {
         "max_body": check.integer("max_body_size", max_body_size, 1, 2**30),
@@ -215,6 +216,7 @@ def _router(serving: Serving, limits: Mapping[str, Any]) -> App:
         ("/health/ready", {"GET": server_info.health}, {}),
         ("/health/live", {"GET": server_info.live}, {}),
         ("/metrics", {"GET": server_info.metrics}, {}),
+        ("/openapi.json", {"GET": server_info.description}, {}),
     ]
     routes: list[BaseRoute] = [
         Route(path, Endpoint(serving, handlers, names, limits)) for path, handlers, names in table
