@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from asyncllm import __version__
 from asyncllm.validation import describe
@@ -47,6 +48,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_demo(commands)
     _add_chat(commands)
+    _add_serve(commands)
     _add_bench(commands)
     return parser.parse_args(argv)
 
@@ -90,6 +92,43 @@ def _add_chat(commands: Any) -> None:
     parser.add_argument("--system", metavar="TEXT", help="system prompt")
 
 
+def _add_serve(commands: Any) -> None:
+    parser = _command(
+        commands,
+        "serve",
+        "asyncllm.cli.serve",
+        "OpenAI's protocol over HTTP and WebSockets",
+        "Serves chat completions, completions and responses at http://HOST:PORT/v1. SIGTERM and "
+        "Ctrl-C let the answers in flight end; a second one does not wait for them.",
+        samples=False,
+        loop="--no-uvloop",
+    )
+    group = parser.add_argument_group("server")
+    add = group.add_argument
+    add("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
+    add("--port", type=int, default=8000, metavar="N", help="0 takes a free one (8000)")
+    add("--token", action="append", metavar="TEXT", help="clients have to send it; repeatable")
+    add("--token-file", metavar="FILE", help="tokens, one a line; no other user sees them")
+    add("--origin", action="append", metavar="URL", help="pages that may ask; repeatable")
+    add(
+        "--served-model-name",
+        action="append",
+        metavar="NAME",
+        help="the model's name to clients; repeatable",
+    )
+    add("--timeout", type=float, metavar="S", help="seconds an answer may take")
+    add("--drain", type=float, default=30.0, metavar="S", help="seconds to end in (30)")
+    _add_count(group, "--max-connections", 1024, "connections at once")
+    add(
+        "--max-body-size",
+        type=int,
+        default=4 << 20,
+        metavar="N",
+        help="bytes of a request, and of a WebSocket message (4194304)",
+    )
+    add("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+
+
 def _add_bench(commands: Any) -> None:
     parser = _command(
         commands,
@@ -118,9 +157,17 @@ def _add_bench(commands: Any) -> None:
 
 
 def _command(
-    commands: Any, name: str, module: str, summary: str, description: str, *, samples: bool = True
+    commands: Any,
+    name: str,
+    module: str,
+    summary: str,
+    description: str,
+    *,
+    samples: bool = True,
+    loop: Literal["--uvloop", "--no-uvloop"] = "--uvloop",
 ) -> argparse.ArgumentParser:
-    """A command with the options that all have, and with ``samples`` those of sampling."""
+    """A command with the options that all have, and with ``samples`` those of sampling. ``loop`` is
+    how it is told to depart from its usual event loop."""
     parser = commands.add_parser(name, help=summary, description=description)
     parser.add_argument(
         "model", nargs="?", help="directory or hub id; the model in the package if left out"
@@ -130,7 +177,11 @@ def _command(
         group = _add_group(parser, "sampling (default: the model's own)", _SAMPLING_OPTIONS)
         group.add_argument("--seed", type=int, metavar="N", help="the same answers every time")
     group = _add_group(parser, "engine", _ENGINE_OPTIONS)
-    group.add_argument("--uvloop", action="store_true", help="run on uvloop, if it is installed")
+    if loop == "--uvloop":
+        group.add_argument(loop, action="store_true", help="run on uvloop, if it is installed")
+    else:
+        group.add_argument(loop, dest="uvloop", action="store_false", help="run on asyncio's loop")
+        parser.set_defaults(uvloop=importlib.util.find_spec("uvloop") is not None)
     return parser
 
 
@@ -142,7 +193,7 @@ def _add_group(parser: argparse.ArgumentParser, title: str, options: Sequence[_O
     return group
 
 
-def _add_count(parser: argparse.ArgumentParser, flag: str, default: int, text: str) -> None:
+def _add_count(parser: Any, flag: str, default: int, text: str) -> None:
     parser.add_argument(flag, type=_count, default=default, metavar="N", help=f"{text} ({default})")
 
 

@@ -55,9 +55,10 @@ def checked_config(arguments: argparse.Namespace) -> EngineConfig:
 
 
 @asynccontextmanager
-async def open_engine(config: EngineConfig) -> AsyncIterator[AsyncLLMEngine]:
-    """A started engine; a terminal is shown the progress of its weights."""
-    engine = AsyncLLMEngine(config=config)
+async def open_engine(given: EngineConfig | AsyncLLMEngine) -> AsyncIterator[AsyncLLMEngine]:
+    """A started engine, or that which was given; a terminal is shown the progress of its
+    weights."""
+    engine = given if isinstance(given, AsyncLLMEngine) else AsyncLLMEngine(config=given)
     if sys.stderr.isatty():
         await _start_with_bar(engine)
     else:

@@ -103,6 +103,27 @@ class Endpoint:
         return self._handlers[method]
 
 
+class ServerApp:
+    """An ASGI application, made by ``create_app``."""
+
+    def __init__(self, app: App, serving: Serving) -> None:
+        self._app = app
+        self._serving = serving
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """The model's names to clients."""
+        return self._serving.model_names
+
+    def drain(self) -> None:
+        """From now on every request is answered with 503, and ``/health`` is too; what is in
+        flight goes on."""
+        self._serving.draining = True
+
+
 def create_app(
     engine: AsyncLLMEngine,
     *,
@@ -118,7 +139,7 @@ def create_app(
     max_stored_responses: int = 1024,
     max_stored_size: int = 1 << 26,
     metrics: EngineMetrics | None = None,
-) -> App:
+) -> ServerApp:
     """OpenAI's protocol over ``engine``, as an ASGI application.
 
     Args:
@@ -158,12 +179,13 @@ def create_app(
             check.integer("max_stored_size", max_stored_size, 0),
         ),
         EngineMetrics(engine) if metrics is None else metrics,
+        needs_token=token is not None,
     )
     limits = {
         "max_body": check.integer("max_body_size", max_body_size, 1, 2**30),
         "body_timeout": check.seconds("body_timeout", body_timeout, above=True),
     }
-    app: App = Gate(_router(serving, limits), rules)
+    app: App = Gate(_router(serving, limits), rules, serving)
     if origins is not None:
         app = CORSMiddleware(
             app,
@@ -172,7 +194,7 @@ def create_app(
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )  # pyright: ignore[reportAssignmentType]
-    return app
+    return ServerApp(app, serving)
 
 
 def _router(serving: Serving, limits: Mapping[str, Any]) -> App:
@@ -194,6 +216,7 @@ def _router(serving: Serving, limits: Mapping[str, Any]) -> App:
         ("/health/ready", {"GET": server_info.health}, {}),
         ("/health/live", {"GET": server_info.live}, {}),
         ("/metrics", {"GET": server_info.metrics}, {}),
+        ("/openapi.json", {"GET": server_info.description}, {}),
     ]
     routes: list[BaseRoute] = [
         Route(path, Endpoint(serving, handlers, names, limits)) for path, handlers, names in table

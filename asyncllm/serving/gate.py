@@ -12,6 +12,7 @@ from typing import Any
 from asyncllm.serving.access import AccessRules, Refusal
 from asyncllm.serving.exchange import JSON, OWNER, Receive, Scope, Send, encode
 from asyncllm.serving.protocol_error import ProtocolError
+from asyncllm.serving.serving import Serving
 
 logger = logging.getLogger("asyncllm.serving.access")
 
@@ -29,27 +30,30 @@ class Gate:
     Args:
         app: the application behind it.
         rules: who may ask.
+        serving: says whether there are answers still.
     """
 
-    def __init__(self, app: App, rules: AccessRules) -> None:
+    def __init__(self, app: App, rules: AccessRules, serving: Serving) -> None:
         self._app = app
         self._rules = rules
+        self._serving = serving
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
-        refusal = None if _path(scope) in OPEN_PATHS else self._check(scope)
         line = _LogLine(scope, send)
         try:
-            if refusal is not None:
-                await refuse(_told(refusal), scope, receive, line.send)
-            else:
-                await self._app(scope, receive, line.send)
+            if _path(scope) not in OPEN_PATHS:
+                self._check(scope)
+                self._serving.check_open()
+            await self._app(scope, receive, line.send)
+        except ProtocolError as error:
+            await refuse(error, scope, receive, line.send)
         finally:
             line.write()
 
-    def _check(self, scope: Scope) -> Refusal | None:
+    def _check(self, scope: Scope) -> None:
         def all_of(name: bytes) -> list[str]:
             return [v.decode("latin-1") for n, v in scope["headers"] if n == name]
 
@@ -61,8 +65,9 @@ class Gate:
             authorizations=authorizations,
             protocols=protocols,
         )
+        if refusal is not None:
+            raise _told(refusal)
         scope[OWNER] = self._rules.owner(authorizations, protocols)
-        return refusal
 
 
 class _LogLine:

@@ -191,6 +191,7 @@ class HttpServer:
         limits = limits or ConnectionLimits()
         self._address = check.string("host", host), check.integer("port", port, 0, 65535)
         http, websocket = _protocols(limits)
+        self._socket: socket.socket | None = None
         self._config = uvicorn.Config(
             app,  # pyright: ignore[reportArgumentType]
             http=http,
@@ -215,14 +216,25 @@ class HttpServer:
     @property
     def port(self) -> int:
         """The port that the server listens on."""
+        assert self._socket is not None
         return self._socket.getsockname()[1]
 
-    async def __aenter__(self) -> Self:
-        """Raises OSError if the address is taken, or not this machine's."""
+    def bind(self) -> None:
+        """Takes the address before the server is started, so that nothing else is done in vain.
+
+        Raises:
+            OSError: if it is taken, or not this machine's.
+        """
         host, port = self._address
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, port), family=family, backlog=2048)
+
+    async def __aenter__(self) -> Self:
+        """Raises OSError, as ``bind``."""
+        if self._socket is None:
+            self.bind()
         self._server = _Uvicorn(self._config)
+        assert self._socket is not None
         self._task = asyncio.ensure_future(self._server.serve(sockets=[self._socket]))
         listening = asyncio.ensure_future(self._server.listening.wait())
         await asyncio.wait({self._task, listening}, return_when=asyncio.FIRST_COMPLETED)
@@ -239,4 +251,5 @@ class HttpServer:
         """Stops to listen, and waits for the answers in flight, ``drain`` seconds at most."""
         self._server.should_exit = True
         await self._task
-        self._socket.close()
+        if self._socket is not None:
+            self._socket.close()

@@ -138,6 +138,7 @@ class ResponseSession:
                 code="response_already_in_flight",
                 status=409,
             )
+        self.serving.check_open()
         fields = {name: value for name, value in event.items() if name != "type"}
         request = ResponseRequest.parse(fields)
         if request.stream is False:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import anyio.to_thread
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from asyncllm.serving.exchange import Exchange
+from asyncllm.serving.exchange import Exchange, encode
+from asyncllm.serving.openapi import openapi
 from asyncllm.serving.serving import Serving
 
 
@@ -45,3 +47,14 @@ def _ready(serving: Serving) -> bool:
 async def metrics(serving: Serving, exchange: Exchange) -> None:
     assert serving.metrics is not None
     await exchange.respond(200, serving.metrics.render(), CONTENT_TYPE_LATEST)
+
+
+async def description(serving: Serving, exchange: Exchange) -> None:
+    """OpenAPI's. pydantic takes tenths of a second to make it, once."""
+    if serving.description is None:
+        serving.description = await anyio.to_thread.run_sync(_described, serving)
+    await exchange.respond(200, serving.description)
+
+
+def _described(serving: Serving) -> bytes:
+    return encode(openapi(needs_token=serving.needs_token)).encode()

@@ -25,6 +25,8 @@ class Serving:
         ping_interval: seconds of silence after which a stream of events has a comment.
         pacer: shared by all answers that are streamed.
         store: responses that can be continued.
+        needs_token: clients have to send one.
+        description: OpenAPI's, once it was asked for.
         draining: the server is about to close and takes no more.
     """
 
@@ -35,7 +37,9 @@ class Serving:
     pacer: FramePacer
     store: ResponseStore
     metrics: EngineMetrics | None = None
+    needs_token: bool = False
     draining: bool = False
+    description: bytes | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
     def model_name(self, asked: str | None) -> str:
@@ -55,6 +59,16 @@ class Serving:
                 status=404,
             )
         return asked
+
+    def check_open(self) -> None:
+        """Raises ProtocolError while the server drains."""
+        if self.draining:
+            raise ProtocolError(
+                "the server is about to close; ask another",
+                code="server_shutting_down",
+                status=503,
+                headers={"Retry-After": "1"},
+            )
 
 
 def default_model_names(engine: AsyncLLMEngine) -> Sequence[str]:

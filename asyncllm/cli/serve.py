@@ -1,0 +1,147 @@
+"""``asyncllm serve``: OpenAI's protocol over HTTP and WebSockets."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import anyio
+
+from asyncllm import validation as check
+from asyncllm.cli.session import checked_config, open_engine, run_async
+from asyncllm.engine import AsyncLLMEngine
+from asyncllm.errors import EngineError, InvalidRequestError
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_POLL_SECONDS = 0.05
+_CLOSING_SECONDS = 5.0
+"""For what is left to be sent when the engine is idle."""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """The command."""
+    _log_to_stderr(arguments.log_level)
+    run_async(arguments, lambda: _main(arguments))
+    return 0
+
+
+async def _main(arguments: argparse.Namespace) -> None:
+    # The extra is asked for before a model is loaded, and so are the arguments' values.
+    from asyncllm.serving import create_app
+    from asyncllm.serving.access import is_loopback
+    from asyncllm.serving.http_server import ConnectionLimits, HttpServer
+
+    tokens = _tokens(arguments)
+    drain = check.seconds("drain", arguments.drain)
+    limits = ConnectionLimits(
+        max_connections=arguments.max_connections, max_message_size=arguments.max_body_size
+    )
+    host = arguments.host
+    options = {
+        "token": tokens,
+        "origins": arguments.origin,
+        "local": is_loopback(host),
+        "model_names": arguments.served_model_name,
+        "timeout": arguments.timeout,
+        "max_body_size": arguments.max_body_size,
+    }
+    engine = AsyncLLMEngine(config=checked_config(arguments))
+    app = create_app(engine, **options)
+    try:
+        server = HttpServer(app, host, arguments.port, limits=limits, drain=_CLOSING_SECONDS)
+        server.bind()
+    except OSError as error:
+        accepted = "an address and a port of this machine that are free"
+        raise InvalidRequestError(
+            f"--host {host} --port {arguments.port}: {error}; expected {accepted}", param="port"
+        ) from error
+    if tokens is None and not is_loopback(host):
+        print(
+            f"asyncllm: listening on {host} WITHOUT A TOKEN: all who reach this address use the "
+            "model. Pass --token or --token-file, or bind to 127.0.0.1.",
+            file=sys.stderr,
+            flush=True,
+        )
+    async with open_engine(engine), server:
+        shown = f"[{host}]" if ":" in host else host
+        print(f"{app.model_names[0]}: http://{shown}:{server.port}/v1", flush=True)
+        with _signals() as asked:
+            await _until_asked_or_dead(asked, engine)
+            asked.clear()
+            app.drain()
+            await _idle(engine, drain, asked)
+            if asked.is_set():
+                server.close_at_once()
+
+
+async def _until_asked_or_dead(asked: asyncio.Event, engine: AsyncLLMEngine) -> None:
+    """Raises EngineDeadError, for what runs the command to start it anew."""
+    waits = [asyncio.ensure_future(asked.wait()), asyncio.ensure_future(engine.wait_closed())]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        if waits[1].done():
+            waits[1].result()
+    finally:
+        for wait in waits:
+            wait.cancel()
+
+
+async def _idle(engine: AsyncLLMEngine, seconds: float, asked: asyncio.Event) -> None:
+    """Until nothing runs, for so many seconds at most, or until asked to hurry."""
+    with anyio.move_on_after(seconds):
+        while not asked.is_set() and engine.state == "running":
+            try:
+                stats = engine.stats()
+            except EngineError:
+                return
+            if stats.num_running == stats.num_waiting == stats.num_paused == 0:
+                return
+            await anyio.sleep(_POLL_SECONDS)
+
+
+@contextmanager
+def _signals() -> Iterator[asyncio.Event]:
+    """Set by SIGINT and SIGTERM."""
+    loop, asked = asyncio.get_running_loop(), asyncio.Event()
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, asked.set)
+    try:
+        yield asked
+    finally:
+        for number in _SIGNALS:
+            loop.remove_signal_handler(number)
+
+
+def _tokens(arguments: argparse.Namespace) -> list[str] | None:
+    """Those of the command line, which other users of the machine can read, and of a file."""
+    tokens: list[str] = list(arguments.token or ())
+    if arguments.token_file is not None:
+        try:
+            text = Path(arguments.token_file).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise InvalidRequestError(
+                f"--token-file {arguments.token_file}: {error}", param="token_file"
+            ) from error
+        found = [line.strip() for line in text.splitlines() if line.strip()]
+        if not found:
+            raise InvalidRequestError(
+                f"--token-file {arguments.token_file}: is empty, expected a token a line",
+                param="token_file",
+            )
+        tokens += found
+    return tokens or None
+
+
+def _log_to_stderr(level: str) -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    for name, least in (("asyncllm", level), ("uvicorn", "warning")):
+        logger = logging.getLogger(name)
+        logger.addHandler(handler)
+        logger.setLevel(max(getattr(logging, level.upper()), getattr(logging, least.upper())))
