@@ -115,6 +115,7 @@ _FIELDS: dict[str, list[tuple[str, Any]]] = {
         (_P, "weight out"), (_I, "width"), (_F, "eps"), (_N, "dtype"),
     ),
     "silu_mul": _fields((_P, "gate_up"), (_I, "stride"), (_P, "out"), (_I, "width"), (_N, "dtype")),
+    "argmax": _fields((_P, "weights x"), (_I, "x_stride"), (_P, "out"), (_N, "dtype")),
 }  # fmt: skip
 ARGS: Mapping[str, type[ctypes.Structure]] = {
     name: type(f"{name}_args", (ctypes.Structure,), {"_fields_": fields})
@@ -124,11 +125,12 @@ ARGS: Mapping[str, type[ctypes.Structure]] = {
 
 OP_KINDS = (
     "tokens", "slots", "gather", "select", "linear", "rms_norm", "rope_and_cache", "attention",
-    "silu_mul",
+    "silu_mul", "argmax",
 )  # fmt: skip
 """In the order of ``OpKind``."""
 
-NUM_SIZES = 4
+NUM_SIZES = 5
+MAX_COPIES = 4
 
 
 class _AnyArgs(ctypes.Union):
@@ -148,6 +150,31 @@ class ProgramArgs(ctypes.Structure):
         ("ops", POINTER(Op)),
         *_fields((_I, "num_ops op_bytes num_writing_ops")),
         ("capacity", _I * NUM_SIZES),
+    ]
+
+
+class Copy(ctypes.Structure):
+    """``Copy`` of the interface."""
+
+    _fields_ = _fields((_P, "to source"), (_I, "num_bytes"))
+
+
+class JobArgs(ctypes.Structure):
+    """``Job`` of the interface."""
+
+    _fields_ = [
+        ("program", POINTER(ProgramArgs)),
+        ("sizes", _I * NUM_SIZES),
+        ("copies", Copy * MAX_COPIES),
+        ("num_copies", _I),
+        ("draw", SampleArgs),
+        *_fields(
+            (_P, "greedy"),
+            (_I, "num_tokens"),
+            (_P, "tokens lines positions table"),
+            (_I, "table_lines table_width failed number"),
+            (_N, "status"),
+        ),
     ]
 
 
@@ -173,6 +200,8 @@ _SIGNATURES = {
     "top_logprobs": (_N, [_P, _P, _I, _I, _I, _N, _P, _I, _P, _P]),
     "select": (_N, [_P, _P, _I, _I, _P, _I, _P, _I, _N]),
     "run": (_N, [_P, POINTER(ProgramArgs), POINTER(_I), POINTER(_I)]),
+    "submit": (_N, [_P, POINTER(JobArgs)]),
+    "wait": (_N, [_P, POINTER(JobArgs)]),
 }
 
 

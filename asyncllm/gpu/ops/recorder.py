@@ -38,9 +38,10 @@ class Size(IntEnum):
     TOKENS = 1
     WANTED = 2
     SAMPLED = 3
+    GREEDY = 4
 
 
-STAND_INS = {Size.ROWS: 2, Size.TOKENS: 7, Size.WANTED: 5, Size.SAMPLED: 3}
+STAND_INS = {Size.ROWS: 2, Size.TOKENS: 7, Size.WANTED: 5, Size.SAMPLED: 3, Size.GREEDY: 4}
 """Rows of a stand-in: by them a tensor's size is known."""
 
 
