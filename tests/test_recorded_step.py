@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import subprocess
+import sys
 import weakref
 from dataclasses import replace
 from typing import Any
@@ -20,6 +22,7 @@ from asyncllm.core.executor import ExecutorInfo
 from asyncllm.errors import EngineError
 from asyncllm.gpu import kv_cache
 from asyncllm.gpu.graph.recorded_step import RecordedStep, RowOrder, record_step
+from asyncllm.gpu.huge_pages import warn_without_huge_pages
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.models.architectures import parameters
@@ -358,6 +361,34 @@ def test_the_start_says_how_steps_run(caplog):
     said = [record.getMessage() for record in caplog.records if "steps run as" in record.msg]
     assert said[0].startswith("steps run as one native program of ")
     assert "has no programs" in said[1]
+
+
+def test_a_start_loads_no_compiler():
+    """torch's, which takes seconds to import; a TorchDispatchMode does so unless it is told."""
+    code = """
+import sys
+from asyncllm import LLM
+with LLM(device="cpu", attention_backend="native") as llm:
+    llm.generate("a", max_tokens=2)
+print(sorted({"torch._dynamo", "sympy", "transformers"} & set(sys.modules)))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300
+    )
+    assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("always madvise [never]\n", 1), ("always [madvise] never\n", 0), (None, 0)]
+)
+def test_huge_pages_that_are_off_are_told_of(text, said, tmp_path, caplog):
+    setting = tmp_path / "enabled"
+    if text is not None:
+        setting.write_text(text)
+    with caplog.at_level(logging.WARNING, "asyncllm"):
+        warn_without_huge_pages(setting)
+    assert len(caplog.records) == said
+    assert all("more slowly" in record.getMessage() for record in caplog.records)
 
 
 # --- memory -------------------------------------------------------------------------------

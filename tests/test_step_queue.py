@@ -18,7 +18,15 @@ from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.sample.sampler import NOT_FINITE
 from asyncllm.sampling_params import SamplingParams
 from tests.driver import Driver, Sequence, packed
-from tests.test_recorded_step import ISAS, LLAMA, PROMPTS, QWEN3, make_decoder, make_runner, state_of
+from tests.test_recorded_step import (
+    ISAS,
+    LLAMA,
+    PROMPTS,
+    QWEN3,
+    make_decoder,
+    make_runner,
+    state_of,
+)
 
 pytestmark = pytest.mark.skipif(not ISAS, reason="no C++ compiler to build the native ops with")
 
@@ -62,10 +70,15 @@ def watch(runner: ModelRunner) -> list[bool]:
 
 def outputs(runner: ModelRunner, asked: list[SamplingParams], depth: int, chunk: int = 7):
     driver = Driver(runner)
-    seqs = [driver.add(p, 5 + 3 * i, s) for i, (p, s) in enumerate(zip(PROMPTS, asked, strict=True))]
+    seqs = [
+        driver.add(p, 5 + 3 * i, s) for i, (p, s) in enumerate(zip(PROMPTS, asked, strict=True))
+    ]
     driver.run(seqs, chunk=chunk, depth=depth)
     # More sequences than request indices, so that these pass to others.
-    more = [driver.add(p[: 3 + i], 4 + i, s) for i, (p, s) in enumerate(zip(PROMPTS, asked, strict=True))]
+    more = [
+        driver.add(p[: 3 + i], 4 + i, s)
+        for i, (p, s) in enumerate(zip(PROMPTS, asked, strict=True))
+    ]
     driver.run(more, chunk=chunk, depth=depth)
     return [(seq.outputs, seq.logprobs, seq.prompt_logprobs, seq.error) for seq in (*seqs, *more)]
 

@@ -23,6 +23,7 @@ from asyncllm.gpu.execution_mode import (
     graph_sizes,
 )
 from asyncllm.gpu.graph.decode_runner import DecodeRunner
+from asyncllm.gpu.huge_pages import warn_without_huge_pages
 from asyncllm.gpu.kv_cache import (
     KVCache,
     KVGroup,
@@ -208,7 +209,11 @@ def _load(
     if device.type == "cuda":
         free_at_start = check_weights(config, device, weights_bytes(model, dtype))
     convert = quantisation(config, model, device, ops)
-    load = dummy_weights if config.load_format == "dummy" else load_weights
+    if ops.packs_linear:
+        warn_without_huge_pages()
+    load = dummy_weights
+    if config.load_format != "dummy":
+        load = partial(load_weights, lend=ops.packs_linear)
     weights = load(model, dtype, device, progress)
     return build_decoder(model, ops, attention, weights, convert), groups, free_at_start
 

@@ -74,7 +74,11 @@ class LaunchedStep:
     @property
     def masked_places(self) -> np.ndarray:
         """Places of the masked rows among those that are sampled."""
-        return np.searchsorted(self.rows, self.batch.masked_rows) if self.batch.masked_rows else NO_BLOCKS
+        return (
+            np.searchsorted(self.rows, self.batch.masked_rows)
+            if self.batch.masked_rows
+            else NO_BLOCKS
+        )
 
     def awaits_tokens_of(self, step: LaunchedStep) -> bool:
         """Whether it goes on from a token that the host draws in ``step``."""

@@ -26,7 +26,13 @@ from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.execution_report import execution_report
 from asyncllm.gpu.graph.cuda_graphs import StepGraphs
 from asyncllm.gpu.graph.decode_runner import DecodeRunner
-from asyncllm.gpu.graph.recorded_step import NO_TOKENS, RecordedStep, RowOrder, StepOutput, record_step
+from asyncllm.gpu.graph.recorded_step import (
+    NO_TOKENS,
+    RecordedStep,
+    RowOrder,
+    StepOutput,
+    record_step,
+)
 from asyncllm.gpu.graph.step_queue import StepQueue
 from asyncllm.gpu.graph.streams import Stream, SyncStream
 from asyncllm.gpu.graph.warm_up import warm_up

@@ -22,8 +22,8 @@ def calibrate_token_budget(time_step: Callable[[int], float]) -> int:
     attention over a long context a full step stays near 250 ms.
 
     Steps of doubling size are timed until one takes half of that: a shorter one would be
-    dominated by reading the weights, which a larger step does not do again. The first call
-    warms up and does not count.
+    dominated by reading the weights, which a larger step does not do again. A step of one token
+    warms up.
 
     Args:
         time_step: runs a step of so many tokens and returns its seconds.
@@ -32,7 +32,7 @@ def calibrate_token_budget(time_step: Callable[[int], float]) -> int:
         A multiple of 32 from 64 to 2048.
     """
     size = _FIRST
-    time_step(size)
+    time_step(1)
     seconds = time_step(size)
     while seconds < _ENOUGH_SECONDS and size * 2 <= HIGHEST:
         size *= 2

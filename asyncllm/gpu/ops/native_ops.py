@@ -348,6 +348,7 @@ class NativeOps(CpuOps):
 
     name = "native"
     schemes: ClassVar[frozenset[QuantScheme]] = frozenset({"plain", "int8"})
+    packs_linear = True
 
     def __init__(self, context: Context) -> None:
         self.context = context

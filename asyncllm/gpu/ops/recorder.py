@@ -99,6 +99,12 @@ class Recorder(TorchDispatchMode):
         self._held: list[object] = []
         self._results: list[tuple[_Buffer, torch.dtype, int]] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch's hook. Wrapped to be skipped by torch.compile, which never sees it, the first call
+        would import the compiler: some two seconds of every start."""
+        return False
+
     def __enter__(self) -> Recorder:
         self.context.recorder = self
         super().__enter__()

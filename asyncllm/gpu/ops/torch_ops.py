@@ -112,6 +112,8 @@ class TorchOps:
     name = "torch"
     schemes: ClassVar[frozenset[QuantScheme]] = frozenset({"plain"})
     """Of the weights that its linear layers take."""
+    packs_linear = False
+    """Whether linear layers copy all of their weights, so that these can be lent to it."""
     linear_bytes = 0
     """Of the weights of all linear layers that were made, which a step reads."""
 
