@@ -21,7 +21,7 @@ from asyncllm.errors import EngineError, InvalidRequestError, KVCacheTooSmallErr
 from asyncllm.gpu import devices, kv_cache
 from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.model_runner import ModelRunner
-from asyncllm.gpu.token_budget import calibrate_token_budget, is_short
+from asyncllm.gpu.token_budget import ahead_from, calibrate_token_budget
 from asyncllm.sampling_params import SamplingParams
 from tests.driver import GREEDY, Driver
 
@@ -388,15 +388,16 @@ def test_the_budget_is_what_takes_a_fifth_of_a_second(per_token, expected):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "short", "calls"),
+    ("seconds", "found", "calls"),
     [
-        ([0.001, 0.009], True, [8, 64]),
-        ([0.001, 0.5, 0.02, 0.01], True, [8, 64, 64, 64]),
-        ([0.001, 0.02, 0.02, 0.011], False, [8, 64, 64, 64]),
-        ([0.011], False, [8]),
+        ([0.001, 0.5, 0.004, 0.02], 8, [8, 64, 64, 64]),
+        ([0.001, 0.01, 0.02, 0.011], 3, [8, 64, 64, 64]),
+        ([0.001, 1e-5, 1e-5, 1e-5], 3200, [8, 64, 64, 64]),
+        ([0.001, 0.02, 0.02, 0.011], None, [8, 64, 64, 64]),
+        ([0.011], None, [8]),
     ],
 )
-def test_a_second_step_is_in_flight_where_a_full_one_takes_ten_milliseconds(seconds, short, calls):
+def test_a_second_step_is_in_flight_where_a_full_one_takes_ten_milliseconds(seconds, found, calls):
     sizes: list[int] = []
     times = iter(seconds)
 
@@ -404,7 +405,7 @@ def test_a_second_step_is_in_flight_where_a_full_one_takes_ten_milliseconds(seco
         sizes.append(count)
         return next(times)
 
-    assert is_short(time_step, 64) is short
+    assert ahead_from(time_step, 64) == found
     assert sizes == calls
 
 

@@ -46,9 +46,9 @@ HOST = {
 }
 
 
-def ahead(decoder: Decoder, depth: int = 2) -> ModelRunner:
+def ahead(decoder: Decoder, num_tokens: int = 1) -> ModelRunner:
     runner = make_runner(decoder)
-    runner.set_pipeline_depth(depth)
+    runner.run_ahead(num_tokens)
     return runner
 
 
@@ -184,6 +184,24 @@ def test_a_new_request_elsewhere_does_not_wait():
     driver.launch([(driver.add(PROMPTS[1], 9, GREEDY), 0)])
     assert [step.started for step in runner._steps] == [True, True]
     runner.discard()
+
+
+def test_short_steps_wait_for_the_host():
+    """Between longer ones too, with the same tokens."""
+    decoder = make_decoder(QWEN3)
+    expected = outputs(make_runner(decoder), ALONE["both"], 1)
+    runner = ahead(decoder, 3)
+    started: list[tuple[int, bool]] = []
+    launch = runner.launch
+
+    def launched(batch: StepBatch) -> None:
+        launch(batch)
+        started.append((batch.num_tokens, runner._steps[-1].started))
+
+    runner.launch = launched  # type: ignore[method-assign]
+    assert outputs(runner, ALONE["both"], 2) == expected
+    assert any(begun for _, begun in started)
+    assert not any(begun for num_tokens, begun in started if num_tokens < 3)
 
 
 def test_the_forward_pass_of_a_masked_step_runs_while_its_masks_are_made():

@@ -48,7 +48,7 @@ from asyncllm.gpu.profile import profile_run, recorded_bytes
 from asyncllm.gpu.sample.batched_processors import make_processors
 from asyncllm.gpu.sample.logprobs import DEFAULT_FUSED, MAX_FUSED
 from asyncllm.gpu.threads import available_cpus, set_thread_count
-from asyncllm.gpu.token_budget import HIGHEST, calibrate_token_budget, is_short
+from asyncllm.gpu.token_budget import HIGHEST, ahead_from, calibrate_token_budget
 from asyncllm.gpu.transformers_model.build import (
     Plan,
     build_transformers_decoder,
@@ -180,7 +180,9 @@ def _create(
         runner.set_token_budget(measured)
     if ahead is None and runner.can_run_ahead:
         most = min(max_num_seqs, runner.info.max_num_batched_tokens)
-        runner.set_pipeline_depth(1 + is_short(lambda count: time_prefill(runner, count), most))
+        found = ahead_from(lambda count: time_prefill(runner, count), most)
+        if found is not None:
+            runner.run_ahead(found)
     logger.info("steps run as %s", runner.execution)
     tell = progress or (lambda *_, **stage: None)
     runner.warm_up(partial(tell, stage="kernels"))

@@ -22,6 +22,8 @@ def warn_without_huge_pages(setting: Path = SETTING) -> None:
         return
     if choice == "never":
         logger.warning(
-            "transparent huge pages are off (%s is %r): steps read the weights more slowly, expected "
-            "'madvise' or 'always'", setting, choice,
-        )  # fmt: skip
+            "transparent huge pages are off: steps read the weights more slowly; expected %s to be "
+            "'madvise' or 'always', it is %r",
+            setting,
+            choice,
+        )

@@ -134,6 +134,7 @@ class ModelRunner:
         if decode is None:
             self._record()
         self._steps: deque[LaunchedStep] = deque()
+        self._ahead_from = 1
         self._num_threads = num_threads
         self._thread: int | None = None
 
@@ -185,9 +186,11 @@ class ModelRunner:
         """Whether steps on the host's state run without the host."""
         return self._open().queue is not None
 
-    def set_pipeline_depth(self, pipeline_depth: int) -> None:
-        """The steps in flight at most from now on, before the first of them."""
-        self.info = replace(self.info, pipeline_depth=pipeline_depth)
+    def run_ahead(self, num_tokens: int) -> None:
+        """Two steps may be in flight from now on, before the first of them: those of at least
+        ``num_tokens`` begin without the host."""
+        self.info = replace(self.info, pipeline_depth=2)
+        self._ahead_from = num_tokens
 
     def _record(self) -> None:
         """Records the step where all of it can be; else its ops are called one by one.
@@ -220,7 +223,7 @@ class ModelRunner:
         self._steps.append(LaunchedStep(batch))
         if self._stream.is_async:
             self._start_steps()
-        elif self.info.pipeline_depth > 1 or batch.masked_rows:
+        elif self._begins_alone(batch):
             self._submit_steps()
 
     def sample(self, masks: GrammarMask) -> None:
@@ -263,7 +266,7 @@ class ModelRunner:
             raise
         if self._stream.is_async:
             self._start_steps()
-        elif self._steps:
+        elif self._steps and self._begins_alone(self._steps[0].batch):
             self._submit_steps()
         return result
 
@@ -316,6 +319,12 @@ class ModelRunner:
             if step.event is None and len(step.batch):
                 return
 
+    def _begins_alone(self, batch: StepBatch) -> bool:
+        """Whether a step is begun before it is collected: it is long enough, or its masks are made
+        meanwhile."""
+        enough = self.info.pipeline_depth > 1 and batch.num_tokens >= self._ahead_from
+        return enough or bool(batch.masked_rows)
+
     def _submit_steps(self) -> None:
         """Starts the steps that can run now on the native library's thread. One that is sampled
         with the host holds up those behind it."""
@@ -324,7 +333,8 @@ class ModelRunner:
             return
         for number, step in enumerate(self._steps):
             if not step.started:
-                if not len(step.batch) or not queue.takes(step, islice(self._steps, number)):
+                alone = len(step.batch) and self._begins_alone(step.batch)
+                if not alone or not queue.takes(step, islice(self._steps, number)):
                     return
                 step.started = True
                 with self._errors_kept(step):

@@ -13,6 +13,9 @@ MULTIPLE = 32
 SHORT_SECONDS = 0.01
 """Of a full decode step: with a second one in flight an abort and a first token wait for two."""
 
+WORTH_SECONDS = 0.0005
+"""Of a step that begins behind the one before without the host."""
+
 _FIRST = 32
 _ENOUGH_SECONDS = TARGET_SECONDS / 2
 
@@ -41,16 +44,24 @@ def calibrate_token_budget(time_step: Callable[[int], float]) -> int:
     return max(LOWEST, min(HIGHEST, tokens // MULTIPLE * MULTIPLE))
 
 
-def is_short(time_step: Callable[[int], float], max_num_seqs: int) -> bool:
-    """Whether steps are so short that a second one may be in flight: one token of each sequence
-    takes at most 10 ms, the best of three.
+def ahead_from(time_step: Callable[[int], float], max_num_seqs: int) -> int | None:
+    """Tokens of a step from which on it is worth having it begin on its own, behind the one before:
+    as many as take half a millisecond, because a step that is shorter than the Python of the engine
+    thread and the loop only waits for the GIL on another thread.
 
     A step of eight tokens comes first, so that the large model, which is slow already, costs the
     start little.
 
     Args:
         time_step: as for ``calibrate_token_budget``.
+
+    Returns:
+        None where no second step should be in flight: one token of each sequence takes more than
+        10 ms, the best of three.
     """
     if time_step(min(8, max_num_seqs)) > SHORT_SECONDS:
-        return False
-    return any(time_step(max_num_seqs) <= SHORT_SECONDS for _ in range(3))
+        return None
+    seconds = min(time_step(max_num_seqs) for _ in range(3))
+    if seconds > SHORT_SECONDS:
+        return None
+    return max(1, round(max_num_seqs * WORTH_SECONDS / max(seconds, 1e-9)))

@@ -180,7 +180,7 @@ INLINE void find_block(const AttentionArgs& args, const AttentionTask& task, int
                        int64_t count, const T** keys, const T** values) {
   const int32_t* table = block_table_of(args, task.row);
   const T* base = (const T*)args.cache + task.kv_head * args.head_stride;
-  // One division for all: one for each key would take as long as its products.
+  // Keys of a block lie one behind the other: one division serves all.
   int64_t block = first / args.block_size, slot = first % args.block_size;
   for (int64_t i = 0; i < count; ++block, slot = 0) {
     const T* key = base + table[block] * args.block_stride + slot * args.slot_stride;
