@@ -21,7 +21,7 @@ from asyncllm.errors import EngineError, InvalidRequestError, KVCacheTooSmallErr
 from asyncllm.gpu import devices, kv_cache
 from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.model_runner import ModelRunner
-from asyncllm.gpu.token_budget import calibrate_token_budget
+from asyncllm.gpu.token_budget import ahead_from, calibrate_token_budget
 from asyncllm.sampling_params import SamplingParams
 from tests.driver import GREEDY, Driver
 
@@ -52,7 +52,9 @@ def test_defaults_on_a_cpu():
     runner = make()
     assert isinstance(runner, Executor)
     info = runner.info
-    assert (info.block_size, info.max_num_seqs, info.pipeline_depth) == (32, 64, 1)
+    assert (info.block_size, info.max_num_seqs) == (32, 64)
+    # By how long its steps take.
+    assert info.pipeline_depth in (1, 2)
     assert (info.max_model_len, info.vocab_size) == (256, 128)
     # Twice what 64 sequences of 256 tokens need, and the null block.
     assert info.num_blocks == 2 * 64 * 8 + 1
@@ -289,8 +291,8 @@ def test_collect_without_a_step_is_a_mistake():
     ],
 )
 def test_out_of_memory_voids_the_step_and_no_more(monkeypatch, error):
-    runner = make(async_scheduling=True)
-    expected = Driver(make())
+    runner = make(async_scheduling=True, attention_backend="torch")
+    expected = Driver(make(attention_backend="torch"))
     reference = expected.add([5, 6, 7], 6)
     expected.run([reference])
     driver = Driver(runner)
@@ -315,7 +317,7 @@ def test_out_of_memory_voids_the_step_and_no_more(monkeypatch, error):
 
 
 def test_other_failures_are_not_taken_for_memory(monkeypatch):
-    runner = make()
+    runner = make(attention_backend="torch")
     driver = Driver(runner)
     driver.launch([(driver.add([1], 1), 0)])
     assert runner._state is not None
@@ -383,6 +385,35 @@ def test_the_budget_is_what_takes_a_fifth_of_a_second(per_token, expected):
     assert budget == expected
     assert budget % 32 == 0
     assert sum(1e-4 + per_token * size for size in sizes) < max(0.3, 96 * per_token)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "found", "calls"),
+    [
+        ([0.001, 0.5, 0.004, 0.02], 8, [8, 64, 64, 64]),
+        ([0.001, 0.01, 0.02, 0.011], 3, [8, 64, 64, 64]),
+        ([0.001, 1e-5, 1e-5, 1e-5], 3200, [8, 64, 64, 64]),
+        ([0.001, 0.02, 0.02, 0.011], None, [8, 64, 64, 64]),
+        ([0.011], None, [8]),
+    ],
+)
+def test_a_second_step_is_in_flight_where_a_full_one_takes_ten_milliseconds(seconds, found, calls):
+    sizes: list[int] = []
+    times = iter(seconds)
+
+    def time_step(count: int) -> float:
+        sizes.append(count)
+        return next(times)
+
+    assert ahead_from(time_step, 64) == found
+    assert sizes == calls
+
+
+@pytest.mark.parametrize(("asked", "depth"), [(None, (1, 2)), (False, (1,)), (True, (2,))])
+def test_who_decides_on_the_depth(asked, depth):
+    runner = make(attention_backend="native", async_scheduling=asked)
+    assert runner.info.pipeline_depth in depth
+    assert make(attention_backend="torch", async_scheduling=asked).info.pipeline_depth == depth[0]
 
 
 def test_the_budget_is_measured_on_a_short_context():

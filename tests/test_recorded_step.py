@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import subprocess
+import sys
 import weakref
 from dataclasses import replace
 from typing import Any
@@ -19,7 +21,8 @@ from asyncllm.core.batch import StepBatch
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.errors import EngineError
 from asyncllm.gpu import kv_cache
-from asyncllm.gpu.graph.recorded_step import RecordedStep, record_step
+from asyncllm.gpu.graph.recorded_step import RecordedStep, RowOrder, record_step
+from asyncllm.gpu.huge_pages import warn_without_huge_pages
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.models.architectures import parameters
@@ -110,10 +113,10 @@ def run(runner: ModelRunner, chunk: int) -> tuple[list[Tensor], Tensor, list[lis
     logits: list[Tensor] = []
     forward = runner._forward
 
-    def watched(state, step, num_logits):
-        found, hidden = forward(state, step, num_logits)
-        logits.extend((found.clone(), hidden.clone()))
-        return found, hidden
+    def watched(state, step, order):
+        found = forward(state, step, order)
+        logits.extend((found.logits.clone(), found.hidden.clone()))
+        return found
 
     runner._forward = watched  # type: ignore[method-assign]
     driver = Driver(runner)
@@ -236,7 +239,7 @@ def test_an_index_beyond_its_table_is_an_error(change, value, op, model):
     before = state_of(runner).cache.tensor.clone()
     batch = StepBatch(9, **fields, samples=[False], num_tokens=5)
     with pytest.raises(RuntimeError, match=rf"step, op \d+, {op}: a slot, block or position"):
-        program_of(runner).run(batch, np.zeros(0, dtype=np.int64), 0)
+        program_of(runner).run(batch, np.zeros(0, dtype=np.int64), RowOrder(None, 0))
     assert torch.equal(state_of(runner).cache.tensor, before)
 
 
@@ -255,20 +258,17 @@ def test_positions_beyond_the_rope_table_are_an_error():
 def test_sizes_that_do_not_fit_are_an_error(counts, num_tokens):
     recorded = program_of(make_runner(make_decoder(QWEN3)))
     rows = len(counts)
-    recorded._inputs.counts[:1] = counts[0]
+    recorded.rows.counts[:1] = counts[0]
     with pytest.raises(RuntimeError, match=r"step, (op 0, tokens|.* there is room .*): shapes"):
-        recorded.program.run(rows, num_tokens, 0, 0)
-    with pytest.raises(
-        RuntimeError, match=r"native step, \[1, 3, .* room for \[6, 128, 128, 6\]: shapes"
-    ):
-        recorded.program.run(1, 3, 4, 2)
-    with pytest.raises(
-        RuntimeError, match=r"native step, \[1, 3, .* room for \[6, 128, 128, 6\]: shapes"
-    ):
-        recorded.program.run(1, 3, 2, 3)
-    recorded._inputs.counts[:1], recorded._inputs.wanted[:1] = 3, 3
+        recorded.program.run(rows, num_tokens, 0, 0, 0)
+    for sizes in ((4, 2, 0), (2, 3, 0), (2, 0, 3), (2, 1, 2), (2, 0, -1), (3, 0, 2**62)):
+        with pytest.raises(
+            RuntimeError, match=r"native step, \[1, 3, .* room for \[6, 128, 128, 6, 6\]: shapes"
+        ):
+            recorded.program.run(1, 3, *sizes)
+    recorded.rows.counts[:1], recorded.rows.wanted[:1] = 3, 3
     with pytest.raises(RuntimeError, match=r"op \d+, select: a slot, block or position"):
-        recorded.program.run(1, 3, 1, 1)
+        recorded.program.run(1, 3, 1, 1, 0)
 
 
 def test_a_forked_child_is_refused():
@@ -361,6 +361,34 @@ def test_the_start_says_how_steps_run(caplog):
     said = [record.getMessage() for record in caplog.records if "steps run as" in record.msg]
     assert said[0].startswith("steps run as one native program of ")
     assert "has no programs" in said[1]
+
+
+def test_a_start_loads_no_compiler():
+    """torch's, which takes seconds to import; a TorchDispatchMode does so unless it is told."""
+    code = """
+import sys
+from asyncllm import LLM
+with LLM(device="cpu", attention_backend="native") as llm:
+    llm.generate("a", max_tokens=2)
+print(sorted({"torch._dynamo", "sympy", "transformers"} & set(sys.modules)))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300
+    )
+    assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("always madvise [never]\n", 1), ("always [madvise] never\n", 0), (None, 0)]
+)
+def test_huge_pages_that_are_off_are_told_of(text, said, tmp_path, caplog):
+    setting = tmp_path / "enabled"
+    if text is not None:
+        setting.write_text(text)
+    with caplog.at_level(logging.WARNING, "asyncllm"):
+        warn_without_huge_pages(setting)
+    assert len(caplog.records) == said
+    assert all("more slowly" in record.getMessage() for record in caplog.records)
 
 
 # --- memory -------------------------------------------------------------------------------

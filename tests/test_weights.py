@@ -390,6 +390,34 @@ def test_staging_takes_its_buffers_and_no_more(source, dtype, buffers):
         assert live.now == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lent_weights_share_a_buffer_or_are_the_file(source, dtype):
+    """What a packing op set is given: the same values and progress, and beside what is kept no more
+    memory than the largest weight has that is put together of parts, or of another dtype."""
+    calls: list[list[tuple[int, int]]] = [[], []]
+    loaded = load_weights(source, dtype, CPU, lambda *now: calls[0].append(now))
+    expected = {name: tensor.clone() for name, tensor in loaded}
+    kept: list[torch.Tensor] = []
+    most = 0
+    with LiveBytes() as live:
+        lent = load_weights(source, dtype, CPU, lambda *now: calls[1].append(now), lend=True)
+        for name, tensor in lent:
+            assert torch.equal(tensor, expected[name]), name
+            if tensor.dim() == 1 or name == "embed.weight":
+                kept.append(tensor)
+            elif dtype != torch.float32 or "qkv" in name or "gate_up" in name:
+                most = max(most, tensor.nbytes)
+        del tensor
+        gc.collect()
+        small = sum(tensor.nbytes for tensor in kept)
+        assert live.now == small
+        # One byte is a comparison's.
+        assert small + most <= live.peak <= small + most + 1
+    for tensor in kept:
+        assert any(torch.equal(tensor, each) for each in expected.values())
+    assert calls[0] == calls[1]
+
+
 def test_staged_progress_is_the_same(source):
     calls: list[list[tuple[int, int]]] = [[], []]
     for index, staging in enumerate(

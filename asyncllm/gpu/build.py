@@ -23,6 +23,7 @@ from asyncllm.gpu.execution_mode import (
     graph_sizes,
 )
 from asyncllm.gpu.graph.decode_runner import DecodeRunner
+from asyncllm.gpu.huge_pages import warn_without_huge_pages
 from asyncllm.gpu.kv_cache import (
     KVCache,
     KVGroup,
@@ -53,7 +54,7 @@ from asyncllm.gpu.sample.batched_processors import make_processors
 from asyncllm.gpu.sample.logprobs import DEFAULT_FUSED, MAX_FUSED
 from asyncllm.gpu.state_cache import StateCache, slot_bytes
 from asyncllm.gpu.threads import available_cpus, set_thread_count
-from asyncllm.gpu.token_budget import HIGHEST, calibrate_token_budget
+from asyncllm.gpu.token_budget import HIGHEST, ahead_from, calibrate_token_budget
 from asyncllm.gpu.transformers_model.build import (
     Plan,
     build_transformers_decoder,
@@ -190,6 +191,11 @@ def _create(
     if budget == "auto" and not mode.stream.is_async:
         measured = calibrate_token_budget(lambda count: time_prefill(runner, count))
         runner.set_token_budget(measured)
+    if ahead is None and runner.can_run_ahead:
+        most = min(max_num_seqs, runner.info.max_num_batched_tokens)
+        found = ahead_from(lambda count: time_prefill(runner, count), most)
+        if found is not None:
+            runner.run_ahead(found)
     logger.info("steps run as %s", runner.execution)
     tell = progress or (lambda *_, **stage: None)
     runner.warm_up(partial(tell, stage="kernels"))
@@ -247,11 +253,13 @@ def _load(
     if device.type == "cuda":
         free_at_start = check_weights(config, device, weights_bytes(model, dtype))
     convert = quantisation(config, model, device, ops)
+    if ops.packs_linear:
+        warn_without_huge_pages()
     if config.load_format == "dummy":
         weights = dummy_weights(model, dtype, device, progress)
     else:
         takes = ops.takes if ops.schemes != {"plain"} else None
-        weights = load_weights(model, dtype, device, progress, takes=takes)
+        weights = load_weights(model, dtype, device, progress, takes=takes, lend=ops.packs_linear)
     return build_decoder(model, ops, attention, weights, convert, dtype), groups, free_at_start
 
 

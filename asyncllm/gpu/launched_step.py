@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from asyncllm.core.batch import GrammarMask, StepBatch
@@ -16,6 +18,9 @@ from asyncllm.gpu.sample.logprobs import token_logprobs
 from asyncllm.gpu.sample.sampler import NONE_LEFT, NOT_FINITE, SampleOutput
 from asyncllm.validation import explain
 
+if TYPE_CHECKING:
+    from asyncllm.gpu.graph.step_queue import QueuedStep
+
 
 class LaunchedStep:
     """A step between launch and collect.
@@ -28,6 +33,7 @@ class LaunchedStep:
         blocks_to_zero: KV blocks to clear before it runs.
         masks: of its masked rows, once they have come.
         started: its changes have been applied, and its work queued if it can run ahead.
+        queued: of a step that the native library's thread runs.
         host: of a step that runs ahead: its buffer.
         event: its end, once it is queued.
         error: raised when it was to be started.
@@ -53,6 +59,7 @@ class LaunchedStep:
         self.epochs = self.blocks_to_zero = self.row_stages = self.row_logprobs = NO_BLOCKS
         self.masks: GrammarMask | None = None
         self.started = False
+        self.queued: QueuedStep | None = None
         self.host: PinnedStepBuffer | None = None
         self.event: Event | None = None
         self.error: Exception | None = None
@@ -63,6 +70,15 @@ class LaunchedStep:
     @property
     def awaits_masks(self) -> bool:
         return bool(self.batch.masked_rows) and self.masks is None
+
+    @property
+    def masked_places(self) -> np.ndarray:
+        """Places of the masked rows among those that are sampled."""
+        return (
+            np.searchsorted(self.rows, self.batch.masked_rows)
+            if self.batch.masked_rows
+            else NO_BLOCKS
+        )
 
     def awaits_tokens_of(self, step: LaunchedStep) -> bool:
         """Whether it goes on from a token that the host draws in ``step``."""

@@ -26,7 +26,14 @@ from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.execution_report import execution_report
 from asyncllm.gpu.graph.cuda_graphs import StepGraphs
 from asyncllm.gpu.graph.decode_runner import DecodeRunner
-from asyncllm.gpu.graph.recorded_step import RecordedStep, record_step
+from asyncllm.gpu.graph.recorded_step import (
+    NO_TOKENS,
+    RecordedStep,
+    RowOrder,
+    StepOutput,
+    record_step,
+)
+from asyncllm.gpu.graph.step_queue import StepQueue
 from asyncllm.gpu.graph.streams import Stream, SyncStream
 from asyncllm.gpu.graph.warm_up import warm_up
 from asyncllm.gpu.kv_cache import KVCache
@@ -55,13 +62,17 @@ class _Device:
     sampler: Sampler
     decode: DecodeRunner | None
     recorded: RecordedStep | None = None
+    queue: StepQueue | None = None
 
 
 class ModelRunner:
-    """Executor for one model: synchronous on a CPU, one step of run-ahead on CUDA.
+    """Executor for one model.
 
     Steps run in the order in which they were launched. On a synchronous stream ``launch``
-    only queues; ``collect`` starts the oldest step and runs it.
+    only queues; ``collect`` starts the oldest step and runs it. Recorded steps run ahead there
+    too, on a thread of the native library, if several may be in flight: whole, or up to their
+    logits if their rows ask for more than the draw, or await masks. The forward pass of a step
+    that awaits masks runs while these are made, whatever may be in flight.
 
     On an asynchronous one ``launch`` starts the step: its work is queued on the device behind
     the step before it, whose tokens it finds there. Rows that need the host (logits processors,
@@ -123,6 +134,7 @@ class ModelRunner:
         if decode is None:
             self._record()
         self._steps: deque[LaunchedStep] = deque()
+        self._ahead_from = 1
         self._num_threads = num_threads
         self._thread: int | None = None
 
@@ -169,6 +181,17 @@ class ModelRunner:
         if self._open().recorded is not None:
             self._record()
 
+    @property
+    def can_run_ahead(self) -> bool:
+        """Whether steps on the host's state run without the host."""
+        return self._open().queue is not None
+
+    def run_ahead(self, num_tokens: int) -> None:
+        """Two steps may be in flight from now on, before the first of them: those of at least
+        ``num_tokens`` begin without the host."""
+        self.info = replace(self.info, pipeline_depth=2)
+        self._ahead_from = num_tokens
+
     def _record(self) -> None:
         """Records the step where all of it can be; else its ops are called one by one.
 
@@ -176,7 +199,7 @@ class ModelRunner:
             EngineError: there is no memory for the largest step.
         """
         state, info = self._open(), self.info
-        state.recorded = None
+        state.recorded = state.queue = None
         limits = {"max_tokens": info.max_num_batched_tokens, "max_rows": info.max_num_seqs}
         try:
             found = record_step(state.decoder, state.cache, state.inputs, **limits)
@@ -190,6 +213,7 @@ class ModelRunner:
                 "step cannot be allocated, lower it or max_num_seqs"
             ) from error
         state.recorded = found
+        state.queue = StepQueue(found, state.inputs, state.sampler)
         self.execution = f"one native program of {len(found.program.names)} ops"
 
     # --- the executor ------------------------------------------------------------------
@@ -199,6 +223,8 @@ class ModelRunner:
         self._steps.append(LaunchedStep(batch))
         if self._stream.is_async:
             self._start_steps()
+        elif self._begins_alone(batch):
+            self._submit_steps()
 
     def sample(self, masks: GrammarMask) -> None:
         self._open()
@@ -240,17 +266,21 @@ class ModelRunner:
             raise
         if self._stream.is_async:
             self._start_steps()
+        elif self._steps and self._begins_alone(self._steps[0].batch):
+            self._submit_steps()
         return result
 
     def discard(self) -> None:
         if self._steps and self._state is not None:
             self._stream.synchronize()
+            self._drain_queue()
         self._steps.clear()
 
     def close(self) -> None:
         if self._state is None:
             return
-        # The steps are not waited for: a hung device would never finish them.
+        # Steps are not waited for on a GPU: one that hangs would never finish them.
+        self._drain_queue()
         self._steps.clear()
         graphs, self._state = self.graphs, None
         if graphs is not None:
@@ -289,6 +319,34 @@ class ModelRunner:
             if step.event is None and len(step.batch):
                 return
 
+    def _begins_alone(self, batch: StepBatch) -> bool:
+        """Whether a step is begun before it is collected: it is long enough, or its masks are made
+        meanwhile."""
+        enough = self.info.pipeline_depth > 1 and batch.num_tokens >= self._ahead_from
+        return enough or bool(batch.masked_rows)
+
+    def _submit_steps(self) -> None:
+        """Starts the steps that can run now on the native library's thread. One that is sampled
+        with the host holds up those behind it."""
+        queue = self._open().queue
+        if queue is None:
+            return
+        for number, step in enumerate(self._steps):
+            if not step.started:
+                alone = len(step.batch) and self._begins_alone(step.batch)
+                if not alone or not queue.takes(step, islice(self._steps, number)):
+                    return
+                step.started = True
+                with self._errors_kept(step):
+                    self._apply(step)
+                    step.queued = queue.submit(step)
+            if step.queued is None or not step.queued.samples:
+                return
+
+    def _drain_queue(self) -> None:
+        if self._state is not None and self._state.queue is not None:
+            self._state.queue.drain()
+
     @contextlib.contextmanager
     def _errors_kept(self, step: LaunchedStep) -> Iterator[None]:
         """Queues work of a step; ``collect`` raises what fails."""
@@ -308,6 +366,8 @@ class ModelRunner:
             state.sampler.release(req_index)
         for assignment in batch.assignments:
             state.sampler.assign(self.in_process.with_processors(assignment))
+        if state.decode is None:
+            state.sampler.write_updates()
         step.epochs = state.inputs.epochs[step.req_indices]
         step.row_stages = state.sampler.state.stages[step.req_indices]
         step.row_logprobs = state.sampler.state.logprobs[step.req_indices]
@@ -359,27 +419,46 @@ class ModelRunner:
         step.event = self._stream.record()
 
     def _run(self, step: LaunchedStep) -> SampleOutput:
-        """Runs a step on a device whose state between steps is the host's."""
-        state = self._open()
-        count = len(step.rows)
-        argmax = self._argmax(state, step) if count else None
-        logits, hidden = self._forward(state, step, 0 if argmax else count)
-        output = SampleOutput(step.rows)
-        if argmax:
-            output = greedy_output(argmax(hidden[:count]))
-        elif count:
-            eager = state.sampler.host_step(step.req_indices, step.positions, step.masks_by_place())
-            output = state.sampler.sample(logits, eager)
+        """Runs a step on a device whose state between steps is the host's, or waits for it."""
+        state, queued, count = self._open(), step.queued, len(step.rows)
+        if queued is None:
+            order = self._order(state, step)
+            found = self._forward(state, step, order)
+        else:
+            order, found = queued.order, queued.wait()
+        places = np.arange(count) if order.places is None else order.places
+        drawn = order.num_logits if queued is None or not queued.samples else 0
+        output = SampleOutput(np.empty(count, dtype=np.int64))
+        if drawn:
+            chosen = places[:drawn]
+            output.take_in(chosen, self._draw(state, step, found.logits, chosen))
+        if drawn < count:
+            output.take_in(places[drawn:], greedy_output(found.tokens))
         if step.batch.prompt_logprobs:
             step.prompt_tokens = prompt_tokens(step.batch, state.inputs)
-            self._gather_prompt_logprobs(step, hidden[count:], output)
+            self._gather_prompt_logprobs(step, found.hidden[count:], output)
         return output
 
     @staticmethod
-    def _argmax(state: _Device, step: LaunchedStep) -> Callable[[Tensor], Tensor] | None:
-        """The model's argmax, where that alone says each row's token."""
-        greedy = not step.batch.masked_rows and state.sampler.is_greedy(step.req_indices)
-        return state.decoder.argmax if greedy else None
+    def _order(state: _Device, step: LaunchedStep) -> RowOrder:
+        """The order of its sampled rows."""
+        needed = state.sampler.needing_logits(step.req_indices, step.masked_places)
+        if state.recorded is not None:
+            return state.recorded.order(needed)
+        some = state.decoder.argmax is None or needed.any()
+        return RowOrder(None, len(needed) if some else 0)
+
+    @staticmethod
+    def _draw(
+        state: _Device, step: LaunchedStep, logits: Tensor, places: np.ndarray
+    ) -> SampleOutput:
+        """Samples the rows at ``places``, whose logits these are."""
+        masks = step.masks_by_place()
+        if masks:
+            rows = enumerate(places.tolist())
+            masks = {row: masks[place] for row, place in rows if place in masks}
+        at = step.req_indices[places], step.positions[places]
+        return state.sampler.sample(logits, state.sampler.host_step(*at, masks))
 
     def _wait(self, step: LaunchedStep) -> SampleOutput:
         """The tokens of a step that was queued; those of its host rows are drawn."""
@@ -419,18 +498,16 @@ class ModelRunner:
             return host, None
         return host, inputs.prepare(step.batch, self.device, decode.block_tables)
 
-    def _forward(
-        self, state: _Device, step: LaunchedStep, num_logits: int
-    ) -> tuple[Tensor, Tensor]:
-        """Logits ``[num_logits, vocab_size]`` of the first rows that are sampled, and the hidden
-        states ``[E, H]`` of all of them and of the positions that prompt log-probabilities are
-        wanted of."""
+    def _forward(self, state: _Device, step: LaunchedStep, order: RowOrder) -> StepOutput:
         state.cache.clear(step.blocks_to_zero)
         if state.recorded is not None:
-            return state.recorded.run(step.batch, step.rows, num_logits)
-        inputs = state.inputs.prepare(step.batch, self.device)
-        hidden = state.decoder.forward(inputs, state.cache)
-        return state.decoder.logits(hidden[:num_logits]), hidden
+            return state.recorded.run(step.batch, step.rows, order)
+        hidden = state.decoder.forward(state.inputs.prepare(step.batch, self.device), state.cache)
+        count, tokens = len(step.rows), NO_TOKENS
+        if order.num_logits < count:
+            assert state.decoder.argmax is not None
+            tokens = state.decoder.argmax(hidden[:count])
+        return StepOutput(state.decoder.logits(hidden[: order.num_logits]), hidden, tokens)
 
     def _finish(self, step: LaunchedStep) -> StepResult:
         """Waits for the step's tokens, and keeps them for later steps."""

@@ -1,4 +1,5 @@
-"""The token budget of a step on a device whose speed is not known beforehand."""
+"""The token budget of a step, and the depth of the pipeline, on a device whose speed is not known
+beforehand."""
 
 from __future__ import annotations
 
@@ -9,6 +10,12 @@ LOWEST = 64
 HIGHEST = 2048
 MULTIPLE = 32
 
+SHORT_SECONDS = 0.01
+"""Of a full decode step: with a second one in flight an abort and a first token wait for two."""
+
+WORTH_SECONDS = 0.0005
+"""Of a step that begins behind the one before without the host."""
+
 _FIRST = 32
 _ENOUGH_SECONDS = TARGET_SECONDS / 2
 
@@ -18,8 +25,8 @@ def calibrate_token_budget(time_step: Callable[[int], float]) -> int:
     attention over a long context a full step stays near 250 ms.
 
     Steps of doubling size are timed until one takes half of that: a shorter one would be
-    dominated by reading the weights, which a larger step does not do again. The first call
-    warms up and does not count.
+    dominated by reading the weights, which a larger step does not do again. A step of one token
+    warms up.
 
     Args:
         time_step: runs a step of so many tokens and returns its seconds.
@@ -28,10 +35,33 @@ def calibrate_token_budget(time_step: Callable[[int], float]) -> int:
         A multiple of 32 from 64 to 2048.
     """
     size = _FIRST
-    time_step(size)
+    time_step(1)
     seconds = time_step(size)
     while seconds < _ENOUGH_SECONDS and size * 2 <= HIGHEST:
         size *= 2
         seconds = time_step(size)
     tokens = int(size * TARGET_SECONDS / max(seconds, 1e-9))
     return max(LOWEST, min(HIGHEST, tokens // MULTIPLE * MULTIPLE))
+
+
+def ahead_from(time_step: Callable[[int], float], max_num_seqs: int) -> int | None:
+    """Tokens of a step from which on it is worth having it begin on its own, behind the one before:
+    as many as take half a millisecond, because a step that is shorter than the Python of the engine
+    thread and the loop only waits for the GIL on another thread.
+
+    A step of eight tokens comes first, so that the large model, which is slow already, costs the
+    start little.
+
+    Args:
+        time_step: as for ``calibrate_token_budget``.
+
+    Returns:
+        None where no second step should be in flight: one token of each sequence takes more than
+        10 ms, the best of three.
+    """
+    if time_step(min(8, max_num_seqs)) > SHORT_SECONDS:
+        return None
+    seconds = min(time_step(max_num_seqs) for _ in range(3))
+    if seconds > SHORT_SECONDS:
+        return None
+    return max(1, round(max_num_seqs * WORTH_SECONDS / max(seconds, 1e-9)))

@@ -36,6 +36,8 @@ def load_weights(
     staging: PinnedUploader | None = None,
     open_reader: Callable[[Path, torch.dtype], CheckpointReader] = open_checkpoint,
     takes: Callable[[WeightForm], bool] | None = None,
+    *,
+    lend: bool = False,
 ) -> Iterator[tuple[str, Tensor | LinearWeights]]:
     """Parameters of the decoder from a checkpoint, in the order of ``parameters``.
 
@@ -51,6 +53,10 @@ def load_weights(
         open_reader: makes the reader of the files in ``model.path``, of plain tensors.
         takes: whether linear layers compute with weights of a form, which are then yielded as the
             checkpoint stores them, on the CPU; None dequantises all.
+        lend: for an op set that packs linear layers, on a CPU: the weight of one is valid until
+            the next is asked for. It is the mapped file itself where that holds it whole and in the
+            model's dtype, else a part of one buffer: no copy is made to be thrown away, and no
+            memory that the operating system has to make again for each.
 
     Raises:
         ModelLoadError: naming the file, the tensor, and the expected and the found shape.
@@ -64,6 +70,7 @@ def load_weights(
         tensors = reader.tensors
         done, num_bytes = 0, sum(tensors[name].num_bytes for p in wanted for name, _ in p.parts)
         packed = PackedSizes()
+        lent = _Lent(model, wanted, dtype, reader) if lend else None
         for parameter in wanted:
             bundle = None
             if takes is not None and _is_linear(parameter, model):
@@ -76,11 +83,17 @@ def load_weights(
                     progress(done, num_bytes)
                 yield parameter.name, bundle
                 continue
-            target = _allocate(parameter, dtype, device)
+            whole = target = None
+            if lent is not None and lent.has(parameter):
+                whole = lent.whole(parameter)
+                target = lent.buffer(parameter) if whole is None else whole
+            if target is None:
+                target = _allocate(parameter, dtype, device)
             row = 0
             for name, rows in parameter.parts:
-                slices = parameter.rows(reader.slices(name))
-                _copy(slices, target[row : row + rows], staging)
+                if whole is None:
+                    slices = parameter.rows(reader.slices(name))
+                    _copy(slices, target[row : row + rows], staging)
                 row += rows
                 done += tensors[name].num_bytes
                 if progress is not None:
@@ -98,6 +111,38 @@ def _is_linear(parameter: Parameter, model: ModelConfig) -> bool:
         return model.tie_word_embeddings
     as_rows = len(parameter.shape) == 2 and parameter.layout is None
     return as_rows and not parameter.name.endswith(".router.weight")
+
+
+class _Lent:
+    """Weights of linear layers, each of which is valid until the next."""
+
+    def __init__(
+        self, model: ModelConfig, wanted: list[Parameter], dtype: torch.dtype,
+        reader: CheckpointReader,
+    ) -> None:  # fmt: skip
+        self._model, self._dtype, self._reader = model, dtype, reader
+        copied = [each for each in wanted if self.has(each) and self.whole(each) is None]
+        largest = max((math.prod(each.shape) for each in copied), default=0)
+        self._buffer = torch.empty(largest, dtype=dtype, device="cpu")
+
+    def has(self, parameter: Parameter) -> bool:
+        """Those of experts and of their router are held until all of a layer's are there."""
+        held = ".experts." in parameter.name or ".router." in parameter.name
+        return _is_linear(parameter, self._model) and parameter.dtype is None and not held
+
+    def whole(self, parameter: Parameter) -> Tensor | None:
+        """The mapped tensor, where it is what the layer takes."""
+        name = parameter.parts[0][0]
+        info = self._reader.tensors[name]
+        mapped = info.num_bytes == math.prod(parameter.shape) * self._dtype.itemsize
+        if len(parameter.parts) != 1 or not mapped:
+            return None
+        found = next(iter(self._reader.slices(name)))
+        fits = found.shape == parameter.shape and found.dtype == self._dtype
+        return found if fits and found.data_ptr() % found.itemsize == 0 else None
+
+    def buffer(self, parameter: Parameter) -> Tensor:
+        return self._buffer[: math.prod(parameter.shape)].view(parameter.shape)
 
 
 def _copy(slices: Iterable[Tensor], target: Tensor, staging: PinnedUploader | None) -> None:

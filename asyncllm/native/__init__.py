@@ -163,6 +163,7 @@ _FIELDS: dict[str, list[tuple[str, Any]]] = {
         (_F, "multiplier"), (_N, "dtype"),
     ),
     "softcap": _fields((_P, "x"), (_I, "stride width"), (_F, "cap"), (_N, "dtype")),
+    "argmax": _fields((_P, "weights x"), (_I, "x_stride"), (_P, "out"), (_N, "dtype")),
 }  # fmt: skip
 ARGS: Mapping[str, type[ctypes.Structure]] = {
     name: type(f"{name}_args", (ctypes.Structure,), {"_fields_": fields})
@@ -177,11 +178,12 @@ ARGS: Mapping[str, type[ctypes.Structure]] = {
 
 OP_KINDS = (
     "tokens", "slots", "gather", "select", "linear", "rms_norm", "rope_and_cache", "attention",
-    "gated_mul", "add", "softcap", "routing", "experts",
+    "gated_mul", "add", "softcap", "routing", "experts", "argmax",
 )  # fmt: skip
 """In the order of ``OpKind``."""
 
-NUM_SIZES = 4
+NUM_SIZES = 5
+MAX_COPIES = 4
 
 
 class _AnyArgs(ctypes.Union):
@@ -201,6 +203,31 @@ class ProgramArgs(ctypes.Structure):
         ("ops", POINTER(Op)),
         *_fields((_I, "num_ops op_bytes num_writing_ops")),
         ("capacity", _I * NUM_SIZES),
+    ]
+
+
+class Copy(ctypes.Structure):
+    """``Copy`` of the interface."""
+
+    _fields_ = _fields((_P, "to source"), (_I, "num_bytes"))
+
+
+class JobArgs(ctypes.Structure):
+    """``Job`` of the interface."""
+
+    _fields_ = [
+        ("program", POINTER(ProgramArgs)),
+        ("sizes", _I * NUM_SIZES),
+        ("copies", Copy * MAX_COPIES),
+        ("num_copies", _I),
+        ("draw", SampleArgs),
+        *_fields(
+            (_P, "greedy"),
+            (_I, "num_tokens"),
+            (_P, "tokens lines positions table"),
+            (_I, "table_lines table_width failed number"),
+            (_N, "status"),
+        ),
     ]
 
 
@@ -231,6 +258,8 @@ _SIGNATURES = {
     "routing": (_N, [_P, POINTER(RoutingArgs), _I]),
     "experts": (_N, [_P, POINTER(ExpertsArgs), _I]),
     "run": (_N, [_P, POINTER(ProgramArgs), POINTER(_I), POINTER(_I)]),
+    "submit": (_N, [_P, POINTER(JobArgs)]),
+    "wait": (_N, [_P, POINTER(JobArgs)]),
 }
 
 

@@ -102,6 +102,7 @@ def build(
         "logits": [],
         "program": [],
         "pool": [],
+        "queue": [],
         "kernels_baseline": [],
     }
     sources |= {f"kernels_{name}": units[name] for name in sets}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,14 +17,41 @@ from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.models.language_model import LanguageModel
 from asyncllm.gpu.ops.program import Program
 from asyncllm.gpu.ops.recorder import STAND_INS, Recorder, Size, Unrecordable
-from asyncllm.logger import get_logger
 from asyncllm.native import ARGS
 
-logger = get_logger(__name__)
+NO_TOKENS = torch.empty(0, dtype=torch.int64, device="cpu")
 
 
-class _Inputs:
-    """Arrays that a step is written into, at addresses that stay.
+class RowOrder(NamedTuple):
+    """The order of a step's sampled rows: those whose logits are needed come first, and of the
+    others the largest is found without them.
+
+    Attributes:
+        places: ``[S]``, places among the rows that are sampled; None is as they come.
+        num_logits: of them that need their logits.
+    """
+
+    places: np.ndarray | None
+    num_logits: int
+
+
+class StepOutput(NamedTuple):
+    """What a step leaves behind.
+
+    Attributes:
+        logits: ``[num_logits, vocab_size]``, of the rows that need them.
+        hidden: ``[E, H]`` behind the final norm: of the S rows that are sampled, then at the
+            positions that prompt log-probabilities are wanted of.
+        tokens: int64, of the rows behind those with logits, as ``ArgmaxLinear`` says.
+    """
+
+    logits: Tensor
+    hidden: Tensor
+    tokens: Tensor
+
+
+class RowArrays:
+    """Arrays that a step's rows are written into, at addresses that stay.
 
     Attributes:
         lines, starts, counts: ``[R]`` int64, of each row: its request index, the position of its
@@ -31,15 +59,48 @@ class _Inputs:
         wanted: ``[E]`` int64, tokens whose hidden states are.
     """
 
-    def __init__(self, tables: Sequence[BlockTable], rows: int, tokens: int) -> None:
-        def array(count: int) -> np.ndarray:
-            return np.zeros(count, dtype=np.int64)
+    def __init__(self, rows: int, tokens: int) -> None:
+        self.lines, self.starts, self.counts = (np.zeros(rows, np.int64) for _ in range(3))
+        self.wanted = np.zeros(tokens, np.int64)
 
-        self.lines, self.starts, self.counts = array(rows), array(rows), array(rows)
-        self.wanted = array(tokens)
-        self.token_ids, self.positions = array(tokens), array(tokens)
-        self.query_start_loc, self.seq_lens = array(rows + 1), array(rows)
-        self.slots = [array(tokens) for _ in tables]
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        return self.lines, self.starts, self.counts, self.wanted
+
+    def write(self, batch: StepBatch, rows: np.ndarray, order: RowOrder) -> tuple[int, ...]:
+        """Writes a step.
+
+        Args:
+            rows: ``[S]``, those that are sampled.
+
+        Returns:
+            The sizes of the step, in the order of Size.
+        """
+        count, sampled = len(batch), len(rows)
+        self.lines[:count], self.starts[:count] = batch.req_indices, batch.starts
+        self.counts[:count] = batch.counts
+        if order.places is not None:
+            rows = rows[order.places]
+        wanted = sampled
+        if batch.num_decodes == count:
+            self.wanted[:sampled] = rows
+        else:
+            ends = self.counts[:count].cumsum()
+            self.wanted[:sampled] = ends[rows] - 1
+            if batch.prompt_logprobs:
+                spans = np.concatenate(span_indices(batch, ends - self.counts[:count]))
+                wanted += len(spans)
+                self.wanted[sampled:wanted] = spans
+        return count, batch.num_tokens, wanted, order.num_logits, sampled - order.num_logits
+
+
+class _Inputs(RowArrays):
+    """What the program makes of them."""
+
+    def __init__(self, tables: Sequence[BlockTable], rows: int, tokens: int) -> None:
+        super().__init__(rows, tokens)
+        self.token_ids, self.positions = np.zeros(tokens, np.int64), np.zeros(tokens, np.int64)
+        self.query_start_loc, self.seq_lens = np.zeros(rows + 1, np.int64), np.zeros(rows, np.int64)
+        self.slots = [np.zeros(tokens, np.int64) for _ in tables]
 
 
 class RecordedStep:
@@ -53,14 +114,22 @@ class RecordedStep:
         max_tokens, max_rows: of the largest step, the rows being those that are sampled as well.
 
     Attributes:
+        max_tokens, max_rows: as given.
+        rows: what a run reads.
         num_bytes: of the activations, which ``load`` takes.
         program: once they are.
+        logits, hidden: of the largest step, likewise.
+        greedy: ``[max_rows]`` int64, the largest outputs of rows; None where the model's head does
+            not find them.
 
     Raises:
         Unrecordable: the model does something that no native op does.
     """
 
     program: Program
+    logits: Tensor
+    hidden: Tensor
+    greedy: Tensor | None
 
     def __init__(
         self,
@@ -73,15 +142,18 @@ class RecordedStep:
         max_rows: int,
     ) -> None:
         max_rows = min(max_rows, max_tokens)
-        self._inputs = own = _Inputs(inputs.tables, max_rows, max_tokens)
-        self._all_rows = np.arange(max_rows)
-        self._recorder, self._capacity = recorder, (max_rows, max_tokens, max_tokens, max_rows)
+        self.max_tokens, self.max_rows = max_tokens, max_rows
+        self.rows = own = _Inputs(inputs.tables, max_rows, max_tokens)
+        self._recorder = recorder
+        self._capacity = (max_rows, max_tokens, max_tokens, max_rows, max_rows)
         with torch.no_grad(), recorder:
             given = _record_inputs(recorder, own, inputs)
             hidden = decoder.record(given, cache)
             logits = decoder.logits(hidden[: STAND_INS[Size.SAMPLED]])
             recorder.keep(hidden)
             recorder.keep(logits)
+            if decoder.argmax is not None:
+                recorder.keep(decoder.argmax(hidden[: STAND_INS[Size.GREEDY]]))
         self.num_bytes = recorder.layout(self._capacity)[1]
 
     def load(self) -> None:
@@ -92,34 +164,35 @@ class RecordedStep:
         """
         self.program = self._recorder.finish(self._capacity)
         del self._recorder
-        self._hidden, self._logits = self.program.results
+        self.hidden, self.logits, *greedy = self.program.results
+        self.greedy = greedy[0].view(-1) if greedy else None
 
-    def run(self, batch: StepBatch, rows: np.ndarray, num_logits: int) -> tuple[Tensor, Tensor]:
+    def order(self, needed: np.ndarray) -> RowOrder:
+        """The order of sampled rows.
+
+        Args:
+            needed: ``[S]`` bool, whether a row needs its logits.
+        """
+        count = len(needed) if self.greedy is None else int(np.count_nonzero(needed))
+        if count in (0, len(needed)):
+            return RowOrder(None, count)
+        return RowOrder(np.argsort(~needed, kind="stable"), count)
+
+    def run(self, batch: StepBatch, rows: np.ndarray, order: RowOrder) -> StepOutput:
         """Runs a step, and writes its KV.
 
         Args:
             rows: ``[S]``, those that are sampled.
-            num_logits: how many of them need their logits.
-
-        Returns:
-            Logits ``[num_logits, vocab_size]``, and hidden states ``[E, H]`` behind the final norm:
-            of the S rows, then at the positions that prompt log-probabilities are wanted of.
         """
-        own, count, sampled = self._inputs, len(batch), len(rows)
-        own.lines[:count], own.starts[:count] = batch.req_indices, batch.starts
-        own.counts[:count] = batch.counts
-        wanted = sampled
-        if batch.num_decodes == count:
-            own.wanted[:sampled] = self._all_rows[:sampled]
-        else:
-            ends = own.counts[:count].cumsum()
-            own.wanted[:sampled] = ends[rows] - 1
-            if batch.prompt_logprobs:
-                spans = np.concatenate(span_indices(batch, ends - own.counts[:count]))
-                wanted += len(spans)
-                own.wanted[sampled:wanted] = spans
-        self.program.run(count, batch.num_tokens, wanted, num_logits)
-        return self._logits[:num_logits], self._hidden[:wanted]
+        sizes = self.rows.write(batch, rows, order)
+        self.program.run(*sizes)
+        return self.output(sizes)
+
+    def output(self, sizes: Sequence[int]) -> StepOutput:
+        """What a run of these sizes left behind."""
+        *_, wanted, num_logits, num_greedy = sizes
+        tokens = NO_TOKENS if self.greedy is None else self.greedy[:num_greedy]
+        return StepOutput(self.logits[:num_logits], self.hidden[:wanted], tokens)
 
 
 def record_step(

@@ -76,8 +76,15 @@ class NativeLinear:
         """``x [T, in] -> [T]`` int64, the first of the largest outputs: those of a call, rounded
         to the dtype of ``x``, without writing them. -1 where one is NaN or infinity, and
         NO_TOKEN_LEFT where all are minus infinity."""
-        x = self._checked(x)
-        tokens, context = torch.empty(len(x), dtype=torch.int64, device="cpu"), self.context
+        x, context = self._checked(x), self.context
+        if (recorder := context.recorder) is not None:
+            found = recorder.empty(x, 1, torch.int64)
+            args = ARGS["argmax"](
+                weights=self.weights.handle, x_stride=x.stride(0), dtype=DTYPES[x.dtype]
+            )
+            recorder.add("argmax", x, args, {"x": x, "out": found}, [self.weights])
+            return found
+        tokens = torch.empty(len(x), dtype=torch.int64, device="cpu")
         status = context.functions.linear_argmax(
             context.handle, self.weights.handle, x.data_ptr(), x.stride(0), tokens.data_ptr(),
             len(x), DTYPES[x.dtype],
@@ -380,6 +387,7 @@ class NativeOps(CpuOps):
         "'plain', or 'int8' and 'int4' with scales per output channel or in blocks of (1, a "
         f"multiple of {SPAN}), and without column_order"
     )
+    packs_linear = True
 
     def __init__(self, context: Context) -> None:
         self.context = context

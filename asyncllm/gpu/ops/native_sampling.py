@@ -44,6 +44,37 @@ def logits_rows(logits: Tensor) -> Tensor:
     return logits if logits.stride(1) == 1 or logits.shape[1] == 1 else logits.contiguous()
 
 
+def sample_args(
+    logits: Tensor,
+    sampling: SamplingTensors,
+    req_indices: Tensor,
+    positions: Tensor,
+    last_sampled_tokens: Tensor,
+    out: Tensor,
+) -> SampleArgs:
+    """The arguments of a draw, as ``TorchOps.sample`` has them, for all rows of ``logits``. They
+    hold none of the tensors."""
+    rows = len(logits)
+    lines = min(len(sampling.states), len(last_sampled_tokens))
+    return SampleArgs(
+        logits=logits.data_ptr(),
+        row_stride=logits.stride(0),
+        rows=rows,
+        vocab_size=logits.shape[1],
+        req_indices=address("req_indices", req_indices, torch.int64, rows),
+        positions=address("positions", positions, torch.int64, rows),
+        states=address("states", sampling.states, torch.int64, lines),
+        temperature=address("temperature", sampling.temperature, torch.float32, lines),
+        top_k=address("top_k", sampling.top_k, torch.int32, lines),
+        top_p=address("top_p", sampling.top_p, torch.float32, lines),
+        min_p=address("min_p", sampling.min_p, torch.float32, lines),
+        lines=lines,
+        last_sampled=address("last_sampled_tokens", last_sampled_tokens, torch.int64, lines),
+        out=address("out", out, torch.int64, rows),
+        dtype=DTYPES[logits.dtype],
+    )
+
+
 class NativeSample:
     """One token per row, as ``TorchOps.sample`` says.
 
@@ -63,26 +94,9 @@ class NativeSample:
         last_sampled_tokens: Tensor,
         out: Tensor,
     ) -> None:
-        logits, context = logits_rows(logits), self.context
-        rows = len(logits)
-        lines = min(len(sampling.states), len(last_sampled_tokens))
-        args = SampleArgs(
-            logits=logits.data_ptr(),
-            row_stride=logits.stride(0),
-            rows=rows,
-            vocab_size=logits.shape[1],
-            req_indices=address("req_indices", req_indices, torch.int64, rows),
-            positions=address("positions", positions, torch.int64, rows),
-            states=address("states", sampling.states, torch.int64, lines),
-            temperature=address("temperature", sampling.temperature, torch.float32, lines),
-            top_k=address("top_k", sampling.top_k, torch.int32, lines),
-            top_p=address("top_p", sampling.top_p, torch.float32, lines),
-            min_p=address("min_p", sampling.min_p, torch.float32, lines),
-            lines=lines,
-            last_sampled=address("last_sampled_tokens", last_sampled_tokens, torch.int64, lines),
-            out=address("out", out, torch.int64, rows),
-            dtype=DTYPES[logits.dtype],
-        )
+        context = self.context
+        logits = logits_rows(logits)
+        args = sample_args(logits, sampling, req_indices, positions, last_sampled_tokens, out)
         status = context.functions.sample(context.handle, ctypes.byref(args))
         if status:
             fail("sample", status)

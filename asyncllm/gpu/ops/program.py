@@ -58,25 +58,26 @@ class Program:
         )
         self._sizes, self._failed = sizes(), ctypes.c_int64()
 
-    def run(self, rows: int, tokens: int, wanted: int, sampled: int) -> None:
-        """Runs a step of these sizes, on the context's threads.
+    def run(self, *sizes: int) -> None:
+        """Runs a step of these sizes, in the order of Size, on the context's threads.
 
         Raises:
             RuntimeError: sizes or indices beyond the buffers; the message names the op.
             MemoryError: scratch memory could not be allocated.
         """
-        self._sizes[:] = rows, tokens, wanted, sampled
+        self._sizes[:] = sizes
         context = self.context
         status = context.functions.run(context.handle, self.args, self._sizes, self._failed)
         if status:
-            fail(self._failure(status), status)
+            fail(self.failure(status, self._failed.value, self._sizes), status)
 
-    def _failure(self, status: int) -> str:
-        """What failed in the last run: an op, the step's sizes, or the call."""
-        at = self._failed.value
+    def failure(self, status: int, at: int, sizes: Sequence[int]) -> str:
+        """What failed in a run: the op at ``at``, the step's sizes, or the call."""
         if at >= 0:
             return f"step, op {at}, {self.names[at]}"
         if status != INVALID:
             return "step"
-        found, room = list(self._sizes), list(self.args.capacity)
-        return f"step, {found} rows, tokens, wanted and sampled where there is room for {room}"
+        found, room = list(sizes), list(self.args.capacity)
+        return (
+            f"step, {found} rows, tokens, wanted, sampled and greedy where there is room for {room}"
+        )

@@ -38,9 +38,10 @@ class Size(IntEnum):
     TOKENS = 1
     WANTED = 2
     SAMPLED = 3
+    GREEDY = 4
 
 
-STAND_INS = {Size.ROWS: 2, Size.TOKENS: 7, Size.WANTED: 5, Size.SAMPLED: 3}
+STAND_INS = {Size.ROWS: 2, Size.TOKENS: 7, Size.WANTED: 5, Size.SAMPLED: 3, Size.GREEDY: 4}
 """Rows of a stand-in: by them a tensor's size is known."""
 
 
@@ -97,6 +98,12 @@ class Recorder(TorchDispatchMode):
         self._buffers: list[_Buffer] = []
         self._held: list[object] = []
         self._results: list[tuple[_Buffer, torch.dtype, int]] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch's hook. Wrapped to be skipped by torch.compile, which never sees it, the first call
+        would import the compiler: some two seconds of every start."""
+        return False
 
     def __enter__(self) -> Recorder:
         self.context.recorder = self

@@ -191,6 +191,8 @@ class TorchOps:
     """Of the weights that its linear layers take, in some form."""
     accepted_weights: ClassVar[str] = "'plain' only"
     """What ``takes`` takes, for an error."""
+    packs_linear = False
+    """Whether linear layers copy all of their weights, so that these can be lent to it."""
     linear_bytes = 0
     """Of the weights of all linear layers that were made, which a step reads."""
 

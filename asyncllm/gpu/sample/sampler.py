@@ -138,6 +138,7 @@ class Sampler:
 
     Attributes:
         tables: lines of the rules and penalties, on ``device``.
+        sampling, last_sampled_tokens: by request index, on the host.
         failures: by request index, the error for which it cannot be sampled.
     """
 
@@ -159,8 +160,8 @@ class Sampler:
         self.failures: dict[int, Exception] = {}
         self._ops = ops
         self._updates: list[LineUpdate] = []
-        self._tensors = self.state.tensors()
-        self._last_sampled_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device="cpu")
+        self.sampling, self._rules = self.state.tensors()
+        self.last_sampled_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device="cpu")
 
     def assign(self, assignment: RequestAssignment) -> None:
         """Takes over a request's parameters. Its tokens are in the input batch already.
@@ -188,6 +189,11 @@ class Sampler:
         next step."""
         updates, self._updates = self._updates, []
         return updates
+
+    def write_updates(self) -> None:
+        """Writes them to ``tables``, on a device whose state between steps is the host's."""
+        for update in self.take_updates():
+            update.write(self.tables)
 
     def release(self, req_index: int) -> None:
         rules = self.state.host.get(req_index)
@@ -222,20 +228,18 @@ class Sampler:
         self, req_indices: np.ndarray, positions: np.ndarray, masks: Mapping[int, bytes] = NO_MASKS
     ) -> EagerStep:
         """A step whose state is on the host; see ``snapshot``. Writes the tables."""
-        for update in self.take_updates():
-            update.write(self.tables)
-        sampling, rules = self._tensors
+        self.write_updates()
         rows = SamplingRows(
             req_indices=torch.from_numpy(req_indices),
             positions=torch.from_numpy(positions - 1),
             host_token_ids=torch.from_numpy(
                 self.inputs.token_ids[req_indices, positions - 1].astype(np.int64)
             ),
-            last_sampled_tokens=self._last_sampled_tokens,
-            rules=rules,
+            last_sampled_tokens=self.last_sampled_tokens,
+            rules=self._rules,
             tables=self.tables,
         )
-        return EagerStep(self.snapshot(req_indices, positions), sampling, rows, masks)
+        return EagerStep(self.snapshot(req_indices, positions), self.sampling, rows, masks)
 
     def sample(self, logits: Tensor, step: EagerStep) -> SampleOutput:
         """Samples a token for each row.
@@ -285,13 +289,19 @@ class Sampler:
         self._gather_logprobs(logits, rules, output)
         return output
 
-    def is_greedy(self, req_indices: np.ndarray) -> bool:
-        """Whether each of ``req_indices`` takes its largest logit and needs nothing else of them,
-        and no lines of the tables wait for a step that writes them."""
+    def needing_logits(self, req_indices: np.ndarray, masked: np.ndarray) -> np.ndarray:
+        """``[S]`` bool, by row: False where a request takes its largest logit and needs nothing
+        else of them.
+
+        Args:
+            masked: places of the rows that a grammar restricts.
+        """
         state = self.state
-        if self._updates or (state.temperature[req_indices] >= MIN_TEMPERATURE).any():
-            return False
-        return not state.stages[req_indices].any() and not len(state.needing_host(req_indices))
+        needed = state.temperature[req_indices] >= MIN_TEMPERATURE
+        needed |= state.stages[req_indices] != 0
+        needed[state.needing_host(req_indices)] = True
+        needed[masked] = True
+        return needed
 
     def _rows_to_process(self, step: EagerStep) -> np.ndarray:
         """Rows that need more than the draw."""

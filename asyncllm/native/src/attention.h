@@ -180,11 +180,15 @@ INLINE void find_block(const AttentionArgs& args, const AttentionTask& task, int
                        int64_t count, const T** keys, const T** values) {
   const int32_t* table = block_table_of(args, task.row);
   const T* base = (const T*)args.cache + task.kv_head * args.head_stride;
-  for (int64_t i = 0; i < count; ++i) {
-    int64_t key = first + i;
-    keys[i] = base + table[key / args.block_size] * args.block_stride +
-              key % args.block_size * args.slot_stride;
-    values[i] = keys[i] + args.kv_stride;
+  // Keys of a block lie one behind the other: one division serves all.
+  int64_t block = first / args.block_size, slot = first % args.block_size;
+  for (int64_t i = 0; i < count; ++block, slot = 0) {
+    const T* key = base + table[block] * args.block_stride + slot * args.slot_stride;
+    for (int64_t end = least(count, i + args.block_size - slot); i < end; ++i) {
+      keys[i] = key;
+      values[i] = key + args.kv_stride;
+      key += args.slot_stride;
+    }
   }
 }
 

@@ -4,11 +4,13 @@
 
 #include "kernels.h"
 #include "pool.h"
+#include "queue.h"
 
 #define API extern "C" __attribute__((visibility("default")))
 
 struct Context {
   Pool pool;
+  Queue queue;
   const Kernels* kernels;
   int64_t process;         // the value of forks when it was made
   void** scratch;          // per thread

@@ -200,6 +200,14 @@ typedef struct SoftcapArgs {
   float cap;
   int32_t dtype;
 } SoftcapArgs;
+// The first of the largest outputs [m] of a head, for the rows of x behind those that are sampled.
+typedef struct ArgmaxArgs {
+  const Weights* weights;
+  const void* x;
+  int64_t x_stride;
+  int64_t* out;
+  int32_t dtype;
+} ArgmaxArgs;
 typedef struct GatedArgs {
   const void* gate_up;
   int64_t stride;
@@ -240,8 +248,16 @@ typedef struct ExpertsArgs {
 } ExpertsArgs;
 
 // A step's sizes, which a program is told when it is run: sequences, tokens, tokens that are
-// wanted past the last write to the KV cache, and the first of those, which are sampled from.
-enum Size { SIZE_ROWS = 0, SIZE_TOKENS = 1, SIZE_WANTED = 2, SIZE_SAMPLED = 3, NUM_SIZES = 4 };
+// wanted past the last write to the KV cache, the first of those, whose logits are, and those
+// behind them, of which the largest output is.
+enum Size {
+  SIZE_ROWS = 0,
+  SIZE_TOKENS = 1,
+  SIZE_WANTED = 2,
+  SIZE_SAMPLED = 3,
+  SIZE_GREEDY = 4,
+  NUM_SIZES = 5,
+};
 
 enum OpKind {
   OP_TOKENS = 0,
@@ -257,6 +273,7 @@ enum OpKind {
   OP_SOFTCAP = 10,
   OP_ROUTING = 11,
   OP_EXPERTS = 12,
+  OP_ARGMAX = 13,
 };
 
 typedef struct Op {
@@ -277,6 +294,7 @@ typedef struct Op {
     SoftcapArgs softcap;
     RoutingArgs routing;
     ExpertsArgs experts;
+    ArgmaxArgs argmax;
   } args;
 } Op;
 
@@ -287,6 +305,38 @@ typedef struct Program {
   int64_t num_writing_ops;       // what a step runs that wants nothing but its KV
   int64_t capacity[NUM_SIZES];  // rows that the buffers of each Size have
 } Program;
+
+// Values that a job puts in their place before its program runs.
+typedef struct Copy {
+  void* to;
+  const void* from;
+  int64_t bytes;
+} Copy;
+enum { MAX_COPIES = 4 };
+
+// A step for the thread of a queue: what the program reads, the program, and its tokens.
+// Everything that it points at stays as it is until the job has been waited for.
+typedef struct Job {
+  const Program* program;
+  int64_t sizes[NUM_SIZES];
+  Copy copies[MAX_COPIES];
+  int64_t num_copies;
+  // The draw from the logits; without rows none is made.
+  SampleArgs draw;
+  // [SIZE_GREEDY], the largest outputs that the program finds.
+  const int64_t* greedy;
+  // The step's tokens: the draw's, and behind them `greedy`. None where they are sampled otherwise.
+  // table[lines[i]][positions[i] + 1] = tokens[i], or 0 in place of a token.
+  int64_t num_tokens;
+  int64_t* tokens;
+  const int64_t *lines, *positions;
+  int32_t* table;  // [table_lines, table_width]
+  int64_t table_lines, table_width;
+  // Written: the status of the job, and as in asyncllm_run the op that failed.
+  int64_t failed;
+  int64_t number;
+  int32_t status;
+} Job;
 
 // What the library was built from, as build.py counts it.
 const char* asyncllm_sources(void);
@@ -348,6 +398,12 @@ int32_t asyncllm_routing(Context*, const RoutingArgs*, int64_t rows);
 int32_t asyncllm_experts(Context*, const ExpertsArgs*, int64_t rows);
 // Runs a step of these sizes. Where it fails, *failed is the index of the op, or -1 for the sizes.
 int32_t asyncllm_run(Context*, const Program*, const int64_t* sizes, int64_t* failed);
+
+// Queues a job behind those before it, for a thread of the context's own, which is started with
+// the first. While a job is queued or runs, no other op may be called with the context.
+int32_t asyncllm_submit(Context*, Job*);
+// Waits until a job has ended; its status says how.
+int32_t asyncllm_wait(Context*, const Job*);
 
 // The sum of memory's words, for the time that reading it takes; bytes are a multiple of 64.
 int32_t asyncllm_read(Context*, const void* memory, int64_t bytes, uint64_t* sum);

@@ -175,6 +175,7 @@ API Context* asyncllm_create(int32_t num_threads, const char* isa) {
 API void asyncllm_close(Context* context) {
   if (!is_open(context)) return;
   int threads = context->pool.size();
+  context->queue.stop();
   context->pool.stop();
   for (int i = 0; i < threads; ++i) free(context->scratch[i]);
   free(context->scratch);

@@ -1,75 +1,24 @@
 #include "pool.h"
 
 #include <limits.h>
-#include <linux/futex.h>
-#include <signal.h>
-#include <stdio.h>
 #include <stdlib.h>
-#include <sys/syscall.h>
-#include <time.h>
-#include <unistd.h>
 
-namespace {
-
-constexpr int64_t SPIN_NANOSECONDS = 50000;
-
-void pause_briefly() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
-int64_t now() {
-  timespec time;
-  clock_gettime(CLOCK_MONOTONIC, &time);
-  return time.tv_sec * int64_t(1000000000) + time.tv_nsec;
-}
-
-// Calls `done` until it is true or the time is up.
-template <class F> bool spin(F&& done) {
-  int64_t end = 0;
-  for (;;) {
-    for (int i = 0; i < 64; ++i) {
-      if (done()) return true;
-      pause_briefly();
-    }
-    int64_t time = now();
-    if (!end) end = time + SPIN_NANOSECONDS;
-    if (time > end) return false;
-  }
-}
-
-void futex_wait(void* word, uint32_t value) {
-  syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
-}
-void futex_wake(void* word, int count) {
-  syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, count, nullptr, nullptr, 0);
-}
-
-}  // namespace
+#include "waiting.h"
 
 bool Pool::start(int count) {
   count_ = 1;
   if (count == 1) return true;
   workers_ = static_cast<Worker*>(calloc(count - 1, sizeof(Worker)));
   if (!workers_) return false;
-  // The host's signal handlers run on its own threads.
-  sigset_t all, before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
   while (count_ < count) {
     Worker& worker = workers_[count_ - 1];
     worker.pool = this;
     worker.index = count_;
-    if (pthread_create(&worker.thread, nullptr, enter, &worker)) break;
     char name[16];
     snprintf(name, sizeof(name), "asyncllm-op%d", worker.index & 1023);
-    pthread_setname_np(worker.thread, name);
+    if (!start_thread(&worker.thread, name, enter, &worker)) break;
     ++count_;
   }
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
   if (count_ == count) return true;
   stop();
   return false;

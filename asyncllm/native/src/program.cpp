@@ -105,6 +105,14 @@ int32_t run_op(Context* context, const Op& op, const int64_t* sizes) {
     }
     case OP_ROUTING: return asyncllm_routing(context, &op.args.routing, size);
     case OP_EXPERTS: return asyncllm_experts(context, &op.args.experts, size);
+    case OP_ARGMAX: {
+      const ArgmaxArgs& a = op.args.argmax;
+      if (!size) return STATUS_OK;
+      if (!is_dtype(a.dtype) || !a.x || a.x_stride < 0) return STATUS_INVALID;
+      const char* x = static_cast<const char*>(a.x);
+      x += sizes[SIZE_SAMPLED] * a.x_stride * size_of(a.dtype);
+      return asyncllm_linear_argmax(context, a.weights, x, a.x_stride, a.out, size, a.dtype);
+    }
   }
   return STATUS_INVALID;
 }
@@ -112,7 +120,8 @@ int32_t run_op(Context* context, const Op& op, const int64_t* sizes) {
 bool fits(const Program& program, const int64_t* sizes) {
   for (int i = 0; i < NUM_SIZES; ++i)
     if (sizes[i] < 0 || sizes[i] > program.capacity[i]) return false;
-  return sizes[SIZE_WANTED] <= sizes[SIZE_TOKENS] && sizes[SIZE_SAMPLED] <= sizes[SIZE_WANTED];
+  return sizes[SIZE_WANTED] <= sizes[SIZE_TOKENS] &&
+         sizes[SIZE_SAMPLED] <= sizes[SIZE_WANTED] - sizes[SIZE_GREEDY];
 }
 
 }  // namespace

@@ -1,0 +1,58 @@
+// How a thread waits for another: it spins for some tens of microseconds, and then sleeps.
+#pragma once
+#include <linux/futex.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+constexpr int64_t SPIN_NANOSECONDS = 50000;
+
+inline void pause_briefly() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+inline int64_t now() {
+  timespec time;
+  clock_gettime(CLOCK_MONOTONIC, &time);
+  return time.tv_sec * int64_t(1000000000) + time.tv_nsec;
+}
+
+// Calls `done` until it is true or the time is up.
+template <class F> bool spin(F&& done) {
+  int64_t end = 0;
+  for (;;) {
+    for (int i = 0; i < 64; ++i) {
+      if (done()) return true;
+      pause_briefly();
+    }
+    int64_t time = now();
+    if (!end) end = time + SPIN_NANOSECONDS;
+    if (time > end) return false;
+  }
+}
+
+inline void futex_wait(void* word, uint32_t value) {
+  syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
+}
+inline void futex_wake(void* word, int count) {
+  syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, count, nullptr, nullptr, 0);
+}
+
+// A thread that blocks all signals: the host's handlers run on its own threads.
+inline bool start_thread(pthread_t* thread, const char* name, void* (*enter)(void*), void* at) {
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  bool started = !pthread_create(thread, nullptr, enter, at);
+  if (started) pthread_setname_np(*thread, name);
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  return started;
+}

@@ -1,0 +1,318 @@
+"""Recorded steps that run ahead on a CPU: the tokens of steps run one by one, and what waits."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from asyncllm.core.batch import StepBatch
+from asyncllm.core.executor import StepOutOfMemoryError
+from asyncllm.gpu.launched_step import LaunchedStep
+from asyncllm.gpu.model_runner import ModelRunner
+from asyncllm.gpu.models.decoder import Decoder
+from asyncllm.gpu.sample.sampler import NOT_FINITE
+from asyncllm.sampling_params import SamplingParams
+from tests.driver import Driver, Sequence, packed
+from tests.test_recorded_step import (
+    ISAS,
+    LLAMA,
+    PROMPTS,
+    QWEN3,
+    make_decoder,
+    make_runner,
+    state_of,
+)
+
+pytestmark = pytest.mark.skipif(not ISAS, reason="no C++ compiler to build the native ops with")
+
+GREEDY = SamplingParams(temperature=0.0, seed=0)
+DRAWN = SamplingParams(temperature=0.9, seed=5)
+ALONE = {
+    "greedy": [GREEDY] * 4,
+    "drawn": [DRAWN, replace(DRAWN, top_k=9), replace(DRAWN, top_p=0.8), replace(DRAWN, min_p=0.1)],
+    "both": [DRAWN, GREEDY, replace(DRAWN, top_k=9), GREEDY],
+}
+HOST = {
+    "penalties": replace(DRAWN, repetition_penalty=1.3),
+    "logprobs": replace(GREEDY, logprobs=3),
+    "prompt logprobs": replace(GREEDY, prompt_logprobs=2),
+    "bias": replace(GREEDY, logit_bias={3: 5.0}),
+    "processors": replace(DRAWN, logits_processors=(lambda output, logits: -logits,)),
+}
+
+
+def ahead(decoder: Decoder, num_tokens: int = 1) -> ModelRunner:
+    runner = make_runner(decoder)
+    runner.run_ahead(num_tokens)
+    return runner
+
+
+def watch(runner: ModelRunner) -> list[bool]:
+    """Of every step submitted from now on, whether its tokens come with it."""
+    queue = state_of(runner).queue
+    assert queue is not None
+    found: list[bool] = []
+    submit = queue.submit
+
+    def watched(step: LaunchedStep):
+        queued = submit(step)
+        found.append(queued.samples)
+        return queued
+
+    queue.submit = watched  # type: ignore[method-assign]
+    return found
+
+
+def outputs(runner: ModelRunner, asked: list[SamplingParams], depth: int, chunk: int = 7):
+    driver = Driver(runner)
+    seqs = [
+        driver.add(p, 5 + 3 * i, s) for i, (p, s) in enumerate(zip(PROMPTS, asked, strict=True))
+    ]
+    driver.run(seqs, chunk=chunk, depth=depth)
+    # More sequences than request indices, so that these pass to others.
+    more = [
+        driver.add(p[: 3 + i], 4 + i, s)
+        for i, (p, s) in enumerate(zip(PROMPTS, asked, strict=True))
+    ]
+    driver.run(more, chunk=chunk, depth=depth)
+    return [(seq.outputs, seq.logprobs, seq.prompt_logprobs, seq.error) for seq in (*seqs, *more)]
+
+
+@pytest.mark.parametrize("asked", ALONE)
+@pytest.mark.parametrize("model", [LLAMA, QWEN3], ids=["tied", "untied"])
+def test_tokens_are_those_of_steps_run_one_by_one(model, asked):
+    decoder = make_decoder(model)
+    expected = outputs(make_runner(decoder), ALONE[asked], 1)
+    runner = ahead(decoder)
+    submitted = watch(runner)
+    assert outputs(runner, ALONE[asked], 2) == expected
+    assert submitted
+    assert all(submitted)
+
+
+@pytest.mark.parametrize("asks", HOST)
+def test_a_row_that_needs_more_than_the_draw_is_sampled_with_the_host(asks):
+    """Its steps are begun all the same, and the others' results are what they were."""
+    decoder = make_decoder(QWEN3)
+    asked = [DRAWN, GREEDY, HOST[asks], replace(DRAWN, seed=8)]
+    expected = outputs(make_runner(decoder), asked, 1)
+    runner = ahead(decoder)
+    submitted = watch(runner)
+    assert outputs(runner, asked, 2) == expected
+    assert not all(submitted)
+
+
+def test_greedy_rows_of_a_mixed_step_write_no_logits():
+    runner = make_runner(make_decoder(QWEN3))
+    driver = Driver(runner)
+    seqs = [driver.add(PROMPTS[0], 2, one) for one in (GREEDY, DRAWN, GREEDY, HOST["bias"])]
+    recorded = state_of(runner).recorded
+    assert recorded is not None
+    sizes: list[tuple[int, ...]] = []
+    run = recorded.program.run
+    recorded.program.run = lambda *given: sizes.append(given) or run(*given)
+    driver.launch([(seq, 0) for seq in seqs])
+    driver.collect()
+    # Of four rows that are wanted two have logits, and of the others the largest is found.
+    assert sizes == [(4, 4 * len(PROMPTS[0]), 4, 2, 2)]
+    alone = [driver.add(PROMPTS[0], 1, one) for one in (GREEDY, DRAWN, GREEDY, HOST["bias"])]
+    for seq, same in zip(seqs, alone, strict=True):
+        driver.release(seq)
+        driver.run([same])
+        assert seq.outputs == same.outputs
+
+
+def test_a_step_begins_where_the_one_before_ends():
+    """Nothing is collected in between, and the second finds the first one's tokens."""
+    decoder = make_decoder(QWEN3)
+    runner = ahead(decoder)
+    driver = Driver(runner)
+    seq = driver.add(PROMPTS[0], 3, GREEDY)
+    driver.launch([(seq, 0)])
+    driver.launch([(seq, 1)])
+    queue = state_of(runner).queue
+    assert queue is not None
+    queue.drain()
+    at = len(PROMPTS[0])
+    found = state_of(runner).inputs.token_ids[seq.req_index, at : at + 2].tolist()
+    driver.collect()
+    driver.collect()
+    assert seq.outputs == found
+    plain = Driver(make_runner(decoder))
+    same = plain.add(PROMPTS[0], 3, GREEDY)
+    plain.run([same])
+    assert same.outputs[:2] == found
+
+
+def test_an_index_that_passes_to_another_waits_for_the_step_in_flight():
+    runner = ahead(make_decoder(QWEN3))
+    driver = Driver(runner)
+    first, other = driver.add(PROMPTS[0], 9, DRAWN), driver.add(PROMPTS[2], 9, GREEDY)
+    driver.launch([(first, 0), (other, 0)])
+    driver.launch([(first, 1), (other, 1)])
+    driver.collect()
+    index = first.req_index
+    assert index is not None
+    # A request that is paused takes a token that is in flight, and its index has new parameters.
+    driver.release(first)
+    driver.free_slots.remove(index)
+    driver.free_slots.appendleft(index)
+    late = driver.add([9, 8, 7], 3, GREEDY)
+    driver.launch([(late, 0), (other, 1)])
+    assert late.req_index == index
+    assert [step.started for step in runner._steps] == [True, False]
+    driver.collect()
+    assert [step.started for step in runner._steps] == [True]
+    driver.collect()
+    driver.run([late, other], depth=2)
+    for seq in (first, late, other):
+        alone = Driver(make_runner(make_decoder(QWEN3)))
+        same = alone.add(seq.prompt, len(seq.outputs), seq.sampling)
+        alone.run([same])
+        assert seq.outputs == same.outputs
+
+
+def test_a_new_request_elsewhere_does_not_wait():
+    runner = ahead(make_decoder(QWEN3))
+    driver = Driver(runner)
+    driver.launch([(driver.add(PROMPTS[0], 9, DRAWN), 0)])
+    driver.launch([(driver.add(PROMPTS[1], 9, GREEDY), 0)])
+    assert [step.started for step in runner._steps] == [True, True]
+    runner.discard()
+
+
+def test_short_steps_wait_for_the_host():
+    """Between longer ones too, with the same tokens."""
+    decoder = make_decoder(QWEN3)
+    expected = outputs(make_runner(decoder), ALONE["both"], 1)
+    runner = ahead(decoder, 3)
+    started: list[tuple[int, bool]] = []
+    launch = runner.launch
+
+    def launched(batch: StepBatch) -> None:
+        launch(batch)
+        started.append((batch.num_tokens, runner._steps[-1].started))
+
+    runner.launch = launched  # type: ignore[method-assign]
+    assert outputs(runner, ALONE["both"], 2) == expected
+    assert any(begun for _, begun in started)
+    assert not any(begun for num_tokens, begun in started if num_tokens < 3)
+
+
+def test_the_forward_pass_of_a_masked_step_runs_while_its_masks_are_made():
+    decoder = make_decoder(QWEN3)
+    allowed = [range(4 * n, 4 * n + 40) for n in range(9)]
+
+    def mask(tokens: list[int]) -> bytes:
+        return packed(allowed[len(tokens) % 9], 128)
+
+    def run(runner: ModelRunner) -> list[Sequence]:
+        driver = Driver(runner)
+        seqs = [driver.add(PROMPTS[0], 6, GREEDY), driver.add(PROMPTS[2], 6, DRAWN, mask=mask),
+                driver.add(PROMPTS[1], 6, DRAWN)]  # fmt: skip
+        driver.run(seqs)
+        return seqs
+
+    plain = make_runner(decoder)
+    state_of(plain).queue = None
+    expected = run(plain)
+    runner = make_runner(decoder)
+    submitted = watch(runner)
+    launch = runner.launch
+
+    def launched(batch: StepBatch) -> None:
+        launch(batch)
+        assert runner._steps[-1].started == bool(batch.masked_rows)
+
+    runner.launch = launched  # type: ignore[method-assign]
+    found = run(runner)
+    assert [seq.outputs for seq in found] == [seq.outputs for seq in expected]
+    assert submitted == [False] * 6
+    assert all(token in allowed[(at + 30) % 9] for at, token in enumerate(found[1].outputs))
+
+
+def test_a_row_without_numbers_fails_alone():
+    decoder = make_decoder(QWEN3)
+    decoder.embedding.values[77] = torch.nan  # type: ignore[attr-defined]
+    runner = ahead(decoder)
+    driver = Driver(runner)
+    bad, good = (driver.add(p, 6, one) for p, one in (([3, 77], GREEDY), (PROMPTS[0], DRAWN)))
+    worse = driver.add([77, 5], 6, DRAWN)
+    driver.launch([(bad, 0), (good, 0), (worse, 0)])
+    driver.launch([(bad, 1), (good, 1), (worse, 1)])
+    driver.collect()
+    assert str(bad.error) == str(worse.error) == NOT_FINITE
+    driver.collect()
+    driver.run([good], depth=2)
+    alone = Driver(make_runner(decoder))
+    same = alone.add(PROMPTS[0], 6, DRAWN)
+    alone.run([same])
+    assert good.outputs == same.outputs
+    assert len(good.outputs) == 6
+
+
+def test_what_fails_in_a_step_is_raised_where_it_is_collected():
+    runner = ahead(make_decoder(QWEN3))
+    driver = Driver(runner)
+    seq = driver.add(PROMPTS[0], 6, GREEDY)
+    driver.launch([(seq, 0)])
+    driver.launch([(seq, 1)])
+    driver.collect()
+    state_of(runner).inputs.tables[0].table[seq.req_index] = 99
+    driver.launch([(seq, 1)])
+    driver.collect()
+    with pytest.raises(RuntimeError, match=r"step, op \d+, rope_and_cache: a slot, block"):
+        driver.collect()
+
+
+def test_no_memory_for_the_thread_is_told_as_such(monkeypatch):
+    runner = ahead(make_decoder(QWEN3))
+    queue = state_of(runner).queue
+    assert queue is not None
+    library = queue.recorded.program.context.functions
+    monkeypatch.setattr(library, "submit", lambda *_: 2)
+    driver = Driver(runner)
+    driver.launch([(driver.add(PROMPTS[0], 6, GREEDY), 0)])
+    with pytest.raises(StepOutOfMemoryError):
+        driver.collect()
+
+
+@pytest.mark.parametrize("end", ["discard", "close"])
+def test_what_is_in_flight_is_waited_for(end):
+    runner = ahead(make_decoder(QWEN3))
+    queue = state_of(runner).queue
+    assert queue is not None
+    driver = Driver(runner)
+    seq = driver.add(PROMPTS[2], 6, GREEDY)
+    driver.launch([(seq, 0)])
+    driver.launch([(seq, 1)])
+    getattr(runner, end)()
+    jobs = [next(queue._buffers).args for _ in range(2)]
+    assert sorted(job.number for job in jobs) == [1, 2]
+    assert all(job.status == 0 for job in jobs)
+    assert not runner._steps
+
+
+def test_a_forked_child_is_refused_and_does_not_wait():
+    runner = ahead(make_decoder(QWEN3))
+    driver = Driver(runner)
+    seq = driver.add(PROMPTS[0], 6, GREEDY)
+    driver.launch([(seq, 0)])
+    child = os.fork()
+    if not child:
+        signal.alarm(30)
+        told = 1
+        try:
+            driver.collect()
+        except RuntimeError as error:
+            told = 0 if "forked child" in str(error) else 2
+        runner.close()
+        os._exit(told)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    driver.collect()
+    assert np.size(seq.outputs) == 1
