@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -211,6 +212,28 @@ def test_static_steps_and_transformers_modules(load_case, name):
     assert isinstance(config, TransformersConfig)
     settings = {**SETTINGS, "attention_backend": "torch"}
     run_everything(case, build_model_runner(EngineConfig(**settings), config))
+
+
+@pytest.mark.parametrize("backend", sorted({"torch", BACKEND}))
+@pytest.mark.parametrize("name", ["Gemma3", "Granite", "Ministral3", "Olmo2"])
+def test_bfloat16_is_as_near_as_transformers_own(load_case, name, backend):
+    """To float32, of the token behind a prompt: norms in float32 and multipliers round alike."""
+    case = load_case(name)
+    driver = Driver(case.runner(dtype="bfloat16", attention_backend=backend))
+    half = copy.deepcopy(case.model).to(torch.bfloat16)
+    errors, bounds = [], []
+    for prompt in case.prompts:
+        seq = driver.add(prompt, 1)
+        driver.run([seq], chunk=9)
+        with torch.no_grad():
+            exact, theirs = (
+                model(torch.tensor([prompt])).logits[0, -1].float().log_softmax(-1)
+                for model in (case.model, half)
+            )
+        found = {each.token_id: each.logprob for each in seq.logprobs[0].top}
+        errors.append(max(abs(exact[token].item() - found[token]) for token in found))
+        bounds.append((exact - theirs).abs().max().item())
+    assert max(errors) < 1.5 * max(bounds)
 
 
 def test_longrope_chooses_its_factors_by_the_longest_sequence(load_case):

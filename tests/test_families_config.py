@@ -93,9 +93,9 @@ def test_what_a_text_part_leaves_out_is_the_familys_default(tmp_path):
     """As in the files of Gemma 3, whose text configuration has little but what differs."""
     text: dict[str, Any] = {"model_type": "gemma3_text", "hidden_size": 64, "sliding_window": 32}
     text |= {"intermediate_size": 96, "num_hidden_layers": 7}
-    text |= {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    text |= {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "eos_token_id": 1}
     values = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"}
-    values |= {"text_config": text, "eos_token_id": [1, 106], "torch_dtype": "bfloat16"}
+    values |= {"text_config": text, "eos_token_id": [106, 1], "torch_dtype": "bfloat16"}
     (tmp_path / "config.json").write_text(json.dumps(values))
     ours = ModelConfig.from_directory(tmp_path)
     theirs = transformers.AutoConfig.from_pretrained(tmp_path).get_text_config()
@@ -106,7 +106,7 @@ def test_what_a_text_part_leaves_out_is_the_familys_default(tmp_path):
     assert ours.max_position_embeddings == theirs.max_position_embeddings
     assert ours.attention_scale == theirs.query_pre_attn_scalar**-0.5
     assert (ours.tie_word_embeddings, ours.dtype) == (True, "bfloat16")
-    assert (ours.eos_token_ids, ours.activation) == ((1, 106), "gelu_tanh")
+    assert (ours.eos_token_ids, ours.activation) == ((106, 1), "gelu_tanh")
     assert ours.sliding_layers == tuple(kind == "sliding_attention" for kind in theirs.layer_types)
     full = RopeConfig(theta=1e6, kind="linear", factor=8.0)
     assert ours.layer_ropes == (RopeConfig(),) * 5 + (full, RopeConfig())

@@ -216,9 +216,19 @@ def _family(config: ConfigFile) -> tuple[Family, ConfigFile, bool]:
         shared = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")
         outer = {name: values[name] for name in shared if values.get(name) is not None}
         inner = values["text_config"]
-        eos = {"eos_token_id": values["eos_token_id"]} if "eos_token_id" in values else {}
-        values = {**eos, **inner, **outer}
+        ends = [each["eos_token_id"] for each in (values, inner) if "eos_token_id" in each]
+        values = {**inner, **outer} | ({"eos_token_id": _joined(ends)} if ends else {})
     return family, ConfigFile(config.path, {**family.defaults, **values}), is_text_part
+
+
+def _joined(values: list[Any]) -> list[Any]:
+    """The entries of lists, and values that are none, but for null."""
+    return [
+        entry
+        for value in values
+        for entry in (value if isinstance(value, list) else [value])
+        if entry is not None
+    ]
 
 
 def _rotary_dim(config: ConfigFile, family: Family, head_dim: int) -> int:

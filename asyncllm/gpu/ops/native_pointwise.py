@@ -1,0 +1,97 @@
+"""Native ops on elements: the residual's sum, gated activations, the soft cap of logits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from asyncllm.gpu.ops.program import DTYPES, rows_of
+from asyncllm.native import ARGS, Context, fail
+
+SILU, GELU_TANH = 0, 1
+"""``Activation`` of the interface."""
+
+
+class NativeResidualAdd:
+    """In place of a norm where a block has none before it: in ``add`` the sum alone."""
+
+    def __init__(self, context: Context, multiplier: float = 1.0) -> None:
+        self.context, self.multiplier = context, multiplier
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        x, residual = rows_of(x, x.dtype), rows_of(residual, x.dtype)
+        if x.shape != residual.shape:
+            raise ValueError(f"native add: x is {tuple(x.shape)}, expected {tuple(residual.shape)}")
+        (rows, width), context = x.shape, self.context
+        if (recorder := context.recorder) is not None:
+            args = ARGS["add"](
+                x_stride=x.stride(0), residual_stride=residual.stride(0), width=width,
+                multiplier=self.multiplier, dtype=DTYPES[x.dtype],
+            )  # fmt: skip
+            recorder.add("add", x, args, {"x": x, "residual": residual})
+            return residual, residual
+        status = context.functions.add(
+            context.handle, x.data_ptr(), x.stride(0), residual.data_ptr(), residual.stride(0),
+            self.multiplier, rows, width, DTYPES[x.dtype],
+        )  # fmt: skip
+        if status:
+            fail("add", status)
+        return residual, residual
+
+
+class NativeGatedMul:
+    """The activation of the first half of a row times the second.
+
+    Args:
+        activation: ``Activation`` of the interface.
+    """
+
+    def __init__(self, context: Context, activation: int) -> None:
+        self.context, self.activation = context, activation
+
+    def __call__(self, gate_up: Tensor) -> Tensor:
+        gate_up = rows_of(gate_up, gate_up.dtype)
+        rows, width = gate_up.shape
+        context = self.context
+        if (recorder := context.recorder) is not None:
+            out = recorder.empty(gate_up, width // 2)
+            args = ARGS["gated_mul"](
+                stride=gate_up.stride(0), width=width // 2, dtype=DTYPES[gate_up.dtype],
+                activation=self.activation,
+            )  # fmt: skip
+            recorder.add("gated_mul", gate_up, args, {"gate_up": gate_up, "out": out})
+            return out
+        out = gate_up.new_empty((rows, width // 2))
+        status = context.functions.gated_mul(
+            context.handle, gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), rows,
+            width // 2, self.activation, DTYPES[gate_up.dtype],
+        )  # fmt: skip
+        if status:
+            fail("gated_mul", status)
+        return out
+
+
+class NativeSoftcap:
+    """``cap * tanh(x / cap)``, in place."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+
+    def __call__(self, x: Tensor, cap: float) -> Tensor:
+        rows, width = x.shape
+        if x.stride(1) != 1 or x.device.type != "cpu":
+            raise ValueError(f"native softcap: x has strides {x.stride()} on {x.device}")
+        context = self.context
+        if (recorder := context.recorder) is not None:
+            args = ARGS["softcap"](stride=x.stride(0), width=width, cap=cap, dtype=DTYPES[x.dtype])
+            recorder.add("softcap", x, args, {"x": x})
+            return x
+        status = context.functions.softcap(
+            context.handle, x.data_ptr(), x.stride(0), cap, rows, width, DTYPES[x.dtype]
+        )
+        if status:
+            fail("softcap", status)
+        return x
