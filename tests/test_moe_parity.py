@@ -21,7 +21,7 @@ from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.models.experts import ExpertsMLP
 from asyncllm.gpu.transformers_model.config import read_config
-from asyncllm.gpu.weights import load_weights
+from asyncllm.gpu.weights import load_weights, weights_bytes
 from tests.driver import Driver
 from tests.families import GROUPS, MIXED, SLIDING, TINY, make, noise
 from tests.native_library import context
@@ -443,6 +443,14 @@ def test_layers_that_predict_further_tokens_are_left_out(load_case, tmp_path):
     config = change(case, tmp_path, **{extra.replace("3", "4"): torch.zeros(4, 4)})
     with pytest.raises(ModelLoadError, match=r"layers\.4\.eh_proj\.weight' is none of"):
         list(load_weights(config, torch.float32, torch.device("cpu")))
+
+
+def test_sizes_count_both_kinds_of_layers(load_case):
+    """Two layers of Qwen3Moe's four have experts."""
+    config = load_case("Qwen3Moe").config()
+    held = load_weights(config, torch.float32, torch.device("cpu"))
+    expected = sum(tensor.nbytes for _, tensor in held)
+    assert weights_bytes(config, torch.float32) == expected
 
 
 # --- configurations -----------------------------------------------------------------------
