@@ -137,6 +137,7 @@ def make(path: Path, family: str, **overrides: Any) -> Any:
     norms of weight ``1 + w`` keep their sense."""
     settings = TINY | CASES.get(family, {}) | overrides
     seed, gain = settings.pop("seed", SEEDS.get(family, 0)), settings.pop("gain", 1.6)
+    embedding = settings.pop("embedding", 0.2)
     shard = settings.pop("shard", "1GB")
     family = family.partition("-")[0]
     model_class = getattr(transformers, settings.pop("class", f"{family}ForCausalLM"))
@@ -144,21 +145,24 @@ def make(path: Path, family: str, **overrides: Any) -> Any:
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"
     model = model_class(config).eval()
-    draw_weights(model, seed, gain)
+    draw_weights(model, seed, gain, embedding)
     # Without the family's own ids of ends, which are beyond this vocabulary.
     model.generation_config = transformers.GenerationConfig()
     model.save_pretrained(path, max_shard_size=shard)
     return model
 
 
-def draw_weights(model: torch.nn.Module, seed: int = 0, gain: float = 1.6) -> None:
+def draw_weights(
+    model: torch.nn.Module, seed: int = 0, gain: float = 1.6, embedding: float = 0.2
+) -> None:
+    """Draws matrices of ``gain`` around what keeps activations of order 1. A head that is tied to
+    wide embeddings predicts each token again."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
-                scale = (
-                    0.2 if "embed" in name or "wte" in name else gain * parameter.shape[-1] ** -0.5
-                )
+                table = "embed" in name or "wte" in name
+                scale = embedding if table else gain * parameter.shape[-1] ** -0.5
                 parameter.normal_(0.0, scale, generator=generator)
             else:
                 parameter.normal_(float(parameter.mean().round()), 0.2, generator=generator)

@@ -44,7 +44,7 @@ def multimodal(path: Path, name: str, *, tied: bool, **text: Any) -> Any:
     if name == "Gemma3":
         text_config = transformers.Gemma3TextConfig(**settings)
         images |= {"mm_tokens_per_image": 4, "boi_token_index": 251, "eoi_token_index": 252}
-        config = transformers.Gemma3Config(text_config, vision, **images)
+        config = transformers.Gemma3Config(text_config=text_config, vision_config=vision, **images)
     else:
         text_config = transformers.Ministral3Config(**settings)
         vision_config = transformers.PixtralVisionConfig(**vision, head_dim=16)
@@ -53,7 +53,7 @@ def multimodal(path: Path, name: str, *, tied: bool, **text: Any) -> Any:
         )
     config._attn_implementation = "eager"
     model = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
-    draw_weights(model)
+    draw_weights(model, *((9, 1.6, 0.04) if tied else ()))
     model.generation_config = transformers.GenerationConfig()
     model.save_pretrained(path)
     return model

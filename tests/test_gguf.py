@@ -350,7 +350,7 @@ def test_a_model_is_a_file_or_a_directory_with_one(plain, tmp_path):
 
 def test_yarn(plain, tmp_path):
     """As llama.cpp computes it: with YaRN's own factor of attention."""
-    scaling = {"type": "yarn", "factor": 4.0, "original_context_length": 32}
+    scaling = {"type": "yarn", "factor": 4, "original_context_length": 32}
     path = tmp_path / "model.gguf"
     write(path, plain, metadata={f"llama.rope.scaling.{key}": v for key, v in scaling.items()})
     rope = ModelConfig.from_directory(path).rope
