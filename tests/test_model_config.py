@@ -209,7 +209,7 @@ def test_generation_config(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "field", "accepted"),
     [
-        ({"architectures": ["MixtralForCausalLM"]}, "architectures", "Qwen3ForCausalLM"),
+        ({"architectures": ["BloomForCausalLM"]}, "architectures", "Qwen3ForCausalLM"),
         ({"architectures": None, "model_type": "gemma"}, "model_type", "'qwen3'"),
         ({"architectures": None, "model_type": None}, "architectures", "LlamaForCausalLM"),
         ({"hidden_act": "gelu"}, "hidden_act", "silu"),

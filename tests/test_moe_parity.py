@@ -21,7 +21,7 @@ from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.models.experts import ExpertsMLP
 from asyncllm.gpu.transformers_model.config import read_config
-from asyncllm.gpu.weights import load_weights
+from asyncllm.gpu.weights import load_weights, weights_bytes
 from tests.driver import Driver
 from tests.families import GROUPS, MIXED, SLIDING, TINY, make, noise
 from tests.native_library import context
@@ -445,6 +445,14 @@ def test_layers_that_predict_further_tokens_are_left_out(load_case, tmp_path):
         list(load_weights(config, torch.float32, torch.device("cpu")))
 
 
+def test_sizes_count_both_kinds_of_layers(load_case):
+    """Two layers of Qwen3Moe's four have experts."""
+    config = load_case("Qwen3Moe").config()
+    held = load_weights(config, torch.float32, torch.device("cpu"))
+    expected = sum(tensor.nbytes for _, tensor in held)
+    assert weights_bytes(config, torch.float32) == expected
+
+
 # --- configurations -----------------------------------------------------------------------
 
 QWEN3 = TINY | {"model_type": "qwen3_moe", "head_dim": 16, **EXPERTS}
@@ -458,8 +466,9 @@ GPT = TINY | {"model_type": "gpt_oss", **LOCAL}
         (QWEN3, {"num_experts_per_tok": 7}, "num_experts_per_tok is 7, expected at most num_exp"),
         (QWEN3, {"num_experts_per_tok": 0}, "num_experts_per_tok is 0, expected"),
         (QWEN3, {"num_experts_per_tok": None}, "num_experts_per_tok is missing, expected"),
-        (QWEN3, {"num_experts": 5000}, "num_experts is 5000, expected .* 4096"),
+        (QWEN3, {"num_experts": 5000}, "num_experts is 5000, expected .* 1024"),
         (QWEN3, {"num_experts": None}, "num_experts is missing"),
+        (QWEN3, {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act is 'gelu_pytorch_tanh', expected"),
         (QWEN3, {"moe_intermediate_size": 0}, "moe_intermediate_size is 0, expected"),
         (QWEN3, {"moe_intermediate_size": "48"}, "moe_intermediate_size is '48', expected"),
         (QWEN3, {"decoder_sparse_step": 0}, "decoder_sparse_step is 0, expected"),

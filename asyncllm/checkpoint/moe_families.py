@@ -21,14 +21,17 @@ from asyncllm.checkpoint.families import (
     read_window,
 )
 
-MAX_EXPERTS = 4096
+MAX_EXPERTS = 1024
 
 
 # --- what several rows read ----------------------------------------------------------------
 
 
-def _counts(config: ConfigFile, *names: str, per_token: str = "num_experts_per_tok"):
+def _counts(
+    config: ConfigFile, *names: str, per_token: str = "num_experts_per_tok"
+) -> tuple[int, int]:
     """Experts of a layer, by the first of these fields that is there, and of a token."""
+    config.choice("hidden_act", ("silu", "swish"), "silu")
     name = next((name for name in names if name in config), names[0])
     count = config.integer(name, high=MAX_EXPERTS)
     top_k = config.integer(per_token, high=MAX_EXPERTS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.gpu.models.experts import expert_parameters
@@ -42,8 +43,16 @@ def is_unused(model: ModelConfig, name: str) -> bool:
 
 
 def sum_parameters(model: ModelConfig, size: Callable[[Parameter], int]) -> int:
-    """The sum of ``size`` over all parameters."""
-    return sum(map(size, parameters(model)))
+    """The sum of ``size`` over all parameters. Layers are alike but for their experts, so one of
+    each kind stands for all."""
+    with_experts = model.experts.layers if model.experts is not None else ()
+    counts = {True: sum(with_experts), False: model.num_layers - sum(with_experts)}
+    of_layers = 0
+    for kind, count in counts.items():
+        if count:
+            first = with_experts.index(kind) if with_experts else 0
+            of_layers += count * sum(map(size, _layer_parameters(model, first)))
+    return sum(map(size, parameters(replace(model, num_layers=0)))) + of_layers
 
 
 def is_small(model: ModelConfig | TransformersConfig) -> bool:
