@@ -217,10 +217,12 @@ def make_runner(
     processors: Sequence[LogitsProcessor] = (),
 ) -> ModelRunner:
     """A runner with its state on the "device"; with no recorder the plain one, which draws
-    tokens by the same function. ``layers`` of KV groups, if they are not the model's own."""
+    tokens by the same function. ``layers`` of KV groups, if they are not the model's own, of which
+    each has ``num_blocks``."""
     model = decoder.model
     if not layers and tuple(decoder.attention) == attention_kinds(model):
         groups = dense.kv_groups(model, decoder.attention, block_size)
+        num_blocks *= len(groups)  # of the same bytes in all
     else:
         groups = kv_groups(model, block_size, *layers)
     if layers:

@@ -89,7 +89,7 @@ class Case:
     def runner(self, **overrides: Any) -> ModelRunner:
         settings = {
             "block_size": 4,
-            "num_blocks": 200,
+            "num_blocks": 600,  # of the three groups that some have
             "max_num_seqs": 8,
             "max_num_batched_tokens": 512,
             "dtype": "float32",

@@ -269,14 +269,16 @@ class KVCacheManager:
         appended, num_slots = [], NEVER
         for group in self.groups:
             blocks = request.blocks[group.index]
-            new = self.pool.allocate(counts[group.index])
+            count = counts[group.index]
+            new = self.pool.allocate(count) if count else []
             blocks += new
             appended.append(new)
             if len(blocks) * group.block_size < num_slots:
                 num_slots = len(blocks) * group.block_size
         for group in self._sliding:
             trims_at = group.trims_at(request.num_trimmed[group.index])
-            if trims_at < num_slots:
+            # A single block can wait until the tables grow, or they would change twice as often.
+            if trims_at + group.block_size <= num_slots:
                 num_slots = trims_at
         request.num_slots = num_slots
         return appended

@@ -67,8 +67,8 @@ class Request:
         num_trimmed: per KV group the leading entries of ``blocks`` that are the null block: their
             tokens lie before the group's window.
         block_hashes: by block size, of the full blocks of ``token_ids``, as far as computed.
-        num_slots: tokens that the tables will do for: every group has blocks for them, and none
-            to give back before.
+        num_slots: tokens that the tables will do for: every group has blocks for them, and at most
+            one to give back before.
         num_published: leading tokens whose full blocks were offered to the pool.
         publish_at: tokens with which the next block is full and can be offered.
         bad_words: token sequences that may not occur in the output.
