@@ -152,6 +152,7 @@ CASES: dict[str, dict[str, Any]] = {
     "Ministral3": {
         "head_dim": 16,
         "rope_parameters": {**YARN, "mscale": 1.0, "llama_4_scaling_beta": 0.5},
+        "gain": 1.3,
     },
     "Mistral": {**SLIDING},
     "Mixtral": {**MOE},

@@ -300,7 +300,8 @@ def _no_correction(monkeypatch):
     route = Glm4MoeTopkRouter.forward
 
     def changed(self, hidden):
-        bias, self.e_score_correction_bias = self.e_score_correction_bias, torch.zeros(6)
+        bias = self.e_score_correction_bias
+        self.e_score_correction_bias = torch.zeros_like(bias)
         try:
             return route(self, hidden)
         finally:
