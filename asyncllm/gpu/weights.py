@@ -62,21 +62,14 @@ def load_weights(
         done, num_bytes = 0, sum(tensors[name].num_bytes for p in wanted for name, _ in p.parts)
         packed = PackedSizes()
         for parameter in wanted:
-            bundle = None
-            if takes is not None and _is_linear(parameter, model):
-                parts = [reader.codes(name) for name, _ in parameter.parts]
-                bundle = packed_weights(parts, takes)
+            bundle = _packed(reader, parameter, model, takes)
             if bundle is not None:
                 packed.add(bundle)
-                done += sum(tensors[name].num_bytes for name, _ in parameter.parts)
-                if progress is not None:
-                    progress(done, num_bytes)
-                yield parameter.name, bundle
-                continue
-            target = _allocate(parameter, dtype, device)
+            target = _allocate(parameter, dtype, device) if bundle is None else bundle
             row = 0
             for name, rows in parameter.parts:
-                _copy(reader.slices(name), target[row : row + rows], staging)
+                if isinstance(target, Tensor):
+                    _copy(reader.slices(name), target[row : row + rows], staging)
                 row += rows
                 done += tensors[name].num_bytes
                 if progress is not None:
@@ -87,12 +80,19 @@ def load_weights(
         log_sizes(model.path, reader, dtype, packed)
 
 
-def _is_linear(parameter: Parameter, model: ModelConfig) -> bool:
-    """Whether a parameter is the weight of a linear layer, or of an embedding that a head is tied
-    to."""
-    if parameter.name == "embed.weight":
-        return model.tie_word_embeddings
-    return len(parameter.shape) == 2
+def _packed(
+    reader: CheckpointReader,
+    parameter: Parameter,
+    model: ModelConfig,
+    takes: Callable[[WeightForm], bool] | None,
+) -> LinearWeights | None:
+    """The weight of a linear layer, or of an embedding that a head is tied to, as it is stored;
+    None for another parameter, and where it has to be dequantised."""
+    if takes is None or len(parameter.shape) != 2:
+        return None
+    if parameter.name == "embed.weight" and not model.tie_word_embeddings:
+        return None
+    return packed_weights([reader.codes(name) for name, _ in parameter.parts], takes)
 
 
 def _copy(slices: Iterable[Tensor], target: Tensor, staging: PinnedUploader | None) -> None:
