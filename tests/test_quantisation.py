@@ -130,10 +130,10 @@ def test_the_packaged_model_hardly_changes():
     found = texts(3000)
     expected = teacher_forced_logits(found, **REFERENCE)
     plain = perplexity(found, expected)
-    for quantization, bounds in (
-        (None, (0.0, 1e-4)),
-        ("int8", (1e-4, 0.03)),
-        ("int4", (0.03, 0.25)),
+    for quantization, bounds, least in (
+        (None, (0.0, 1e-4), 0.99),
+        ("int8", (1e-4, 0.03), 0.97),
+        ("int4", (0.03, 0.2), 0.93),
     ):
         logits = teacher_forced_logits(
             found, dtype="float32", attention_backend="native", quantization=quantization
@@ -141,5 +141,5 @@ def test_the_packaged_model_hardly_changes():
         error, same = logit_error(expected, logits)
         print(f"quantization={quantization}: {error}, {same}, {perplexity(found, logits) / plain}")
         assert bounds[0] <= error < bounds[1]
-        assert same > 0.97
+        assert same > least
         assert abs(perplexity(found, logits) / plain - 1.0) < 0.02

@@ -36,12 +36,13 @@ def packed_weights(
     low, high = (0, 255) if scheme == "int4" else (-128, 127)
     if not takes(form) or not low <= int(zeros.min()) <= int(zeros.max()) <= high:
         return None
+    values = _values(codes, form.shape, scheme)
     return LinearWeights(
-        _values(codes, form.shape, scheme),
+        values,
         scheme=scheme,
         scales=torch.cat([_by_row(part, part.scales) for part in codes]),
         scale_block=form.scale_block,
-        zeros=zeros if has_zeros else None,
+        zeros=zeros.to(values.dtype) if has_zeros else None,
     )
 
 

@@ -72,26 +72,20 @@ def load_weights(
         packed = PackedSizes()
         lent = _Lent(model, wanted, dtype, reader) if lend else None
         for parameter in wanted:
-            bundle = None
-            if takes is not None and _is_linear(parameter, model):
-                parts = [reader.codes(name) for name, _ in parameter.parts]
-                bundle = packed_weights(parts, takes)
+            bundle = _packed(reader, parameter, model, takes)
             if bundle is not None:
                 packed.add(bundle)
-                done += sum(tensors[name].num_bytes for name, _ in parameter.parts)
-                if progress is not None:
-                    progress(done, num_bytes)
-                yield parameter.name, bundle
-                continue
-            whole = target = None
-            if lent is not None and lent.has(parameter):
+            whole = None
+            if bundle is not None:
+                target = bundle
+            elif lent is not None and lent.has(parameter):
                 whole = lent.whole(parameter)
                 target = lent.buffer(parameter) if whole is None else whole
-            if target is None:
+            else:
                 target = _allocate(parameter, dtype, device)
             row = 0
             for name, rows in parameter.parts:
-                if whole is None:
+                if isinstance(target, Tensor) and whole is None:
                     slices = parameter.rows(reader.slices(name))
                     _copy(slices, target[row : row + rows], staging)
                 row += rows
@@ -143,6 +137,19 @@ class _Lent:
 
     def buffer(self, parameter: Parameter) -> Tensor:
         return self._buffer[: math.prod(parameter.shape)].view(parameter.shape)
+
+
+def _packed(
+    reader: CheckpointReader,
+    parameter: Parameter,
+    model: ModelConfig,
+    takes: Callable[[WeightForm], bool] | None,
+) -> LinearWeights | None:
+    """The weight of a linear layer, or of an embedding that a head is tied to, as it is stored;
+    None for another parameter, and where it has to be dequantised."""
+    if takes is None or not _is_linear(parameter, model):
+        return None
+    return packed_weights([reader.codes(name) for name, _ in parameter.parts], takes)
 
 
 def _copy(slices: Iterable[Tensor], target: Tensor, staging: PinnedUploader | None) -> None:
