@@ -74,8 +74,10 @@ class EngineConfig:
             registers.
         cuda_graphs: "auto" (lazy), "startup", "lazy" or "off".
         cuda_graph_sizes: batch sizes to capture; None is the default set.
-        async_scheduling: run one step ahead of the results; None is True on a GPU and False
-            on a CPU. On a CPU it changes the accounting, not the speed.
+        async_scheduling: run one step ahead of the results; None is True on a GPU, and
+            on a CPU where native ops take at most 10 ms for a full decode step, measured when the
+            engine starts. Without native ops a CPU runs nothing ahead: it changes the accounting
+            there, not the speed.
         scheduling_policy: "fcfs", "priority" (smaller first) or "deadline" (earliest first
             within a priority). It orders admission and victims, not what runs already.
         max_queued_requests: requests waiting at most; more are EngineOverloadedError.

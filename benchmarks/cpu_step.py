@@ -90,8 +90,8 @@ def step_times(runner: ModelRunner, clock: Clock, rows: int, count: int) -> dict
         runner.launch(batch)
         runner.collect()
         total, parts = time.thread_time() - began, clock.take()
-        native, forward = parts["native"], parts["forward"]
-        values = native, forward - native, parts["sampling"], total - forward - parts["sampling"]
+        native, forward, sampling = parts["native"], parts["forward"], parts.get("sampling", 0.0)
+        values = native, forward - native, sampling, total - forward - sampling
         if step >= 10:
             found[bool(step % 2)].append(dict(zip(PARTS, (*values, total), strict=True)))
     state.recorded = recorded
@@ -110,7 +110,7 @@ def main() -> None:
     config = EngineConfig(
         device="cpu", attention_backend="native", num_threads=arguments.threads,
         dtype=arguments.dtype, max_num_batched_tokens=max(ROWS) * PROMPT, max_model_len=256,
-        max_num_seqs=max(ROWS), num_blocks=256,
+        max_num_seqs=max(ROWS), num_blocks=256, async_scheduling=False,
     )  # fmt: skip
     runner = build_model_runner(config, ModelConfig.from_directory(path))
     conditions = {"model": path.name, "dtype": str(runner.dtype), "threads": str(arguments.threads)}
@@ -118,8 +118,8 @@ def main() -> None:
     state, clock = runner._state, Clock()
     assert state is not None
     library: Any = vars(state.decoder.ops)["context"].functions
-    for name in ("run", "linear", "gather", "select", "attention", "rms_norm", "rope_and_cache",
-                 "gated_mul"):  # fmt: skip
+    for name in ("run", "linear", "linear_argmax", "gather", "select", "attention", "rms_norm",
+                 "rope_and_cache", "gated_mul"):  # fmt: skip
         clock.watch(library, name, "native")
     clock.watch(runner, "_forward", "forward")
     clock.watch(state.sampler, "sample", "sampling")

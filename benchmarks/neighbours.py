@@ -15,9 +15,10 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Any
 
 from asyncllm import AsyncLLMEngine
 from benchmarks import peer_checkpoint
@@ -69,6 +70,59 @@ async def busy_host() -> AsyncIterator[None]:
         yield
     finally:
         task.cancel()
+
+
+class NativeSteps:
+    """The wall time in which a recorded step of an engine runs, from the calls of its library: of
+    one that was queued from its submission to the end of the wait for it."""
+
+    def __init__(self, engine: AsyncLLMEngine) -> None:
+        executor: Any = engine._thread and engine._thread.core.executor
+        self.library: Any = executor._state.decoder.ops.context.functions
+        self.spans: list[tuple[float, float]] = []
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        library, submitted = self.library, {}
+        run, submit, wait = library.run, library.submit, library.wait
+
+        def timed_run(*args: Any) -> int:
+            began = time.perf_counter()
+            status = run(*args)
+            self.spans.append((began, time.perf_counter()))
+            return status
+
+        def timed_submit(context: Any, job: Any) -> int:
+            submitted[id(job)] = time.perf_counter()
+            return submit(context, job)
+
+        def timed_wait(context: Any, job: Any) -> int:
+            status = wait(context, job)
+            self.spans.append((submitted[id(job)], time.perf_counter()))
+            return status
+
+        library.run, library.submit, library.wait = timed_run, timed_submit, timed_wait
+        try:
+            yield
+        finally:
+            library.run, library.submit, library.wait = run, submit, wait
+
+    def seconds(self) -> float:
+        """Of all spans, what two have in common counted once."""
+        total = end = 0.0
+        for first, last in sorted(self.spans):
+            total += max(0.0, last - max(first, end))
+            end = max(end, last)
+        return total
+
+
+async def share_without_native(engine: AsyncLLMEngine, load: Workloads) -> float:
+    """Of B's wall time, in which no native step runs."""
+    steps = NativeSteps(engine)
+    began = time.perf_counter()
+    with steps.watched():
+        await load.batch(engine)
+    return 1 - steps.seconds() / (time.perf_counter() - began)
 
 
 class Workloads:
@@ -134,6 +188,7 @@ async def measure(arguments: argparse.Namespace, checkpoint: Path) -> dict[str, 
             alone, batch = await load.alone(engine), await load.batch(engine)
             keep("A, between tokens", alone)
             keep("B", batch)
+            keep("B, wall time without a native step", await share_without_native(engine, load))
             async with busy_process():
                 keep("A beside a busy process, times as long", await load.alone(engine) / alone)
                 keep("B beside a busy process", await load.batch(engine) / batch)
@@ -168,9 +223,11 @@ def tell(report: Report, found: dict[str, list[float]]) -> None:
         unit = "tok/s" if name == "B" else "s" if name.startswith("cold") else "×"
         if name.startswith(("lag", "A, ")):
             unit = "ms"
-        scale = 1e3 if unit == "ms" else 1.0
+        if name.endswith("native step"):
+            unit = "%"
+        scale = {"ms": 1e3, "%": 100.0}.get(unit, 1.0)
         note = f"{min(values) * scale:.3g} to {max(values) * scale:.3g}"
-        report.add(name, statistics.median(values), unit, note)
+        report.add(name, statistics.median(values) * (100 if unit == "%" else 1), unit, note)
 
 
 def main() -> None:

@@ -73,10 +73,9 @@ def load_weights(
         lent = _Lent(model, wanted, dtype, reader) if lend else None
         for parameter in wanted:
             bundle = _packed(reader, parameter, model, takes)
-            if bundle is not None:
-                packed.add(bundle)
             whole = None
             if bundle is not None:
+                packed.add(bundle)
                 target = bundle
             elif lent is not None and lent.has(parameter):
                 whole = lent.whole(parameter)

@@ -14,6 +14,7 @@ struct Layer {
   Array weight, q_norm, embedding;
   std::vector<int32_t> token_table, blocks;
   std::vector<int64_t> row_lines, starts, counts, wanted, ids, positions, slots, query_start, lens;
+  std::vector<int64_t> largest;
   std::vector<Weights*> packed;
   std::vector<Op> ops;
   Program program = {};
@@ -29,7 +30,7 @@ struct Layer {
         logits(dtype, most_rows * vocab), weight(dtype, hidden), q_norm(dtype, dim),
         embedding(dtype, vocab * hidden), row_lines(most_rows), starts(most_rows),
         counts(most_rows), wanted(most_tokens), ids(most_tokens), positions(most_tokens),
-        slots(most_tokens), query_start(most_rows + 1), lens(most_rows) {
+        slots(most_tokens), query_start(most_rows + 1), lens(most_rows), largest(most_rows) {
     for (int64_t i = 0; i < lines * length; ++i)
       token_table.push_back(int32_t(draw(0, vocab - 1)));
     // A block has one owner; there may be fewer than the lines could take.
@@ -108,16 +109,56 @@ struct Layer {
     linear(4, mlp, inner, o, hidden, SIZE_WANTED);
     norm(o, &rest, last, SIZE_WANTED);
     linear(0, last, hidden, logits, vocab, SIZE_SAMPLED);
+    add(OP_ARGMAX, SIZE_GREEDY).args.argmax = {packed[0], last.at(), hidden, largest.data(), dtype};
     program.ops = ops.data(), program.num_ops = int64_t(ops.size()), program.op_bytes = sizeof(Op);
-    int64_t rooms[] = {most_rows, most_tokens, most_tokens, most_rows};
+    int64_t rooms[] = {most_rows, most_tokens, most_tokens, most_rows, most_rows};
     for (int i = 0; i < NUM_SIZES; ++i) program.capacity[i] = rooms[i];
   }
 
   int32_t run(Context* context, int64_t rows, int64_t tokens, int64_t sampled, int64_t* failed) {
-    int64_t sizes[NUM_SIZES] = {rows, tokens, sampled, sampled};
+    int64_t sizes[NUM_SIZES] = {rows, tokens, sampled, sampled, 0};
     return asyncllm_run(context, &program, sizes, failed);
   }
 };
+
+// The same rows as a job that takes the largest of `logits` [rows, vocab], and leaves each where the
+// next step would read it, if there is room.
+void job(Context* context, Layer& layer, int64_t rows, int64_t tokens,
+         const std::vector<double>& logits) {
+  std::vector<int64_t> counts = layer.counts, found(rows), positions(rows);
+  std::vector<int32_t> before = layer.token_table;
+  bool fits = true;
+  for (int64_t row = 0; row < rows; ++row) {
+    positions[row] = layer.starts[row] + counts[row] - 1;
+    fits &= positions[row] + 1 < layer.length;
+  }
+  Job job = {};
+  job.program = &layer.program;
+  int64_t sizes[NUM_SIZES] = {rows, tokens, rows, 0, rows};
+  for (int i = 0; i < NUM_SIZES; ++i) job.sizes[i] = sizes[i];
+  layer.counts.assign(counts.size(), -1);
+  job.copies[0] = {layer.counts.data(), counts.data(), rows * int64_t(sizeof(int64_t))};
+  job.num_copies = 1;
+  job.greedy = layer.largest.data(), job.num_tokens = rows, job.tokens = found.data();
+  job.lines = layer.row_lines.data(), job.positions = positions.data();
+  job.table = layer.token_table.data(), job.table_lines = layer.lines;
+  job.table_width = layer.length;
+  expect_ok(asyncllm_submit(context, &job), "submit");
+  int32_t status = asyncllm_wait(context, &job);
+  layer.counts = counts;
+  if (status != (fits ? STATUS_OK : STATUS_INDEX)) fail("status of a job");
+  for (int64_t row = 0; row < rows && fits; ++row) {
+    int64_t best = 0;
+    for (int64_t i = 1; i < layer.vocab; ++i)
+      if (logits[row * layer.vocab + i] > logits[row * layer.vocab + best]) best = i;
+    if (found[row] != best) fail("a job's token");
+    int64_t at = layer.row_lines[row] * layer.length + positions[row] + 1;
+    if (layer.token_table[at] != best) fail("where a job's token lies");
+  }
+  layer.token_table.assign(before.begin(), before.end());
+  job.num_tokens = -1;
+  if (asyncllm_submit(context, &job) != STATUS_INVALID) fail("a wrong job is not noticed");
+}
 
 // What is wrong with a step, if its rows have tokens.
 void spoil(Layer& layer, int64_t rows, int64_t* tokens, int64_t* sampled) {
@@ -159,6 +200,7 @@ void program(Context* context, int32_t dtype) {
   expect_ok(layer.run(context, rows, tokens, rows, &failed), "program");
   std::vector<double> together;
   for (int64_t i = 0; i < rows * layer.vocab; ++i) together.push_back(layer.logits.get(i));
+  job(context, layer, rows, tokens, together);
   std::vector<int64_t> all[] = {layer.row_lines, layer.starts, layer.counts};
   for (int64_t row = 0; row < rows; ++row) {
     layer.row_lines[0] = all[0][row], layer.starts[0] = all[1][row], layer.counts[0] = all[2][row];

@@ -24,7 +24,7 @@ class _Buffer(RowArrays):
     """A step from its launch to its end, at addresses that stay.
 
     Attributes:
-        places, positions: ``[S]`` int64, of the rows that are sampled, in their order: request
+        lines_of, positions: ``[S]`` int64, of the rows that are sampled, in their order: request
             index, and position of the token before.
         tokens: ``[S]`` int64.
         args: the job.
@@ -33,17 +33,17 @@ class _Buffer(RowArrays):
     def __init__(self, recorded: RecordedStep, inputs: InputBatch, sampler: Sampler) -> None:
         rows, tokens = recorded.max_rows, recorded.max_tokens
         super().__init__(rows, tokens)
-        self.places, self.positions, self.tokens = (np.zeros(rows, np.int64) for _ in range(3))
-        drawn = (torch.from_numpy(each) for each in (self.places, self.positions))
+        self.lines_of, self.positions, self.tokens = (np.zeros(rows, np.int64) for _ in range(3))
+        of, before = torch.from_numpy(self.lines_of), torch.from_numpy(self.positions)
         lines, width = inputs.token_ids.shape
         self.args = JobArgs(
             program=ctypes.pointer(recorded.program.args),
             draw=sample_args(
-                recorded.logits, sampler.sampling, *drawn, sampler.last_sampled_tokens,
+                recorded.logits, sampler.sampling, of, before, sampler.last_sampled_tokens,
                 torch.from_numpy(self.tokens),
             ),
             greedy=None if recorded.greedy is None else recorded.greedy.data_ptr(),
-            tokens=self.tokens.ctypes.data, lines=self.places.ctypes.data,
+            tokens=self.tokens.ctypes.data, lines=self.lines_of.ctypes.data,
             positions=self.positions.ctypes.data, table=inputs.token_ids.ctypes.data,
             table_lines=lines, table_width=width,
         )  # fmt: skip
@@ -66,7 +66,7 @@ class _Buffer(RowArrays):
         lines, positions = step.req_indices, step.positions
         if order.places is not None:
             lines, positions = lines[order.places], positions[order.places]
-        self.places[:count], self.positions[:count] = lines, positions
+        self.lines_of[:count], self.positions[:count] = lines, positions
         self.positions[:count] -= 1
         args.num_tokens, args.draw.rows = count, order.num_logits
 
