@@ -65,8 +65,8 @@ def test_the_example_runs():
     ]
     assert stories == "['length', 'length', 'length']\n"
     [table] = re.findall(r"(?s)<table.*?</table>", html_of(example, "side_by_side(prompts"))
-    assert table.count("<td") == 3
-    assert "<b>Tell me a story about a fox.</b><br>Once upon a time" in table
+    texts = re.findall(r"(?s)<b>Tell me a story about .*?</b><br>(.{40,}?)</td>", table)
+    assert len(texts) == 3
     assert times == ""
     plot = html_of(example, "median_ttft(count):")
     widths = [int(width) for width in re.findall(r'width="(\d+)" height="16"', plot)]

@@ -288,11 +288,10 @@ def _tool_choice(value: Any, schemas: Sequence[dict[str, Any]]) -> Any:
 
 
 def _closed(response_format: Any) -> Any:
-    """A form of the answer with objects closed, as of ``with_structured_output``."""
-    if not isinstance(response_format, Mapping) or response_format.get("type") != "json_schema":
+    """A form of the answer with objects closed, as of ``with_structured_output``. What is no such
+    form is left to the engine to refuse."""
+    named = response_format.get("json_schema") if isinstance(response_format, Mapping) else None
+    schema = named.get("schema") if isinstance(named, Mapping) else None
+    if not isinstance(schema, dict):
         return response_format
-    named = response_format["json_schema"]
-    return {
-        **response_format,
-        "json_schema": {**named, "schema": close_objects(deepcopy(named["schema"]))},
-    }
+    return {**response_format, "json_schema": {**named, "schema": close_objects(deepcopy(schema))}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from copy import deepcopy
@@ -167,7 +168,9 @@ class AsyncLLMModel(Model[AsyncLLMEngine]):
             if use is not None:
                 variables["tools"] = list(use.schemas)
             template_input = TemplateInput(chat, variables)
-            return RequestUsage(input_tokens=len(self.engine.tokenizer.encode_chat(template_input)))
+            # A long conversation takes long, and the event loop is others' as well.
+            encode = self.engine.tokenizer.encode_chat
+            return RequestUsage(input_tokens=len(await asyncio.to_thread(encode, template_input)))
 
     def _arguments(
         self,
