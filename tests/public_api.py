@@ -19,6 +19,9 @@ import asyncllm
 MODULES = {
     "asyncllm.callbacks": ("CallbackStream", "stream_with_callbacks"),
     "asyncllm.metrics": ("EngineMetrics",),
+    "asyncllm.serving": ("create_app",),
+    "asyncllm.serving.app": ("ServerApp",),
+    "asyncllm.serving.http_server": ("ConnectionLimits", "HttpServer"),
     "asyncllm.serving.websocket": ("WebSocketServer", "serve"),
     "asyncllm.tracing": ("EngineTracing", "trace_engine"),
     "asyncllm.gpu.ops.backend": ("AttentionBackend", "AttentionRequest", "Constraints"),
@@ -26,7 +29,7 @@ MODULES = {
     "asyncllm.testing": ("FakeExecutor", "byte_tokenizer", "fake_engine", "fake_llm"),
 }
 
-MADE_FOR_THE_CALLER = {"CallbackStream", "LLMStream", "TokenStream", "WebSocketServer"}
+MADE_FOR_THE_CALLER = {"CallbackStream", "LLMStream", "ServerApp", "TokenStream", "WebSocketServer"}
 """Classes whose constructors are no part of the API."""
 
 

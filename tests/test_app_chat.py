@@ -232,6 +232,11 @@ REFUSED = [
     ({"modalities": ["text", "audio"]}, "unsupported_parameter", "modalities"),
     ({"functions": [{"name": "f"}]}, "unsupported_parameter", "functions"),
     ({"stream_options": {"colour": 1}}, "unknown_parameter", "stream_options.colour"),
+    (
+        {"stream_options": {"include_obfuscation": 0}},
+        "invalid_value",
+        "stream_options.include_obfuscation",
+    ),
     ({"extra_args": {"x": 1}}, "invalid_value", "extra_args"),
     ({"colour": "blue"}, "unknown_parameter", "colour"),
 ]

@@ -12,6 +12,8 @@ from asyncllm.logger import get_logger
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from asyncllm.gpu.formats.codes import Codes
+
 logger = get_logger(__name__)
 
 _BODY = re.compile(r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?(?!lm_head)")
@@ -37,6 +39,7 @@ class TextPart:
 
     def __init__(self, reader: CheckpointReader, architecture: str) -> None:
         self._reader = reader
+        self.label, self.ignored = reader.label, reader.ignored
         self._names = {
             known: name for name in reader.tensors if (known := text_name(name)) is not None
         }
@@ -53,6 +56,9 @@ class TextPart:
 
     def slices(self, name: str) -> Iterator[Tensor]:
         return self._reader.slices(self._names[name])
+
+    def codes(self, name: str) -> Codes | None:
+        return self._reader.codes(self._names[name])
 
     def close(self) -> None:
         self._reader.close()

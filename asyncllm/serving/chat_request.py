@@ -10,7 +10,7 @@ from typing_extensions import TypedDict
 
 from asyncllm.engine import AsyncLLMEngine
 from asyncllm.serving.protocol_error import ProtocolError
-from asyncllm.serving.request_body import RequestBody, few_fields, invalid, unsupported
+from asyncllm.serving.request_body import JustFalse, RequestBody, few_fields, invalid, unsupported
 from asyncllm.serving.sampling_fields import Choices, text_or_list
 from asyncllm.stream import TokenStream
 from asyncllm.tools.tool_use import MAX_TOOLS
@@ -109,7 +109,7 @@ ToolChoice = Annotated[
 @with_config(FORBID)
 class StreamOptions(TypedDict):
     include_usage: NotRequired[bool | None]
-    include_obfuscation: NotRequired[Literal[False] | None]
+    include_obfuscation: NotRequired[JustFalse | None]
 
 
 class TemplateFields(RequestBody):

@@ -7,9 +7,9 @@ validators check what the values mean, as they do for every caller.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, WithJsonSchema
 from pydantic_core import from_json
 
 from asyncllm import validation as check
@@ -52,6 +52,16 @@ def parse_json(data: bytes | str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ProtocolError("body: expected a JSON object", code="invalid_json")
     return found
+
+
+def _check_false(value: bool) -> bool:
+    if value:
+        raise ValueError("false, which is all that is supported here")
+    return value
+
+
+# A Literal would take 0 for it.
+JustFalse = Annotated[bool, AfterValidator(_check_false), WithJsonSchema({"enum": [False]})]
 
 
 class RequestBody(BaseModel):

@@ -16,7 +16,7 @@ from asyncllm.serving.chat_request import (
     template_messages,
     template_variables,
 )
-from asyncllm.serving.request_body import few_fields, unsupported
+from asyncllm.serving.request_body import JustFalse, few_fields, unsupported
 from asyncllm.serving.response_input import InputItem, Message, messages_of
 from asyncllm.serving.sampling_fields import SamplingFields, text_or_list
 from asyncllm.stream import TokenStream
@@ -106,7 +106,7 @@ class ReasoningConfig(TypedDict):
 
 @with_config(FORBID)
 class ResponseStreamOptions(TypedDict):
-    include_obfuscation: NotRequired[Literal[False] | None]
+    include_obfuscation: NotRequired[JustFalse | None]
 
 
 MetadataValue = Annotated[str, Field(max_length=512)]
