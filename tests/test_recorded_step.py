@@ -73,7 +73,7 @@ def make_decoder(
 
     own = context(threads, isa)
     attention = {kind: NativeAttention(own, kind.shape, dtype) for kind in attention_kinds(model)}
-    convert = CONVERSIONS.get(quantised)
+    convert = CONVERSIONS[quantised] if quantised else None
     decoder = build_decoder(model, NativeOps(own), attention, weights(), convert)
     decoder.set_max_positions(96)
     return decoder
