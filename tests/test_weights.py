@@ -423,6 +423,31 @@ def test_lent_weights_share_a_buffer_or_are_the_file(source, dtype):
     assert calls[0] == calls[1]
 
 
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no /proc")
+def test_two_files_of_a_checkpoint_are_mapped_at_once(copy):
+    """Those that are read; the others' pages are not held beside what is packed."""
+    expected = read(copy)
+    path = copy.path / "model.safetensors"
+    tensors = load_file(path)
+    path.unlink()
+    names = sorted(tensors)
+    shards = [names[at::7] for at in range(7)]
+    index = {}
+    for number, shard in enumerate(shards):
+        name = f"model-{number}.safetensors"
+        save_file({each: tensors[each] for each in shard}, copy.path / name)
+        index |= dict.fromkeys(shard, name)
+    (copy.path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    del tensors
+    most = 0
+    for name, tensor in load_weights(copy, torch.float32, CPU, lend=True):
+        assert torch.equal(tensor, expected[name])
+        maps = Path("/proc/self/maps").read_text()
+        most = max(most, sum(f"{copy.path}/model-{n}.safetensors" in maps for n in range(7)))
+    # And that of the tensor which was handed out before.
+    assert 1 <= most <= 3
+
+
 def test_staged_progress_is_the_same(source):
     calls: list[list[tuple[int, int]]] = [[], []]
     for index, staging in enumerate(

@@ -19,8 +19,13 @@ if TYPE_CHECKING:
     from asyncllm.gpu.formats.codes import Codes
 
 
+MAPPED = 2
+"""Files at once: a layer may begin in one and end in the next."""
+
+
 class SafetensorsReader:
-    """CheckpointReader for the safetensors files of a model directory, which it maps.
+    """CheckpointReader for the safetensors files of a model directory, which it maps: those that
+    were read last, so that no more of a checkpoint is in memory beside what is made of it.
 
     Raises:
         ModelLoadError: a file is missing or damaged, or two have a tensor of the same name.
@@ -37,7 +42,7 @@ class SafetensorsReader:
     def _open(self, path: Path) -> None:
         try:
             # Checks the header against the length of the file.
-            self._files[path] = safe_open(path, framework="pt", device="cpu")
+            self._map(path)
             with path.open("rb") as file:
                 header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
         except (SafetensorError, OSError, ValueError) as error:
@@ -52,12 +57,21 @@ class SafetensorsReader:
             shape = tuple(entry["shape"])
             self.tensors[name] = TensorInfo(path, shape, entry["dtype"], end - start)
 
+    def _map(self, path: Path) -> Any:
+        file = self._files.pop(path, None)
+        if file is None:
+            file = safe_open(path, framework="pt", device="cpu")
+        self._files[path] = file
+        while len(self._files) > MAPPED:
+            del self._files[next(iter(self._files))]
+        return file
+
     def tensor(self, name: str) -> Tensor:
         """A view of the mapped file."""
         path = self.tensors[name].file
         try:
-            return self._files[path].get_tensor(name)
-        except SafetensorError as error:
+            return self._map(path).get_tensor(name)
+        except (SafetensorError, OSError) as error:
             raise ModelLoadError(f"{path}: tensor {name!r} cannot be read: {error}") from error
 
     def slices(self, name: str) -> Iterator[Tensor]:

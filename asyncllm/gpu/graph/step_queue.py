@@ -120,7 +120,8 @@ class StepQueue:
 
     @staticmethod
     def takes(step: LaunchedStep, before: Iterable[LaunchedStep]) -> bool:
-        """Whether a step can be applied while those ``before`` it are in flight."""
+        """Whether a step can be applied while those ``before`` it are in flight: it changes no line
+        of the batch that they read, but for what it appends to it."""
         batch = step.batch
         if not batch.released and not batch.assignments and not batch.trimmed:
             return True

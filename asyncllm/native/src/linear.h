@@ -127,7 +127,7 @@ static void packed_tile(const PackedView& weights, const LinearTask& task, int64
 #pragma GCC unroll 8
     for (int p = 0; p < P; ++p) {
       const T* at = w + p * weights.panel_elements + k * PANEL;
-      if (M <= 2) __builtin_prefetch(at + 4096 / sizeof(T));
+      __builtin_prefetch(at + 4096 / sizeof(T));
       vf values[NV];
       load_panel(at, values);
 #pragma GCC unroll 8
