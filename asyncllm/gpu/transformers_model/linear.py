@@ -49,7 +49,7 @@ class _TableLookup(nn.Embedding):
 def look_up_in(embedding: nn.Embedding, table: Embedding) -> None:
     """Gives a subclass of ``nn.Embedding`` another table, in the place of its own weight, of which
     the dtype is left. Its ``forward`` has to look up by that of its base class."""
-    kind = type(embedding)
+    kind: Any = type(embedding)
     embedding.__class__ = type(kind.__name__, (kind, _TableLookup), {})
     embedding.__dict__["table"] = table
     embedding.weight = nn.Parameter(embedding.weight.new_empty(0), requires_grad=False)

@@ -200,8 +200,9 @@ def probe(model: TransformersConfig) -> Probe:
             module.__class__ = classes[type(module)]
             watched[name] = module
     base, embedding = getattr(skeleton, found.base), skeleton.get_input_embeddings()
-    if isinstance(embedding, nn.Embedding) and type(embedding) is not nn.Embedding:
-        embedding.__class__ = type("Watched", (type(embedding), _WatchedLookup), {})
+    kind: Any = type(embedding)
+    if isinstance(embedding, nn.Embedding) and kind is not nn.Embedding:
+        embedding.__class__ = type("Watched", (kind, _WatchedLookup), {})
     try:
         with torch.no_grad(), Watch(skeleton) as watch:
             inputs = probe_inputs(NUM_TOKENS, torch.device("meta"))
