@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from asyncllm.checkpoint.config_file import ConfigFile
 from asyncllm.checkpoint.families import FAMILIES
-from asyncllm.checkpoint.model_config import ModelConfig
+from asyncllm.checkpoint.model_config import ModelConfig, has_native_decoder
 from asyncllm.checkpoint.rope_config import RopeConfig, read_rope
 from asyncllm.config import EngineConfig
 from asyncllm.errors import ModelLoadError
@@ -121,11 +121,22 @@ PLAIN: dict[str, Any] = {
 }  # fmt: skip
 CONFIGS = {
     "gemma2": "Gemma2Config", "gemma3_text": "Gemma3TextConfig", "glm4": "Glm4Config",
-    "granite": "GraniteConfig", "llama": "LlamaConfig", "ministral3": "Ministral3Config",
+    "granite": "GraniteConfig", "granitemoehybrid": "GraniteMoeHybridConfig",
+    "llama": "LlamaConfig", "ministral3": "Ministral3Config",
     "mistral": "MistralConfig", "olmo2": "Olmo2Config", "olmo3": "Olmo3Config",
     "phi3": "Phi3Config", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config",
     "smollm3": "SmolLM3Config",
 }  # fmt: skip
+
+
+EXTRA: dict[str, dict[str, Any]] = {
+    "granitemoehybrid": {
+        "num_local_experts": 0, "layer_types": ["full_attention"] * 4, "mamba_n_heads": 8,
+        "position_embedding_type": "rope",
+    },
+    "ministral3": {"rope_parameters": MINISTRAL},
+}  # fmt: skip
+"""Without which a file is not of that family."""
 
 
 def read(path: Path, values: dict[str, Any]) -> ModelConfig:
@@ -142,9 +153,9 @@ def test_defaults_are_those_of_transformers(tmp_path, family):
     """Of every field that a file may leave out."""
     theirs = getattr(transformers, CONFIGS[family])
     sizes = {k: v for k, v in PLAIN.items() if k != "head_dim"}
-    rope = {"rope_parameters": MINISTRAL} if family == "ministral3" else {}
-    ours = read(tmp_path, {**sizes, **rope, "model_type": family})
-    config = theirs(**sizes, **rope)
+    extra = EXTRA.get(family, {})
+    ours = read(tmp_path, {**sizes, **extra, "model_type": family})
+    config = theirs(**sizes, **extra)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // 4
     assert ours.head_dim == head_dim
     assert ours.rms_norm_eps == config.rms_norm_eps
@@ -222,6 +233,15 @@ def test_values_that_are_refused(tmp_path, family, change, field, accepted):
     assert message.startswith(str(tmp_path / "config.json"))
     assert field in message
     assert accepted in message
+
+
+@pytest.mark.parametrize(
+    "change", [{"num_local_experts": 8}, {"layer_types": ["mamba"] * 4}, {"layer_types": None}]
+)
+def test_granite_4_with_experts_or_states_is_left_to_transformers(change):
+    values = {**PLAIN, **EXTRA["granitemoehybrid"], "model_type": "granitemoehybrid"}
+    assert has_native_decoder(ConfigFile(Path("x"), values))
+    assert not has_native_decoder(ConfigFile(Path("x"), values | change))
 
 
 # --- RoPE ----------------------------------------------------------------------------------------

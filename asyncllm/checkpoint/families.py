@@ -77,6 +77,7 @@ class Family:
         activation: the field that names the activation of the MLP.
         rotates: ``partial_rotary_factor`` where a file has none; None takes no other than 1.
         text_part: text models of multimodal checkpoints are read as well.
+        covers: whether a file is of a model that the decoder computes; None is every one.
         read: further fields of ModelConfig, from the file.
     """
 
@@ -87,6 +88,7 @@ class Family:
     activation: str = "hidden_act"
     rotates: float | None = None
     text_part: bool = False
+    covers: Callable[[ConfigFile], bool] | None = None
     read: Callable[[ConfigFile, Sizes], Fields] = lambda config, sizes: {}
 
 
@@ -237,6 +239,20 @@ def _granite(config: ConfigFile, sizes: Sizes) -> Fields:
     }
 
 
+def _is_dense_granite4(config: ConfigFile) -> bool:
+    """Without experts, and attention in every layer."""
+    kinds = config.values.get("layer_types")
+    attends = isinstance(kinds, list) and all(each in ("attention", FULL) for each in kinds)
+    return attends and config.values.get("num_local_experts") == 0
+
+
+def _granite4(config: ConfigFile, sizes: Sizes) -> Fields:
+    fields = _granite(config, sizes)
+    fields |= {"mlp_bias": False, "intermediate_size": config.integer("shared_intermediate_size")}
+    rotates = config.choice("position_embedding_type", ("rope",), None) is not None
+    return {**fields, **_ropes_by_layer(config, sizes, (rotates,) * sizes.num_layers)}
+
+
 def _glm4(config: ConfigFile, sizes: Sizes) -> Fields:
     bias = config.boolean("attention_bias", True)
     return {"attention_bias": bias, "interleaved_rope": True}
@@ -283,6 +299,7 @@ AROUND = TensorNames(
 )
 BEHIND = replace(AROUND, input_norm=None, post_norm=None)
 FUSED = TensorNames(qkv=("qkv_proj",), gate_up=("gate_up_proj",))
+SHARED = TensorNames(mlp="shared_mlp", gate_up=("input_linear",), down="output_linear")
 GLM4 = TensorNames(
     mixer_norm="post_self_attn_layernorm",
     mlp_norm="post_mlp_layernorm",
@@ -354,6 +371,14 @@ FAMILIES: dict[str, Family] = {
         read=_phi3,
     ),
     "granite": Family("GraniteForCausalLM", AS_MANY, (2,), read=_granite),
+    "granitemoehybrid": Family(
+        "GraniteMoeHybridForCausalLM",
+        AS_MANY | {"intermediate_size": 11_008, "shared_intermediate_size": 1024},
+        (2,),
+        names=SHARED,
+        covers=_is_dense_granite4,
+        read=_granite4,
+    ),
     "glm4": Family(
         "Glm4ForCausalLM",
         {"head_dim": 128, "rms_norm_eps": 1.5625e-7},

@@ -150,6 +150,7 @@ class ModelConfig:
         sizes = Sizes(num_layers, heads["hidden_size"], heads["head_dim"], rotary_dim)
         fields = heads | {
             "rotary_dim": rotary_dim if rotary_dim < sizes.head_dim else None,
+            "intermediate_size": config.integer("intermediate_size"),
             "sliding_layers": (False,) * num_layers,
             **family.read(config, sizes),
         }
@@ -161,7 +162,6 @@ class ModelConfig:
             path=directory,
             architecture=family.architecture,
             vocab_size=vocab_size,
-            intermediate_size=config.integer("intermediate_size"),
             num_layers=num_layers,
             max_position_embeddings=config.integer("max_position_embeddings", high=MAX_POSITIONS),
             rms_norm_eps=config.number("rms_norm_eps", 1e-6, high=1.0, open_low=True),
@@ -183,9 +183,17 @@ def has_native_decoder(config: ConfigFile) -> bool:
 
 
 def _find_family(config: ConfigFile) -> tuple[Family, bool] | None:
-    """The row of a file's architecture, and whether it is the text part of a multimodal model:
-    ``architectures`` where it is set, else what ``model_type`` implies, as for files that were
-    saved from a configuration without a model."""
+    """The row of a file's architecture, and whether it is the text part of a multimodal model; None
+    where there is none that covers it."""
+    found = _named_family(config)
+    if found is None or found[0].covers is None or found[0].covers(config):
+        return found
+    return None
+
+
+def _named_family(config: ConfigFile) -> tuple[Family, bool] | None:
+    """By ``architectures`` where it is set, else by what ``model_type`` implies, as for files that
+    were saved from a configuration without a model."""
     text = config.values.get("text_config")
     if isinstance(text, dict):
         family = FAMILIES.get(str(text.get("model_type")))
