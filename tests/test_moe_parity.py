@@ -54,12 +54,12 @@ CASES: dict[str, dict[str, Any]] = {
 """One of each family."""
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "Qwen3Moe-whole": {"head_dim": 32, "norm_topk_prob": False, **EXPERTS, "seed": 1},
+    "Qwen3Moe-whole": {"head_dim": 32, "norm_topk_prob": False, **EXPERTS},
     "Qwen3Moe-dense-layers": {
         "head_dim": 16, "mlp_only_layers": [1], "tie_word_embeddings": True, **EXPERTS,
         "attention_bias": True,
     },
-    "Mixtral-sliding": {**LOCAL, **SLIDING, "num_experts_per_tok": 1, "seed": 2},
+    "Mixtral-sliding": {**LOCAL, **SLIDING, "num_experts_per_tok": 1},
     "Olmoe-normalised": {
         "num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True,
         "num_key_value_heads": 4,
@@ -79,7 +79,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "Ernie4_5_Moe-unshared": {**ERNIE, "moe_num_shared_experts": 0, "moe_layer_interval": 2},
 }  # fmt: skip
 
-SEEDS = {"Mixtral": 3, "Qwen2Moe": 1, "Ernie4_5_Moe": 1}
+SEEDS = {"Mixtral": 3, "Qwen2Moe": 1, "Ernie4_5_Moe": 1, "Qwen3Moe-dense-layers": 1}
 """Where 0 gives a model that repeats itself."""
 
 
