@@ -154,7 +154,7 @@ def create_app(
             listens on one: no page reaches it then under a name that it made resolve to here.
         model_names: the model's names to clients; None is the one that the engine was given.
         timeout: seconds an answer may take.
-        ping_interval: seconds of silence after which a stream of events has a comment.
+        ping_interval: seconds of silence, at most, before a stream of events has a comment.
         max_body_size: bytes of a request, and of a WebSocket message.
         body_timeout: seconds that a client has to send it.
         max_frame_rate: events with text a second, of all answers together; where there would be
