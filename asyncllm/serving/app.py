@@ -18,7 +18,6 @@ try:
     from starlette.routing import BaseRoute, Route, Router, WebSocketRoute
 
     from asyncllm.metrics import EngineMetrics
-    from asyncllm.serving import server_info
     from asyncllm.serving.chat_completions import chat_completions
     from asyncllm.serving.completions import completions
     from asyncllm.serving.response_session import ENGINE_NAMES
@@ -27,6 +26,14 @@ try:
         create_response,
         delete_response,
         get_response,
+    )
+    from asyncllm.serving.server_info import (
+        description,
+        get_model,
+        health,
+        list_models,
+        live,
+        show_metrics,
     )
     from asyncllm.serving.tokenization import detokenize, tokenize
 except ModuleNotFoundError as missing:
@@ -210,13 +217,13 @@ def _router(serving: Serving, limits: Mapping[str, Any]) -> App:
         ),
         ("/tokenize", {"POST": tokenize}, {}),
         ("/detokenize", {"POST": detokenize}, {}),
-        ("/v1/models", {"GET": server_info.list_models}, {}),
-        ("/v1/models/{model:path}", {"GET": server_info.get_model}, {}),
-        ("/health", {"GET": server_info.health}, {}),
-        ("/health/ready", {"GET": server_info.health}, {}),
-        ("/health/live", {"GET": server_info.live}, {}),
-        ("/metrics", {"GET": server_info.metrics}, {}),
-        ("/openapi.json", {"GET": server_info.description}, {}),
+        ("/v1/models", {"GET": list_models}, {}),
+        ("/v1/models/{model:path}", {"GET": get_model}, {}),
+        ("/health", {"GET": health}, {}),
+        ("/health/ready", {"GET": health}, {}),
+        ("/health/live", {"GET": live}, {}),
+        ("/metrics", {"GET": show_metrics}, {}),
+        ("/openapi.json", {"GET": description}, {}),
     ]
     routes: list[BaseRoute] = [
         Route(path, Endpoint(serving, handlers, names, limits)) for path, handlers, names in table
