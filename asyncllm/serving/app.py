@@ -18,7 +18,6 @@ try:
     from starlette.routing import BaseRoute, Route, Router, WebSocketRoute
 
     from asyncllm.metrics import EngineMetrics
-    from asyncllm.serving import server_info
     from asyncllm.serving.chat_completions import chat_completions
     from asyncllm.serving.completions import completions
     from asyncllm.serving.response_session import ENGINE_NAMES
@@ -27,6 +26,14 @@ try:
         create_response,
         delete_response,
         get_response,
+    )
+    from asyncllm.serving.server_info import (
+        description,
+        get_model,
+        health,
+        list_models,
+        live,
+        show_metrics,
     )
     from asyncllm.serving.tokenization import detokenize, tokenize
 except ModuleNotFoundError as missing:
@@ -154,7 +161,7 @@ def create_app(
             listens on one: no page reaches it then under a name that it made resolve to here.
         model_names: the model's names to clients; None is the one that the engine was given.
         timeout: seconds an answer may take.
-        ping_interval: seconds of silence after which a stream of events has a comment.
+        ping_interval: seconds of silence, at most, before a stream of events has a comment.
         max_body_size: bytes of a request, and of a WebSocket message.
         body_timeout: seconds that a client has to send it.
         max_frame_rate: events with text a second, of all answers together; where there would be
@@ -210,13 +217,13 @@ def _router(serving: Serving, limits: Mapping[str, Any]) -> App:
         ),
         ("/tokenize", {"POST": tokenize}, {}),
         ("/detokenize", {"POST": detokenize}, {}),
-        ("/v1/models", {"GET": server_info.list_models}, {}),
-        ("/v1/models/{model:path}", {"GET": server_info.get_model}, {}),
-        ("/health", {"GET": server_info.health}, {}),
-        ("/health/ready", {"GET": server_info.health}, {}),
-        ("/health/live", {"GET": server_info.live}, {}),
-        ("/metrics", {"GET": server_info.metrics}, {}),
-        ("/openapi.json", {"GET": server_info.description}, {}),
+        ("/v1/models", {"GET": list_models}, {}),
+        ("/v1/models/{model:path}", {"GET": get_model}, {}),
+        ("/health", {"GET": health}, {}),
+        ("/health/ready", {"GET": health}, {}),
+        ("/health/live", {"GET": live}, {}),
+        ("/metrics", {"GET": show_metrics}, {}),
+        ("/openapi.json", {"GET": description}, {}),
     ]
     routes: list[BaseRoute] = [
         Route(path, Endpoint(serving, handlers, names, limits)) for path, handlers, names in table

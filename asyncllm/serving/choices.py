@@ -3,8 +3,8 @@ and told whole or in chunks."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import Any, ClassVar, Protocol
 
 import anyio
@@ -42,11 +42,41 @@ class ChoicesWriter(Protocol):
     def closing(self, usages: Sequence[Usage | None]) -> str: ...
 
 
+class Silence:
+    """Sends comments while there is nothing to say. A read with a time limit would cost each event
+    several times what it costs to be noted here.
+
+    Args:
+        seconds: of silence at most.
+        send: takes PING; for a client that is gone it raises OSError.
+
+    Attributes:
+        broken: something was sent since the last look.
+    """
+
+    def __init__(self, seconds: float, send: Callable[[str], Awaitable[None]]) -> None:
+        self.broken = False
+        self._seconds = seconds
+        self._send = send
+
+    async def fill(self) -> None:
+        """Until it is cancelled, or the client is gone."""
+        with suppress(OSError):
+            while True:
+                await anyio.sleep(self._seconds / 2)
+                if not self.broken:
+                    await self._send(PING)
+                self.broken = False
+
+
 @asynccontextmanager
 async def abort_when_gone(
-    exchange: Exchange, streams: Sequence[TokenStream]
+    exchange: Exchange, streams: Sequence[TokenStream], silence: Silence | None = None
 ) -> AsyncIterator[None]:
     """Aborts the streams when the client closes its connection, and when the block is left.
+
+    Args:
+        silence: filled meanwhile.
 
     Raises:
         ClientGoneError: at the end of the block, if the client has gone meanwhile.
@@ -64,6 +94,8 @@ async def abort_when_gone(
     try:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(watch)
+            if silence is not None:
+                tasks.start_soon(silence.fill)
             try:
                 yield
             except Exception as error:  # which the group would wrap
@@ -93,11 +125,11 @@ async def answer_whole(
 class EventAnswer:
     """An answer in server-sent events.
 
-    It begins with its first delta or ping, so that an error which the first read tells (of a long
-    text, say) has its HTTP status. Later ones are an event.
+    It begins with its first chunk or comment, so that an error which the first read tells (of a
+    long text, say) has its HTTP status. Later ones are an event.
 
     Args:
-        ping_interval: seconds of silence after which a comment is sent.
+        ping_interval: seconds of silence at most, before a comment is sent.
     """
 
     def __init__(
@@ -112,7 +144,7 @@ class EventAnswer:
         self._streams = streams
         self._writer = writer
         self._pacer = pacer
-        self._ping_interval = ping_interval
+        self._silence = Silence(ping_interval, self._send)
         self._opening = anyio.Lock()
         self._opened = False
 
@@ -120,7 +152,7 @@ class EventAnswer:
         """Raises ProtocolError and AsyncLLMError while nothing has been sent."""
         self._pacer.begin()
         try:
-            async with abort_when_gone(self._exchange, self._streams):
+            async with abort_when_gone(self._exchange, self._streams, self._silence):
                 await self._tell_all()
         except (ProtocolError, AsyncLLMError) as error:
             if not self._exchange.started:
@@ -128,9 +160,9 @@ class EventAnswer:
             if isinstance(error, AsyncLLMError):
                 error = from_engine_error(error, self._writer.ENGINE_NAMES)
             await self._exchange.send_events(f"data: {encode(error.body())}\n\n")
-            await self._exchange.end_events()
         finally:
             self._pacer.end()
+        await self._exchange.end_events()
 
     async def _tell_all(self) -> None:
         if len(self._streams) == 1:
@@ -138,8 +170,7 @@ class EventAnswer:
         else:
             await self._tell_several()
         usages = [stream.usage for stream in self._streams]
-        await self._exchange.send_events(self._writer.closing(usages) + "data: [DONE]\n\n")
-        await self._exchange.end_events()
+        await self._send(self._writer.closing(usages) + "data: [DONE]\n\n")
 
     async def _tell_several(self) -> None:
         """The chunks of several streams, as they come. The first error ends all."""
@@ -161,26 +192,25 @@ class EventAnswer:
             raise failure[0]
 
     async def _tell(self, stream: TokenStream, base: int) -> None:
-        send, pacer, chunks = self._exchange.send_events, self._pacer, self._writer.chunks
-        async for delta in stream.with_heartbeat(self._ping_interval):
-            if delta is None:
-                text = PING
-            elif delta.finish_reason == "abort":
+        pacer, chunks, silence = self._pacer, self._writer.chunks, self._silence
+        async for delta in stream:
+            if delta.finish_reason == "abort":
                 raise aborted()
-            else:
-                text = chunks(delta, base, stream)
-            if not self._opened:
-                await self._open(text)
-            elif text:
-                await send(text)
-            if delta is not None and delta.finish_reason is None:
-                if (pause := pacer.pause) > 0:
-                    # What comes meanwhile is merged into one chunk.
-                    await anyio.sleep(pause)
+            if text := chunks(delta, base, stream):
+                silence.broken = True
+                await self._send(text)
+            if delta.finish_reason is None and (pause := pacer.pause) > 0:
+                # What comes meanwhile is merged into one chunk.
+                await anyio.sleep(pause)
+
+    async def _send(self, text: str) -> None:
+        if self._opened:
+            await self._exchange.send_events(text)
+        else:
+            await self._open(text)
 
     async def _open(self, text: str) -> None:
-        """Sends the opening before ``text``, unless another stream has done so. Its own chunks
-        wait for it."""
+        """Sends the opening before ``text``, unless another has done so. Others wait for it."""
         async with self._opening:
             if not self._opened:
                 await self._exchange.start_events()

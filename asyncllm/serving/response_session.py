@@ -161,7 +161,7 @@ class ResponseSession:
     async def _respond(self, turn: ResponseTurn) -> None:
         try:
             async with turn.stream:
-                await turn.tell(turn.stream, self._send_all, before_end=self._end)
+                await turn.tell(self._send_all, before_end=self._end)
         except AsyncLLMError as error:
             self._end()
             with contextlib.suppress(*self.gone):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Self
 
 import anyio
 
-from asyncllm.outputs import Delta
 from asyncllm.serving.response_events import Event, ResponseEvents
 from asyncllm.serving.response_request import ResponseRequest
 from asyncllm.serving.response_store import (
@@ -67,17 +66,11 @@ class ResponseTurn:
         return cls(stream, events, serving, owner, conversation, keep_in)
 
     async def tell(
-        self,
-        deltas: AsyncIterable[Delta | None],
-        send: SendEvents,
-        *,
-        ping: Callable[[], Awaitable[None]] | None = None,
-        before_end: Callable[[], None] = lambda: None,
+        self, send: SendEvents, *, before_end: Callable[[], None] = lambda: None
     ) -> None:
         """Sends the events, and keeps the response.
 
         Args:
-            deltas: of the stream; None is a silence, for which ``ping`` is called.
             before_end: called before the last events are sent: the next request may be there
                 before that returns.
 
@@ -87,11 +80,8 @@ class ResponseTurn:
         events, pacer = self.events, self._serving.pacer
         generates = events.generates
         await send(events.created())
-        async for delta in deltas:
-            if delta is None:
-                if ping is not None:
-                    await ping()
-            elif generates:
+        async for delta in self.stream:
+            if generates:
                 await send(events.delta(delta))
                 if delta.finish_reason is None and (pause := pacer.pause) > 0:
                     # What comes meanwhile is merged into one event.

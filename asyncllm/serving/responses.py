@@ -6,9 +6,8 @@ from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 from asyncllm.errors import AsyncLLMError
-from asyncllm.outputs import Delta
 from asyncllm.serving.access import PROTOCOL
-from asyncllm.serving.choices import PING, abort_when_gone, aborted
+from asyncllm.serving.choices import Silence, abort_when_gone, aborted
 from asyncllm.serving.exchange import OWNER, ClientGoneError, Exchange, Receive, Scope, Send
 from asyncllm.serving.offload import submitted
 from asyncllm.serving.protocol_error import from_engine_error
@@ -30,7 +29,7 @@ async def create_response(serving: Serving, exchange: Exchange) -> None:
         await _tell_events(serving, exchange, turn)
         return
     async with abort_when_gone(exchange, [turn.stream]):
-        await turn.tell(turn.stream, _send_nothing)
+        await turn.tell(_send_nothing)
     if turn.stream.finish_reason == "abort":
         raise aborted()
     await exchange.respond(200, turn.events.body.encode())
@@ -41,39 +40,43 @@ async def _send_nothing(events: Iterable[Event]) -> None:
         pass
 
 
+class _EventSender:
+    """Sends events over HTTP. The first ones wait for those of the first delta, or for a comment,
+    so that an error which the first read tells (of a long text, say) has its HTTP status."""
+
+    def __init__(self, exchange: Exchange, ping_interval: float) -> None:
+        self._exchange = exchange
+        self._held: str | None = None
+        self.silence = Silence(ping_interval, self._send)
+
+    async def send_all(self, events: Iterable[Event]) -> None:
+        text = "".join([f"event: {kind}\ndata: {data}\n\n" for kind, data in events])
+        if self._held is None:
+            self._held = text
+        elif text:
+            self.silence.broken = True
+            await self._send(text)
+
+    async def _send(self, text: str) -> None:
+        if not self._exchange.started:
+            await self._exchange.start_events()
+        held, self._held = self._held, ""
+        await self._exchange.send_events((held or "") + text)
+
+
 async def _tell_events(serving: Serving, exchange: Exchange, turn: ResponseTurn) -> None:
-    """The answer begins with its first delta or ping, so that an error which the first read tells
-    (of a long text, say) has its HTTP status. Later ones are an event."""
-
-    async def send(events: Iterable[Event]) -> None:
-        if text := "".join([f"event: {kind}\ndata: {data}\n\n" for kind, data in events]):
-            await exchange.send_events(text)
-
-    async def ping() -> None:
-        await exchange.send_events(PING)
-
+    sender = _EventSender(exchange, serving.ping_interval)
     serving.pacer.begin()
     try:
-        async with abort_when_gone(exchange, [turn.stream]):
-            deltas = turn.stream.with_heartbeat(serving.ping_interval)
-            first = await anext(deltas)
-            await exchange.start_events()
-            await turn.tell(_with_first(first, deltas), send, ping=ping)
+        async with abort_when_gone(exchange, [turn.stream], sender.silence):
+            await turn.tell(sender.send_all)
     except AsyncLLMError as error:
         if not exchange.started:
             raise
-        await send(turn.events.failed(from_engine_error(error, ENGINE_NAMES)))
+        await sender.send_all(turn.events.failed(from_engine_error(error, ENGINE_NAMES)))
     finally:
         serving.pacer.end()
     await exchange.end_events()
-
-
-async def _with_first(
-    first: Delta | None, deltas: AsyncIterator[Delta | None]
-) -> AsyncIterator[Delta | None]:
-    yield first
-    async for delta in deltas:
-        yield delta
 
 
 async def get_response(serving: Serving, exchange: Exchange) -> None:

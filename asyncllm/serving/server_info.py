@@ -44,7 +44,7 @@ def _ready(serving: Serving) -> bool:
     return serving.engine.state == "running" and not serving.draining
 
 
-async def metrics(serving: Serving, exchange: Exchange) -> None:
+async def show_metrics(serving: Serving, exchange: Exchange) -> None:
     assert serving.metrics is not None
     await exchange.respond(200, serving.metrics.render(), CONTENT_TYPE_LATEST)
 

@@ -22,7 +22,7 @@ class Serving:
     Attributes:
         model_names: of the one model; the first is told to clients that name none.
         timeout: seconds an answer may take, or None.
-        ping_interval: seconds of silence after which a stream of events has a comment.
+        ping_interval: seconds of silence, at most, before a stream of events has a comment.
         pacer: shared by all answers that are streamed.
         store: responses that can be continued.
         needs_token: clients have to send one.
