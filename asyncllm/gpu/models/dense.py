@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -213,7 +214,7 @@ class _Builder:
     def linear_weights(self, name: str, heads: int = 0) -> LinearWeights:
         """Those of a linear layer, whose first rows are of so many heads that RoPE rotates."""
         weights = self.take_weights(f"{name}.weight")
-        rest: dict[str, Tensor] = {}
+        rest: dict[str, Any] = {}
         while self.due and self.due[0].startswith(f"{name}."):
             due = self.due[0]
             rest[due.removeprefix(f"{name}.")] = self.take(due)
@@ -253,18 +254,21 @@ class _Builder:
         )
         return values[rows.to(values.device)]
 
+    def head_norm(self, name: str) -> Tensor | None:
+        """The weight of a norm of one head or of all, in the order in which they are rotated."""
+        weight = self.norm_weight(name)
+        if weight is None:
+            return None
+        return self.in_rotary_order(weight, len(weight) // self.model.head_dim)
+
     def mixer(self, index: int, kind: AttentionKind) -> Mixer:
         name, model = f"layers.{index}", self.model
         shape = kind.shape
         qkv = self.linear(f"{name}.qkv", shape.num_heads + shape.num_kv_heads)
-        norms = [self.norm_weight(f"{name}.{each}") for each in ("q_norm", "k_norm")]
-        norms = [
-            None if each is None else self.in_rotary_order(each, len(each) // shape.head_dim)
-            for each in norms
-        ]
+        q_norm, k_norm = self.head_norm(f"{name}.q_norm"), self.head_norm(f"{name}.k_norm")
         mixer = AttentionMixer(
             qkv=qkv,
-            rope_and_cache=self.ops.rope_and_cache(shape, *norms, model.rms_norm_eps),
+            rope_and_cache=self.ops.rope_and_cache(shape, q_norm, k_norm, model.rms_norm_eps),
             attention=self.attention[kind],
             o=self.linear(f"{name}.o"),
             attention_index=list(self.attention).index(kind),
