@@ -392,7 +392,7 @@ def test_experts_in_mxfp4(load_case, tmp_path):
     model = to_mxfp4(case, tmp_path)
     expected = [generate(model, prompt, OUTPUT) for prompt in case.prompts]
     assert expected[1].tokens != case.expected[1].tokens
-    quantised = Case(tmp_path, model, case.prompts, expected)
+    quantised: Any = Case(tmp_path, model, case.prompts, expected)
     assert quantised.config().quantization == "mxfp4"
     run_everything(quantised, quantised.runner(attention_backend="native"))
 
