@@ -86,7 +86,8 @@ async def hurried():
         port = url.rsplit(":", 1)[1]
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
             async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
-                await anext(answer.aiter_text())
+                parts = answer.aiter_text()
+                await anext(parts)
                 process.send_signal(signal.SIGINT)
                 await asyncio.sleep(0.2)
                 process.send_signal(signal.SIGINT)

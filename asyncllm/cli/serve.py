@@ -7,8 +7,6 @@ import asyncio
 import logging
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import anyio
@@ -69,15 +67,15 @@ async def _main(arguments: argparse.Namespace) -> None:
             flush=True,
         )
     async with open_engine(engine), server:
+        asked = _signals()
         shown = f"[{host}]" if ":" in host else host
         print(f"{app.model_names[0]}: http://{shown}:{server.port}/v1", flush=True)
-        with _signals() as asked:
-            await _until_asked_or_dead(asked, engine)
-            asked.clear()
-            app.drain()
-            await _idle(engine, drain, asked)
-            if asked.is_set():
-                server.close_at_once()
+        await _until_asked_or_dead(asked, engine)
+        asked.clear()
+        app.drain()
+        await _idle(engine, drain, asked)
+        if asked.is_set():
+            server.close_at_once()
 
 
 async def _until_asked_or_dead(asked: asyncio.Event, engine: AsyncLLMEngine) -> None:
@@ -105,17 +103,13 @@ async def _idle(engine: AsyncLLMEngine, seconds: float, asked: asyncio.Event) ->
             await anyio.sleep(_POLL_SECONDS)
 
 
-@contextmanager
-def _signals() -> Iterator[asyncio.Event]:
-    """Set by SIGINT and SIGTERM."""
-    loop, asked = asyncio.get_running_loop(), asyncio.Event()
+def _signals() -> asyncio.Event:
+    """Set by SIGINT and SIGTERM, until the loop is closed: one that comes while the server closes
+    must not end it in the middle."""
+    asked = asyncio.Event()
     for number in _SIGNALS:
-        loop.add_signal_handler(number, asked.set)
-    try:
-        yield asked
-    finally:
-        for number in _SIGNALS:
-            loop.remove_signal_handler(number)
+        asyncio.get_running_loop().add_signal_handler(number, asked.set)
+    return asked
 
 
 def _tokens(arguments: argparse.Namespace) -> list[str] | None:
