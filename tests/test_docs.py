@@ -42,6 +42,7 @@ HERE = {
     "docs/observability.md": 7,
     "docs/pydantic_ai.md": 3,
     "docs/sampling.md": 2,
+    "docs/server.md": 2,
     "docs/streaming.md": 8,
     "docs/tools.md": 7,
     "docs/websocket.md": 2,
@@ -101,6 +102,16 @@ def test_a_page_that_takes_nothing_for_granted(
     if page == "docs/kernels.md":
         pytest.importorskip("triton")
     asyncio.run(run(page, {"__name__": "__main__"}, capsys))
+
+
+def test_server(capsys: pytest.CaptureFixture[str]) -> None:
+    testclient = pytest.importorskip("fastapi.testclient")
+    names: Names = {}
+    asyncio.run(run("docs/server.md", names, capsys))
+    with testclient.TestClient(names["app"]) as client:
+        assert client.get("/llm/v1/models").status_code == 401
+        found = client.get("/llm/v1/models", headers={"Authorization": "Bearer secret"})
+        assert [model["id"] for model in found.json()["data"]] == ["asyncllm/demo"]
 
 
 @pytest.mark.parametrize("page", ["docs/pydantic_ai.md", "integrations/pydantic_ai/README.md"])

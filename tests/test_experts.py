@@ -11,9 +11,9 @@ import torch
 
 from asyncllm.checkpoint.experts_config import ActivationConfig, RoutingConfig
 from asyncllm.errors import ModelLoadError
-from asyncllm.gpu.ops.experts import ExpertsWeights
+from asyncllm.gpu.ops.experts import ExpertsWeights, split
 from asyncllm.gpu.ops.linear_weights import LinearWeights
-from asyncllm.gpu.ops.quantise import quantise_int8
+from asyncllm.gpu.ops.quantise import quantise_int4, quantise_int8
 from asyncllm.gpu.ops.routing import RouterWeights
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.threads import set_thread_count
@@ -234,6 +234,25 @@ def test_int8_is_what_linear_layers_make_of_it(backend):
     assert (found.double() - expected).norm() < 0.02 * expected.norm()
 
 
+@pytest.mark.parametrize("backend", NATIVE)
+def test_int4_is_what_linear_layers_make_of_it(backend):
+    """Of the same codes, one expert at a time; and each token of many has its own expert's."""
+    ops, plain = make(backend), experts_weights()
+    weights = replace(plain, gate_up=quantise_int4(plain.gate_up), down=quantise_int4(plain.down))
+    x, ids, factors = case(9, torch.float32)
+    found = ops.experts(weights, SILU, 2)(x, ids, factors)
+    layers = [
+        [ops.linear(part) for part in split(layer, COUNT)]
+        for layer in (weights.gate_up, weights.down)
+    ]
+    for row in range(len(x)):
+        expected = torch.zeros(WIDTH)
+        for expert, factor in zip(ids[row].tolist(), factors[row], strict=True):
+            gate_up, down = (layer[expert] for layer in layers)
+            expected += factor * down(ops.silu_mul(gate_up(x[row : row + 1])))[0]
+        torch.testing.assert_close(found[row], expected, rtol=1e-5, atol=1e-6)
+
+
 def test_one_row_that_is_no_number_harms_no_other(ops):
     experts = ops.experts(experts_weights(), SILU, 2)
     x, ids, factors = case(9, torch.float32)
@@ -258,10 +277,10 @@ def test_schemes_that_experts_cannot_have_are_refused(ops, scheme):
 
 @pytest.mark.parametrize("backend", NATIVE)
 def test_native_experts_refuse_another_scheme_by_themselves(backend):
-    """An op set whose linear layers take one more has to say so of its experts."""
+    """Those of a form that no native type has."""
     ops: Any = make(backend)
     layer = LinearWeights(**quantised("int4", COUNT * 2 * INNER, WIDTH, (1, 8)))
-    with pytest.raises(ModelLoadError, match=r"experts of scheme 'int4'.*'int8' and 'plain'"):
+    with pytest.raises(ModelLoadError, match=r"experts of scheme 'int4' with scale_block=\(1, 8\)"):
         ops.make_experts(replace(experts_weights(), gate_up=layer), SILU)
 
 

@@ -32,6 +32,7 @@ from asyncllm.gpu.memory import (
     is_out_of_memory,
     release,
 )
+from asyncllm.gpu.models import dense
 from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.models.dense import attention_kinds, build_decoder
 from asyncllm.gpu.ops.torch_attention import TorchAttention
@@ -487,7 +488,7 @@ def test_one_layer_of_each_window_stands_for_all():
     model = replace(MODEL, num_layers=8, sliding_window=20, sliding_layers=sliding)
     decoder = make_decoder(model)
     run = {"max_num_batched_tokens": 40, "max_num_seqs": 1, "max_model_len": 40}
-    profile_run(decoder, kv_groups(model, 8), **run)
+    profile_run(decoder, dense.kv_groups(model, decoder.attention, 8), **run)
     # Layers 0 and 1 see all, 4 and 7 a window, in two steps of which both kinds were planned.
     assert [kind.window for kind in decoder.attention] == [None, 20]
     for attention in decoder.attention.values():

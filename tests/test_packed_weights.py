@@ -108,13 +108,15 @@ def test_logits_are_those_of_the_dequantised_weights(plain, tmp_path, name):
     found = {}
     for attention in ("torch", "native"):
         config = EngineConfig(
-            device="cpu", dtype="float32", attention_backend=attention, num_blocks=32, num_threads=1
-        )
+            device="cpu", dtype="float32", attention_backend=attention, num_blocks=32,
+            num_threads=1, async_scheduling=False,
+        )  # fmt: skip
         runner = build_model_runner(config, model)
         logits = watch(runner)
         driver = Driver(runner)
         sequences = [driver.add(prompt, 4) for prompt in ([3], list(range(40)), [7] * 9)]
         driver.run(sequences)
+        assert len(logits) == 4
         found[attention] = logits[0]
         runner.close()
     expected, had = (found[key] - found[key].mean(1, keepdim=True) for key in ("torch", "native"))

@@ -335,7 +335,7 @@ FAMILIES: dict[str, Family] = {
     # The positions of text are the same in the three parts of its RoPE.
     "qwen3_vl_text": Family(
         "Qwen3ForCausalLM",
-        {"sliding_window": 4096, "head_dim": 128},
+        {"sliding_window": 4096, "head_dim": 128, "rope_theta": 500_000.0},
         text_part=True,
         read=_qwen3,
     ),
