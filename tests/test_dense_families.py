@@ -207,8 +207,8 @@ def test_matrix(load_case, name, backend):
         seq = driver.add(case.prompts[1], 3)
         driver.run([seq], chunk=chunk)
         compare(seq, case.expected[1], Tally())
-    for chunk in (0, 3, 10):
-        run_everything(case, runner, chunk or 512)
+    for chunk in (512, 4, 10):
+        run_everything(case, runner, chunk)
     driver = Driver(case.runner(attention_backend=backend, async_scheduling=True))
     seqs = [driver.add(prompt, OUTPUT) for prompt in case.prompts]
     driver.run(seqs, chunk=7, depth=2)
