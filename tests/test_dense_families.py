@@ -89,7 +89,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "Ministral3-window": {"sliding_window": 7, "tie_word_embeddings": True, "shard": "60KB"},
     "Ministral3-sizes": {"num_attention_heads": 6, "head_dim": 24, "num_key_value_heads": 3},
     "Olmo2-heads": {"num_key_value_heads": 4, "shard": "60KB"},
-    "Olmo2-biases": {"attention_bias": True},
     "Olmo3-pattern": {"layer_types": None, "num_hidden_layers": 4, "rope_parameters": None},
     "Olmo3-tied": {"seed": 2, "tie_word_embeddings": True, "num_key_value_heads": 1},
     "Phi3-window": {"seed": 0, "sliding_window": 9, "tie_word_embeddings": True, "shard": "60KB"},
