@@ -124,8 +124,8 @@ def rope_from(
     """
     theta = section.number("rope_theta", theta, open_low=True)
     key = "rope_type" if "rope_type" in section else "type"
-    names = dict(zip(KINDS, KINDS, strict=True)) | dict(aliases or {})
-    kind = names[section.choice(key, tuple(names), "default")]
+    names: dict[str, RopeKind] = {kind: kind for kind in KINDS} | dict(aliases or {})
+    kind: RopeKind = names[section.choice(key, tuple(names), "default")]
     if kind == "default":
         return RopeConfig(theta=theta)
     if kind == "linear":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -71,7 +71,7 @@ class Program:
         if status:
             fail(self.failure(status, self._failed.value, self._sizes), status)
 
-    def failure(self, status: int, at: int, sizes: Sequence[int]) -> str:
+    def failure(self, status: int, at: int, sizes: Iterable[int]) -> str:
         """What failed in a run: the op at ``at``, the step's sizes, or the call."""
         if at >= 0:
             return f"step, op {at}, {self.names[at]}"
