@@ -124,7 +124,7 @@ def rope_from(
     """
     theta = section.number("rope_theta", theta, open_low=True)
     key = "rope_type" if "rope_type" in section else "type"
-    names: dict[str, RopeKind] = {kind: kind for kind in KINDS} | dict(aliases or {})
+    names: dict[str, RopeKind] = {**{kind: kind for kind in KINDS}, **(aliases or {})}
     kind: RopeKind = names[section.choice(key, tuple(names), "default")]
     if kind == "default":
         return RopeConfig(theta=theta)
