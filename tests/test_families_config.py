@@ -183,7 +183,8 @@ def test_defaults_are_those_of_transformers(tmp_path, family):
     assert ours.attention_softcap == (50.0 if family == "gemma2" else None)
     assert ours.logits_softcap == getattr(config, "final_logit_softcapping", None)
     small = [each for each in FAMILIES[family].eos_token_ids if each < 512]
-    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    stated = getattr(config, "eos_token_id", None)
+    ends = stated if isinstance(stated, list) else [stated]
     assert [each for each in ends if each is not None] == list(FAMILIES[family].eos_token_ids)
     assert ours.eos_token_ids == tuple(small)
 

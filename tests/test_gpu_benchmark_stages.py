@@ -161,7 +161,7 @@ def test_decode_bench(varlen, capsys):
     ):
         assert found[name] > 0, name
     notes = {figure.name: figure.note for figure in stage.report.figures}
-    assert notes["decode 2 × 64"].endswith("of copy bandwidth, 132 splits")
+    assert notes["decode 2 × 64"].endswith("of copy bandwidth, 119 splits")
     assert "TOO FAR" not in " ".join(notes.values())
     # Nothing was past LARGE.
     assert found["decode attention past 64k tokens, of copy bandwidth"] is None

@@ -124,9 +124,9 @@ def test_greedy_steps_write_no_logits_and_sample_the_same(monkeypatch, dtype):
     asked: list[int] = []
     forward = ModelRunner._forward
 
-    def watched(self, state, step, num_logits):
-        asked.append(num_logits)
-        return forward(self, state, step, num_logits)
+    def watched(self, state, step, order):
+        asked.append(order.num_logits)
+        return forward(self, state, step, order)
 
     monkeypatch.setattr(ModelRunner, "_forward", watched)
     fused = [driver.add(prompt, 6, GREEDY) for prompt in prompts]
@@ -143,11 +143,11 @@ def test_a_greedy_row_without_a_number_ends_alone(monkeypatch):
     driver.run([alone])
     forward = ModelRunner._forward
 
-    def broken(self, state, step, num_logits):
-        logits, hidden = forward(self, state, step, num_logits)
-        if len(hidden) == 2:
-            hidden[1] = torch.nan
-        return logits, hidden
+    def broken(self, state, step, order):
+        found = forward(self, state, step, order)
+        if len(found.tokens) == 2:
+            found.tokens[1] = -1
+        return found
 
     monkeypatch.setattr(ModelRunner, "_forward", broken)
     sound, other = driver.add([1, 2, 3], 5, GREEDY), driver.add([4, 5], 5, GREEDY)

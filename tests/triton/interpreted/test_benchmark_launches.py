@@ -33,12 +33,12 @@ def check(inputs: PagedInputs, number: int, found: torch.Tensor) -> None:
         assert_close(rows[row], expected, torch.bfloat16)
 
 
-@pytest.mark.parametrize("max_len", [256, 1024], ids=["one split", "three splits"])
+@pytest.mark.parametrize("max_len", [256, 1024], ids=["one split", "two splits"])
 def test_decode_launches(max_len: int) -> None:
     load = AttentionLoad(3, 1, 89, **SIZES)
     inputs = make_inputs(load, 2, CPU)
     attention = make_attention(load)
-    assert attention.splits(load.batch, max_len, None) == {256: 1, 1024: 3}[max_len]
+    assert attention.splits(load.batch, max_len, None) == {256: 1, 1024: 2}[max_len]
     for number, call in enumerate(decode_calls(attention, inputs, max_len)):
         check(inputs, number, call())
 
