@@ -263,6 +263,10 @@ def test_what_fails_in_a_step_is_raised_where_it_is_collected():
     driver.launch([(seq, 0)])
     driver.launch([(seq, 1)])
     driver.collect()
+    queue = state_of(runner).queue
+    assert queue is not None
+    # The step in flight reads the same table.
+    queue.drain()
     state_of(runner).inputs.tables[0].table[seq.req_index] = 99
     driver.launch([(seq, 1)])
     driver.collect()
