@@ -78,12 +78,12 @@ class NativeSteps:
 
     def __init__(self, engine: AsyncLLMEngine) -> None:
         executor: Any = engine._thread and engine._thread.core.executor
-        self.library: Any = executor._state.decoder.ops.context.functions
+        self.functions: Any = executor._state.decoder.ops.context.functions
         self.spans: list[tuple[float, float]] = []
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        library, submitted = self.library, {}
+        library, submitted = self.functions, {}
         run, submit, wait = library.run, library.submit, library.wait
 
         def timed_run(*args: Any) -> int:
