@@ -378,7 +378,7 @@ async def test_a_client_that_goes_away_aborts(stream):
             await asyncio.sleep(0.001)
         assert (stats.num_aborted, stats.num_finished) == (1, 0)
         assert stats.num_free_blocks == stats.num_blocks
-        # What is sent to nobody is not sent.
+        # Nothing is sent behind a disconnect.
         assert ("[DONE]" in request.text, bool(request.text)) == (False, stream)
 
 

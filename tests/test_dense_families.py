@@ -21,9 +21,16 @@ from asyncllm.gpu.weights import load_weights
 from tests.driver import Driver
 from tests.families import LONGROPE, YARN, make, noise
 from tests.native_library import native_library
-from tests.reference import Expected, Tally, compare, generate
+from tests.reference import Expected, generate
 from tests.static_runner import CPU, TraceRecorder, make_decoder, make_runner
-from tests.test_transformers_models import LONG_LENGTHS, OUTPUT, PROMPT_LENGTHS, SETTINGS, check
+from tests.test_transformers_models import (
+    LONG_LENGTHS,
+    OUTPUT,
+    PROMPT_LENGTHS,
+    SETTINGS,
+    check,
+    run_matrix,
+)
 from tests.test_transformers_models import run_everything as run_everything_on
 
 MINISTRAL = YARN | {"llama_4_scaling_beta": 0.5, "mscale": 1.0, "mscale_all_dim": 1.0}
@@ -195,23 +202,7 @@ def test_matrix(load_case, name, backend):
         pytest.skip("no C++ compiler to build the native ops with")
     case = load_case(name)
     check_reference(case)
-    runner = case.runner(attention_backend=backend)
-    for index, prompt in enumerate(case.prompts):
-        driver = Driver(runner)
-        seq = driver.add(prompt, OUTPUT)
-        driver.run([seq])
-        check(case, [seq], [index])
-    for chunk in range(1, 34):
-        driver = Driver(runner)
-        seq = driver.add(case.prompts[1], 3)
-        driver.run([seq], chunk=chunk)
-        compare(seq, case.expected[1], Tally())
-    for chunk in (512, 4, 10):
-        run_everything(case, runner, chunk)
-    driver = Driver(case.runner(attention_backend=backend, async_scheduling=True))
-    seqs = [driver.add(prompt, OUTPUT) for prompt in case.prompts]
-    driver.run(seqs, chunk=7, depth=2)
-    check(case, seqs, [0, 1, 2])
+    run_matrix(case, backend, (512, 4, 10))  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.slow

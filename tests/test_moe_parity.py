@@ -25,9 +25,16 @@ from asyncllm.gpu.weights import load_weights, weights_bytes
 from tests.driver import Driver
 from tests.families import GROUPS, MIXED, SLIDING, TINY, make, noise
 from tests.native_library import context
-from tests.reference import Expected, Tally, compare, generate
+from tests.reference import Expected, generate
 from tests.static_runner import LateStream, TraceRecorder, make_decoder, make_runner
-from tests.test_transformers_models import OUTPUT, PROMPT_LENGTHS, SETTINGS, check, run_everything
+from tests.test_transformers_models import (
+    OUTPUT,
+    PROMPT_LENGTHS,
+    SETTINGS,
+    check,
+    run_everything,
+    run_matrix,
+)
 
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
@@ -190,23 +197,7 @@ def test_matrix(load_case, name, backend):
         context()
     case = load_case(name)
     check_reference(case)
-    runner = case.runner(attention_backend=backend)
-    for index, prompt in enumerate(case.prompts):
-        driver = Driver(runner)
-        seq = driver.add(prompt, OUTPUT)
-        driver.run([seq])
-        check(case, [seq], [index])
-    for chunk in range(1, 34):
-        driver = Driver(runner)
-        seq = driver.add(case.prompts[1], 3)
-        driver.run([seq], chunk=chunk)
-        compare(seq, case.expected[1], Tally())
-    for chunk in (3, 10):
-        run_everything(case, runner, chunk)
-    driver = Driver(case.runner(attention_backend=backend, async_scheduling=True))
-    seqs = [driver.add(prompt, OUTPUT) for prompt in case.prompts]
-    driver.run(seqs, chunk=7, depth=2)
-    check(case, seqs, [0, 1, 2])
+    run_matrix(case, backend)
 
 
 @pytest.mark.slow
@@ -225,7 +216,7 @@ def test_int8_covers_experts(load_case, name):
     case = load_case(name)
     plain = case.runner(attention_backend="native")
     rounded = case.runner(attention_backend="native", quantization="int8")
-    layers = [runner._state.decoder.layers[-1] for runner in (plain, rounded)]  # type: ignore[union-attr]
+    layers = [_layers(runner)[-1] for runner in (plain, rounded)]
     x = torch.randn(9, 64, generator=torch.Generator().manual_seed(3))
     (ids, weights), (others, _) = (layer.mlp.routing(x) for layer in layers)
     assert torch.equal(ids, others)
@@ -241,14 +232,18 @@ def test_int8_covers_experts(load_case, name):
 # --- what the comparison sees ------------------------------------------------------------
 
 
+def _layers(runner: ModelRunner) -> list[Any]:
+    state: Any = runner._state
+    return list(state.decoder.layers)
+
+
 def _mlps(runner: ModelRunner) -> list[ExpertsMLP]:
-    layers = runner._state.decoder.layers  # type: ignore[union-attr]
-    return [layer.mlp for layer in layers if isinstance(layer.mlp, ExpertsMLP)]  # type: ignore[attr-defined]
+    return [layer.mlp for layer in _layers(runner) if isinstance(layer.mlp, ExpertsMLP)]
 
 
 def _no_sinks(runner: ModelRunner) -> None:
-    for layer in runner._state.decoder.layers:  # type: ignore[union-attr]
-        layer.mixer.sinks = (torch.full_like(layer.mixer.sinks[0], -1e9),)  # type: ignore[attr-defined]
+    for layer in _layers(runner):
+        layer.mixer.sinks = (torch.full_like(layer.mixer.sinks[0], -1e9),)
 
 
 def _routed(change: Callable[[Any], Any]) -> Callable[[ModelRunner], None]:

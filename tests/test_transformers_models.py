@@ -109,6 +109,31 @@ def run_everything(case: Case, runner: ModelRunner, chunk: int = 7) -> None:
     check(case, [*seqs, again], [0, 1, 2, 1])
 
 
+def run_matrix(case: Case, backend: str, chunks: tuple[int, ...] = (3, 10)) -> None:
+    """Each prompt alone, one in chunks of every size, all in a batch, and with run-ahead.
+
+    Args:
+        chunks: of the batches.
+    """
+    runner = case.runner(attention_backend=backend)
+    for index, prompt in enumerate(case.prompts):
+        driver = Driver(runner)
+        seq = driver.add(prompt, OUTPUT)
+        driver.run([seq])
+        check(case, [seq], [index])
+    for chunk in range(1, 34):
+        driver = Driver(runner)
+        seq = driver.add(case.prompts[1], 3)
+        driver.run([seq], chunk=chunk)
+        compare(seq, case.expected[1], Tally())
+    for chunk in chunks:
+        run_everything(case, runner, chunk)
+    driver = Driver(case.runner(attention_backend=backend, async_scheduling=True))
+    seqs = [driver.add(prompt, OUTPUT) for prompt in case.prompts]
+    driver.run(seqs, chunk=7, depth=2)
+    check(case, seqs, [0, 1, 2])
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_equals_transformers(load_case, name):
     case = load_case(name)
@@ -134,24 +159,7 @@ def test_matrix(load_case, name, backend):
         pytest.skip("no C++ compiler to build the native ops with")
     if backend == "native" and name == "Mamba2":
         pytest.skip("it has no attention")
-    case = load_case(name)
-    runner = case.runner(attention_backend=backend)
-    for index, prompt in enumerate(case.prompts):
-        driver = Driver(runner)
-        seq = driver.add(prompt, OUTPUT)
-        driver.run([seq])
-        check(case, [seq], [index])
-    for chunk in range(1, 34):
-        driver = Driver(runner)
-        seq = driver.add(case.prompts[1], 3)
-        driver.run([seq], chunk=chunk)
-        compare(seq, case.expected[1], Tally())
-    for chunk in (3, 10):
-        run_everything(case, runner, chunk)
-    driver = Driver(case.runner(attention_backend=backend, async_scheduling=True))
-    seqs = [driver.add(prompt, OUTPUT) for prompt in case.prompts]
-    driver.run(seqs, chunk=7, depth=2)
-    check(case, seqs, [0, 1, 2])
+    run_matrix(load_case(name), backend)
 
 
 @pytest.mark.parametrize("name", ["Gemma2", "GptOss", "DeepseekV3", "Qwen3_5"])

@@ -125,16 +125,7 @@ def _create(
     decoder, groups, free_at_start = _load(config, model, device, num_threads, progress)
     dtype = decoder.embedding.dtype
     states = make_states(config, decoder, max_num_seqs)
-    budget = config.max_num_batched_tokens
-    token_budget = mode.token_budget if budget == "auto" else budget
-    if budget == "auto" and not mode.stream.is_async:
-        # At most this is found when the runner's steps are timed.
-        token_budget = min(token_budget, HIGHEST)
-    if budget != "auto":
-        # What no step can have needs no memory.
-        context = model.max_position_embeddings
-        longest = min(config.max_model_len or context, context)
-        token_budget = min(token_budget, max_num_seqs * longest)
+    token_budget = largest_token_budget(config, model, mode, max_num_seqs)
     available = available_cache_bytes(
         config,
         decoder,
@@ -188,20 +179,42 @@ def _create(
         num_logprobs=num_logprobs,
         logits_processors=processors,
     )
-    if budget == "auto" and not mode.stream.is_async:
-        measured = calibrate_token_budget(lambda count: time_prefill(runner, count))
-        runner.set_token_budget(measured)
-    if ahead is None and runner.can_run_ahead:
-        most = min(max_num_seqs, runner.info.max_num_batched_tokens)
-        found = ahead_from(lambda count: time_prefill(runner, count), most)
-        if found is not None:
-            runner.run_ahead(found)
+    calibrate(runner, config, mode)
     logger.info("steps run as %s", runner.execution)
     tell = progress or (lambda *_, **stage: None)
     runner.warm_up(partial(tell, stage="kernels"))
     if config.cuda_graphs == "startup":
         runner.capture_graphs(partial(tell, stage="graphs"))
     return runner
+
+
+def largest_token_budget(
+    config: EngineConfig,
+    model: ModelConfig | TransformersConfig,
+    mode: ExecutionMode,
+    max_num_seqs: int,
+) -> int:
+    """Tokens of the largest step that memory has to be kept for."""
+    budget = config.max_num_batched_tokens
+    if budget == "auto":
+        # On a CPU at most HIGHEST is found when the runner's steps are timed.
+        return mode.token_budget if mode.stream.is_async else min(mode.token_budget, HIGHEST)
+    # What no step can have needs no memory.
+    context = model.max_position_embeddings
+    return min(budget, max_num_seqs * min(config.max_model_len or context, context))
+
+
+def calibrate(runner: ModelRunner, config: EngineConfig, mode: ExecutionMode) -> None:
+    """Times steps, for the token budget and for run-ahead where the configuration leaves them
+    open, on a CPU."""
+    if config.max_num_batched_tokens == "auto" and not mode.stream.is_async:
+        measured = calibrate_token_budget(lambda count: time_prefill(runner, count))
+        runner.set_token_budget(measured)
+    if config.async_scheduling is None and runner.can_run_ahead:
+        most = min(runner.info.max_num_seqs, runner.info.max_num_batched_tokens)
+        found = ahead_from(lambda count: time_prefill(runner, count), most)
+        if found is not None:
+            runner.run_ahead(found)
 
 
 def make_states(

@@ -72,7 +72,7 @@ class ModelRunner:
     only queues; ``collect`` starts the oldest step and runs it. Recorded steps run ahead there
     too, on a thread of the native library, if several may be in flight: whole, or up to their
     logits if their rows ask for more than the draw, or await masks. The forward pass of a step
-    that awaits masks runs while these are made, whatever may be in flight.
+    that awaits masks runs while these are made, at pipeline depth 1 too.
 
     On an asynchronous one ``launch`` starts the step: its work is queued on the device behind
     the step before it, whose tokens it finds there. Rows that need the host (logits processors,

@@ -24,7 +24,7 @@ _CLOSE = {"Connection": "close"}
 
 
 class ClientGoneError(Exception):
-    """The client closed its connection; there is nobody to answer."""
+    """The client closed its connection before the answer."""
 
 
 class Exchange:

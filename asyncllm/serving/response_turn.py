@@ -1,4 +1,4 @@
-"""ResponseTurn: one response from its request to its end, whatever it is sent over."""
+"""ResponseTurn: one response from its request to its end, over HTTP, SSE and WebSocket alike."""
 
 from __future__ import annotations
 

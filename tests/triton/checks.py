@@ -180,7 +180,7 @@ def check_experts(
     count: int = 7,
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:
-    """Widths that fill no tile; one expert that nobody has; a row that is NaN harms no other."""
+    """Widths that fill no tile; one expert that no token has; a row that is NaN harms no other."""
     width, inner, top_k = 72, 40, 3
     config = ActivationConfig(limit=1.0, alpha=1.7) if clamped else ActivationConfig()
     random = torch.Generator().manual_seed(tokens)

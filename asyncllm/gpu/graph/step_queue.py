@@ -152,7 +152,7 @@ class StepQueue:
         return QueuedStep(self, buffer, step, order, samples)
 
     def drain(self) -> None:
-        """Waits for everything that was submitted, whatever comes of it."""
+        """Waits for the last step that was submitted; its error is dropped."""
         if self._last is not None:
             context = self.recorded.program.context
             context.functions.wait(context.handle, self._last.args)

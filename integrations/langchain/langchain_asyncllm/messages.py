@@ -68,7 +68,7 @@ class ChunkMaker:
 
     The engine hands out the fragments of a call as they come, and a call that is cut off or
     malformed never becomes ``done``: all of it is in the text then. LangChain closes the brackets
-    of whatever arguments it finds and calls the tool. So what is left open at the end gets a
+    of unfinished arguments and calls the tool. So what is left open at the end gets a
     bracket that fits nowhere, which makes an ``invalid_tool_calls`` entry of it.
     """
 

@@ -35,7 +35,7 @@ class Report(BaseModel):
 
 
 def script(*answers: str) -> Callable[[str], str]:
-    """Answers one after the other, whatever is asked."""
+    """Gives its scripted answers in order."""
     rest = list(answers)
     return lambda prompt: rest.pop(0)
 

@@ -126,7 +126,7 @@ CUT = [
 
 
 @pytest.mark.parametrize("answer", CUT)
-async def test_a_call_that_is_cut_off_is_called_by_nobody(answer: str) -> None:
+async def test_a_call_that_is_cut_off_is_not_called(answer: str) -> None:
     """LangChain would close its brackets and call the tool with half of the arguments."""
     whole_call = call_of("get_weather", '{"city": "Rome"}')
     for text, expected in ((answer, []), (f"{whole_call}\n{answer}", [{"city": "Rome"}])):

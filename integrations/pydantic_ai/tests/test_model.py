@@ -60,7 +60,7 @@ class Trip(BaseModel):
 
 
 def script(*answers: str) -> Callable[[str], str]:
-    """Answers one after the other, whatever is asked."""
+    """Gives its scripted answers in order."""
     rest = list(answers)
     return lambda prompt: rest.pop(0)
 
@@ -180,7 +180,7 @@ async def test_an_agent_tries_again() -> None:
         assert result.usage.requests == 4
 
 
-async def test_a_call_that_is_cut_off_is_made_by_nobody() -> None:
+async def test_a_call_that_is_cut_off_is_not_made() -> None:
     called = []
 
     def book(city: str) -> str:

@@ -202,7 +202,7 @@ class TritonExperts:
             num_warps=shape.warps,
             num_stages=shape.stages,
         )
-        # In the order of a token's ids, whatever else is in the step.
+        # In the order of a token's ids: a sum is the same in any batch.
         summed = out.view(tokens, top_k, self.width).sum(1)
         return add_shared(summed.to(x.dtype), shared, gate)
 
