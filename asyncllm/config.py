@@ -46,9 +46,9 @@ class EngineConfig:
             model in the package.
         tokenizer: directory, hub id or GGUF file of the tokenizer, if it is not the model's own.
         revision: branch, tag or commit on the hub.
-        dtype: of weights and KV; "auto" is the checkpoint's on a GPU, and on a CPU bfloat16
-            only where the processor computes in it and the model has 32 million parameters
-            or more, else float32.
+        dtype: of weights and KV; "auto" is the checkpoint's on a GPU, and on a CPU bfloat16 for
+            a 16-bit checkpoint of 32 million parameters or more, where native ops run or the
+            processor computes in it, else float32.
         device: "auto", "cpu", "cuda" or "cuda:N"; without a number it is the first GPU, not
             the one current in the caller's thread, because the engine has a thread of its own.
         max_model_len: longest sequence in tokens; None is the model's context or what the

@@ -21,6 +21,7 @@ from asyncllm.errors import EngineError, InvalidRequestError, KVCacheTooSmallErr
 from asyncllm.gpu import devices, kv_cache
 from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.model_runner import ModelRunner
+from asyncllm.gpu.ops.registry import NativeChoice
 from asyncllm.gpu.token_budget import ahead_from, calibrate_token_budget
 from asyncllm.sampling_params import SamplingParams
 from tests.driver import GREEDY, Driver
@@ -163,15 +164,21 @@ def test_no_cuda_names_the_way_out():
 def test_dtype_follows_the_checkpoint_the_processor_and_the_size(monkeypatch):
     cpu = torch.device("cpu")
     half = replace(LARGE, dtype="bfloat16")
-    for able, model, expected in (
-        (True, half, torch.bfloat16),
-        (True, replace(LARGE, dtype="float16"), torch.bfloat16),
-        (True, LARGE, torch.float32),
-        (False, half, torch.float32),
-        (True, replace(MODEL, dtype="bfloat16"), torch.float32),
+    for able, native, model, expected in (
+        (True, False, half, torch.bfloat16),
+        (True, False, replace(LARGE, dtype="float16"), torch.bfloat16),
+        (True, True, LARGE, torch.float32),
+        (False, False, half, torch.float32),
+        (False, True, half, torch.bfloat16),
+        (True, True, replace(MODEL, dtype="bfloat16"), torch.float32),
     ):
+        choice = NativeChoice(native, "")
         monkeypatch.setattr(devices, "computes_in_bfloat16", lambda able=able: able)
+        monkeypatch.setattr(devices, "choose_native", lambda choice=choice: choice)
         assert devices.resolve_dtype("auto", model, cpu) == expected
+        # Native ops do not run beside another backend's attention.
+        other = expected if able else torch.float32
+        assert devices.resolve_dtype("auto", model, cpu, "torch") == other
     assert devices.resolve_dtype("bfloat16", MODEL, cpu) == torch.bfloat16
 
 

@@ -213,12 +213,12 @@ def _reason(report: ExecutionReport, attention_backend: str) -> str:
         return f"attention_backend={attention_backend!r}"
     if report.device != "cpu":
         return "the kernels for a GPU"
-    from asyncllm.gpu.ops.registry import chooses_native
+    from asyncllm.gpu.ops.registry import choose_native
 
-    native, reason = chooses_native()
-    if native and report.op_set != "native":
+    choice = choose_native()
+    if choice.runs and report.op_set != "native":
         return "native ops do not take this model's shapes"
-    return reason
+    return choice.reason
 
 
 def _megabytes(count: int) -> str:

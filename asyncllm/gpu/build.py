@@ -255,7 +255,7 @@ def _load(
 ) -> tuple[LanguageModel, list[KVGroup], int]:
     """The model with its weights, its KV groups, and on a GPU the bytes that were free
     before."""
-    dtype = resolve_dtype(config.dtype, model, device)
+    dtype = resolve_dtype(config.dtype, model, device, config.attention_backend)
     if isinstance(model, TransformersConfig):
         return _load_transformers(config, model, dtype, device, num_threads, progress)
     kinds = attention_kinds(model)

@@ -10,6 +10,7 @@ from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.errors import EngineError, InvalidRequestError
 from asyncllm.gpu.models.architectures import is_small
 from asyncllm.gpu.ops.backend import dotted
+from asyncllm.gpu.ops.registry import choose_native
 from asyncllm.gpu.transformers_model.config import TransformersConfig
 from asyncllm.logger import get_logger
 
@@ -131,11 +132,14 @@ def set_current_device(device: torch.device) -> None:
 
 
 def resolve_dtype(
-    name: str, model: ModelConfig | TransformersConfig, device: torch.device
+    name: str, model: ModelConfig | TransformersConfig, device: torch.device, backend: str = "auto"
 ) -> torch.dtype:
     """The dtype of weights and KV. "auto" is the checkpoint's on a GPU. On a CPU it is bfloat16
-    for a 16-bit checkpoint where the processor computes in it and the model is not small,
-    because a small one spends its time on conversions then; else float32.
+    for a 16-bit checkpoint, where native ops run or the processor computes in it, and the model
+    is not small, because a small one spends its time on conversions then; else float32.
+
+    Args:
+        backend: of attention, as configured; native ops go with its name.
 
     Raises:
         InvalidRequestError: the device cannot compute in it.
@@ -150,9 +154,16 @@ def resolve_dtype(
     if device.type != "cpu":
         return getattr(torch, model.dtype)
     half = model.dtype in ("bfloat16", "float16")
-    if half and computes_in_bfloat16() and not is_small(model):
+    if half and not is_small(model) and (computes_in_bfloat16() or runs_native(backend)):
         return torch.bfloat16
     return torch.float32
+
+
+def runs_native(backend: str) -> bool:
+    """Whether native ops run on a CPU. Their GEMM reads weights in 16 bits and multiplies in
+    float32, on any processor that they are compiled for: a step, which waits for memory, takes
+    half the time."""
+    return backend == "native" or (backend == "auto" and choose_native().runs)
 
 
 def computes_in_bfloat16() -> bool:

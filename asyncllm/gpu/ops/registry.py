@@ -77,26 +77,40 @@ def resolve(name: str, request: AttentionRequest) -> str:
         return name
     if request.device.type == "cuda":
         return "triton"
-    native, _ = chooses_native()
-    if any(NativeAttention.constraints.unmet(request)) or not native:
+    choice = choose_native()
+    if choice.can_be_built:
+        logger.warning("%s", choice.reason)
+    if any(NativeAttention.constraints.unmet(request)) or not choice.runs:
         return "torch"
     return "native"
 
 
-def chooses_native() -> tuple[bool, str]:
-    """Whether a CPU runs native ops where no backend is named, and why."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class NativeChoice:
+    """Whether a CPU runs native ops where no backend is named, and why.
+
+    Attributes:
+        can_be_built: they do not, for want of a library; ``reason`` has the remedy.
+    """
+
+    runs: bool
+    reason: str
+    can_be_built: bool = False
+
+
+def choose_native() -> NativeChoice:
     if getattr(torch.cpu, "get_capabilities", dict)().get("amx_bf16"):
-        return False, "oneDNN uses this processor's AMX tiles, and native ops do not"
+        reason = "oneDNN uses this processor's AMX tiles, and native ops do not"
+        return NativeChoice(False, reason)
     try:
         isa = Library().best_isa().decode()
     except NativeUnavailableError as error:
         # Its text alone: a handler may keep the record, and with the exception all its frames.
         reason = f"{error}: the CPU runs torch's, which are slower; {REMEDY}"
-        logger.warning("%s", reason)
-        return False, reason
+        return NativeChoice(False, reason, can_be_built=True)
     if isa == "baseline":
-        return False, "native ops have nothing for this processor's instruction set"
-    return True, f"native ops are compiled for this processor's {isa}"
+        return NativeChoice(False, "native ops have nothing for this processor's instruction set")
+    return NativeChoice(True, f"native ops are compiled for this processor's {isa}")
 
 
 def find_backend(name: str) -> AttentionBackend:
