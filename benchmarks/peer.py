@@ -11,14 +11,17 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from asyncllm import AsyncLLMEngine
 from asyncllm.checkpoint.model_files import resolve_model
 from asyncllm.gpu.threads import set_thread_count
+from benchmarks import peer_checkpoint
 from benchmarks.common import Report, options
 
+ROOT = Path(__file__).parent.parent
 OUTPUT = 64
 
 
@@ -74,18 +77,29 @@ async def engine_run(engine: AsyncLLMEngine, prompts: list[list[int]]) -> float:
     return time.perf_counter() - began
 
 
-async def measure(report: Report, rounds: int, threads: int, model: str | None) -> None:
+async def measure(
+    report: Report,
+    rounds: int,
+    threads: int,
+    model: str | None,
+    backend: str,
+    streams: Sequence[int],
+) -> None:
     path = resolve_model(model, None)
     theirs = transformers_runner(path, threads)
     async with AsyncLLMEngine(
-        model, dtype="float32", device="cpu", num_threads=threads, enable_prefix_caching=False
+        model,
+        dtype="float32",
+        device="cpu",
+        num_threads=threads,
+        enable_prefix_caching=False,
+        attention_backend=backend,
     ) as engine:
         vocab_size = engine.model_config.vocab_size
-        for name, prompts in (
-            ("one stream, 64 tokens in", draw_prompts(1, 64, 64, vocab_size)),
-            ("16 streams, 16 to 128 tokens in", draw_prompts(16, 16, 128, vocab_size)),
-            ("64 streams, 16 to 128 tokens in", draw_prompts(64, 16, 128, vocab_size)),
-        ):
+        for count in streams:
+            low, high = (64, 64) if count == 1 else (16, 128)
+            prompts = draw_prompts(count, low, high, vocab_size)
+            name = f"{count} streams, {low} to {high} tokens in"
             ours_times, theirs_times = [], []
             for _ in range(rounds + 1):
                 ours_times.append(await engine_run(engine, prompts))
@@ -103,10 +117,21 @@ def main() -> int:
     parser = options(__doc__)
     parser.add_argument("--num-threads", type=int, default=1)
     parser.add_argument("--model", default=None, help="None is the packaged model")
+    parser.add_argument("--shape", choices=peer_checkpoint.SHAPES,
+                        help="a random checkpoint in the place of a model")  # fmt: skip
+    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "peers",
+                        help="where that checkpoint is made, and kept")  # fmt: skip
+    parser.add_argument("--streams", type=int, nargs="+", default=(1, 16, 64), metavar="N")
+    parser.add_argument("--attention-backend", default="auto", metavar="NAME",
+                        help='"torch" has torch\'s ops and oneDNN\'s linear layers')  # fmt: skip
     arguments = parser.parse_args()
+    model = arguments.model
+    if arguments.shape is not None:
+        model = str(peer_checkpoint.make(arguments.folder, arguments.shape))
     report = Report("peer: transformers' generate")
     rounds = 2 if arguments.quick else 5
-    asyncio.run(measure(report, rounds, arguments.num_threads, arguments.model))
+    threads, backend = arguments.num_threads, arguments.attention_backend
+    asyncio.run(measure(report, rounds, threads, model, backend, arguments.streams))
     report.write(arguments.json)
     return 0
 

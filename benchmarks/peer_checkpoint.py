@@ -1,4 +1,4 @@
-"""A random checkpoint that every engine reads: a Qwen3 of a given shape, with a tokenizer."""
+"""A random checkpoint that every engine reads: a model of a given shape, with a tokenizer."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ COMMON: dict[str, Any] = {
 }
 SHAPES: dict[str, dict[str, Any]] = {
     "0.6b": {
+        "model_type": "qwen3",
         "vocab_size": 151936,
         "hidden_size": 1024,
         "intermediate_size": 3072,
@@ -26,6 +27,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 128,
     },
     "tiny": {
+        "model_type": "qwen3",
         "vocab_size": 1024,
         "hidden_size": 64,
         "intermediate_size": 128,
@@ -34,29 +36,51 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "head_dim": 16,
     },
+    "gemma3-270m": {
+        "model_type": "gemma3_text",
+        "vocab_size": 32_768,
+        "hidden_size": 640,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 18,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 512,
+    },
+    "qwen3.5-0.8b": {
+        "model_type": "qwen3_5_text",
+        "vocab_size": 32_768,
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "linear_num_value_heads": 16,
+    },
 }
+"""As their makers publish them, but for the vocabulary of the last two, which would be half of the
+model."""
 
 
 def make(folder: Path, shape: str) -> Path:
     """The checkpoint's directory in ``folder``, written unless it is there."""
-    path = folder / f"qwen3-{shape}"
+    values = COMMON | SHAPES[shape]
+    family = values.pop("model_type")
+    path = folder / (f"qwen3-{shape}" if family == "qwen3" else shape)
     if (path / "tokenizer_config.json").exists():
         return path
     import torch
     import transformers
 
-    config = transformers.Qwen3Config(**COMMON | SHAPES[shape])
-    with torch.device("meta"):
-        model = transformers.Qwen3ForCausalLM(config)
-    model = model.to(torch.bfloat16).to_empty(device="cpu")
-    model.tie_weights()
+    config = transformers.AutoConfig.for_model(family, **values)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
-            else:
-                parameter.fill_(1.0)
     model.save_pretrained(path)
     write_tokenizer(path, SHAPES[shape]["vocab_size"])
     return path
