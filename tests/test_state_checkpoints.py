@@ -187,6 +187,21 @@ def test_a_burst_with_a_shared_prefix_computes_it_twice():
         rig.expect(one)
 
 
+def test_those_that_wait_for_a_state_do_not_cost_a_step_their_number(monkeypatch):
+    rig, asked = StateRig(num_blocks=60, max_num_seqs=4), []
+    requests = [rig.add([*range(8), 50 + i], max_tokens=1) for i in range(40)]
+    is_saving = StateCheckpoints.is_saving
+    monkeypatch.setattr(
+        StateCheckpoints, "is_saving", lambda self, one: asked.append(one) or is_saving(self, one)
+    )
+    assert rig.step() == {"r0": 8}
+    assert len(asked) == 6
+    rig.finish_all()
+    assert [one.num_cached_tokens for one in requests] == [0] + [8] * 39
+    for one in requests:
+        rig.expect(one)
+
+
 def test_the_state_of_an_output_waits_for_its_last_token():
     rig = StateRig(interval=4, pipeline_depth=2)
     first = rig.add(range(6), max_tokens=20)

@@ -235,11 +235,11 @@ class Scheduler:
     def _schedule_waiting(self, step: ScheduledStep, budget: int) -> None:
         """Admits waiting requests in the policy's order while slots, blocks and budget
         last. The first that does not fit holds up those behind it, or it would starve."""
-        states = self.kv.states
+        states, most = self.kv.states, self.info.max_num_seqs
         awaiting: list[Request] = []
-        while budget > 0 and len(self.running) < self.info.max_num_seqs:
+        while budget > 0 and len(self.running) < most:
             request = self.waiting.peek()
-            if request is None:
+            if request is None or len(awaiting) > most:
                 break
             if request.num_placeholders or (states is not None and states.is_saving(request)):
                 # Its last token is still in flight: it can enter a slot only when that is
