@@ -35,10 +35,11 @@ OUTPUT = 4
 
 
 class Hybrid(Checkpoint):
-    """Short convolutions before a gated delta rule, and attention; blocks of one token."""
+    """Short convolutions before a gated delta rule, and attention, unless it is said otherwise;
+    blocks of one token."""
 
-    def __init__(self, path) -> None:
-        self.path, self.model = path, make(path, "Qwen3_5")
+    def __init__(self, path, family: str = "Qwen3_5") -> None:
+        self.path, self.model = path, make(path, family)
         self.known: dict[tuple[int, ...], list[int]] = {}
 
     def tokens(self, prompt: list[int], count: int) -> list[int]:
@@ -160,6 +161,13 @@ def test_hits_of_every_length(hybrid, name):
     hit_at(RIGS[name](hybrid), range(1, len(BASE) + 1))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["Mamba2", "FalconH1", "Lfm2"])
+def test_states_of_other_kinds(tmp_path, family):
+    """Mamba2 has no attention, and prefixes all the same: its blocks count tokens."""
+    hit_at(plain(Hybrid(tmp_path, family)), [3, 8])
+
+
 @pytest.mark.parametrize("name", LENGTHS)
 def test_preemption_and_failed_steps(hybrid, name):
     crowd(RIGS[name](hybrid, num_blocks=40, max_num_batched_tokens=9))
@@ -212,11 +220,16 @@ def _saved_behind_the_next(monkeypatch) -> None:
     monkeypatch.setattr(KVCache, "save_states", overtaken)
 
 
-@pytest.mark.parametrize("name", ["depth 1", "late device"])
 @pytest.mark.parametrize(
-    "break_it", [_not_loaded, _neighbours, _saved_before_the_step, _saved_behind_the_next]
+    ("name", "break_it"),
+    [
+        ("depth 1", _not_loaded),
+        ("depth 1", _saved_before_the_step),
+        ("late device", _neighbours),
+        ("late device", _saved_behind_the_next),
+    ],
 )
-def test_mistakes_are_seen(hybrid, monkeypatch, break_it, name):
+def test_mistakes_are_seen(hybrid, monkeypatch, name, break_it):
     rig = RIGS[name](hybrid)
     break_it(monkeypatch)
     with pytest.raises(AssertionError):

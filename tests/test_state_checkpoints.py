@@ -345,7 +345,7 @@ class PlainCheckpoints:
         return cached
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_hits_equal_the_plain_model(seed):
     print(f"seed {seed}")
     rng = random.Random(seed)
@@ -530,5 +530,5 @@ class StateMachine(SchedulerMachine):
         self.requests = []
 
 
-StateMachine.TestCase.settings = examples(70, stateful_step_count=40)
+StateMachine.TestCase.settings = examples(50, stateful_step_count=40)
 TestStateMachine = StateMachine.TestCase
