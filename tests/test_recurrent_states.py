@@ -221,7 +221,6 @@ def test_the_engine_preempts_and_runs_ahead(lfm2):
     with LLM(lfm2.path, **settings, tokenizer=_tokenizer()) as llm:
         found = llm.generate(prompts, temperature=0, max_tokens=OUTPUT, ignore_eos=True)
         assert llm.stats().num_preemptions > 0
-        assert llm.stats().prefix_cache_hits > 0
     expected = [each.tokens for each in lfm2.expected]
     assert [list(one.token_ids) for one in found] == expected + expected[:2]
 
