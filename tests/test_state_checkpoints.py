@@ -9,12 +9,12 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
-from asyncllm.core.admission import Admission
-from asyncllm.core.engine_core import EngineCore
-from asyncllm.core.scheduler import Scheduler
 from asyncllm.core.state_checkpoints import StateCheckpoints
+from asyncllm.metrics import EngineMetrics
 from asyncllm.testing import FakeExecutor
+from tests.fakes import Fake, FakeModelConfig, FakeTokenizer
 from tests.hypothesis_settings import examples
+from tests.test_metrics import samples
 from tests.test_scheduler import Rig, SchedulerMachine, group, info
 from tests.test_sliding_window import WindowMachine
 
@@ -291,15 +291,23 @@ def test_prompt_logprobs_are_of_tokens_that_are_computed():
     assert one.num_cached_tokens == 0
 
 
-def test_stats_count_states_and_their_memory():
-    limits = info(has_states=True, num_state_checkpoints=3, state_bytes=700)
-    core = EngineCore(FakeExecutor(limits), Scheduler(limits), Admission(9, 999, lambda: 0.0))
-    rig = StateRig()
-    rig.scheduler = core.scheduler
-    rig.run(range(9))
-    stats = core.stats()
-    assert (stats.num_state_checkpoints, stats.num_cached_states) == (3, 1)
-    assert stats.state_checkpoint_bytes == 2100
+@pytest.mark.asyncio
+async def test_an_engine_tells_of_its_states():
+    limits = info(num_blocks=40, has_states=True, num_state_checkpoints=5, state_bytes=300)
+    device = Fake(limits, FakeExecutor(limits), FakeTokenizer(), FakeModelConfig())
+    async with device.engine() as engine:
+        metrics, shared = EngineMetrics(engine), list(range(16))
+        usages = [(await engine.generate([*shared, i], max_tokens=2)).usage for i in range(3)]
+        assert [usage.cached_tokens for usage in usages] == [0, 16, 16]
+        stats = engine.stats()
+        assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (51, 32)
+        assert (stats.num_state_checkpoints, stats.num_cached_states) == (5, 1)
+        assert stats.state_checkpoint_bytes == 1500
+        assert samples(metrics)["asyncllm:cached_states",] == 1
+        assert await engine.reset_prefix_cache()
+        assert engine.stats().num_cached_states == 0
+        usage = (await engine.generate([*shared, 9], max_tokens=2)).usage
+        assert usage.cached_tokens == 0
 
 
 # --- a plain model of what is found ----------------------------------------------------------
