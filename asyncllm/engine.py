@@ -395,7 +395,7 @@ class AsyncLLMEngine(Handle):
     async def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes. False, with nothing done, while requests hold KV."""
         core = self._running().core
-        return await wait_for(core.call(core.scheduler.kv.pool.reset_prefix_cache))
+        return await wait_for(core.call(core.scheduler.kv.reset_prefix_cache))
 
     async def execution_report(self) -> ExecutionReport:
         """Which ops run here, on how many threads, and how fast memory is for them. On a CPU no

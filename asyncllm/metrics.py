@@ -87,6 +87,11 @@ _GAUGES = (
     ("num_requests_waiting", "num_waiting", "Requests waiting for a place."),
     ("asyncllm:num_requests_paused", "num_paused", "Requests held back: their readers are late."),
     ("kv_cache_usage_perc", "kv_cache_usage", "KV blocks in use; 1 is all."),
+    (
+        "asyncllm:cached_states",
+        "num_cached_states",
+        "Recurrent states of prefixes that requests can go on from.",
+    ),
 )
 _COUNTERS = (
     ("prompt_tokens", "prompt_tokens", "Prompt tokens scheduled."),

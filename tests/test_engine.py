@@ -742,6 +742,8 @@ async def test_idle_engine_uses_no_cpu():
         ("load_format", "pickle"),
         ("quantization", "int3"),
         ("enable_prefix_caching", "no"),
+        ("num_state_checkpoints", 0),
+        ("num_state_checkpoints", "few"),
         ("max_queued_requests", 0),
         ("step_timeout", math.inf),
         ("num_threads", 0),

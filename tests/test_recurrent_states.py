@@ -109,8 +109,8 @@ def test_states_of_two_kinds(qwen):
         StateSpec(matrix, torch.float32),
     ]
     assert [tuple(t.shape) for t in device_state(runner).cache.states.tensors[:2]] == [
-        (5, *kernel),
-        (5, *matrix),
+        (5 + 16, *kernel),
+        (5 + 16, *matrix),
     ]
     run_twice(qwen, runner)
 
@@ -221,7 +221,6 @@ def test_the_engine_preempts_and_runs_ahead(lfm2):
     with LLM(lfm2.path, **settings, tokenizer=_tokenizer()) as llm:
         found = llm.generate(prompts, temperature=0, max_tokens=OUTPUT, ignore_eos=True)
         assert llm.stats().num_preemptions > 0
-        assert llm.stats().prefix_cache_hits == 0
     expected = [each.tokens for each in lfm2.expected]
     assert [list(one.token_ids) for one in found] == expected + expected[:2]
 
@@ -235,17 +234,24 @@ def _tokenizer() -> Path:
 # --- sizes and settings --------------------------------------------------------------------
 
 
-def test_prefix_caching_is_off_and_said(lfm2, caplog):
+@pytest.mark.parametrize(
+    ("settings", "count", "words"),
+    [
+        ({}, 16, "16 more are for those of cached prefixes"),
+        ({"num_state_checkpoints": 3}, 3, "3 more are for those of cached prefixes"),
+        ({"enable_prefix_caching": False}, 0, "prefixes are not cached"),
+    ],
+)
+def test_the_memory_of_states_is_said(lfm2, caplog, settings, count, words):
     with caplog.at_level(logging.INFO, "asyncllm"):
-        runner = lfm2.runner(enable_prefix_caching=False)
-    size = device_state(runner).cache.states.num_bytes
-    assert f"recurrent states take {size} bytes, in a slot for each of max_num_seqs=4; " in (
-        caplog.text
-    )
-    with pytest.raises(InvalidRequestError) as caught:
-        lfm2.runner(enable_prefix_caching=True)
-    assert caught.value.param == "enable_prefix_caching"
-    assert "expected None or False: the model has recurrent layers" in str(caught.value)
+        runner = lfm2.runner(**settings)
+    states, info = device_state(runner).cache.states, runner.info
+    assert states.num_bytes == (5 + count) * info.state_bytes
+    assert (states.num_checkpoints, info.num_state_checkpoints) == (count, count)
+    assert (
+        f"recurrent states take {states.num_bytes} bytes, in a slot for each of max_num_seqs=4; "
+        f"{words}"
+    ) in caplog.text
 
 
 def test_bytes_of_states():
@@ -301,8 +307,8 @@ def test_settings_of_a_model_without_attention(tmp_path, name, value, accepted):
     assert model.max_position_embeddings == 131_072
     settings = SETTINGS | {"load_format": "dummy", "block_size": None, "num_blocks": None}
     runner = build_model_runner(EngineConfig(**settings), model)
-    assert runner.info.block_size == 1024
-    assert runner.info.num_blocks == 1 + 2 * 4 * 128
+    assert runner.info.block_size == 256
+    assert runner.info.num_blocks == 1 + 2 * 4 * 512
     assert runner.info.max_model_len == 131_072
     with pytest.raises(InvalidRequestError) as caught:
         build_model_runner(EngineConfig(**settings | {name: value}), model)

@@ -874,7 +874,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def reset(self):
         idle = all(not r.blocks for r in self.requests)
-        assert self.rig.scheduler.kv.pool.reset_prefix_cache() is idle
+        assert self.rig.scheduler.kv.reset_prefix_cache() is idle
 
     @invariant()
     def sound(self):

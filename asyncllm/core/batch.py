@@ -86,6 +86,10 @@ class StepBatch:
         trimmed: ``(req_index, KV group, first, end)``: entries of tables of requests that had a
             slot that are the null block from this step on. Their tokens lie before the window of
             every query to come, and their blocks may have a new owner in this very step.
+        state_loads: ``(req_index, checkpoint)``: a request enters a slot behind a cached prefix;
+            its recurrent state is copied from there before the step runs.
+        state_saves: ``(req_index, checkpoint)``: the state that the request has behind the step is
+            copied there, before a later one runs. Checkpoints are counted from 1.
         num_tokens: sum of ``counts``.
         masked_rows: sampling rows, in ascending order, whose tokens a grammar restricts. The
             step is sampled once ``Executor.sample`` brings their masks, and not before.
@@ -104,6 +108,8 @@ class StepBatch:
     assignments: list[RequestAssignment] = field(default_factory=list)
     new_blocks: list[tuple[int, tuple[list[int], ...]]] = field(default_factory=list)
     trimmed: list[tuple[int, int, int, int]] = field(default_factory=list)
+    state_loads: list[tuple[int, int]] = field(default_factory=list)
+    state_saves: list[tuple[int, int]] = field(default_factory=list)
     masked_rows: list[int] = field(default_factory=list)
     prompt_logprobs: dict[int, PromptSpan] = field(default_factory=dict)
 

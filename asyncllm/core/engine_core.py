@@ -138,6 +138,7 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         scheduler, pool = self.scheduler, self.scheduler.kv.pool
+        states, info = scheduler.kv.states, scheduler.info
         num_running, num_paused = len(scheduler.running), len(scheduler.paused)
         num_blocks, num_free = pool.num_usable, pool.num_free
         if self.fatal_error is not None:
@@ -152,6 +153,9 @@ class EngineCore:
             kv_cache_usage=1.0 - num_free / num_blocks,
             prefix_cache_queries=scheduler.kv.num_queried_tokens,
             prefix_cache_hits=scheduler.kv.num_hit_tokens,
+            num_state_checkpoints=info.num_state_checkpoints,
+            num_cached_states=states.pool.num_cached if states is not None else 0,
+            state_checkpoint_bytes=info.num_state_checkpoints * info.state_bytes,
             num_preemptions=scheduler.num_preemptions,
             prompt_tokens=scheduler.num_prompt_tokens,
             generation_tokens=scheduler.num_generated_tokens,

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterable, Sequence
 
 from asyncllm.core.block_pool import Block, BlockPool
 from asyncllm.core.kv_cache_spec import KVCacheSpec
-from asyncllm.core.request import Request
-
-NEVER = sys.maxsize
+from asyncllm.core.request import NEVER, Request
+from asyncllm.core.state_checkpoints import StateCheckpoints
 
 Trim = tuple[int, int, int]
 """A KV group, and the first entry and the one behind the last of a table that it has trimmed."""
@@ -134,10 +132,13 @@ class KVCacheManager:
         specs: the groups.
         step_tokens: that a step computes of a sequence at most, drafts included.
         enable_prefix_caching: publish full blocks and look prefixes up.
+        num_state_checkpoints: of a model with recurrent states whose prefixes are cached.
 
     Attributes:
         watermark: blocks that an admission beside running requests leaves free for them to
             grow into (vLLM's share of a hundredth), or it would be their first victim.
+        states: checkpoints of recurrent states, without which a cached prefix is worth nothing to
+            such a model; None for one without states, and where prefixes are not cached.
     """
 
     def __init__(
@@ -147,8 +148,13 @@ class KVCacheManager:
         *,
         step_tokens: int,
         enable_prefix_caching: bool = True,
+        num_state_checkpoints: int = 0,
     ) -> None:
         self.pool = BlockPool(num_blocks)
+        self.states: StateCheckpoints | None = None
+        if enable_prefix_caching and num_state_checkpoints:
+            sizes = [spec.block_size for spec in specs]
+            self.states = StateCheckpoints(num_state_checkpoints, sizes)
         self.groups = [
             _GROUPS[spec.kind](spec, i, self.pool, step_tokens) for i, spec in enumerate(specs)
         ]
@@ -183,7 +189,8 @@ class KVCacheManager:
     def find_prefix(self, request: Request) -> tuple[list[Block], ...]:
         """The longest cached prefix that all groups have, as a table per group. It leaves at
         least one token to compute: a step without one yields no logits. No longer than the
-        request may use: ``Request.max_cached_tokens``."""
+        request may use: ``Request.max_cached_tokens``. It ends at a checkpoint of a model with
+        states."""
         if not self.enable_prefix_caching:
             return tuple([] for _ in self.groups)
         length = request.max_cached_tokens
@@ -191,6 +198,16 @@ class KVCacheManager:
         for group in self.groups:
             found.append(group.find_prefix(request, length))
             length = len(found[-1]) * group.block_size
+        length = self._agree(request, found, length)
+        if self.states is not None:
+            request.num_shared_tokens = length
+            while (end := self.states.find(request, length)) < length:
+                length = self._agree(request, found, end)
+        return tuple(found)
+
+    def _agree(self, request: Request, found: list[list[Block]], length: int) -> int:
+        """Shortens the tables to the longest prefix within ``length`` tokens that all groups
+        have, and returns its tokens."""
         agreed = False
         while not agreed:
             agreed = True
@@ -199,7 +216,7 @@ class KVCacheManager:
                     found[i] = group.shorten(request, found[i], length)
                     length = len(found[i]) * group.block_size
                     agreed = False
-        return tuple(found)
+        return length
 
     def admit(
         self, request: Request, num_tokens: int, prefix: tuple[list[Block], ...], reserve: int = 0
@@ -224,6 +241,8 @@ class KVCacheManager:
         request.blocks = prefix
         request.num_computed_tokens = num_computed
         self._set_published(request, num_computed)
+        if self.states is not None:
+            self.states.admit(request)
         self._append(request, missing)
         if request.first_scheduled_at is None:
             request.num_cached_tokens = request.num_computed_tokens
@@ -266,7 +285,8 @@ class KVCacheManager:
         return block_ids(self._append(request, missing))
 
     def _append(self, request: Request, counts: list[int]) -> list[list[Block]]:
-        appended, num_slots = [], NEVER
+        # A row ends where a state is saved.
+        appended, num_slots = [], request.checkpoint_at
         for group in self.groups:
             blocks = request.blocks[group.index]
             count = counts[group.index]
@@ -301,6 +321,25 @@ class KVCacheManager:
         request.num_published = num_tokens
         request.publish_at = (num_tokens // self._publish_every + 1) * self._publish_every
 
+    def withdraw(self, published: list[Block], checkpoints: list[Block]) -> None:
+        """Takes back what became findable on the strength of a step that failed."""
+        for block in published:
+            self.pool.unpublish(block)
+        for block in checkpoints:
+            assert self.states is not None
+            self.states.pool.unpublish(block)
+        published.clear()
+        checkpoints.clear()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets every prefix. False, with nothing done, while requests hold blocks; no step may
+        be in flight."""
+        if not self.pool.reset_prefix_cache():
+            return False
+        if self.states is not None:
+            self.states.reset()
+        return True
+
     def free(self, request: Request) -> None:
         """Gives back all blocks of the request; their contents stay findable."""
         for blocks, first in zip(request.blocks, request.num_trimmed, strict=False):
@@ -315,6 +354,8 @@ class KVCacheManager:
         null = self.pool.null_block
         held = [[b for blocks in r.blocks for b in blocks if b is not null] for r in requests]
         self.pool.check_integrity(held)
+        if self.states is not None:
+            self.states.check_integrity()
         for request in requests:
             assert len(request.blocks) in (0, len(self.groups)), request
             assert bool(request.blocks) or request.num_computed_tokens == 0, request

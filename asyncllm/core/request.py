@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import sys
 from array import array
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,7 @@ from asyncllm.sampling_params import SamplingParams
 
 _DIGEST_SIZE = 16
 _PERSON = b"asyncllm-kv"
+NEVER = sys.maxsize
 _ROOT = hashlib.blake2b(digest_size=_DIGEST_SIZE, person=_PERSON).digest()
 
 
@@ -71,6 +73,11 @@ class Request:
             one to give back before.
         num_published: leading tokens whose full blocks were offered to the pool.
         publish_at: tokens with which the next block is full and can be offered.
+        checkpoint_at: tokens with which its recurrent state is saved, at a row's end; of a model
+            without states they are never reached. With the next two, StateCheckpoints'.
+        num_shared_tokens: leading tokens that the KV groups had in their cache when it was last
+            looked up, whether or not there was a state behind them.
+        output_checkpoint: the newest one of its output, and the hash that it got.
         bad_words: token sequences that may not occur in the output.
         claimed_by: numbers of the engine's logits processors that have a part in it.
         needs_host: its tokens are drawn with the host, so that a step that goes on from one waits
@@ -120,6 +127,9 @@ class Request:
     num_slots: int = field(init=False, default=0)
     num_published: int = field(init=False, default=0)
     publish_at: int = field(init=False, default=0)
+    checkpoint_at: int = field(init=False, default=NEVER)
+    num_shared_tokens: int = field(init=False, default=0)
+    output_checkpoint: tuple[Block, bytes] | None = field(init=False, default=None)
     num_cached_tokens: int = field(init=False, default=0)
     num_preemptions: int = field(init=False, default=0)
     first_scheduled_at: float | None = field(init=False, default=None)

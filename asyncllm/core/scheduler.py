@@ -34,14 +34,15 @@ _STEPS_TO_RECOVER = 32
 class ScheduledStep:
     """A step and the requests behind its rows. A row's result counts only while the request
     still has the epoch it was scheduled under. ``admitted`` are the requests that got a slot,
-    ``published`` the blocks that became findable on the strength of this step; ``is_masked`` says
-    that a row which samples follows a grammar."""
+    ``published`` and ``checkpoints`` the KV blocks and the states that became findable on the
+    strength of this step; ``is_masked`` says that a row which samples follows a grammar."""
 
     batch: StepBatch
     requests: list[Request] = field(default_factory=list)
     epochs: list[int] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
     published: list[Block] = field(default_factory=list)
+    checkpoints: list[Block] = field(default_factory=list)
     is_masked: bool = False
 
 
@@ -56,7 +57,8 @@ class Scheduler:
     Args:
         info: the executor's limits.
         policy: "fcfs", "priority" or "deadline".
-        enable_prefix_caching: find and publish shared prefixes, if the executor has no states.
+        enable_prefix_caching: find and publish shared prefixes, if the executor has no states or
+            keeps checkpoints of them.
         in_process: the executor's, if it has one.
     """
 
@@ -73,7 +75,9 @@ class Scheduler:
             info.num_blocks,
             info.kv_groups,
             step_tokens=info.max_step_tokens,
-            enable_prefix_caching=enable_prefix_caching and not info.has_states,
+            enable_prefix_caching=enable_prefix_caching
+            and (not info.has_states or info.num_state_checkpoints > 0),
+            num_state_checkpoints=info.num_state_checkpoints,
         )
         self.in_process = in_process or InProcess()
         self.num_lookahead_tokens = info.max_tokens_per_row - 1
@@ -115,7 +119,7 @@ class Scheduler:
     def pause(self, request: Request) -> None:
         """The request gets no more tokens until ``resume``. It gives up its slot, keeps its
         blocks until another needs them, and takes a token that is in flight. A recurrent state is
-        its slot's, without which blocks are worth nothing."""
+        its slot's, without which blocks are worth no more than a cached prefix."""
         if request.status in (Status.FINISHED, Status.PAUSED):
             return
         self._leave(request)
@@ -157,6 +161,8 @@ class Scheduler:
         """The next step, or None if there is nothing to compute now. Requests that can
         never run are put into ``failed``."""
         step = ScheduledStep(StepBatch(self._num_steps))
+        if self.kv.states is not None:
+            self.kv.states.settle()
         scheduled: dict[Request, int] = {}
         grown: dict[Request, tuple[tuple[list[int], ...], list[Trim]]] = {}
         budget, preempted = self._schedule_running(scheduled, grown)
@@ -204,7 +210,8 @@ class Scheduler:
             count = min(total - request.num_computed_tokens, budget)
             end = request.num_computed_tokens + count + lookahead
             if end > request.num_slots:
-                end = min(end, self.info.max_model_len)
+                end = min(end, self.info.max_model_len, request.checkpoint_at)
+                count = min(count, end - request.num_computed_tokens)
                 trims = self.kv.trim(request)
                 block_ids = self.kv.grow(request, end)
                 while block_ids is None:
@@ -228,26 +235,31 @@ class Scheduler:
     def _schedule_waiting(self, step: ScheduledStep, budget: int) -> None:
         """Admits waiting requests in the policy's order while slots, blocks and budget
         last. The first that does not fit holds up those behind it, or it would starve."""
-        awaiting_last_token: list[Request] = []
-        while budget > 0 and len(self.running) < self.info.max_num_seqs:
+        states, most = self.kv.states, self.info.max_num_seqs
+        awaiting: list[Request] = []
+        while budget > 0 and len(self.running) < most:
             request = self.waiting.peek()
-            if request is None:
+            if request is None or len(awaiting) > most:
                 break
-            if request.num_placeholders:
+            if request.num_placeholders or (states is not None and states.is_saving(request)):
                 # Its last token is still in flight: it can enter a slot only when that is
-                # known, which is at most a step away, and holds up no other meanwhile.
+                # known, which is at most a step away, and holds up no other meanwhile. So it
+                # is with the state of its prefix.
                 self.waiting.discard(request)
-                awaiting_last_token.append(request)
+                awaiting.append(request)
                 continue
             if not self._admit(request):
                 if request.finished:
                     continue
                 break
             step.admitted.append(request)
-            count = min(len(request.token_ids) - request.num_computed_tokens, budget)
+            if states is not None and request.num_computed_tokens:
+                step.batch.state_loads.append((request.req_index, states.load(request)))
+            end = min(len(request.token_ids), request.checkpoint_at)
+            count = min(end - request.num_computed_tokens, budget)
             self._commit(request, count, step)
             budget -= count
-        for request in awaiting_last_token:
+        for request in awaiting:
             self.waiting.push(request)
 
     def _admit(self, request: Request) -> bool:
@@ -303,6 +315,14 @@ class Scheduler:
                 step.is_masked = True
         if end >= request.publish_at:
             step.published += self.kv.publish(request)
+            if end == request.checkpoint_at:
+                self._save_state(request, step)
+
+    def _save_state(self, request: Request, step: ScheduledStep) -> None:
+        assert self.kv.states is not None
+        checkpoint = self.kv.states.save(request, step.checkpoints)
+        if checkpoint is not None:
+            step.batch.state_saves.append((request.req_index, checkpoint))
 
     def _order_decodes_first(self, step: ScheduledStep) -> None:
         batch = step.batch
@@ -437,9 +457,7 @@ class Scheduler:
         is withdrawn, and every request that was in them or in a slot starts over."""
         steps = list(steps)
         for step in steps:
-            for block in step.published:
-                self.kv.pool.unpublish(block)
-            step.published.clear()
+            self.kv.withdraw(step.published, step.checkpoints)
         affected = dict.fromkeys(self.running)
         for step in steps:
             for request, epoch in zip(step.requests, step.epochs, strict=True):

@@ -53,6 +53,7 @@ from asyncllm.gpu.profile import profile_run, recorded_bytes
 from asyncllm.gpu.sample.batched_processors import make_processors
 from asyncllm.gpu.sample.logprobs import DEFAULT_FUSED, MAX_FUSED
 from asyncllm.gpu.state_cache import StateCache, slot_bytes
+from asyncllm.gpu.state_sizing import choose_checkpoints
 from asyncllm.gpu.threads import available_cpus, set_thread_count
 from asyncllm.gpu.token_budget import HIGHEST, ahead_from, calibrate_token_budget
 from asyncllm.gpu.transformers_model.build import (
@@ -73,8 +74,9 @@ from asyncllm.validation import invalid
 
 logger = get_logger(__name__)
 
-UNUSED_BLOCK_SIZE = 1024
-"""Tokens per block where no layer attends to any: the blocks count tokens and hold nothing."""
+UNUSED_BLOCK_SIZE = 256
+"""Tokens per block where no layer attends to any: the blocks count tokens, and say where a prefix
+ends whose state is kept."""
 
 
 def build_model_runner(
@@ -160,6 +162,8 @@ def _create(
         pipeline_depth=mode.pipeline_depth if ahead is None else 1 + ahead,
         step_timeout=mode.step_timeout,
         has_states=states is not None,
+        num_state_checkpoints=states.num_checkpoints if states else 0,
+        state_bytes=slot_bytes(decoder.states, dtype),
     )
     limits = {"max_num_seqs": max_num_seqs, "max_model_len": size.max_model_len}
     processors = make_processors(config.with_overrides(limits), device)
@@ -224,24 +228,23 @@ def make_states(
     without any.
 
     Raises:
-        InvalidRequestError: prefix caching was asked for.
+        InvalidRequestError: checkpoints were asked for that nothing would use.
         EngineError: they do not fit the memory.
     """
     specs, residence = decoder.states, decoder.embedding
     if not specs:
+        if config.num_state_checkpoints != "auto":
+            accepted = '"auto": the model has no recurrent layers'
+            raise invalid("num_state_checkpoints", config.num_state_checkpoints, accepted)
         return None
-    if config.enable_prefix_caching:
-        accepted = (
-            "None or False: the model has recurrent layers, and the state behind a shared prefix "
-            "is not kept"
-        )
-        raise invalid("enable_prefix_caching", True, accepted)
-    check_states(residence.device, max_num_seqs, slot_bytes(specs, residence.dtype))
-    states = StateCache(specs, max_num_seqs, residence.dtype, residence.device)
+    sizes = max_num_seqs, slot_bytes(specs, residence.dtype)
+    check_states(residence.device, *sizes)
+    count = choose_checkpoints(config, residence.device, *sizes)
+    states = StateCache(specs, max_num_seqs, residence.dtype, residence.device, count)
     logger.info(
-        "recurrent states take %d bytes, in a slot for each of max_num_seqs=%d; prefixes are not "
-        "cached",
+        "recurrent states take %d bytes, in a slot for each of max_num_seqs=%d; %s",
         states.num_bytes, max_num_seqs,
+        f"{count} more are for those of cached prefixes" if count else "prefixes are not cached",
     )  # fmt: skip
     return states
 

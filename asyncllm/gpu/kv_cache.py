@@ -128,6 +128,18 @@ class KVCache:
         for layer in self.layers:
             layer.index_fill_(1, index, 0.0)
 
+    def load_states(self, loads: Sequence[tuple[int, int]]) -> None:
+        """``StateCache.load``, where there is anything to load."""
+        if loads:
+            assert self.states is not None
+            self.states.load(loads)
+
+    def save_states(self, saves: Sequence[tuple[int, int]]) -> None:
+        """``StateCache.save``, likewise."""
+        if saves:
+            assert self.states is not None
+            self.states.save(saves)
+
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros that a CPU has to back with memory only where they are touched: torch would

@@ -321,7 +321,9 @@ class ModelRunner:
 
     def _begins_alone(self, batch: StepBatch) -> bool:
         """Whether a step is begun before it is collected: it is long enough, or its masks are made
-        meanwhile."""
+        meanwhile. States are copied by the host, and so is the step between."""
+        if batch.state_loads or batch.state_saves:
+            return False
         enough = self.info.pipeline_depth > 1 and batch.num_tokens >= self._ahead_from
         return enough or bool(batch.masked_rows)
 
@@ -494,12 +496,19 @@ class ModelRunner:
         host.updates = state.sampler.take_updates()
         host.set_table_changes([table.take_changes() for table in inputs.tables])
         host.blocks_to_zero = step.blocks_to_zero
+        host.state_loads, host.state_saves = step.batch.state_loads, step.batch.state_saves
         if step.is_decode:
             return host, None
         return host, inputs.prepare(step.batch, self.device, decode.block_tables)
 
     def _forward(self, state: _Device, step: LaunchedStep, order: RowOrder) -> StepOutput:
         state.cache.clear(step.blocks_to_zero)
+        state.cache.load_states(step.batch.state_loads)
+        output = self._compute(state, step, order)
+        state.cache.save_states(step.batch.state_saves)
+        return output
+
+    def _compute(self, state: _Device, step: LaunchedStep, order: RowOrder) -> StepOutput:
         if state.recorded is not None:
             return state.recorded.run(step.batch, step.rows, order)
         hidden = state.decoder.forward(state.inputs.prepare(step.batch, self.device), state.cache)

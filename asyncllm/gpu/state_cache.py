@@ -37,16 +37,21 @@ def slot_bytes(specs: Sequence[StateSpec], dtype: torch.dtype) -> int:
 
 
 class StateCache:
-    """Recurrent states in slots: slot i is of request index i, the last one of padded rows, which
-    write it and whose results no row reads.
+    """Recurrent states in slots: slot i is of request index i, the one behind them of padded rows,
+    which write it and whose results no row reads, and slot ``num_slots + i`` is checkpoint i.
 
-    A state says what all tokens before a position come to, so a slot is worth nothing to another
-    request, and is cleared by the row that starts at position 0.
+    A state says what all tokens before a position come to. What another request has left in a slot
+    is cleared by the row that starts at position 0; a row that goes on from a cached prefix finds
+    its checkpoint there.
 
     On a CPU the operating system zeroes it page by page as it is first touched.
 
+    Args:
+        num_slots: of running requests.
+        num_checkpoints: of prefixes, counted from 1.
+
     Attributes:
-        tensors: per spec ``[num_slots + 1, *shape]``.
+        tensors: per spec ``[num_slots + 1 + num_checkpoints, *shape]``.
 
     Raises:
         EngineError: there is no memory for it.
@@ -58,23 +63,46 @@ class StateCache:
         num_slots: int,
         dtype: torch.dtype,
         device: torch.device,
+        num_checkpoints: int = 0,
     ) -> None:
         self.specs = tuple(specs)
-        self.num_slots = num_slots
+        self.num_slots, self.num_checkpoints = num_slots, num_checkpoints
+        count = num_slots + 1 + num_checkpoints
         try:
             self.tensors = [
-                _zeros((num_slots + 1, *spec.shape), spec.dtype or dtype, device) for spec in specs
+                _zeros((count, *spec.shape), spec.dtype or dtype, device) for spec in specs
             ]
         except (MemoryError, ValueError, torch.OutOfMemoryError) as error:
             per_slot = slot_bytes(specs, dtype)
             raise EngineError(
-                f"recurrent states of {num_slots + 1} slots of {per_slot} bytes, "
-                f"{(num_slots + 1) * per_slot} bytes, cannot be allocated: lower max_num_seqs"
+                f"recurrent states of {count} slots of {per_slot} bytes, {count * per_slot} bytes, "
+                "cannot be allocated: lower max_num_seqs or num_state_checkpoints"
             ) from error
+        alike: dict[torch.dtype, list[Tensor]] = {}
+        for tensor in self.tensors:
+            alike.setdefault(tensor.dtype, []).append(tensor)
+        self._alike = list(alike.values())
 
     @property
     def num_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors)
+
+    def load(self, loads: Sequence[tuple[int, int]]) -> None:
+        """Copies ``(request index, checkpoint)`` into the slots of the requests, before the step in
+        which they go on from there."""
+        self._copy([(slot, self.num_slots + checkpoint) for slot, checkpoint in loads])
+
+    def save(self, saves: Sequence[tuple[int, int]]) -> None:
+        """Copies the slots of ``(request index, checkpoint)`` into the checkpoints, behind the step
+        that the states are of and before the next one."""
+        self._copy([(self.num_slots + checkpoint, slot) for slot, checkpoint in saves])
+
+    def _copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies ``(to, source)``; no slot is among both. All layers' states of a dtype are one
+        kernel on a GPU, or few, where each for itself would be a hundred."""
+        for tensors in self._alike:
+            to = [tensor[slot] for slot, _ in pairs for tensor in tensors]
+            torch._foreach_copy_(to, [tensor[slot] for _, slot in pairs for tensor in tensors])
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

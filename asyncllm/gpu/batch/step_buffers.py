@@ -78,6 +78,7 @@ class PinnedStepBuffer(StepBuffer):
     Attributes:
         tokens: ``[N]`` int64, where the step's sampled tokens arrive.
         blocks_to_zero: KV blocks to clear ahead of the step.
+        state_loads, state_saves: of its StepBatch.
         stages: of sampling.
         updates: lines of the LogitsTables to write ahead of the step.
         host_rows: rows of the step that are sampled apart, with the host; None without.
@@ -92,6 +93,8 @@ class PinnedStepBuffer(StepBuffer):
         super().__init__(max_num_seqs, len(padding_indices), torch.device("cpu"), pinned=pinned)
         self.tokens = torch.full((max_num_seqs,), -1, dtype=torch.int64, pin_memory=pinned)
         self.blocks_to_zero = NO_BLOCKS
+        self.state_loads: list[tuple[int, int]] = []
+        self.state_saves: list[tuple[int, int]] = []
         self.stages = Stages.NONE
         self.updates: list[LineUpdate] = []
         self.host_rows: HostRows | None = None

@@ -110,6 +110,7 @@ class DecodeRunner:
         if inputs is None and not host.stages and host.host_rows is None:
             self._receive(host)
             self.graphs.run(num_rows)
+            self.cache.save_states(host.state_saves)
             self._return_tokens(host, num_rows)
         else:
             self.forward(host, num_rows, inputs)
@@ -118,8 +119,15 @@ class DecodeRunner:
     def forward(
         self, host: PinnedStepBuffer, num_rows: int, inputs: Sequence[ModelInputs] | None
     ) -> None:
-        """Queues the first half of the same step: up to its logits."""
+        """Queues the first half of the same step: up to its logits, and the copies of states that
+        it leaves behind, ahead of the next step's forward pass."""
         self._receive(host)
+        self._forward(host, num_rows, inputs)
+        self.cache.save_states(host.state_saves)
+
+    def _forward(
+        self, host: PinnedStepBuffer, num_rows: int, inputs: Sequence[ModelInputs] | None
+    ) -> None:
         self._mixed_logits = host.prompt_hidden = None
         if inputs is not None:
             for rows in self._inputs(0):
@@ -187,6 +195,7 @@ class DecodeRunner:
 
     def _receive(self, host: PinnedStepBuffer) -> None:
         self.cache.clear(host.blocks_to_zero)
+        self.cache.load_states(host.state_loads)
         self.buffer.memory.copy_(host.memory, non_blocking=True)
         for update in host.updates:
             update.write(self.tables)

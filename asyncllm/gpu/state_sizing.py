@@ -1,0 +1,72 @@
+"""choose_checkpoints: how many recurrent states of prefixes are kept."""
+
+from __future__ import annotations
+
+import torch
+
+from asyncllm.config import EngineConfig
+from asyncllm.errors import EngineError
+from asyncllm.gpu.kv_cache import CPU_CACHE_LIMIT, available_memory
+from asyncllm.gpu.memory import MemoryProbe
+from asyncllm.validation import invalid
+
+CHECKPOINTS_PER_SEQ = 4
+"""Of a request that runs: its shared prefix, its prompt and its output; and of one that has
+ended, whose conversation may go on."""
+
+CHECKPOINT_SHARE = 8
+"""The part of the memory beside the weights that checkpoints take at most."""
+
+CPU_CHECKPOINT_LIMIT = CPU_CACHE_LIMIT // 4
+
+
+def choose_checkpoints(
+    config: EngineConfig,
+    device: torch.device,
+    max_num_seqs: int,
+    slot_bytes: int,
+    probe: MemoryProbe | None = None,
+) -> int:
+    """Checkpoints of recurrent states; 0 where prefixes are not cached.
+
+    Args:
+        slot_bytes: of one state. Those of ``max_num_seqs`` requests and of padded rows are not
+            taken yet, and fit.
+
+    Raises:
+        InvalidRequestError: some are asked for, and prefix caching is off.
+        EngineError: they do not fit beside the weights and the requests' own, or prefix caching is
+            asked for and there is room for none.
+    """
+    asked = config.num_state_checkpoints
+    if config.enable_prefix_caching is False:
+        if asked != "auto":
+            accepted = '"auto" with enable_prefix_caching=False'
+            raise invalid("num_state_checkpoints", asked, accepted)
+        return 0
+    held = (max_num_seqs + 1) * slot_bytes
+    if device.type == "cuda":
+        free, total = (probe or MemoryProbe()).info(device)
+        spared = int((1 - config.gpu_memory_utilization) * total)
+    else:
+        free, spared = available_memory(), 0
+    left = max(0, free - held)
+    if asked != "auto":
+        if asked * slot_bytes > left:
+            raise EngineError(
+                f"num_state_checkpoints={asked} needs {asked * slot_bytes} bytes, {slot_bytes} a "
+                f"state; {left} are free beside the weights and the states of "
+                f"max_num_seqs={max_num_seqs}: lower it to {left // slot_bytes} at most"
+            )
+        return asked
+    share = max(0, left - spared - int(config.kv_cache_memory or 0)) // CHECKPOINT_SHARE
+    if device.type != "cuda":
+        share = min(share, CPU_CHECKPOINT_LIMIT)
+    found = min(CHECKPOINTS_PER_SEQ * max_num_seqs, share // slot_bytes)
+    if not found and config.enable_prefix_caching:
+        raise EngineError(
+            "enable_prefix_caching=True: the model has recurrent layers, a state of a prefix takes "
+            f"{slot_bytes} bytes, and {share} are for them, an eighth of what is free beside the "
+            "weights: set num_state_checkpoints, or lower max_num_seqs"
+        )
+    return found

@@ -1,0 +1,542 @@
+"""Checkpoints of recurrent states: where they are saved, who goes on from them, what voids them."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize
+
+from asyncllm.core.state_checkpoints import StateCheckpoints
+from asyncllm.metrics import EngineMetrics
+from asyncllm.testing import FakeExecutor
+from tests.fakes import Fake, FakeModelConfig, FakeTokenizer
+from tests.hypothesis_settings import examples
+from tests.test_metrics import samples
+from tests.test_scheduler import Rig, SchedulerMachine, group, info
+from tests.test_sliding_window import WindowMachine
+
+
+class StateRig(Rig):
+    """A Rig whose device has recurrent states.
+
+    Args:
+        groups: block size and window of each KV group.
+        checkpoints: slots for states of prefixes.
+        interval: tokens of output between two of them.
+    """
+
+    def __init__(self, *groups, checkpoints=8, interval=256, **changes):
+        sizes, windows = zip(*(groups or [(4, None)]), strict=True)
+        states = dict(has_states=True, num_state_checkpoints=checkpoints)
+        super().__init__(block_size=sizes, windows=windows, **states | changes)
+        kv = self.scheduler.kv
+        if kv.states is not None:
+            kv.states = StateCheckpoints(checkpoints, sizes, interval)
+
+    @property
+    def states(self) -> StateCheckpoints:
+        assert self.scheduler.kv.states is not None
+        return self.scheduler.kv.states
+
+    def run(self, prompt, max_tokens=1, **options):
+        """A request from its submission to its end, and what it computed in each step."""
+        one = self.add(prompt, max_tokens, **options)
+        shapes = []
+        while self.scheduler.has_work():
+            step = self.launch()
+            assert step is not None
+            shapes += step.batch.counts
+            self.collect()
+        self.scheduler.check_integrity()
+        self.expect(one)
+        return one, shapes
+
+
+# --- where they are saved --------------------------------------------------------------------
+
+
+def test_a_prompt_leaves_its_state_at_its_last_full_block():
+    rig = StateRig()
+    for length, shapes in ((9, [8, 1]), (8, [4, 4]), (5, [4, 1]), (4, [4]), (12, [8, 4])):
+        rig.scheduler.kv.reset_prefix_cache()
+        assert rig.run(range(length))[1] == shapes
+        again, _ = rig.run([*range(length), 90])
+        assert again.num_cached_tokens == sum(shapes[:-1])
+
+
+def test_the_first_that_shows_a_shared_prefix_saves_its_state():
+    rig = StateRig(num_blocks=60)
+    shared = list(range(8))
+    own = [[100 * i + j for j in range(6)] for i in range(1, 5)]
+    found = [rig.run(shared + tail) for tail in own]
+    assert [one.num_cached_tokens for one, _ in found] == [0, 0, 8, 8]
+    assert [shapes for _, shapes in found] == [[12, 2], [8, 4, 2], [4, 2], [4, 2]]
+    assert rig.scheduler.kv.num_hit_tokens == 16
+
+
+def test_of_an_output_the_newest_state_is_kept():
+    rig = StateRig(interval=6, num_blocks=60)  # rounded up to 8
+    first, shapes = rig.run(range(6), max_tokens=27)
+    assert shapes == [4, 2] + [1] * 26
+    # At 4 of the prompt, and behind that at 12, 20 and 28, the last alone.
+    assert rig.states.pool.num_cached == 2
+    for length, cached in ((33, 28), (28, 28), (27, 4), (21, 4)):
+        assert rig.run([*first.token_ids[:length], 7])[0].num_cached_tokens == cached
+        assert rig.run([*first.token_ids[:4], 500 + length])[0].num_cached_tokens == 4
+
+
+def test_output_that_is_computed_anew_ends_a_row_once():
+    rig = StateRig(interval=4, num_blocks=40, max_num_seqs=1)
+    first = rig.add(range(6), max_tokens=30)
+    for _ in range(22):
+        rig.step()
+    assert len(first.token_ids) == 27
+    rig.scheduler.pause(first)
+    assert rig.scheduler.kv.reset_prefix_cache()
+    rig.scheduler.resume(first)
+    # The prompt's last block, and the last one of what is known.
+    assert [rig.step() for _ in range(3)] == [{"r0": 4}, {"r0": 20}, {"r0": 3}]
+    rig.finish_all()
+    rig.expect(first)
+
+
+def test_a_prefix_ends_where_a_block_of_every_group_does():
+    rig = StateRig((4, None), (3, 5), num_blocks=80)
+    assert rig.run(range(30))[1] == [24, 6]
+    one, shapes = rig.run([*range(25), 90, 91])
+    # The keys of the window end at 24 as well.
+    assert (one.num_cached_tokens, shapes) == (24, [3])
+    one, shapes = rig.run([*range(14), 92])
+    assert (one.num_cached_tokens, shapes) == (0, [12, 3])
+    assert rig.run([*range(14), 93])[0].num_cached_tokens == 12
+
+
+@pytest.mark.parametrize(("checkpoints", "most"), [(1, 1), (2, 1), (3, 2), (8, 4)])
+def test_half_of_the_slots_are_written_at_once(checkpoints, most):
+    rig = StateRig(checkpoints=checkpoints, num_blocks=40)
+    requests = [rig.add(range(20 * i, 20 * i + 6), max_tokens=1) for i in range(5)]
+    step = rig.launch()
+    assert step is not None
+    assert step.batch.counts == [4] * 5
+    assert step.batch.state_saves == [(requests[i].req_index, i + 1) for i in range(most)]
+    rig.collect()
+    rig.finish_all()
+    # The last of them have a state, the others none.
+    again = [rig.run([*range(20 * i, 20 * i + 6), 7])[0] for i in range(most)]
+    assert [one.num_cached_tokens for one in again] == [4] * most
+
+
+def test_the_least_recently_used_gives_way():
+    rig = StateRig(checkpoints=2, num_blocks=60)
+    for first in (0, 20, 0, 40):
+        rig.run(range(first, first + 6))
+    found = [rig.run([*range(first, first + 5), 7, 8])[0] for first in (40, 0, 20)]
+    assert [one.num_cached_tokens for one in found] == [4, 4, 0]
+
+
+def test_without_checkpoints_there_are_no_prefixes():
+    for changes in (dict(checkpoints=0), dict(caching=False)):
+        rig = StateRig(**changes)
+        assert rig.scheduler.kv.states is None
+        for _ in range(2):
+            assert rig.run(range(9))[1] == [9]
+
+
+def test_checkpoints_are_of_states():
+    with pytest.raises(ValueError, match="num_state_checkpoints=2 without has_states: expected 0"):
+        info(num_state_checkpoints=2)
+
+
+# --- from the next step on -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_state_is_read_a_step_after_it_was_saved(depth):
+    """Who has the same prefix waits for that step, and does not compute it once more."""
+    rig = StateRig(num_blocks=60, pipeline_depth=depth)
+    requests = [rig.add([*range(8), 50 + i], max_tokens=3) for i in range(3)]
+    first, second = rig.launch(), None
+    if depth == 2:
+        second = rig.launch()
+    rig.collect()
+    second = second or rig.launch()
+    assert first is not None
+    assert second is not None
+    assert (first.batch.counts, first.batch.state_loads) == ([8], [])
+    ((_, saved),) = first.batch.state_saves
+    assert second.batch.counts == [1, 1, 1]
+    assert second.batch.state_loads == [(one.req_index, saved) for one in requests[1:]]
+    assert first.checkpoints == [rig.states.pool.blocks[saved]]
+    rig.collect()
+    rig.finish_all()
+    for one in requests:
+        rig.expect(one)
+
+
+def test_a_burst_with_a_shared_prefix_computes_it_twice():
+    rig = StateRig(num_blocks=120, max_num_batched_tokens=400, max_num_seqs=16)
+    requests = [rig.add([*range(40), *[100 + i] * 6], max_tokens=2) for i in range(10)]
+    shapes = [rig.step() for _ in range(3)]
+    assert shapes[0] == {"r0": 44, "r1": 40}
+    assert shapes[1] == {"r0": 2, "r1": 4} | {f"r{i}": 4 for i in range(2, 10)}
+    rig.finish_all()
+    for one in requests:
+        rig.expect(one)
+
+
+def test_those_that_wait_for_a_state_do_not_cost_a_step_their_number(monkeypatch):
+    rig, asked = StateRig(num_blocks=60, max_num_seqs=4), []
+    requests = [rig.add([*range(8), 50 + i], max_tokens=1) for i in range(40)]
+    is_saving = StateCheckpoints.is_saving
+    monkeypatch.setattr(
+        StateCheckpoints, "is_saving", lambda self, one: asked.append(one) or is_saving(self, one)
+    )
+    assert rig.step() == {"r0": 8}
+    assert len(asked) == 6
+    rig.finish_all()
+    assert [one.num_cached_tokens for one in requests] == [0] + [8] * 39
+    for one in requests:
+        rig.expect(one)
+
+
+def test_the_state_of_an_output_waits_for_its_last_token():
+    rig = StateRig(interval=4, pipeline_depth=2)
+    first = rig.add(range(6), max_tokens=20)
+    saves = []
+    while not saves:
+        rig.launch()
+        if len(rig.in_flight) == 2:
+            saves += rig.in_flight[1].batch.state_saves if first.num_output_tokens else []
+            rig.collect()
+    # Eight tokens are in the state, the eighth of which is in flight in the step before.
+    assert (first.num_computed_tokens, len(first.token_ids)) == (8, 8)
+    assert rig.states.pool.num_cached == 1
+    rig.states.settle()
+    assert rig.states.pool.num_cached == 2
+
+
+# --- what voids them -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_failed_step_takes_its_states_with_it(depth):
+    rig = StateRig(num_blocks=60, pipeline_depth=depth)
+    requests = [rig.add([*range(8), 50 + i], max_tokens=3) for i in range(2)]
+    for _ in range(depth):
+        rig.launch()
+    if depth == 2:
+        assert rig.in_flight[1].batch.state_loads
+        assert rig.states.pool.num_cached == 1
+    rig.executor.discard()
+    rig.scheduler.rollback(rig.in_flight)
+    rig.in_flight.clear()
+    assert rig.states.pool.num_cached == 0
+    # Both start over, and nothing is left of the step that never ran.
+    assert rig.step() == {"r0": 8}
+    assert rig.states.pool.num_free == 7
+    rig.finish_all()
+    for one in requests:
+        rig.expect(one)
+
+
+def test_a_state_of_an_aborted_request_is_given_back():
+    rig = StateRig()
+    one = rig.add(range(9))
+    rig.step()
+    assert rig.states.pool.num_free == 7
+    rig.scheduler.finish(one, "abort")
+    assert rig.run(range(9))[1] == [8, 1]
+    assert (rig.states.pool.num_free, rig.states.pool.num_cached) == (8, 1)
+
+
+def test_a_paused_request_goes_on_from_its_newest_state():
+    rig = StateRig(interval=4, max_num_seqs=1, num_blocks=40)
+    first = rig.add(range(6), max_tokens=20)
+    for _ in range(12):
+        rig.step()
+    assert first.num_computed_tokens == 16
+    rig.scheduler.pause(first)
+    assert first.blocks == ()
+    rig.run(range(50, 56), max_tokens=3)
+    rig.scheduler.resume(first)
+    assert rig.step() == {"r0": 1}
+    rig.finish_all()
+    rig.expect(first)
+
+
+def test_resetting_the_cache_forgets_states():
+    rig = StateRig(interval=4)
+    rig.run(range(9))
+    one = rig.add(range(9), max_tokens=2)
+    rig.step()
+    assert rig.scheduler.kv.reset_prefix_cache() is False
+    assert rig.states.pool.num_cached == 1
+    rig.scheduler.pause(one)
+    assert rig.scheduler.kv.reset_prefix_cache() is True
+    assert (rig.states.pool.num_cached, rig.states.pool.num_free) == (0, 8)
+    rig.scheduler.resume(one)
+    assert rig.step() == {"r1": 8}
+    rig.finish_all()
+    rig.expect(one)
+
+
+def test_prompt_logprobs_are_of_tokens_that_are_computed():
+    rig = StateRig()
+    rig.run(range(13))
+    one, shapes = rig.run(range(13), prompt_logprobs=2)
+    assert shapes == [12, 1]
+    assert one.num_cached_tokens == 0
+
+
+@pytest.mark.asyncio
+async def test_an_engine_tells_of_its_states():
+    limits = info(num_blocks=40, has_states=True, num_state_checkpoints=5, state_bytes=300)
+    device = Fake(limits, FakeExecutor(limits), FakeTokenizer(), FakeModelConfig())
+    async with device.engine() as engine:
+        metrics, shared = EngineMetrics(engine), list(range(16))
+        usages = [(await engine.generate([*shared, i], max_tokens=2)).usage for i in range(3)]
+        assert [usage.cached_tokens for usage in usages] == [0, 16, 16]
+        stats = engine.stats()
+        assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (51, 32)
+        assert (stats.num_state_checkpoints, stats.num_cached_states) == (5, 1)
+        assert stats.state_checkpoint_bytes == 1500
+        assert samples(metrics)["asyncllm:cached_states",] == 1
+        assert await engine.reset_prefix_cache()
+        assert engine.stats().num_cached_states == 0
+        usage = (await engine.generate([*shared, 9], max_tokens=2)).usage
+        assert usage.cached_tokens == 0
+
+
+# --- a plain model of what is found ----------------------------------------------------------
+
+
+class PlainCheckpoints:
+    """Hits of requests that run one after the other, from prefixes as tuples alone."""
+
+    def __init__(self, unit: int, capacity: int, interval: int):
+        self.unit, self.capacity, self.interval = unit, capacity, interval
+        self.keys: set[tuple[int, ...]] = set()  # prefixes whose KV is cached
+        self.states: OrderedDict[tuple[int, ...], None] = OrderedDict()  # oldest first
+
+    def longest(self, tokens, most, among):
+        ends = range(most // self.unit * self.unit, 0, -self.unit)
+        return next((end for end in ends if tokens[:end] in among), 0)
+
+    def take(self) -> None:
+        if len(self.states) == self.capacity:
+            self.states.popitem(last=False)
+
+    def run(self, tokens: tuple[int, ...], num_prompt: int) -> int:
+        """Tokens found, of a request with ``tokens`` at its end."""
+        shared = self.longest(tokens, num_prompt - 1, self.keys)
+        cached = self.longest(tokens, shared, self.states)
+        if cached:
+            self.states.move_to_end(tokens[:cached])
+        last = (num_prompt - 1) // self.unit * self.unit
+        computed, newest = len(tokens) - 1, ()
+        ends = [end for end in (shared, last) if cached < end <= last]
+        ends += range(last + self.interval, computed + 1, self.interval)
+        for end in dict.fromkeys(ends):
+            if tokens[:end] in self.states:
+                continue
+            self.take()
+            if end == computed:
+                continue  # the request ends with that step
+            self.states[tokens[:end]] = None
+            if end > num_prompt:
+                self.states.pop(newest, None)
+                newest = tokens[:end]
+        self.keys |= {tokens[:end] for end in range(self.unit, computed + 1, self.unit)}
+        return cached
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_hits_equal_the_plain_model(seed):
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    unit, capacity = rng.choice([1, 2, 3]), rng.randint(2, 7)
+    interval = unit * rng.randint(1, 3)
+    rig = StateRig((unit, None), checkpoints=capacity, interval=interval, num_blocks=4000)
+    model = PlainCheckpoints(unit, capacity, interval)
+    former, total = [], 0
+    for _ in range(40):
+        begin = rng.choice(former[:4])[: rng.randint(0, 20)] if former else []
+        prompt = [*begin, *(rng.randrange(3) for _ in range(rng.randint(1, 8)))]
+        one, _ = rig.run(prompt, max_tokens=rng.randint(1, 9))
+        found = model.run(tuple(one.token_ids), len(prompt))
+        assert one.num_cached_tokens == found
+        cached = {block.hash for block in rig.states.pool.blocks if block.hash}
+        assert len(cached) <= len(model.states)
+        former.append(one.token_ids)
+        total += found
+    assert total > 0
+
+
+# --- mistakes that have to show --------------------------------------------------------------
+
+
+def _scenario(depth: int) -> None:
+    """Prompts that share prefixes, a step that fails, and others that go on from the outputs and
+    from the middle of the prompts."""
+    rig = StateRig(
+        checkpoints=20, interval=4, num_blocks=200, max_num_batched_tokens=60, pipeline_depth=depth
+    )
+    prompts = [[*range(11), *[40 + i] * 6] for i in range(4)]
+    for round_ in range(3):
+        requests = [rig.add(prompt, max_tokens=9) for prompt in prompts]
+        for _ in range(depth):
+            rig.launch()
+        if round_ == 0:
+            rig.executor.discard()
+            rig.scheduler.rollback(rig.in_flight)
+            rig.in_flight.clear()
+        while rig.scheduler.has_work() or rig.in_flight:
+            if len(rig.in_flight) == depth or rig.launch() is None:
+                rig.collect()
+            rig.scheduler.check_integrity()
+        for one in requests:
+            rig.expect(one)
+        prompts = [[*one.token_ids, 7, 8] for one in requests]
+        if round_ == 1:
+            prompts = [[*one.token_ids[:n], 9] for one in requests for n in (13, 18)]
+
+
+def _neighbours(monkeypatch) -> None:
+    """Another checkpoint is loaded than the one that was found."""
+    load = StateCheckpoints.load
+    monkeypatch.setattr(StateCheckpoints, "load", lambda self, one: load(self, one) % 20 + 1)
+
+
+def _kept(monkeypatch) -> None:
+    """What the slot's last request left there is not replaced."""
+    advance = FakeExecutor._advance
+
+    def kept(self, batch):
+        batch.state_loads.clear()
+        return advance(self, batch)
+
+    monkeypatch.setattr(FakeExecutor, "_advance", kept)
+
+
+def _too_old(monkeypatch) -> None:
+    """A state is of a block less than its hash says."""
+    publish = StateCheckpoints._publish
+
+    def older(self, save):
+        if save.num_tokens + self._unit <= len(save.request.token_ids):
+            save.num_tokens += self._unit
+        publish(self, save)
+
+    monkeypatch.setattr(StateCheckpoints, "_publish", older)
+
+
+def _same_step(monkeypatch) -> None:
+    """It can be found in the step that writes it."""
+    save = StateCheckpoints.save
+
+    def at_once(self, request, published):
+        found = save(self, request, published)
+        if found is not None and request.num_computed_tokens <= len(request.token_ids):
+            self._publish(self._saves[-1])
+            self.pool.release((self._saves.pop().block,))
+            self._saving.clear()
+        return found
+
+    monkeypatch.setattr(StateCheckpoints, "save", at_once)
+
+
+def _any_epoch(monkeypatch) -> None:
+    """It counts whatever has become of its request, and of its step."""
+    settle = StateCheckpoints.settle
+
+    def ignorant(self):
+        for save in self._saves:
+            save.epoch = save.request.epoch
+        settle(self)
+
+    monkeypatch.setattr(StateCheckpoints, "settle", ignorant)
+
+
+def _early(monkeypatch) -> None:
+    """The device saves before the step has run."""
+    advance = FakeExecutor._advance
+
+    def early(self, batch):
+        saves, batch.state_saves = batch.state_saves, []
+        for req_index, checkpoint in saves:
+            self._states[self.info.max_num_seqs - 1 + checkpoint] = self._states[req_index]
+        return advance(self, batch)
+
+    monkeypatch.setattr(FakeExecutor, "_advance", early)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("break_it", [_neighbours, _kept, _too_old, _same_step, _any_epoch, _early])
+def test_the_fake_device_notices(break_it, depth, monkeypatch):
+    _scenario(depth)
+    break_it(monkeypatch)
+    with pytest.raises(AssertionError):
+        _scenario(depth)
+
+
+def test_withdrawn_with_the_step_in_flight_that_wrote_it(monkeypatch):
+    """A checkpoint that was found already goes with its step, or the next one would find it."""
+    _scenario(2)
+    monkeypatch.setattr("asyncllm.core.kv_cache.KVCacheManager.withdraw", _withdraw_blocks_alone)
+    with pytest.raises(AssertionError):
+        _scenario(2)
+
+
+def _withdraw_blocks_alone(self, published, checkpoints):
+    for block in published:
+        self.pool.unpublish(block)
+
+
+# --- everything at once ----------------------------------------------------------------------
+
+
+class StateMachine(SchedulerMachine):
+    """As SchedulerMachine, with checkpoints of recurrent states, few of them, and windows."""
+
+    @initialize(
+        num_blocks=st.integers(3, 14),
+        groups=st.sampled_from(
+            [
+                [(1, None)],
+                [(2, None)],
+                [(4, None)],
+                [(2, None), (2, 4)],
+                [(1, 3)],
+                [(2, 3), (3, None)],
+            ]
+        ),
+        seqs=st.integers(1, 5),
+        budget=st.integers(1, 24),
+        depth=st.integers(1, 2),
+        policy=st.sampled_from(["fcfs", "priority", "deadline"]),
+        checkpoints=st.integers(1, 5),
+        interval=st.integers(1, 6),
+    )
+    def make(self, num_blocks, groups, seqs, budget, depth, policy, checkpoints, interval):
+        specs = [group(i, *one) for i, one in enumerate(groups)]
+        while (longest := WindowMachine.longest(specs, num_blocks - 1, budget)) < 2:
+            num_blocks += 1
+        self.rig = StateRig(
+            *groups,
+            checkpoints=checkpoints,
+            interval=interval,
+            policy=policy,
+            num_blocks=num_blocks,
+            max_model_len=longest,
+            max_num_seqs=seqs,
+            max_num_batched_tokens=budget,
+            pipeline_depth=depth,
+        )
+        self.requests = []
+
+
+StateMachine.TestCase.settings = examples(50, stateful_step_count=40)
+TestStateMachine = StateMachine.TestCase
