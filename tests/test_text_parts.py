@@ -95,7 +95,7 @@ def make_multimodal(path: Path, family: str, **changes: Any) -> Any:
     return model
 
 
-NATIVE = ("Gemma3", "Qwen3VL")
+NATIVE = ("Gemma3", "Qwen3VL", "Qwen3_5", "Qwen3_5Moe")
 
 
 @pytest.mark.parametrize("family", PARTS)
