@@ -6,12 +6,10 @@ import pickle
 import weakref
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
-from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
 from asyncllm.checkpoint.model_config import ModelConfig, RopeConfig
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.batch.decode_inputs import SamplingTensors
@@ -23,11 +21,9 @@ from asyncllm.gpu.batch.sampling_inputs import (
     Stages,
     TopLogprobs,
 )
-from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.models.dense import attention_kinds, build_decoder
 from asyncllm.gpu.ops import onednn_ops
 from asyncllm.gpu.ops.base import ArgmaxLinear, AttentionShape
-from asyncllm.gpu.ops.gated_delta import DeltaBiases
 from asyncllm.gpu.ops.gumbel import chunk_exponentials, exponentials, gumbel_keys
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.native_ops import NativeOps
@@ -44,6 +40,7 @@ from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.gpu.ops.torch_ops import TorchLinear, TorchOps
 from asyncllm.gpu.threads import set_thread_count
 from asyncllm.gpu.weights import dummy_weights
+from tests import recurrent_checks
 from tests.native_library import context, isas
 
 CPU = torch.device("cpu")
@@ -424,147 +421,28 @@ def test_silu_mul(ops, dtype):
 
 # --- layers with a state of each sequence ------------------------------------------------------
 
-STEP = [(3, 5, 1), (1, 0, 1), (0, 0, 70), (2, 8, 9), (5, 3, 2)]
-"""Rows of a step: slot, first position, tokens; two decode rows among them, and two that start
-from no state."""
-
-
-def state_inputs(rows: list[tuple[int, int, int]]) -> ModelInputs:
-    slots, starts, counts = np.array(rows, dtype=np.int64).T.copy()
-    ends = np.concatenate(([0], counts.cumsum()))
-    positions = [start + i for _, start, count in rows for i in range(count)]
-    tokens = torch.tensor(positions)
-    return ModelInputs(
-        num_decodes=int(np.argmax(counts > 1)) if (counts > 1).any() else len(rows),
-        token_ids=tokens, positions=tokens, logits_indices=None,
-        req_indices=torch.from_numpy(slots), host_req_indices=slots, query_start_loc=ends,
-        seq_lens=starts + counts, starts=starts, slot_mapping=tokens,
-        host_table=np.zeros((6, 1), np.int32), device_table=None, block_size=4,
-    )  # fmt: skip
-
-
-def check_rows(run, state, expected_state, expected, tolerance, *, exact):
-    """What ``run(rows, state, tokens)`` makes of STEP: in one step, of each row alone, and of a
-    prompt in chunks, the same bits where ``exact``."""
-    left = state.clone()
-    found = run(STEP, left, slice(None))
-    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(left.double(), expected_state, rtol=tolerance, atol=tolerance)
-    assert torch.equal(left[4], state[4])
-    near = 0.0 if exact else 2 * tolerance
-    start = 0
-    for slot, first, count in STEP:
-        own, parts = state.clone(), []
-        for at in range(0, count, 23):
-            some = min(23, count - at)
-            tokens = slice(start + at, start + at + some)
-            parts.append(run([(slot, first + at, some)], own, tokens))
-        rest = found[start : start + count]
-        torch.testing.assert_close(torch.cat(parts), rest, rtol=near, atol=near)
-        torch.testing.assert_close(own[slot], left[slot], rtol=near, atol=near)
-        start += count
-
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("channels", "width"), [(37, 4), (70, 2)])
 def test_causal_conv(ops, dtype, channels, width):
-    generator = torch.Generator().manual_seed(11)
-    weight = torch.randn(channels, width, generator=generator).to(dtype)
-    x = torch.randn(83, channels + 5, generator=generator).to(dtype)[:, :channels]
-    state = torch.randn(6, width - 1, channels, generator=generator).to(dtype)
-    expected, last, start = torch.empty(83, channels).double(), state.double(), 0
-    for slot, first, count in STEP:
-        before = last[slot] * bool(first)
-        inputs = torch.cat((before, x[start : start + count].double()))
-        for i in range(count):
-            expected[start + i] = F.silu((inputs[i : i + width] * weight.double().T).sum(0))
-        last[slot] = inputs[1 - width :]
-        start += count
-    conv = ops.causal_conv(weight)
-
-    def run(rows, state, tokens):
-        return conv(x[tokens], state, ops.state_rows(state_inputs(rows)))
-
-    check_rows(run, state, last, expected, TOLERANCE[dtype], exact=ops.name == "native")
-
-
-def delta_in_double(shape, qkv, gates, biases, state):
-    """The rule token by token, through the rows of STEP."""
-    group = shape.num_value_heads // shape.num_key_heads
-    q, k, v = qkv.double().split([shape.key_size, shape.key_size, shape.value_size], 1)
-    q, k = (part.unflatten(1, (-1, shape.key_dim)) for part in (q, k))
-    q, k = (part / (part.square().sum(-1, keepdim=True) + 1e-6).sqrt() for part in (q, k))
-    v, (b, a) = v.unflatten(1, (-1, shape.value_dim)), gates.double().chunk(2, 1)
-    decay = torch.exp(-biases.log_rate.double().exp() * F.softplus(a + biases.dt_bias.double()))
-    out, start = torch.empty_like(v), 0
-    for slot, first, count in STEP:
-        for head in range(shape.num_value_heads):
-            matrix = state[slot, head].double() * bool(first)
-            for token in range(start, start + count):
-                key = k[token, head // group]
-                matrix = matrix * decay[token, head]
-                change = (v[token, head] - matrix.T @ key) * b[token, head].sigmoid()
-                matrix = matrix + torch.outer(key, change)
-                out[token, head] = matrix.T @ q[token, head // group] * shape.key_dim**-0.5
-            state[slot, head] = matrix
-        start += count
-    return out.flatten(1)
+    recurrent_checks.check_causal_conv(ops, channels, width, dtype, TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(
-    "shape", [((True,), 2, 4, 8, 12, 4), ((True,), 3, 3, 17, 70, 4)], ids=["grouped", "odd"]
-)
+@pytest.mark.parametrize("shape", [(2, 4, 8, 12), (3, 3, 17, 70)], ids=["grouped", "odd"])
 def test_gated_delta(ops, dtype, shape):
-    """Tokens that repeat a key among them, and decays that leave nothing, and all."""
-    shape, generator = LinearAttentionConfig(*shape), torch.Generator().manual_seed(12)
-    heads = shape.num_value_heads
-    qkv = torch.randn(83, shape.conv_size, generator=generator).to(dtype)
-    qkv[10:30] = qkv[10]
-    gates = torch.randn(83, 2 * heads + 3, generator=generator).mul(2).to(dtype)[:, : 2 * heads]
-    gates[40:44, heads:], gates[20:30, heads:] = 200.0, -200.0
-    biases = DeltaBiases(*torch.randn(2, heads, generator=generator))
-    state = torch.randn(6, heads, shape.key_dim, shape.value_dim, generator=generator)
-    last = state.double()
-    expected = delta_in_double(shape, qkv, gates, biases, last)
-    delta = ops.gated_delta(shape, biases)
-
-    def run(rows, state, tokens):
-        return delta(qkv[tokens], gates[tokens], state, ops.state_rows(state_inputs(rows)))
-
-    if dtype != torch.float32:  # what a chunk rounds in float32 is seen as another bfloat16
-        found, left = run(STEP, (left := state.clone()), slice(None)), left
-        torch.testing.assert_close(found.double(), expected, rtol=1e-2, atol=1e-2)
-        torch.testing.assert_close(left.double(), last, rtol=2e-5, atol=2e-5)
-        return
-    check_rows(run, state, last, expected, 2e-5, exact=ops.name == "native")
+    recurrent_checks.check_gated_delta(ops, shape, dtype)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("size", [16, 21])
 def test_gated_norm(ops, dtype, size):
-    generator = torch.Generator().manual_seed(13)
-    weight = torch.randn(size, generator=generator).to(dtype)
-    x, both = (torch.randn(5, size * n, generator=generator).mul(3).to(dtype) for n in (3, 7))
-    gate = both[:, 4 * size :]
-    heads = x.double().unflatten(1, (3, size))
-    normed = heads * (heads.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()
-    expected = normed.flatten(1) * F.silu(gate.double())
-    tolerance = TOLERANCE[dtype]
-    found = ops.gated_norm(weight, 1e-6)(x, gate)
-    assert found.dtype == dtype
-    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
+    recurrent_checks.check_gated_norm(ops, size, dtype, TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_sigmoid_mul(ops, dtype):
-    generator = torch.Generator().manual_seed(14)
-    x, gate = torch.randn(2, 3, 50, generator=generator).mul(4).to(dtype)
-    gate[0, :2] = torch.tensor([-200.0, 200.0])
-    expected = x[:, :37].double() * gate[:, 13:].double().sigmoid()
-    found = ops.sigmoid_mul(x[:, :37], gate[:, 13:])
-    tolerance = TOLERANCE[dtype]
-    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
+    recurrent_checks.check_sigmoid_mul(ops, dtype, TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
