@@ -33,6 +33,7 @@ from asyncllm.gpu.models.dense import attention_kinds, build_decoder
 from asyncllm.gpu.ops.base import BlockLayout
 from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.gpu.ops.torch_ops import TorchOps
+from asyncllm.gpu.state_cache import StateCache
 from asyncllm.gpu.weights import dummy_weights
 from asyncllm.logits_processor import LogitsProcessor
 from asyncllm.sampling_params import SamplingParams
@@ -235,8 +236,10 @@ def make_runner(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=512,
         pipeline_depth=depth,
+        has_states=bool(decoder.states),
     )
-    cache = KVCache(groups, num_blocks + 1, torch.float32, CPU)
+    states = StateCache(decoder.states, max_num_seqs, torch.float32, CPU)
+    cache = KVCache(groups, num_blocks + 1, torch.float32, CPU, states)
     decode = None
     if capturer is not None:
         graphs = default_sizes(max_num_seqs) if sizes is None else sizes

@@ -40,6 +40,7 @@ from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.gpu.ops.torch_ops import TorchLinear, TorchOps
 from asyncllm.gpu.threads import set_thread_count
 from asyncllm.gpu.weights import dummy_weights
+from tests import recurrent_checks
 from tests.native_library import context, isas
 
 CPU = torch.device("cpu")
@@ -416,6 +417,32 @@ def test_silu_mul(ops, dtype):
     tolerance = TOLERANCE[dtype]
     expected = gate * gate.sigmoid() * up
     torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+# --- layers with a state of each sequence ------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("channels", "width"), [(37, 4), (70, 2)])
+def test_causal_conv(ops, dtype, channels, width):
+    recurrent_checks.check_causal_conv(ops, channels, width, dtype, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("shape", [(2, 4, 8, 12), (3, 3, 17, 70)], ids=["grouped", "odd"])
+def test_gated_delta(ops, dtype, shape):
+    recurrent_checks.check_gated_delta(ops, shape, dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("size", [16, 21])
+def test_gated_norm(ops, dtype, size):
+    recurrent_checks.check_gated_norm(ops, size, dtype, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_sigmoid_mul(ops, dtype):
+    recurrent_checks.check_sigmoid_mul(ops, dtype, TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

@@ -14,6 +14,7 @@ import transformers
 from asyncllm import LLM, EngineConfig, InvalidRequestError, ModelLoadError
 from asyncllm.core.executor import StepOutOfMemoryError
 from asyncllm.errors import EngineError
+from asyncllm.gpu.batch.state_rows import StateRows
 from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.graph.decode_runner import DecodeRunner
 from asyncllm.gpu.memory import MemoryProbe, check_states
@@ -23,7 +24,6 @@ from asyncllm.gpu.state_cache import StateCache, StateSpec, slot_bytes
 from asyncllm.gpu.transformers_model import families
 from asyncllm.gpu.transformers_model.call_states import CallStates
 from asyncllm.gpu.transformers_model.config import TransformersConfig
-from asyncllm.gpu.transformers_model.recurrent import StateRows
 from tests.driver import Driver, Sequence
 from tests.families import NEMOTRON_H, TINY, make
 from tests.reference import Expected, Tally, compare, generate

@@ -18,7 +18,7 @@ from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.transformers_model.config import TransformersConfig, read_config
 from tests.driver import Driver
-from tests.families import GATED_DELTA, MIXED, SLIDING, TINY, draw_weights
+from tests.families import GATED_DELTA, MIXED, MOE, SLIDING, TINY, draw_weights
 from tests.reference import Tally, compare, generate
 
 SETTINGS: dict[str, Any] = {
@@ -37,6 +37,7 @@ SIGLIP |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
 PATCHES = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2}
 PATCHES |= {"out_hidden_size": 64, "num_position_embeddings": 16, "patch_size": 4}
 DELTA = {name: value for name, value in GATED_DELTA.items() if name != "gain"}
+SHARED = {"shared_expert_intermediate_size": 32}
 GEMMA4_TOWER = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
 GEMMA4_TOWER |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
 
@@ -64,6 +65,7 @@ PARTS: dict[str, dict[str, Any]] = {
         "vision_config": {"model_type": "pixtral", **SIGLIP},
     },
     "Qwen3_5": {"text_config": DELTA, "vision_config": PATCHES},
+    "Qwen3_5Moe": {"text_config": DELTA | MOE | SHARED, "vision_config": PATCHES},
     "Qwen3VL": {
         "text_config": {
             "head_dim": 16,
@@ -95,7 +97,7 @@ def make_multimodal(path: Path, family: str, **changes: Any) -> Any:
     return model
 
 
-NATIVE = ("Gemma3", "Qwen3VL")
+NATIVE = ("Gemma3", "Qwen3VL", "Qwen3_5", "Qwen3_5Moe")
 
 
 @pytest.mark.parametrize("family", PARTS)

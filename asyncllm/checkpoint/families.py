@@ -373,7 +373,7 @@ FAMILIES: dict[str, Family] = {
     "granite": Family("GraniteForCausalLM", AS_MANY, (2,), read=_granite),
     "granitemoehybrid": Family(
         "GraniteMoeHybridForCausalLM",
-        AS_MANY | {"intermediate_size": 11_008, "shared_intermediate_size": 1024},
+        AS_MANY | {"shared_intermediate_size": 1024},
         (2,),
         names=SHARED,
         covers=_is_dense_granite4,

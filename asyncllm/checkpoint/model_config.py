@@ -14,6 +14,8 @@ from asyncllm.checkpoint.families import BEFORE, Family, Sizes, TensorNames
 from asyncllm.checkpoint.families import FAMILIES as DENSE_FAMILIES
 from asyncllm.checkpoint.gguf_config import gguf_config
 from asyncllm.checkpoint.gguf_file import GGUFFile
+from asyncllm.checkpoint.hybrid_families import HYBRID_FAMILIES
+from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
 from asyncllm.checkpoint.model_files import GGUF_SUFFIX
 from asyncllm.checkpoint.moe_families import MOE_FAMILIES
 from asyncllm.checkpoint.rope_config import MAX_POSITIONS, RopeConfig, read_rope, rope_section
@@ -24,7 +26,7 @@ Activation = Literal["gelu_tanh", "silu"]
 
 QUANT_METHODS = ("awq", "compressed-tensors", "fbgemm_fp8", "fp8", "gguf", "gptq", "mxfp4")
 
-FAMILIES = DENSE_FAMILIES | MOE_FAMILIES
+FAMILIES = DENSE_FAMILIES | MOE_FAMILIES | HYBRID_FAMILIES
 """By ``model_type``."""
 
 MAX_LAYERS = 1024
@@ -68,6 +70,9 @@ class ModelConfig:
             ``sliding_layers[layer]`` is True; None where no layer has one.
         sliding_layers: one entry per layer.
         sinks: each layer has a logit per query head that takes part in the softmax of its scores.
+        gated_attention: a gate for each element of attention's output, by whose sigmoid it is
+            multiplied; a file has those of a query head behind its queries.
+        linear_attention: of the layers that have it in place of attention.
         experts: of the layers that have them in place of an MLP.
         unused_layers: layers behind the last that the checkpoint has for other uses (predictors of
             further tokens).
@@ -115,6 +120,8 @@ class ModelConfig:
     sliding_window: int | None = None
     sliding_layers: tuple[bool, ...] = ()
     sinks: bool = False
+    gated_attention: bool = False
+    linear_attention: LinearAttentionConfig | None = None
     experts: ExpertsConfig | None = None
     unused_layers: int = 0
     eos_token_ids: tuple[int, ...] = ()
@@ -150,10 +157,11 @@ class ModelConfig:
         sizes = Sizes(num_layers, heads["hidden_size"], heads["head_dim"], rotary_dim)
         fields = heads | {
             "rotary_dim": rotary_dim if rotary_dim < sizes.head_dim else None,
-            "intermediate_size": config.integer("intermediate_size"),
             "sliding_layers": (False,) * num_layers,
             **family.read(config, sizes),
         }
+        if "intermediate_size" not in fields:
+            fields["intermediate_size"] = config.integer("intermediate_size")
         if "layer_ropes" in fields:
             fields["rope"] = fields["layer_ropes"][0]
         elif "rope" not in fields:

@@ -27,7 +27,7 @@ MAX_EXPERTS = 1024
 # --- what several rows read ----------------------------------------------------------------
 
 
-def _counts(
+def expert_counts(
     config: ConfigFile, *names: str, per_token: str = "num_experts_per_tok"
 ) -> tuple[int, int]:
     """Experts of a layer, by the first of these fields that is there, and of a token."""
@@ -40,7 +40,7 @@ def _counts(
     return count, top_k
 
 
-def _sparse_layers(config: ConfigFile, sizes: Sizes) -> tuple[bool, ...]:
+def sparse_layers(config: ConfigFile, sizes: Sizes) -> tuple[bool, ...]:
     """Of Qwen: every ``decoder_sparse_step``-th, but for ``mlp_only_layers``."""
     step = config.integer("decoder_sparse_step", 1)
     dense = config.values.get("mlp_only_layers") or []
@@ -68,8 +68,8 @@ def _groups(config: ConfigFile, count: int, top_k: int) -> tuple[int, int]:
     return groups, chosen
 
 
-def _normalised(config: ConfigFile, *names: str) -> RoutingConfig:
-    count, top_k = _counts(config, *names)
+def normalised_routing(config: ConfigFile, *names: str) -> RoutingConfig:
+    count, top_k = expert_counts(config, *names)
     return RoutingConfig(count, top_k, renormalise=config.boolean("norm_topk_prob", False))
 
 
@@ -81,7 +81,7 @@ def _some(experts: ExpertsConfig) -> Fields:
 def _deepseek_v3_routing(config: ConfigFile, sizes: Sizes) -> Fields:
     """Sigmoid scores, groups and a correction bias (DeepSeek-V3, arXiv 2412.19437, section 2.1.2),
     behind ``first_k_dense_replace`` dense layers."""
-    count, top_k = _counts(config, "n_routed_experts", "num_local_experts")
+    count, top_k = expert_counts(config, "n_routed_experts", "num_local_experts")
     groups, chosen = _groups(config, count, top_k)
     first = config.integer("first_k_dense_replace", low=0)
     routing = RoutingConfig(
@@ -110,7 +110,7 @@ def _deepseek_v3_routing(config: ConfigFile, sizes: Sizes) -> Fields:
 
 
 def _mixtral(config: ConfigFile, sizes: Sizes) -> Fields:
-    count, top_k = _counts(config, "num_local_experts", "num_experts")
+    count, top_k = expert_counts(config, "num_local_experts", "num_experts")
     experts = ExpertsConfig(
         (True,) * sizes.num_layers,
         RoutingConfig(count, top_k, renormalise=True),
@@ -131,8 +131,8 @@ def _qwen2_moe(config: ConfigFile, sizes: Sizes) -> Fields:
     layers = tuple(slides and layer % 2 == 0 and layer < most for layer in range(sizes.num_layers))
     window = read_switched_window(config, sizes, layers)
     experts = ExpertsConfig(
-        _sparse_layers(config, sizes),
-        _normalised(config, "num_experts"),
+        sparse_layers(config, sizes),
+        normalised_routing(config, "num_experts"),
         config.integer("moe_intermediate_size"),
         shared_size=config.integer("shared_expert_intermediate_size"),
         shared_gate=True,
@@ -144,8 +144,8 @@ def _qwen2_moe(config: ConfigFile, sizes: Sizes) -> Fields:
 
 def _qwen3_moe(config: ConfigFile, sizes: Sizes) -> Fields:
     experts = ExpertsConfig(
-        _sparse_layers(config, sizes),
-        _normalised(config, "num_experts", "num_local_experts"),
+        sparse_layers(config, sizes),
+        normalised_routing(config, "num_experts", "num_local_experts"),
         config.integer("moe_intermediate_size"),
     )
     slides = "sliding_window" in config
@@ -158,7 +158,7 @@ def _olmoe(config: ConfigFile, sizes: Sizes) -> Fields:
         raise config.bad("clip_qkv", "null: projections are not clipped")
     experts = ExpertsConfig(
         (True,) * sizes.num_layers,
-        _normalised(config, "num_experts", "num_local_experts"),
+        normalised_routing(config, "num_experts", "num_local_experts"),
         config.integer("intermediate_size"),
     )
     norms = {"qk_norm": True, "norms_whole_projections": True}
@@ -183,7 +183,7 @@ def _glm4_moe(config: ConfigFile, sizes: Sizes) -> Fields:
 def _ernie4_5_moe(config: ConfigFile, sizes: Sizes) -> Fields:
     if config.boolean("use_bias", False):
         raise config.bad("use_bias", "false: the output head has none")
-    count, top_k = _counts(config, "moe_num_experts", per_token="moe_k")
+    count, top_k = expert_counts(config, "moe_num_experts", per_token="moe_k")
     step = config.integer("moe_layer_interval", 1)
     first = config.integer("moe_layer_start_index", 1, low=0)
     last = config.integer("moe_layer_end_index", -1, low=-1)
@@ -209,7 +209,7 @@ def _ernie4_5_moe(config: ConfigFile, sizes: Sizes) -> Fields:
 
 
 def _gpt_oss(config: ConfigFile, sizes: Sizes) -> Fields:
-    count, top_k = _counts(config, "num_local_experts", "num_experts")
+    count, top_k = expert_counts(config, "num_local_experts", "num_experts")
     limits = {"high": 1e6, "open_low": True}
     experts = ExpertsConfig(
         (True,) * sizes.num_layers,

@@ -436,7 +436,7 @@ def available_cache_bytes(
     model, weight = decoder.model, decoder.embedding
     if weight.device.type == "cpu":
         largest = {"max_num_batched_tokens": token_budget, "max_num_seqs": max_num_seqs}
-        reserve = recorded_bytes(decoder, groups, **largest)
+        reserve = recorded_bytes(decoder, groups, states=states, **largest)
         return cpu_cache_bytes(reserve + (states.num_bytes if states else 0))
     context = model.max_position_embeddings
     longest = min(config.max_model_len or context, context)

@@ -50,12 +50,14 @@ def recorded_bytes(
     *,
     max_num_batched_tokens: int,
     max_num_seqs: int,
+    states: StateCache | None = None,
 ) -> int:
     """Bytes that the activations of the largest step take where steps are recorded; 0 where they
     are not, and torch allocates them."""
     decoder.set_max_positions(1)
     specs, weight = [group.spec for group in groups], decoder.embedding
-    cache, inputs = KVCache(groups, 1, weight.dtype, weight.device), InputBatch(1, 1, specs)
+    cache = KVCache(groups, 1, weight.dtype, weight.device, states)
+    inputs = InputBatch(1, 1, specs)
     found = record_step(
         decoder, cache, inputs, max_tokens=max_num_batched_tokens, max_rows=max_num_seqs
     )

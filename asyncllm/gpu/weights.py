@@ -99,11 +99,12 @@ def load_weights(
 
 def _is_linear(parameter: Parameter, model: ModelConfig) -> bool:
     """Whether a parameter is the weight of a linear layer, or of an embedding that a head is tied
-    to, in rows as the checkpoint has them. A router's is not: it is computed as it is."""
+    to, in rows as the checkpoint has them. Those of a router and of gates are not: they are
+    computed as they are."""
     if parameter.name == "embed.weight":
         return model.tie_word_embeddings
     as_rows = len(parameter.shape) == 2 and parameter.layout is None
-    return as_rows and not parameter.name.endswith(".router.weight")
+    return as_rows and not parameter.name.endswith((".router.weight", ".gates.weight"))
 
 
 class _Lent:

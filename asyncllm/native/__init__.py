@@ -126,6 +126,44 @@ class ExpertsArgs(ctypes.Structure):
     )
 
 
+class StateRowsArgs(ctypes.Structure):
+    """``StateRows`` of the interface."""
+
+    _fields_ = _fields((_P, "lines starts query_start"), (_I, "rows num_tokens num_slots"))
+
+
+class ConvArgs(ctypes.Structure):
+    """``ConvArgs`` of the interface."""
+
+    _fields_ = [
+        ("rows", StateRowsArgs),
+        *_fields(
+            (_P, "x"),
+            (_I, "x_stride"),
+            (_P, "weight state out"),
+            (_I, "channels width"),
+            (_N, "dtype"),
+        ),
+    ]
+
+
+class DeltaArgs(ctypes.Structure):
+    """``DeltaArgs`` of the interface."""
+
+    _fields_ = [
+        ("rows", StateRowsArgs),
+        *_fields(
+            (_P, "qkv"),
+            (_I, "qkv_stride"),
+            (_P, "gates"),
+            (_I, "gates_stride"),
+            (_P, "dt_bias log_rate state out"),
+            (_I, "key_heads value_heads key_dim value_dim"),
+            (_N, "dtype"),
+        ),
+    ]
+
+
 class GroupedArgs(ctypes.Structure):
     """``GroupedArgs`` of the interface."""
 
@@ -164,6 +202,14 @@ _FIELDS: dict[str, list[tuple[str, Any]]] = {
     ),
     "softcap": _fields((_P, "x"), (_I, "stride width"), (_F, "cap"), (_N, "dtype")),
     "argmax": _fields((_P, "weights x"), (_I, "x_stride"), (_P, "out"), (_N, "dtype")),
+    "gated_norm": _fields(
+        (_P, "x"), (_I, "x_stride"), (_P, "gate"), (_I, "gate_stride"), (_P, "weight out"),
+        (_I, "heads head_size"), (_F, "eps"), (_N, "dtype"),
+    ),
+    "sigmoid_mul": _fields(
+        (_P, "x"), (_I, "x_stride"), (_P, "gate"), (_I, "gate_stride"), (_P, "out"), (_I, "width"),
+        (_N, "dtype"),
+    ),
 }  # fmt: skip
 ARGS: Mapping[str, type[ctypes.Structure]] = {
     name: type(f"{name}_args", (ctypes.Structure,), {"_fields_": fields})
@@ -173,12 +219,15 @@ ARGS: Mapping[str, type[ctypes.Structure]] = {
     "attention": AttentionArgs,
     "routing": RoutingArgs,
     "experts": ExpertsArgs,
+    "causal_conv": ConvArgs,
+    "gated_delta": DeltaArgs,
 }
 """The arguments of the ops that a program has, by their names."""
 
 OP_KINDS = (
     "tokens", "slots", "gather", "select", "linear", "rms_norm", "rope_and_cache", "attention",
     "gated_mul", "add", "softcap", "routing", "experts", "argmax",
+    "causal_conv", "gated_delta", "gated_norm", "sigmoid_mul",
 )  # fmt: skip
 """In the order of ``OpKind``."""
 
@@ -257,6 +306,10 @@ _SIGNATURES = {
     "select": (_N, [_P, _P, _I, _I, _P, _I, _P, _I, _F, _N]),
     "routing": (_N, [_P, POINTER(RoutingArgs), _I]),
     "experts": (_N, [_P, POINTER(ExpertsArgs), _I]),
+    "causal_conv": (_N, [_P, POINTER(ConvArgs)]),
+    "gated_delta": (_N, [_P, POINTER(DeltaArgs)]),
+    "gated_norm": (_N, [_P, POINTER(ARGS["gated_norm"]), _I]),
+    "sigmoid_mul": (_N, [_P, POINTER(ARGS["sigmoid_mul"]), _I]),
     "run": (_N, [_P, POINTER(ProgramArgs), POINTER(_I), POINTER(_I)]),
     "submit": (_N, [_P, POINTER(JobArgs)]),
     "wait": (_N, [_P, POINTER(JobArgs)]),

@@ -98,6 +98,7 @@ def build(
         "memory": [],
         "routing": [],
         "experts": [],
+        "recurrent": [],
         "sampler": [],
         "logits": [],
         "program": [],

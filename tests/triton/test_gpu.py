@@ -27,6 +27,8 @@ from asyncllm.gpu.ops.triton import (
     rope_cache,
     sampling,
 )
+from asyncllm.gpu.ops.triton.op_set import TritonOps
+from tests import recurrent_checks
 from tests.triton import checks
 from tests.triton.cases import DECODE, LONG_DECODE, LONG_PREFILL, PREFILL
 from tests.triton.decoder_steps import run_steps
@@ -133,3 +135,17 @@ def test_the_decoder_on_both_backends() -> None:
 
 def test_decode_runs_in_a_cuda_graph(capability: int) -> None:
     checks.check_decode_replays(decode_attention, capability)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(2, 4, 128, 128), (3, 3, 17, 70)], ids=["qwen", "odd"])
+def test_gated_delta(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    recurrent_checks.check_gated_delta(TritonOps(), shape, dtype, "cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_convolution_norm_and_gate(dtype: torch.dtype) -> None:
+    ops, tolerance = TritonOps(), 2e-5 if dtype == torch.float32 else 4e-2
+    recurrent_checks.check_causal_conv(ops, 300, 4, dtype, tolerance, "cuda")
+    recurrent_checks.check_gated_norm(ops, 128, dtype, tolerance, "cuda")
+    recurrent_checks.check_sigmoid_mul(ops, dtype, tolerance, "cuda")

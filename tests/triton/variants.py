@@ -10,21 +10,27 @@ import torch
 from torch import Tensor
 
 from asyncllm.checkpoint.experts_config import ActivationConfig
+from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
 from asyncllm.gpu.batch.decode_inputs import DecodeInputs, SamplingTensors
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.experts import ExpertsWeights
+from asyncllm.gpu.ops.gated_delta import DeltaBiases
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.triton import (
     activation,
+    causal_conv,
     decode_attention,
     decode_inputs,
     experts,
+    gated_delta,
+    gated_norm,
     norm,
     prefill_attention,
     rope_cache,
     sampling,
     tuning,
 )
+from asyncllm.gpu.ops.triton.state_rows import TritonStateRows
 from tests.triton.launches import Launch, recording
 
 CAPABILITIES = (80, 86, 89, 90, 100)
@@ -219,6 +225,51 @@ def sample(vocab_size: int, dtype: torch.dtype) -> Callable[[int], list[Launch]]
     return launches
 
 
+def mixed_rows() -> TritonStateRows:
+    """Of which some have one token."""
+    return TritonStateRows(longs(64), longs(4096), longs(65), 2048, True)
+
+
+def gated_delta_launches(
+    dtype: torch.dtype, *, mixed: bool = True
+) -> Callable[[int], list[Launch]]:
+    """Qwen3-Next's layers: 16 key heads and 32 value heads of 128."""
+    shape = LinearAttentionConfig((True,), 16, 32, 128, 128, 4)
+    rows = mixed_rows() if mixed else TritonStateRows(longs(64), longs(64), None, 1, True)
+
+    def launches(capability: int) -> list[Launch]:
+        tokens = rows.positions.shape[0]
+        with recording(gated_delta) as found:
+            gated_delta.TritonGatedDelta(shape, DeltaBiases(floats(32), floats(32)))(
+                empty(tokens, shape.conv_size, dtype=dtype),
+                empty(tokens, 64, dtype=dtype),
+                floats(257, 32, 128, 128),
+                rows,
+            )
+        return found
+
+    return launches
+
+
+def causal_conv_launches(capability: int) -> list[Launch]:
+    with recording(causal_conv) as found:
+        conv = causal_conv.TritonCausalConv(floats(8192, 4))
+        conv(empty(4096, 12_288)[:, :8192], empty(257, 3, 8192), mixed_rows())
+    return found
+
+
+def gated_norm_launches(capability: int) -> list[Launch]:
+    with recording(gated_norm) as found:
+        gated_norm.TritonGatedNorm(empty(128), 1e-6)(empty(64, 4096), empty(64, 12_288)[:, 8192:])
+    return found
+
+
+def sigmoid_mul(capability: int) -> list[Launch]:
+    with recording(activation) as found:
+        activation.sigmoid_mul(empty(64, 4096), empty(64, 9216)[:, 5120:])
+    return found
+
+
 def decode_inputs_launches(capability: int) -> list[Launch]:
     with recording(decode_inputs) as found:
         decode_inputs.decode_inputs(
@@ -292,6 +343,16 @@ def variants() -> list[Variant]:
     add("softcap", "softcap_kernel", softcap, 90)
     add("norm-scaled", "norm_kernel", scaled_norm, 90)
     add("rope-scaled", "rope_cache_kernel", rope(32, 128, norms=True, tables=2), 90)
+    delta = gated_delta_launches(torch.bfloat16)
+    add("delta-chunk", "delta_chunk_kernel", delta, 80, 90, 100)
+    add("delta-token", "delta_token_kernel", delta, 90, 100)
+    alone = gated_delta_launches(torch.bfloat16, mixed=False)
+    add("delta-decode", "delta_token_kernel", alone, 80, 90)
+    add("delta-float32", "delta_token_kernel", gated_delta_launches(single), 90)
+    for kernel in ("conv_token_kernel", "conv_chunk_kernel", "conv_state_kernel"):
+        add(kernel.removesuffix("_kernel"), kernel, causal_conv_launches, 90)
+    add("gated-norm", "gated_norm_kernel", gated_norm_launches, 90)
+    add("sigmoid-mul", "sigmoid_mul_kernel", sigmoid_mul, 90)
     add("step-state", "decode_inputs_kernel", decode_inputs_launches, 80, 90, 100)
     for dtype, name in ((torch.bfloat16, "bf16"), (single, "fp32")):
         where = (80, 90, 100) if dtype == single else (90,)

@@ -18,6 +18,7 @@ from asyncllm.gpu.models.rope import RopeSpec, rope_table
 from asyncllm.gpu.ops.base import ArgmaxLinear, Attention, Embedding, Linear, RMSNorm
 from asyncllm.gpu.ops.recorder import Unrecordable
 from asyncllm.gpu.ops.torch_ops import TorchOps
+from asyncllm.gpu.state_cache import StateSpec
 
 
 @dataclass(eq=False)
@@ -28,6 +29,7 @@ class Decoder:
         attention: of each kind that layers have, in the order of their indices.
         ropes: of each RoPE table, by index.
         embedding: its dtype and device are the model's.
+        states: what its recurrent layers keep of a sequence.
         rope_tables: see ``set_max_positions``.
     """
 
@@ -40,10 +42,8 @@ class Decoder:
     norm: RMSNorm
     lm_head: Linear
     logits_softcap: float | None = None
+    states: Sequence[StateSpec] = ()
     rope_tables: Sequence[Tensor] | None = field(default=None, init=False)
-
-    states = ()
-    """No layer keeps a state of a sequence."""
 
     @property
     def needs_zeroed_blocks(self) -> bool:
@@ -141,6 +141,10 @@ class Decoder:
             rotary=[self.ops.rotary(table, positions) for table in self.rope_tables],
             kv=cache.layers,
         )
+        if self.states:
+            assert cache.states is not None
+            step.states = cache.states.tensors
+            step.state_rows = self.ops.state_rows(inputs[0])
         x, residual = self.embedding(inputs[0].token_ids), None
         for layer in self.layers:
             if layer is self.layers[-1]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from asyncllm.checkpoint.experts_config import ExpertsConfig
+from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.gpu.kv_cache import KVGroup
 from asyncllm.gpu.kv_groups import (
@@ -31,6 +32,12 @@ from asyncllm.gpu.models.layers import (
     Mixer,
     NormedMixer,
     NormedMLP,
+    OutputGate,
+)
+from asyncllm.gpu.models.linear_attention import (
+    GatedDeltaMixer,
+    linear_attention_states,
+    projection_rows,
 )
 from asyncllm.gpu.models.rope import RopeSpec, rotary_order
 from asyncllm.gpu.ops.base import (
@@ -41,10 +48,12 @@ from asyncllm.gpu.ops.base import (
     RMSNorm,
 )
 from asyncllm.gpu.ops.experts import ExpertsWeights
+from asyncllm.gpu.ops.gated_delta import DeltaBiases
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.quantise import Conversion
 from asyncllm.gpu.ops.routing import RouterWeights
 from asyncllm.gpu.ops.torch_ops import TorchOps
+from asyncllm.gpu.state_cache import StateSpec
 
 
 def attention_shape(model: ModelConfig) -> AttentionShape:
@@ -66,11 +75,17 @@ def attention_kind(model: ModelConfig, layer: int) -> AttentionKind:
     return AttentionKind(attention_shape(model), model.sliding_window if slides else None)
 
 
+def attention_layers(model: ModelConfig) -> list[int]:
+    """The layers that have attention, in the order of their KV."""
+    linear = model.linear_attention
+    return [i for i in range(model.num_layers) if linear is None or not linear.layers[i]]
+
+
 def _layer_groups(model: ModelConfig) -> tuple[list[AttentionKind], list[LayerGroup]]:
-    """The kind of each layer's attention, and the KV groups of the layers."""
-    kinds = [attention_kind(model, layer) for layer in range(model.num_layers)]
+    """The kind of attention in each layer that has it, and the KV groups of these layers."""
+    kinds = [attention_kind(model, layer) for layer in attention_layers(model)]
     groups = group_layers([LayerCache.of(kind) for kind in kinds], model.max_position_embeddings)
-    return with_groups(kinds, range(model.num_layers), groups), groups
+    return with_groups(kinds, range(len(kinds)), groups), groups
 
 
 def attention_kinds(model: ModelConfig) -> tuple[AttentionKind, ...]:
@@ -119,8 +134,9 @@ def build_decoder(
     builder.finish()
     cap = model.logits_softcap
     return Decoder(
-        model, ops, attention, builder.ropes, embedding, layers, norm, lm_head, logits_softcap=cap
-    )
+        model, ops, attention, builder.ropes, embedding, layers, norm, lm_head,
+        logits_softcap=cap, states=builder.states,
+    )  # fmt: skip
 
 
 class _Builder:
@@ -144,7 +160,9 @@ class _Builder:
             model.rotary_dim or model.head_dim,
             interleaved=model.interleaved_rope,
         )
-        self.kinds = _layer_groups(model)[0]
+        kinds = _layer_groups(model)[0]
+        self.kinds = dict(zip(attention_layers(model), kinds, strict=True))
+        self.states: list[StateSpec] = []
 
     def take_weights(self, name: str) -> Tensor | LinearWeights:
         found, weights = next(self.weights)
@@ -207,12 +225,12 @@ class _Builder:
             weight = weight / model.logits_divisor
         return self.ops.rms_norm(weight, model.rms_norm_eps, model.residual_multiplier)
 
-    def linear(self, name: str, heads: int = 0) -> Linear:
+    def linear(self, name: str, order: Tensor | None = None) -> Linear:
         """A linear layer; see ``linear_weights``."""
-        return self.ops.linear(self.linear_weights(name, heads))
+        return self.ops.linear(self.linear_weights(name, order))
 
-    def linear_weights(self, name: str, heads: int = 0) -> LinearWeights:
-        """Those of a linear layer, whose first rows are of so many heads that RoPE rotates."""
+    def linear_weights(self, name: str, order: Tensor | None = None) -> LinearWeights:
+        """Those of a linear layer, with its rows in ``order``; None is as they are."""
         weights = self.take_weights(f"{name}.weight")
         rest: dict[str, Any] = {}
         while self.due and self.due[0].startswith(f"{name}."):
@@ -222,62 +240,82 @@ class _Builder:
             weights = LinearWeights(weights, **rest)
         else:
             weights = replace(weights, **rest)
-        if heads and self.order is not None:
-            weights = self._heads_in_rotary_order(weights, heads)
-        return self._converted(weights, name)
+        return self._converted(weights if order is None else _in_order(weights, order), name)
 
     def _converted(self, weights: LinearWeights, name: str) -> LinearWeights:
         if self.convert is None:
             return weights
         return (self.convert.head if name == "lm_head" else self.convert.linear)(weights)
 
-    def _heads_in_rotary_order(self, weights: LinearWeights, heads: int) -> LinearWeights:
-        """Scales and zeros, where there are any, are those of a row."""
-        parts = {name: getattr(weights, name) for name in ("values", "bias", "scales", "zeros")}
-        ordered = {
-            name: self.in_rotary_order(part, heads)
-            for name, part in parts.items()
-            if part is not None
-        }
-        return replace(weights, **ordered)
-
-    def in_rotary_order(self, values: Tensor, heads: int) -> Tensor:
-        """``values`` with the rows of its first heads in the order in which they are rotated."""
-        if self.order is None:
-            return values
-        starts = torch.arange(heads).unsqueeze(1) * len(self.order)
-        rows = torch.cat(
-            (
-                (starts + self.order).flatten(),
-                torch.arange(len(starts) * len(self.order), len(values)),
-            )
-        )
-        return values[rows.to(values.device)]
+    def qkv_order(self, shape: AttentionShape) -> Tensor | None:
+        """The rows of q, k and v in the order in which the ops take them: those of a head of q and
+        of k as they are rotated, and gates, which a file has behind each head of q, behind all."""
+        dim, heads, kv_heads = shape.head_dim, shape.num_heads, shape.num_kv_heads
+        gated = self.model.gated_attention
+        if self.order is None and not gated:
+            return None
+        rotated = torch.arange(dim) if self.order is None else self.order
+        queries = (torch.arange(heads) * dim * (1 + gated)).unsqueeze(1)
+        keys = (heads * (1 + gated) + torch.arange(kv_heads).unsqueeze(1)) * dim
+        parts = [queries + rotated, keys + rotated, keys + kv_heads * dim + torch.arange(dim)]
+        if gated:
+            parts.append(queries + dim + torch.arange(dim))
+        return torch.cat([part.flatten() for part in parts])
 
     def head_norm(self, name: str) -> Tensor | None:
         """The weight of a norm of one head or of all, in the order in which they are rotated."""
         weight = self.norm_weight(name)
-        if weight is None:
-            return None
-        return self.in_rotary_order(weight, len(weight) // self.model.head_dim)
+        if weight is None or self.order is None:
+            return weight
+        return weight.view(-1, len(self.order))[:, self.order.to(weight.device)].flatten()
 
-    def mixer(self, index: int, kind: AttentionKind) -> Mixer:
-        name, model = f"layers.{index}", self.model
+    def mixer(self, index: int) -> Mixer:
+        linear, name = self.model.linear_attention, f"layers.{index}"
+        if linear is not None and linear.layers[index]:
+            mixer: Mixer = self.linear_attention(name, linear)
+        else:
+            mixer = self.attention_mixer(name, index)
+        norm = self.norm(f"{name}.mixer_norm")
+        return mixer if norm is None else NormedMixer(mixer, norm)
+
+    def attention_mixer(self, name: str, index: int) -> AttentionMixer:
+        model, kind = self.model, self.kinds[index]
         shape = kind.shape
-        qkv = self.linear(f"{name}.qkv", shape.num_heads + shape.num_kv_heads)
+        qkv = self.linear(f"{name}.qkv", self.qkv_order(shape))
         q_norm, k_norm = self.head_norm(f"{name}.q_norm"), self.head_norm(f"{name}.k_norm")
-        mixer = AttentionMixer(
+        gates = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+        return AttentionMixer(
             qkv=qkv,
             rope_and_cache=self.ops.rope_and_cache(shape, q_norm, k_norm, model.rms_norm_eps),
             attention=self.attention[kind],
             o=self.linear(f"{name}.o"),
             attention_index=list(self.attention).index(kind),
             rope_index=self.ropes.index(self.layer_ropes[index]),
-            kv_index=index,
+            kv_index=list(self.kinds).index(index),
             sinks=(self.take(f"{name}.sinks"),) if model.sinks else (),
+            gate=OutputGate(gates, self.ops.sigmoid_mul) if model.gated_attention else None,
         )
-        norm = self.norm(f"{name}.mixer_norm")
-        return mixer if norm is None else NormedMixer(mixer, norm)
+
+    def linear_attention(self, name: str, config: LinearAttentionConfig) -> GatedDeltaMixer:
+        ops, first = self.ops, len(self.states)
+        self.states += linear_attention_states(config)
+        rows, gate_rows = projection_rows(config) or (None, None)
+        qkvz = self.linear(f"{name}.qkvz", rows)
+        # As they are: the decay of a state is exponential in them.
+        gates = LinearWeights(self.take(f"{name}.gates.weight"))
+        gates = ops.linear(gates if gate_rows is None else _in_order(gates, gate_rows))
+        conv = ops.causal_conv(self.take(f"{name}.conv.weight").squeeze(1))
+        biases = DeltaBiases(*(self.take(f"{name}.{own}") for own in ("dt_bias", "A_log")))
+        return GatedDeltaMixer(
+            qkvz=qkvz,
+            gates=gates,
+            conv=conv,
+            delta=ops.gated_delta(config, biases),
+            norm=ops.gated_norm(self.take(f"{name}.gated_norm.weight"), self.model.rms_norm_eps),
+            out=self.linear(f"{name}.out"),
+            conv_size=config.conv_size,
+            first_state=first,
+        )
 
     def mlp(self, index: int) -> Callable[[Tensor], Tensor]:
         name, experts = f"layers.{index}", self.model.experts
@@ -315,11 +353,21 @@ class _Builder:
         return mlp
 
     def layer(self, index: int) -> DecoderLayer:
-        name, kind, experts = f"layers.{index}", self.kinds[index], self.model.experts
+        name, experts = f"layers.{index}", self.model.experts
+        kind = self.kinds.get(index, "linear attention")
         return DecoderLayer(
             kind=(kind, "experts") if experts is not None and experts.layers[index] else kind,
             input_norm=self.norm_before(f"{name}.input_norm"),
-            mixer=self.mixer(index, kind),
+            mixer=self.mixer(index),
             post_norm=self.norm_before(f"{name}.post_norm"),
             mlp=self.mlp(index),
         )
+
+
+def _in_order(weights: LinearWeights, rows: Tensor) -> LinearWeights:
+    """``weights`` with its rows in another order. Scales and zeros, where there are any, are those
+    of a row."""
+    parts = {name: getattr(weights, name) for name in ("values", "bias", "scales", "zeros")}
+    rows = rows.to(weights.values.device)
+    ordered = {name: part[rows] for name, part in parts.items() if part is not None}
+    return replace(weights, **ordered)

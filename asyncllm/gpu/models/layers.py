@@ -35,6 +35,8 @@ class StepContext:
         plans: per attention kind, from its Attention.
         rotary: per RoPE table, from the op set.
         kv: per layer the tensor of its K and V.
+        states: of a model with recurrent layers, the tensors of their StateCache.
+        state_rows: whose states they are, from the op set.
         rows: ``[S]`` int64, the tokens that are wanted past the mixer of the layer that runs:
             in the last one those that are sampled; None is all.
     """
@@ -44,6 +46,8 @@ class StepContext:
     plans: Sequence[Any]
     rotary: Sequence[Any]
     kv: Sequence[Tensor]
+    states: Sequence[Tensor] = ()
+    state_rows: Any = None
     rows: Tensor | None = None
 
 
@@ -74,6 +78,20 @@ class Layer(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class OutputGate:
+    """A gate for each element of attention's output (Qiu et al., 2025), by whose sigmoid it is
+    multiplied.
+
+    Attributes:
+        start: of the gates in the outputs of ``qkv``, behind k and v.
+        multiply: ``sigmoid_mul`` of the op set.
+    """
+
+    start: int
+    multiply: Callable[[Tensor, Tensor], Tensor]
+
+
 @dataclass(slots=True)
 class AttentionMixer:
     """Attention with its projections.
@@ -83,6 +101,7 @@ class AttentionMixer:
         rope_index: of its RoPE table in StepContext.
         kv_index: of its KV in StepContext.
         sinks: a last argument of attention, ``[Hq]`` float32, where its shape has sinks.
+        gate: of the output; None without.
     """
 
     qkv: Linear
@@ -93,14 +112,18 @@ class AttentionMixer:
     rope_index: int
     kv_index: int
     sinks: tuple[Tensor, ...] = ()
+    gate: OutputGate | None = None
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
         kv, index, rows = step.kv[self.kv_index], self.attention_index, step.rows
-        rotary = step.rotary[self.rope_index]
-        q, k, v = self.rope_and_cache(self.qkv(x), rotary, kv, step.slot_mappings[index])
+        rotary, qkv, gate = step.rotary[self.rope_index], self.qkv(x), self.gate
+        own = qkv if gate is None else qkv[:, : gate.start]
+        q, k, v = self.rope_and_cache(own, rotary, kv, step.slot_mappings[index])
         if rows is not None and not len(rows):
             return x[:0]
         mixed = self.attention(q, k, v, kv, step.plans[index], *self.sinks)
+        if gate is not None:
+            mixed = gate.multiply(mixed, qkv[:, gate.start :])
         return self.o(mixed if rows is None else mixed[rows])
 
 

@@ -9,9 +9,13 @@ import torch
 from torch import Tensor
 
 from asyncllm.checkpoint.experts_config import ActivationConfig, RoutingConfig
+from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
+from asyncllm.gpu.batch.decode_inputs import DecodeInputs
+from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.ops.base import AttentionShape, Embedding, RMSNorm, RopeAndCache
 from asyncllm.gpu.ops.cpu_ops import CpuOps
 from asyncllm.gpu.ops.experts import Experts, ExpertsWeights
+from asyncllm.gpu.ops.gated_delta import DeltaBiases
 from asyncllm.gpu.ops.linear_weights import LinearWeights, QuantScheme, WeightForm
 from asyncllm.gpu.ops.native_experts import NativeExperts, NativeRouting
 from asyncllm.gpu.ops.native_pointwise import (
@@ -20,6 +24,13 @@ from asyncllm.gpu.ops.native_pointwise import (
     NativeGatedMul,
     NativeResidualAdd,
     NativeSoftcap,
+)
+from asyncllm.gpu.ops.native_recurrent import (
+    NativeCausalConv,
+    NativeGatedDelta,
+    NativeGatedNorm,
+    NativeSigmoidMul,
+    NativeStateRows,
 )
 from asyncllm.gpu.ops.native_sampling import (
     NativeProcessLogits,
@@ -313,6 +324,7 @@ class NativeOps(CpuOps):
         self.context = context
         self.silu_mul = NativeGatedMul(context, SILU)
         self.gelu_mul = NativeGatedMul(context, GELU_TANH)
+        self.sigmoid_mul = NativeSigmoidMul(context)
         self.softcap = NativeSoftcap(context)
         self.sample = NativeSample(context)
         self.process_logits = NativeProcessLogits(context)
@@ -329,6 +341,19 @@ class NativeOps(CpuOps):
 
     def make_experts(self, weights: ExpertsWeights, config: ActivationConfig) -> Experts:
         return NativeExperts(self.context, weights, config, self.make_linear)
+
+    def state_rows(self, inputs: ModelInputs | DecodeInputs) -> NativeStateRows:
+        assert isinstance(inputs, ModelInputs)  # the host knows every row of a step on a CPU
+        return NativeStateRows(inputs)
+
+    def causal_conv(self, weight: Tensor) -> NativeCausalConv:
+        return NativeCausalConv(self.context, weight)
+
+    def gated_delta(self, shape: LinearAttentionConfig, biases: DeltaBiases) -> NativeGatedDelta:
+        return NativeGatedDelta(self.context, shape, biases)
+
+    def gated_norm(self, weight: Tensor, eps: float) -> NativeGatedNorm:
+        return NativeGatedNorm(self.context, weight, eps)
 
     def embedding(self, values: Tensor, multiplier: float = 1.0) -> Embedding:
         return NativeTable(self.context, values, multiplier)

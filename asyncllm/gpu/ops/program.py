@@ -13,6 +13,9 @@ from asyncllm.native import Context, Op, ProgramArgs, fail
 INVALID = 1
 """``STATUS_INVALID`` of the interface."""
 
+WRITING_OPS = ("rope_and_cache", "gated_delta")
+"""The last ones of a layer that write the KV cache and the states of recurrent layers."""
+
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -47,7 +50,7 @@ class Program:
         self.context, self.names, self.num_bytes = context, tuple(names), num_bytes
         self.results = tuple(results)
         self._held = (ops, *held)
-        writes = [index for index, name in enumerate(names) if name == "rope_and_cache"]
+        writes = [index for index, name in enumerate(names) if name in WRITING_OPS]
         sizes = ctypes.c_int64 * len(capacity)
         self.args = ProgramArgs(
             ops=ops,

@@ -7,22 +7,29 @@ with as few torch calls as it takes.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from asyncllm.checkpoint.experts_config import ActivationConfig, RoutingConfig
+from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.batch.decode_inputs import DecodeInputs, SamplingTensors
+from asyncllm.gpu.batch.state_rows import StateRows
+from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.ops.base import AttentionShape, Embedding, Linear, RMSNorm, RopeAndCache
+from asyncllm.gpu.ops.causal_conv import CausalConv, TorchCausalConv
 from asyncllm.gpu.ops.experts import Experts, ExpertsWeights, GroupedExperts
+from asyncllm.gpu.ops.gated_delta import DeltaBiases, GatedDelta, TorchGatedDelta
+from asyncllm.gpu.ops.gated_norm import GatedNorm, TorchGatedNorm
 from asyncllm.gpu.ops.gumbel import gumbel_sample
 from asyncllm.gpu.ops.linear_weights import LinearWeights, QuantScheme, WeightForm
 from asyncllm.gpu.ops.logits import process_logits, top_logprobs
 from asyncllm.gpu.ops.recorder import Recorder
 from asyncllm.gpu.ops.routing import RouterWeights, Routing, TorchRouting
+from asyncllm.gpu.ops.torch_norms import TorchResidualAdd, TorchRMSNorm, torch_norm
 
 
 class TorchLinear:
@@ -56,55 +63,6 @@ class TorchScaledEmbedding(TorchEmbedding):
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         return F.embedding(token_ids, self.values).mul_(self.multiplier)
-
-
-class TorchResidualAdd:
-    """In place of a norm where a block has none before it: the sum alone."""
-
-    def __init__(self, multiplier: float) -> None:
-        self.multiplier = multiplier
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return x
-
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        residual.add_(x, alpha=self.multiplier)
-        return residual, residual
-
-
-class TorchRMSNorm:
-    """Norm in float32, rounded to the model's dtype before the weight, as in Llama."""
-
-    def __init__(self, weight: Tensor, eps: float, multiplier: float = 1.0) -> None:
-        self.weight, self.multiplier = weight, multiplier
-        self.share = 1.0 / weight.shape[-1]
-        self.eps = torch.full((1,), eps, dtype=torch.float32, device=weight.device)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        scale = torch.addcmul(self.eps, norm, norm, value=self.share).rsqrt_()
-        return (wide * scale).to(x.dtype).mul_(self.weight)
-
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        residual.add_(x, alpha=self.multiplier)
-        return self(residual), residual
-
-
-class TorchWideRMSNorm(TorchRMSNorm):
-    """Norm in float32, its float32 weight included, as in Gemma and OLMo 2."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        scale = torch.addcmul(self.eps, norm, norm, value=self.share).rsqrt_()
-        return (wide * scale).mul_(self.weight).to(x.dtype)
-
-
-def torch_norm(weight: Tensor, eps: float, multiplier: float = 1.0) -> TorchRMSNorm:
-    """The norm that rounds where its weight's dtype says so."""
-    kind = TorchWideRMSNorm if weight.dtype == torch.float32 else TorchRMSNorm
-    return kind(weight, eps, multiplier)
 
 
 class TorchRopeAndCache:
@@ -312,6 +270,27 @@ class TorchOps:
         rows = table[positions]
         cos, sin = (rows.unsqueeze(1) if rows.dim() == 2 else rows).chunk(2, -1)
         return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+
+    def state_rows(self, inputs: ModelInputs | DecodeInputs) -> Any:
+        """A step's rows for ``causal_conv`` and ``gated_delta``, shared by all layers."""
+        return StateRows.of(inputs)
+
+    def causal_conv(self, weight: Tensor) -> CausalConv:
+        """A depthwise convolution of weight ``[C, W]``, that of the oldest input first."""
+        return TorchCausalConv(weight)
+
+    def gated_delta(self, shape: LinearAttentionConfig, biases: DeltaBiases) -> GatedDelta:
+        """The gated delta rule of a layer."""
+        return TorchGatedDelta(shape, biases)
+
+    def gated_norm(self, weight: Tensor, eps: float) -> GatedNorm:
+        """The norm behind it, whose weight ``[D]`` is that of a head."""
+        return TorchGatedNorm(torch_norm(weight, eps), len(weight))
+
+    @staticmethod
+    def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
+        """``x [T, N]`` times the sigmoid of ``gate [T, N]``, which is rounded before."""
+        return gate.sigmoid().mul_(x)
 
     @staticmethod
     def silu_mul(gate_up: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from asyncllm.gpu.transformers_model.probe import AttentionCall, Probe
 from asyncllm.gpu.transformers_model.rules import kv_shape
 
 if TYPE_CHECKING:
-    from asyncllm.gpu.transformers_model.recurrent import StateRows
+    from asyncllm.gpu.batch.state_rows import StateRows
 
 
 @dataclass(slots=True)

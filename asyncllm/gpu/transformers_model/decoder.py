@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from asyncllm.gpu.batch.decode_inputs import DecodeInputs
+from asyncllm.gpu.batch.state_rows import StateRows
 from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.models.layers import AttentionKind
@@ -20,7 +21,6 @@ from asyncllm.gpu.state_cache import StateSpec
 from asyncllm.gpu.transformers_model.attention import Step
 from asyncllm.gpu.transformers_model.config import TransformersConfig
 from asyncllm.gpu.transformers_model.head import logits_of, output_head
-from asyncllm.gpu.transformers_model.recurrent import StateRows
 from asyncllm.gpu.transformers_model.rope import LongRope
 
 

@@ -247,6 +247,63 @@ typedef struct ExpertsArgs {
   int32_t dtype;
 } ExpertsArgs;
 
+// A step's rows, to ops that keep a state of each sequence. No two have the same slot.
+typedef struct StateRows {
+  const int64_t* lines;        // [rows], the slot of each row's states
+  const int64_t* starts;       // [rows], position of its first token; at 0 it starts from zeros
+  const int64_t* query_start;  // [rows + 1], its first token in the step
+  int64_t rows, num_tokens, num_slots;
+} StateRows;
+
+// A depthwise convolution, and SiLU behind it.
+typedef struct ConvArgs {
+  StateRows rows;
+  const void* x;  // [tokens, channels]
+  int64_t x_stride;
+  const float* weight;  // [width, channels], that of the oldest input first
+  void* state;          // [num_slots, width - 1, channels], the last inputs; written
+  void* out;            // [tokens, channels]
+  int64_t channels, width;
+  int32_t dtype;
+} ConvArgs;
+
+// The gated delta rule: gpu/ops/gated_delta.py says how.
+typedef struct DeltaArgs {
+  StateRows rows;
+  const void* qkv;  // [tokens, 2 * key_heads * key_dim + value_heads * value_dim]
+  int64_t qkv_stride;
+  const void* gates;  // [tokens, 2 * value_heads], logits of beta, then of the decay
+  int64_t gates_stride;
+  const float *dt_bias, *log_rate;  // [value_heads]
+  float* state;                     // [num_slots, value_heads, key_dim, value_dim]; written
+  void* out;                        // [tokens, value_heads * value_dim]
+  int64_t key_heads, value_heads, key_dim, value_dim;
+  int32_t dtype;
+} DeltaArgs;
+
+// The norm of each head, times SiLU of its gate.
+typedef struct GatedNormArgs {
+  const void* x;  // [rows, heads * head_size]
+  int64_t x_stride;
+  const void* gate;  // the same
+  int64_t gate_stride;
+  const void* weight;  // [head_size]
+  void* out;           // [rows, heads * head_size]
+  int64_t heads, head_size;
+  float eps;
+  int32_t dtype;
+} GatedNormArgs;
+
+typedef struct SigmoidMulArgs {
+  const void* x;  // [rows, width]
+  int64_t x_stride;
+  const void* gate;  // the same
+  int64_t gate_stride;
+  void* out;  // [rows, width]
+  int64_t width;
+  int32_t dtype;
+} SigmoidMulArgs;
+
 // A step's sizes, which a program is told when it is run: sequences, tokens, tokens that are
 // wanted past the last write to the KV cache, the first of those, whose logits are, and those
 // behind them, of which the largest output is.
@@ -274,6 +331,10 @@ enum OpKind {
   OP_ROUTING = 11,
   OP_EXPERTS = 12,
   OP_ARGMAX = 13,
+  OP_CAUSAL_CONV = 14,
+  OP_GATED_DELTA = 15,
+  OP_GATED_NORM = 16,
+  OP_SIGMOID_MUL = 17,
 };
 
 typedef struct Op {
@@ -295,6 +356,10 @@ typedef struct Op {
     RoutingArgs routing;
     ExpertsArgs experts;
     ArgmaxArgs argmax;
+    ConvArgs conv;
+    DeltaArgs delta;
+    GatedNormArgs gated_norm;
+    SigmoidMulArgs sigmoid_mul;
   } args;
 } Op;
 
@@ -302,7 +367,7 @@ typedef struct Op {
 typedef struct Program {
   const Op* ops;
   int64_t num_ops, op_bytes;
-  int64_t num_writing_ops;       // what a step runs that wants nothing but its KV
+  int64_t num_writing_ops;       // what a step runs that wants nothing but its KV and states
   int64_t capacity[NUM_SIZES];  // rows that the buffers of each Size have
 } Program;
 
@@ -396,6 +461,13 @@ int32_t asyncllm_gated_mul(Context*, const void* gate_up, int64_t stride, void* 
 int32_t asyncllm_routing(Context*, const RoutingArgs*, int64_t rows);
 // A token's result depends on that token alone: its experts are summed in the order of its ids.
 int32_t asyncllm_experts(Context*, const ExpertsArgs*, int64_t rows);
+// A row's results depend on its tokens and its states alone, and the gated delta rule's not on the
+// steps that they come in.
+int32_t asyncllm_causal_conv(Context*, const ConvArgs*);
+int32_t asyncllm_gated_delta(Context*, const DeltaArgs*);
+int32_t asyncllm_gated_norm(Context*, const GatedNormArgs*, int64_t rows);
+// out = x * sigmoid(gate).
+int32_t asyncllm_sigmoid_mul(Context*, const SigmoidMulArgs*, int64_t rows);
 // Runs a step of these sizes. Where it fails, *failed is the index of the op, or -1 for the sizes.
 int32_t asyncllm_run(Context*, const Program*, const int64_t* sizes, int64_t* failed);
 

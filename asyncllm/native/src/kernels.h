@@ -92,6 +92,21 @@ struct AttentionTask {
 // depend on what is computed with it.
 enum { KEYS = 32, SPLIT = 512, TILE = 32 };
 
+// Columns of a head's state through the tokens of a row, a stride of floats apart.
+struct DeltaTask {
+  const float *query, *key, *beta, *decay;
+  int64_t stride, count;
+  const void* v;
+  int64_t v_stride;
+  float* state;
+  int64_t state_stride;
+  void* out;
+  int64_t out_stride;
+  int64_t keys, columns;
+  bool fresh;
+  int32_t dtype;
+};
+
 struct Kernels {
   const char* name;
   int64_t width;         // floats in a vector
@@ -127,6 +142,14 @@ struct Kernels {
   void (*clamped_swiglu)(const void* gate_up, void* out, int64_t width, float alpha, float limit,
                          int32_t dtype);
   void (*weighted_sum)(const SumTask&);
+  void (*convolve)(const ConvArgs&, int64_t row, int64_t first, int64_t last);  // some channels
+  // Heads [heads, size] of length `factor`; their squares are summed with eps.
+  void (*normalise_heads)(const void* x, int32_t dtype, float* out, int64_t heads, int64_t size,
+                          float eps, float factor);
+  void (*delta)(const DeltaTask&);
+  void (*gated_norm)(const void* x, const void* gate, const void* weight, float eps, void* out,
+                     int64_t heads, int64_t size, int32_t dtype);
+  void (*sigmoid_mul)(const void* x, const void* gate, void* out, int64_t width, int32_t dtype);
   // The largest logit of each chunk [first, last), NaN for one that holds NaN or infinity; and,
   // unless `sums` is null, the sum of exponentials of the logits less that.
   void (*reduce_chunks)(const LogitsRow&, int64_t first, int64_t last, float* maxima, float* sums);

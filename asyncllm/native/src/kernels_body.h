@@ -6,6 +6,7 @@ template <class T> struct pointee<T*> { typedef T type; };
 #include "grouped.h"
 #include "rows.h"
 #include "experts_rows.h"
+#include "recurrent_rows.h"
 #include "attention.h"
 #include "logits_rows.h"
 
@@ -14,4 +15,5 @@ template <class T> struct pointee<T*> { typedef T type; };
    pack,         widen_row, linear,    quantise,       quantise_row_spans,  span_bytes,      \
    pack_grouped, gather,  attention_scratch, attention, merge,              rms_norm,        \
    rope,         gated_mul, add_row,   scale_row,      softcap_row,         clamped_swiglu,  \
-   weighted_sum, reduce_chunks, read_chunk}
+   weighted_sum, convolve, normalise_heads,   delta,          gated_norm,       sigmoid_mul,  \
+   reduce_chunks, read_chunk}

@@ -105,6 +105,20 @@ int32_t run_op(Context* context, const Op& op, const int64_t* sizes) {
     }
     case OP_ROUTING: return asyncllm_routing(context, &op.args.routing, size);
     case OP_EXPERTS: return asyncllm_experts(context, &op.args.experts, size);
+    case OP_CAUSAL_CONV: {
+      ConvArgs args = op.args.conv;
+      args.rows.rows = sizes[SIZE_ROWS];
+      args.rows.num_tokens = size;
+      return asyncllm_causal_conv(context, &args);
+    }
+    case OP_GATED_DELTA: {
+      DeltaArgs args = op.args.delta;
+      args.rows.rows = sizes[SIZE_ROWS];
+      args.rows.num_tokens = size;
+      return asyncllm_gated_delta(context, &args);
+    }
+    case OP_GATED_NORM: return asyncllm_gated_norm(context, &op.args.gated_norm, size);
+    case OP_SIGMOID_MUL: return asyncllm_sigmoid_mul(context, &op.args.sigmoid_mul, size);
     case OP_ARGMAX: {
       const ArgmaxArgs& a = op.args.argmax;
       if (!size) return STATUS_OK;

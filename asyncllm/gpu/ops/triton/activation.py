@@ -52,6 +52,30 @@ gelu_mul = partial(gated_mul, gelu=True)
 
 
 @triton.jit
+def sigmoid_mul_kernel(out, x, gate, width, stride_x, stride_gate, BLOCK: tl.constexpr):
+    """Grid ``(rows, blocks of width)``."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    real = columns < width
+    value = tl.load(x + row * stride_x + columns, mask=real, other=0.0).to(tl.float32)
+    logit = tl.load(gate + row * stride_gate + columns, mask=real, other=0.0).to(tl.float32)
+    # Rounded between the two, as the reference is.
+    factor = (1.0 / (1.0 + tl.exp(-logit))).to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + row * width + columns, (value * factor).to(out.dtype.element_ty), mask=real)
+
+
+def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
+    """``x [T, N]`` times the sigmoid of ``gate [T, N]``."""
+    rows, width = x.shape
+    out = x.new_empty((rows, width))
+    if rows:
+        sigmoid_mul_kernel[(rows, cdiv(width, BLOCK))](
+            out, x, gate, width, x.stride(0), gate.stride(0), BLOCK=BLOCK, num_warps=4
+        )
+    return out
+
+
+@triton.jit
 def softcap_kernel(x, width, cap, stride, BLOCK: tl.constexpr):
     """Grid ``(rows, blocks of width)``: ``cap * tanh(x / cap)``, in place."""
     row = tl.program_id(0).to(tl.int64)

@@ -5,15 +5,23 @@ from __future__ import annotations
 from torch import Tensor
 
 from asyncllm.checkpoint.experts_config import ActivationConfig
+from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
+from asyncllm.gpu.batch.decode_inputs import DecodeInputs
+from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.experts import ExpertsWeights
+from asyncllm.gpu.ops.gated_delta import DeltaBiases
 from asyncllm.gpu.ops.torch_ops import TorchOps
-from asyncllm.gpu.ops.triton.activation import gelu_mul, silu_mul, softcap
+from asyncllm.gpu.ops.triton.activation import gelu_mul, sigmoid_mul, silu_mul, softcap
+from asyncllm.gpu.ops.triton.causal_conv import TritonCausalConv
 from asyncllm.gpu.ops.triton.decode_inputs import decode_inputs
 from asyncllm.gpu.ops.triton.experts import TritonExperts
+from asyncllm.gpu.ops.triton.gated_delta import TritonGatedDelta
+from asyncllm.gpu.ops.triton.gated_norm import TritonGatedNorm
 from asyncllm.gpu.ops.triton.norm import TritonRMSNorm
 from asyncllm.gpu.ops.triton.rope_cache import TritonRopeAndCache
 from asyncllm.gpu.ops.triton.sampling import sample
+from asyncllm.gpu.ops.triton.state_rows import TritonStateRows
 
 
 class TritonOps(TorchOps):
@@ -24,12 +32,25 @@ class TritonOps(TorchOps):
     name = "triton"
     silu_mul = staticmethod(silu_mul)
     gelu_mul = staticmethod(gelu_mul)
+    sigmoid_mul = staticmethod(sigmoid_mul)
     softcap = staticmethod(softcap)
     decode_inputs = staticmethod(decode_inputs)
     sample = staticmethod(sample)
 
     def make_experts(self, weights: ExpertsWeights, config: ActivationConfig) -> TritonExperts:
         return TritonExperts(weights, config)
+
+    def state_rows(self, inputs: ModelInputs | DecodeInputs) -> TritonStateRows:
+        return TritonStateRows.of(inputs)
+
+    def causal_conv(self, weight: Tensor) -> TritonCausalConv:
+        return TritonCausalConv(weight)
+
+    def gated_delta(self, shape: LinearAttentionConfig, biases: DeltaBiases) -> TritonGatedDelta:
+        return TritonGatedDelta(shape, biases)
+
+    def gated_norm(self, weight: Tensor, eps: float) -> TritonGatedNorm:
+        return TritonGatedNorm(weight, eps)
 
     def rms_norm(self, weight: Tensor, eps: float, multiplier: float = 1.0) -> TritonRMSNorm:
         return TritonRMSNorm(weight, eps, multiplier)

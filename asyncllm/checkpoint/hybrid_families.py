@@ -1,0 +1,111 @@
+"""HYBRID_FAMILIES: the architectures with gated delta rules beside attention, a row each, as
+data."""
+
+from __future__ import annotations
+
+from asyncllm.checkpoint.config_file import ConfigFile
+from asyncllm.checkpoint.experts_config import ExpertsConfig, ExpertsNames, RoutingConfig
+from asyncllm.checkpoint.families import FULL, Family, Fields, Sizes, every, read_biases
+from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
+from asyncllm.checkpoint.moe_families import expert_counts, normalised_routing, sparse_layers
+
+LINEAR = "linear_attention"
+
+MAX_HEADS, MAX_HEAD_DIM, MAX_CONV_WIDTH = 1024, 1024, 16
+
+
+def _linear_layers(config: ConfigFile, sizes: Sizes) -> tuple[bool, ...]:
+    """True for each layer that ``layer_types`` calls linear; without it all but every
+    ``full_attention_interval``-th."""
+    kinds = config.values.get("layer_types")
+    if kinds is None:
+        return every(config.integer("full_attention_interval", 4), sizes)
+    count = sizes.num_layers
+    if not isinstance(kinds, list) or len(kinds) != count:
+        raise config.bad("layer_types", f"a list of num_hidden_layers={count} names")
+    if any(kind not in (FULL, LINEAR) for kind in kinds) or FULL not in kinds:
+        raise config.bad("layer_types", f"a list of {FULL}, at least once, and {LINEAR}")
+    return tuple(kind == LINEAR for kind in kinds)
+
+
+def _gated_delta(config: ConfigFile, sizes: Sizes, *, by_key_head: bool = False) -> Fields:
+    """Three layers of a gated delta rule to one of attention, whose output has a gate."""
+    config.choice("hidden_act", ("silu", "swish"), "silu")
+    if not config.boolean("attn_output_gate", True):
+        raise config.bad("attn_output_gate", "true: attention has a gate on its output")
+    key_heads = config.integer("linear_num_key_heads", high=MAX_HEADS)
+    value_heads = config.integer("linear_num_value_heads", high=MAX_HEADS)
+    if value_heads % key_heads:
+        accepted = f"a multiple of linear_num_key_heads={key_heads}"
+        raise config.bad("linear_num_value_heads", accepted)
+    layers = _linear_layers(config, sizes)
+    linear = LinearAttentionConfig(
+        layers,
+        key_heads,
+        value_heads,
+        config.integer("linear_key_head_dim", high=MAX_HEAD_DIM),
+        config.integer("linear_value_head_dim", high=MAX_HEAD_DIM),
+        config.integer("linear_conv_kernel_dim", low=2, high=MAX_CONV_WIDTH),
+        by_key_head,
+    )
+    return {
+        "qk_norm": True,
+        "norm_offset": 1.0,
+        "wide_norms": True,
+        "gated_attention": True,
+        "linear_attention": linear if any(layers) else None,
+        **read_biases(config),
+    }
+
+
+def _experts(config: ConfigFile, layers: tuple[bool, ...], routing: RoutingConfig) -> Fields:
+    experts = ExpertsConfig(
+        layers,
+        routing,
+        config.integer("moe_intermediate_size"),
+        shared_size=config.integer("shared_expert_intermediate_size"),
+        shared_gate=True,
+        names=ExpertsNames(shared="mlp.shared_expert"),
+    )
+    return {"experts": experts if any(layers) else None}
+
+
+def _qwen3_5_moe(config: ConfigFile, sizes: Sizes) -> Fields:
+    routing = RoutingConfig(*expert_counts(config, "num_experts"), renormalise=True)
+    experts = _experts(config, (True,) * sizes.num_layers, routing)
+    # No layer has an MLP of its own, and so no file a size of one.
+    dense = {"intermediate_size": config.integer("moe_intermediate_size")}
+    return {**_gated_delta(config, sizes), **experts, **dense}
+
+
+def _qwen3_next(config: ConfigFile, sizes: Sizes) -> Fields:
+    routing = normalised_routing(config, "num_experts")
+    experts = _experts(config, sparse_layers(config, sizes), routing)
+    return {**_gated_delta(config, sizes, by_key_head=True), **experts}
+
+
+_GATED_DELTA: Fields = {
+    "head_dim": 256,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+
+HYBRID_FAMILIES: dict[str, Family] = {
+    # The positions of text are the same in the three parts of the RoPE of Qwen3.5.
+    "qwen3_5_text": Family(
+        "Qwen3_5ForCausalLM", _GATED_DELTA, rotates=0.25, text_part=True, read=_gated_delta
+    ),
+    "qwen3_5_moe_text": Family(
+        "Qwen3_5MoeForCausalLM", _GATED_DELTA, rotates=0.25, text_part=True, read=_qwen3_5_moe
+    ),
+    "qwen3_next": Family(
+        "Qwen3NextForCausalLM",
+        _GATED_DELTA | {"norm_topk_prob": True},
+        rotates=0.25,
+        read=_qwen3_next,
+    ),
+}
+"""By ``model_type``."""

@@ -1,0 +1,76 @@
+"""StateRows: a step's rows, as layers that keep a state of each sequence compute them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from asyncllm.gpu.batch.decode_inputs import DecodeInputs
+from asyncllm.gpu.batch.step_inputs import ModelInputs
+
+
+@dataclass(frozen=True, slots=True)
+class RowSpan:
+    """Tokens of a row that is computed alone.
+
+    Attributes:
+        start, end: of its tokens in the step.
+        slot: of its states.
+        is_fresh: it starts at position 0, from no state.
+    """
+
+    start: int
+    end: int
+    slot: int
+    is_fresh: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StateRows:
+    """A step's rows, as recurrent layers compute them: D rows of one token as one batch, and
+    each other row alone.
+
+    Attributes:
+        slots: ``[D]`` int64; None if there is no such batch.
+        is_fresh: ``[D]`` bool, rows at position 0; None if there are none.
+        spans: of the other rows, in the order of their tokens, behind the D.
+    """
+
+    slots: Tensor | None
+    is_fresh: Tensor | None
+    spans: Sequence[RowSpan]
+
+    @classmethod
+    def of(cls, inputs: ModelInputs | DecodeInputs) -> StateRows:
+        if isinstance(inputs, DecodeInputs):
+            return cls(inputs.state_indices(), inputs.positions == 0, ())
+        # One row alone needs no gathering.
+        batched = inputs.num_decodes if inputs.num_decodes > 1 else 0
+        ends, starts, slots = inputs.query_start_loc, inputs.starts, inputs.host_req_indices
+        spans = [
+            RowSpan(int(ends[row]), int(ends[row + 1]), int(slots[row]), not starts[row])
+            for row in range(batched, inputs.num_rows)
+        ]
+        if not batched:
+            return cls(None, None, spans)
+        is_fresh = None if starts[:batched].all() else inputs.positions[:batched] == 0
+        return cls(inputs.req_indices[:batched], is_fresh, spans)
+
+    def gather(self, state: Tensor) -> Tensor:
+        """The states ``[D, *shape]`` of the batch, from those of all slots: a copy, of zeros for a
+        row at position 0."""
+        assert self.slots is not None
+        held = state.index_select(0, self.slots)
+        if self.is_fresh is not None:
+            # A product with 0 would keep what is no number.
+            held.masked_fill_(self.is_fresh.view(-1, *[1] * (held.dim() - 1)), 0)
+        return held
+
+
+def state_of(state: Tensor, span: RowSpan) -> Tensor:
+    """The state ``[1, *shape]`` of a row that is computed alone, in its place among those of all
+    slots, zeroed for a row at position 0."""
+    held = state[span.slot : span.slot + 1]
+    return held.zero_() if span.is_fresh else held

@@ -1,0 +1,103 @@
+"""GatedDeltaMixer: a gated delta rule in the place of attention, its parameters and its states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
+from asyncllm.gpu.models.layers import StepContext
+from asyncllm.gpu.models.parameter import Parameter
+from asyncllm.gpu.ops.base import Linear
+from asyncllm.gpu.ops.causal_conv import CausalConv
+from asyncllm.gpu.ops.gated_delta import GatedDelta
+from asyncllm.gpu.ops.gated_norm import GatedNorm
+from asyncllm.gpu.state_cache import StateSpec
+
+
+@dataclass(slots=True)
+class GatedDeltaMixer:
+    """Gated DeltaNet (Yang et al., 2025): projections, a short convolution over q, k and v, the
+    gated delta rule, and a norm that is gated by z.
+
+    Attributes:
+        qkvz: the rows of q, k and v, ``conv_size`` in all, before those of z.
+        gates: the logits of beta of each value head, and behind them those of its decay.
+        first_state: of its two in StepContext, those of the convolution and of the rule.
+    """
+
+    qkvz: Linear
+    gates: Linear
+    conv: CausalConv
+    delta: GatedDelta
+    norm: GatedNorm
+    out: Linear
+    conv_size: int
+    first_state: int
+
+    def __call__(self, x: Tensor, step: StepContext) -> Tensor:
+        inputs, state = step.states[self.first_state : self.first_state + 2]
+        qkvz, rows = self.qkvz(x), step.rows
+        qkv = self.conv(qkvz[:, : self.conv_size], inputs, step.state_rows)
+        mixed = self.delta(qkv, self.gates(x), state, step.state_rows)
+        z = qkvz[:, self.conv_size :]
+        if rows is not None:
+            if not len(rows):
+                return x[:0]
+            mixed, z = mixed[rows], z[rows]
+        return self.out(self.norm(mixed, z))
+
+
+def linear_attention_states(config: LinearAttentionConfig) -> list[StateSpec]:
+    """The states of a layer, in the order in which its mixer has them."""
+    matrix = (config.num_value_heads, config.key_dim, config.value_dim)
+    return [
+        StateSpec((config.conv_width - 1, config.conv_size)),
+        StateSpec(matrix, torch.float32),
+    ]
+
+
+def linear_attention_parameters(
+    config: LinearAttentionConfig, hidden: int, layer: int
+) -> Iterator[Parameter]:
+    """The parameters of a layer's mixer."""
+    here, there = f"layers.{layer}.", f"model.layers.{layer}.linear_attn."
+    heads, values, channels = config.num_value_heads, config.value_size, config.conv_size
+    if config.by_key_head:
+        qkvz, gates = {"in_proj_qkvz": channels + values}, {"in_proj_ba": 2 * heads}
+    else:
+        qkvz = {"in_proj_qkv": channels, "in_proj_z": values}
+        gates = {"in_proj_b": heads, "in_proj_a": heads}
+    for own, parts in {"qkvz": qkvz, "gates": gates}.items():
+        tensors = tuple((f"{there}{name}.weight", rows) for name, rows in parts.items())
+        yield Parameter(f"{here}{own}.weight", (sum(parts.values()), hidden), tensors)
+    shape = (channels, 1, config.conv_width)
+    yield Parameter(f"{here}conv.weight", shape, ((f"{there}conv1d.weight", channels),))
+    for own in ("dt_bias", "A_log"):
+        yield Parameter(f"{here}{own}", (heads,), ((there + own, heads),), "float32")
+    norm = ((f"{there}norm.weight", config.value_dim),)
+    yield Parameter(f"{here}gated_norm.weight", (config.value_dim,), norm)
+    yield Parameter(f"{here}out.weight", (hidden, values), ((f"{there}out_proj.weight", hidden),))
+
+
+def projection_rows(config: LinearAttentionConfig) -> tuple[Tensor, Tensor] | None:
+    """The rows of a file's ``qkvz`` and ``gates`` in the order in which the mixer has them, int64;
+    None where it is the file's own."""
+    if not config.by_key_head:
+        return None
+    group = config.num_value_heads // config.num_key_heads
+    wide = group * config.value_dim
+    return (
+        _regrouped(config.num_key_heads, (config.key_dim, config.key_dim, wide, wide)),
+        _regrouped(config.num_key_heads, (group, group)),
+    )
+
+
+def _regrouped(count: int, sizes: tuple[int, ...]) -> Tensor:
+    """The rows of ``count`` groups that have parts of these sizes, with all groups' first parts
+    before their second ones."""
+    rows = torch.arange(count * sum(sizes), device="cpu").view(count, -1)
+    return torch.cat([part.flatten() for part in rows.split(sizes, 1)])

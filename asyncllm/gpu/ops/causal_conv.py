@@ -1,0 +1,58 @@
+"""CausalConv: a short depthwise convolution over the tokens of each sequence."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from asyncllm.gpu.batch.state_rows import StateRows, state_of
+
+
+class CausalConv(Protocol):
+    """``x [T, C] -> [T, C]``: each channel's last W inputs by its W weights, and SiLU of the sum.
+    A row's result depends on its own inputs, and on those that its state has."""
+
+    def __call__(self, x: Tensor, state: Tensor, rows: Any) -> Tensor:
+        """
+        Args:
+            state: ``[num_slots, W - 1, C]``, the last inputs of each sequence, the oldest first;
+                written. A row at position 0 starts from zeros.
+            rows: from the op set's ``state_rows``, shared by all layers of a step.
+        """
+        ...
+
+
+class TorchCausalConv:
+    """The convolution in plain torch: summed in float32, the oldest input first.
+
+    Args:
+        weight: ``[C, W]``, that of the oldest input first.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight.float().T.contiguous()
+
+    def __call__(self, x: Tensor, state: Tensor, rows: StateRows) -> Tensor:
+        out, width = torch.empty_like(x, memory_format=torch.contiguous_format), len(self.weight)
+        if rows.slots is not None:
+            count = len(rows.slots)
+            inputs = torch.cat((rows.gather(state), x[:count].unsqueeze(1)), 1)
+            out[:count] = self._convolve(inputs).squeeze(1)
+            state.index_copy_(0, rows.slots, inputs[:, 1:])
+        for span in rows.spans:
+            held = state_of(state, span)
+            inputs = torch.cat((held, x[span.start : span.end].unsqueeze(0)), 1)
+            out[span.start : span.end] = self._convolve(inputs)[0]
+            held.copy_(inputs[:, 1 - width :])
+        return out
+
+    def _convolve(self, inputs: Tensor) -> Tensor:
+        """``[B, n + W - 1, C] -> [B, n, C]``."""
+        count = inputs.shape[1] + 1 - len(self.weight)
+        total = inputs[:, :count].float() * self.weight[0]
+        for place, weight in enumerate(self.weight[1:], 1):
+            total.addcmul_(inputs[:, place : place + count].float(), weight)
+        return F.silu(total.to(inputs.dtype))

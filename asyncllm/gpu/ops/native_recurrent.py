@@ -1,0 +1,156 @@
+"""The ops of layers that keep a state of each sequence, in compiled code; each records itself as an
+op of a step."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
+from asyncllm.gpu.batch.step_inputs import ModelInputs
+from asyncllm.gpu.ops.gated_delta import DeltaBiases
+from asyncllm.gpu.ops.program import DTYPES, rows_of
+from asyncllm.native import ARGS, Context, ConvArgs, DeltaArgs, StateRowsArgs, fail
+
+
+class NativeStateRows:
+    """A step's rows, at addresses that stay while it runs: those of a recorded step are read when
+    its program is."""
+
+    def __init__(self, inputs: ModelInputs) -> None:
+        arrays = inputs.host_req_indices, inputs.starts, inputs.query_start_loc
+        self.arrays = [np.ascontiguousarray(array, np.int64) for array in arrays]
+        self.count, self.num_tokens = inputs.num_rows, inputs.num_tokens
+
+    def args(self, state: Tensor) -> StateRowsArgs:
+        """For an op on the states of all slots."""
+        addresses = (array.ctypes.data for array in self.arrays)
+        return StateRowsArgs(*addresses, self.count, self.num_tokens, len(state))
+
+
+def _check(op: str, x: Tensor, width: int) -> None:
+    if x.dim() != 2 or x.shape[1] != width:
+        raise ValueError(f"native {op}: x is {tuple(x.shape)}, expected {width} columns")
+
+
+def _check_state(op: str, state: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Raises ValueError for what cannot be written in place."""
+    if state.shape[1:] != shape or state.dtype != dtype or not state.is_contiguous():
+        raise ValueError(
+            f"native {op}: states {tuple(state.shape)} of {state.dtype}, expected "
+            f"{('slots', *shape)} of {dtype}, contiguous"
+        )
+
+
+def _run(
+    context: Context, name: str, args: Any, x: Tensor, tensors: dict[str, Tensor], width: int,
+    holds: list[object], *sizes: int,
+) -> Tensor:  # fmt: skip
+    """Calls an op on x and the other tensors, or records it.
+
+    Returns:
+        Its output ``[T, width]``, which is its argument ``out``.
+    """
+    if (recorder := context.recorder) is not None:
+        out = recorder.empty(x, width)
+        recorder.add(name, x, args, tensors | {"out": out}, holds)
+        return out
+    out = x.new_empty((len(x), width))
+    for pointer, tensor in (tensors | {"out": out}).items():
+        setattr(args, pointer, tensor.data_ptr())
+    status = getattr(context.functions, name)(context.handle, ctypes.byref(args), *sizes)
+    if status:
+        fail(name, status)
+    return out
+
+
+class NativeCausalConv:
+    """As ``TorchCausalConv``."""
+
+    def __init__(self, context: Context, weight: Tensor) -> None:
+        self.context, self.weight = context, weight.float().T.contiguous()
+
+    def __call__(self, x: Tensor, state: Tensor, rows: NativeStateRows) -> Tensor:
+        x, (width, channels) = rows_of(x, x.dtype), self.weight.shape
+        _check("causal_conv", x, channels)
+        _check_state("causal_conv", state, (width - 1, channels), x.dtype)
+        args = ConvArgs(
+            rows=rows.args(state), x_stride=x.stride(0), weight=self.weight.data_ptr(),
+            state=state.data_ptr(), channels=channels, width=width, dtype=DTYPES[x.dtype],
+        )  # fmt: skip
+        holds = [self.weight, state, rows]
+        return _run(self.context, "causal_conv", args, x, {"x": x}, channels, holds)
+
+
+class NativeGatedDelta:
+    """Token by token: what a step computes of a prompt leaves the same bits whatever its size."""
+
+    def __init__(self, context: Context, shape: LinearAttentionConfig, biases: DeltaBiases) -> None:
+        self.context, self.shape = context, shape
+        self.biases = tuple(each.float().contiguous() for each in (biases.dt_bias, biases.log_rate))
+
+    def __call__(self, qkv: Tensor, gates: Tensor, state: Tensor, rows: NativeStateRows) -> Tensor:
+        shape, (dt_bias, log_rate) = self.shape, self.biases
+        qkv, gates = rows_of(qkv, qkv.dtype), rows_of(gates, qkv.dtype)
+        _check("gated_delta", qkv, shape.conv_size)
+        _check("gated_delta", gates, 2 * shape.num_value_heads)
+        matrix = (shape.num_value_heads, shape.key_dim, shape.value_dim)
+        _check_state("gated_delta", state, matrix, torch.float32)
+        args = DeltaArgs(
+            rows=rows.args(state), qkv_stride=qkv.stride(0), gates_stride=gates.stride(0),
+            dt_bias=dt_bias.data_ptr(), log_rate=log_rate.data_ptr(), state=state.data_ptr(),
+            key_heads=shape.num_key_heads, value_heads=shape.num_value_heads,
+            key_dim=shape.key_dim, value_dim=shape.value_dim, dtype=DTYPES[qkv.dtype],
+        )  # fmt: skip
+        tensors, holds = {"qkv": qkv, "gates": gates}, [self.biases, state, rows]
+        return _run(self.context, "gated_delta", args, qkv, tensors, shape.value_size, holds)
+
+
+class NativeGatedNorm:
+    """As ``TorchGatedNorm``.
+
+    Args:
+        weight: of one head.
+    """
+
+    def __init__(self, context: Context, weight: Tensor, eps: float) -> None:
+        self.context, self.weight, self.eps = context, weight.contiguous(), eps
+
+    def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
+        weight, size = self.weight, len(self.weight)
+        x, gate = rows_of(x, weight.dtype), rows_of(gate, weight.dtype)
+        if x.shape != gate.shape or x.shape[1] % size:
+            raise ValueError(
+                f"native gated_norm: x is {tuple(x.shape)} and its gate {tuple(gate.shape)}, "
+                f"expected two of one shape, and of heads of {size}"
+            )
+        args = ARGS["gated_norm"](
+            x_stride=x.stride(0), gate_stride=gate.stride(0), weight=weight.data_ptr(),
+            heads=x.shape[1] // size, head_size=size, eps=self.eps, dtype=DTYPES[x.dtype],
+        )  # fmt: skip
+        tensors, width = {"x": x, "gate": gate}, x.shape[1]
+        return _run(self.context, "gated_norm", args, x, tensors, width, [weight], len(x))
+
+
+class NativeSigmoidMul:
+    """As ``TorchOps.sigmoid_mul``."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+
+    def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
+        x, gate = rows_of(x, x.dtype), rows_of(gate, x.dtype)
+        if x.shape != gate.shape:
+            raise ValueError(
+                f"native sigmoid_mul: x is {tuple(x.shape)} and its gate {tuple(gate.shape)}"
+            )
+        args = ARGS["sigmoid_mul"](
+            x_stride=x.stride(0), gate_stride=gate.stride(0), width=x.shape[1],
+            dtype=DTYPES[x.dtype],
+        )  # fmt: skip
+        tensors = {"x": x, "gate": gate}
+        return _run(self.context, "sigmoid_mul", args, x, tensors, x.shape[1], [], len(x))

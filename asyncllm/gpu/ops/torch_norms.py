@@ -1,0 +1,55 @@
+"""Root mean square norms in plain torch, and what stands in place of one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class TorchResidualAdd:
+    """In place of a norm where a block has none before it: the sum alone."""
+
+    def __init__(self, multiplier: float) -> None:
+        self.multiplier = multiplier
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        residual.add_(x, alpha=self.multiplier)
+        return residual, residual
+
+
+class TorchRMSNorm:
+    """Norm in float32, rounded to the model's dtype before the weight, as in Llama."""
+
+    def __init__(self, weight: Tensor, eps: float, multiplier: float = 1.0) -> None:
+        self.weight, self.multiplier = weight, multiplier
+        self.share = 1.0 / weight.shape[-1]
+        self.eps = torch.full((1,), eps, dtype=torch.float32, device=weight.device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        scale = torch.addcmul(self.eps, norm, norm, value=self.share).rsqrt_()
+        return (wide * scale).to(x.dtype).mul_(self.weight)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        residual.add_(x, alpha=self.multiplier)
+        return self(residual), residual
+
+
+class TorchWideRMSNorm(TorchRMSNorm):
+    """Norm in float32, its float32 weight included, as in Gemma and OLMo 2."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        scale = torch.addcmul(self.eps, norm, norm, value=self.share).rsqrt_()
+        return (wide * scale).mul_(self.weight).to(x.dtype)
+
+
+def torch_norm(weight: Tensor, eps: float, multiplier: float = 1.0) -> TorchRMSNorm:
+    """The norm that rounds where its weight's dtype says so."""
+    kind = TorchWideRMSNorm if weight.dtype == torch.float32 else TorchRMSNorm
+    return kind(weight, eps, multiplier)

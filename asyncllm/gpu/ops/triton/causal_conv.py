@@ -1,0 +1,158 @@
+"""The short depthwise convolution: see ``gpu/ops/causal_conv.py``."""
+
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
+# A type checker takes a kernel for the function that it is written as.
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from asyncllm.gpu.ops.triton.state_rows import TritonStateRows
+from asyncllm.gpu.ops.triton.tuning import cdiv
+
+BLOCK_CHANNELS = 256
+BLOCK_TOKENS = 8
+
+
+@triton.jit
+def _silu(total, out):
+    # Rounded between the two, as the reference is.
+    value = total.to(out.dtype.element_ty).to(tl.float32)
+    return (value / (1.0 + tl.exp(-value))).to(out.dtype.element_ty)
+
+
+@triton.jit
+def conv_token_kernel(
+    out,
+    x,
+    state,
+    weight,
+    slots,
+    positions,
+    query_start,
+    stride_x,
+    CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid ``(rows, blocks of channels)``: rows of one token, and their states."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    real = columns < CHANNELS
+    token = row
+    if query_start is not None:
+        token = tl.load(query_start + row)
+        if tl.load(query_start + row + 1) - token != 1:
+            return
+    fresh = tl.load(positions + token) == 0
+    held = state + tl.load(slots + row) * (WIDTH - 1) * CHANNELS + columns
+    newest = tl.load(x + token * stride_x + columns, mask=real, other=0.0)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for i in tl.static_range(WIDTH - 1):
+        value = tl.load(held + i * CHANNELS, mask=real & (fresh == 0), other=0.0)
+        scale = tl.load(weight + i * CHANNELS + columns, mask=real, other=0.0)
+        total += value.to(tl.float32) * scale
+        if i > 0:
+            tl.store(held + (i - 1) * CHANNELS, value, mask=real)
+    tl.store(held + (WIDTH - 2) * CHANNELS, newest, mask=real)
+    scale = tl.load(weight + (WIDTH - 1) * CHANNELS + columns, mask=real, other=0.0)
+    total += newest.to(tl.float32) * scale
+    tl.store(out + token * CHANNELS + columns, _silu(total, out), mask=real)
+
+
+@triton.jit
+def conv_chunk_kernel(
+    out,
+    x,
+    state,
+    weight,
+    slots,
+    positions,
+    query_start,
+    stride_x,
+    CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Grid ``(rows, blocks of tokens, blocks of channels)``: rows of several tokens."""
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.load(query_start + row)
+    count = tl.load(query_start + row + 1) - first
+    start = tl.program_id(1) * TOKENS
+    if (count == 1) | (start >= count):
+        return
+    columns = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    real = columns[None, :] < CHANNELS
+    tokens = start + tl.arange(0, TOKENS)
+    fresh = tl.load(positions + first) == 0
+    held = state + tl.load(slots + row) * (WIDTH - 1) * CHANNELS
+    total = tl.zeros((TOKENS, BLOCK), tl.float32)
+    for i in tl.static_range(WIDTH):
+        at = (tokens + (i - WIDTH + 1))[:, None]
+        inside = real & (at >= 0) & (at < count)
+        value = tl.load(x + (first + at) * stride_x + columns[None, :], mask=inside, other=0.0)
+        before = real & (at < 0) & (fresh == 0)
+        older = tl.load(
+            held + (at + WIDTH - 1) * CHANNELS + columns[None, :], mask=before, other=0.0
+        )
+        scale = tl.load(weight + i * CHANNELS + columns, mask=columns < CHANNELS, other=0.0)
+        total += (value.to(tl.float32) + older.to(tl.float32)) * scale[None, :]
+    at = out + (first + tokens[:, None]) * CHANNELS + columns[None, :]
+    tl.store(at, _silu(total, out), mask=real & (tokens[:, None] < count))
+
+
+@triton.jit
+def conv_state_kernel(
+    x,
+    state,
+    slots,
+    positions,
+    query_start,
+    stride_x,
+    CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid ``(rows, blocks of channels)``: the states of rows of several tokens, behind the kernel
+    that has read them."""
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.load(query_start + row)
+    count = tl.load(query_start + row + 1) - first
+    if count == 1:
+        return
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    real = columns < CHANNELS
+    fresh = tl.load(positions + first) == 0
+    held = state + tl.load(slots + row) * (WIDTH - 1) * CHANNELS + columns
+    for i in tl.static_range(WIDTH - 1):
+        # An input moves to the place of an older one, which has been read.
+        at = count - (WIDTH - 1) + i
+        value = tl.load(x + (first + at) * stride_x + columns, mask=real & (at >= 0), other=0.0)
+        kept = real & (at < 0) & (fresh == 0)
+        older = tl.load(held + (at + WIDTH - 1) * CHANNELS, mask=kept, other=0.0)
+        tl.store(held + i * CHANNELS, tl.where(at >= 0, value, older), mask=real)
+
+
+class TritonCausalConv:
+    """As ``TorchCausalConv``."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight.float().T.contiguous()
+
+    def __call__(self, x: Tensor, state: Tensor, rows: TritonStateRows) -> Tensor:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        width, channels = self.weight.shape
+        shape = {"CHANNELS": channels, "WIDTH": width, "BLOCK": BLOCK_CHANNELS, "num_warps": 4}
+        blocks, count = cdiv(channels, BLOCK_CHANNELS), rows.num_rows
+        of_rows = rows.slots, rows.positions, rows.query_start, x.stride(0)
+        if rows.has_single and count:
+            conv_token_kernel[(count, blocks)](out, x, state, self.weight, *of_rows, **shape)
+        if rows.longest > 1:
+            grid = (count, cdiv(rows.longest, BLOCK_TOKENS), blocks)
+            conv_chunk_kernel[grid](
+                out, x, state, self.weight, *of_rows, TOKENS=BLOCK_TOKENS, **shape
+            )
+            conv_state_kernel[(count, blocks)](x, state, *of_rows, **shape)
+        return out

@@ -1,0 +1,211 @@
+"""The gated delta rule: see ``gpu/ops/gated_delta.py``."""
+
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
+# A type checker takes a kernel for the function that it is written as.
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
+from asyncllm.gpu.ops.gated_delta import NORM_EPS, DeltaBiases
+from asyncllm.gpu.ops.triton.state_rows import TritonStateRows
+from asyncllm.gpu.ops.triton.tuning import cdiv, next_power_of_2
+
+TOKEN_VALUES, CHUNK_VALUES = 32, 16
+"""Columns of a head's state that a program holds in registers."""
+
+CHUNK = 16
+
+
+@triton.jit
+def _softplus(x):
+    return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+
+
+@triton.jit
+def _log_decay(a, dt_bias, log_rate, head):
+    """Of the logits ``a`` of a head."""
+    rate = tl.exp(tl.load(log_rate + head))
+    return -rate * _softplus(a.to(tl.float32) + tl.load(dt_bias + head))
+
+
+@triton.jit
+def delta_token_kernel(
+    out,
+    qkv,
+    gates,
+    state,
+    dt_bias,
+    log_rate,
+    slots,
+    positions,
+    query_start,
+    stride_qkv,
+    stride_gates,
+    eps,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    LONG: tl.constexpr,
+):
+    """Grid ``(rows, heads, blocks of values)``, of HEADS value heads, of which GROUP share a key
+    head: rows of one token, with LONG those of several as well, one token after the other."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    first, count = row, 1
+    if query_start is not None:
+        first = tl.load(query_start + row)
+        count = (tl.load(query_start + row + 1) - first).to(tl.int32)
+    if (not LONG) and (count != 1):
+        return
+    keys = tl.arange(0, BLOCK_K)
+    values = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    own = (keys[:, None] < KEYS) & (values[None, :] < VALUES)
+    matrix = state + (tl.load(slots + row) * HEADS + head) * KEYS * VALUES
+    matrix += keys[:, None] * VALUES + values[None, :]
+    fresh = tl.load(positions + first) == 0
+    held = tl.load(matrix, mask=own & (fresh == 0), other=0.0)
+    size = (HEADS // GROUP) * KEYS
+    for i in range(count):
+        token = first + i
+        at = qkv + token * stride_qkv + (head // GROUP) * KEYS + keys
+        q = tl.load(at, mask=keys < KEYS, other=0.0).to(tl.float32)
+        k = tl.load(at + size, mask=keys < KEYS, other=0.0).to(tl.float32)
+        q *= tl.rsqrt(tl.sum(q * q, 0) + eps) * (KEYS**-0.5)
+        k *= tl.rsqrt(tl.sum(k * k, 0) + eps)
+        at = qkv + token * stride_qkv + 2 * size + head * VALUES + values
+        v = tl.load(at, mask=values < VALUES, other=0.0).to(tl.float32)
+        gate = gates + token * stride_gates + head
+        beta = 1.0 / (1.0 + tl.exp(-tl.load(gate).to(tl.float32)))
+        held *= tl.exp(_log_decay(tl.load(gate + HEADS), dt_bias, log_rate, head))
+        change = (v - tl.sum(held * k[:, None], 0)) * beta
+        held += k[:, None] * change[None, :]
+        found = tl.sum(held * q[:, None], 0).to(out.dtype.element_ty)
+        to = out + (token * HEADS + head) * VALUES + values
+        tl.store(to, found, mask=values < VALUES)
+    tl.store(matrix, held, mask=own)
+
+
+@triton.jit
+def delta_chunk_kernel(
+    out,
+    qkv,
+    gates,
+    state,
+    dt_bias,
+    log_rate,
+    slots,
+    positions,
+    query_start,
+    stride_qkv,
+    stride_gates,
+    eps,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """The same grid: rows of several tokens, in chunks of TOKENS. The changes that a chunk's tokens
+    make to the state are solved for row by row (``gated_delta._chunk`` has the formulas). Products
+    are of TensorFloat-32, which has more bits than q, k and v."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    first = tl.load(query_start + row)
+    count = tl.load(query_start + row + 1) - first
+    if count == 1:
+        return
+    keys = tl.arange(0, BLOCK_K)
+    values = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    steps = tl.arange(0, TOKENS)
+    own = (keys[:, None] < KEYS) & (values[None, :] < VALUES)
+    matrix = state + (tl.load(slots + row) * HEADS + head) * KEYS * VALUES
+    matrix += keys[:, None] * VALUES + values[None, :]
+    fresh = tl.load(positions + first) == 0
+    held = tl.load(matrix, mask=own & (fresh == 0), other=0.0)
+    size = (HEADS // GROUP) * KEYS
+    for start in range(0, count, TOKENS):
+        real = start + steps < count
+        token = first + start + steps
+        # Tokens behind the last change nothing: neither decay nor key nor value.
+        gate = gates + token * stride_gates + head
+        beta = 1.0 / (1.0 + tl.exp(-tl.load(gate, mask=real, other=0.0).to(tl.float32)))
+        logit = tl.load(gate + HEADS, mask=real, other=0.0)
+        decay = tl.where(real, _log_decay(logit, dt_bias, log_rate, head), 0.0)
+        total, whole = tl.cumsum(decay, 0), tl.sum(decay, 0)
+        between = total[:, None] - total[None, :]
+        between = tl.exp(tl.where(steps[:, None] >= steps[None, :], between, -float("inf")))
+        past = tl.exp(total)[:, None]
+        at = qkv + token[:, None] * stride_qkv + (head // GROUP) * KEYS + keys[None, :]
+        some = real[:, None] & (keys[None, :] < KEYS)
+        k = tl.load(at + size, mask=some, other=0.0).to(tl.float32)
+        length = tl.rsqrt(tl.sum(k * k, 1) + eps)
+        k *= length[:, None]
+        system = tl.dot(k, tl.trans(k), input_precision="tf32") * between * beta[:, None]
+        system = tl.where(steps[:, None] > steps[None, :], system, 0.0)
+        from_state = tl.dot(k, held, input_precision="tf32") * past
+        q = tl.load(at, mask=some, other=0.0).to(tl.float32)
+        q *= (tl.rsqrt(tl.sum(q * q, 1) + eps) * (KEYS**-0.5))[:, None]
+        scores = tl.dot(q, tl.trans(k), input_precision="tf32") * between
+        found = tl.dot(q, held, input_precision="tf32") * past
+        at = qkv + token[:, None] * stride_qkv + 2 * size + head * VALUES + values[None, :]
+        wanted = real[:, None] & (values[None, :] < VALUES)
+        v = tl.load(at, mask=wanted, other=0.0).to(tl.float32)
+        change = (v - from_state) * beta[:, None]
+        for i in range(1, TOKENS):
+            line = tl.sum(tl.where((steps == i)[:, None], system, 0.0), 0)
+            less = tl.sum(line[:, None] * change, 0)
+            change -= tl.where((steps == i)[:, None], less[None, :], 0.0)
+        found += tl.dot(scores, change, input_precision="tf32")
+        to = out + (token[:, None] * HEADS + head) * VALUES + values[None, :]
+        tl.store(to, found.to(out.dtype.element_ty), mask=wanted)
+        # Read again: keys that were held all the while would take registers from the state.
+        at = qkv + token[None, :] * stride_qkv + size + (head // GROUP) * KEYS + keys[:, None]
+        some = real[None, :] & (keys[:, None] < KEYS)
+        k = tl.load(at, mask=some, other=0.0).to(tl.float32)
+        k *= (length * tl.exp(whole - total))[None, :]
+        held = held * tl.exp(whole) + tl.dot(k, change, input_precision="tf32")
+    tl.store(matrix, held, mask=own)
+
+
+class TritonGatedDelta:
+    """As ``TorchGatedDelta``; in float32 prompts go token by token as well: exact products of
+    chunks need more registers than there are."""
+
+    def __init__(self, shape: LinearAttentionConfig, biases: DeltaBiases) -> None:
+        self.shape, self.biases = shape, biases
+
+    def __call__(self, qkv: Tensor, gates: Tensor, state: Tensor, rows: TritonStateRows) -> Tensor:
+        shape, biases = self.shape, self.biases
+        out = qkv.new_empty((qkv.shape[0], shape.value_size))
+        arguments = (
+            out, qkv, gates, state, biases.dt_bias, biases.log_rate, rows.slots, rows.positions,
+            rows.query_start, qkv.stride(0), gates.stride(0), NORM_EPS,
+        )  # fmt: skip
+        sizes = {
+            "HEADS": shape.num_value_heads,
+            "GROUP": shape.num_value_heads // shape.num_key_heads,
+            "KEYS": shape.key_dim,
+            "VALUES": shape.value_dim,
+            "BLOCK_K": max(16, next_power_of_2(shape.key_dim)),
+        }
+
+        def grid(values: int) -> tuple[int, int, int]:
+            return rows.num_rows, shape.num_value_heads, cdiv(shape.value_dim, values)
+
+        exact = qkv.dtype == torch.float32
+        if rows.num_rows and (rows.has_single or exact):
+            long = exact and rows.longest > 1
+            delta_token_kernel[grid(TOKEN_VALUES)](
+                *arguments, **sizes, BLOCK_V=TOKEN_VALUES, LONG=long, num_warps=8
+            )
+        if rows.longest > 1 and not exact:
+            delta_chunk_kernel[grid(CHUNK_VALUES)](
+                *arguments, **sizes, BLOCK_V=CHUNK_VALUES, TOKENS=CHUNK, num_warps=4
+            )
+        return out

@@ -1,0 +1,343 @@
+"""Gated delta rules beside attention on the engine's own decoder, against transformers' generate,
+in float32."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from asyncllm.checkpoint.model_config import ModelConfig
+from asyncllm.errors import ModelLoadError
+from asyncllm.gpu.batch.state_rows import StateRows
+from asyncllm.gpu.model_runner import ModelRunner
+from asyncllm.gpu.models.layers import AttentionMixer
+from asyncllm.gpu.models.linear_attention import GatedDeltaMixer
+from asyncllm.gpu.state_cache import StateSpec
+from asyncllm.gpu.weights import load_weights, weights_bytes
+from tests.driver import Driver
+from tests.families import GATED_DELTA, TINY, make
+from tests.native_library import context
+from tests.reference import generate
+from tests.static_runner import LateStream, TraceRecorder, make_decoder, make_runner
+from tests.test_moe_parity import EXPERTS, Case, check_reference
+from tests.test_recurrent_states import MISTAKES
+from tests.test_transformers_models import (
+    OUTPUT,
+    PROMPT_LENGTHS,
+    check,
+    run_everything,
+    run_matrix,
+)
+
+SHARED = {**EXPERTS, "shared_expert_intermediate_size": 56}
+LINEAR, FULL = "linear_attention", "full_attention"
+
+CASES: dict[str, dict[str, Any]] = {
+    "Qwen3_5": {"config": "Qwen3_5TextConfig", "seed": 3, **GATED_DELTA},
+    "Qwen3_5Moe": {
+        "config": "Qwen3_5MoeTextConfig",
+        **GATED_DELTA,
+        **SHARED,
+        "gain": 1.0,
+        "seed": 2,
+    },
+    "Qwen3Next": {"seed": 1, **GATED_DELTA, **SHARED},
+}
+"""One of each family; the last layer of each has a state."""
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "Qwen3_5-sizes": {
+        **CASES["Qwen3_5"], "linear_num_key_heads": 1, "linear_num_value_heads": 3,
+        "linear_key_head_dim": 12, "linear_value_head_dim": 36, "linear_conv_kernel_dim": 3,
+        "layer_types": [FULL, LINEAR, FULL], "attention_bias": True, "tie_word_embeddings": True,
+        "embedding": 0.05, "seed": 0,
+    },
+    "Qwen3_5-interval": {
+        **CASES["Qwen3_5"], "layer_types": None, "num_hidden_layers": 4, "gain": 1.1, "seed": 6,
+    },
+    "Qwen3_5-attention": {**CASES["Qwen3_5"], "layer_types": [FULL] * 3, "seed": 0},
+    "Qwen3_5Moe-whole": {
+        **CASES["Qwen3_5Moe"], "seed": 0,
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0,
+        },
+    },
+    "Qwen3Next-dense-layers": {
+        **CASES["Qwen3Next"], "mlp_only_layers": [1], "norm_topk_prob": False,
+        "linear_num_key_heads": 4, "seed": 3, "shard": "60KB",
+    },
+}  # fmt: skip
+
+
+def make_case(path: Path, name: str) -> Case:
+    settings = VARIANTS.get(name) or CASES[name]
+    model = make(path, f"{name.partition('-')[0]}-native", **settings)
+    draw = random.Random(1)
+    prompts = [[draw.randrange(256) for _ in range(n)] for n in PROMPT_LENGTHS]
+    return Case(path, model, prompts, [generate(model, prompt, OUTPUT) for prompt in prompts])
+
+
+@pytest.fixture(scope="module")
+def load_case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
+    made: dict[str, Case] = {}
+
+    def load(name: str) -> Case:
+        if name not in made:
+            made[name] = make_case(tmp_path_factory.mktemp(name), name)
+        return made[name]
+
+    return load
+
+
+def device(runner: ModelRunner) -> Any:
+    assert runner._state is not None
+    return runner._state
+
+
+# --- parity -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [
+        *(("native", name) for name in CASES),
+        ("torch", "Qwen3_5"),
+        *(pytest.param("torch", name, marks=pytest.mark.slow) for name in CASES),
+    ],
+)
+def test_equals_transformers(load_case, name, backend):
+    """In a batch, in chunks, and after a preemption; natively as one program."""
+    if backend == "native":
+        context()
+    case = load_case(name)
+    check_reference(case)
+    runner = case.runner(attention_backend=backend)
+    if backend == "native":
+        assert runner.execution.startswith("one native program of")
+    assert device(runner).decoder.states[:2] == [
+        StateSpec((3, 64)),
+        StateSpec((4, 8, 8), torch.float32),
+    ]
+    run_everything(case, runner)
+
+
+@pytest.mark.parametrize(
+    "name", ["Qwen3_5", *(pytest.param(name, marks=pytest.mark.slow) for name in CASES)]
+)
+def test_the_static_step_equals_transformers(load_case, name):
+    """Traced, so that nothing is read on the host, with two steps in flight and padded rows."""
+    case = load_case(name)
+    weights = load_weights(case.config(), torch.float32, torch.device("cpu"))
+    decoder = make_decoder(case.config(), weights)
+    graphs = {"capturer": TraceRecorder(), "stream": LateStream(), "sizes": (4,)}
+    driver = Driver(make_runner(decoder, **graphs))
+    seqs = [driver.add(prompt, 10) for prompt in case.prompts]
+    driver.run(seqs, chunk=20, depth=2)
+    for seq, expected in zip(seqs, case.expected, strict=True):
+        assert seq.outputs == expected.tokens[:10]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["torch", "native"])
+@pytest.mark.parametrize("name", [*CASES, *VARIANTS])
+def test_matrix(load_case, name, backend):
+    if backend == "native":
+        context()
+    case = load_case(name)
+    check_reference(case)
+    run_matrix(case, backend)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*CASES, *VARIANTS])
+def test_transformers_modules_agree(load_case, name):
+    case = load_case(name)
+    run_everything(case, case.runner(model_impl="transformers"))
+
+
+def test_slots_are_used_again(load_case):
+    """At another place, and behind states that are no numbers."""
+    context()
+    case = load_case("Qwen3_5")
+    runner = case.runner(attention_backend="native")
+    for tensor in device(runner).cache.states.tensors:
+        tensor.fill_(torch.nan)
+    for order in ((0, 1, 2), (2, 0, 1)):
+        driver = Driver(runner)
+        seqs = [driver.add(case.prompts[index], OUTPUT) for index in order]
+        driver.run(seqs, chunk=6)
+        check(case, seqs, list(order))
+
+
+def test_a_quantisation_leaves_gates_as_they_are(load_case):
+    """The decay of a state is exponential in their outputs."""
+    context()
+    case = load_case("Qwen3Next")
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(3))
+    mixers = [
+        device(case.runner(attention_backend="native", quantization=name)).decoder.layers[0].mixer
+        for name in (None, "int8")
+    ]
+    plain, rounded = (mixer.gates(x) for mixer in mixers)
+    assert torch.equal(plain, rounded)
+    plain, rounded = (mixer.qkvz(x) for mixer in mixers)
+    assert 1e-4 < (plain - rounded).norm() / plain.norm() < 0.03
+
+
+# --- what the comparison sees ------------------------------------------------------------
+
+
+def _mixers(runner: ModelRunner, kind: type) -> list[Any]:
+    return [each.mixer for each in device(runner).decoder.layers if isinstance(each.mixer, kind)]
+
+
+def _shifted_inputs(runner: ModelRunner) -> None:
+    """The convolution's inputs one token older than they are."""
+    for mixer in _mixers(runner, GatedDeltaMixer):
+
+        def shifted(x: Any, state: Any, rows: Any, conv: Any = mixer.conv) -> Any:
+            out = conv(x, state, rows)
+            state.copy_(state.roll(1, 1))
+            return out
+
+        mixer.conv = shifted
+
+
+def _no_output_gate(runner: ModelRunner) -> None:
+    for mixer in _mixers(runner, AttentionMixer):
+        mixer.gate = replace(mixer.gate, multiply=lambda x, gate: x)
+
+
+def _no_z(runner: ModelRunner) -> None:
+    for mixer in _mixers(runner, GatedDeltaMixer):
+        norm = mixer.norm
+        mixer.norm = lambda x, gate, norm=norm: norm(x, torch.full_like(gate, 1.278))
+
+
+def _no_decay(runner: ModelRunner) -> None:
+    for mixer in _mixers(runner, GatedDeltaMixer):
+        mixer.delta.biases.log_rate.fill_(-torch.inf)
+
+
+def _no_offset(runner: ModelRunner) -> None:
+    for layer in device(runner).decoder.layers:
+        layer.input_norm.weight -= 1
+
+
+def _all_rotated(runner: ModelRunner) -> None:
+    decoder = device(runner).decoder
+    decoder.ropes = [rope._replace(rotary_dim=None) for rope in decoder.ropes]
+    decoder.set_max_positions(256)
+
+
+def _no_gate_of_the_shared(runner: ModelRunner) -> None:
+    for layer in device(runner).decoder.layers:
+        layer.mlp.gate = None
+
+
+MUTATIONS: dict[str, tuple[str, Callable[[ModelRunner], None]]] = {
+    "inputs shifted by one": ("Qwen3_5", _shifted_inputs),
+    "no gate on attention": ("Qwen3_5", _no_output_gate),
+    "no gate on the rule": ("Qwen3_5", _no_z),
+    "no decay": ("Qwen3Next", _no_decay),
+    "norms of w": ("Qwen3_5", _no_offset),
+    "RoPE on all of the head": ("Qwen3_5", _all_rotated),
+    "no gate on the shared expert": ("Qwen3_5Moe", _no_gate_of_the_shared),
+}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_the_comparison_sees_mistakes(load_case, mutation):
+    name, mutate = MUTATIONS[mutation]
+    case = load_case(name)
+    runner = case.runner()
+    with torch.inference_mode():
+        mutate(runner)
+    driver = Driver(runner)
+    seq = driver.add(case.prompts[1], OUTPUT)
+    driver.run([seq], chunk=10)
+    with pytest.raises(AssertionError):
+        check(case, [seq], [1])
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_the_comparison_sees_wrong_states(load_case, monkeypatch, mistake):
+    of = StateRows.of
+    monkeypatch.setattr(StateRows, "of", lambda inputs: MISTAKES[mistake](of(inputs)))
+    case = load_case("Qwen3_5")
+    runner = case.runner(max_num_seqs=4)
+    with pytest.raises(AssertionError):
+        for _ in range(2):
+            driver = Driver(runner)
+            seqs = [driver.add(prompt, OUTPUT) for prompt in case.prompts]
+            driver.run(seqs, chunk=7)
+            check(case, seqs, [0, 1, 2])
+
+
+# --- checkpoints and configurations ----------------------------------------------------------
+
+
+def test_sizes_count_both_kinds_of_layers(load_case):
+    config = load_case("Qwen3Next").config()
+    held = load_weights(config, torch.float32, torch.device("cpu"))
+    assert weights_bytes(config, torch.float32) == sum(tensor.nbytes for _, tensor in held)
+
+
+def test_predictors_of_further_tokens_are_left_out(load_case, tmp_path):
+    case = load_case("Qwen3_5")
+    tensors = load_file(case.path / "model.safetensors")
+    (tmp_path / "config.json").write_text((case.path / "config.json").read_text())
+    for extra, taken in (("mtp.fc.weight", True), ("model.layers.1.linear_attn.A_log", False)):
+        more = tensors | {extra: torch.zeros(4)}
+        save_file(more, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        config = ModelConfig.from_directory(tmp_path)
+        if taken:
+            list(load_weights(config, torch.float32, torch.device("cpu")))
+        else:
+            with pytest.raises(ModelLoadError, match=r"linear_attn\.A_log' is none of"):
+                list(load_weights(config, torch.float32, torch.device("cpu")))
+
+
+QWEN = TINY | {"model_type": "qwen3_5_text", "head_dim": 16}
+MOE = TINY | {"model_type": "qwen3_5_moe_text", "head_dim": 16, **SHARED}
+MOE.pop("intermediate_size")
+
+
+@pytest.mark.parametrize(
+    ("config", "fields", "said"),
+    [
+        (QWEN, {"linear_num_key_heads": 3}, "linear_num_value_heads is 32, expected a multiple"),
+        (QWEN, {"linear_num_value_heads": 0}, "linear_num_value_heads is 0, expected"),
+        (QWEN, {"linear_num_key_heads": 5000}, "linear_num_key_heads is 5000, expected .* 1024"),
+        (QWEN, {"linear_key_head_dim": 0}, "linear_key_head_dim is 0, expected"),
+        (QWEN, {"linear_value_head_dim": 10**6}, "linear_value_head_dim is 1000000, expected"),
+        (QWEN, {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim is 1, expected .* 2"),
+        (QWEN, {"attn_output_gate": False}, "attn_output_gate is False, expected true"),
+        (QWEN, {"full_attention_interval": 0}, "full_attention_interval is 0, expected"),
+        (QWEN, {"layer_types": [LINEAR] * 3}, "layer_types is .*full_attention, at least once"),
+        (QWEN, {"layer_types": [FULL]}, "layer_types is .*num_hidden_layers=3"),
+        (QWEN, {"layer_types": [FULL, "mamba", FULL]}, "layer_types is .*expected a list of full"),
+        (QWEN, {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act is 'gelu_pytorch_tanh', expected"),
+        (QWEN, {"intermediate_size": None}, "intermediate_size is missing"),
+        (MOE, {"num_experts_per_tok": 7}, "num_experts_per_tok is 7, expected at most num_exp"),
+        (MOE, {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size is 0"),
+    ],
+)  # fmt: skip
+def test_bad_numbers_are_named(tmp_path, config, fields, said):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config | {"full_attention_interval": 3}))
+    read = ModelConfig.from_directory(tmp_path)
+    assert read.linear_attention is not None
+    assert read.linear_attention.layers == (True, True, False)
+    assert (read.experts is not None) == ("num_experts" in config)
+    file.write_text(json.dumps(config | {"full_attention_interval": 3} | fields))
+    with pytest.raises(ModelLoadError, match=said):
+        ModelConfig.from_directory(tmp_path)
