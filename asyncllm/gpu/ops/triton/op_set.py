@@ -14,6 +14,7 @@ from asyncllm.gpu.ops.triton.experts import TritonExperts
 from asyncllm.gpu.ops.triton.norm import TritonRMSNorm
 from asyncllm.gpu.ops.triton.rope_cache import TritonRopeAndCache
 from asyncllm.gpu.ops.triton.sampling import sample
+from asyncllm.gpu.ops.triton.tuning import FEW_ROWS
 
 
 class TritonOps(TorchOps):
@@ -30,6 +31,9 @@ class TritonOps(TorchOps):
 
     def make_experts(self, weights: ExpertsWeights, config: ActivationConfig) -> TritonExperts:
         return TritonExperts(weights, config)
+
+    def expert_tokens(self, num_experts: int, top_k: int) -> tuple[int, ...]:
+        return (FEW_ROWS * num_experts // top_k + 1,)
 
     def rms_norm(self, weight: Tensor, eps: float, multiplier: float = 1.0) -> TritonRMSNorm:
         return TritonRMSNorm(weight, eps, multiplier)
