@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -32,9 +33,8 @@ def peak_bytes(work: Callable[[], object]) -> int:
     """The most that torch holds at once of what ``work`` allocates, inside of its ops too."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
         work()
-    assert trace.profiler is not None
-    found = trace.profiler.kineto_results.events()
-    sizes = [event for event in found if event.name() == "[memory]"]
+    results: Any = trace.profiler.kineto_results  # pyright: ignore[reportOptionalMemberAccess]
+    sizes = [event for event in results.events() if event.name() == "[memory]"]
     held = peak = 0
     for event in sorted(sizes, key=lambda event: event.start_ns()):
         held += event.nbytes()

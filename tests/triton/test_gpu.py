@@ -22,6 +22,7 @@ from asyncllm.gpu.ops.triton import (
     activation,
     decode_attention,
     decode_inputs,
+    experts,
     norm,
     prefill_attention,
     rope_cache,
@@ -96,6 +97,15 @@ def test_silu_mul(width: int, dtype: torch.dtype) -> None:
 def test_rope_cache(heads: int, kv_heads: int, dim: int, layout: str, with_norm: bool) -> None:
     shape = AttentionShape(heads, kv_heads, dim, 1.0)
     checks.check_rope_cache(rope_cache, shape, "cuda", norm=with_norm, layout=layout)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float32], ids=str)
+@pytest.mark.parametrize("clamped", [False, True], ids=["SwiGLU", "clamped"])
+@pytest.mark.parametrize("tokens", [1, 9, 70])
+def test_experts(tokens: int, clamped: bool, dtype: torch.dtype) -> None:
+    """Nine tokens have small tiles, seventy large ones."""
+    options = {"tokens": tokens, "clamped": clamped, "biased": clamped, "count": 4}
+    checks.check_experts(experts, "cuda", dtype=dtype, **options)
 
 
 @pytest.mark.parametrize("block_size", [16, 256])

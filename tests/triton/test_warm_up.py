@@ -176,7 +176,7 @@ def draw_for_the_host(step: DecodeRunner) -> None:
         ("window", 200, (2, 4), torch.bfloat16),
         ("window", 1024, (8,), torch.float32),
         ("sinks", 4096, (1, 64), torch.bfloat16),
-        ("experts", 200, (64,), torch.float16),
+        pytest.param("experts", 200, (64,), torch.float16, marks=pytest.mark.slow),
         ("groups", 4096, (1, 64), torch.bfloat16),
         pytest.param("whole norms", 1024, (1, 64), torch.bfloat16, marks=pytest.mark.slow),
         pytest.param("experts", 1024, (), torch.float32, marks=pytest.mark.slow),

@@ -73,8 +73,8 @@ class FlashAttention(ABC):
     rows and the width of the block table, so a captured decode step has that fixed.
     """
 
-    name: ClassVar[str]
-    needs_zeroed_blocks: ClassVar[bool]
+    name: str
+    needs_zeroed_blocks: bool
     table_argument: ClassVar[str]
     constraints: ClassVar = Constraints(
         device_types=CUDA, min_capability=(8, 0), dtypes=HALF, max_head_dim=256, head_dim_multiple=8
