@@ -22,10 +22,12 @@ from asyncllm import AsyncLLMEngine, Completion, EngineError
 from asyncllm.errors import AsyncLLMError
 from asyncllm.gpu.graph.cuda_graphs import Part
 from tests.checkpoints import make_checkpoint
+from tests.gpu_turns import beside_others  # noqa: F401
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+    pytest.mark.usefixtures("beside_others"),
 ]
 
 DEVICE = "cuda"

@@ -28,6 +28,7 @@ from asyncllm.gpu.ops.triton import (
     rope_cache,
     sampling,
 )
+from tests.gpu_turns import beside_others  # noqa: F401
 from tests.triton import checks
 from tests.triton.cases import DECODE, LONG_DECODE, LONG_PREFILL, PREFILL
 from tests.triton.decoder_steps import run_steps
@@ -36,6 +37,7 @@ from tests.triton.paged import AttentionCase
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+    pytest.mark.usefixtures("beside_others"),
 ]
 
 DTYPES = [torch.bfloat16, torch.float16]
