@@ -20,7 +20,7 @@ from asyncllm.gpu.ops.triton.tuning import Tiles
 from benchmarks.gpu import tune
 from benchmarks.gpu.paged_inputs import make_inputs, shaped_inputs
 from benchmarks.gpu.shapes import AttentionLoad
-from benchmarks.gpu.tune import Sweep, TunePlan, name_of
+from benchmarks.gpu.tune import Sweep, TunePlan
 from benchmarks.gpu.tune_compile import Compiled, CompileJob, TunedAttention, compile_all
 from tests.gpu_stand_ins import HostClock, figures, make_stage
 from tests.triton.paged import assert_close, attend, plain_attention
@@ -109,7 +109,7 @@ def test_a_sweep_finds_the_best_and_writes_tables(monkeypatch, tmp_path: Path) -
         ("decode tiles", DECODE, [(DEFAULT, 1.0), (FAST, 0.5)]),
         ("prefill tiles", PREFILL, [(Tiles(128, 64, 8, 3), 1.0), (FAST, 0.5)]),
     ):
-        found = [each for each in tables[table] if each["load"] == name_of(load)]
+        found = [each for each in tables[table] if each["load"] == load.name]
         assert [(each["tiles"], each["over_default"]) for each in found] == [
             (asdict(tiles), share) for tiles, share in entries
         ]
@@ -119,7 +119,7 @@ def test_a_sweep_finds_the_best_and_writes_tables(monkeypatch, tmp_path: Path) -
         for table in ("decode tiles", "prefill tiles")
     }
     # A split for 64 tokens is one; for 600 it may be three at most, of which two are the fastest.
-    found = [each for each in tables["decode splits"] if each["load"] == name_of(SKEWED)]
+    found = [each for each in tables["decode splits"] if each["load"] == SKEWED.name]
     assert [each["splits"] for each in found] == [1, 2, 3]
     assert min(found, key=lambda each: each["seconds"])["over_default"] == 0.25
     assert all(each["tiles"] == asdict(FAST) for each in found)

@@ -161,7 +161,6 @@ class CudaClock:
 
         with profile(activities=[ProfilerActivity.CUDA]) as trace:
             work()
-            torch.cuda.synchronize()
         return device_spans(trace.events() or ())
 
     def wake_up(self) -> tuple[float, float]:

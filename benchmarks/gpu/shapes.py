@@ -132,6 +132,15 @@ class AttentionLoad:
     longest: int = 0
 
     @property
+    def name(self) -> str:
+        """For tables."""
+        if self.queries > 1:
+            batch = f"{self.batch} × " if self.batch > 1 else ""
+            return f"prefill {batch}{self.queries} after {self.prefix}"
+        skewed = f", one of {self.longest}" if self.longest else ""
+        return f"decode {self.batch} × {self.kv_len}{skewed}"
+
+    @property
     def kv_len(self) -> int:
         """Tokens of each sequence but the longest, its queries included."""
         return self.prefix + self.queries

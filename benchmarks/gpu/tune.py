@@ -82,13 +82,6 @@ class Entry:
     default: bool = False
 
 
-def name_of(load: AttentionLoad) -> str:
-    if load.queries > 1:
-        return f"prefill {load.batch} × {load.queries} after {load.prefix}"
-    skewed = f", one of {load.longest}" if load.longest else ""
-    return f"decode {load.batch} × {load.kv_len}{skewed}"
-
-
 def run(
     stage: Stage, clock: Clock, plan: TunePlan | None = None, compiler: Compiler = compile_all
 ) -> None:
@@ -147,7 +140,7 @@ class Sweep:
             for load in loads:
                 seconds = POINT_SECONDS + 0.25 * len(tiles)
                 stage.attempt(
-                    f"{title}, {name_of(load)}",
+                    f"{title}, {load.name}",
                     seconds,
                     lambda title=title, load=load, tiles=tiles: self.sweep_tiles(
                         title, load, tiles
@@ -155,7 +148,7 @@ class Sweep:
                 )
         stage.report.section("decode splits")
         for load in plan.decodes:
-            name = f"decode splits, {name_of(load)}"
+            name = f"decode splits, {load.name}"
             stage.attempt(name, 2 * POINT_SECONDS, lambda load=load: self.sweep_splits(load))
         self.report_best()
 
@@ -184,14 +177,14 @@ class Sweep:
         own = default.decode_tiles if load.queries == 1 else default.prefill_tiles
         splits = default.splits(load.batch, max(load.lengths), None) if load.queries == 1 else 1
         base = self._measure(inputs, own, splits)
-        self._add(title, Entry(name_of(load), own, splits, base, 1.0, True))
+        self._add(title, Entry(load.name, own, splits, base, 1.0, True))
         for shape in tiles:
             if shape != own and (load.queries > 1, shape) not in self.unusable:
                 self._try(title, inputs, shape, splits, base)
 
     def sweep_splits(self, load: AttentionLoad) -> None:
         """At the launch shape that is best for the load."""
-        title, name, inputs = "decode splits", name_of(load), self._inputs(load)
+        title, name, inputs = "decode splits", load.name, self._inputs(load)
         known = [entry for entry in self.entries["decode tiles"] if entry.load == name]
         default = self._attention(load)
         own = default.splits(load.batch, max(load.lengths), None)
@@ -222,9 +215,7 @@ class Sweep:
             reason = (str(error).splitlines() or [""])[0][:120]
             self.unusable[inputs.load.queries > 1, tiles] = f"{type(error).__name__}: {reason}"
             return
-        self._add(
-            title, Entry(name_of(inputs.load), tiles, splits, seconds, seconds / base, default)
-        )
+        self._add(title, Entry(inputs.load.name, tiles, splits, seconds, seconds / base, default))
 
     def _measure(self, inputs: PagedInputs, tiles: Tiles, splits: int) -> float:
         attention = self._attention(inputs.load, tiles=tiles, fixed_splits=splits)
