@@ -79,26 +79,26 @@ class Report:
     def write(self, file: str | None) -> None:
         if file is None:
             return
+        path = Path(file)
         result = {
             "title": self.title,
             "machine": self.machine,
-            "command": " ".join([f"python -m benchmarks.{_module()}", *_arguments(file)]),
+            "command": " ".join([f"python -m benchmarks.{_module()}", *_arguments(path)]),
             "figures": [asdict(figure) for figure in self.figures],
         }
-        Path(file).parent.mkdir(parents=True, exist_ok=True)
-        Path(file).write_text(
-            json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
-        )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _arguments(file: str) -> list[str]:
-    """The command line; of the file that is written, its name: a directory says something of
-    the machine, and nothing of the figures."""
-    name = Path(file).name
-    return [
-        name if argument == file else f"--json={name}" if argument == f"--json={file}" else argument
-        for argument in sys.argv[1:]
-    ]
+def _arguments(file: Path) -> list[str]:
+    """The command line; of the file that is written, and of its folder, the names: a directory
+    says something of the machine, and nothing of the figures."""
+    found = []
+    for argument in sys.argv[1:]:
+        option, equals, value = argument.rpartition("=")
+        known = value and Path(value) in (file, file.parent)
+        found.append(f"{option}{equals}{Path(value).name}" if known else argument)
+    return found
 
 
 def _module() -> str:

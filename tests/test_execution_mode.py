@@ -15,10 +15,8 @@ from asyncllm.errors import InvalidRequestError
 from asyncllm.gpu import execution_mode
 from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.execution_mode import (
-    GRAPH_BYTES,
     ExecutionMode,
     execution_mode_for,
-    graph_reserve,
     graph_sizes,
 )
 from asyncllm.gpu.graph.cuda_graphs import EagerCapturer, GraphKey
@@ -200,9 +198,3 @@ def test_sizes_that_cannot_be(fields: dict[str, Any], says: str) -> None:
     with pytest.raises(InvalidRequestError, match=says) as caught:
         graph_sizes(config, AheadOnCPU().mode(config), 8)
     assert caught.value.param == "cuda_graph_sizes"
-
-
-def test_what_is_kept_for_graphs() -> None:
-    assert graph_reserve((), 256, 1000, 2) == 256 * 1000 * 14
-    assert graph_reserve((1, 2, 4), 4, 10, 4) == 3 * GRAPH_BYTES + 640
-    assert torch.bfloat16.itemsize == 2

@@ -7,6 +7,7 @@ with them, no test here sees.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -22,10 +23,12 @@ from asyncllm.gpu.batch.decode_inputs import DecodeInputs
 from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.ops import flash_attention
+from asyncllm.gpu.ops.backend import AttentionRequest
 from asyncllm.gpu.ops.base import Attention, AttentionShape
 from asyncllm.gpu.ops.flash_attention import FlashAttention, FlashPlan
 from asyncllm.gpu.ops.flash_attention_2 import FlashAttention2
 from asyncllm.gpu.ops.flash_attention_3 import FlashAttention3
+from asyncllm.gpu.ops.registry import make_attention
 from asyncllm.gpu.ops.torch_attention import TorchAttention
 from tests import flash_attn_standin
 from tests.triton.paged import attend
@@ -354,7 +357,7 @@ def test_tables_in_the_order_of_slots_are_noticed(monkeypatch):
     ("version", "module", "advice"),
     [
         (FlashAttention2, "flash_attn", r"asyncllm\[flash-attn\]"),
-        (FlashAttention3, "flash_attn_interface", "hopper"),
+        (FlashAttention3, "flash_attn_interface", "flash-attn-3 from PyTorch's own index.*hopper"),
     ],
 )
 def test_a_missing_library_is_named(monkeypatch, version, module, advice):
@@ -385,3 +388,105 @@ def test_an_old_flash_attn_interface_is_named(monkeypatch):
     monkeypatch.delattr(module, "flash_attn_with_kvcache")
     with pytest.raises(EngineError, match="too old"):
         FlashAttention3(SHAPE)
+
+
+# --- the check at start -----------------------------------------------------------------------
+
+
+def request(version: type[FlashAttention], block_size: int, **shape) -> AttentionRequest:
+    windows = frozenset({None, 4096})
+    device = torch.device("cpu")
+    return AttentionRequest(replace(SHAPE, **shape), DTYPE, device, block_size, windows)
+
+
+def made_with(version: type[FlashAttention], block_size: int, monkeypatch, wrong, **shape):
+    """Makes the backend on a library whose calls pass through ``wrong``, which gets the function's
+    keyword arguments and returns those to call it with, and what to do with the result."""
+    name = "flash_attn_interface" if version is FlashAttention3 else "flash_attn"
+    for function in ("flash_attn_with_kvcache", "flash_attn_varlen_func"):
+        exact = getattr(sys.modules[name], function, None)
+        if exact is None:
+            continue
+
+        @functools.wraps(exact)
+        def broken(q, k, v, exact=exact, **options):
+            options, after = wrong(options)
+            return after(exact(q, k, v, **options))
+
+        monkeypatch.setattr(sys.modules[name], function, broken)
+    return version.make(request(version, block_size, **shape))
+
+
+@pytest.mark.parametrize(("version", "block_size"), VERSIONS[:2])
+def test_a_library_that_is_right_passes_its_check(version, block_size, monkeypatch):
+    calls = []
+
+    def right(options):
+        calls.append(options)
+        return options, lambda out: out
+
+    made = made_with(version, block_size, monkeypatch, right)
+    assert made.name == version.name
+    assert {call["window_size"] for call in calls} == {(-1, -1), (block_size + 2, 0)}
+    # Decode rows, prefill rows, and a step with both, with each window.
+    assert len(calls) == 8
+
+
+def _option(name, change):
+    return lambda options: (options | {name: change(options[name])}, lambda out: out)
+
+
+def _prefill(after):
+    """What is wrong with rows of several queries alone."""
+    return lambda options: (options, after if "cu_seqlens_q" in options else lambda out: out)
+
+
+WRONG = {
+    "another scale": _option("softmax_scale", lambda scale: scale * 1.1),
+    "a window of one key more": _option(
+        "window_size", lambda size: size if size[0] < 0 else (size[0] + 1, size[1])
+    ),
+    "no window": _option("window_size", lambda size: (-1, -1)),
+    "one key less": _option("cache_seqlens", lambda lengths: (lengths - 1).clamp(min=0)),
+    "other blocks": _option("page_table", lambda table: table.flip(0).contiguous()),
+    "a prefill of NaN": _prefill(lambda out: out * torch.nan),
+    "rough rounding": lambda options: (options, lambda out: (out * 16).round() / 16),
+    "a prefill that is off": _prefill(lambda out: out * 1.01),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_library_that_is_wrong_is_refused_with_figures(wrong, monkeypatch):
+    says = (
+        r"attention_backend='flash_attn_3' does not compute what plain torch does \("
+        r"(decode|prefill) rows, (no window|window 19)\): a row is off by (inf|[0-9.]+) of its "
+        r'norm, expected at most 0\.00195; .*"auto"'
+    )
+    with pytest.raises(EngineError, match=says) as error:
+        made_with(FlashAttention3, 16, monkeypatch, WRONG[wrong])
+    assert ("window 19" in str(error.value)) or "window of" not in wrong
+
+
+def test_a_library_that_raises_is_refused(monkeypatch):
+    def fail(options):
+        raise RuntimeError("no kernel image is available")
+
+    with pytest.raises(EngineError, match=r"fails its check at start \(decode rows.*kernel image"):
+        made_with(FlashAttention3, 16, monkeypatch, fail)
+
+
+def test_the_check_reaches_an_engine_that_starts(monkeypatch):
+    """By way of the registry, on a device that the backend covers."""
+    cpu = replace(FlashAttention3.constraints, device_types=frozenset({"cpu"}))
+    monkeypatch.setattr(FlashAttention3, "constraints", cpu)
+    chosen = request(FlashAttention3, 16)
+    made, block_size = make_attention("flash_attn_3", replace(chosen, block_size=None))
+    assert (made.name, block_size) == ("flash_attn_3", 16)
+    monkeypatch.setattr(sys.modules["flash_attn_interface"], "flash_attn_with_kvcache", zeros_3)
+    with pytest.raises(EngineError, match="a row is off by 1 of its norm"):
+        make_attention("flash_attn_3", chosen)
+
+
+@functools.wraps(flash_attn_standin.with_kvcache_3)
+def zeros_3(q, k_cache, v_cache, **options):
+    return torch.zeros_like(q)

@@ -25,10 +25,9 @@ from benchmarks.gpu.probe import GraphCost, StepRecord, graph_costs, steady_step
 from benchmarks.gpu.shapes import AttentionLoad
 from benchmarks.gpu.stage import Stage
 from benchmarks.gpu.streams import UtilizationMeter
-from benchmarks.gpu.workload import mixed_lengths
-from tests.gpu_stand_ins import TINY, TINY_LLAMA, HostClock, figures, make_stage
+from tests.gpu_stand_ins import TINY, HostClock, figures, make_stage, tiny_plan
 from tests.static_runner import LateStream, TraceRecorder, make_decoder, make_runner
-from tests.triton.paged import assert_close, attend
+from tests.triton.paged import assert_close, attend, plain_attention
 
 # --- the decode stage -------------------------------------------------------------------
 
@@ -36,7 +35,7 @@ SMALL = {"heads": 4, "kv_heads": 2, "head_dim": 32}
 
 
 class PlainAttention(TritonAttention):
-    """The backend with its kernels replaced by float64 over what the block tables name."""
+    """The backend with its kernels replaced by plain attention."""
 
     def __init__(self) -> None:
         load = AttentionLoad(1, 1, 0, **SMALL)
@@ -46,18 +45,8 @@ class PlainAttention(TritonAttention):
         self.lengths: list[int] = []
 
     def __call__(self, q, k, v, cache, plan: TritonPlan):
-        rows = len(plan.seq_lens)
-        starts = list(range(rows + 1))
-        if plan.query_start_loc is not None:
-            starts = plan.query_start_loc.tolist()
-        out = []
-        for row, length in enumerate(plan.seq_lens.tolist()):
-            line = int(plan.table_rows[row])
-            keys, values = cache[:, plan.block_table[line].long()].flatten(1, 2)[:, :length]
-            queries = q[starts[row] : starts[row + 1]]
-            out.append(attend(queries, keys, values, self.shape.scale, None, None))
-            self.lengths.append(length)
-        return torch.cat(out).to(q.dtype).flatten(1)
+        self.lengths += plan.seq_lens.tolist()
+        return plain_attention(q, cache, plan, self.shape.scale)
 
 
 def plain_varlen(
@@ -197,27 +186,6 @@ def test_a_baseline_that_computes_something_else_is_named():
 
 
 # --- the engine stage -------------------------------------------------------------------
-
-
-def tiny_plan(**changes) -> engine.Plan:
-    return dataclasses.replace(
-        engine.Plan(
-            device="cpu",
-            small=TINY,
-            large=TINY_LLAMA,
-            small_batches=((1, Goal("at most", 1e9)), (4, None)),
-            large_batches=((2, Goal("at most", 0.0)),),
-            prompt=20,
-            steps=6,
-            busy_batch=4,
-            max_len=128,
-            token_budget=64,
-            workload=lambda: mixed_lengths(6, shortest=4, longest=20, highest_token=500),
-            graphs=False,
-            settings={"num_threads": 1, "num_blocks": 64, "max_num_seqs": 8},
-        ),
-        **changes,
-    )
 
 
 def test_engine_stage_on_the_cpu(capsys):

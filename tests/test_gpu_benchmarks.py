@@ -3,6 +3,7 @@ deadlines and the command line."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -21,7 +22,14 @@ from benchmarks.common import Report
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import decode, engine
 from benchmarks.gpu.checkpoint import write_checkpoint
-from benchmarks.gpu.clock import covered_share, device_spans, missing, parse_smi
+from benchmarks.gpu.clock import (
+    CudaClock,
+    DeviceSpan,
+    covered_share,
+    device_spans,
+    missing,
+    parse_smi,
+)
 from benchmarks.gpu.goals import Goal, Scores
 from benchmarks.gpu.shapes import LLAMA_8B, QWEN3_06B, AttentionLoad, rotations
 from benchmarks.gpu.stage import Deadline, Stage
@@ -99,10 +107,16 @@ def test_rotations_defeat_the_cache(size, expected):
 
 def test_decode_loads_are_all_there_with_the_large_first():
     loads = decode.decode_loads()
-    assert {(load.batch, load.kv_len) for load in loads} == {
-        (batch, context) for batch in (1, 8, 32, 64, 128, 256) for context in (512, 4096, 32_768)
+    equal = [load for load in loads if not load.longest]
+    assert {(load.batch, load.kv_len) for load in equal} == {
+        (batch, context)
+        for batch in (1, 8, 24, 32, 64, 72, 96, 128, 256)
+        for context in (512, 4096, 32_768)
     }
-    tokens = [load.batch * load.kv_len for load in loads]
+    (skewed,) = [load for load in loads if load.longest]
+    assert skewed.name == "decode 128 × 500, one of 32768"
+    assert len({load.name for load in loads}) == len(loads)
+    tokens = [sum(load.lengths) for load in loads]
     assert tokens == sorted(tokens, reverse=True)
     assert {(load.queries, load.prefix) for load in decode.prefill_loads()} == {
         (queries, prefix) for queries in (512, 2048, 8192) for prefix in (0, 4096, 32_768)
@@ -224,15 +238,18 @@ def test_what_hangs_is_cancelled_at_the_deadline():
 
 
 def test_figures_are_written_after_every_measurement(tmp_path, monkeypatch):
-    file = tmp_path / "figures.json"
-    monkeypatch.setattr(sys, "argv", ["/x/benchmarks/gpu/__main__.py", "--json", str(file)])
-    stage = Stage(Report("test", {"gpu": "a GPU", "driver": "1"}), Deadline(9), file=str(file))
+    out, file = tmp_path / "found", tmp_path / "found" / "decode.json"
+    monkeypatch.setattr(sys, "argv", ["/x/benchmarks/gpu/__main__.py", "--out", str(out)])
+    conditions = {"gpu": "a GPU", "driver": "1"}
+    stage = Stage(Report("test", conditions), Deadline(9), name="decode", out=out)
     stage.attempt("one", 1, lambda: stage.report.add("figure", 1.5, "s"))
+    stage.write("tables", {"best": [1, 2]})
+    assert json.loads((out / "decode-tables.json").read_text()) == {"best": [1, 2]}
     written = json.loads(file.read_text())
     assert written["figures"] == [{"name": "figure", "value": 1.5, "unit": "s", "note": ""}]
     assert written["machine"]["gpu"] == "a GPU"
     assert written["machine"]["driver"] == "1"
-    assert written["command"] == "python -m benchmarks.gpu --json figures.json"
+    assert written["command"] == "python -m benchmarks.gpu --out found"
     assert str(tmp_path) not in file.read_text()
 
 
@@ -250,17 +267,21 @@ def test_figures_are_written_after_every_measurement(tmp_path, monkeypatch):
     ],
 )
 def test_covered_share(spans, share):
-    assert covered_share(spans) == share
+    assert covered_share([DeviceSpan(*span, "kernel") for span in spans]) == share
 
 
 def test_device_spans_leave_out_the_cpu_and_marked_ranges():
     def event(kind, start, end, marked=False):
         span = SimpleNamespace(start=start, end=end)
-        return SimpleNamespace(device_type=kind, time_range=span, is_user_annotation=marked)
+        return SimpleNamespace(
+            device_type=kind, time_range=span, is_user_annotation=marked, name=f"from {start}"
+        )
 
     gpu, cpu = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
-    events = [event(gpu, 1, 2), event(cpu, 0, 9), event(gpu, 0, 9, True), event(gpu, 5, 8)]
-    assert device_spans(events) == [(1, 2), (5, 8)]
+    events = [event(gpu, 5, 8), event(cpu, 0, 9), event(gpu, 0, 9, True), event(gpu, 1, 2)]
+    assert device_spans(events) == [
+        DeviceSpan(1e-6, 2e-6, "from 1"), DeviceSpan(5e-6, 8e-6, "from 5"),
+    ]  # fmt: skip
 
 
 def test_parse_smi():
@@ -279,9 +300,11 @@ def test_parse_smi():
 
 def test_arguments():
     chosen = command.parse(["--stage", "decode"])
-    assert (chosen.stage, chosen.deadline, chosen.json) == ("decode", 420.0, None)
-    chosen = command.parse(["--stage", "engine", "--deadline", "90.5", "--json", "x.json"])
-    assert (chosen.deadline, chosen.json) == (90.5, "x.json")
+    assert (chosen.stage, chosen.deadline, chosen.out) == ("decode", 420.0, None)
+    chosen = command.parse(["--stage", "engine", "--deadline", "90.5", "--out", "found"])
+    assert (chosen.deadline, chosen.out) == (90.5, Path("found"))
+    for stage in command.STAGES:
+        assert command.parse(["--stage", stage]).deadline < 540
 
 
 @pytest.mark.parametrize(
@@ -352,11 +375,10 @@ def test_a_stage_is_run_with_the_time_that_is_left(a_gpu, monkeypatch, tmp_path,
         stage.scores.add("wrong", 0.0, "", Goal("at most", 0.0))
 
     monkeypatch.setattr(kernels, "run", run)
-    file = tmp_path / "figures.json"
-    arguments = ["--stage", "kernels", "--deadline", "90", "--json", str(file)]
+    arguments = ["--stage", "kernels", "--deadline", "90", "--out", str(tmp_path)]
     assert command.main(arguments) == 0
     assert 0 < seen[0] <= 80
-    assert json.loads(file.read_text())["title"] == "GPU, kernels"
+    assert json.loads((tmp_path / "kernels.json").read_text())["title"] == "GPU, kernels"
     assert capsys.readouterr().out.splitlines()[-1].split()[0] == "wrong"
 
 
@@ -366,10 +388,21 @@ def test_a_stage_that_raises_leaves_its_figures(a_gpu, monkeypatch, tmp_path):
         raise LookupError("a mistake of ours")
 
     monkeypatch.setattr(engine, "run", run)
-    file = tmp_path / "figures.json"
     with pytest.raises(LookupError):
-        command.main(["--stage", "engine", "--json", str(file)])
-    assert [figure["name"] for figure in json.loads(file.read_text())["figures"]] == ["figure"]
+        command.main(["--stage", "engine", "--out", str(tmp_path)])
+    found = json.loads((tmp_path / "engine.json").read_text())
+    assert [figure["name"] for figure in found["figures"]] == ["figure"]
+
+
+@pytest.mark.parametrize("stage", command.STAGES)
+def test_every_stage_has_what_runs_it(stage, monkeypatch):
+    module = importlib.import_module(f"benchmarks.gpu.{stage}")
+    given = []
+    monkeypatch.setattr(module, "run", lambda *arguments: given.append(arguments))
+    command.runner_of(stage)(make_stage(name=stage))
+    ((first, *clock),) = given
+    assert isinstance(first, Stage)
+    assert [type(each) for each in clock] == [CudaClock] * (stage not in ("smoke", "kernels"))
 
 
 # --- the kernels stage ------------------------------------------------------------------
@@ -394,7 +427,9 @@ def test_all_families_are_there_and_none_is_empty():
 
     families = kernels.families("cuda", 90)
     names = " ".join(family.name for family in families)
-    for word in ("decode", "prefill", "sampler", "step state", "norms", "activation", "rotation"):
+    for word in (
+        "decode", "prefill", "sampler", "step state", "norms", "activation", "rotation", "experts",
+    ):  # fmt: skip
         assert word in names
     assert all(family.cases for family in families)
     assert sum(len(family.cases) for family in families) > 300

@@ -14,11 +14,13 @@ from asyncllm.gpu.memory import MemoryProbe, cuda_cache_bytes, release
 from asyncllm.gpu.weights import load_weights
 from tests.checkpoints import make_checkpoint
 from tests.driver import Driver
+from tests.gpu_turns import alone_on_the_gpu  # noqa: F401
 from tests.test_model_runner import MODEL
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA"),
+    pytest.mark.usefixtures("alone_on_the_gpu"),
 ]
 
 GPU = torch.device("cuda", 0)

@@ -188,7 +188,8 @@ def test_words_and_bits() -> None:
     assert allowed_tokens(mask, 97) == allowed
     words = torch.from_numpy(np.frombuffer(mask, np.int32).copy()).unsqueeze(0)
     logits = torch.randn(2, 97)
-    found = mask_logits(logits, torch.tensor([0, -1]), words)
+    found = logits.clone()
+    mask_logits(found, torch.tensor([0, -1]), words)
     assert torch.isfinite(found[0]).nonzero().flatten().tolist() == allowed
     assert torch.equal(found[0][allowed], logits[0][allowed])
     assert torch.equal(found[1], logits[1])

@@ -95,6 +95,19 @@ def test_tokens_are_those_of_steps_run_one_by_one(model, asked):
     assert all(submitted)
 
 
+def test_a_model_whose_head_does_not_find_the_largest_output():
+    """Its logits are capped, and greedy rows are drawn from them as others are."""
+    decoder = make_decoder(replace(QWEN3, logits_softcap=2.0))
+    runner = ahead(decoder)
+    recorded = state_of(runner).recorded
+    assert recorded is not None
+    assert recorded.greedy is None
+    submitted = watch(runner)
+    assert outputs(runner, ALONE["both"], 2) == outputs(make_runner(decoder), ALONE["both"], 1)
+    assert submitted
+    assert all(submitted)
+
+
 @pytest.mark.parametrize("asks", HOST)
 def test_a_row_that_needs_more_than_the_draw_is_sampled_with_the_host(asks):
     """Its steps are begun all the same, and the others' results are what they were."""

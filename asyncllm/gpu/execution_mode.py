@@ -8,9 +8,12 @@ from dataclasses import dataclass
 import torch
 
 from asyncllm.config import EngineConfig
+from asyncllm.gpu.batch.grammar_masks import num_words
+from asyncllm.gpu.batch.sampling_inputs import LogitsTables
 from asyncllm.gpu.graph.capturer import CudaGraphCapturer
 from asyncllm.gpu.graph.cuda_graphs import EagerCapturer, GraphCapturer, default_sizes
 from asyncllm.gpu.graph.streams import CudaStream, Stream, SyncStream
+from asyncllm.gpu.ops.logits import processing_bytes
 from asyncllm.validation import invalid
 
 GRAPH_BYTES = 8 * 2**20
@@ -81,9 +84,14 @@ def graph_sizes(config: EngineConfig, mode: ExecutionMode, max_num_seqs: int) ->
 
 def graph_reserve(sizes: tuple[int, ...], max_num_seqs: int, vocab_size: int, width: int) -> int:
     """Bytes to keep beside the largest step: graphs, and what sampling takes that does more than
-    the draw: the logits as they came, twice in float32, and counts of tokens.
+    the draw. That is the logits as they came and grammars' masks, the tables of rules and
+    penalties, and the processed logits twice: in the memory of the graphs, and in that of the
+    mixed steps, which have none.
 
     Args:
         width: bytes of an element of the logits.
     """
-    return len(sizes) * GRAPH_BYTES + max_num_seqs * vocab_size * (width + 12)
+    received = max_num_seqs * (width * vocab_size + 4 * num_words(vocab_size))
+    processed = 2 * processing_bytes(max_num_seqs, vocab_size)
+    tables = LogitsTables.num_bytes(max_num_seqs, vocab_size)
+    return len(sizes) * GRAPH_BYTES + received + processed + tables

@@ -35,7 +35,7 @@ from asyncllm.gpu.graph.recorded_step import (
 )
 from asyncllm.gpu.graph.step_queue import StepQueue
 from asyncllm.gpu.graph.streams import Stream, SyncStream
-from asyncllm.gpu.graph.warm_up import warm_up
+from asyncllm.gpu.graph.warm_up import compiling_alone, warm_up
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.launched_step import LaunchedStep
 from asyncllm.gpu.memory import is_out_of_memory, release
@@ -153,9 +153,10 @@ class ModelRunner:
         """
         decode = self._open().decode
         if decode is not None:
-            with torch.inference_mode(), self._stream.context():
-                warm_up(decode, progress)
-            self._stream.synchronize()
+            with compiling_alone():
+                with torch.inference_mode(), self._stream.context():
+                    warm_up(decode, progress)
+                self._stream.synchronize()
 
     def capture_graphs(self, progress: Callable[[int, int], None] = lambda *_: None) -> None:
         """Captures the graph of every bucket, before the first step.

@@ -12,6 +12,7 @@ from asyncllm.gpu.batch.input_batch import InputBatch
 from asyncllm.gpu.batch.step_buffers import StepBuffer
 from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.graph.recorded_step import record_step
+from asyncllm.gpu.graph.warm_up import compiling_alone
 from asyncllm.gpu.kv_cache import KVCache, KVGroup
 from asyncllm.gpu.models.language_model import LanguageModel
 from asyncllm.gpu.state_cache import StateCache
@@ -34,7 +35,7 @@ def profile_run(
     """
     few, weight = decoder.with_few_layers(), decoder.embedding
     cache = KVCache(groups, 1, weight.dtype, weight.device, states)
-    with torch.inference_mode():
+    with compiling_alone(), torch.inference_mode():
         for num_decodes, counts in largest_rows(
             max_num_batched_tokens, max_num_seqs, max_model_len
         ):

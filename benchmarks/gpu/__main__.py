@@ -1,18 +1,26 @@
-"""Measures on an NVIDIA GPU: the kernels' results, their times, or the whole engine.
+"""Measures on an NVIDIA GPU: whether everything works, the kernels, or the whole engine.
 
-python -m benchmarks.gpu --stage {kernels,decode,engine} [--deadline SECONDS] [--json FILE]
+python -m benchmarks.gpu --stage STAGE [--deadline SECONDS] [--out DIR]
 """
 
 from __future__ import annotations
 
 import argparse
 import faulthandler
+import importlib
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-STAGES = ("kernels", "decode", "engine")
+if TYPE_CHECKING:
+    from benchmarks.gpu.stage import Stage
+
+STAGES = ("smoke", "kernels", "decode", "tune", "profile", "mixed", "engine")
+"""In the order in which they tell most of a machine that is new."""
+
 DEADLINE = 420.0
 
 RESERVE = 10.0
@@ -38,7 +46,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="SECONDS",
         help=f"begin nothing that may end later than this (default: {DEADLINE:.0f})",
     )
-    parser.add_argument("--json", metavar="FILE", help="write the figures there as well")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="write the figures to DIR/STAGE.json as well"
+    )
     return parser.parse_args(arguments)
 
 
@@ -51,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"benchmarks.gpu: {reason}", file=sys.stderr)
         return 2
     # Importing torch takes seconds, which are the caller's as well.
-    return run(chosen.stage, began + chosen.deadline - time.monotonic(), chosen.json)
+    return run(chosen.stage, began + chosen.deadline - time.monotonic(), chosen.out)
 
 
 def why_not() -> str | None:
@@ -63,34 +73,33 @@ def why_not() -> str | None:
     return missing()
 
 
-def run(stage_name: str, seconds_left: float, file: str | None) -> int:
+def run(stage_name: str, seconds_left: float, out: Path | None) -> int:
     """Runs a stage on the current CUDA device; returns the exit code."""
     from benchmarks.common import Report
-    from benchmarks.gpu.clock import CudaClock, conditions, usable
+    from benchmarks.gpu.clock import conditions, usable
     from benchmarks.gpu.stage import Deadline, Stage
 
     # A kernel that never ends blocks Python in a call that no exception can leave.
     faulthandler.dump_traceback_later(max(seconds_left, 1.0), exit=True, file=sys.__stderr__)
     deadline = Deadline(seconds_left - RESERVE)
     report = Report(f"GPU, {stage_name}", conditions())
-    stage = Stage(report, deadline, file=file, usable=usable)
+    stage = Stage(report, deadline, name=stage_name, out=out, usable=usable)
     try:
-        if stage_name == "kernels":
-            from benchmarks.gpu import kernels
-
-            kernels.run(stage)
-        elif stage_name == "decode":
-            from benchmarks.gpu import decode
-
-            decode.run(stage, CudaClock())
-        else:
-            from benchmarks.gpu import engine
-
-            engine.run(stage, CudaClock())
+        runner_of(stage_name)(stage)
     finally:
         code = stage.finish()
         faulthandler.cancel_dump_traceback_later()
     return code
+
+
+def runner_of(stage_name: str) -> Callable[[Stage], None]:
+    """What runs a stage: ``run`` of the module of its name, which is imported with it."""
+    from benchmarks.gpu.clock import CudaClock
+
+    module = importlib.import_module(f"benchmarks.gpu.{stage_name}")
+    if stage_name in ("smoke", "kernels"):
+        return module.run
+    return lambda stage: module.run(stage, CudaClock())
 
 
 if __name__ == "__main__":

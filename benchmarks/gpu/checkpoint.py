@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from benchmarks.gpu.shapes import ModelShape
 
 
 def write_checkpoint(path: Path, shape: ModelShape) -> Path:
     """Writes it to ``path``, which is made if it is not there, and returns that."""
+    return write_config(path, shape.config())
+
+
+def write_config(path: Path, config: Mapping[str, Any]) -> Path:
+    """The same for any ``config.json``."""
     path.mkdir(parents=True, exist_ok=True)
-    (path / "config.json").write_text(json.dumps(shape.config()), encoding="utf-8")
-    (path / "tokenizer.json").write_text(json.dumps(tokenizer(shape.vocab)), encoding="utf-8")
+    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    vocabulary = json.dumps(tokenizer(config["vocab_size"]))
+    (path / "tokenizer.json").write_text(vocabulary, encoding="utf-8")
     return path
 
 

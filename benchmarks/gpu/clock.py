@@ -17,6 +17,9 @@ from torch.autograd import DeviceType
 from asyncllm.errors import EngineError
 from asyncllm.gpu.ops.triton.toolchain import check_triton
 
+SLEEP_CYCLES = 400_000
+"""Of a kernel that is waited for."""
+
 COPY_BYTES = 2 << 30
 """Of each of the two buffers between which copy bandwidth is measured."""
 
@@ -36,6 +39,15 @@ class DeviceMemory:
     allocated: int
     reserved: int
     used: int
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class DeviceSpan:
+    """A kernel or a copy on the device; seconds of one clock."""
+
+    start: float
+    end: float
+    name: str
 
 
 class Clock(Protocol):
@@ -61,9 +73,14 @@ class Clock(Protocol):
         0 to 1; None if nobody can tell."""
         ...
 
-    def profiled_busy(self, seconds: float) -> float | None:
-        """Share of the next ``seconds`` in which a kernel or a copy runs, from a trace of all
-        threads' kernels; None if there is none. Blocks its thread meanwhile."""
+    def trace(self, work: Call) -> list[DeviceSpan]:
+        """What runs on the device during ``work()``, queued by any thread, in order of time;
+        nothing where it cannot be traced."""
+        ...
+
+    def wake_up(self) -> tuple[float, float]:
+        """Seconds from a launch until the host knows that a kernel of some tenths of a
+        millisecond has ended: waiting for an event that blocks, and for one that spins."""
         ...
 
 
@@ -139,29 +156,48 @@ class CudaClock:
             # nobody can tell.
             return None
 
-    def profiled_busy(self, seconds: float) -> float | None:
+    def trace(self, work: Call) -> list[DeviceSpan]:
         from torch.profiler import ProfilerActivity, profile
 
         with profile(activities=[ProfilerActivity.CUDA]) as trace:
-            time.sleep(seconds)
-        return covered_share(device_spans(trace.events() or ()))
+            work()
+        return device_spans(trace.events() or ())
+
+    def wake_up(self) -> tuple[float, float]:
+        stream = torch.cuda.Stream()
+
+        def wait(*, blocking: bool) -> float:
+            began = time.perf_counter()
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(SLEEP_CYCLES)
+                event = torch.cuda.Event(blocking=blocking)
+                event.record()
+            event.synchronize()
+            return time.perf_counter() - began
+
+        wait(blocking=True)
+        # In turns: clocks change.
+        pairs = [(wait(blocking=True), wait(blocking=False)) for _ in range(100)]
+        blocking, spinning = (statistics.median(times) for times in zip(*pairs, strict=True))
+        return blocking, spinning
 
 
-def device_spans(events: Iterable[Any]) -> list[tuple[float, float]]:
-    """Start and end of everything in a trace of torch's profiler that ran on the GPU."""
-    return [
-        (event.time_range.start, event.time_range.end)
+def device_spans(events: Iterable[Any]) -> list[DeviceSpan]:
+    """Everything in a trace of torch's profiler that ran on the GPU, in order of time."""
+    found = [
+        DeviceSpan(event.time_range.start / 1e6, event.time_range.end / 1e6, event.name)
         for event in events
         if event.device_type == DeviceType.CUDA
         # A range that a program marks spans the gaps between its kernels.
         and not getattr(event, "is_user_annotation", False)
     ]
+    return sorted(found)
 
 
-def covered_share(spans: Sequence[tuple[float, float]]) -> float | None:
+def covered_share(spans: Sequence[DeviceSpan]) -> float | None:
     """Share of the time from the first start to the last end that some span covers; None
     where there is no such time."""
-    ordered = sorted(spans)
+    ordered = sorted((span.start, span.end) for span in spans)
     if not ordered or max(end for _, end in ordered) <= ordered[0][0]:
         return None
     covered, reached = 0.0, ordered[0][0]

@@ -23,8 +23,10 @@ from benchmarks.gpu.paged_inputs import (
 from benchmarks.gpu.shapes import AttentionLoad, rotations
 from benchmarks.gpu.stage import Stage
 
-BATCHES = (1, 8, 32, 64, 128, 256)
+BATCHES = (1, 8, 24, 32, 64, 72, 96, 128, 256)
 CONTEXTS = (512, 4096, 32_768)
+SKEWED = AttentionLoad(128, 1, 499, longest=32_768)
+"""One long sequence among short ones."""
 QUERIES = (512, 2048, 8192)
 PREFIXES = (0, 4096, 32_768)
 
@@ -42,7 +44,7 @@ POINT_SECONDS = 15.0
 def decode_loads() -> list[AttentionLoad]:
     """The largest first: those have goals."""
     loads = [AttentionLoad(batch, 1, context - 1) for batch in BATCHES for context in CONTEXTS]
-    return sorted(loads, key=lambda load: load.batch * load.kv_len, reverse=True)
+    return sorted([*loads, SKEWED], key=lambda load: sum(load.lengths), reverse=True)
 
 
 def prefill_loads() -> list[AttentionLoad]:
@@ -65,27 +67,21 @@ def run(stage: Stage, clock: Clock) -> None:
         return
     report.section("decode attention, 32 query and 8 key/value heads of 128, bfloat16")
     loads = decode_loads()
-    large = [load for load in loads if load.batch * load.kv_len > LARGE]
+    large = [load for load in loads if sum(load.lengths) > LARGE]
     for load in large:
-        stage.attempt(_name(load), POINT_SECONDS, lambda load=load: bench.measure_decode(load))
+        stage.attempt(load.name, POINT_SECONDS, lambda load=load: bench.measure_decode(load))
     bench.score()
     report.section("prefill attention, one sequence")
     for load in prefill_loads():
-        stage.attempt(_name(load), POINT_SECONDS, lambda load=load: bench.measure_prefill(load))
+        stage.attempt(load.name, POINT_SECONDS, lambda load=load: bench.measure_prefill(load))
     report.section("decode attention, up to 64k tokens of KV")
     for load in loads[len(large) :]:
-        stage.attempt(_name(load), POINT_SECONDS, lambda load=load: bench.measure_decode(load))
+        stage.attempt(load.name, POINT_SECONDS, lambda load=load: bench.measure_decode(load))
 
 
 def attention_shape() -> AttentionShape:
     load = AttentionLoad(1, 1, 0)
     return AttentionShape(load.heads, load.kv_heads, load.head_dim, load.head_dim**-0.5)
-
-
-def _name(load: AttentionLoad) -> str:
-    if load.queries == 1:
-        return f"decode {load.batch} × {load.kv_len}"
-    return f"prefill {load.queries} after {load.prefix}"
 
 
 class DecodeBench:
@@ -123,17 +119,18 @@ class DecodeBench:
         inputs = self._inputs(load)
         if inputs is None:
             return
-        name = _name(load)
+        name = load.name
         seconds = self.clock.median(decode_calls(self._attention, inputs, MAX_LEN))
         share = load.bytes / seconds / self.clock.copy_bandwidth()
-        if load.batch * load.kv_len > LARGE:
+        if sum(load.lengths) > LARGE:
             self.shares[name] = share
         splits = self._attention.splits(load.batch, MAX_LEN, None)
         note = f"{share:.0%} of copy bandwidth, {splits} splits"
         self.stage.report.add(name, seconds, "µs", note)
-        exact = self._attention.splits(load.batch, load.kv_len, None)
+        longest = max(load.lengths)
+        exact = self._attention.splits(load.batch, longest, None)
         if exact != splits:
-            other = self.clock.median(decode_calls(self._attention, inputs, load.kv_len))
+            other = self.clock.median(decode_calls(self._attention, inputs, longest))
             share = load.bytes / other / self.clock.copy_bandwidth()
             self._add(name, f"{exact} splits", other, seconds, f"{share:.0%} of copy bandwidth")
         ours = decode_calls(self._attention, inputs, MAX_LEN)[0]
@@ -143,7 +140,7 @@ class DecodeBench:
         inputs = self._inputs(load)
         if inputs is None:
             return
-        name = _name(load)
+        name = load.name
         calls = prefill_calls(self._attention, inputs)
         seconds = self.clock.median(calls)
         rate = load.flops / seconds / 1e12
@@ -165,7 +162,7 @@ class DecodeBench:
         wanted = inputs_bytes(load, count)
         if wanted > self._memory:
             note = f"left out: {wanted / 2**30:.0f} GiB do not fit"
-            self.stage.report.add(_name(load), None, "µs", note)
+            self.stage.report.add(load.name, None, "µs", note)
             return None
         return make_inputs(load, count, self._attention.device)
 

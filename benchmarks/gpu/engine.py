@@ -16,7 +16,7 @@ from typing import Any
 from asyncllm import AsyncLLMEngine
 from benchmarks.common import LagMeter, percentile
 from benchmarks.gpu.checkpoint import write_checkpoint
-from benchmarks.gpu.clock import Clock, DeviceMemory
+from benchmarks.gpu.clock import Clock, DeviceMemory, covered_share
 from benchmarks.gpu.goals import Goal
 from benchmarks.gpu.probe import (
     SteadyStep,
@@ -286,11 +286,12 @@ class EngineBench:
         readers = asyncio.create_task(drain(streams))
         try:
             await self.until_all_decode(engine, plan.busy_batch, readers)
-            busy = await asyncio.to_thread(self.clock.profiled_busy, 0.5)
+            traced = await asyncio.to_thread(self.clock.trace, lambda: time.sleep(0.5))
         finally:
             for stream in streams:
                 stream.abort()
             await readers
+        busy = covered_share(traced)
         name = f"GPU busy, {plan.busy_batch} streams, from a trace"
         if self._busy is None:
             self.stage.scores.add(name, busy, "", BUSY)

@@ -14,6 +14,7 @@ from asyncllm.gpu.ops.triton import (
     activation,
     decode_attention,
     decode_inputs,
+    experts,
     norm,
     prefill_attention,
     rope_cache,
@@ -133,6 +134,20 @@ def small_families(device: str) -> Iterable[Family]:
     yield rope_family(device)
 
 
+def experts_family(device: str) -> Family:
+    """Few and many rows of an expert, which have other tiles."""
+    family = Family("experts")
+    for tokens, clamped, dtype in itertools.product((9, 70), (False, True), DTYPES):
+        name = f"{tokens} tokens, {'clamped' if clamped else 'SwiGLU'}, {dtype}"
+        family.cases[name] = lambda tokens=tokens, clamped=clamped, dtype=dtype: (
+            checks.check_experts(
+                experts, device, tokens=tokens, clamped=clamped, biased=clamped, count=4,
+                dtype=dtype,
+            )
+        )  # fmt: skip
+    return family
+
+
 def rope_family(device: str) -> Family:
     family = Family("rotation and cache write")
     heads = ((16, 8, 128), (5, 1, 80), (32, 8, 64))
@@ -183,6 +198,7 @@ def families(device: str, capability: int) -> list[Family]:
         sampling_family(device),
         whole_family(device, capability),
         *small_families(device),
+        experts_family(device),
         *grids,
     ]
 

@@ -36,8 +36,10 @@ class PagedInputs:
     @property
     def seq_lens(self) -> Tensor:
         """``[batch]`` int32, on the device."""
-        size = (self.load.batch,)
-        return torch.full(size, self.load.kv_len, dtype=torch.int32, device=self.cache.device)
+        device = self.cache.device
+        if device.type == "meta":
+            return torch.empty(self.load.batch, dtype=torch.int32, device=device)
+        return torch.tensor(self.load.lengths, dtype=torch.int32, device=device)
 
     def table(self, number: int) -> Tensor:
         """``[batch, W]`` of one input."""
@@ -48,10 +50,12 @@ class PagedInputs:
 def make_inputs(
     load: AttentionLoad, count: int, device: torch.device, seed: int = 0
 ) -> PagedInputs:
-    """bfloat16 inputs, drawn on the device."""
+    """bfloat16 inputs, drawn on the device. Behind a sequence's end its table names the null
+    block."""
     random = torch.Generator(device=device).manual_seed(seed)
-    width = -(-load.kv_len // BLOCK_SIZE)
-    blocks = count * load.batch * width
+    owned = [-(-length // BLOCK_SIZE) for length in load.lengths]
+    width = max(owned)
+    blocks = count * sum(owned)
     shape = (2, blocks + 1, BLOCK_SIZE, load.kv_heads, load.head_dim)
     rows = load.batch * load.queries
     cache = torch.empty(shape, dtype=torch.bfloat16, device=device)
@@ -61,8 +65,24 @@ def make_inputs(
     for tensor in (cache, queries):
         tensor.normal_(generator=random)
     order = torch.randperm(blocks, generator=random, device=device) + 1
-    tables = order.to(torch.int32).view(-1, width)
-    return PagedInputs(load, count, cache, queries, torch.cat((tables, tables[:1] * 0)))
+    tables = torch.zeros((count * load.batch + 1, width), dtype=torch.int32, device=device)
+    used = torch.arange(width, device=device) < torch.tensor(owned, device=device).unsqueeze(1)
+    tables[:-1][used.repeat(count, 1)] = order.to(torch.int32)
+    return PagedInputs(load, count, cache, queries, tables)
+
+
+def shaped_inputs(load: AttentionLoad, device: torch.device) -> PagedInputs:
+    """One input without contents, for a launch that is compiled and not run. Every size that a
+    kernel is compiled for is that of ``make_inputs``."""
+    width = -(-max(load.lengths) // BLOCK_SIZE)
+    rows, options = load.batch * load.queries, {"dtype": torch.bfloat16, "device": device}
+    return PagedInputs(
+        load,
+        1,
+        torch.empty((2, 2, BLOCK_SIZE, load.kv_heads, load.head_dim), **options),
+        torch.empty((1, rows, load.heads, load.head_dim), **options),
+        torch.empty((load.batch + 1, width), dtype=torch.int32, device=device),
+    )
 
 
 def inputs_bytes(load: AttentionLoad, count: int) -> int:
@@ -79,7 +99,7 @@ def decode_rows(inputs: PagedInputs, number: int, max_len: int) -> DecodeInputs:
     return DecodeInputs(
         req_indices=slots,
         host_token_ids=nothing,
-        positions=nothing + load.kv_len - 1,
+        positions=inputs.seq_lens.long() - 1,
         block_table=inputs.tables,
         table_changes=(nothing[:0], inputs.tables.new_empty(0)),
         token_ids=nothing,

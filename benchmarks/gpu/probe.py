@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
+import tempfile
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from asyncllm import AsyncLLMEngine, EngineConfig
 from asyncllm.core.batch import GrammarMask, StepBatch, StepResult
 from asyncllm.core.executor import Executor, ExecutorInfo
+from asyncllm.gpu.graph.cuda_graphs import GraphKey
+from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.runtime.loading import LoadedModel, load_model
 
 
@@ -25,6 +32,7 @@ class StepRecord:
         context: tokens that its rows see, summed over them.
         returned_at: when its result was there, in seconds of ``time.perf_counter``.
         cpu_time: seconds of CPU that the engine's thread had used by then.
+        launched_at: when it was launched.
     """
 
     rows: int
@@ -32,6 +40,7 @@ class StepRecord:
     context: int
     returned_at: float
     cpu_time: float
+    launched_at: float = 0.0
 
 
 class Probe:
@@ -45,25 +54,27 @@ class Probe:
     def __init__(self, inner: Executor) -> None:
         self.inner = inner
         self.records: list[StepRecord] = []
-        self._launched: deque[StepBatch] = deque()
+        self._launched: deque[tuple[StepBatch, float]] = deque()
 
     @property
     def info(self) -> ExecutorInfo:
         return self.inner.info
 
     def launch(self, batch: StepBatch) -> None:
+        began = time.perf_counter()
         self.inner.launch(batch)
-        self._launched.append(batch)
+        self._launched.append((batch, began))
 
     def sample(self, masks: GrammarMask) -> None:
         self.inner.sample(masks)
 
     def collect(self) -> StepResult:
         result = self.inner.collect()
-        batch = self._launched.popleft()
+        batch, began = self._launched.popleft()
         context = sum(batch.starts) + batch.num_tokens
         now, cpu_time = time.perf_counter(), time.thread_time()
-        self.records.append(StepRecord(len(batch), batch.num_tokens, context, now, cpu_time))
+        record = StepRecord(len(batch), batch.num_tokens, context, now, cpu_time, began)
+        self.records.append(record)
         return result
 
     def discard(self) -> None:
@@ -113,6 +124,38 @@ def graph_costs(engine: AsyncLLMEngine) -> tuple[tuple[int, ...], list[GraphCost
         for record in graphs.captured
     ]
     return tuple(graphs.buckets), costs
+
+
+def count_nodes(runner: ModelRunner, rows: int) -> int:
+    """Nodes of the graph of a decode step of ``rows`` rows, as CUDA writes it down."""
+    state = runner._open()
+    assert state.decode is not None
+    key, graph = GraphKey(rows), torch.cuda.CUDAGraph()
+    with torch.inference_mode(), runner._stream.context():
+        state.decode.run_padding(key)
+        torch.cuda.synchronize()
+        graph.enable_debug_mode()
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            state.decode._decode(key)
+        finally:
+            graph.capture_end()
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "graph.dot"
+        graph.debug_dump(str(path))
+        return nodes_of_dump(path.read_text(encoding="utf-8", errors="replace"))
+
+
+def nodes_of_dump(text: str) -> int:
+    """Nodes in what ``cudaGraphDebugDotPrint`` writes, where each has a name of its own.
+
+    Raises:
+        ValueError: it names them otherwise.
+    """
+    found = set(re.findall(r"graph_\d+_node_\d+", text))
+    if not found:
+        raise ValueError(f"no names of nodes in the dump of a graph, which begins {text[:120]!r}")
+    return len(found)
 
 
 @dataclass(frozen=True, slots=True)

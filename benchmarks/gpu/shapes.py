@@ -119,6 +119,7 @@ class AttentionLoad:
         batch: sequences.
         queries: query tokens of each sequence.
         prefix: tokens of each sequence before those.
+        longest: tokens of the first sequence, where it has more than the others; 0 where not.
     """
 
     batch: int
@@ -128,16 +129,31 @@ class AttentionLoad:
     kv_heads: int = 8
     head_dim: int = 128
     itemsize: int = 2
+    longest: int = 0
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        if self.queries > 1:
+            batch = f"{self.batch} × " if self.batch > 1 else ""
+            return f"prefill {batch}{self.queries} after {self.prefix}"
+        skewed = f", one of {self.longest}" if self.longest else ""
+        return f"decode {self.batch} × {self.kv_len}{skewed}"
 
     @property
     def kv_len(self) -> int:
-        """Tokens of each sequence, its queries included."""
+        """Tokens of each sequence but the longest, its queries included."""
         return self.prefix + self.queries
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each sequence."""
+        return [max(self.kv_len, self.longest)] + [self.kv_len] * (self.batch - 1)
 
     @property
     def kv_bytes(self) -> int:
         """K and V of all sequences."""
-        return 2 * self.batch * self.kv_len * self.kv_heads * self.head_dim * self.itemsize
+        return 2 * sum(self.lengths) * self.kv_heads * self.head_dim * self.itemsize
 
     @property
     def bytes(self) -> int:
@@ -148,8 +164,9 @@ class AttentionLoad:
     @property
     def flops(self) -> int:
         """Multiplications and additions of both products, under the causal mask."""
-        pairs = self.queries * self.prefix + self.queries * (self.queries + 1) // 2
-        return 4 * self.batch * pairs * self.heads * self.head_dim
+        before = sum(self.lengths) - self.batch * self.queries
+        pairs = self.queries * before + self.batch * (self.queries * (self.queries + 1) // 2)
+        return 4 * pairs * self.heads * self.head_dim
 
 
 def rotations(size: int, cache: int, limit: int = 128) -> int:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
 
 from benchmarks.common import Report
 from benchmarks.gpu.goals import Scores
@@ -30,8 +33,9 @@ class Stage:
     """One run of a stage: what it measured, left out and failed at.
 
     Args:
-        file: where the figures go after every measurement, so that a run that is killed
-            leaves what it had; None for nowhere.
+        name: of the stage.
+        out: the folder whose ``NAME.json`` gets the figures after every measurement, so that a
+            run that is killed leaves what it had; None for nowhere.
         usable: whether the device still works; asked after a failure, because an illegal
             access makes every later call of the process fail.
 
@@ -46,7 +50,8 @@ class Stage:
         report: Report,
         deadline: Deadline,
         *,
-        file: str | None = None,
+        name: str = "stage",
+        out: Path | None = None,
         usable: Callable[[], bool] = lambda: True,
     ) -> None:
         self.report = report
@@ -55,7 +60,8 @@ class Stage:
         self.skipped: list[str] = []
         self.failed: list[tuple[str, str]] = []
         self.broken = False
-        self._file = file
+        self._name, self._out = name, out
+        self._file = None if out is None else str(out / f"{name}.json")
         self._usable = usable
 
     def attempt(self, name: str, seconds: float, measure: Callable[[], object]) -> bool:
@@ -88,6 +94,17 @@ class Stage:
         self.report.write(self._file)
         return True
 
+    def write(self, what: str, data: Any) -> None:
+        """Writes what is no list of figures to ``NAME-WHAT.json``."""
+        if self._out is not None:
+            path = self._out / f"{self._name}-{what}.json"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+    def device_works(self) -> bool:
+        """Whether it still does, after an error."""
+        return self._usable()
+
     def finish(self) -> int:
         """Prints what was left out and the goals; returns the exit code: 1 if anything
         failed."""
@@ -111,5 +128,5 @@ class Stage:
         text = f"{type(error).__name__}: {lines[0][:200]}"
         print(f"  FAILED  {name}: {text}", flush=True)
         self.failed.append((name, text))
-        self.broken = not self._usable()
+        self.broken = not self.device_works()
         self.report.write(self._file)

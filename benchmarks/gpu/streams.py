@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from asyncllm import AsyncLLMEngine
 from asyncllm.stream import TokenStream
@@ -12,10 +13,14 @@ from benchmarks.gpu.clock import Clock
 from benchmarks.gpu.workload import Workload
 
 
-def submit(engine: AsyncLLMEngine, work: Workload, temperature: float = 1.0) -> list[TokenStream]:
-    """A stream per request."""
+def submit(
+    engine: AsyncLLMEngine, work: Workload, temperature: float = 1.0, **sampling: Any
+) -> list[TokenStream]:
+    """A stream per request; ``sampling`` are fields of SamplingParams."""
     return [
-        engine.stream(prompt, max_tokens=length, ignore_eos=True, temperature=temperature)
+        engine.stream(
+            prompt, max_tokens=length, ignore_eos=True, temperature=temperature, **sampling
+        )
         for prompt, length in zip(work.prompts, work.max_tokens, strict=True)
     ]
 

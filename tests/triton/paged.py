@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from asyncllm.gpu.ops.triton.attention import TritonPlan
+
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 
 
@@ -151,6 +153,19 @@ def attend(
         scores = torch.cat((scores, column), -1)
     weights = scores.softmax(-1)[..., :length]
     return torch.einsum("hqk,khd->qhd", weights, v)
+
+
+def plain_attention(q: Tensor, cache: Tensor, plan: TritonPlan, scale: float) -> Tensor:
+    """What the kernels compute for a plan of one kind of rows, over what its block table names."""
+    starts = list(range(len(plan.seq_lens) + 1))
+    if plan.query_start_loc is not None:
+        starts = plan.query_start_loc.tolist()
+    out = []
+    for row, length in enumerate(plan.seq_lens.tolist()):
+        line = int(plan.table_rows[row])
+        keys, values = cache[:, plan.block_table[line].long()].flatten(1, 2)[:, :length]
+        out.append(attend(q[starts[row] : starts[row + 1]], keys, values, scale, None, None))
+    return torch.cat(out).to(q.dtype).flatten(1)
 
 
 def expected_rows(case: AttentionCase, batch: PagedBatch, scale: float) -> list[Tensor]:

@@ -22,6 +22,7 @@ from asyncllm.gpu.ops.triton import (
     activation,
     decode_attention,
     decode_inputs,
+    experts,
     norm,
     prefill_attention,
     rope_cache,
@@ -29,6 +30,7 @@ from asyncllm.gpu.ops.triton import (
 )
 from asyncllm.gpu.ops.triton.op_set import TritonOps
 from tests import recurrent_checks
+from tests.gpu_turns import beside_others  # noqa: F401
 from tests.triton import checks
 from tests.triton.cases import DECODE, LONG_DECODE, LONG_PREFILL, PREFILL
 from tests.triton.decoder_steps import run_steps
@@ -37,6 +39,7 @@ from tests.triton.paged import AttentionCase
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+    pytest.mark.usefixtures("beside_others"),
 ]
 
 DTYPES = [torch.bfloat16, torch.float16]
@@ -98,6 +101,15 @@ def test_silu_mul(width: int, dtype: torch.dtype) -> None:
 def test_rope_cache(heads: int, kv_heads: int, dim: int, layout: str, with_norm: bool) -> None:
     shape = AttentionShape(heads, kv_heads, dim, 1.0)
     checks.check_rope_cache(rope_cache, shape, "cuda", norm=with_norm, layout=layout)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float32], ids=str)
+@pytest.mark.parametrize("clamped", [False, True], ids=["SwiGLU", "clamped"])
+@pytest.mark.parametrize("tokens", [1, 9, 70])
+def test_experts(tokens: int, clamped: bool, dtype: torch.dtype) -> None:
+    """Nine tokens have small tiles, seventy large ones."""
+    options = {"tokens": tokens, "clamped": clamped, "biased": clamped, "count": 4}
+    checks.check_experts(experts, "cuda", dtype=dtype, **options)
 
 
 @pytest.mark.parametrize("block_size", [16, 256])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,6 +18,7 @@ pytest.importorskip("triton")
 import triton
 from triton.backends.compiler import GPUTarget
 
+from asyncllm.checkpoint.experts_config import ActivationConfig, ExpertsConfig, RoutingConfig
 from asyncllm.core.batch import StepBatch
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.gpu.batch.decode_inputs import SamplingTensors
@@ -24,7 +26,7 @@ from asyncllm.gpu.batch.input_batch import InputBatch
 from asyncllm.gpu.batch.sampling_inputs import Stages
 from asyncllm.gpu.graph.cuda_graphs import EagerCapturer, GraphKey, default_sizes
 from asyncllm.gpu.graph.decode_runner import DecodeRunner
-from asyncllm.gpu.graph.warm_up import warm_up
+from asyncllm.gpu.graph.warm_up import compiling_alone, warm_up
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.models.dense import attention_kinds, build_decoder, kv_groups
 from asyncllm.gpu.ops.triton.attention import TritonAttention
@@ -59,8 +61,39 @@ def compiling(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
             yield found
 
 
-def make_step(max_len: int, sizes: tuple[int, ...], dtype: torch.dtype) -> DecodeRunner:
-    model = replace(small_model(), num_heads=16, num_kv_heads=8, max_position_embeddings=max_len)
+MOE = ExpertsConfig((True,) * 2, RoutingConfig(8, 2), intermediate_size=48)
+"""More than 16 tokens an expert from 65 tokens on."""
+
+MODELS: dict[str, dict[str, Any]] = {
+    "window": {},
+    # Sinks, and clamped experts with biases, as gpt-oss has them.
+    "sinks": {
+        "sinks": True,
+        "qk_norm": False,
+        "attention_bias": True,
+        "output_bias": True,
+        "experts": replace(MOE, activation=ActivationConfig(7.0, 1.7), bias=True),
+    },
+    "experts": {"experts": replace(MOE, shared_size=32, shared_gate=True)},
+    # Three KV groups, and what Gemma has beside.
+    "groups": {
+        "num_layers": 3,
+        "sliding_layers": (True, False, True),
+        "activation": "gelu",
+        "attention_softcap": 50.0,
+        "logits_softcap": 30.0,
+        "norm_offset": 1.0,
+        "wide_norms": True,
+    },
+    "whole norms": {"norms_whole_projections": True, "sliding_layers": (), "sliding_window": None},
+}
+
+
+def make_step(
+    max_len: int, sizes: tuple[int, ...], dtype: torch.dtype, **fields: Any
+) -> DecodeRunner:
+    sizes_of = {"num_heads": 16, "num_kv_heads": 8, "max_position_embeddings": max_len}
+    model = replace(small_model(), **sizes_of, **fields)
     attention = {
         kind: TritonAttention(kind.shape, dtype, CPU, **H200) for kind in attention_kinds(model)
     }
@@ -136,25 +169,42 @@ def draw_for_the_host(step: DecodeRunner) -> None:
 
 
 @pytest.mark.parametrize(
-    ("max_len", "sizes", "dtype"),
+    ("name", "max_len", "sizes", "dtype"),
     [
-        (4096, default_sizes(ROWS), torch.bfloat16),
-        (4080, (), torch.float16),
-        (200, (2, 4), torch.bfloat16),
-        (1024, (8,), torch.float32),
+        ("window", 4096, default_sizes(ROWS), torch.bfloat16),
+        ("window", 4080, (), torch.float16),
+        ("window", 200, (2, 4), torch.bfloat16),
+        ("window", 1024, (8,), torch.float32),
+        ("sinks", 4096, (1, 64), torch.bfloat16),
+        pytest.param("experts", 200, (64,), torch.float16, marks=pytest.mark.slow),
+        ("groups", 4096, (1, 64), torch.bfloat16),
+        pytest.param("whole norms", 1024, (1, 64), torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param("experts", 1024, (), torch.float32, marks=pytest.mark.slow),
     ],
     ids=str,
 )
 def test_everything_is_compiled_before_the_first_step(
-    monkeypatch: pytest.MonkeyPatch, max_len: int, sizes: tuple[int, ...], dtype: torch.dtype
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    max_len: int,
+    sizes: tuple[int, ...],
+    dtype: torch.dtype,
 ) -> None:
-    step = make_step(max_len, sizes, dtype)
+    step = make_step(max_len, sizes, dtype, **MODELS[name])
     said: list[tuple[int, int]] = []
     with compiling(monkeypatch) as warm:
         warm_up(step, lambda *progress: said.append(progress))
     assert said == [(done, len(said) - 1) for done in range(len(said))]
     kernels = {key.split()[0] for key in warm}
-    assert len(kernels) == (9 if max_len > 256 else 8), kernels
+    plain = {"norm", "rope_cache", "decode", "prefill", "decode_inputs", "chunk", "choose"}
+    expected = plain | ({"merge"} if max_len > 256 else set())
+    expected |= {"gate_up", "down"} if step.decoder.model.experts else {"gated_mul"}
+    expected |= {"gated_mul"} if name == "experts" else set()
+    expected |= {"softcap"} if name == "groups" else set()
+    assert kernels == {f"{kernel}_kernel" for kernel in expected}
+    if step.decoder.model.experts:
+        tiles = {key for key in warm if key.startswith("gate_up_kernel")}
+        assert len(tiles) == 2, "experts have small tiles and large ones"
     with compiling(monkeypatch) as found:
         run_everything(step)
         draw_for_the_host(step)
@@ -172,3 +222,44 @@ def test_decode_steps_alone_leave_kernels_cold(monkeypatch: pytest.MonkeyPatch) 
         warm_up(step, lambda *_: None)
     cold = {key.split()[0] for key in every - decoding}
     assert cold == {"choose_kernel", "chunk_kernel", "decode_kernel", "prefill_kernel"}
+
+
+def test_a_small_mixed_step_leaves_large_experts_cold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 65 tokens, in sequences of 50 at most."""
+    step = make_step(50, (1, 64), torch.bfloat16, **MODELS["experts"])
+    with compiling(monkeypatch) as every:
+        warm_up(step, lambda *_: None)
+    monkeypatch.setattr(step.decoder.ops, "expert_tokens", lambda *_: ())
+    with compiling(monkeypatch) as warm:
+        warm_up(step, lambda *_: None)
+    assert {key.split()[0] for key in every - warm} == {"gate_up_kernel", "down_kernel"}
+    assert not warm - every
+
+
+def test_engines_compile_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the other takes too long."""
+    meeting, met = threading.Barrier(2), []
+
+    def enter() -> None:
+        with compiling_alone():
+            try:
+                meeting.wait(0.2)
+                met.append(True)
+            except threading.BrokenBarrierError:
+                met.append(False)
+
+    def both() -> list[bool]:
+        met.clear()
+        meeting.reset()
+        threads = [threading.Thread(target=enter) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return met
+
+    assert both() == [False, False]
+    monkeypatch.setattr("asyncllm.gpu.graph.warm_up.COMPILE_SECONDS", 0.0)
+    assert both() == [True, True]
+    monkeypatch.undo()
+    assert both() == [False, False]

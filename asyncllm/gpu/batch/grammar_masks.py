@@ -86,18 +86,20 @@ def unpack_mask(mask: bytes, vocab_size: int) -> np.ndarray:
     return np.unpackbits(words, count=vocab_size, bitorder="little").view(bool)
 
 
-def mask_logits(logits: Tensor, slots: Tensor, words: Tensor) -> Tensor:
-    """``[S, vocab_size]``: minus infinity for tokens that a row's mask does not allow.
+def mask_logits(logits: Tensor, slots: Tensor, words: Tensor) -> None:
+    """Makes tokens that a row's mask does not allow minus infinity, in ``[S, vocab_size]``.
 
     Args:
         slots: ``[S]``, see GrammarMasks.
     """
     allowed = unpack_bits(words.index_select(0, slots.clamp(min=0)), logits.shape[1])
-    return torch.where(allowed | (slots < 0).unsqueeze(1), logits, -torch.inf)
+    allowed |= (slots < 0).unsqueeze(1)
+    logits.masked_fill_(allowed.logical_not_(), -torch.inf)
 
 
 def unpack_bits(words: Tensor, count: int) -> Tensor:
     """``[R, count]`` bool, of packed words ``[R, W]`` int32."""
     shifts = torch.arange(_WORD_BITS, dtype=torch.int32, device=words.device)
-    bits = (words.unsqueeze(-1) >> shifts) & 1
+    bits = words.unsqueeze(-1) >> shifts
+    bits &= 1
     return bits.view(len(words), -1)[:, :count] != 0

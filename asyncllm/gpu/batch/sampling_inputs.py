@@ -88,6 +88,12 @@ class LogitsTables:
             self.counts, self.in_prompt = self._zeros(self.vocab_size), self._zeros(words)
         self.made |= stages
 
+    @staticmethod
+    def num_bytes(max_num_seqs: int, vocab_size: int) -> int:
+        """Of all tables."""
+        line = 2 * num_words(vocab_size) + vocab_size + 2 * MAX_BIAS + MAX_STOP_IDS
+        return 4 * (max_num_seqs + 1) * line
+
     def _zeros(self, width: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.zeros((self.lines, width), dtype=dtype, device=self.device)
 
@@ -120,8 +126,8 @@ class SamplingRows:
             self.req_indices < 0, len(self.last_sampled_tokens) - 1, self.req_indices
         )
 
-    def at(self, index: Tensor) -> SamplingRows:
-        """Some of the rows, copied."""
+    def at(self, index: Tensor | slice) -> SamplingRows:
+        """Some of the rows, copied; those of a slice as views."""
         return replace(
             self,
             req_indices=self.req_indices[index],

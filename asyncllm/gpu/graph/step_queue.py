@@ -36,14 +36,15 @@ class _Buffer(RowArrays):
         self.lines_of, self.positions, self.tokens = (np.zeros(rows, np.int64) for _ in range(3))
         of, before = torch.from_numpy(self.lines_of), torch.from_numpy(self.positions)
         lines, width = inputs.token_ids.shape
+        # Without a head that finds the largest output no row is greedy, and nothing is read there.
+        greedy = self.tokens.ctypes.data if recorded.greedy is None else recorded.greedy.data_ptr()
         self.args = JobArgs(
             program=ctypes.pointer(recorded.program.args),
             draw=sample_args(
                 recorded.logits, sampler.sampling, of, before, sampler.last_sampled_tokens,
                 torch.from_numpy(self.tokens),
             ),
-            greedy=None if recorded.greedy is None else recorded.greedy.data_ptr(),
-            tokens=self.tokens.ctypes.data, lines=self.lines_of.ctypes.data,
+            greedy=greedy, tokens=self.tokens.ctypes.data, lines=self.lines_of.ctypes.data,
             positions=self.positions.ctypes.data, table=inputs.token_ids.ctypes.data,
             table_lines=lines, table_width=width,
         )  # fmt: skip

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -13,11 +15,31 @@ from asyncllm.gpu.batch.sampling_inputs import Stages
 from asyncllm.gpu.graph.cuda_graphs import GraphKey
 from asyncllm.gpu.graph.decode_runner import DecodeRunner
 
+COMPILE_SECONDS = 120.0
+"""How long an engine waits for another that compiles."""
+
+_COMPILING = threading.Lock()
+"""Of the process, as are Triton's tables of compiled kernels, which have no lock of their own."""
+
+
+@contextmanager
+def compiling_alone() -> Iterator[None]:
+    """Within it, steps are run for the first time. Engines that start at once take turns, so that
+    the second finds the kernels of the first. One that hangs there does not hold up the others for
+    good: after ``COMPILE_SECONDS`` they go on, at the price of compiling the same twice."""
+    held = _COMPILING.acquire(timeout=COMPILE_SECONDS)
+    try:
+        yield
+    finally:
+        if held:
+            _COMPILING.release()
+
 
 def warm_up(decode: DecodeRunner, progress: Callable[[int, int], None]) -> None:
     """Runs a decode step of the smallest and one of the largest bucket, the sampling behind other
-    stages, and a mixed step. Triton compiles a kernel at its first launch with arguments of a
-    kind, seconds in which a running stream would wait.
+    stages, and mixed steps: a small one, and one of each number of tokens from which on experts
+    have other kernels. Triton compiles a kernel at its first launch with arguments of a kind,
+    seconds in which a running stream would wait.
 
     The smallest bucket shares a sequence among programs, the mixed step's short one does not; what
     else a kernel is compiled for differs in no bucket. Rows are padding or write the null block, so
@@ -29,7 +51,8 @@ def warm_up(decode: DecodeRunner, progress: Callable[[int, int], None]) -> None:
     sizes = decode.graphs.buckets or (1, decode.info.max_num_seqs)
     rows = sorted({sizes[0], sizes[-1]})
     steps = [*(partial(decode.run_padding, GraphKey(count)) for count in rows)]
-    steps += [partial(_sample_processed, decode), partial(_run_mixed, decode)]
+    steps += [partial(_sample_processed, decode)]
+    steps += [partial(_run_mixed, decode, count) for count in _mixed_tokens(decode)]
     progress(0, len(steps))
     for done, step in enumerate(steps, 1):
         step()
@@ -42,19 +65,32 @@ def _sample_processed(decode: DecodeRunner) -> None:
     decode.sample_logits(logits, Stages.NONE)
 
 
-def _run_mixed(decode: DecodeRunner) -> None:
-    """A decode row and a prefill row, in the null block."""
+def _mixed_tokens(decode: DecodeRunner) -> list[int]:
+    """Tokens of each mixed step."""
+    info, experts = decode.info, getattr(decode.decoder.model, "experts", None)
+    counts = [1 + min(2, info.max_model_len)]
+    if experts is not None:
+        routing = experts.routing
+        most = min(info.max_num_batched_tokens, info.max_num_seqs * info.max_model_len)
+        changes = decode.decoder.ops.expert_tokens(routing.num_experts, routing.top_k)
+        counts += [count for count in changes if counts[0] < count <= most]
+    return counts
+
+
+def _run_mixed(decode: DecodeRunner, num_tokens: int) -> None:
+    """A decode row and prefill rows, in the null block."""
     info = decode.info
-    count = min(2, info.max_model_len)
+    full, rest = divmod(num_tokens - 1, info.max_model_len)
+    counts = [1] + [info.max_model_len] * full + [rest] * (rest > 0)
     batch = StepBatch(
         step=0,
-        req_indices=[0, 1],
-        starts=[0, 0],
-        counts=[1, count],
-        samples=[True, True],
+        req_indices=list(range(len(counts))),
+        starts=[0] * len(counts),
+        counts=counts,
+        samples=[row < 2 for row in range(len(counts))],
         num_decodes=1,
     )
-    rows = InputBatch(2, info.max_model_len, info.kv_groups)
+    rows = InputBatch(len(counts), info.max_model_len, info.kv_groups)
     inputs = rows.prepare(batch, decode.device, decode.block_tables)
     # Its rows are sampled as padding, whatever request they are of.
     decode.run(next(decode.host_buffers), min(2, info.max_num_seqs), inputs)

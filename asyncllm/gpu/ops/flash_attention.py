@@ -19,6 +19,7 @@ from torch import Tensor
 from asyncllm.gpu.batch.decode_inputs import DecodeInputs
 from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.h2d import copy_to_device
+from asyncllm.gpu.ops.attention_check import check_attention
 from asyncllm.gpu.ops.backend import CUDA, HALF, AttentionRequest, Constraints
 from asyncllm.gpu.ops.base import AttentionShape
 
@@ -72,8 +73,8 @@ class FlashAttention(ABC):
     rows and the width of the block table, so a captured decode step has that fixed.
     """
 
-    name: ClassVar[str]
-    needs_zeroed_blocks: ClassVar[bool]
+    name: str
+    needs_zeroed_blocks: bool
     table_argument: ClassVar[str]
     constraints: ClassVar = Constraints(
         device_types=CUDA, min_capability=(8, 0), dtypes=HALF, max_head_dim=256, head_dim_multiple=8
@@ -87,7 +88,15 @@ class FlashAttention(ABC):
 
     @classmethod
     def make(cls, request: AttentionRequest) -> Self:
-        return cls(request.shape)
+        """Its first calls, on small steps, are held against plain torch: builds of the libraries
+        are many, and some of their versions are wrong for paged rows.
+
+        Raises:
+            EngineError: the library is not there, too old, or computes something else.
+        """
+        attention = cls(request.shape)
+        check_attention(attention, request)
+        return attention
 
     def __init__(self, shape: AttentionShape) -> None:
         self.shape = shape

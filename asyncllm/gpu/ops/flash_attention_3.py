@@ -19,6 +19,11 @@ ARGUMENTS = frozenset(
 )
 """Of ``flash_attn_with_kvcache``. The module has no version; its early betas lack some."""
 
+WHEELS = (
+    "install flash-attn-3 from PyTorch's own index, not PyPI (docs/attention_backends.md), or "
+    "build it from the folder hopper of Dao-AILab/flash-attention"
+)
+
 
 class FlashAttention3(FlashAttention):
     """Attention by FlashAttention 3, for Hopper.
@@ -65,8 +70,8 @@ def _import() -> AttentionFunction:
     except (ImportError, OSError) as error:
         raise EngineError(
             'attention_backend="flash_attn_3": flash_attn_interface cannot be imported '
-            f"({error}): build FlashAttention 3 (the folder hopper of "
-            'Dao-AILab/flash-attention), or choose attention_backend="auto"'
+            f"({error}): {WHEELS}, or choose "
+            'attention_backend="auto"'
         ) from error
     function = getattr(library, "flash_attn_with_kvcache", None)
     lacking = set(ARGUMENTS)

@@ -5,6 +5,8 @@ Nothing is read on the host, so that a CUDA graph may hold them.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -17,11 +19,21 @@ from asyncllm.gpu.batch.sampling_inputs import (
     TopLogprobs,
 )
 
+CHUNK_ELEMENTS = 1 << 22
+"""Logits that the stages take at a time: what they allocate beside the result does not grow with
+the batch."""
+
+_CHUNK_BYTES = 20
+"""At most, of a logit of a chunk: its counts, and both of its penalised values."""
+
+_RULE_BYTES = 64
+"""At most, of an entry of a row's ``logit_bias``."""
+
 
 def process_logits(logits: Tensor, rows: SamplingRows, stages: Stages) -> Tensor:
     """Logits behind the stages that come before temperature, in vLLM's order: grammars' masks,
     ``logit_bias``, ``allowed_token_ids`` and ``bad_words``, ``min_tokens``, then repetition,
-    frequency and presence penalties.
+    frequency and presence penalties. In place, but for the result, and in chunks of rows.
 
     With PENALTIES the token before the one that is sampled is counted first, so that the counts
     of a request are right on every path that samples it.
@@ -32,20 +44,41 @@ def process_logits(logits: Tensor, rows: SamplingRows, stages: Stages) -> Tensor
     Returns:
         ``[S, vocab_size]`` float32; undefined in rows that are left out.
     """
-    processed = logits.float()
-    if processed.data_ptr() == logits.data_ptr():
-        processed = logits.clone()
+    processed = logits.to(torch.float32, copy=True)
+    if stages & Stages.PENALTIES:
+        _count(rows.lines(), rows)
+    for part in _chunks(*processed.shape):
+        _process(processed[part], rows.at(part), stages)
+    return processed
+
+
+def processing_bytes(num_rows: int, vocab_size: int) -> int:
+    """Bytes that ``process_logits`` allocates at most for so many rows, its result included."""
+    chunk = min(num_rows, _chunk_rows(vocab_size))
+    result = 4 * num_rows * vocab_size
+    return result + chunk * (_CHUNK_BYTES * vocab_size + _RULE_BYTES * MAX_BIAS)
+
+
+def _chunk_rows(vocab_size: int) -> int:
+    return max(1, CHUNK_ELEMENTS // vocab_size)
+
+
+def _chunks(num_rows: int, vocab_size: int) -> Iterator[slice]:
+    step = _chunk_rows(vocab_size)
+    return (slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
+
+
+def _process(logits: Tensor, rows: SamplingRows, stages: Stages) -> None:
+    """A chunk, in place."""
     lines = rows.lines()
     if stages & Stages.MASKS:
         assert rows.mask_slots is not None
         assert rows.mask_words is not None
-        processed = mask_logits(processed, rows.mask_slots, rows.mask_words)
+        mask_logits(logits, rows.mask_slots, rows.mask_words)
     if stages & Stages.RULES:
-        _apply_rules(processed, lines, rows)
+        _apply_rules(logits, lines, rows)
     if stages & Stages.PENALTIES:
-        _count(lines, rows)
-        processed = _penalise(processed, lines, rows)
-    return processed
+        _penalise(logits, lines, rows)
 
 
 def _apply_rules(logits: Tensor, lines: Tensor, rows: SamplingRows) -> None:
@@ -55,8 +88,8 @@ def _apply_rules(logits: Tensor, lines: Tensor, rows: SamplingRows) -> None:
     ids = torch.where(active, tables.bias_ids[lines], 0).long()
     logits.scatter_add_(1, ids, torch.where(active, tables.bias_values[lines], 0.0))
     allowed = unpack_bits(tables.allowed[lines], logits.shape[1])
-    free = (rules.restricted[lines] == 0).unsqueeze(1)
-    logits.masked_fill_(~(allowed | free), -torch.inf)
+    allowed |= (rules.restricted[lines] == 0).unsqueeze(1)
+    logits.masked_fill_(allowed.logical_not_(), -torch.inf)
     early = rows.positions + 1 < rules.min_end[lines]
     active = entry[:MAX_STOP_IDS] < rules.num_stop_ids[lines].unsqueeze(1)
     active &= early.unsqueeze(1)
@@ -75,15 +108,18 @@ def _count(lines: Tensor, rows: SamplingRows) -> None:
     counts.view(-1).index_add_(0, lines * counts.shape[1] + last.clamp(min=0), new.to(counts.dtype))
 
 
-def _penalise(logits: Tensor, lines: Tensor, rows: SamplingRows) -> Tensor:
+def _penalise(logits: Tensor, lines: Tensor, rows: SamplingRows) -> None:
     rules, counts = rows.rules, rows.tables.counts[lines]
     used = counts > 0
-    seen = used | unpack_bits(rows.tables.in_prompt[lines], logits.shape[1])
+    seen = unpack_bits(rows.tables.in_prompt[lines], logits.shape[1])
+    seen |= used
     repetition = rules.repetition[lines].unsqueeze(1)
-    scaled = torch.where(logits > 0, logits / repetition, logits * repetition)
-    logits = torch.where(seen, scaled, logits)
-    logits = logits - rules.frequency[lines].unsqueeze(1) * counts
-    return logits - rules.presence[lines].unsqueeze(1) * used
+    scaled = logits * repetition
+    torch.where(logits > 0, logits / repetition, scaled, out=scaled)
+    torch.where(seen, scaled, logits, out=logits)
+    del scaled, seen
+    logits -= rules.frequency[lines].unsqueeze(1) * counts
+    logits -= rules.presence[lines].unsqueeze(1) * used
 
 
 def top_logprobs(logits: Tensor, tokens: Tensor, out: TopLogprobs) -> None:
@@ -94,10 +130,11 @@ def top_logprobs(logits: Tensor, tokens: Tensor, out: TopLogprobs) -> None:
         logits: ``[S, vocab_size]``, as the model gave them.
         tokens: ``[S]`` int64; what is written for a negative one is undefined.
     """
-    count, wide = len(tokens), logits.float()
-    total = wide.logsumexp(-1, keepdim=True)
-    values, ids = wide.topk(out.values.shape[1] - 1)
-    sampled = wide.gather(1, tokens.clamp(min=0).unsqueeze(1))
-    ranks = (wide > sampled).sum(-1, keepdim=True) + 1
-    out.values[:count].copy_(torch.cat((values, sampled), -1) - total)
-    out.ids[:count].copy_(torch.cat((ids, ranks), -1))
+    for part in _chunks(*logits.shape):
+        wide, chosen = logits[part].float(), tokens[part]
+        total = wide.logsumexp(-1, keepdim=True)
+        values, ids = wide.topk(out.values.shape[1] - 1)
+        sampled = wide.gather(1, chosen.clamp(min=0).unsqueeze(1))
+        ranks = (wide > sampled).sum(-1, keepdim=True) + 1
+        out.values[part].copy_(torch.cat((values, sampled), -1) - total)
+        out.ids[part].copy_(torch.cat((ids, ranks), -1))

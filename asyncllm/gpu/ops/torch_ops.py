@@ -209,6 +209,11 @@ class TorchOps:
         """The experts of weights that are of one of ``schemes``."""
         return GroupedExperts(weights, config, self.silu_mul)
 
+    def expert_tokens(self, num_experts: int, top_k: int) -> tuple[int, ...]:
+        """Numbers of tokens in a step from which on experts have kernels that smaller steps do
+        not, and that are compiled at their first launch."""
+        return ()
+
     def embedding(self, values: Tensor, multiplier: float = 1.0) -> Embedding:
         """The rows of ``values [vocab_size, H]`` by token id, times ``multiplier``."""
         return (

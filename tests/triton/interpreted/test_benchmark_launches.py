@@ -11,6 +11,7 @@ from benchmarks.common import Report
 from benchmarks.gpu import kernels
 from benchmarks.gpu.paged_inputs import PagedInputs, decode_calls, make_inputs, prefill_calls
 from benchmarks.gpu.shapes import AttentionLoad
+from benchmarks.gpu.smoke_kernels import checks_of
 from benchmarks.gpu.stage import Deadline, Stage
 from tests.triton.paged import assert_close, attend
 
@@ -63,3 +64,12 @@ def test_first_case_of_every_family() -> None:
     kernels.run_families(stage, wanted)
     assert stage.failed == []
     assert [score.value for score, _ in stage.scores.scores] == [0.0] * len(wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", checks_of("cpu", 80))
+def test_kernels_of_the_smoke_stage(name: str) -> None:
+    if name == "a decoder of two KV groups":
+        pytest.skip("it asks a GPU for its multiprocessors; test_decoder.py runs it")
+    for check in checks_of("cpu", 80)[name]:
+        check()

@@ -22,6 +22,7 @@ from asyncllm.gpu.ops.triton.norm import TritonRMSNorm
 from asyncllm.gpu.ops.triton.rope_cache import TritonRopeAndCache
 from asyncllm.gpu.ops.triton.sampling import sample
 from asyncllm.gpu.ops.triton.state_rows import TritonStateRows
+from asyncllm.gpu.ops.triton.tuning import FEW_ROWS
 
 
 class TritonOps(TorchOps):
@@ -51,6 +52,9 @@ class TritonOps(TorchOps):
 
     def gated_norm(self, weight: Tensor, eps: float) -> TritonGatedNorm:
         return TritonGatedNorm(weight, eps)
+
+    def expert_tokens(self, num_experts: int, top_k: int) -> tuple[int, ...]:
+        return (FEW_ROWS * num_experts // top_k + 1,)
 
     def rms_norm(self, weight: Tensor, eps: float, multiplier: float = 1.0) -> TritonRMSNorm:
         return TritonRMSNorm(weight, eps, multiplier)

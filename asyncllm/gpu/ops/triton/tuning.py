@@ -20,6 +20,9 @@ PROGRAMS_PER_SM = 4
 """Decode attention programs that a multiprocessor should have, by shared memory
 and registers."""
 
+FEW_ROWS = 16
+"""Rows of a group, on average, up to which a grouped product has its smallest tiles."""
+
 _HEAD_DIMS = (64, 128, 256)
 MAX_HEAD_DIM = _HEAD_DIMS[-1]
 
@@ -117,10 +120,10 @@ class ProductTiles:
 def product_tiles(num_rows: int, num_groups: int, element_size: int) -> ProductTiles:
     """Launch shape for so many rows in so many groups; it depends on shapes alone, so that it is
     fixed for a captured graph."""
-    rows = 16 if num_rows <= 16 * num_groups else 64
+    rows = FEW_ROWS if num_rows <= FEW_ROWS * num_groups else 64
     if element_size > 2:
         # Tensor cores multiply float32 at full precision in software: registers are short.
-        return ProductTiles(rows // 2 if rows > 16 else 16, 32, 32, 4, 1)
+        return ProductTiles(rows // 2 if rows > FEW_ROWS else FEW_ROWS, 32, 32, 4, 1)
     return ProductTiles(rows, 64, 64, 4, 3)
 
 

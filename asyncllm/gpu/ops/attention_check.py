@@ -1,0 +1,189 @@
+"""check_attention: what an attention computes on this device, held against plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncllm.errors import EngineError
+from asyncllm.gpu.batch.decode_inputs import DecodeInputs
+from asyncllm.gpu.batch.step_inputs import ModelInputs
+from asyncllm.gpu.ops.backend import AttentionRequest
+from asyncllm.gpu.ops.base import Attention, AttentionShape
+from asyncllm.gpu.ops.torch_attention import TorchAttention
+from asyncllm.validation import explain
+
+UNOWNED = 64.0
+"""Of the slots that no sequence owns: a key that is seen by mistake decides its row."""
+
+PADDED = 2
+"""Rows of a decode step."""
+
+
+def check_attention(attention: Attention, request: AttentionRequest) -> None:
+    """Runs small steps of decode rows, of prefill rows and of both, on random tensors, with each
+    kind of window that the model has. The reference is ``TorchAttention`` in float64 on the same
+    device.
+
+    Args:
+        request: of a shape without sinks; ``block_size`` is set.
+
+    Raises:
+        EngineError: a row differs by more than the rounding of its dtype allows, or a step fails.
+    """
+    size = request.block_size
+    assert size is not None
+    which = f"attention_backend={attention.name!r}"
+    remedy = 'install another build of its library, or choose attention_backend="auto"'
+    bound = 2 * torch.finfo(request.dtype).eps
+    # Sequences are longer than this window, so that it hides some of their keys.
+    windows = {None if one is None else min(one, size + 3) for one in request.windows}
+    with torch.inference_mode():
+        for step, window in ((step, one) for step in _steps(request, size) for one in windows):
+            where = f"{step.name} rows, {'no window' if window is None else f'window {window}'}"
+            try:
+                error = step.error(attention, window)
+            except Exception as failure:
+                raise EngineError(
+                    f"{which} fails its check at start ({where}): {explain(failure)}; {remedy}"
+                ) from failure
+            if not error <= bound:
+                raise EngineError(
+                    f"{which} does not compute what plain torch does ({where}): a row is off by "
+                    f"{error:.3g} of its norm, expected at most {bound:.3g}; {remedy}"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """T tokens, their keys and values in the cache already.
+
+    Attributes:
+        q: ``[T, Hq, D]``, with those of padded rows behind them.
+        cache: ``[2, num_blocks, block_size, Hk, D]``.
+        slots: ``[T]`` int64.
+        inputs: what plans it.
+    """
+
+    name: str
+    shape: AttentionShape
+    q: Tensor
+    cache: Tensor
+    slots: Tensor
+    inputs: ModelInputs | DecodeInputs
+
+    def error(self, attention: Attention, window: int | None) -> float:
+        """The largest error of a row's head, by its norm; infinity where anything is not finite,
+        padded rows included: what comes of them is written to the null block."""
+        found = self._run(attention, self.q, self.cache, window).double()
+        if not bool(found.isfinite().all()):
+            return float("inf")
+        exact = TorchAttention(self.shape, torch.float64)
+        wanted = self._run(exact, self.q.double(), self.cache.double(), window)
+        found, wanted = (
+            each.view(len(self.q), -1, self.q.shape[-1])[: len(self.slots)]
+            for each in (found, wanted)
+        )
+        return float(((found - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max())
+
+    def _run(self, attention: Attention, q: Tensor, cache: Tensor, window: int | None) -> Tensor:
+        inputs = self.inputs
+        if isinstance(inputs, DecodeInputs):
+            plan = attention.plan_decode(inputs, window)
+        else:
+            plan = attention.plan(inputs, window)
+        k, v = cache.flatten(1, 2)[:, self.slots]
+        return attention(q, k, v, cache, plan)
+
+
+def _steps(request: AttentionRequest, size: int) -> Iterator[_Step]:
+    decodes = [(2 * size + 5, 1), (0, 1), (size - 1, 1), (size, 1)]
+    prefills = [(0, size + 3), (size + 7, 20), (3, 2), (2 * size, 7)]
+    for name, rows in (
+        ("decode", decodes), ("prefill", prefills), ("decode and prefill", decodes + prefills),
+    ):  # fmt: skip
+        yield _make_step(name, _Rows(rows, size), request)
+
+
+def _make_step(name: str, rows: _Rows, request: AttentionRequest) -> _Step:
+    shape, device, random = request.shape, request.device, torch.Generator().manual_seed(len(name))
+    pair = (shape.num_kv_heads, shape.head_dim)
+    cache = torch.full((2, rows.blocks.size + 1, rows.size, *pair), UNOWNED)
+    for row in range(len(rows.starts)):
+        own = rows.slots(row, 0)
+        cache.flatten(1, 2)[:, own] = torch.randn(2, len(own), *pair, generator=random)
+    slots = np.concatenate([rows.slots(row, int(at)) for row, at in enumerate(rows.starts)])
+    inputs = rows.decode_inputs(device) if name == "decode" else rows.model_inputs(device)
+    # Queries are a slice of a wider projection, as they are in the model.
+    heads = shape.num_heads + 2 * shape.num_kv_heads
+    count = len(slots) + (PADDED if name == "decode" else 0)
+    merged = torch.randn(count, heads, shape.head_dim, generator=random)
+    q = merged.to(device, request.dtype)[:, : shape.num_heads]
+    cache = cache.to(device, request.dtype)
+    return _Step(name, shape, q, cache, torch.from_numpy(slots).to(device), inputs)
+
+
+class _Rows:
+    """Rows of a step, given by their tokens in the cache before it and those of the step, the
+    decodes first. Each has blocks of its own, in random order, and a line of the table that is not
+    its number; block 0 is the null block."""
+
+    def __init__(self, rows: list[tuple[int, int]], size: int) -> None:
+        self.size = size
+        self.starts, self.counts = np.array(rows, dtype=np.int64).T
+        self.lengths = self.starts + self.counts
+        width = int(-(-self.lengths.max() // size)) + 1
+        order = np.random.default_rng(len(rows)).permutation(len(rows) * width) + 1
+        self.blocks = order.reshape(-1, width)
+        self.lines = np.arange(len(rows))[::-1].copy()
+        self.table = np.zeros((len(rows) + 1, width), dtype=np.int32)
+        self.table[self.lines] = self.blocks
+
+    def slots(self, row: int, first: int) -> np.ndarray:
+        """Of its tokens from ``first`` on."""
+        positions = np.arange(first, int(self.lengths[row]))
+        return self.blocks[row, positions // self.size] * self.size + positions % self.size
+
+    def model_inputs(self, device: torch.device) -> ModelInputs:
+        tokens = torch.zeros(int(self.counts.sum()), dtype=torch.int64, device=device)
+        return ModelInputs(
+            num_decodes=int((self.counts == 1).sum()),
+            token_ids=tokens,
+            positions=tokens,
+            logits_indices=None,
+            req_indices=torch.from_numpy(self.lines).to(device),
+            host_req_indices=self.lines,
+            query_start_loc=np.concatenate(([0], np.cumsum(self.counts))),
+            seq_lens=self.lengths,
+            starts=self.starts,
+            slot_mapping=tokens,
+            host_table=self.table,
+            device_table=torch.from_numpy(self.table).to(device),
+            block_size=self.size,
+        )
+
+    def decode_inputs(self, device: torch.device) -> DecodeInputs:
+        """With PADDED rows behind the others."""
+        padding = np.zeros(PADDED, dtype=np.int64)
+
+        def there(*parts: np.ndarray) -> Tensor:
+            return torch.from_numpy(np.concatenate(parts)).to(device)
+
+        tokens = there(np.zeros_like(self.lines), padding)
+        return DecodeInputs(
+            req_indices=there(self.lines, padding - 1),
+            host_token_ids=tokens,
+            positions=there(self.starts, padding),
+            block_table=there(self.table),
+            table_changes=(tokens[:0], tokens[:0].int()),
+            token_ids=tokens,
+            seq_lens=there(self.lengths, padding).int(),
+            slot_mapping=tokens,
+            last_sampled_tokens=torch.zeros(len(self.table), dtype=torch.int64, device=device),
+            block_size=self.size,
+            max_len=self.table.shape[1] * self.size,
+        )

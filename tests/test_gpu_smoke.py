@@ -1,0 +1,231 @@
+"""The smoke stage of the GPU benchmarks: processes, bisection, and its probes on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from asyncllm.gpu.graph.capturer import CudaGraphCapturer
+from asyncllm.outputs import Logprob, TokenLogprobs
+from benchmarks.common import Report
+from benchmarks.gpu import children, smoke, smoke_probes
+from benchmarks.gpu.children import ProbeError, ProbeProcess
+from benchmarks.gpu.probe import nodes_of_dump
+from benchmarks.gpu.smoke import Task
+from benchmarks.gpu.smoke_kernels import checks_of
+from benchmarks.gpu.smoke_models import MODELS
+from benchmarks.gpu.stage import Deadline, Stage
+from tests.cuda_captures import Captures
+from tests.gpu_stand_ins import figures, make_stage
+
+DEVICE = torch.device("cpu", 0)
+
+STUBS = """
+import os, sys, time
+
+def add(a, b=1):
+    print("noise on standard output")
+    return [a + b, os.getpid()]
+
+def fail():
+    raise LookupError("no such kernel\\nand more")
+
+def crash():
+    print("a last word", file=sys.stderr)
+    os._exit(3)
+
+def hang():
+    time.sleep(60)
+
+PROBES = {each.__name__: each for each in (add, fail, crash, hang)}
+"""
+
+
+# --- processes --------------------------------------------------------------------------
+
+
+def test_a_probe_that_ends_its_process_fails_alone(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(children, "START_SECONDS", 20.0)
+    (tmp_path / "stub_probes.py").write_text(STUBS)
+    left = [60.0]
+    probes = ProbeProcess("stub_probes", lambda: left[0], paths=[tmp_path])
+    pids = []
+    for name, error in (
+        ("fail", r"^LookupError: no such kernel$"),
+        ("crash", r"^its process ended with exit status 3: a last word$"),
+        ("hang", r"^did not come back in 0 s$"),
+    ):
+        total, pid = probes.run("add", 5.0, {"a": 2, "b": 40})
+        assert total == 42
+        pids.append(pid)
+        left[0] = 0.3 if name == "hang" else 60.0
+        with pytest.raises(ProbeError, match=error):
+            probes.run(name, 5.0)
+    left[0] = 60.0
+    total, pid = probes.run("add", 5.0, {"a": 1})
+    # What raised left its process as it was; the others have a new one.
+    assert total == 2
+    assert pids[0] == pids[1] != pids[2] != pid
+    probes.close()
+    probes.close()
+
+
+# --- bisection --------------------------------------------------------------------------
+
+
+class Runner:
+    """Fails for the probes that are listed, but with the settings that are listed beside."""
+
+    def __init__(self, broken: Mapping[str, list[dict[str, Any]]]) -> None:
+        self.broken = broken
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+
+    def run(self, name: str, seconds: float, options: Mapping[str, Any] | None = None) -> Any:
+        given = dict(options or {})
+        self.asked.append((name, given))
+        key = given.get("model", name)
+        if key in self.broken and given.get("settings") not in self.broken[key]:
+            raise ProbeError("request 3, token 1: 7 instead of 9")
+        return [("tokens compared", 8.0, "", "")]
+
+
+def test_what_fails_is_run_in_other_ways() -> None:
+    tasks = [
+        Task("pool", "memory_pool", 5),
+        Task("engine: a", "engine", 5, {"model": "a"}, bisected=True),
+        Task("engine: b", "engine", 5, {"model": "b"}, bisected=True),
+        Task("waiting", "wake_up", 5),
+    ]
+    runner, stage = Runner({"a": [{"cuda_graphs": "off"}], "wake_up": []}), make_stage()
+    smoke.run_tasks(stage, runner, tasks)
+    found = figures(stage)
+    assert [found[name] for name in ("pool", "engine: b")] == [1.0, 1.0]
+    assert [found[f"  engine: a, {way}"] for way in smoke.WAYS] == [1.0, 0.0, 0.0]
+    assert "engine: a" not in found
+    assert [name for name, _ in stage.failed] == ["engine: a", "waiting"]
+    assert found["probes that failed"] == 2.0
+    # What takes no settings is not run again.
+    assert [name for name, _ in runner.asked].count("wake_up") == 1
+    assert stage.finish() == 1
+
+
+def test_what_there_is_no_time_for_is_skipped() -> None:
+    now = [0.0]
+    stage = Stage(Report("test"), Deadline(25.0, lambda: now[0]))
+
+    class Slow(Runner):
+        def run(self, name: str, seconds: float, options: Mapping[str, Any] | None = None) -> Any:
+            now[0] += 6.0
+            return super().run(name, seconds, options)
+
+    runner = Slow({"a": []})
+    tasks = [
+        Task("engine: a", "engine", 8, {"model": "a"}, bisected=True),
+        Task("waiting", "wake_up", 15),
+    ]
+    smoke.run_tasks(stage, runner, tasks)
+    assert len(runner.asked) == 3
+    assert stage.skipped == ["engine: a, plain attention", "waiting"]
+
+
+def test_every_task_is_a_probe_that_there_is() -> None:
+    tasks = smoke.tasks()
+    assert {task.probe for task in tasks} <= set(smoke_probes.PROBES)
+    kernels = [task.options["name"] for task in tasks if task.probe == "kernel"]
+    assert sorted(kernels) == sorted(checks_of("cpu", 90))
+    assert {"windows", "sinks", "experts"} <= set(kernels)
+    models = {task.options["model"] for task in tasks if task.probe == "engine"}
+    assert models == set(MODELS)
+
+
+# --- probes -----------------------------------------------------------------------------
+
+STAGED = pytest.param("dense", "staged", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("model", "requests"),
+    [
+        ("sinks", "plain"),
+        STAGED,
+        *(
+            pytest.param(name, "plain", marks=pytest.mark.slow)
+            for name in MODELS
+            if name != "sinks"
+        ),
+    ],
+)
+def test_an_engine_on_the_cpu_is_right(model: str, requests: str) -> None:
+    """Native ops, one step ahead, against plain torch: the same probe as on a GPU."""
+    ((name, value, *_),) = smoke_probes.engine(model, requests, device="cpu")
+    assert name == "tokens compared"
+    assert value is not None
+    assert value > 100
+
+
+@pytest.mark.slow
+def test_equal_batches_on_the_cpu() -> None:
+    ((_, value, *_),) = smoke_probes.graphs(device="cpu", sizes=(1, 3))
+    assert value == 2.0
+
+
+def completion(tokens: list[int], *, gap: float | None = None) -> Any:
+    """With ``gap``, token 99 is the second most likely everywhere, by so much."""
+    if gap is None:
+        return SimpleNamespace(token_ids=tokens, logprobs=None)
+    tops = [(Logprob(token, -1.0, 1), Logprob(99, -1.0 - gap, 2)) for token in tokens]
+    return SimpleNamespace(token_ids=tokens, logprobs=[TokenLogprobs(top[0], top) for top in tops])
+
+
+def test_tokens_are_compared_but_for_ties() -> None:
+    compare, tens = smoke_probes.compare, list(range(10))
+    assert compare([completion(tens)] * 2, [completion(tens)] * 2) == 20
+    late = [*tens[:9], 99]
+    assert compare([completion(late)], [completion(tens, gap=1e-4)]) == 9
+    for expected in (completion(tens, gap=1e-2), completion(tens)):
+        with pytest.raises(AssertionError, match="request 0, token 9: 99 instead of 9"):
+            compare([completion(late)], [expected])
+    with pytest.raises(AssertionError, match="only 2 of 10 tokens"):
+        compare([completion([0, 1, *[99] * 8])], [completion(tens, gap=1e-4)])
+    with pytest.raises(AssertionError, match="another length"):
+        compare([completion(tens[:4])], [completion(tens)])
+
+
+class Replaying(CudaGraphCapturer):
+    """What it has captured can be repeated without CUDA."""
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None] | None:
+        return None if super().capture(run) is None else run
+
+
+def test_a_failed_capture_is_tried_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    captures = Captures("aten::_local_scalar_dense")
+    captures.install(monkeypatch)
+    smoke_probes.check_failed_capture(Replaying(DEVICE), DEVICE)
+    captures.check_clean()
+
+
+def test_a_process_that_stays_in_capture_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    captures = Captures("aten::_local_scalar_dense")
+    captures.install(monkeypatch)
+    monkeypatch.setattr(CudaGraphCapturer, "_leave_pool", lambda self: None)
+    with pytest.raises(AssertionError, match="nothing can be captured any more"):
+        smoke_probes.check_failed_capture(CudaGraphCapturer(DEVICE), DEVICE)
+
+
+def test_nodes_are_counted_once() -> None:
+    text = """digraph dot {
+        "graph_1_node_0"[style="solid" shape="rectangle" label="0 KERNEL"];
+        "graph_1_node_1"[style="solid" shape="rectangle" label="1 MEMCPY"];
+        "graph_1_node_0" -> "graph_1_node_1";
+    }"""
+    assert nodes_of_dump(text) == 2
+    with pytest.raises(ValueError, match="begins 'digraph"):
+        nodes_of_dump("digraph dot { a -> b }")
