@@ -47,7 +47,11 @@ class Program:
         self.context, self.names, self.num_bytes = context, tuple(names), num_bytes
         self.results = tuple(results)
         self._held = (ops, *held)
-        writes = [index for index, name in enumerate(names) if name == "rope_and_cache"]
+        writes = [
+            index
+            for index, name in enumerate(names)
+            if name == "rope_and_cache" and ops[index].args.rope_and_cache.cache
+        ]
         sizes = ctypes.c_int64 * len(capacity)
         self.args = ProgramArgs(
             ops=ops,
