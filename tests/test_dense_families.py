@@ -102,7 +102,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_kv_shared_layers": 4,
         "use_double_wide_mlp": False,
     },
-    "Gemma4-shared-pattern": {"layer_types": None, "num_hidden_layers": 8, "gain": 0.9},
+    "Gemma4-shared-pattern": {"layer_types": None, "num_hidden_layers": 8, "gain": 0.8},
     "Gemma4-experts-inputs": {"hidden_size_per_layer_input": 12, "top_k_experts": 3},
     "Glm4-quarter": {"partial_rotary_factor": 0.25, "attention_bias": False, "shard": "60KB"},
     "Glm4-tied": {"tie_word_embeddings": True, "num_key_value_heads": 1},

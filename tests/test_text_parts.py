@@ -95,7 +95,7 @@ def make_multimodal(path: Path, family: str, **changes: Any) -> Any:
     return model
 
 
-NATIVE = ("Gemma3", "Qwen3VL")
+NATIVE = ("Gemma3", "Gemma4", "Qwen3VL")
 
 
 @pytest.mark.parametrize("family", PARTS)

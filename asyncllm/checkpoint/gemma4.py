@@ -40,7 +40,7 @@ def _gemma4(config: ConfigFile, sizes: Sizes) -> Fields:
     # The last layer is full whatever the file says, as in transformers.
     slides = (*window["sliding_layers"][:-1], False)
     kinds = tuple(SLIDING if each else FULL for each in slides)
-    ropes = {kind: _rope(config, sizes, kind) for kind in set(kinds)}
+    ropes = {kind: _rope(config, sizes, kind) for kind in sorted(set(kinds))}
     fields = {
         **read_biases(config),
         "qk_norm": True,

@@ -86,7 +86,9 @@ def share_kv(
     for index in range(first, len(layers)):
         own, source = found[index], last.get(kinds[index])
         if source is None:
-            accepted = f"so many that one before them is of the kind {kinds[index]!r}, as layer {index}"
+            accepted = (
+                f"fewer: layer {index} is {kinds[index]!r}, and none before the first of them is"
+            )
             raise config.bad("num_kv_shared_layers", accepted)
         heads = found[source].num_kv_heads, found[source].head_dim
         if (own.num_kv_heads, own.head_dim) != heads:

@@ -14,8 +14,9 @@ MAX_POSITIONS = 2**31 - 1
 
 RopeKind = Literal["default", "linear", "llama3", "longrope", "none", "proportional", "yarn"]
 KINDS: tuple[RopeKind, ...] = ("default", "linear", "llama3", "longrope", "yarn")
-"""Those that a file may name, beside "proportional" where a family has it. "dynamic" is none of them:
-its frequencies follow the longest sequence of a batch, so that results would depend on company."""
+"""Those that a file may name, beside "proportional" where a family has it. "dynamic" is none of
+them: its frequencies follow the longest sequence of a batch, so that results would depend on
+company."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,7 +77,10 @@ def _first_parameters(model: ModelConfig) -> Iterator[Parameter]:
     yield _single("embed.weight", "model.embed_tokens.weight", (model.vocab_size, hidden))
     if inputs is not None:
         width, here = model.num_layers * inputs.size, "layer_inputs."
-        table, projection = "model.embed_tokens_per_layer.weight", "model.per_layer_model_projection"
+        table, projection = (
+            "model.embed_tokens_per_layer.weight",
+            "model.per_layer_model_projection",
+        )
         yield _single(f"{here}table.weight", table, (inputs.vocab_size, width))
         yield _single(f"{here}projection.weight", f"{projection}.weight", (width, hidden))
         norm = "model.per_layer_projection_norm.weight"

@@ -435,4 +435,3 @@ class _Builder:
             norm=self.due_norm(f"{name}.norm"),
             index=index,
         )
-

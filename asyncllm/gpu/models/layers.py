@@ -39,7 +39,8 @@ class StepContext:
             in the last one those that are sampled; None is all.
         inputs: ``[T, layers, P]``, what each layer takes of a token beside the hidden states, in
             models where it does.
-        lent: by the index of their KV the step's own k and v, of layers that lend them to later ones.
+        lent: by the index of their KV the step's own k and v of layers that lend them to later
+            ones.
     """
 
     positions: Tensor

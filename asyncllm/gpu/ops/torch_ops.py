@@ -206,13 +206,13 @@ class TorchRopeAndCache:
         return heads[:, :num_q], heads[:, num_q : num_q + num_k], heads[:, num_q + num_k :]
 
 
-def check_head_norm(
-    shape: AttentionShape, norm: Tensor, dtype: torch.dtype | None = None
-) -> None:
+def check_head_norm(shape: AttentionShape, norm: Tensor, dtype: torch.dtype | None = None) -> None:
     """Raises ValueError for a weight that is not of one head, or not of ``dtype``."""
     if norm.shape != (shape.head_dim,) or norm.dtype != (dtype or norm.dtype):
         expected = f"[{shape.head_dim}]" + (f" of {dtype}" if dtype else "")
-        raise ValueError(f"norm of heads is {tuple(norm.shape)} of {norm.dtype}, expected {expected}")
+        raise ValueError(
+            f"norm of heads is {tuple(norm.shape)} of {norm.dtype}, expected {expected}"
+        )
 
 
 def norms_whole_projections(shape: AttentionShape, q_norm: Tensor, k_norm: Tensor) -> bool:

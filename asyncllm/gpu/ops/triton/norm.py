@@ -30,7 +30,8 @@ def norm_kernel(
     SUM_SCALED: tl.constexpr,
 ):
     """Grid ``(rows,)``. With ADD the sum replaces the residual; with SCALED that of ``multiplier *
-    x``, and with SUM_SCALED the rounded sum times ``sum_scale``. A weight in float32 is multiplied before the norm is rounded, one of x's dtype behind."""
+    x``, and with SUM_SCALED the rounded sum times ``sum_scale``. A weight in float32 is multiplied
+    before the norm is rounded, one of x's dtype behind."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     real = columns < WIDTH

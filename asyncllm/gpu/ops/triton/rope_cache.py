@@ -173,7 +173,10 @@ class TritonRopeAndCache:
         if qkv.shape[0]:
             rope_cache_kernel[(qkv.shape[0], cdiv(num_q + 2 * num_k, heads))](
                 qkv,
-                *(qkv if norm is None else norm for norm in (self.q_norm, self.k_norm, self.v_norm)),
+                *(
+                    qkv if norm is None else norm
+                    for norm in (self.q_norm, self.k_norm, self.v_norm)
+                ),
                 table,
                 positions,
                 cache[0],
