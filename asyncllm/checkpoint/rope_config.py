@@ -42,7 +42,6 @@ class RopeConfig:
     theta: float = 10_000.0
     kind: RopeKind = "default"
     factor: float = 1.0
-    share: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
@@ -53,6 +52,7 @@ class RopeConfig:
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
     query_scale_beta: float = 0.0
+    share: float = 1.0
 
 
 NO_ROPE = RopeConfig(kind="none")

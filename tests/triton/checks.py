@@ -265,7 +265,7 @@ def check_rope_cache(
         v = expected[2]
         expected = *expected[:2], v * (v.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
     weights = (q_weight.to(device), k_weight.to(device)) if norm else (None, None)
-    v_weight = torch.ones_like(weights[0]) if values else None
+    v_weight = torch.ones(dim, dtype=q_weight.dtype, device=device) if values else None
     op = module.TritonRopeAndCache(shape, *weights, 1e-6, v_weight)
     cache = make_cache(layout, blocks, block_size, num_k, dim, dtype)
     strides = cache.stride()
