@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import gelu
 
 from asyncllm.checkpoint.experts_config import ActivationConfig
 from asyncllm.gpu.ops.experts import ExpertsWeights
@@ -31,7 +32,7 @@ def exact_experts(
     for expert in range(weights.num_experts):
         left, up = linear(weights.gate_up, expert, x.double()).chunk(2, -1)
         if config.limit is None:
-            inner = left * left.sigmoid() * up
+            inner = (gelu(left, approximate="tanh") if config.gelu else left * left.sigmoid()) * up
         else:
             left, up = left.clamp(max=config.limit), up.clamp(-config.limit, config.limit)
             inner = (up + 1) * left * (config.alpha * left).sigmoid()

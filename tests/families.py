@@ -214,7 +214,6 @@ SEEDS |= {
     "OlmoHybrid": 1,
     "Qwen3Next": 2,
     "Qwen3_5": 3,
-    "Gemma4": 2,
     "Gemma4-shared": 16,
     "Phi3": 1,
     "Phi3-longrope": 3,
@@ -265,6 +264,8 @@ def draw_weights(
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0.0, 0.2, generator=generator)
+            elif name.endswith("layer_scalar"):
+                buffer.normal_(1.0, 0.2, generator=generator)
 
 
 def noise(model: Any, tokens: list[int]) -> float:

@@ -45,6 +45,9 @@ TWO_ROPES = {
 CASES: dict[str, dict[str, Any]] = {
     "Gemma2": {},
     "Gemma3": {"rope_parameters": TWO_ROPES},
+    "Gemma4": {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    "Gemma4-shared": {"seed": 4, "use_double_wide_mlp": True, "final_logit_softcapping": 10.0},
+    "Gemma4-experts": {"hidden_size_per_layer_input": 0},
     "Glm4": {"attention_bias": True},
     "Granite": {},
     "GraniteMoeHybrid": {
@@ -86,6 +89,21 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "Gemma3-biases": {"attention_bias": True, "shard": "60KB", "num_key_value_heads": 4},
     "Gemma3-pattern": {"layer_types": None, "sliding_window_pattern": 2, "rope_parameters": None},
+    "Gemma4-dense": {"hidden_size_per_layer_input": 0, "shard": "60KB"},
+    "Gemma4-one-size": {"seed": 1, "global_head_dim": 24, "attention_bias": True},
+    "Gemma4-alike": {"global_head_dim": 16, "tie_word_embeddings": True, "embedding": 0.04},
+    "Gemma4-shared-keys": {
+        "seed": 10,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+    },
+    "Gemma4-shared-most": {
+        "seed": 5,
+        "num_kv_shared_layers": 4,
+        "use_double_wide_mlp": False,
+    },
+    "Gemma4-shared-pattern": {"layer_types": None, "num_hidden_layers": 8, "gain": 0.8},
+    "Gemma4-experts-inputs": {"hidden_size_per_layer_input": 12, "top_k_experts": 3},
     "Glm4-quarter": {"partial_rotary_factor": 0.25, "attention_bias": False, "shard": "60KB"},
     "Glm4-tied": {"tie_word_embeddings": True, "num_key_value_heads": 1},
     "Granite-tied": {"embedding": 0.05, "tie_word_embeddings": True, "rope_parameters": YARN},

@@ -23,6 +23,7 @@ from tests.test_ops import BACKENDS, TOLERANCE, make, quantised
 
 NATIVE = [f"native-{isa}" for isa in isas()]
 SILU, CLAMPED = ActivationConfig(), ActivationConfig(limit=1.5, alpha=1.7)
+GELU = ActivationConfig(gelu=True)
 SOFTMAX = RoutingConfig(12, 3)
 ROUTINGS = {
     "softmax": SOFTMAX,
@@ -31,6 +32,7 @@ ROUTINGS = {
     "router with a bias": replace(SOFTMAX, bias=True, renormalise=True),
     "sigmoid": replace(SOFTMAX, scoring="sigmoid", scale=2.5),
     "correction": replace(SOFTMAX, scoring="sigmoid", correction=True, renormalise=True),
+    "scaled experts": replace(SOFTMAX, renormalise=True, scale=1.5, expert_scale=True),
     "groups": RoutingConfig(
         12, 4, "sigmoid", renormalise=True, scale=1.8, num_groups=4, top_groups=2, correction=True
     ),
@@ -58,7 +60,9 @@ def router_weights(config: RoutingConfig, dtype: torch.dtype = torch.float32) ->
     count = config.num_experts
     bias = randn(count, seed=2).to(dtype) if config.bias else None
     correction = randn(count, seed=3) * 0.3 if config.correction else None
-    return RouterWeights(LinearWeights(randn(count, 40, seed=1).to(dtype) * 0.3, bias), correction)
+    rows = LinearWeights(randn(count, 40, seed=1).to(dtype) * 0.3, bias)
+    scale = 1 + randn(count, seed=11) * 0.3 if config.expert_scale else None
+    return RouterWeights(rows, correction, scale)
 
 
 def routed(config: RoutingConfig, weights: RouterWeights, x: list[float]) -> dict[int, float]:
@@ -83,7 +87,8 @@ def routed(config: RoutingConfig, weights: RouterWeights, x: list[float]) -> dic
         allowed = list(range(len(choice)))
     chosen = sorted(allowed, key=lambda expert: -choice[expert])[: config.top_k]
     total = sum(scores[expert] for expert in chosen) if config.renormalise else 1.0
-    return {expert: scores[expert] / total * config.scale for expert in chosen}
+    own = [1.0] * len(rows) if weights.expert_scale is None else weights.expert_scale.tolist()
+    return {expert: scores[expert] / total * config.scale * own[expert] for expert in chosen}
 
 
 @pytest.mark.parametrize("name", ROUTINGS)
@@ -162,7 +167,7 @@ def case(rows: int, dtype: torch.dtype, top_k: int = 2, width: int = WIDTH, coun
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("config", [SILU, CLAMPED])
+@pytest.mark.parametrize("config", [SILU, CLAMPED, GELU])
 @pytest.mark.parametrize("biased", [True, False])
 def test_experts(ops, dtype, config, biased):
     weights = experts_weights(dtype, biased)

@@ -307,6 +307,50 @@ def test_norms(ops, dtype, width, multiplier):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
+def test_norms_of_a_sum_that_is_scaled_and_of_parts(ops, dtype):
+    """The sum is rounded before it is scaled, and again behind."""
+    generator = torch.Generator().manual_seed(9)
+    x, residual = torch.randn(2, 5, 36, generator=generator).to(dtype)
+    norm = ops.rms_norm(torch.rand(36, generator=generator) + 0.5, 1e-6, 0.5, 0.3)
+    total = (residual + x * 0.5) * 0.3
+    normed, added = norm.add(x, residual.clone())
+    assert torch.equal(added, total)
+    assert torch.equal(normed, norm(total))
+    assert torch.equal(ops.residual_add(0.5, 0.3).add(x, residual.clone())[0], total)
+    parts = torch.stack((total, x, residual), 1)
+    assert torch.equal(norm(parts), torch.stack((norm(total), norm(x), norm(residual)), 1))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_norms_of_values_and_queries_without_keys(ops, dtype):
+    shape = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=8, scale=1.0)
+    generator = torch.Generator().manual_seed(3)
+    qkv, table = torch.randn(5, 64, generator=generator).to(dtype), torch.rand(9, 8).to(dtype)
+    rotary = ops.rotary(table, torch.tensor([8, 0, 3, 4, 5]))
+    q_norm, k_norm = torch.rand(2, 8, generator=generator) + 0.5
+    slots, caches = torch.tensor([23, 4, 11, 12, 9]), torch.zeros(2, 2, 6, 4, 2, 8, dtype=dtype)
+    plain = ops.rope_and_cache(shape, q_norm, k_norm, 1e-6)
+    normed = ops.rope_and_cache(shape, q_norm, k_norm, 1e-6, torch.ones(8))
+    expected = plain(qkv.clone(), rotary, caches[0], slots)
+    found = normed(qkv.clone(), rotary, caches[1], slots)
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
+    v = qkv.double().view(5, 8, 8)[:, 6:]
+    exact = v * (v.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(found[2].double(), exact, rtol=tolerance, atol=tolerance)
+    assert torch.equal(caches[1].view(2, 24, 2, 8)[1, slots], found[2])
+    for norm in (q_norm, None):
+        alone = ops.rope(shape, norm, 1e-6)(qkv[:, :32].clone(), rotary)
+        both = ops.rope_and_cache(shape, norm, None if norm is None else k_norm, 1e-6)
+        assert torch.equal(alone, both(qkv.clone(), rotary, caches[0], slots)[0])
+    with pytest.raises(ValueError, match=r"norm of heads is \(16,\)"):
+        ops.rope(shape, torch.ones(16), 1e-6)
+    with pytest.raises(ValueError, match=r"norm of heads is \(16,\)"):
+        ops.rope_and_cache(shape, q_norm, k_norm, 1e-6, torch.ones(16))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
 def test_a_norm_with_a_weight_in_float32_rounds_once(ops, dtype):
     """And not before the weight."""
     generator = torch.Generator().manual_seed(6)
@@ -405,6 +449,8 @@ def test_gelu_mul(ops, dtype):
     tolerance = TOLERANCE[dtype]
     expected = F.gelu(gate, approximate="tanh") * up
     torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
+    for activation in (ops.gelu_mul, ops.silu_mul):
+        assert torch.equal(activation(*x.clone().chunk(2, -1)), activation(x.clone()))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

@@ -97,7 +97,7 @@ def make_multimodal(path: Path, family: str, **changes: Any) -> Any:
     return model
 
 
-NATIVE = ("Gemma3", "Qwen3VL", "Qwen3_5", "Qwen3_5Moe")
+NATIVE = ("Gemma3", "Gemma4", "Qwen3VL", "Qwen3_5", "Qwen3_5Moe")
 
 
 @pytest.mark.parametrize("family", PARTS)

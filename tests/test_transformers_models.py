@@ -97,7 +97,7 @@ def run_everything(case: Case, runner: ModelRunner, chunk: int = 7) -> None:
     step = 0
     while not all(seq.done for seq in (*seqs, again)):
         if step == 8 and not runner.info.has_states:
-            driver.share(seqs[1], again, num_blocks=6)
+            driver.share(seqs[1], again, num_blocks=24 // runner.info.block_size)
         if step == 12:
             driver.release(seqs[0])
         live = [seq for seq in seqs if not seq.done]

@@ -22,6 +22,7 @@ class RoutingConfig:
         correction_rows: its first dimension in a file, where it has two.
         bias: the router's own, on the logits.
         float32: logits are computed in float32, from weights in float32.
+        expert_scale: a factor per expert on its weights, behind all else.
     """
 
     num_experts: int
@@ -36,15 +37,18 @@ class RoutingConfig:
     correction_rows: int | None = None
     bias: bool = False
     float32: bool = False
+    expert_scale: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ActivationConfig:
-    """SiLU of the gate times up; with a limit gpt-oss's clamped SwiGLU,
-    ``(up + 1) * gate * sigmoid(alpha * gate)``, gate at most and up within plus and minus it."""
+    """SiLU of the gate times up, or with ``gelu`` GELU by tanh; with a limit gpt-oss's clamped
+    SwiGLU, ``(up + 1) * gate * sigmoid(alpha * gate)``, gate at most and up within plus and minus
+    it."""
 
     limit: float | None = None
     alpha: float = 1.702
+    gelu: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +61,9 @@ class ExpertsNames:
         fused: what has all experts' ``gate_up_proj`` and ``down_proj``, in files that fuse them.
         fused_router: the router's name in those.
         transposed: fused tensors are ``[experts, in, out]``, and gate and up take turns.
-        correction, shared, shared_gate: of what not every family has.
+        correction, expert_scale, shared, shared_gate: of what not every family has.
+        router_norm, norm, mixed_norm, mlp_norm: of experts beside an MLP: before the router, before
+            and behind the experts, and behind the MLP.
     """
 
     router: str = "mlp.gate"
@@ -67,19 +73,26 @@ class ExpertsNames:
     fused_router: str = "mlp.gate"
     transposed: bool = False
     correction: str = "mlp.gate.e_score_correction_bias"
+    expert_scale: str = "router.per_expert_scale"
     shared: str = "mlp.shared_experts"
     shared_gate: str = "mlp.shared_expert_gate"
+    router_norm: str = "router.scale"
+    norm: str = "pre_feedforward_layernorm_2"
+    mixed_norm: str = "post_feedforward_layernorm_2"
+    mlp_norm: str = "post_feedforward_layernorm_1"
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
-    """Experts in place of the MLP, in the layers where ``layers[layer]`` is True.
+    """Experts in place of the MLP, or beside it, in the layers where ``layers[layer]`` is True.
 
     Attributes:
         intermediate_size: of one expert.
         shared_size: of the MLP that all tokens have beside their experts; 0 is none.
         shared_gate: that is multiplied by the sigmoid of a logit of its own.
         bias: on the experts' projections.
+        beside: the layers have their MLP as well, of which the experts are independent: all of them
+            read the residual, behind norms of their own.
     """
 
     layers: tuple[bool, ...]
@@ -89,4 +102,5 @@ class ExpertsConfig:
     shared_size: int = 0
     shared_gate: bool = False
     bias: bool = False
+    beside: bool = False
     names: ExpertsNames = ExpertsNames()

@@ -12,9 +12,11 @@ from asyncllm.checkpoint.config_file import REQUIRED, ConfigFile
 from asyncllm.checkpoint.experts_config import ExpertsConfig
 from asyncllm.checkpoint.families import BEFORE, Family, Sizes, TensorNames
 from asyncllm.checkpoint.families import FAMILIES as DENSE_FAMILIES
+from asyncllm.checkpoint.gemma4 import GEMMA4
 from asyncllm.checkpoint.gguf_config import gguf_config
 from asyncllm.checkpoint.gguf_file import GGUFFile
 from asyncllm.checkpoint.hybrid_families import HYBRID_FAMILIES
+from asyncllm.checkpoint.layer_config import LayerConfig, LayerInputConfig
 from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
 from asyncllm.checkpoint.model_files import GGUF_SUFFIX
 from asyncllm.checkpoint.moe_families import MOE_FAMILIES
@@ -26,7 +28,7 @@ Activation = Literal["gelu_tanh", "silu"]
 
 QUANT_METHODS = ("awq", "compressed-tensors", "fbgemm_fp8", "fp8", "gguf", "gptq", "mxfp4")
 
-FAMILIES = DENSE_FAMILIES | MOE_FAMILIES | HYBRID_FAMILIES
+FAMILIES = DENSE_FAMILIES | MOE_FAMILIES | HYBRID_FAMILIES | GEMMA4
 """By ``model_type``."""
 
 MAX_LAYERS = 1024
@@ -53,6 +55,7 @@ class ModelConfig:
         names: of the tensors of a layer; which norms a layer has is what it has names for.
         qk_norm: RMSNorm over each query and key head before RoPE (Qwen3), or over all of them
             where ``norms_whole_projections`` (OLMo 2).
+        value_norm: RMSNorm without a weight over each value head.
         norm_offset: what is added to the weights of norms (1 in Gemma's).
         wide_norms: norms are multiplied by their weight in float32, and rounded once.
         attention_bias: biases on q, k and v; ``output_bias`` on o; ``mlp_bias`` on the MLP.
@@ -69,6 +72,9 @@ class ModelConfig:
         sliding_window: positions each token sees, itself included, in the layers where
             ``sliding_layers[layer]`` is True; None where no layer has one.
         sliding_layers: one entry per layer.
+        layers: of each layer, where they differ; () is alike.
+        layer_input: what each layer takes of a token beside the hidden states.
+        layer_scalar: the hidden states behind each layer are multiplied by a number of its own.
         sinks: each layer has a logit per query head that takes part in the softmax of its scores.
         gated_attention: a gate for each element of attention's output, by whose sigmoid it is
             multiplied; a file has those of a query head behind its queries.
@@ -101,6 +107,7 @@ class ModelConfig:
     names: TensorNames = BEFORE
     activation: Activation = "silu"
     qk_norm: bool = False
+    value_norm: bool = False
     norms_whole_projections: bool = False
     norm_offset: float = 0.0
     wide_norms: bool = False
@@ -119,6 +126,9 @@ class ModelConfig:
     interleaved_rope: bool = False
     sliding_window: int | None = None
     sliding_layers: tuple[bool, ...] = ()
+    layers: tuple[LayerConfig, ...] = ()
+    layer_input: LayerInputConfig | None = None
+    layer_scalar: bool = False
     sinks: bool = False
     gated_attention: bool = False
     linear_attention: LinearAttentionConfig | None = None
@@ -127,6 +137,12 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     quantization: str | None = None
     generation_defaults: Mapping[str, Any] | None = None
+
+    def layer(self, index: int) -> LayerConfig:
+        """The sizes of a layer."""
+        if self.layers:
+            return self.layers[index]
+        return LayerConfig(self.num_kv_heads, self.head_dim, self.intermediate_size)
 
     @classmethod
     def from_directory(cls, path: str | os.PathLike[str]) -> ModelConfig:

@@ -12,10 +12,11 @@ from asyncllm.checkpoint.config_file import ConfigFile
 MAX_POSITIONS = 2**31 - 1
 """Positions are int32 on a device."""
 
-RopeKind = Literal["default", "linear", "llama3", "longrope", "none", "yarn"]
+RopeKind = Literal["default", "linear", "llama3", "longrope", "none", "proportional", "yarn"]
 KINDS: tuple[RopeKind, ...] = ("default", "linear", "llama3", "longrope", "yarn")
-"""Those that a file may name. "dynamic" is none of them: its frequencies follow the longest
-sequence of a batch, so that results would depend on company."""
+"""Those that a file may name, beside "proportional" where a family has it. "dynamic" is none of
+them: its frequencies follow the longest sequence of a batch, so that results would depend on
+company."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,8 @@ class RopeConfig:
     Attributes:
         theta: base of the frequencies.
         kind: how they are scaled; "none" rotates nothing (a layer without RoPE).
-        factor: by which "linear", "llama3" and "yarn" stretch positions.
+        factor: by which "linear", "llama3", "proportional" and "yarn" stretch positions.
+        share: of the pairs of a head that "proportional" rotates, the first of them.
         low_freq_factor, high_freq_factor: llama3's alone.
         original_max_position: context of the first training, in tokens.
         beta_fast, beta_slow, truncate: yarn's bounds, in rotations within that context, and whether
@@ -50,6 +52,7 @@ class RopeConfig:
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
     query_scale_beta: float = 0.0
+    share: float = 1.0
 
 
 NO_ROPE = RopeConfig(kind="none")
@@ -130,6 +133,10 @@ def rope_from(
         return RopeConfig(theta=theta)
     if kind == "linear":
         return RopeConfig(theta=theta, kind="linear", factor=section.number("factor", low=1.0))
+    if kind == "proportional":
+        factor = section.number("factor", 1.0, open_low=True)
+        share = section.number("partial_rotary_factor", 1.0, high=1.0)
+        return RopeConfig(theta=theta, kind=kind, factor=factor, share=share)
     original = _original(section, config)
     read = {"llama3": _llama3, "yarn": _yarn, "longrope": _longrope}[kind]
     fields = read(section, config, original, rotary_dim)

@@ -103,6 +103,8 @@ def _is_linear(parameter: Parameter, model: ModelConfig) -> bool:
     computed as they are."""
     if parameter.name == "embed.weight":
         return model.tie_word_embeddings
+    if parameter.name == "layer_inputs.table.weight":
+        return False
     as_rows = len(parameter.shape) == 2 and parameter.layout is None
     return as_rows and not parameter.name.endswith((".router.weight", ".gates.weight"))
 

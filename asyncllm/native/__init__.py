@@ -55,7 +55,7 @@ class RopeArgs(ctypes.Structure):
         (_I, "token_stride"),
         (_P, "table"),
         (_I, "table_rows table_width"),
-        (_P, "positions q_norm k_norm"),
+        (_P, "positions q_norm k_norm v_norm"),
         (_F, "eps"),
         (_P, "cache"),
         (_I, "kv_stride block_stride slot_stride head_stride"),
@@ -103,6 +103,7 @@ class RoutingArgs(ctypes.Structure):
         (_I, "stride num_experts top_k num_groups top_groups"),
         (_P, "correction"),
         (_F, "scale least_sum"),
+        (_P, "expert_scale"),
         (_N, "sigmoid renormalise"),
         (_P, "ids weights"),
         (_N, "dtype"),
@@ -122,7 +123,7 @@ class ExpertsArgs(ctypes.Structure):
         (_P, "out"),
         (_I, "num_experts top_k width inner"),
         (_F, "alpha limit"),
-        (_N, "dtype"),
+        (_N, "dtype activation"),
     )
 
 
@@ -191,14 +192,16 @@ _FIELDS: dict[str, list[tuple[str, Any]]] = {
     ),
     "rms_norm": _fields(
         (_P, "x"), (_I, "x_stride"), (_P, "residual"), (_I, "residual_stride"),
-        (_P, "weight out"), (_I, "width"), (_F, "eps multiplier"), (_N, "dtype weight_dtype"),
+        (_P, "weight out"), (_I, "width parts"), (_F, "eps multiplier scale"),
+        (_N, "dtype weight_dtype"),
     ),
     "gated_mul": _fields(
-        (_P, "gate_up"), (_I, "stride"), (_P, "out"), (_I, "width"), (_N, "dtype activation")
+        (_P, "gate"), (_I, "gate_stride"), (_P, "up"), (_I, "up_stride"), (_P, "out"),
+        (_I, "width"), (_N, "dtype activation"),
     ),
     "add": _fields(
         (_P, "x"), (_I, "x_stride"), (_P, "residual"), (_I, "residual_stride width"),
-        (_F, "multiplier"), (_N, "dtype"),
+        (_F, "multiplier scale"), (_N, "dtype"),
     ),
     "softcap": _fields((_P, "x"), (_I, "stride width"), (_F, "cap"), (_N, "dtype")),
     "argmax": _fields((_P, "weights x"), (_I, "x_stride"), (_P, "out"), (_N, "dtype")),
@@ -294,11 +297,11 @@ _SIGNATURES = {
     "linear_argmax": (_N, [_P, _P, _P, _I, _P, _I, _N]),
     "gather": (_N, [_P, _P, _P, _I, _P, _F, _N]),
     "attention": (_N, [_P, POINTER(AttentionArgs)]),
-    "rms_norm": (_N, [_P, _P, _I, _P, _I, _P, _N, _F, _F, _P, _I, _I, _N]),
-    "add": (_N, [_P, _P, _I, _P, _I, _F, _I, _I, _N]),
+    "rms_norm": (_N, [_P, _P, _I, _P, _I, _P, _N, _F, _F, _F, _P, _I, _I, _N]),
+    "add": (_N, [_P, _P, _I, _P, _I, _F, _F, _I, _I, _N]),
     "softcap": (_N, [_P, _P, _I, _F, _I, _I, _N]),
     "rope_and_cache": (_N, [_P, POINTER(RopeArgs)]),
-    "gated_mul": (_N, [_P, _P, _I, _P, _I, _I, _N, _N]),
+    "gated_mul": (_N, [_P, _P, _I, _P, _I, _P, _I, _I, _N, _N]),
     "read": (_N, [_P, _P, _I, POINTER(ctypes.c_uint64)]),
     "sample": (_N, [_P, POINTER(SampleArgs)]),
     "process_logits": (_N, [_P, POINTER(LogitsArgs)]),

@@ -157,6 +157,12 @@ def _check_scaled_norm(module: ModuleType, x: Tensor, residual: Tensor, weight: 
     alone = total.clone()
     module.TritonRMSNorm(weight, 1e-6).in_place(alone)
     assert torch.equal(alone, found)
+    parts = torch.stack((total, total * 2), 1)
+    assert torch.equal(module.TritonRMSNorm(weight, 1e-6)(parts)[:, 0], found)
+    rescaled = (total + x) * 0.7
+    found, kept = module.TritonRMSNorm(weight, 1e-6, scale=0.7).add(x, total)
+    assert torch.equal(kept, rescaled)
+    assert torch.equal(found, module.TritonRMSNorm(weight, 1e-6)(rescaled))
 
 
 def check_silu_mul(module: ModuleType, width: int, dtype: torch.dtype, device: str) -> None:
@@ -166,6 +172,8 @@ def check_silu_mul(module: ModuleType, width: int, dtype: torch.dtype, device: s
     assert_close(module.silu_mul(gate_up.to(device)), gate * gate.sigmoid() * up, dtype)
     gelu = torch.nn.functional.gelu(gate, approximate="tanh")
     assert_close(module.gelu_mul(gate_up.to(device)), gelu * up, dtype)
+    halves = gate_up.to(device).chunk(2, -1)
+    assert torch.equal(module.gelu_mul(*halves), module.gelu_mul(gate_up.to(device)))
     capped = module.softcap(gate_up.to(device).clone(), 5.0)
     assert_close(capped, 5 * (gate_up.double() / 5).tanh(), dtype)
 
@@ -176,13 +184,14 @@ def check_experts(
     *,
     tokens: int,
     clamped: bool = False,
+    gelu: bool = False,
     biased: bool = False,
     count: int = 7,
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:
     """Widths that fill no tile; one expert that no token has; a row that is NaN harms no other."""
     width, inner, top_k = 72, 40, 3
-    config = ActivationConfig(limit=1.0, alpha=1.7) if clamped else ActivationConfig()
+    config = ActivationConfig(limit=1.0, alpha=1.7) if clamped else ActivationConfig(gelu=gelu)
     random = torch.Generator().manual_seed(tokens)
 
     def layer(rows: int, columns: int) -> LinearWeights:
@@ -221,6 +230,7 @@ def check_rope_cache(
     norm: bool,
     whole: bool = False,
     scaled: bool = False,
+    values: bool = False,
     block_size: int = 16,
     layout: str = "layers",
     dtype: torch.dtype = torch.bfloat16,
@@ -230,6 +240,7 @@ def check_rope_cache(
     Args:
         whole: the norm is over all heads, its weight in float32.
         scaled: queries have cosines and sines of their own.
+        values: these are normed as well; queries alone are then the same.
     """
     random = torch.Generator().manual_seed(0)
     tokens, blocks, padded = 7, 6, 2
@@ -250,8 +261,12 @@ def check_rope_cache(
     heads = merged.view(tokens, -1, dim)
     weights = (q_weight, k_weight) if norm else None
     expected = _turned(heads, (num_q, num_k), weights, table[positions], whole=whole)
+    if values:
+        v = expected[2]
+        expected = *expected[:2], v * (v.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
     weights = (q_weight.to(device), k_weight.to(device)) if norm else (None, None)
-    op = module.TritonRopeAndCache(shape, *weights, 1e-6)
+    v_weight = torch.ones(dim, dtype=q_weight.dtype, device=device) if values else None
+    op = module.TritonRopeAndCache(shape, *weights, 1e-6, v_weight)
     cache = make_cache(layout, blocks, block_size, num_k, dim, dtype)
     strides = cache.stride()
     cache = torch.empty_strided(cache.shape, strides, dtype=dtype, device=device)
@@ -260,7 +275,12 @@ def check_rope_cache(
     found = op(merged.to(device).clone(), rotary, cache, slots.to(device))
     for part, wanted in zip(found, expected, strict=True):
         assert_close(part, wanted, dtype)
-    assert torch.equal(found[2].cpu(), heads[:, num_q + num_k :])
+    if values:
+        alone = module.TritonRope(shape, weights[0], 1e-6)
+        q = alone(merged[:, : num_q * dim].to(device).clone(), rotary)
+        assert torch.equal(q, found[0])
+    else:
+        assert torch.equal(found[2].cpu(), heads[:, num_q + num_k :])
     _check_cache(cache.cpu(), slots, torch.stack([part.cpu() for part in found[1:]]), padded)
 
 

@@ -133,12 +133,14 @@ def prefill(
 
 
 def rope(
-    heads: int, head_dim: int, *, norms: bool, tables: int = 1
+    heads: int, head_dim: int, *, norms: bool, tables: int = 1, values: bool = False
 ) -> Callable[[int], list[Launch]]:
     def launches(capability: int) -> list[Launch]:
         weights = (empty(head_dim), empty(head_dim)) if norms else (None, None)
+        v_norm = empty(head_dim) if values else None
+        shape = AttentionShape(heads, 8, head_dim, 0.1)
         with recording(rope_cache) as found:
-            rope_cache.TritonRopeAndCache(AttentionShape(heads, 8, head_dim, 0.1), *weights, 1e-6)(
+            rope_cache.TritonRopeAndCache(shape, *weights, 1e-6, v_norm)(
                 empty(64, (heads + 16) * head_dim),
                 (empty(4096, *([tables] * (tables > 1)), head_dim), longs(64)),
                 empty(2, 1000, 16, 8, head_dim),
@@ -174,6 +176,20 @@ def gelu_mul(capability: int) -> list[Launch]:
     return found
 
 
+def rope_of_queries(capability: int) -> list[Launch]:
+    with recording(rope_cache) as found:
+        rope_cache.TritonRope(AttentionShape(8, 2, 512, 1.0), floats(512), 1e-6)(
+            empty(64, 8 * 512), (empty(4096, 512), longs(64))
+        )
+    return found
+
+
+def sum_scaled_norm(capability: int) -> list[Launch]:
+    with recording(norm) as found:
+        norm.TritonRMSNorm(floats(2560), 1e-6, scale=0.7).add(empty(64, 2560), empty(64, 2560))
+    return found
+
+
 def softcap(capability: int) -> list[Launch]:
     with recording(activation) as found:
         activation.softcap(empty(64, 256_000), 30.0)
@@ -188,7 +204,8 @@ def scaled_norm(capability: int) -> list[Launch]:
 
 
 def experts_launches(tokens: int, dtype: torch.dtype, **options: Any) -> Callable[..., Any]:
-    """Qwen3-30B-A3B's experts, or with a limit and biases gpt-oss-20b's."""
+    """Qwen3-30B-A3B's experts, or with a limit and biases gpt-oss-20b's; any option has their
+    sizes."""
 
     def launches(capability: int) -> list[Launch]:
         count, top_k, width, inner = (32, 4, 2880, 2880) if options else (128, 8, 2048, 768)
@@ -334,6 +351,7 @@ def variants() -> list[Variant]:
     clamped = experts_launches(1024, half, limit=7.0)
     add("experts-clamped", "gate_up_kernel", clamped, 80, 90)
     add("experts-biased", "down_kernel", clamped, 90)
+    add("experts-gelu", "gate_up_kernel", experts_launches(1024, half, gelu=True), 90)
     add("experts-float32", "gate_up_kernel", experts_launches(1024, single), 90)
     add("norm-add-1024", "norm_kernel", rms_norm(1024, add=True), 90)
     add("norm-add-4096", "norm_kernel", rms_norm(4096, add=True), 80, 100)
@@ -353,6 +371,9 @@ def variants() -> list[Variant]:
         add(kernel.removesuffix("_kernel"), kernel, causal_conv_launches, 90)
     add("gated-norm", "gated_norm_kernel", gated_norm_launches, 90)
     add("sigmoid-mul", "sigmoid_mul_kernel", sigmoid_mul, 90)
+    add("norm-sum-scaled", "norm_kernel", sum_scaled_norm, 90)
+    add("rope-values", "rope_cache_kernel", rope(32, 256, norms=True, values=True), 90)
+    add("rope-queries", "rope_cache_kernel", rope_of_queries, 90)
     add("step-state", "decode_inputs_kernel", decode_inputs_launches, 80, 90, 100)
     for dtype, name in ((torch.bfloat16, "bf16"), (single, "fp32")):
         where = (80, 90, 100) if dtype == single else (90,)

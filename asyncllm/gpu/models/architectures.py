@@ -6,7 +6,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.gpu.models.experts import expert_parameters
@@ -21,40 +20,53 @@ SMALL_MODEL = 32_000_000
 
 _PREDICTOR = re.compile(r"mtp\.")
 """Of modules that predict further tokens, in the checkpoints of Qwen3-Next and its successors."""
+_KEYS_AND_VALUES = re.compile(r"model\.layers\.\d+\.self_attn\.[kv]_(proj|norm)\.")
 
 _COMPUTED_BUFFER = re.compile(r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 
 
 def parameters(model: ModelConfig) -> Iterator[Parameter]:
     """Every parameter of the decoder, in the order in which it is built."""
-    vocab, hidden = model.vocab_size, model.hidden_size
-    yield _single("embed.weight", "model.embed_tokens.weight", (vocab, hidden))
+    yield from _first_parameters(model)
     for layer in range(model.num_layers):
         yield from _layer_parameters(model, layer)
-    yield _norm(model, "norm.weight", "model.norm.weight", hidden)
-    if not model.tie_word_embeddings:
-        yield _single("lm_head.weight", "lm_head.weight", (vocab, hidden))
+    yield from _last_parameters(model)
 
 
 def is_unused(model: ModelConfig, name: str) -> bool:
     """Whether a checkpoint's tensor may be left out: a second copy of a tied output head, a table
-    that older versions of transformers saved, or one of a layer that predicts further tokens."""
+    that older versions of transformers saved, one of a layer that predicts further tokens, or keys
+    and values of a layer that attends to another's."""
     tied_head = model.tie_word_embeddings and name == "lm_head.weight"
     if tied_head or _COMPUTED_BUFFER.match(name) or _PREDICTOR.match(name):
         return True
     layer = _LAYER.match(name)
-    end = model.num_layers + model.unused_layers
-    return layer is not None and model.num_layers <= int(layer[1]) < end
+    if layer is None:
+        return False
+    index, end = int(layer[1]), model.num_layers + model.unused_layers
+    if index < model.num_layers:
+        return model.layer(index).kv_layer is not None and bool(_KEYS_AND_VALUES.match(name))
+    return index < end
 
 
 def sum_parameters(model: ModelConfig, size: Callable[[Parameter], int]) -> int:
-    """The sum of ``size`` over all parameters. Layers are alike but for their mixer and their
-    experts, so one of each kind stands for all."""
-    kinds = [_kind(model, layer) for layer in range(model.num_layers)]
-    of_layers = 0
-    for kind, count in Counter(kinds).items():
-        of_layers += count * sum(map(size, _layer_parameters(model, kinds.index(kind))))
-    return sum(map(size, parameters(replace(model, num_layers=0)))) + of_layers
+    """The sum of ``size`` over all parameters. Layers are alike but for their mixer, their experts
+    and their sizes, so one of each kind stands for all."""
+    total = sum(map(size, (*_first_parameters(model), *_last_parameters(model))))
+    for layer, count in _kinds_of_layers(model).items():
+        total += count * sum(map(size, _layer_parameters(model, layer)))
+    return total
+
+
+def _kinds_of_layers(model: ModelConfig) -> dict[int, int]:
+    """The first layer of each kind, and how many there are."""
+    with_experts = model.experts.layers if model.experts is not None else ()
+    linear = model.linear_attention.layers if model.linear_attention is not None else ()
+    apart = [each for each in (with_experts, linear, model.layers) if each]
+    if not apart:
+        return {0: model.num_layers}
+    kinds = list(zip(*apart, strict=True))
+    return {kinds.index(kind): count for kind, count in Counter(kinds).items()}
 
 
 def is_small(model: ModelConfig | TransformersConfig) -> bool:
@@ -64,19 +76,32 @@ def is_small(model: ModelConfig | TransformersConfig) -> bool:
     return sum_parameters(model, lambda parameter: math.prod(parameter.shape)) < SMALL_MODEL
 
 
-def _kind(model: ModelConfig, layer: int) -> tuple[bool, bool]:
-    """Whether a layer has linear attention, and whether it has experts."""
-    linear, experts = model.linear_attention, model.experts
-    return (
-        linear is not None and linear.layers[layer],
-        experts is not None and experts.layers[layer],
-    )
+def _first_parameters(model: ModelConfig) -> Iterator[Parameter]:
+    hidden, inputs = model.hidden_size, model.layer_input
+    yield _single("embed.weight", "model.embed_tokens.weight", (model.vocab_size, hidden))
+    if inputs is not None:
+        width, here = model.num_layers * inputs.size, "layer_inputs."
+        table, projection = (
+            "model.embed_tokens_per_layer.weight",
+            "model.per_layer_model_projection",
+        )
+        yield _single(f"{here}table.weight", table, (inputs.vocab_size, width))
+        yield _single(f"{here}projection.weight", f"{projection}.weight", (width, hidden))
+        norm = "model.per_layer_projection_norm.weight"
+        yield _norm(model, f"{here}norm.weight", norm, inputs.size)
+
+
+def _last_parameters(model: ModelConfig) -> Iterator[Parameter]:
+    vocab, hidden = model.vocab_size, model.hidden_size
+    yield _norm(model, "norm.weight", "model.norm.weight", hidden)
+    if not model.tie_word_embeddings:
+        yield _single("lm_head.weight", "lm_head.weight", (vocab, hidden))
 
 
 def _layer_parameters(model: ModelConfig, layer: int) -> Iterator[Parameter]:
     here, there = f"layers.{layer}.", f"model.layers.{layer}."
-    hidden, inner, names = model.hidden_size, model.intermediate_size, model.names
-    mlp = f"{there}{names.mlp}."
+    hidden, names, sizes = model.hidden_size, model.names, model.layer(layer)
+    inner, mlp = sizes.intermediate_size, f"{there}{names.mlp}."
 
     def norm(own: str, tensor: str | None) -> Iterator[Parameter]:
         if tensor is not None:
@@ -93,7 +118,15 @@ def _layer_parameters(model: ModelConfig, layer: int) -> Iterator[Parameter]:
     experts = model.experts
     if experts is not None and experts.layers[layer]:
         yield from expert_parameters(experts, hidden, layer)
-        inner, mlp, here = experts.shared_size, f"{there}{experts.names.shared}.", f"{here}shared."
+        if experts.beside:
+            scale = f"{there}{experts.names.router_norm}"
+            yield _norm(model, f"{here}router.norm.weight", scale, hidden)
+            yield from norm("experts.norm", experts.names.norm)
+            yield from norm("experts.mixed_norm", experts.names.mixed_norm)
+            yield from norm("experts.mlp_norm", experts.names.mlp_norm)
+        else:
+            inner, here = experts.shared_size, f"{here}shared."
+            mlp = f"{there}{experts.names.shared}."
         if experts.shared_gate:
             gate = f"{there}{experts.names.shared_gate}.weight"
             yield _single(f"{here}gate.weight", gate, (1, hidden))
@@ -104,23 +137,36 @@ def _layer_parameters(model: ModelConfig, layer: int) -> Iterator[Parameter]:
         yield from _linear(here + "down", mlp, down, inner, model.mlp_bias)
     here = f"layers.{layer}."
     yield from norm("mlp_norm", names.mlp_norm)
+    if model.layer_input is not None:
+        size = model.layer_input.size
+        gate, projection = (("per_layer_input_gate", size),), (("per_layer_projection", hidden),)
+        yield from _linear(f"{here}input.gate", there, gate, hidden, False)
+        yield from _linear(f"{here}input.projection", there, projection, size, False)
+        yield from norm("input.norm", "post_per_layer_input_norm")
+    if model.layer_scalar:
+        yield _single(f"{here}scalar", f"{there}layer_scalar", (1,))
 
 
 def _attention_parameters(model: ModelConfig, layer: int) -> Iterator[Parameter]:
-    here, there, hidden = f"layers.{layer}.", f"model.layers.{layer}.", model.hidden_size
-    q_size, kv_size = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    queries = 2 * q_size if model.gated_attention else q_size
-    qkv = _parts(model.names.qkv, (queries, kv_size, kv_size))
-    yield from _linear(here + "qkv", there + "self_attn.", qkv, hidden, model.attention_bias)
+    here, there = f"layers.{layer}.", f"model.layers.{layer}.self_attn."
+    hidden, sizes, names = model.hidden_size, model.layer(layer), model.names.qkv
+    q_size, kv_size = model.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
+    rows = (2 * q_size if model.gated_attention else q_size, kv_size, kv_size)
+    if sizes.kv_layer is not None:
+        names, rows = names[:1], rows[:1]
+    elif sizes.value_is_key:
+        # A copy of its rows is less than a branch in every kernel.
+        names = (*names[:2], names[1])
+    yield from _linear(here + "qkv", there, _parts(names, rows), hidden, model.attention_bias)
     if model.qk_norm:
         whole = model.norms_whole_projections
-        for name, size in (("q_norm", q_size), ("k_norm", kv_size)):
-            width = size if whole else model.head_dim
-            yield _norm(model, f"{here}{name}.weight", f"{there}self_attn.{name}.weight", width)
-    output = (("o_proj", hidden),)
-    yield from _linear(here + "o", there + "self_attn.", output, q_size, model.output_bias)
+        norms = {"q_norm": q_size} | ({"k_norm": kv_size} if sizes.kv_layer is None else {})
+        for name, width in norms.items():
+            width = width if whole else sizes.head_dim
+            yield _norm(model, f"{here}{name}.weight", f"{there}{name}.weight", width)
+    yield from _linear(here + "o", there, (("o_proj", hidden),), q_size, model.output_bias)
     if model.sinks:
-        heads = ((f"{there}self_attn.sinks", model.num_heads),)
+        heads = ((f"{there}sinks", model.num_heads),)
         yield Parameter(f"{here}sinks", (model.num_heads,), heads, "float32")
 
 

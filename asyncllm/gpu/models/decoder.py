@@ -13,6 +13,7 @@ from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.gpu.batch.decode_inputs import DecodeInputs
 from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.kv_cache import KVCache
+from asyncllm.gpu.models.layer_inputs import LayerInputs
 from asyncllm.gpu.models.layers import AttentionKind, Layer, StepContext
 from asyncllm.gpu.models.rope import RopeSpec, rope_table
 from asyncllm.gpu.ops.base import ArgmaxLinear, Attention, Embedding, Linear, RMSNorm
@@ -30,6 +31,7 @@ class Decoder:
         ropes: of each RoPE table, by index.
         embedding: its dtype and device are the model's.
         states: what its recurrent layers keep of a sequence.
+        layer_inputs: what layers take beside the hidden states.
         rope_tables: see ``set_max_positions``.
     """
 
@@ -43,6 +45,7 @@ class Decoder:
     lm_head: Linear
     logits_softcap: float | None = None
     states: Sequence[StateSpec] = ()
+    layer_inputs: LayerInputs | None = None
     rope_tables: Sequence[Tensor] | None = field(default=None, init=False)
 
     @property
@@ -146,6 +149,8 @@ class Decoder:
             step.states = cache.states.tensors
             step.state_rows = self.ops.state_rows(inputs[0])
         x, residual = self.embedding(inputs[0].token_ids), None
+        if self.layer_inputs is not None:
+            step.inputs = self.layer_inputs(inputs[0].token_ids, x)
         for layer in self.layers:
             if layer is self.layers[-1]:
                 # Past the last KV write only the rows that are sampled matter.

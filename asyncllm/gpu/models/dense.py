@@ -23,12 +23,14 @@ from asyncllm.gpu.kv_groups import (
 )
 from asyncllm.gpu.models.architectures import parameters
 from asyncllm.gpu.models.decoder import Decoder
-from asyncllm.gpu.models.experts import ExpertsMLP
+from asyncllm.gpu.models.experts import ExpertsBeside, ExpertsMLP
+from asyncllm.gpu.models.layer_inputs import InputLayer, LayerInputs
 from asyncllm.gpu.models.layers import (
     AttentionKind,
     AttentionMixer,
     DecoderLayer,
     GatedMLP,
+    Layer,
     Mixer,
     NormedMixer,
     NormedMLP,
@@ -36,6 +38,7 @@ from asyncllm.gpu.models.layers import (
 )
 from asyncllm.gpu.models.linear_attention import (
     GatedDeltaMixer,
+    SharedAttentionMixer,
     linear_attention_states,
     projection_rows,
 )
@@ -56,13 +59,14 @@ from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.state_cache import StateSpec
 
 
-def attention_shape(model: ModelConfig) -> AttentionShape:
-    """The attention geometry of every layer."""
-    scale = model.head_dim**-0.5 if model.attention_scale is None else model.attention_scale
+def attention_shape(model: ModelConfig, layer: int = 0) -> AttentionShape:
+    """The attention geometry of a layer."""
+    sizes = model.layer(layer)
+    scale = sizes.head_dim**-0.5 if model.attention_scale is None else model.attention_scale
     return AttentionShape(
         model.num_heads,
-        model.num_kv_heads,
-        model.head_dim,
+        sizes.num_kv_heads,
+        sizes.head_dim,
         scale,
         model.attention_softcap,
         model.sinks,
@@ -72,7 +76,7 @@ def attention_shape(model: ModelConfig) -> AttentionShape:
 def attention_kind(model: ModelConfig, layer: int) -> AttentionKind:
     """The kind of one layer's attention, without its KV group."""
     slides = bool(model.sliding_layers) and model.sliding_layers[layer]
-    return AttentionKind(attention_shape(model), model.sliding_window if slides else None)
+    return AttentionKind(attention_shape(model, layer), model.sliding_window if slides else None)
 
 
 def attention_layers(model: ModelConfig) -> list[int]:
@@ -81,16 +85,34 @@ def attention_layers(model: ModelConfig) -> list[int]:
     return [i for i in range(model.num_layers) if linear is None or not linear.layers[i]]
 
 
-def _layer_groups(model: ModelConfig) -> tuple[list[AttentionKind], list[LayerGroup]]:
-    """The kind of attention in each layer that has it, and the KV groups of these layers."""
-    kinds = [attention_kind(model, layer) for layer in attention_layers(model)]
-    groups = group_layers([LayerCache.of(kind) for kind in kinds], model.max_position_embeddings)
-    return with_groups(kinds, range(len(kinds)), groups), groups
+def kv_indices(model: ModelConfig) -> dict[int, int]:
+    """By layer that has attention, the index of the cache that it attends to: one that attends to
+    another's keys has none of its own."""
+    indices: dict[int, int] = {}
+    for layer in attention_layers(model):
+        source = model.layer(layer).kv_layer
+        indices[layer] = len(set(indices.values())) if source is None else indices[source]
+    return indices
+
+
+def _layer_groups(model: ModelConfig) -> tuple[dict[int, AttentionKind], list[LayerGroup]]:
+    """The kind of attention in each layer that has it, and the KV groups of the caches."""
+    indices = kv_indices(model)
+    kinds = {layer: attention_kind(model, layer) for layer in indices}
+    caches = [LayerCache.of(kinds[layer]) for layer in _writers(model)]
+    groups = group_layers(caches, model.max_position_embeddings)
+    grouped = with_groups(list(kinds.values()), list(indices.values()), groups)
+    return dict(zip(kinds, grouped, strict=True)), groups
+
+
+def _writers(model: ModelConfig) -> list[int]:
+    """The layers that have keys and values of their own."""
+    return [layer for layer in attention_layers(model) if model.layer(layer).kv_layer is None]
 
 
 def attention_kinds(model: ModelConfig) -> tuple[AttentionKind, ...]:
     """The kinds of attention that the layers have, each once."""
-    return tuple(dict.fromkeys(_layer_groups(model)[0]))
+    return tuple(dict.fromkeys(_layer_groups(model)[0].values()))
 
 
 def kv_groups(
@@ -98,13 +120,15 @@ def kv_groups(
 ) -> list[KVGroup]:
     """The KV groups, in the block layout that their attention chooses."""
     kinds, groups = _layer_groups(model)
-    return make_kv_groups(groups, kinds, attention, block_size)
+    writers = [kinds[layer] for layer in _writers(model)]
+    return make_kv_groups(groups, writers, attention, block_size)
 
 
 def rope_specs(model: ModelConfig) -> tuple[RopeSpec, ...]:
     """The RoPE of each layer."""
     ropes = model.layer_ropes or (model.rope,) * model.num_layers
-    return tuple(RopeSpec(rope, model.head_dim, model.rotary_dim) for rope in ropes)
+    sizes = (model.layer(layer).head_dim for layer in range(model.num_layers))
+    return tuple(map(RopeSpec, ropes, sizes, (model.rotary_dim,) * model.num_layers))
 
 
 def build_decoder(
@@ -128,6 +152,7 @@ def build_decoder(
     """
     builder = _Builder(model, ops, attention, weights, convert)
     embedding, lm_head = builder.embedding(dtype)
+    inputs = builder.layer_inputs()
     layers = [builder.layer(index) for index in range(model.num_layers)]
     norm = builder.last_norm()
     lm_head = lm_head or builder.linear("lm_head")
@@ -135,12 +160,19 @@ def build_decoder(
     cap = model.logits_softcap
     return Decoder(
         model, ops, attention, builder.ropes, embedding, layers, norm, lm_head,
-        logits_softcap=cap, states=builder.states,
+        logits_softcap=cap, states=builder.states, layer_inputs=inputs,
     )  # fmt: skip
 
 
 class _Builder:
-    """Takes the weights one after the other and makes ops of them."""
+    """Takes the weights one after the other and makes ops of them.
+
+    Attributes:
+        scalar: of the hidden states behind the last layer that was made: the norm that follows
+            multiplies by it.
+    """
+
+    scalar = 1.0
 
     def __init__(
         self,
@@ -160,8 +192,8 @@ class _Builder:
             model.rotary_dim or model.head_dim,
             interleaved=model.interleaved_rope,
         )
-        kinds = _layer_groups(model)[0]
-        self.kinds = dict(zip(attention_layers(model), kinds, strict=True))
+        self.kinds, self.kv_indices = _layer_groups(model)[0], kv_indices(model)
+        self.lenders = {model.layer(layer).kv_layer for layer in range(model.num_layers)}
         self.states: list[StateSpec] = []
 
     def take_weights(self, name: str) -> Tensor | LinearWeights:
@@ -207,15 +239,22 @@ class _Builder:
         offset = self.model.norm_offset
         return weight if weight is None or not offset else weight + offset
 
-    def norm(self, name: str) -> RMSNorm | None:
+    def norm(self, name: str, scale: float = 1.0) -> RMSNorm | None:
         weight, model = self.norm_weight(name), self.model
         if weight is None:
             return None
-        return self.ops.rms_norm(weight, model.rms_norm_eps, model.residual_multiplier)
+        return self.ops.rms_norm(weight, model.rms_norm_eps, model.residual_multiplier, scale)
 
-    def norm_before(self, name: str) -> RMSNorm:
+    def due_norm(self, name: str, factor: float = 1.0) -> RMSNorm:
+        """A norm that the model has, of which the residual takes no part."""
+        weight = self.norm_weight(name)
+        assert weight is not None
+        return self.ops.rms_norm(weight * factor, self.model.rms_norm_eps)
+
+    def norm_before(self, name: str, scale: float = 1.0) -> RMSNorm:
         """The norm before a block, or what adds its input to the residual."""
-        return self.norm(name) or self.ops.residual_add(self.model.residual_multiplier)
+        multiplier = self.model.residual_multiplier
+        return self.norm(name, scale) or self.ops.residual_add(multiplier, scale)
 
     def last_norm(self) -> RMSNorm:
         """With the divisor of the logits, which are linear in what it returns."""
@@ -223,7 +262,8 @@ class _Builder:
         assert weight is not None
         if model.logits_divisor != 1.0:
             weight = weight / model.logits_divisor
-        return self.ops.rms_norm(weight, model.rms_norm_eps, model.residual_multiplier)
+        eps, multiplier = model.rms_norm_eps, model.residual_multiplier
+        return self.ops.rms_norm(weight, eps, multiplier, self.scalar)
 
     def linear(self, name: str, order: Tensor | None = None) -> Linear:
         """A linear layer; see ``linear_weights``."""
@@ -273,28 +313,50 @@ class _Builder:
         linear, name = self.model.linear_attention, f"layers.{index}"
         if linear is not None and linear.layers[index]:
             mixer: Mixer = self.linear_attention(name, linear)
-        else:
+        elif self.model.layer(index).kv_layer is None:
             mixer = self.attention_mixer(name, index)
+        else:
+            mixer = self.shared_mixer(name, index)
         norm = self.norm(f"{name}.mixer_norm")
         return mixer if norm is None else NormedMixer(mixer, norm)
 
     def attention_mixer(self, name: str, index: int) -> AttentionMixer:
-        model, kind = self.model, self.kinds[index]
-        shape = kind.shape
+        model, shape = self.model, self.kinds[index].shape
         qkv = self.linear(f"{name}.qkv", self.qkv_order(shape))
         q_norm, k_norm = self.head_norm(f"{name}.q_norm"), self.head_norm(f"{name}.k_norm")
+        v_norm = None
+        if model.value_norm:
+            assert q_norm is not None
+            v_norm = torch.ones_like(q_norm)
+        norms = (q_norm, k_norm, model.rms_norm_eps, v_norm)
         gates = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
         return AttentionMixer(
             qkv=qkv,
-            rope_and_cache=self.ops.rope_and_cache(shape, q_norm, k_norm, model.rms_norm_eps),
-            attention=self.attention[kind],
-            o=self.linear(f"{name}.o"),
-            attention_index=list(self.attention).index(kind),
-            rope_index=self.ropes.index(self.layer_ropes[index]),
-            kv_index=list(self.kinds).index(index),
-            sinks=(self.take(f"{name}.sinks"),) if model.sinks else (),
+            rope_and_cache=self.ops.rope_and_cache(shape, *norms),
             gate=OutputGate(gates, self.ops.sigmoid_mul) if model.gated_attention else None,
+            lends=index in self.lenders,
+            **self.rest_of_mixer(name, index),
         )
+
+    def shared_mixer(self, name: str, index: int) -> SharedAttentionMixer:
+        shape = self.kinds[index].shape
+        order = self.qkv_order(shape)
+        queries = None if order is None else order[: shape.num_heads * shape.head_dim]
+        q, norm = self.linear(f"{name}.qkv", queries), self.head_norm(f"{name}.q_norm")
+        rope = self.ops.rope(shape, norm, self.model.rms_norm_eps)
+        return SharedAttentionMixer(q=q, rope=rope, **self.rest_of_mixer(name, index))
+
+    def rest_of_mixer(self, name: str, index: int) -> dict[str, Any]:
+        """What attention has whether or not it has keys of its own."""
+        kind = self.kinds[index]
+        return {
+            "attention": self.attention[kind],
+            "o": self.linear(f"{name}.o"),
+            "attention_index": list(self.attention).index(kind),
+            "rope_index": self.ropes.index(self.layer_ropes[index]),
+            "kv_index": self.kv_indices[index],
+            "sinks": (self.take(f"{name}.sinks"),) if self.model.sinks else (),
+        }
 
     def linear_attention(self, name: str, config: LinearAttentionConfig) -> GatedDeltaMixer:
         ops, first = self.ops, len(self.states)
@@ -326,6 +388,19 @@ class _Builder:
         norm = self.norm(f"{name}.mlp_norm")
         return mlp if norm is None else NormedMLP(mlp, norm)
 
+    def mlp_and_experts(
+        self, name: str, config: ExpertsConfig
+    ) -> tuple[Callable[[Tensor], Tensor], ExpertsBeside]:
+        """An MLP, and what is beside it."""
+        experts = self.experts(name, config)
+        router_norm = self.due_norm(f"{name}.router.norm", self.model.hidden_size**-0.5)
+        norm, mixed_norm, mlp_norm = (
+            self.due_norm(f"{name}.experts.{each}") for each in ("norm", "mixed_norm", "mlp_norm")
+        )
+        mlp = NormedMLP(self.gated_mlp(name), mlp_norm)
+        whole = self.due_norm(f"{name}.mlp_norm")
+        return mlp, ExpertsBeside(router_norm, norm, experts, mixed_norm, whole)
+
     def gated_mlp(self, name: str) -> GatedMLP:
         ops = self.ops
         activation = ops.gelu_mul if self.model.activation == "gelu_tanh" else ops.silu_mul
@@ -337,9 +412,9 @@ class _Builder:
         rows = LinearWeights(
             self.take(f"{name}.router.weight"), self.take_if_due(f"{name}.router.bias")
         )
-        routing = ops.routing(
-            config.routing, RouterWeights(rows, self.take_if_due(f"{name}.correction"))
-        )
+        correction = self.take_if_due(f"{name}.correction")
+        weights = RouterWeights(rows, correction, self.take_if_due(f"{name}.expert_scale"))
+        routing = ops.routing(config.routing, weights)
         parts = [self.linear_weights(f"{name}.experts.{part}") for part in ("gate_up", "down")]
         experts = ops.experts(
             ExpertsWeights(count, *parts), config.activation, config.routing.top_k
@@ -352,15 +427,53 @@ class _Builder:
             mlp.shared = self.gated_mlp(f"{name}.shared")
         return mlp
 
-    def layer(self, index: int) -> DecoderLayer:
-        name, experts = f"layers.{index}", self.model.experts
+    def layer_inputs(self) -> LayerInputs | None:
+        """The factors of Gemma 4: the table's is the root of its size, the projection's that of the
+        inverse of the hidden size, and that of their sum the root of 1/2. The second is the norm's
+        to take: of x * c with eps it is the norm of x with eps / c ** 2."""
+        inputs, model, ops = self.model.layer_input, self.model, self.ops
+        if inputs is None:
+            return None
+        values = self.take("layer_inputs.table.weight")
+        multiplier = torch.tensor(inputs.size**0.5, dtype=values.dtype).item() * 0.5**0.5
+        projection = self.linear("layer_inputs.projection")
+        weight = self.norm_weight("layer_inputs.norm")
+        assert weight is not None
+        norm = ops.rms_norm(weight * 0.5**0.5, model.rms_norm_eps * model.hidden_size)
+        table, add = ops.embedding(values, multiplier), ops.residual_add()
+        return LayerInputs(table, projection, norm, add, model.num_layers)
+
+    def layer(self, index: int) -> Layer:
+        name, model = f"layers.{index}", self.model
         kind = self.kinds.get(index, "linear attention")
-        return DecoderLayer(
-            kind=(kind, "experts") if experts is not None and experts.layers[index] else kind,
-            input_norm=self.norm_before(f"{name}.input_norm"),
-            mixer=self.mixer(index),
-            post_norm=self.norm_before(f"{name}.post_norm"),
-            mlp=self.mlp(index),
+        experts = model.experts if model.experts and model.experts.layers[index] else None
+        sizes = (model.layer(index), index in self.lenders) if model.layers else ()
+        apart = (*sizes, "experts") if experts else sizes
+        input_norm = self.norm_before(f"{name}.input_norm", self.scalar)
+        mixer, post_norm = self.mixer(index), self.norm_before(f"{name}.post_norm")
+        beside = None
+        if experts is not None and experts.beside:
+            mlp, beside = self.mlp_and_experts(name, experts)
+        else:
+            mlp = self.mlp(index)
+        layer = DecoderLayer(
+            (kind, *apart) if apart else kind, input_norm, mixer, post_norm, mlp, beside
+        )
+        whole = layer if model.layer_input is None else self.input_layer(index, layer)
+        self.scalar = self.take(f"{name}.scalar").item() if model.layer_scalar else 1.0
+        return whole
+
+    def input_layer(self, index: int, layer: Layer) -> InputLayer:
+        name, ops = f"layers.{index}.input", self.ops
+        activation = ops.gelu_mul if self.model.activation == "gelu_tanh" else ops.silu_mul
+        return InputLayer(
+            layer,
+            add=ops.residual_add(self.model.residual_multiplier),
+            gate=self.linear(f"{name}.gate"),
+            activation=activation,
+            projection=self.linear(f"{name}.projection"),
+            norm=self.due_norm(f"{name}.norm"),
+            index=index,
         )
 
 

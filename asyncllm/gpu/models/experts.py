@@ -9,7 +9,7 @@ from torch import Tensor
 
 from asyncllm.checkpoint.experts_config import ExpertsConfig
 from asyncllm.gpu.models.parameter import Parameter, StackLayout
-from asyncllm.gpu.ops.base import Linear
+from asyncllm.gpu.ops.base import Linear, RMSNorm
 from asyncllm.gpu.ops.experts import Experts
 from asyncllm.gpu.ops.routing import Routing
 
@@ -36,6 +36,28 @@ class ExpertsMLP:
         return self.experts(x, ids, weights, self.shared(x), gate)
 
 
+@dataclass(slots=True)
+class ExpertsBeside:
+    """Experts of the residual beside an MLP (Gemma 4), and the norm of the sum of both.
+
+    Attributes:
+        router_norm, input_norm: of the residual, for the router and for the experts.
+        mixed_norm: behind the experts.
+    """
+
+    router_norm: RMSNorm
+    input_norm: RMSNorm
+    experts: ExpertsMLP
+    mixed_norm: RMSNorm
+    norm: RMSNorm
+
+    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Args: x: ``[T, H]``, what the MLP makes of the residual."""
+        ids, weights = self.experts.routing(self.router_norm(residual))
+        mixed = self.experts.experts(self.input_norm(residual), ids, weights)
+        return self.norm.add(self.mixed_norm(mixed), x)[0]
+
+
 def expert_parameters(experts: ExpertsConfig, hidden: int, layer: int) -> Iterator[Parameter]:
     """The parameters of a layer's experts, without those of the shared MLP."""
     here, there = f"layers.{layer}.", f"model.layers.{layer}."
@@ -52,6 +74,9 @@ def expert_parameters(experts: ExpertsConfig, hidden: int, layer: int) -> Iterat
         layout = None if routing.correction_rows is None else StackLayout(routing.correction_rows)
         tensor = ((there + names.correction, count),)
         yield Parameter(f"{here}correction", (count,), tensor, "float32", layout)
+    if routing.expert_scale:
+        tensor = ((there + names.expert_scale, count),)
+        yield Parameter(f"{here}expert_scale", (count,), tensor, "float32")
     gate, up, down = names.parts
     yield from _stack(experts, layer, "gate_up", 2 * inner, hidden, ((gate, inner), (up, inner)))
     yield from _stack(experts, layer, "down", hidden, inner, ((down, hidden),))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from asyncllm.gpu.ops.base import Attention, AttentionShape, Linear, RMSNorm, RopeAndCache
+from asyncllm.gpu.ops.base import Attention, AttentionShape, Linear, RMSNorm, Rope, RopeAndCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,10 @@ class StepContext:
         state_rows: whose states they are, from the op set.
         rows: ``[S]`` int64, the tokens that are wanted past the mixer of the layer that runs:
             in the last one those that are sampled; None is all.
+        inputs: ``[T, layers, P]``, what each layer takes of a token beside the hidden states, in
+            models where it does.
+        lent: by the index of their KV the step's own k and v of layers that lend them to later
+            ones.
     """
 
     positions: Tensor
@@ -49,6 +53,8 @@ class StepContext:
     states: Sequence[Tensor] = ()
     state_rows: Any = None
     rows: Tensor | None = None
+    inputs: Tensor | None = None
+    lent: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
 Mixer = Callable[[Tensor, StepContext], Tensor]
@@ -102,6 +108,7 @@ class AttentionMixer:
         kv_index: of its KV in StepContext.
         sinks: a last argument of attention, ``[Hq]`` float32, where its shape has sinks.
         gate: of the output; None without.
+        lends: later layers attend to its keys and values.
     """
 
     qkv: Linear
@@ -113,17 +120,48 @@ class AttentionMixer:
     kv_index: int
     sinks: tuple[Tensor, ...] = ()
     gate: OutputGate | None = None
+    lends: bool = False
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
         kv, index, rows = step.kv[self.kv_index], self.attention_index, step.rows
         rotary, qkv, gate = step.rotary[self.rope_index], self.qkv(x), self.gate
         own = qkv if gate is None else qkv[:, : gate.start]
         q, k, v = self.rope_and_cache(own, rotary, kv, step.slot_mappings[index])
+        if self.lends:
+            step.lent[self.kv_index] = k, v
         if rows is not None and not len(rows):
             return x[:0]
         mixed = self.attention(q, k, v, kv, step.plans[index], *self.sinks)
         if gate is not None:
             mixed = gate.multiply(mixed, qkv[:, gate.start :])
+        return self.o(mixed if rows is None else mixed[rows])
+
+
+@dataclass(slots=True)
+class SharedAttentionMixer:
+    """Attention to the keys and values of an earlier layer, which lends them: it has queries alone,
+    and writes nothing.
+
+    Attributes:
+        kv_index: of the KV of that layer; the rest as in AttentionMixer.
+    """
+
+    q: Linear
+    rope: Rope
+    attention: Attention
+    o: Linear
+    attention_index: int
+    rope_index: int
+    kv_index: int
+    sinks: tuple[Tensor, ...] = ()
+
+    def __call__(self, x: Tensor, step: StepContext) -> Tensor:
+        rows, (k, v) = step.rows, step.lent[self.kv_index]
+        if rows is not None and not len(rows):
+            return x[:0]
+        q = self.rope(self.q(x), step.rotary[self.rope_index])
+        kv, plan = step.kv[self.kv_index], step.plans[self.attention_index]
+        mixed = self.attention(q, k, v, kv, plan, *self.sinks)
         return self.o(mixed if rows is None else mixed[rows])
 
 
@@ -163,13 +201,18 @@ class NormedMLP:
 
 @dataclass(slots=True)
 class DecoderLayer:
-    """Mixer and MLP, each around a residual: norms before them, behind them, or both."""
+    """Mixer and MLP, each around a residual: norms before them, behind them, or both.
+
+    Attributes:
+        beside: what is beside the MLP, from the MLP's output and the residual.
+    """
 
     kind: Hashable
     input_norm: RMSNorm
     mixer: Mixer
     post_norm: RMSNorm
     mlp: Callable[[Tensor], Tensor]
+    beside: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def __call__(
         self, x: Tensor, residual: Tensor | None, step: StepContext
@@ -184,4 +227,5 @@ class DecoderLayer:
             if not len(residual):
                 return x, residual
         normed, residual = self.post_norm.add(x, residual)
-        return self.mlp(normed), residual
+        x = self.mlp(normed)
+        return (x if self.beside is None else self.beside(x, residual)), residual

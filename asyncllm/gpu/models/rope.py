@@ -38,7 +38,7 @@ def inverse_frequencies(rope: RopeConfig, rotary_dim: int, max_positions: int = 
     "yarn" does so between numbers of rotations (Peng et al., 2023, section 3.2). "longrope" has a
     divisor for each, the long ones if ``max_positions`` is more than ``original_max_position``
     (Ding et al., 2024): once for all sequences, so that none depends on another's length.
-    "none" is 0.
+    "proportional" has 0 behind the first ``share`` of all pairs (Gemma 4). "none" is 0.
     """
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device="cpu") / rotary_dim
     freqs = 1.0 / (rope.theta**exponents)
@@ -47,6 +47,9 @@ def inverse_frequencies(rope: RopeConfig, rotary_dim: int, max_positions: int = 
     if rope.kind == "none":
         return torch.zeros_like(freqs)
     if rope.kind == "linear":
+        return freqs / rope.factor
+    if rope.kind == "proportional":
+        freqs[int(rope.share * rotary_dim // 2) :] = 0.0
         return freqs / rope.factor
     if rope.kind == "longrope":
         long = max_positions > rope.original_max_position

@@ -1,4 +1,4 @@
-"""Linear, RMSNorm, RopeAndCache, Attention: the protocols of the decoder's ops.
+"""Linear, RMSNorm, Rope, RopeAndCache, Attention: the protocols of the decoder's ops.
 
 Ops are made once, when the model is built, by an op set (``TorchOps`` and its subclasses) and
 an attention backend; a step only calls them. The shapes below use T tokens of a step, Hq query
@@ -107,13 +107,21 @@ class RMSNorm(Protocol):
     def __call__(self, x: Tensor) -> Tensor: ...
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """The norm of ``x + residual``, or of a multiple of x and the residual, and that sum.
-        ``residual`` may be overwritten."""
+        """The norm of ``x + residual``, or of a multiple of x and the residual, times a number, and
+        that sum. ``residual`` may be overwritten."""
+        ...
+
+
+class Rope(Protocol):
+    """Norm where the model has one, and RoPE, of queries alone."""
+
+    def __call__(self, q: Tensor, rotary: Any) -> Tensor:
+        """``[T, Hq * D] -> [T, Hq, D]``; q may be overwritten. ``rotary`` as in RopeAndCache."""
         ...
 
 
 class RopeAndCache(Protocol):
-    """QK norm where the model has one, RoPE, and the write of k and v to the cache."""
+    """Norms of q, k and v where the model has them, RoPE, and the write of k and v to the cache."""
 
     def __call__(
         self, qkv: Tensor, rotary: Any, cache: Tensor, slot_mapping: Tensor

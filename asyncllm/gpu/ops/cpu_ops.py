@@ -15,4 +15,5 @@ class CpuOps(TorchOps):
     sample = staticmethod(sample)
 
     def make_experts(self, weights: ExpertsWeights, config: ActivationConfig) -> Experts:
-        return LoopedExperts(weights, config, self.silu_mul, self.make_linear)
+        activation = self.gelu_mul if config.gelu else self.silu_mul
+        return LoopedExperts(weights, config, activation, self.make_linear)

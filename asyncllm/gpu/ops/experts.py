@@ -106,12 +106,12 @@ def clamped_swiglu(gate_up: Tensor, limit: float, alpha: float) -> Tensor:
 
 
 def activation(
-    config: ActivationConfig, silu_mul: Callable[[Tensor], Tensor]
+    config: ActivationConfig, gated_mul: Callable[[Tensor], Tensor]
 ) -> Callable[[Tensor], Tensor]:
-    """``[T, 2 * I] -> [T, I]``."""
+    """``[T, 2 * I] -> [T, I]``: the op set's, unless it is clamped."""
     limit = config.limit
     if limit is None:
-        return silu_mul
+        return gated_mul
     return lambda gate_up: clamped_swiglu(gate_up, limit, config.alpha)
 
 
@@ -129,10 +129,10 @@ class GroupedExperts:
         self,
         weights: ExpertsWeights,
         config: ActivationConfig,
-        silu_mul: Callable[[Tensor], Tensor],
+        gated_mul: Callable[[Tensor], Tensor],
     ) -> None:
         count, self.width = weights.num_experts, weights.width
-        self.num_experts, self.activation = count, activation(config, silu_mul)
+        self.num_experts, self.activation = count, activation(config, gated_mul)
         self.gate_up = weights.gate_up.values.view(count, -1, self.width)
         self.down = weights.down.values.view(count, self.width, -1)
         self.biases = [
@@ -176,10 +176,10 @@ class LoopedExperts:
         self,
         weights: ExpertsWeights,
         config: ActivationConfig,
-        silu_mul: Callable[[Tensor], Tensor],
+        gated_mul: Callable[[Tensor], Tensor],
         make: Callable[[LinearWeights], Linear],
     ) -> None:
-        self.activation = activation(config, silu_mul)
+        self.activation = activation(config, gated_mul)
         self.gate_up, self.down = (
             [make(part) for part in split(layer, weights.num_experts)]
             for layer in (weights.gate_up, weights.down)

@@ -13,6 +13,7 @@ from asyncllm.checkpoint.experts_config import ActivationConfig, RoutingConfig
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.ops.experts import ExpertsWeights, split
 from asyncllm.gpu.ops.linear_weights import LinearWeights
+from asyncllm.gpu.ops.native_pointwise import GELU_TANH, SILU
 from asyncllm.gpu.ops.native_weights import stored_as
 from asyncllm.gpu.ops.program import DTYPES, rows_of
 from asyncllm.gpu.ops.routing import RouterWeights
@@ -40,13 +41,8 @@ class NativeRouting:
     ) -> None:
         self.context, self.top_k = context, config.top_k
         self.router = pack(weights.rows)
-        correction = weights.correction
-        self.correction = None if correction is None else correction.float().contiguous()
-        if self.correction is not None and self.correction.shape != (config.num_experts,):
-            raise ModelLoadError(
-                f"correction bias of shape {tuple(self.correction.shape)}, expected "
-                f"({config.num_experts},)"
-            )
+        self.correction = _per_expert("correction bias", weights.correction, config)
+        self.expert_scale = _per_expert("scale of experts", weights.expert_scale, config)
         self.args = RoutingArgs(
             stride=config.num_experts,
             num_experts=config.num_experts,
@@ -58,6 +54,7 @@ class NativeRouting:
             least_sum=config.least_sum,
             sigmoid=config.scoring == "sigmoid",
             renormalise=config.renormalise,
+            expert_scale=None if self.expert_scale is None else self.expert_scale.data_ptr(),
             dtype=DTYPES[weights.rows.values.dtype],
         )
 
@@ -76,7 +73,7 @@ class NativeRouting:
             ids = recorder.empty(x, self.top_k, torch.int32)
             weights = recorder.empty(x, self.top_k, torch.float32)
             tensors = {"logits": logits, "ids": ids, "weights": weights}
-            recorder.add("routing", x, args, tensors, [self.correction])
+            recorder.add("routing", x, args, tensors, [self.correction, self.expert_scale])
             return ids, weights
         logits = x.new_empty((len(x), router.n), dtype=dtype)
         functions = context.functions
@@ -94,6 +91,17 @@ class NativeRouting:
         if status:
             fail("routing", status)
         return ids, weights
+
+
+def _per_expert(name: str, values: Tensor | None, config: RoutingConfig) -> Tensor | None:
+    """``[num_experts]`` float32 at an address that stays; None where there is none."""
+    if values is None:
+        return None
+    if values.shape != (config.num_experts,):
+        raise ModelLoadError(
+            f"{name} of shape {tuple(values.shape)}, expected ({config.num_experts},)"
+        )
+    return values.float().contiguous()
 
 
 class NativeExperts:
@@ -130,6 +138,7 @@ class NativeExperts:
             inner=weights.inner,
             alpha=config.alpha,
             limit=config.limit or 0.0,
+            activation=GELU_TANH if config.gelu else SILU,
         )
 
     def __call__(

@@ -12,7 +12,7 @@ from asyncllm.checkpoint.experts_config import ActivationConfig, RoutingConfig
 from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
 from asyncllm.gpu.batch.decode_inputs import DecodeInputs
 from asyncllm.gpu.batch.step_inputs import ModelInputs
-from asyncllm.gpu.ops.base import AttentionShape, Embedding, RMSNorm, RopeAndCache
+from asyncllm.gpu.ops.base import AttentionShape, Embedding, RMSNorm, Rope, RopeAndCache
 from asyncllm.gpu.ops.cpu_ops import CpuOps
 from asyncllm.gpu.ops.experts import Experts, ExpertsWeights
 from asyncllm.gpu.ops.gated_delta import DeltaBiases
@@ -41,7 +41,7 @@ from asyncllm.gpu.ops.native_weights import SPAN, pack, stored_as
 from asyncllm.gpu.ops.program import DTYPES, rows_of
 from asyncllm.gpu.ops.recorder import Recorder
 from asyncllm.gpu.ops.routing import RouterWeights, Routing
-from asyncllm.gpu.ops.torch_ops import norms_whole_projections
+from asyncllm.gpu.ops.torch_ops import check_head_norm, norms_whole_projections
 from asyncllm.native import ARGS, Context, RopeArgs, fail
 
 
@@ -186,18 +186,31 @@ class NativeRMSNorm:
     in float32."""
 
     def __init__(
-        self, context: Context, weight: Tensor, eps: float, multiplier: float = 1.0
-    ) -> None:
+        self, context: Context, weight: Tensor, eps: float, multiplier: float = 1.0,
+        scale: float = 1.0,
+    ) -> None:  # fmt: skip
         self.context, self.weight, self.eps = context, parameter(weight), eps
-        self.width, self.multiplier = weight.shape[0], multiplier
+        self.width, self.multiplier, self.scale = weight.shape[0], multiplier, scale
         self.wide = weight.dtype == torch.float32
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._norm(x, None)
+        return self._norm(x, None) if x.dim() == 2 else self._norm_parts(x)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         residual = rows_of(residual, x.dtype)
         return self._norm(x, residual), residual
+
+    def _norm_parts(self, x: Tensor) -> Tensor:
+        """Of each part of ``x [T, parts, width]``."""
+        tokens, parts, width = x.shape
+        if not x.is_contiguous() or width != self.width:
+            raise ValueError(
+                f"native rms_norm: x is {tuple(x.shape)} with strides {x.stride()}, expected "
+                f"contiguous parts of {self.width} columns"
+            )
+        if (recorder := self.context.recorder) is None:
+            return self._norm(x.view(-1, width), None).view(x.shape)
+        return self._record(recorder, x.view(tokens, -1), None, parts).view(x.shape)
 
     def _norm(self, x: Tensor, residual: Tensor | None) -> Tensor:
         weight, context = self.weight, self.context
@@ -215,18 +228,22 @@ class NativeRMSNorm:
             context.handle, x.data_ptr(), x.stride(0),
             None if residual is None else residual.data_ptr(),
             0 if residual is None else residual.stride(0), weight.data_ptr(),
-            DTYPES[weight.dtype], self.eps, self.multiplier, out.data_ptr(), rows, width,
-            DTYPES[x.dtype],
+            DTYPES[weight.dtype], self.eps, self.multiplier, self.scale, out.data_ptr(), rows,
+            width, DTYPES[x.dtype],
         )  # fmt: skip
         if status:
             fail("rms_norm", status)
         return out
 
-    def _record(self, recorder: Recorder, x: Tensor, residual: Tensor | None) -> Tensor:
-        out, weight = recorder.empty(x, self.width), self.weight
+    def _record(
+        self, recorder: Recorder, x: Tensor, residual: Tensor | None, parts: int = 1
+    ) -> Tensor:
+        out, weight = recorder.empty(x, parts * self.width), self.weight
         args = ARGS["rms_norm"](
-            x_stride=x.stride(0), residual_stride=0 if residual is None else residual.stride(0),
-            weight=weight.data_ptr(), width=self.width, eps=self.eps, multiplier=self.multiplier,
+            x_stride=x.stride(0) // parts,
+            residual_stride=0 if residual is None else residual.stride(0),
+            weight=weight.data_ptr(), width=self.width, parts=parts, eps=self.eps,
+            multiplier=self.multiplier, scale=self.scale,
             dtype=DTYPES[x.dtype], weight_dtype=DTYPES[weight.dtype],
         )  # fmt: skip
         tensors = {"x": x, "out": out} | ({} if residual is None else {"residual": residual})
@@ -244,6 +261,7 @@ class NativeRopeAndCache:
         q_norm: Tensor | None,
         k_norm: Tensor | None,
         eps: float,
+        v_norm: Tensor | None = None,
     ) -> None:
         self.context, self.shape, self.norms = context, shape, None
         self.args = RopeArgs(
@@ -254,6 +272,12 @@ class NativeRopeAndCache:
             self.args.q_norm, self.args.k_norm = (norm.data_ptr() for norm in self.norms)
             self.args.whole_norms = norms_whole_projections(shape, q_norm, k_norm)
             self.args.norm_dtype = DTYPES[q_norm.dtype]
+            if v_norm is not None:
+                self.norms = *self.norms, parameter(v_norm)
+                check_head_norm(shape, v_norm, q_norm.dtype)
+                self.args.v_norm = self.norms[2].data_ptr()
+        elif v_norm is not None:
+            raise ValueError("a norm of values alone: expected one of queries and keys as well")
 
     def __call__(
         self, qkv: Tensor, rotary: tuple[Tensor, Tensor], cache: Tensor, slot_mapping: Tensor
@@ -290,6 +314,44 @@ class NativeRopeAndCache:
             if status:
                 fail("rope_and_cache", status)
         return heads[:, :num_q], heads[:, num_q : num_q + num_k], heads[:, num_q + num_k :]
+
+
+class NativeRope:
+    """Norms and rotates the heads of q in place."""
+
+    def __init__(
+        self, context: Context, shape: AttentionShape, norm: Tensor | None, eps: float
+    ) -> None:
+        self.context, self.shape, self.norm = context, shape, None
+        self.args = RopeArgs(eps=eps, heads=shape.num_heads, head_dim=shape.head_dim)
+        if norm is not None:
+            check_head_norm(shape, norm)
+            self.norm = parameter(norm)
+            self.args.q_norm, self.args.norm_dtype = self.norm.data_ptr(), DTYPES[norm.dtype]
+
+    def __call__(self, q: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        """See ``Rope``; ``rotary`` is the table and the positions."""
+        (table, positions), args, context = rotary, self.args, self.context
+        q = rows_of(q, table.dtype)
+        heads = q.view(len(q), self.shape.num_heads, self.shape.head_dim)
+        if (
+            positions.dtype != torch.int64
+            or len(positions) != len(q)
+            or not positions.is_contiguous()
+        ):
+            raise ValueError(f"native rope: positions are not {len(q)} contiguous int64")
+        args.token_stride, args.dtype = q.stride(0), DTYPES[q.dtype]
+        args.table, args.table_rows = table.data_ptr(), table.shape[0]
+        args.table_width = table.stride(0)
+        if (recorder := context.recorder) is not None:
+            tensors = {"qkv": q, "positions": positions}
+            recorder.add("rope_and_cache", q, args, tensors, [table, self.norm])
+            return heads
+        args.qkv, args.num_tokens, args.positions = q.data_ptr(), len(q), positions.data_ptr()
+        status = context.functions.rope_and_cache(context.handle, ctypes.byref(args))
+        if status:
+            fail("rope_and_cache", status)
+        return heads
 
 
 def check_cache(cache: Tensor, shape: AttentionShape, dtype: torch.dtype) -> tuple[int, ...]:
@@ -377,16 +439,26 @@ class NativeOps(CpuOps):
             fail("read", status)
         return ctypes.c_int64(total.value).value
 
-    def rms_norm(self, weight: Tensor, eps: float, multiplier: float = 1.0) -> RMSNorm:
-        return NativeRMSNorm(self.context, weight, eps, multiplier)
+    def rms_norm(
+        self, weight: Tensor, eps: float, multiplier: float = 1.0, scale: float = 1.0
+    ) -> RMSNorm:
+        return NativeRMSNorm(self.context, weight, eps, multiplier, scale)
 
-    def residual_add(self, multiplier: float = 1.0) -> RMSNorm:
-        return NativeResidualAdd(self.context, multiplier)
+    def residual_add(self, multiplier: float = 1.0, scale: float = 1.0) -> RMSNorm:
+        return NativeResidualAdd(self.context, multiplier, scale)
+
+    def rope(self, shape: AttentionShape, norm: Tensor | None, eps: float) -> Rope:
+        return NativeRope(self.context, shape, norm, eps)
 
     def rope_and_cache(
-        self, shape: AttentionShape, q_norm: Tensor | None, k_norm: Tensor | None, eps: float
+        self,
+        shape: AttentionShape,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        v_norm: Tensor | None = None,
     ) -> RopeAndCache:
-        return NativeRopeAndCache(self.context, shape, q_norm, k_norm, eps)
+        return NativeRopeAndCache(self.context, shape, q_norm, k_norm, eps, v_norm)
 
     def rotary(self, table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         return table, positions

@@ -14,8 +14,8 @@ SILU, GELU_TANH = 0, 1
 class NativeResidualAdd:
     """In place of a norm where a block has none before it: in ``add`` the sum alone."""
 
-    def __init__(self, context: Context, multiplier: float = 1.0) -> None:
-        self.context, self.multiplier = context, multiplier
+    def __init__(self, context: Context, multiplier: float = 1.0, scale: float = 1.0) -> None:
+        self.context, self.multiplier, self.scale = context, multiplier, scale
 
     def __call__(self, x: Tensor) -> Tensor:
         return x
@@ -28,13 +28,13 @@ class NativeResidualAdd:
         if (recorder := context.recorder) is not None:
             args = ARGS["add"](
                 x_stride=x.stride(0), residual_stride=residual.stride(0), width=width,
-                multiplier=self.multiplier, dtype=DTYPES[x.dtype],
+                multiplier=self.multiplier, scale=self.scale, dtype=DTYPES[x.dtype],
             )  # fmt: skip
             recorder.add("add", x, args, {"x": x, "residual": residual})
             return residual, residual
         status = context.functions.add(
             context.handle, x.data_ptr(), x.stride(0), residual.data_ptr(), residual.stride(0),
-            self.multiplier, rows, width, DTYPES[x.dtype],
+            self.multiplier, self.scale, rows, width, DTYPES[x.dtype],
         )  # fmt: skip
         if status:
             fail("add", status)
@@ -42,7 +42,7 @@ class NativeResidualAdd:
 
 
 class NativeGatedMul:
-    """The activation of the first half of a row times the second.
+    """The activation of the first half of a row times the second, or of a row times another's.
 
     Args:
         activation: ``Activation`` of the interface.
@@ -51,22 +51,31 @@ class NativeGatedMul:
     def __init__(self, context: Context, activation: int) -> None:
         self.context, self.activation = context, activation
 
-    def __call__(self, gate_up: Tensor) -> Tensor:
-        gate_up = rows_of(gate_up, gate_up.dtype)
-        rows, width = gate_up.shape
+    def __call__(self, gate_up: Tensor, up: Tensor | None = None) -> Tensor:
+        gate = rows_of(gate_up, gate_up.dtype)
+        rows, width = gate.shape
+        if up is None:
+            width //= 2
+            up = gate[:, width:]
+        else:
+            up = rows_of(up, gate.dtype)
+            if up.shape != gate.shape:
+                raise ValueError(
+                    f"native gated_mul: up is {tuple(up.shape)}, expected {tuple(gate.shape)}"
+                )
         context = self.context
         if (recorder := context.recorder) is not None:
-            out = recorder.empty(gate_up, width // 2)
+            out = recorder.empty(gate, width)
             args = ARGS["gated_mul"](
-                stride=gate_up.stride(0), width=width // 2, dtype=DTYPES[gate_up.dtype],
-                activation=self.activation,
+                gate_stride=gate.stride(0), up_stride=up.stride(0), width=width,
+                dtype=DTYPES[gate.dtype], activation=self.activation,
             )  # fmt: skip
-            recorder.add("gated_mul", gate_up, args, {"gate_up": gate_up, "out": out})
+            recorder.add("gated_mul", gate, args, {"gate": gate, "up": up, "out": out})
             return out
-        out = gate_up.new_empty((rows, width // 2))
+        out = gate.new_empty((rows, width))
         status = context.functions.gated_mul(
-            context.handle, gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), rows,
-            width // 2, self.activation, DTYPES[gate_up.dtype],
+            context.handle, gate.data_ptr(), gate.stride(0), up.data_ptr(), up.stride(0),
+            out.data_ptr(), rows, width, self.activation, DTYPES[gate.dtype],
         )  # fmt: skip
         if status:
             fail("gated_mul", status)

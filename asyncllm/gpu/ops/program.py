@@ -13,9 +13,6 @@ from asyncllm.native import Context, Op, ProgramArgs, fail
 INVALID = 1
 """``STATUS_INVALID`` of the interface."""
 
-WRITING_OPS = ("rope_and_cache", "gated_delta")
-"""The last ones of a layer that write the KV cache and the states of recurrent layers."""
-
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -28,6 +25,12 @@ def rows_of(x: Tensor, dtype: torch.dtype) -> Tensor:
     if x.dtype != dtype or x.device.type != "cpu":
         raise ValueError(f"native ops: {x.dtype} on {x.device}, expected {dtype} on cpu")
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+
+
+def _writes(name: str, op: Op) -> bool:
+    """Whether an op is the last of its layer to write the KV cache or recurrent states. One that
+    rotates queries alone has no cache."""
+    return name == "gated_delta" or (name == "rope_and_cache" and op.args.rope_and_cache.cache)
 
 
 class Program:
@@ -50,7 +53,7 @@ class Program:
         self.context, self.names, self.num_bytes = context, tuple(names), num_bytes
         self.results = tuple(results)
         self._held = (ops, *held)
-        writes = [index for index, name in enumerate(names) if name in WRITING_OPS]
+        writes = [index for index, name in enumerate(names) if _writes(name, ops[index])]
         sizes = ctypes.c_int64 * len(capacity)
         self.args = ProgramArgs(
             ops=ops,

@@ -20,10 +20,12 @@ class RouterWeights:
 
     Attributes:
         rows: float32 where logits are computed in it, else the model's dtype.
+        expert_scale: ``[num_experts]`` float32, a factor on each expert's weight.
     """
 
     rows: LinearWeights
     correction: Tensor | None = None
+    expert_scale: Tensor | None = None
 
 
 class Routing(Protocol):
@@ -40,6 +42,7 @@ class TorchRouting:
         self.config = config
         self.weight, self.bias = weights.rows.values, weights.rows.bias
         self.correction = None if weights.correction is None else weights.correction.float()
+        self.expert_scale = weights.expert_scale
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         config = self.config
@@ -52,7 +55,10 @@ class TorchRouting:
         weights = scores.gather(1, ids)
         if config.renormalise:
             weights = weights / weights.sum(-1, keepdim=True).clamp(min=config.least_sum)
-        return ids.int(), weights * config.scale
+        weights = weights * config.scale
+        if self.expert_scale is not None:
+            weights = weights * self.expert_scale[ids]
+        return ids.int(), weights
 
     def _from_best_groups(self, choice: Tensor) -> Tensor:
         grouped = choice.unflatten(1, (self.config.num_groups, -1))

@@ -9,22 +9,26 @@ from torch import Tensor
 class TorchResidualAdd:
     """In place of a norm where a block has none before it: the sum alone."""
 
-    def __init__(self, multiplier: float) -> None:
-        self.multiplier = multiplier
+    def __init__(self, multiplier: float, scale: float) -> None:
+        self.multiplier, self.scale = multiplier, scale
 
     def __call__(self, x: Tensor) -> Tensor:
         return x
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         residual.add_(x, alpha=self.multiplier)
+        if self.scale != 1.0:
+            residual.mul_(self.scale)
         return residual, residual
 
 
 class TorchRMSNorm:
     """Norm in float32, rounded to the model's dtype before the weight, as in Llama."""
 
-    def __init__(self, weight: Tensor, eps: float, multiplier: float = 1.0) -> None:
-        self.weight, self.multiplier = weight, multiplier
+    def __init__(
+        self, weight: Tensor, eps: float, multiplier: float = 1.0, scale: float = 1.0
+    ) -> None:
+        self.weight, self.multiplier, self.scale = weight, multiplier, scale
         self.share = 1.0 / weight.shape[-1]
         self.eps = torch.full((1,), eps, dtype=torch.float32, device=weight.device)
 
@@ -36,6 +40,8 @@ class TorchRMSNorm:
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         residual.add_(x, alpha=self.multiplier)
+        if self.scale != 1.0:
+            residual.mul_(self.scale)
         return self(residual), residual
 
 
@@ -49,7 +55,9 @@ class TorchWideRMSNorm(TorchRMSNorm):
         return (wide * scale).mul_(self.weight).to(x.dtype)
 
 
-def torch_norm(weight: Tensor, eps: float, multiplier: float = 1.0) -> TorchRMSNorm:
+def torch_norm(
+    weight: Tensor, eps: float, multiplier: float = 1.0, scale: float = 1.0
+) -> TorchRMSNorm:
     """The norm that rounds where its weight's dtype says so."""
     kind = TorchWideRMSNorm if weight.dtype == torch.float32 else TorchRMSNorm
-    return kind(weight, eps, multiplier)
+    return kind(weight, eps, multiplier, scale)

@@ -19,7 +19,14 @@ from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.batch.decode_inputs import DecodeInputs, SamplingTensors
 from asyncllm.gpu.batch.state_rows import StateRows
 from asyncllm.gpu.batch.step_inputs import ModelInputs
-from asyncllm.gpu.ops.base import AttentionShape, Embedding, Linear, RMSNorm, RopeAndCache
+from asyncllm.gpu.ops.base import (
+    AttentionShape,
+    Embedding,
+    Linear,
+    RMSNorm,
+    Rope,
+    RopeAndCache,
+)
 from asyncllm.gpu.ops.causal_conv import CausalConv, TorchCausalConv
 from asyncllm.gpu.ops.experts import Experts, ExpertsWeights, GroupedExperts
 from asyncllm.gpu.ops.gated_delta import DeltaBiases, GatedDelta, TorchGatedDelta
@@ -65,17 +72,49 @@ class TorchScaledEmbedding(TorchEmbedding):
         return F.embedding(token_ids, self.values).mul_(self.multiplier)
 
 
-class TorchRopeAndCache:
-    """Rotates the halves of each head (GPT-NeoX order) in place in ``qkv``.
+def rotate(source: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
+    """The halves of each head of ``source [T, heads, D]``, rotated (GPT-NeoX order).
 
     ``rotate_half(x) * sin`` is a roll by half a head times a sine whose first half is
-    negated, so that q and k are rotated together in three ops.
+    negated, so that all heads are rotated in three ops.
     """
+    rolled = source.roll(source.shape[-1] // 2, -1)
+    torch.mul(source, cos, out=out)
+    out.addcmul_(rolled, sin)
+
+
+class TorchRope:
+    """Queries alone."""
+
+    def __init__(self, shape: AttentionShape, norm: Tensor | None, eps: float) -> None:
+        self.shape, self.norm = shape, None
+        if norm is not None:
+            check_head_norm(shape, norm)
+            self.norm = torch_norm(norm, eps)
+
+    def __call__(self, q: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        heads = q.view(len(q), self.shape.num_heads, self.shape.head_dim)
+        cos, sin = (each[:, :1] for each in rotary)
+        rotate(heads if self.norm is None else self.norm(heads), cos, sin, heads)
+        return heads
+
+
+class TorchRopeAndCache:
+    """Rotates in place in ``qkv``."""
 
     def __init__(
-        self, shape: AttentionShape, q_norm: Tensor | None, k_norm: Tensor | None, eps: float
+        self,
+        shape: AttentionShape,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        v_norm: Tensor | None = None,
     ) -> None:
         self.shape = shape
+        self.v_norm = None
+        if v_norm is not None:
+            check_head_norm(shape, v_norm)
+            self.v_norm = torch_norm(v_norm, eps)
         self.norm: TorchRMSNorm | None = None
         self.whole_norms: tuple[TorchRMSNorm, TorchRMSNorm] | None = None
         if q_norm is None or k_norm is None:
@@ -109,11 +148,21 @@ class TorchRopeAndCache:
                 torch.cat((each[:, :1].expand(-1, num_q, -1), each[:, 1:].expand(-1, num_k, -1)), 1)
                 for each in rotary
             )
-        rolled = source.roll(shape.head_dim // 2, -1)
-        torch.mul(source, cos, out=qk)
-        qk.addcmul_(rolled, sin)
+        rotate(source, cos, sin, qk)
+        if self.v_norm is not None:
+            values = heads[:, num_q + num_k :]
+            values.copy_(self.v_norm(values))
         write_kv(cache, slot_mapping, heads[:, num_q:])
         return heads[:, :num_q], heads[:, num_q : num_q + num_k], heads[:, num_q + num_k :]
+
+
+def check_head_norm(shape: AttentionShape, norm: Tensor, dtype: torch.dtype | None = None) -> None:
+    """Raises ValueError for a weight that is not of one head, or not of ``dtype``."""
+    if norm.shape != (shape.head_dim,) or norm.dtype != (dtype or norm.dtype):
+        expected = f"[{shape.head_dim}]" + (f" of {dtype}" if dtype else "")
+        raise ValueError(
+            f"norm of heads is {tuple(norm.shape)} of {norm.dtype}, expected {expected}"
+        )
 
 
 def norms_whole_projections(shape: AttentionShape, q_norm: Tensor, k_norm: Tensor) -> bool:
@@ -207,7 +256,7 @@ class TorchOps:
 
     def make_experts(self, weights: ExpertsWeights, config: ActivationConfig) -> Experts:
         """The experts of weights that are of one of ``schemes``."""
-        return GroupedExperts(weights, config, self.silu_mul)
+        return GroupedExperts(weights, config, self.gelu_mul if config.gelu else self.silu_mul)
 
     def expert_tokens(self, num_experts: int, top_k: int) -> tuple[int, ...]:
         """Numbers of tokens in a step from which on experts have kernels that smaller steps do
@@ -239,29 +288,46 @@ class TorchOps:
         their weights."""
         return int(memory.sum())
 
-    def rms_norm(self, weight: Tensor, eps: float, multiplier: float = 1.0) -> RMSNorm:
+    def rms_norm(
+        self, weight: Tensor, eps: float, multiplier: float = 1.0, scale: float = 1.0
+    ) -> RMSNorm:
         """A norm whose weight is of the model's dtype, and multiplied in that; or in float32, and
-        then rounded once, behind it.
+        then rounded once, behind it. Called with ``[T, parts, H]`` it norms each part.
 
         Args:
             multiplier: of ``x`` in ``add``.
+            scale: of the sum in ``add``, behind its rounding.
         """
-        return torch_norm(weight, eps, multiplier)
+        return torch_norm(weight, eps, multiplier, scale)
 
-    def residual_add(self, multiplier: float = 1.0) -> RMSNorm:
+    def residual_add(self, multiplier: float = 1.0, scale: float = 1.0) -> RMSNorm:
         """In place of a norm where a block has none before it: in ``add`` the sum alone."""
-        return TorchResidualAdd(multiplier)
+        return TorchResidualAdd(multiplier, scale)
+
+    def rope(self, shape: AttentionShape, norm: Tensor | None, eps: float) -> Rope:
+        """See ``Rope``.
+
+        Args:
+            norm: ``[D]``, the weight of a norm by head.
+        """
+        return TorchRope(shape, norm, eps)
 
     def rope_and_cache(
-        self, shape: AttentionShape, q_norm: Tensor | None, k_norm: Tensor | None, eps: float
+        self,
+        shape: AttentionShape,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        v_norm: Tensor | None = None,
     ) -> RopeAndCache:
         """See ``RopeAndCache``.
 
         Args:
             q_norm, k_norm: ``[D]``, weights of norms by head; or ``[Hq * D]`` and ``[Hk * D]``, of
                 norms over all heads. They round as those of ``rms_norm``.
+            v_norm: ``[D]``, the weight of a norm by head.
         """
-        return TorchRopeAndCache(shape, q_norm, k_norm, eps)
+        return TorchRopeAndCache(shape, q_norm, k_norm, eps, v_norm)
 
     def rotary(self, table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The rotation of a step's positions for ``rope_and_cache``, shared by all layers of one
@@ -298,15 +364,16 @@ class TorchOps:
         return gate.sigmoid().mul_(x)
 
     @staticmethod
-    def silu_mul(gate_up: Tensor) -> Tensor:
-        """``[T, 2 * I] -> [T, I]``: SiLU of the first half times the second."""
-        gate, up = gate_up.chunk(2, -1)
+    def silu_mul(gate_up: Tensor, up: Tensor | None = None) -> Tensor:
+        """``[T, 2 * I] -> [T, I]``: SiLU of the first half times the second; or ``[T, I]`` of the
+        whole, times ``up [T, I]``."""
+        gate, up = gate_up.chunk(2, -1) if up is None else (gate_up, up)
         return F.silu(gate).mul_(up)
 
     @staticmethod
-    def gelu_mul(gate_up: Tensor) -> Tensor:
-        """``[T, 2 * I] -> [T, I]``: GELU of the first half, by tanh, times the second."""
-        gate, up = gate_up.chunk(2, -1)
+    def gelu_mul(gate_up: Tensor, up: Tensor | None = None) -> Tensor:
+        """As ``silu_mul``, with GELU by tanh."""
+        gate, up = gate_up.chunk(2, -1) if up is None else (gate_up, up)
         return F.gelu(gate, approximate="tanh").mul_(up)
 
     @staticmethod

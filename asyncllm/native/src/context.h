@@ -35,6 +35,9 @@ inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
 inline bool is_dtype(int32_t dtype) { return dtype >= DTYPE_F32 && dtype <= DTYPE_F16; }
+inline bool is_activation(int32_t kind) {
+  return kind == ACTIVATION_SILU || kind == ACTIVATION_GELU_TANH;
+}
 inline int64_t size_of(int32_t dtype) {
   return dtype == DTYPE_F32 ? 4 : dtype == DTYPE_I8 ? 1 : 2;
 }

@@ -141,7 +141,8 @@ struct Pass {
     if (args.limit > 0)
       context->kernels->clamped_swiglu(from, to, args.inner, args.alpha, args.limit, args.dtype);
     else
-      context->kernels->gated_mul(from, to, args.inner, ACTIVATION_SILU, args.dtype);
+      context->kernels->gated_mul(from, from + args.inner * size, to, args.inner, args.activation,
+                                  args.dtype);
     middle.put(context->kernels, row, to, args.dtype);
   }
 
@@ -183,7 +184,7 @@ bool is_layer(const Context* context, const Weights* const* weights, int64_t cou
 }
 
 bool is_valid(const Context* context, const ExpertsArgs& a, int64_t rows) {
-  return a.num_experts >= 1 && a.top_k >= 1 && a.top_k <= a.num_experts && a.inner >= 1 &&
+  return is_activation(a.activation) && a.num_experts >= 1 && a.top_k >= 1 && a.top_k <= a.num_experts && a.inner >= 1 &&
          is_matrix(a.x, a.dtype, rows, a.width, a.x_stride) &&
          is_matrix(a.out, a.dtype, rows, a.width, a.width) &&
          (!a.shared || is_matrix(a.shared, a.dtype, rows, a.width, a.shared_stride)) &&

@@ -49,7 +49,8 @@ typedef struct AttentionArgs {
   int32_t dtype;
 } AttentionArgs;
 
-// Rotates q and k in place and writes k and v to their slots.
+// Norms and rotates q and k in place, norms v, and writes k and v to their slots. Without kv_heads
+// there are queries alone, and neither slots nor a cache.
 typedef struct RopeArgs {
   void* qkv;
   int64_t token_stride;
@@ -60,6 +61,7 @@ typedef struct RopeArgs {
   const int64_t* positions;
   const void* q_norm;  // [head_dim], or [heads * head_dim]: over all heads together; may be null
   const void* k_norm;  // the same, of kv_heads
+  const void* v_norm;  // [head_dim]; may be null
   float eps;
   void* cache;
   int64_t kv_stride, block_stride, slot_stride, head_stride;
@@ -183,7 +185,8 @@ typedef struct NormArgs {
   const void* weight;
   void* out;
   int64_t width;
-  float eps, multiplier;
+  int64_t parts;  // of a row, which are normed each; they lie next to each other
+  float eps, multiplier, scale;
   int32_t dtype, weight_dtype;
 } NormArgs;
 typedef struct AddArgs {
@@ -191,7 +194,7 @@ typedef struct AddArgs {
   int64_t x_stride;
   void* residual;
   int64_t residual_stride, width;
-  float multiplier;
+  float multiplier, scale;
   int32_t dtype;
 } AddArgs;
 typedef struct SoftcapArgs {
@@ -209,8 +212,10 @@ typedef struct ArgmaxArgs {
   int32_t dtype;
 } ArgmaxArgs;
 typedef struct GatedArgs {
-  const void* gate_up;
-  int64_t stride;
+  const void* gate;
+  int64_t gate_stride;
+  const void* up;
+  int64_t up_stride;
   void* out;
   int64_t width;
   int32_t dtype, activation;
@@ -223,6 +228,7 @@ typedef struct RoutingArgs {
   int64_t num_groups, top_groups;  // experts come from the best of equal groups; 1 and 1 is all
   const float* correction;  // [num_experts], added to scores to choose, not to weigh; may be null
   float scale, least_sum;   // weights are divided by their sum, or this if it is less
+  const float* expert_scale;  // [num_experts], a factor on their weights; may be null
   int32_t sigmoid, renormalise;  // scores are a softmax without the first; weights stay without
   int32_t* ids;                  // [rows, top_k], the best score first; of equal ones the first
   float* weights;                // [rows, top_k]
@@ -243,8 +249,8 @@ typedef struct ExpertsArgs {
   int64_t gate_stride;
   void* out;  // [rows, width]
   int64_t num_experts, top_k, width, inner;
-  float alpha, limit;  // of the clamped SwiGLU; a limit of 0 is SiLU of the gate times up
-  int32_t dtype;
+  float alpha, limit;  // of the clamped SwiGLU; a limit of 0 is the activation of the gate times up
+  int32_t dtype, activation;
 } ExpertsArgs;
 
 // A step's rows, to ops that keep a state of each sequence. No two have the same slot.
@@ -441,23 +447,24 @@ int32_t asyncllm_select(Context*, const void* x, int64_t x_stride, int64_t x_row
                         const int64_t* ids, int64_t count, void* out, int64_t width, float scale,
                         int32_t dtype);
 int32_t asyncllm_attention(Context*, const AttentionArgs*);
-// residual += multiplier * x first where residual is not null; out [rows, width] = norm(residual or
-// x). A weight of `dtype` is multiplied behind the norm's rounding to it, one of float32 before.
+// residual = scale * (residual + multiplier * x) first where residual is not null; out [rows, width]
+// = norm(residual or x). A weight of `dtype` is multiplied behind the norm's rounding to it, one of float32 before.
 int32_t asyncllm_rms_norm(Context*, const void* x, int64_t x_stride, void* residual,
                           int64_t residual_stride, const void* weight, int32_t weight_dtype,
-                          float eps, float multiplier, void* out, int64_t rows, int64_t width,
-                          int32_t dtype);
-// residual [rows, width] += multiplier * x.
+                          float eps, float multiplier, float scale, void* out, int64_t rows,
+                          int64_t width, int32_t dtype);
+// residual [rows, width] = scale * (residual + multiplier * x).
 int32_t asyncllm_add(Context*, const void* x, int64_t x_stride, void* residual,
-                     int64_t residual_stride, float multiplier, int64_t rows, int64_t width,
-                     int32_t dtype);
+                     int64_t residual_stride, float multiplier, float scale, int64_t rows,
+                     int64_t width, int32_t dtype);
 // x [rows, width] = cap * tanh(x / cap).
 int32_t asyncllm_softcap(Context*, void* x, int64_t stride, float cap, int64_t rows, int64_t width,
                          int32_t dtype);
 int32_t asyncllm_rope_and_cache(Context*, const RopeArgs*);
-// out [rows, width] = activation(gate) * up, of gate_up [rows, 2 * width].
-int32_t asyncllm_gated_mul(Context*, const void* gate_up, int64_t stride, void* out, int64_t rows,
-                           int64_t width, int32_t activation, int32_t dtype);
+// out [rows, width] = activation(gate) * up.
+int32_t asyncllm_gated_mul(Context*, const void* gate, int64_t gate_stride, const void* up,
+                           int64_t up_stride, void* out, int64_t rows, int64_t width,
+                           int32_t activation, int32_t dtype);
 int32_t asyncllm_routing(Context*, const RoutingArgs*, int64_t rows);
 // A token's result depends on that token alone: its experts are summed in the order of its ids.
 int32_t asyncllm_experts(Context*, const ExpertsArgs*, int64_t rows);

@@ -131,11 +131,13 @@ struct Kernels {
   // Merges `splits` partial results of one token's heads into the output.
   void (*merge)(const AttentionTask&, const float* partials, int64_t splits, void* scratch);
   void (*rms_norm)(const void* x, void* residual, const void* weight, int32_t weight_dtype,
-                   float eps, float multiplier, void* out, int64_t width, int32_t dtype);
+                   float eps, float multiplier, float scale, void* out, int64_t width,
+                   int32_t dtype);
   void (*rope)(const RopeArgs&, int64_t token);
-  void (*gated_mul)(const void* gate_up, void* out, int64_t width, int32_t activation,
+  void (*gated_mul)(const void* gate, const void* up, void* out, int64_t width, int32_t activation,
                     int32_t dtype);
-  void (*add)(const void* x, void* residual, float multiplier, int64_t width, int32_t dtype);
+  void (*add)(const void* x, void* residual, float multiplier, float scale, int64_t width,
+              int32_t dtype);
   void (*scale)(void* x, float factor, int64_t width, int32_t dtype);
   void (*softcap)(void* x, float cap, int64_t width, int32_t dtype);
   // (up + 1) gate sigmoid(alpha gate) with gate at most and up within plus and minus `limit`.

@@ -266,8 +266,8 @@ API int32_t asyncllm_select(Context* context, const void* x, int64_t x_stride, i
 
 API int32_t asyncllm_rms_norm(Context* context, const void* x, int64_t x_stride, void* residual,
                               int64_t residual_stride, const void* weight,
-                              int32_t weight_dtype, float eps, float multiplier, void* out,
-                              int64_t rows, int64_t width, int32_t dtype) {
+                              int32_t weight_dtype, float eps, float multiplier, float scale,
+                              void* out, int64_t rows, int64_t width, int32_t dtype) {
   if (!is_open(context)) return STATUS_CLOSED;
   if (!is_matrix(x, dtype, rows, width, x_stride) || !is_matrix(out, dtype, rows, width, width) ||
       (weight_dtype != dtype && weight_dtype != DTYPE_F32) ||
@@ -279,15 +279,15 @@ API int32_t asyncllm_rms_norm(Context* context, const void* x, int64_t x_stride,
     char* sum = static_cast<char*>(residual);
     if (sum) sum += row * residual_stride * size;
     context->kernels->rms_norm(static_cast<const char*>(x) + row * x_stride * size, sum, weight,
-                               weight_dtype, eps, multiplier,
+                               weight_dtype, eps, multiplier, scale,
                                static_cast<char*>(out) + row * width * size, width, dtype);
   });
   return STATUS_OK;
 }
 
 API int32_t asyncllm_add(Context* context, const void* x, int64_t x_stride, void* residual,
-                         int64_t residual_stride, float multiplier, int64_t rows, int64_t width,
-                         int32_t dtype) {
+                         int64_t residual_stride, float multiplier, float scale, int64_t rows,
+                         int64_t width, int32_t dtype) {
   if (!is_open(context)) return STATUS_CLOSED;
   if (!is_matrix(x, dtype, rows, width, x_stride) ||
       !is_matrix(residual, dtype, rows, width, residual_stride))
@@ -296,7 +296,7 @@ API int32_t asyncllm_add(Context* context, const void* x, int64_t x_stride, void
   share(context, rows, rows * width, [&](int64_t row, int) {
     context->kernels->add(static_cast<const char*>(x) + row * x_stride * size,
                           static_cast<char*>(residual) + row * residual_stride * size, multiplier,
-                          width, dtype);
+                          scale, width, dtype);
   });
   return STATUS_OK;
 }
@@ -312,16 +312,17 @@ API int32_t asyncllm_softcap(Context* context, void* x, int64_t stride, float ca
   return STATUS_OK;
 }
 
-API int32_t asyncllm_gated_mul(Context* context, const void* gate_up, int64_t stride, void* out,
-                               int64_t rows, int64_t width, int32_t activation, int32_t dtype) {
+API int32_t asyncllm_gated_mul(Context* context, const void* gate, int64_t gate_stride,
+                               const void* up, int64_t up_stride, void* out, int64_t rows,
+                               int64_t width, int32_t activation, int32_t dtype) {
   if (!is_open(context)) return STATUS_CLOSED;
-  if (activation != ACTIVATION_SILU && activation != ACTIVATION_GELU_TANH) return STATUS_INVALID;
-  if (width < 1 || !is_matrix(gate_up, dtype, rows, 2 * width, stride) ||
-      !is_matrix(out, dtype, rows, width, width))
+  if (!is_activation(activation) || !is_matrix(gate, dtype, rows, width, gate_stride) ||
+      !is_matrix(up, dtype, rows, width, up_stride) || !is_matrix(out, dtype, rows, width, width))
     return STATUS_INVALID;
   int64_t size = size_of(dtype);
   share(context, rows, rows * width * 8, [&](int64_t row, int) {
-    context->kernels->gated_mul(static_cast<const char*>(gate_up) + row * stride * size,
+    context->kernels->gated_mul(static_cast<const char*>(gate) + row * gate_stride * size,
+                                static_cast<const char*>(up) + row * up_stride * size,
                                 static_cast<char*>(out) + row * width * size, width, activation,
                                 dtype);
   });

@@ -75,8 +75,10 @@ int32_t run_op(Context* context, const Op& op, const int64_t* sizes) {
     }
     case OP_RMS_NORM: {
       const NormArgs& a = op.args.norm;
+      if (a.parts < 1) return STATUS_INVALID;
       return asyncllm_rms_norm(context, a.x, a.x_stride, a.residual, a.residual_stride, a.weight,
-                               a.weight_dtype, a.eps, a.multiplier, a.out, size, a.width, a.dtype);
+                               a.weight_dtype, a.eps, a.multiplier, a.scale, a.out, size * a.parts,
+                               a.width, a.dtype);
     }
     case OP_ROPE_AND_CACHE: {
       RopeArgs args = op.args.rope;
@@ -91,13 +93,13 @@ int32_t run_op(Context* context, const Op& op, const int64_t* sizes) {
     }
     case OP_GATED_MUL: {
       const GatedArgs& a = op.args.gated;
-      return asyncllm_gated_mul(context, a.gate_up, a.stride, a.out, size, a.width, a.activation,
-                                a.dtype);
+      return asyncllm_gated_mul(context, a.gate, a.gate_stride, a.up, a.up_stride, a.out, size,
+                                a.width, a.activation, a.dtype);
     }
     case OP_ADD: {
       const AddArgs& a = op.args.add;
       return asyncllm_add(context, a.x, a.x_stride, a.residual, a.residual_stride, a.multiplier,
-                          size, a.width, a.dtype);
+                          a.scale, size, a.width, a.dtype);
     }
     case OP_SOFTCAP: {
       const SoftcapArgs& a = op.args.softcap;

@@ -63,8 +63,10 @@ struct Router {
       sum += weights[i];
     }
     float divisor = sum < args.least_sum ? args.least_sum : sum;
-    for (int64_t i = 0; i < args.top_k; ++i)
+    for (int64_t i = 0; i < args.top_k; ++i) {
       weights[i] = (args.renormalise ? weights[i] / divisor : weights[i]) * args.scale;
+      if (args.expert_scale) weights[i] *= args.expert_scale[ids[i]];
+    }
   }
 };
 

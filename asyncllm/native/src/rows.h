@@ -1,13 +1,15 @@
 // Ops on a row at a time.
 
-// residual += multiplier * x, where residual is not null, with the product rounded as x is; returns
-// the vector of the sum, or of x.
+// residual = scale * (residual + multiplier * x), where residual is not null, with each product and
+// the sum rounded as x is; returns the vector of that, or of x.
 template <class T>
-INLINE vf add_vector(const T* x, T* residual, float multiplier, int64_t i, int64_t left) {
+INLINE vf add_vector(const T* x, T* residual, float multiplier, float scale, int64_t i,
+                     int64_t left) {
   vf value = load_up_to(x + i, left);
   if (!residual) return value;
   if (multiplier != 1.0f) value = rounded_to(mul(value, set1(multiplier)), x);
   value = rounded_to(add(load_up_to(residual + i, left), value), x);
+  if (scale != 1.0f) value = rounded_to(mul(value, set1(scale)), x);
   store_up_to(residual + i, value, left);
   return value;
 }
@@ -19,11 +21,11 @@ template <class T> INLINE vf normed_for(vf normed, const T* x, const T*) {
 template <class T> INLINE vf normed_for(vf normed, const T*, const void*) { return normed; }
 
 template <class T, class V>
-static void norm_row(const T* x, T* residual, const V* weight, float eps, float multiplier, T* out,
-                     int64_t width) {
+static void norm_row(const T* x, T* residual, const V* weight, float eps, float multiplier,
+                     float sum_scale, T* out, int64_t width) {
   vf squares = zero();
   for (int64_t i = 0; i < width; i += W) {
-    vf value = add_vector(x, residual, multiplier, i, width - i);
+    vf value = add_vector(x, residual, multiplier, sum_scale, i, width - i);
     squares = fma(value, value, squares);
   }
   if (residual) x = residual;
@@ -36,21 +38,23 @@ static void norm_row(const T* x, T* residual, const V* weight, float eps, float 
 }
 
 static void rms_norm(const void* x, void* residual, const void* weight, int32_t weight_dtype,
-                     float eps, float multiplier, void* out, int64_t width, int32_t dtype) {
+                     float eps, float multiplier, float scale, void* out, int64_t width,
+                     int32_t dtype) {
   with_type(dtype, [&](auto* type) {
     using P = decltype(type);
     if (weight_dtype == dtype)
-      norm_row((P)x, (P)residual, (P)weight, eps, multiplier, (P)out, width);
+      norm_row((P)x, (P)residual, (P)weight, eps, multiplier, scale, (P)out, width);
     else
-      norm_row((P)x, (P)residual, (const float*)weight, eps, multiplier, (P)out, width);
+      norm_row((P)x, (P)residual, (const float*)weight, eps, multiplier, scale, (P)out, width);
   });
 }
 
-static void add_row(const void* x, void* residual, float multiplier, int64_t width,
+static void add_row(const void* x, void* residual, float multiplier, float scale, int64_t width,
                     int32_t dtype) {
   with_type(dtype, [&](auto* type) {
     using P = decltype(type);
-    for (int64_t i = 0; i < width; i += W) add_vector((P)x, (P)residual, multiplier, i, width - i);
+    for (int64_t i = 0; i < width; i += W)
+      add_vector((P)x, (P)residual, multiplier, scale, i, width - i);
   });
 }
 
@@ -87,14 +91,15 @@ template <class T> static void rotate_head(T* head, const T* table, int64_t size
 
 // Norms heads that lie next to each other, where there is a weight: each, or all of them together.
 template <class T>
-static void norm_heads(const RopeArgs& args, T* heads, const void* weight, int64_t count) {
+static void norm_heads(const RopeArgs& args, T* heads, const void* weight, int64_t count,
+                       bool whole) {
   if (!weight) return;
-  int64_t size = args.whole_norms ? count * args.head_dim : args.head_dim;
+  int64_t size = whole ? count * args.head_dim : args.head_dim;
   for (T *at = heads, *end = heads + count * args.head_dim; at < end; at += size) {
     if (args.norm_dtype == args.dtype)
-      norm_row<T>(at, nullptr, (const T*)weight, args.eps, 1.0f, at, size);
+      norm_row<T>(at, nullptr, (const T*)weight, args.eps, 1.0f, 1.0f, at, size);
     else
-      norm_row<T>(at, nullptr, (const float*)weight, args.eps, 1.0f, at, size);
+      norm_row<T>(at, nullptr, (const float*)weight, args.eps, 1.0f, 1.0f, at, size);
   }
 }
 
@@ -102,9 +107,11 @@ template <class T> static void rope_token(const RopeArgs& args, int64_t token) {
   int64_t size = args.head_dim, heads = args.heads, kv_heads = args.kv_heads;
   T* qkv = (T*)args.qkv + token * args.token_stride;
   const T* table = (const T*)args.table + args.positions[token] * args.table_width;
-  norm_heads(args, qkv, args.q_norm, heads);
-  norm_heads(args, qkv + heads * size, args.k_norm, kv_heads);
+  norm_heads(args, qkv, args.q_norm, heads, args.whole_norms);
+  norm_heads(args, qkv + heads * size, args.k_norm, kv_heads, args.whole_norms);
+  norm_heads(args, qkv + (heads + kv_heads) * size, args.v_norm, kv_heads, false);
   for (int64_t head = 0; head < heads; ++head) rotate_head(qkv + head * size, table, size);
+  if (!kv_heads) return;
   table += args.table_width - size;
   for (int64_t head = heads; head < heads + kv_heads; ++head)
     rotate_head(qkv + head * size, table, size);
@@ -133,11 +140,11 @@ INLINE vf activated(vf x, bool gelu) {
   return div(x, add(set1(1.0f), exponential(sub(zero(), inner))));
 }
 
-static void gated_mul(const void* gate_up, void* out, int64_t width, int32_t activation,
-                      int32_t dtype) {
+static void gated_mul(const void* gates, const void* ups, void* out, int64_t width,
+                      int32_t activation, int32_t dtype) {
   with_type(dtype, [&](auto* type) {
     using P = decltype(type);
-    P gate = (P)gate_up, up = gate + width;
+    P gate = (P)gates, up = (P)ups;
     bool gelu = activation == ACTIVATION_GELU_TANH;
     for (int64_t i = 0; i < width; i += W) {
       int64_t left = width - i;

@@ -189,19 +189,22 @@ API int32_t asyncllm_rope_and_cache(Context* context, const RopeArgs* args) {
   if (!is_open(context)) return STATUS_CLOSED;
   const RopeArgs& a = *args;
   int64_t width = (a.heads + 2 * a.kv_heads) * a.head_dim;
-  if (!is_cache(a.cache, a.dtype, a.num_blocks, a.block_size, a.kv_heads, a.head_dim) ||
-      a.heads < 1 || a.head_dim % 2 ||
+  bool writes = a.kv_heads != 0;
+  if (writes && !is_cache(a.cache, a.dtype, a.num_blocks, a.block_size, a.kv_heads, a.head_dim))
+    return STATUS_INVALID;
+  if (a.heads < 1 || a.head_dim < 1 || a.head_dim % 2 ||
       !is_matrix(a.qkv, a.dtype, a.num_tokens, width, a.token_stride) ||
       !is_matrix(a.table, a.dtype, 1, a.head_dim, a.head_dim) || a.table_width < a.head_dim ||
-      !a.q_norm != !a.k_norm || (a.norm_dtype != a.dtype && a.norm_dtype != DTYPE_F32))
+      (writes && !a.q_norm != !a.k_norm) || (a.v_norm && !(a.q_norm && writes)) ||
+      (a.norm_dtype != a.dtype && a.norm_dtype != DTYPE_F32))
     return STATUS_INVALID;
   int64_t size = size_of(a.norm_dtype);
-  if ((a.q_norm && (!aligned(a.q_norm, size) || !aligned(a.k_norm, size))) ||
-      (a.num_tokens && (!a.slots || !a.positions)))
+  if (!aligned(a.q_norm, size) || !aligned(a.k_norm, size) || !aligned(a.v_norm, size) ||
+      (a.num_tokens && (!a.positions || (writes && !a.slots))))
     return STATUS_INVALID;
   for (int64_t token = 0; token < a.num_tokens; ++token)
-    if (a.slots[token] < 0 || a.slots[token] >= a.num_blocks * a.block_size ||
-        a.positions[token] < 0 || a.positions[token] >= a.table_rows)
+    if (a.positions[token] < 0 || a.positions[token] >= a.table_rows ||
+        (writes && (a.slots[token] < 0 || a.slots[token] >= a.num_blocks * a.block_size)))
       return STATUS_INDEX;
   share(context, a.num_tokens, a.num_tokens * width * 4,
         [&](int64_t token, int) { context->kernels->rope(a, token); });

@@ -10,6 +10,7 @@ from tests.triton.checks import check_experts
 
 CASES = [
     {"tokens": 1},
+    {"tokens": 9, "gelu": True},
     {"tokens": 9, "clamped": True, "biased": True},
     {"tokens": 9, "biased": True, "dtype": torch.float16},
     # Tiles of 64 rows, full ones and others.

@@ -67,6 +67,12 @@ def test_rope_cache_with_a_norm_over_all_heads_and_scaled_queries(
     )
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rope_cache_with_a_norm_of_values(dtype: torch.dtype) -> None:
+    shape = AttentionShape(6, 2, 48, 1.0)
+    checks.check_rope_cache(rope_cache, shape, "cpu", norm=True, values=True, dtype=dtype)
+
+
 @pytest.mark.parametrize("block_size", [16, 256])
 def test_step_state(block_size: int) -> None:
     checks.check_step_state(decode_inputs.decode_inputs, "cpu", block_size)

@@ -15,34 +15,48 @@ BLOCK = 1024
 
 
 @triton.jit
+def activated(x, GELU: tl.constexpr):
+    """SiLU, or with GELU that by tanh: x times the logistic function of
+    ``2 * sqrt(2 / pi) * (x + 0.044715 * x ** 3)``."""
+    inner = x
+    if GELU:
+        inner = 1.5957691216057308 * (x + 0.044715 * x * x * x)
+    return x / (1.0 + tl.exp(-inner))
+
+
+@triton.jit
 def gated_mul_kernel(
-    out, gate_up, width, stride_out, stride_in, GELU: tl.constexpr, BLOCK: tl.constexpr
+    out,
+    gates,
+    ups,
+    width,
+    stride_out,
+    stride_gates,
+    stride_ups,
+    GELU: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Grid ``(rows, blocks of width)``. SiLU, or with GELU that by tanh: x times the logistic
-    function of ``2 * sqrt(2 / pi) * (x + 0.044715 * x ** 3)``."""
+    """Grid ``(rows, blocks of width)``."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = columns < width
-    gate_at = gate_up + row * stride_in + columns
-    gate = tl.load(gate_at, mask=real, other=0.0).to(tl.float32)
-    up = tl.load(gate_at + width, mask=real, other=0.0).to(tl.float32)
-    inner = gate
-    if GELU:
-        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    gate = tl.load(gates + row * stride_gates + columns, mask=real, other=0.0).to(tl.float32)
+    up = tl.load(ups + row * stride_ups + columns, mask=real, other=0.0).to(tl.float32)
     # Rounded between the two, as the reference is.
-    activated = (gate / (1.0 + tl.exp(-inner))).to(out.dtype.element_ty).to(tl.float32)
-    tl.store(out + row * stride_out + columns, (activated * up).to(out.dtype.element_ty), mask=real)
+    value = activated(gate, GELU).to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + row * stride_out + columns, (value * up).to(out.dtype.element_ty), mask=real)
 
 
-def gated_mul(gate_up: Tensor, *, gelu: bool) -> Tensor:
-    """``[T, 2 * I] -> [T, I]``: the activation of the first half times the second."""
-    rows, double = gate_up.shape
-    width = double // 2
-    out = gate_up.new_empty((rows, width))
+def gated_mul(gate_up: Tensor, up: Tensor | None = None, *, gelu: bool) -> Tensor:
+    """``[T, 2 * I] -> [T, I]``: the activation of the first half times the second; or ``[T, I]`` of
+    the whole times ``up [T, I]``."""
+    width = gate_up.shape[1] if up is not None else gate_up.shape[1] // 2
+    gate, up = (gate_up, up) if up is not None else (gate_up, gate_up[:, width:])
+    rows, out = len(gate), gate.new_empty((len(gate), width))
     if rows:
         gated_mul_kernel[(rows, cdiv(width, BLOCK))](
-            out, gate_up, width, out.stride(0), gate_up.stride(0), GELU=gelu, BLOCK=BLOCK,
-            num_warps=4,
+            out, gate, up, width, out.stride(0), gate.stride(0), up.stride(0), GELU=gelu,
+            BLOCK=BLOCK, num_warps=4,
         )  # fmt: skip
     return out
 

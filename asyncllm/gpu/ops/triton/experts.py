@@ -15,6 +15,7 @@ from torch import Tensor
 
 from asyncllm.checkpoint.experts_config import ActivationConfig
 from asyncllm.gpu.ops.experts import ExpertsWeights, add_shared
+from asyncllm.gpu.ops.triton.activation import activated
 from asyncllm.gpu.ops.triton.tuning import ProductTiles, cdiv, product_tiles
 
 
@@ -62,6 +63,7 @@ def gate_up_kernel(
     DEPTH: tl.constexpr,
     BIAS: tl.constexpr,
     CLAMPED: tl.constexpr,
+    GELU: tl.constexpr,
 ):
     """Grid ``(tiles, inner / COLUMNS)``: activation of gate and up, in sorted rows."""
     tile = tl.program_id(0)
@@ -99,8 +101,7 @@ def gate_up_kernel(
         up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
         result = (up + 1.0) * gate / (1.0 + tl.exp(-alpha * gate))
     else:
-        swish = (gate / (1.0 + tl.exp(-gate))).to(out.dtype.element_ty).to(tl.float32)
-        result = swish * up
+        result = activated(gate, GELU).to(out.dtype.element_ty).to(tl.float32) * up
     out_at = out + rows.to(tl.int64)[:, None] * inner + columns[None, :]
     tl.store(out_at, result.to(out.dtype.element_ty), mask=real[:, None] & in_columns[None, :])
 
@@ -235,6 +236,7 @@ class TritonExperts:
             DEPTH=shape.depth,
             BIAS=self.gate_up_bias is not None,
             CLAMPED=self.config.limit is not None,
+            GELU=self.config.gelu,
             num_warps=shape.warps,
             num_stages=shape.stages,
         )

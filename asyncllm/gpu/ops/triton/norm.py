@@ -19,6 +19,7 @@ def norm_kernel(
     weight,
     eps,
     multiplier,
+    sum_scale,
     stride_out,
     stride_x,
     stride_residual,
@@ -26,9 +27,11 @@ def norm_kernel(
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
     SCALED: tl.constexpr,
+    SUM_SCALED: tl.constexpr,
 ):
     """Grid ``(rows,)``. With ADD the sum replaces the residual; with SCALED that of ``multiplier *
-    x``. A weight in float32 is multiplied before the norm is rounded, one of x's dtype behind."""
+    x``, and with SUM_SCALED the rounded sum times ``sum_scale``. A weight in float32 is multiplied
+    before the norm is rounded, one of x's dtype behind."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     real = columns < WIDTH
@@ -40,6 +43,8 @@ def norm_kernel(
         value += tl.load(at, mask=real, other=0.0).to(tl.float32)
         # The norm sees the sum that the next layer will read.
         rounded = value.to(residual.dtype.element_ty)
+        if SUM_SCALED:
+            rounded = (rounded.to(tl.float32) * sum_scale).to(residual.dtype.element_ty)
         tl.store(at, rounded, mask=real)
         value = rounded.to(tl.float32)
     scale = tl.load(weight + columns, mask=real, other=0.0).to(tl.float32)
@@ -58,23 +63,29 @@ class TritonRMSNorm:
     Args:
         weight: of the dtype of ``x``, or in float32.
         multiplier: of ``x`` in ``add``.
+        scale: of the sum in ``add``, behind its rounding.
     """
 
-    def __init__(self, weight: Tensor, eps: float, multiplier: float = 1.0) -> None:
+    def __init__(
+        self, weight: Tensor, eps: float, multiplier: float = 1.0, scale: float = 1.0
+    ) -> None:
         self.weight = weight
         self.eps = eps
-        self.multiplier = multiplier
+        self.multiplier, self.scale = multiplier, scale
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The norm of ``x [T, H]``."""
-        return self._launch(x, x, torch.empty_like(x, memory_format=torch.contiguous_format))
+        """The norm of ``x [T, H]``, or of each part of ``x [T, parts, H]``."""
+        rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        out = torch.empty_like(rows, memory_format=torch.contiguous_format)
+        return self._launch(rows, rows, out).view(x.shape)
 
     def in_place(self, x: Tensor) -> None:
         """Replaces ``x [T, H]`` by its norm."""
         self._launch(x, x, x)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """The norm of ``multiplier * x + residual``, and that sum, which replaces ``residual``."""
+        """The norm of ``scale * (multiplier * x + residual)``, and that sum, which replaces
+        ``residual``."""
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         return self._launch(x, residual, out, add=True), residual
 
@@ -88,6 +99,7 @@ class TritonRMSNorm:
                 self.weight,
                 self.eps,
                 self.multiplier,
+                self.scale,
                 out.stride(0),
                 x.stride(0),
                 residual.stride(0),
@@ -95,6 +107,7 @@ class TritonRMSNorm:
                 BLOCK=next_power_of_2(width),
                 ADD=add,
                 SCALED=add and self.multiplier != 1.0,
+                SUM_SCALED=add and self.scale != 1.0,
                 num_warps=row_warps(width),
             )
         return out

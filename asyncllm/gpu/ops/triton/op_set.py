@@ -19,7 +19,7 @@ from asyncllm.gpu.ops.triton.experts import TritonExperts
 from asyncllm.gpu.ops.triton.gated_delta import TritonGatedDelta
 from asyncllm.gpu.ops.triton.gated_norm import TritonGatedNorm
 from asyncllm.gpu.ops.triton.norm import TritonRMSNorm
-from asyncllm.gpu.ops.triton.rope_cache import TritonRopeAndCache
+from asyncllm.gpu.ops.triton.rope_cache import TritonRope, TritonRopeAndCache
 from asyncllm.gpu.ops.triton.sampling import sample
 from asyncllm.gpu.ops.triton.state_rows import TritonStateRows
 from asyncllm.gpu.ops.triton.tuning import FEW_ROWS
@@ -56,13 +56,23 @@ class TritonOps(TorchOps):
     def expert_tokens(self, num_experts: int, top_k: int) -> tuple[int, ...]:
         return (FEW_ROWS * num_experts // top_k + 1,)
 
-    def rms_norm(self, weight: Tensor, eps: float, multiplier: float = 1.0) -> TritonRMSNorm:
-        return TritonRMSNorm(weight, eps, multiplier)
+    def rms_norm(
+        self, weight: Tensor, eps: float, multiplier: float = 1.0, scale: float = 1.0
+    ) -> TritonRMSNorm:
+        return TritonRMSNorm(weight, eps, multiplier, scale)
+
+    def rope(self, shape: AttentionShape, norm: Tensor | None, eps: float) -> TritonRope:
+        return TritonRope(shape, norm, eps)
 
     def rope_and_cache(
-        self, shape: AttentionShape, q_norm: Tensor | None, k_norm: Tensor | None, eps: float
+        self,
+        shape: AttentionShape,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        v_norm: Tensor | None = None,
     ) -> TritonRopeAndCache:
-        return TritonRopeAndCache(shape, q_norm, k_norm, eps)
+        return TritonRopeAndCache(shape, q_norm, k_norm, eps, v_norm)
 
     def rotary(self, table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The kernel looks the rows up: nothing is copied."""

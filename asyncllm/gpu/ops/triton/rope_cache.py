@@ -3,12 +3,14 @@
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
 # A type checker takes a kernel for the function that it is written as.
 
+from dataclasses import replace
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from asyncllm.gpu.ops.base import AttentionShape
-from asyncllm.gpu.ops.torch_ops import norms_whole_projections
+from asyncllm.gpu.ops.torch_ops import check_head_norm, norms_whole_projections
 from asyncllm.gpu.ops.triton.norm import TritonRMSNorm
 from asyncllm.gpu.ops.triton.tuning import cdiv, next_power_of_2
 
@@ -27,6 +29,7 @@ def rope_cache_kernel(
     qkv,
     q_weight,
     k_weight,
+    v_weight,
     table,
     positions,
     k_cache,
@@ -48,6 +51,7 @@ def rope_cache_kernel(
     HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     NORM: tl.constexpr,
+    NORM_VALUES: tl.constexpr,
     SCALED: tl.constexpr,
 ):
     """Grid ``(tokens, blocks of HEADS)`` over the query, key and value heads in a row. With SCALED
@@ -67,7 +71,10 @@ def rope_cache_kernel(
     second = raw_second.to(tl.float32)
     if NORM:
         in_half = (dims < HALF)[None, :]
-        weight_at = tl.where(is_query[:, None], q_weight, k_weight) + dims[None, :]
+        weight_of = tl.where(is_query, q_weight, k_weight)
+        if NORM_VALUES:
+            weight_of = tl.where(is_value, v_weight, weight_of)
+        weight_at = weight_of[:, None] + dims[None, :]
         weight = tl.load(weight_at, mask=in_half, other=0.0).to(tl.float32)
         mean = tl.sum(first * first + second * second, 1, keep_dims=True) / HEAD_DIM
         scale = tl.rsqrt(mean + eps)
@@ -88,10 +95,13 @@ def rope_cache_kernel(
     sin = tl.load(line + HALF, mask=in_table, other=0.0).to(tl.float32)
     rotated_first, rotated_second = rotate(first, second, cos, sin)
     is_rotated = is_value[:, None] == 0
+    if NORM_VALUES:
+        raw_first, raw_second = first.to(kind), second.to(kind)
     first = tl.where(is_rotated, rotated_first.to(kind), raw_first)
     second = tl.where(is_rotated, rotated_second.to(kind), raw_second)
-    tl.store(at, first, mask=real & is_rotated)
-    tl.store(at + HALF, second, mask=real & is_rotated)
+    changed = real & (is_rotated | NORM_VALUES)
+    tl.store(at, first, mask=changed)
+    tl.store(at + HALF, second, mask=changed)
 
     slot = tl.load(slot_mapping + token).to(tl.int64)
     block = slot // BLOCK_SIZE
@@ -111,22 +121,31 @@ def rope_cache_kernel(
 
 
 class TritonRopeAndCache:
-    """Norms q and k by head where the model does, rotates both, and writes k and v. Norms over all
-    heads, which a program does not hold, are launches of their own before it."""
+    """Norms q and k, and v, by head where the model does, rotates both, and writes k and v. Norms
+    over all heads, which a program does not hold, are launches of their own before it."""
 
     def __init__(
-        self, shape: AttentionShape, q_norm: Tensor | None, k_norm: Tensor | None, eps: float
+        self,
+        shape: AttentionShape,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        v_norm: Tensor | None = None,
     ) -> None:
         self.shape = shape
         self.q_norm = self.k_norm = None
-        self.eps = eps
+        self.v_norm, self.eps = v_norm, eps
         self.whole_norms: tuple[TritonRMSNorm, ...] = ()
         if q_norm is None or k_norm is None:
+            if v_norm is not None:
+                raise ValueError("a norm of values alone: expected one of queries and keys as well")
             return
         if norms_whole_projections(shape, q_norm, k_norm):
             self.whole_norms = TritonRMSNorm(q_norm, eps), TritonRMSNorm(k_norm, eps)
         else:
             self.q_norm, self.k_norm = q_norm, k_norm
+        if v_norm is not None and self.whole_norms:
+            raise ValueError("a norm of values by head beside norms over all heads")
 
     def __call__(
         self, qkv: Tensor, rotary: tuple[Tensor, Tensor], cache: Tensor, slot_mapping: Tensor
@@ -154,8 +173,10 @@ class TritonRopeAndCache:
         if qkv.shape[0]:
             rope_cache_kernel[(qkv.shape[0], cdiv(num_q + 2 * num_k, heads))](
                 qkv,
-                self.q_norm if self.q_norm is not None else qkv,
-                self.k_norm if self.k_norm is not None else qkv,
+                *(
+                    qkv if norm is None else norm
+                    for norm in (self.q_norm, self.k_norm, self.v_norm)
+                ),
                 table,
                 positions,
                 cache[0],
@@ -174,8 +195,25 @@ class TritonRopeAndCache:
                 HEADS=heads,
                 BLOCK_SIZE=cache.shape[2],
                 NORM=self.q_norm is not None,
+                NORM_VALUES=self.v_norm is not None,
                 SCALED=table.dim() == 3,
                 num_warps=4,
             )
         split = qkv.view(qkv.shape[0], num_q + 2 * num_k, shape.head_dim)
         return split[:, :num_q], split[:, num_q : num_q + num_k], split[:, num_q + num_k :]
+
+
+class TritonRope:
+    """Norms queries where the model does, and rotates them."""
+
+    def __init__(self, shape: AttentionShape, norm: Tensor | None, eps: float) -> None:
+        if norm is not None:
+            check_head_norm(shape, norm)
+        self.rope = TritonRopeAndCache(replace(shape, num_kv_heads=0), None, None, eps)
+        self.rope.q_norm = self.rope.k_norm = norm
+
+    def __call__(self, q: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        """``[T, Hq * D] -> [T, Hq, D]``, in place; ``rotary`` as in TritonRopeAndCache."""
+        # Of no key/value heads nothing is written, and no slot's content is used.
+        cache = q.view(1, 1, 1, 1, -1).expand(2, -1, -1, -1, -1)
+        return self.rope(q, rotary, cache, rotary[1])[0]

@@ -1,0 +1,141 @@
+"""GEMMA4: the rows of Gemma 4, whose layers differ in their heads, their KV and their MLP."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from asyncllm.checkpoint.config_file import ConfigFile
+from asyncllm.checkpoint.experts_config import (
+    ActivationConfig,
+    ExpertsConfig,
+    ExpertsNames,
+    RoutingConfig,
+)
+from asyncllm.checkpoint.families import (
+    AROUND,
+    FULL,
+    SLIDING,
+    Family,
+    Fields,
+    Sizes,
+    every,
+    read_biases,
+    read_window,
+)
+from asyncllm.checkpoint.layer_config import (
+    LayerConfig,
+    LayerInputConfig,
+    read_heads,
+    share_kv,
+)
+from asyncllm.checkpoint.moe_families import MAX_EXPERTS
+from asyncllm.checkpoint.rope_config import RENAMED, RopeConfig, RopeKind, rope_from
+
+
+def _gemma4(config: ConfigFile, sizes: Sizes) -> Fields:
+    """Dense, or with experts beside the MLP of every layer."""
+    if config.values.get("use_bidirectional_attention") not in (None, False, "vision"):
+        raise config.bad("use_bidirectional_attention", "null, or 'vision' for images alone")
+    window = read_window(config, every(6, sizes))
+    # The last layer is full whatever the file says, as in transformers.
+    slides = (*window["sliding_layers"][:-1], False)
+    kinds = tuple(SLIDING if each else FULL for each in slides)
+    ropes = {kind: _rope(config, sizes, kind) for kind in sorted(set(kinds))}
+    fields = {
+        **read_biases(config),
+        "qk_norm": True,
+        "value_norm": True,
+        "wide_norms": True,
+        "layer_scalar": True,
+        "attention_scale": 1.0,
+        "embedding_multiplier": sizes.hidden_size**0.5,
+        "rounds_embedding_multiplier": True,
+        "logits_softcap": config.number("final_logit_softcapping", None, open_low=True),
+        "sliding_window": window["sliding_window"] if any(slides) else None,
+        "sliding_layers": slides,
+        "layers": share_kv(config, _layers(config, slides), kinds),
+        "layer_ropes": tuple(ropes[kind] for kind in kinds),
+    }
+    if size := config.integer("hidden_size_per_layer_input", low=0):
+        rows = config.integer("vocab_size_per_layer_input", low=config.integer("vocab_size"))
+        fields["layer_input"] = LayerInputConfig(size, rows)
+    if config.boolean("enable_moe_block", False):
+        fields["experts"] = _experts(config, sizes)
+    return fields
+
+
+def _layers(config: ConfigFile, slides: tuple[bool, ...]) -> list[LayerConfig]:
+    """Full layers have other heads: files of transformers from 5.20 on name them by layer, earlier
+    ones for all of them."""
+    shared = config.boolean("attention_k_eq_v", False)
+    near = LayerConfig(
+        config.integer("num_key_value_heads"),
+        config.integer("head_dim"),
+        config.integer("intermediate_size"),
+    )
+    full = replace(near, value_is_key=shared)
+    if "per_layer_config" not in config:
+        heads = config.integer("num_global_key_value_heads", near.num_kv_heads)
+        full = replace(
+            full,
+            num_kv_heads=heads if shared else near.num_kv_heads,
+            head_dim=config.integer("global_head_dim", 512),
+        )
+    return read_heads(config, [near if each else full for each in slides])
+
+
+def _rope(config: ConfigFile, sizes: Sizes, kind: str) -> RopeConfig:
+    named = config.section(RENAMED) if RENAMED in config else ConfigFile(config.path, _ROPES)
+    section = named.section(kind)
+    section.choice("rope_type", ("default", "proportional"))
+    theta = section.number("rope_theta", open_low=True)
+    aliases: dict[str, RopeKind] = {"proportional": "proportional"}
+    return rope_from(section, config, theta, sizes.rotary_dim, aliases)
+
+
+def _experts(config: ConfigFile, sizes: Sizes) -> ExpertsConfig:
+    count = config.integer("num_experts", high=MAX_EXPERTS)
+    top_k = config.integer("top_k_experts", high=MAX_EXPERTS)
+    if top_k > count:
+        raise config.bad("top_k_experts", f"at most num_experts={count}")
+    return ExpertsConfig(
+        (True,) * sizes.num_layers,
+        RoutingConfig(count, top_k, renormalise=True, expert_scale=True),
+        config.integer("moe_intermediate_size"),
+        ActivationConfig(gelu=True),
+        beside=True,
+        names=ExpertsNames(
+            router="router.proj", experts=None, fused="experts", fused_router="router.proj"
+        ),
+    )
+
+
+_ROPES = {
+    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+    SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+}
+_DEFAULTS = {
+    "vocab_size": 262_144,
+    "max_position_embeddings": 131_072,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "sliding_window": 512,
+    "vocab_size_per_layer_input": 262_144,
+    "hidden_size_per_layer_input": 256,
+}
+
+GEMMA4: dict[str, Family] = {
+    "gemma4_text": Family(
+        "Gemma4ForCausalLM",
+        _DEFAULTS,
+        (1,),
+        names=AROUND,
+        activation="hidden_activation",
+        text_part=True,
+        read=_gemma4,
+    ),
+}
+"""By ``model_type``."""

@@ -1,0 +1,100 @@
+"""LayerConfig: the sizes of one layer, in models whose layers differ."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+
+from asyncllm.checkpoint.config_file import ConfigFile
+
+
+@dataclass(frozen=True, slots=True)
+class LayerConfig:
+    """Sizes of a layer.
+
+    Attributes:
+        intermediate_size: of its MLP.
+        kv_layer: the earlier layer whose keys and values it attends to; None where it has its own.
+        value_is_key: values are what the projection of keys gives, before its norm and RoPE.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    kv_layer: int | None = None
+    value_is_key: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInputConfig:
+    """What each layer takes of a token beside the hidden states (the per-layer embeddings of
+    Gemma 3n and 4): a part of an embedding of its own, and of a projection of the first layer's
+    input.
+
+    Attributes:
+        size: elements per layer.
+        vocab_size: rows of the embedding.
+    """
+
+    size: int
+    vocab_size: int
+
+
+def read_heads(config: ConfigFile, layers: Sequence[LayerConfig]) -> list[LayerConfig]:
+    """``layers`` with the heads that ``per_layer_config`` has for some of them.
+
+    Raises:
+        ModelLoadError: layers that are not there, fields that no layer has of its own, and heads
+            that do not fit.
+    """
+    section, found = config.section("per_layer_config"), list(layers)
+    names = {"num_key_value_heads": "num_kv_heads", "head_dim": "head_dim"}
+    for key in section.values:
+        if not key.isdecimal() or int(key) >= len(found):
+            raise config.bad("per_layer_config", f"keys from 0 to {len(found) - 1}, the layers")
+        own = section.section(key)
+        if any(name not in names for name in own.values):
+            raise section.bad(key, f"an object with {' and '.join(names)} alone")
+        sizes = {field: own.integer(name) for name, field in names.items() if name in own}
+        found[int(key)] = replace(found[int(key)], **sizes)
+    num_heads = config.integer("num_attention_heads")
+    for index, layer in enumerate(found):
+        sizes = {"num_key_value_heads": layer.num_kv_heads, "head_dim": layer.head_dim}
+        own = ConfigFile(config.path, sizes)
+        if num_heads % layer.num_kv_heads:
+            accepted = f"a divisor of num_attention_heads={num_heads}, in layer {index}"
+            raise own.bad("num_key_value_heads", accepted)
+        if layer.head_dim % 2:
+            raise own.bad("head_dim", f"an even number, in layer {index}")
+    return found
+
+
+def share_kv(
+    config: ConfigFile, layers: Sequence[LayerConfig], kinds: Sequence[Hashable]
+) -> tuple[LayerConfig, ...]:
+    """``layers`` of which the last ``num_kv_shared_layers`` attend to the keys and values of the
+    last layer of their kind before them; with ``use_double_wide_mlp`` these have an MLP of twice
+    the size.
+
+    Raises:
+        ModelLoadError: there is no such layer, or its heads are others.
+    """
+    count = config.integer("num_kv_shared_layers", 0, low=0, high=len(layers) - 1)
+    first, found = len(layers) - count, list(layers)
+    last = {kind: layer for layer, kind in enumerate(kinds[:first])}
+    width = 2 if config.boolean("use_double_wide_mlp", False) else 1
+    for index in range(first, len(layers)):
+        own, source = found[index], last.get(kinds[index])
+        if source is None:
+            accepted = (
+                f"fewer: layer {index} is {kinds[index]!r}, and none before the first of them is"
+            )
+            raise config.bad("num_kv_shared_layers", accepted)
+        heads = found[source].num_kv_heads, found[source].head_dim
+        if (own.num_kv_heads, own.head_dim) != heads:
+            accepted = f"heads of layer {index} that are those of layer {source}, whose KV it reads"
+            raise config.bad("per_layer_config", accepted)
+        found[index] = replace(
+            own, kv_layer=source, intermediate_size=width * own.intermediate_size
+        )
+    return tuple(found)
