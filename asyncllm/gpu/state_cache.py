@@ -102,7 +102,8 @@ class StateCache:
         kernel on a GPU, or few, where each for itself would be a hundred."""
         for tensors in self._alike:
             to = [tensor[slot] for slot, _ in pairs for tensor in tensors]
-            torch._foreach_copy_(to, [tensor[slot] for _, slot in pairs for tensor in tensors])
+            sources = [tensor[slot] for _, slot in pairs for tensor in tensors]
+            torch._foreach_copy_(to, sources)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

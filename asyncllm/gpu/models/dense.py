@@ -35,10 +35,10 @@ from asyncllm.gpu.models.layers import (
     NormedMixer,
     NormedMLP,
     OutputGate,
+    SharedAttentionMixer,
 )
 from asyncllm.gpu.models.linear_attention import (
     GatedDeltaMixer,
-    SharedAttentionMixer,
     linear_attention_states,
     projection_rows,
 )

@@ -15,7 +15,7 @@ from asyncllm.gpu.ops.base import Embedding, Linear, RMSNorm
 class GatedMul(Protocol):
     """The activation of a gate times ``up``, ``[T, P]`` each."""
 
-    def __call__(self, gate: Tensor, up: Tensor) -> Tensor: ...
+    def __call__(self, gate: Tensor, up: Tensor, /) -> Tensor: ...
 
 
 @dataclass(slots=True)

@@ -70,7 +70,8 @@ class Layer(Protocol):
         kind: equal for layers whose ops have the same shapes.
     """
 
-    kind: Hashable
+    @property
+    def kind(self) -> Hashable: ...
 
     def __call__(
         self, x: Tensor, residual: Tensor | None, step: StepContext

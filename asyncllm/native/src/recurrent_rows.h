@@ -160,7 +160,7 @@ static void gated_norm(const void* x, const void* gate, const void* weight, floa
     using P = decltype(type);
     P from = (P)x, gates = (P)gate, to = (P)out;
     for (int64_t head = 0; head < heads; ++head, from += size, gates += size, to += size) {
-      norm_row(from, (P) nullptr, (P)weight, eps, 1.0f, to, size);
+      norm_row(from, (P) nullptr, (P)weight, eps, 1.0f, 1.0f, to, size);
       for (int64_t i = 0; i < size; i += W) {
         int64_t left = size - i;
         vf z = load_up_to(gates + i, left);
