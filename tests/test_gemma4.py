@@ -27,7 +27,7 @@ from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.gpu.weights import load_weights, weights_bytes
 from tests.driver import Driver
 from tests.families import TINY
-from tests.test_dense_families import OUTPUT, Case, check, load_case  # noqa: F401
+from tests.test_dense_families import BACKEND, OUTPUT, Case, check, load_case  # noqa: F401
 
 CPU = torch.device("cpu")
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -224,6 +224,18 @@ def test_six_groups_of_five_layers(tmp_path):
 def as_transformers(values: dict[str, Any]) -> Any:
     fields = {name: value for name, value in values.items() if name != "model_type"}
     return transformers.Gemma4TextConfig(**fields)
+
+
+def test_a_step_that_samples_nothing_ends_with_the_last_write(load_case):  # noqa: F811
+    """Behind the four layers of six that have KV of their own."""
+    if BACKEND != "native":
+        pytest.skip("no C++ compiler to build the native ops with")
+    state: Any = load_case("Gemma4-shared").runner()._state
+    program = state.recorded.program
+    written = program.names[: program.args.num_writing_ops]
+    assert written[-1] == "rope_and_cache"
+    assert written.count("rope_and_cache") == 4
+    assert program.names.count("rope_and_cache") == 6
 
 
 # --- files -----------------------------------------------------------------------------------
