@@ -1,10 +1,11 @@
-"""A decode step through transformers' modules, against the engine's own decoder: the same Qwen3 or
-Qwen3-MoE shapes with random weights, on one thread, for both op sets of a CPU.
+"""A decode step through transformers' modules, against the engine's own decoder: the same shapes of
+a family with random weights, on one thread, for both op sets of a CPU.
 
 The two run in turn, and a figure is the median of the ratios. Times are the process's CPU times, so
 that what else the machine does is left out.
 
-python -m benchmarks.model_impl [--quick] [--json FILE] [--dtype bfloat16] [--layers 12] [--experts]
+python -m benchmarks.model_impl [--quick] [--json FILE] [--dtype bfloat16] [--layers 12]
+    [--family gemma4]
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import statistics
 import tempfile
 import time
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +28,11 @@ from benchmarks.common import Report, options
 
 CONTEXT = 128
 BATCHES = (1, 16)
+MOST_GROUPS = 8
 BACKENDS = {"onednn": "torch", "native": "native"}
 """Attention backends by the op set that goes with them."""
 
 SHAPE: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
     "vocab_size": 32_000,
     "hidden_size": 1024,
     "intermediate_size": 3072,
@@ -43,15 +44,46 @@ SHAPE: dict[str, Any] = {
     "eos_token_id": 0,
 }
 
-EXPERTS: dict[str, Any] = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "num_experts": 64,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 512,
-    "norm_topk_prob": True,
+WIDE_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
+    "qwen3-moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "norm_topk_prob": True,
+    },
+    "gemma3": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        **WIDE_HEADS,
+        "sliding_window": 512,
+    },
+    "gemma4": {
+        "architectures": ["Gemma4ForCausalLM"],
+        "model_type": "gemma4_text",
+        **WIDE_HEADS,
+        "global_head_dim": 512,
+        "sliding_window": 512,
+        "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 32_000,
+        "num_kv_shared_layers": 6,
+        "use_double_wide_mlp": True,
+    },
+    "gpt-oss": {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "head_dim": 64,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "intermediate_size": 1024,
+        "tie_word_embeddings": False,
+    },
 }
-"""In place of the MLP of every layer."""
+"""What a family has beside, or in place of, SHAPE; Gemma 4 needs 12 layers or more."""
 
 
 class Decoding:
@@ -59,15 +91,16 @@ class Decoding:
 
     def __init__(self, runner: ModelRunner, rows: int) -> None:
         self.runner, self.rows, self.length, self.steps = runner, rows, CONTEXT, 0
-        width = -(-4 * CONTEXT // runner.info.kv_groups[0].block_size)
+        widths = [-(-4 * CONTEXT // group.block_size) for group in runner.info.kv_groups]
         sampling = SamplingParams(temperature=0.0, seed=0).resolve({}, {}, lambda: 0)
+        free = iter(range(1, runner.info.num_blocks))
         assignments = [
             RequestAssignment(
                 row,
                 f"{row}",
                 [7 + row] * CONTEXT,
                 CONTEXT,
-                (list(range(1 + row * width, 1 + (row + 1) * width)),),
+                tuple(list(islice(free, width)) for width in widths),
                 sampling,
             )
             for row in range(rows)
@@ -112,7 +145,7 @@ def make(path: Path, backend: str, model_impl: str, dtype: str, rows: int) -> De
         num_threads=1,
         max_num_seqs=16,
         max_num_batched_tokens=16 * CONTEXT,
-        num_blocks=16 * 4 * CONTEXT // 32 + 16,
+        num_blocks=MOST_GROUPS * 16 * 4 * CONTEXT // 32 + 16,
         block_size=32,
         attention_backend=backend,
         load_format="dummy",
@@ -125,16 +158,15 @@ def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--experts", action="store_true")
+    parser.add_argument("--family", default="qwen3", choices=list(FAMILIES))
     arguments = parser.parse_args()
     steps = 9 if arguments.quick else 60
     conditions = {"dtype": arguments.dtype, "layers": str(arguments.layers)}
-    conditions["mlp"] = "64 experts of 512, 8 a token" if arguments.experts else "dense"
+    conditions["family"] = arguments.family
     report = Report("Decode steps by model_impl", conditions)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
-        shape = SHAPE | {"num_hidden_layers": arguments.layers}
-        shape |= EXPERTS if arguments.experts else {}
+        shape = SHAPE | FAMILIES[arguments.family] | {"num_hidden_layers": arguments.layers}
         (path / "config.json").write_text(json.dumps(shape), encoding="utf-8")
         for name, backend in BACKENDS.items():
             for rows in BATCHES:

@@ -27,7 +27,7 @@ from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.gpu.weights import load_weights, weights_bytes
 from tests.driver import Driver
 from tests.families import TINY
-from tests.test_dense_families import OUTPUT, Case, check, load_case  # noqa: F401
+from tests.test_dense_families import BACKEND, OUTPUT, Case, check, load_case  # noqa: F401
 
 CPU = torch.device("cpu")
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -221,13 +221,30 @@ def test_six_groups_of_five_layers(tmp_path):
     assert held * block_bytes(groups, torch.bfloat16) < 0.25 * 32_768 * (25 * 8192 + 5 * 4096)
 
 
+def as_transformers(values: dict[str, Any]) -> Any:
+    fields = {name: value for name, value in values.items() if name != "model_type"}
+    return transformers.Gemma4TextConfig(**fields)
+
+
+def test_a_step_that_samples_nothing_ends_with_the_last_write(load_case):  # noqa: F811
+    """Behind the four layers of six that have KV of their own."""
+    if BACKEND != "native":
+        pytest.skip("no C++ compiler to build the native ops with")
+    state: Any = load_case("Gemma4-shared").runner()._state
+    program = state.recorded.program
+    written = program.names[: program.args.num_writing_ops]
+    assert written[-1] == "rope_and_cache"
+    assert written.count("rope_and_cache") == 4
+    assert program.names.count("rope_and_cache") == 6
+
+
 # --- files -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("values", [E4B, A4B], ids=["E4B", "A4B"])
 def test_a_file_of_the_hub_is_read_as_transformers_reads_it(tmp_path, values):
     ours = read(tmp_path, values)
-    theirs = transformers.Gemma4TextConfig(**{k: v for k, v in values.items() if k != "model_type"})
+    theirs = as_transformers(values)
     assert ours.sliding_layers == tuple(kind == SLIDING for kind in theirs.layer_types)
     found = [(layer.num_kv_heads, layer.head_dim) for layer in ours.layers]
     each = [theirs.per_layer_config[i] for i in range(theirs.num_hidden_layers)]
@@ -251,7 +268,7 @@ def test_a_file_of_the_hub_is_read_as_transformers_reads_it(tmp_path, values):
 
 def test_frequencies_of_a_part_are_those_of_transformers(tmp_path):
     model = read(tmp_path, E4B)
-    theirs = transformers.Gemma4TextConfig(**{k: v for k, v in E4B.items() if k != "model_type"})
+    theirs = as_transformers(E4B)
     rope = model.layer_ropes[-1]
     assert (rope.kind, rope.share, rope.theta) == ("proportional", 0.25, 1e6)
     expected, _ = ROPE_INIT_FUNCTIONS["proportional"](theirs, CPU, layer_type=FULL)
@@ -311,7 +328,7 @@ def test_the_last_layer_is_full(tmp_path):
 def test_sizes_count_layers_by_their_kind(load_case):  # noqa: F811
     for name in ("Gemma4-shared", "Gemma4-experts"):
         config = load_case(name).config
-        held = load_weights(config, torch.float32, CPU)
+        held: Any = load_weights(config, torch.float32, CPU)
         assert weights_bytes(config, torch.float32) == sum(each.nbytes for _, each in held)
     wide = load_case("Gemma4-shared").config
     assert [layer.intermediate_size for layer in wide.layers] == [96, 96, 96, 96, 192, 192]

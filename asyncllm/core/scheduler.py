@@ -207,7 +207,9 @@ class Scheduler:
             total = len(request.token_ids) + request.num_placeholders
             if request.num_placeholders and total >= request.run_ahead_end:
                 continue
-            count = min(total - request.num_computed_tokens, budget)
+            count = total - request.num_computed_tokens
+            if count > budget:
+                count = budget
             end = request.num_computed_tokens + count + lookahead
             if end > request.num_slots:
                 end = min(end, self.info.max_model_len, request.checkpoint_at)

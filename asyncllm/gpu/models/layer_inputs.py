@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
 from asyncllm.gpu.models.layers import Layer, StepContext
 from asyncllm.gpu.ops.base import Embedding, Linear, RMSNorm
-
-
-class GatedMul(Protocol):
-    """The activation of a gate times ``up``, ``[T, P]`` each."""
-
-    def __call__(self, gate: Tensor, up: Tensor, /) -> Tensor: ...
 
 
 @dataclass(slots=True)
@@ -53,13 +46,14 @@ class InputLayer:
 
     Attributes:
         add: the sum of a layer's output and the residual.
+        activation: of a gate, times what it gates.
         index: of the layer.
     """
 
     layer: Layer
     add: RMSNorm
     gate: Linear
-    activation: GatedMul
+    activation: Callable[[Tensor, Tensor], Tensor]
     projection: Linear
     norm: RMSNorm
     index: int
