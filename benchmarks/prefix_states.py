@@ -1,5 +1,6 @@
 """A prefix that prompts share, in a model with recurrent layers: what is found of it, the memory of
-the states that are kept, and the CPU time of a request beside an engine that caches none.
+the states that are kept, and the CPU time of a request beside an engine that caches none; the same
+for prompts that share nothing, which end a row early for a state that no other request needs.
 
 A hybrid of random weights, three gated-delta layers to one of attention, on one thread. Each prompt
 is sent after the first token of the one before.
@@ -24,6 +25,7 @@ from asyncllm.outputs import EngineStats
 from benchmarks.common import Report, options
 
 OWN_TOKENS, OUTPUT_TOKENS = 48, 8
+APART = 16
 GOAL = 0.9
 """Of the prefix's tokens, found from the third request on."""
 
@@ -48,7 +50,7 @@ SHAPE: dict[str, Any] = {
 
 
 async def converse(
-    path: Path, num_requests: int, num_shared: int, *, caching: bool
+    path: Path, num_requests: int, num_shared: int, *, caching: bool, shares: bool = True
 ) -> tuple[list[Usage], EngineStats, float]:
     """What each request took, the engine's figures at the end, and CPU seconds of a request, from
     the third on."""
@@ -73,6 +75,8 @@ async def converse(
                 await asyncio.gather(*(stream.result() for stream in streams))
                 began = time.process_time()
             own = [rng.randrange(1, 4096) for _ in range(OWN_TOKENS)]
+            if not shares:
+                shared = [rng.randrange(1, 4096) for _ in range(num_shared)]
             settings = {"temperature": 0.0, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True}
             streams.append(engine.stream(shared + own, **settings))
             await anext(streams[-1])
@@ -96,6 +100,10 @@ def main() -> None:
             asyncio.run(converse(path, count, arguments.prefix, caching=caching))
             for caching in (True, False)
         )
+        apart = [
+            asyncio.run(converse(path, APART, arguments.prefix, caching=caching, shares=False))[2]
+            for caching in (True, False)
+        ]
     hits = [usage.cached_tokens / arguments.prefix for usage in usages]
     report.section("tokens of the prefix that were found")
     for i in range(2):
@@ -110,6 +118,7 @@ def main() -> None:
     report.add("with states of prefixes", ours, "ms")
     report.add("without", theirs, "ms")
     report.add("without / with", theirs / ours, "×")
+    report.add("sharing nothing: without / with", apart[1] / apart[0], "×", f"{APART} requests")
     report.write(arguments.json)
     assert share >= GOAL, f"{share:.1%} of the prefix's tokens were found"
 

@@ -33,9 +33,9 @@ class StateCheckpoints:
     """Checkpoints of recurrent states, in a BlockPool of their own: a block is a slot for the
     states of all layers behind a prefix, hashed as the prefix's last KV block is.
 
-    A state is worth as much as it is large, that of a prefix that no other request has is worth
-    nothing, and one state set takes the memory of the KV of a thousand tokens and more. So a
-    request leaves few (the choice of Marconi, Pan et al. 2024, arXiv:2411.19379):
+    The states behind one position take the memory of the KV of a thousand tokens and more, and are
+    of no use to a request that has other tokens. So a request leaves few of them (after Marconi, Pan
+    et al. 2024, arXiv:2411.19379):
 
     - where the KV groups had more of its tokens than there is a state for: the first request that
       shows a shared prefix saves its state, and the next ones find it;

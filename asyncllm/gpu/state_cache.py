@@ -100,10 +100,10 @@ class StateCache:
     def _copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies ``(to, source)``; no slot is among both. All layers' states of a dtype are one
         kernel on a GPU, or few, where each for itself would be a hundred."""
+        copy = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
         for tensors in self._alike:
             to = [tensor[slot] for slot, _ in pairs for tensor in tensors]
-            sources = [tensor[slot] for _, slot in pairs for tensor in tensors]
-            torch._foreach_copy_(to, sources)  # pyright: ignore[reportPrivateImportUsage]
+            copy(to, [tensor[slot] for _, slot in pairs for tensor in tensors])
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
