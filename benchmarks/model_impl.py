@@ -1,10 +1,11 @@
-"""A decode step through transformers' modules, against the engine's own decoder: the same Qwen3 or
-Qwen3-MoE shapes with random weights, on one thread, for both op sets of a CPU.
+"""A decode step through transformers' modules, against the engine's own decoder: the same Qwen3,
+Qwen3-MoE or Qwen3.5 shapes with random weights, on one thread, for both op sets of a CPU.
 
 The two run in turn, and a figure is the median of the ratios. Times are the process's CPU times, so
 that what else the machine does is left out.
 
 python -m benchmarks.model_impl [--quick] [--json FILE] [--dtype bfloat16] [--layers 12] [--experts]
+    [--linear-attention]
 """
 
 from __future__ import annotations
@@ -52,6 +53,20 @@ EXPERTS: dict[str, Any] = {
     "norm_topk_prob": True,
 }
 """In place of the MLP of every layer."""
+
+
+LINEAR_ATTENTION: dict[str, Any] = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+"""Three layers of a gated delta rule to one of attention."""
 
 
 class Decoding:
@@ -125,16 +140,24 @@ def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--experts", action="store_true")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--experts", action="store_true")
+    kinds.add_argument("--linear-attention", action="store_true")
     arguments = parser.parse_args()
     steps = 9 if arguments.quick else 60
     conditions = {"dtype": arguments.dtype, "layers": str(arguments.layers)}
     conditions["mlp"] = "64 experts of 512, 8 a token" if arguments.experts else "dense"
+    conditions["mixers"] = (
+        "3 gated delta rules of 16 heads of 128 x 128 to 1 attention"
+        if arguments.linear_attention
+        else "attention"
+    )
     report = Report("Decode steps by model_impl", conditions)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         shape = SHAPE | {"num_hidden_layers": arguments.layers}
         shape |= EXPERTS if arguments.experts else {}
+        shape |= LINEAR_ATTENTION if arguments.linear_attention else {}
         (path / "config.json").write_text(json.dumps(shape), encoding="utf-8")
         for name, backend in BACKENDS.items():
             for rows in BATCHES:
