@@ -82,6 +82,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "intermediate_size": 1024,
         "tie_word_embeddings": False,
     },
+    "qwen3.5": {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+    },
 }
 """What a family has beside, or in place of, SHAPE; Gemma 4 needs 12 layers or more."""
 
