@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -81,8 +81,8 @@ class TableClock(HostClock):
         return fast / (2 if plan.splits == 2 else 1)
 
 
-def compiled(jobs: Sequence[CompileJob], capability: int, *_: Any) -> Iterator[Compiled]:
-    assert capability == 90
+def compiled(jobs: Sequence[CompileJob], gpu: Mapping[str, int], *_: Any) -> Iterator[Compiled]:
+    assert gpu == H200
     for job in jobs:
         error = "OutOfResources: shared memory" if job.tiles.rows == 64 else None
         yield Compiled(job, 1.0, 40_000, error)
@@ -167,7 +167,7 @@ def listen(*, src, cache_hit, **_):
 
 triton.knobs.compilation.listener = listen
 job = CompileJob(AttentionLoad(2, 1, 1023), Tiles(16, 32, 4, 3))
-print(compile_one(job, 90).error)
+print(compile_one(job, {"capability": 90, "num_sms": 132}).error)
 """
 
 
@@ -176,7 +176,7 @@ def test_a_pool_leaves_its_kernels_to_later_processes(tmp_path: Path, monkeypatc
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     load = AttentionLoad(2, 1, 1023)
     jobs = [CompileJob(load, Tiles(16, 32, 4, 3)), CompileJob(load, Tiles(24, 32, 4, 3))]
-    found = {one.job: one for one in compile_all(jobs, 90, 2, 300)}
+    found = {one.job: one for one in compile_all(jobs, H200, 2, 300)}
     assert found[jobs[0]].error is None
     assert 1000 < found[jobs[0]].shared < 227 * 1024
     # 24 is no power of two.

@@ -24,6 +24,7 @@ from asyncllm.gpu.batch.sampling_inputs import MAX_BIAS, MAX_STOP_IDS, Stages
 from asyncllm.gpu.batch.step_buffers import PinnedStepBuffer
 from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.execution_report import execution_report
+from asyncllm.gpu.graph.compile_turn import compiling_alone
 from asyncllm.gpu.graph.cuda_graphs import StepGraphs
 from asyncllm.gpu.graph.decode_runner import DecodeRunner
 from asyncllm.gpu.graph.recorded_step import (
@@ -35,7 +36,7 @@ from asyncllm.gpu.graph.recorded_step import (
 )
 from asyncllm.gpu.graph.step_queue import StepQueue
 from asyncllm.gpu.graph.streams import Stream, SyncStream
-from asyncllm.gpu.graph.warm_up import compiling_alone, warm_up
+from asyncllm.gpu.graph.warm_up import warm_up
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.launched_step import LaunchedStep
 from asyncllm.gpu.memory import is_out_of_memory, release

@@ -11,8 +11,8 @@ from asyncllm.core.batch import StepBatch
 from asyncllm.gpu.batch.input_batch import InputBatch
 from asyncllm.gpu.batch.step_buffers import StepBuffer
 from asyncllm.gpu.batch.step_inputs import ModelInputs
+from asyncllm.gpu.graph.compile_turn import compiling_alone
 from asyncllm.gpu.graph.recorded_step import record_step
-from asyncllm.gpu.graph.warm_up import compiling_alone
 from asyncllm.gpu.kv_cache import KVCache, KVGroup
 from asyncllm.gpu.models.language_model import LanguageModel
 from asyncllm.gpu.state_cache import StateCache

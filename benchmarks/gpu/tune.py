@@ -6,7 +6,7 @@ import itertools
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -39,7 +39,7 @@ PREFILLS = (AttentionLoad(1, 2048, 0), AttentionLoad(4, 256, 3840), AttentionLoa
 COMPILE_SECONDS = 150.0
 POINT_SECONDS = 3.0
 
-Compiler = Callable[[Sequence[CompileJob], int, int, float], Iterator[Compiled]]
+Compiler = Callable[[Sequence[CompileJob], Mapping[str, int], int, float], Iterator[Compiled]]
 
 
 def decode_loads() -> list[AttentionLoad]:
@@ -157,14 +157,12 @@ class Sweep:
         plan, jobs = self.plan, list[CompileJob]()
         for load in plan.decodes[:1]:
             jobs += [CompileJob(load, tiles, n) for tiles in plan.decode_tiles for n in (1, 2)]
-        # One sequence is another kernel than several.
-        of_batch = {min(load.batch, 2): load for load in plan.prefills}
-        for load in of_batch.values():
+        for load in plan.prefills:
             jobs += [CompileJob(load, tiles) for tiles in plan.prefill_tiles]
         workers = max(1, (os.cpu_count() or 1) - 1)
         seconds = min(COMPILE_SECONDS, self.stage.deadline.left() / 2)
         done = 0
-        for found in compiler(jobs, self._gpu["capability"], workers, seconds):
+        for found in compiler(jobs, self._gpu, workers, seconds):
             done += 1
             if found.error is not None:
                 self.unusable[found.job.load.queries > 1, found.job.tiles] = found.error

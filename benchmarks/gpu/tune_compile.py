@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -81,18 +81,18 @@ class Compiled:
 
 
 def compile_all(
-    jobs: Sequence[CompileJob], capability: int, workers: int, seconds: float
+    jobs: Sequence[CompileJob], gpu: Mapping[str, int], workers: int, seconds: float
 ) -> Iterator[Compiled]:
     """What the jobs compile to, as they are done; those that are not done in time are left out.
 
     Args:
-        capability: of the GPU, as ``10 * major + minor``.
+        gpu: ``capability`` and ``num_sms``, as ``TritonAttention`` has them.
         workers: processes.
     """
     deadline = time.monotonic() + seconds
     pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
     try:
-        futures = [pool.submit(compile_one, job, capability) for job in jobs]
+        futures = [pool.submit(compile_one, job, dict(gpu)) for job in jobs]
         for future in as_completed(futures, timeout=max(deadline - time.monotonic(), 0.0)):
             yield future.result()
     except TimeoutError:
@@ -104,7 +104,7 @@ def compile_all(
             process.terminate()
 
 
-def compile_one(job: CompileJob, capability: int) -> Compiled:
+def compile_one(job: CompileJob, gpu: Mapping[str, int]) -> Compiled:
     """In a process of the pool."""
     began, shared = time.perf_counter(), [0]
 
@@ -112,19 +112,17 @@ def compile_one(job: CompileJob, capability: int) -> Compiled:
         shared[0] = max(shared[0], kernel.metadata.shared)
 
     try:
-        with compile_only(capability, note):
-            launch(job, capability)
+        with compile_only(gpu["capability"], note):
+            launch(job, gpu)
     except Exception as error:
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
         return Compiled(job, time.perf_counter() - began, shared[0], reason)
     return Compiled(job, time.perf_counter() - began, shared[0])
 
 
-def launch(job: CompileJob, capability: int) -> None:
+def launch(job: CompileJob, gpu: Mapping[str, int]) -> None:
     load = job.load
-    attention = TunedAttention(
-        load, NO_DEVICE, tiles=job.tiles, fixed_splits=job.splits, capability=capability, num_sms=1
-    )
+    attention = TunedAttention(load, NO_DEVICE, tiles=job.tiles, fixed_splits=job.splits, **gpu)
     inputs = shaped_inputs(load, NO_DEVICE)
     if load.queries == 1:
         (call,) = decode_calls(attention, inputs, max(load.lengths))
@@ -144,10 +142,8 @@ def compile_only(capability: int, note: Callable[[Any], None]) -> Iterator[None]
     run = JITFunction.run
 
     @functools.wraps(run)
-    def warm_up(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        note(kernel)
-        return kernel
+    def warm_up(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        note(run(self, *args, grid=grid, warmup=True, **kwargs))
 
     stub = SimpleNamespace(
         get_current_device=lambda: 0,

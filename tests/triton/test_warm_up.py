@@ -24,9 +24,10 @@ from asyncllm.core.executor import ExecutorInfo
 from asyncllm.gpu.batch.decode_inputs import SamplingTensors
 from asyncllm.gpu.batch.input_batch import InputBatch
 from asyncllm.gpu.batch.sampling_inputs import Stages
+from asyncllm.gpu.graph.compile_turn import compiling_alone
 from asyncllm.gpu.graph.cuda_graphs import EagerCapturer, GraphKey, default_sizes
 from asyncllm.gpu.graph.decode_runner import DecodeRunner
-from asyncllm.gpu.graph.warm_up import compiling_alone, warm_up
+from asyncllm.gpu.graph.warm_up import warm_up
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.models.dense import attention_kinds, build_decoder, kv_groups
 from asyncllm.gpu.ops.triton.attention import TritonAttention
@@ -259,7 +260,7 @@ def test_engines_compile_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
         return met
 
     assert both() == [False, False]
-    monkeypatch.setattr("asyncllm.gpu.graph.warm_up.COMPILE_SECONDS", 0.0)
+    monkeypatch.setattr("asyncllm.gpu.graph.compile_turn.COMPILE_SECONDS", 0.0)
     assert both() == [True, True]
     monkeypatch.undo()
     assert both() == [False, False]

@@ -20,9 +20,6 @@ PROGRAMS_PER_SM = 4
 """Decode attention programs that a multiprocessor should have, by shared memory
 and registers."""
 
-FEW_ROWS = 16
-"""Rows of a group, on average, up to which a grouped product has its smallest tiles."""
-
 _HEAD_DIMS = (64, 128, 256)
 MAX_HEAD_DIM = _HEAD_DIMS[-1]
 
@@ -115,6 +112,10 @@ class ProductTiles:
     depth: int
     warps: int
     stages: int
+
+
+FEW_ROWS = 16
+"""Rows of a group, on average, up to which a grouped product has its smallest tiles."""
 
 
 def product_tiles(num_rows: int, num_groups: int, element_size: int) -> ProductTiles:
