@@ -76,7 +76,7 @@ async def test_curl_sends_large_bodies(tmp_path):
         for size in (2 << 20, 5 << 20):
             file.write_text(json.dumps({"input": "x" * size}))
             found.append(await ask(server, f"@{file}", "-w", "%{http_code}"))
-        file.write_text(json.dumps({"messages": user("x" * 500_000), "max_tokens": 1}))
+        file.write_text(json.dumps({"messages": user("x" * 50_000), "max_tokens": 1}))
         status, long = await ask(server, f"@{file}", "--tr-encoding")
         chunked = ("-T", file, "-X", "POST", "-H", "Transfer-Encoding: chunked")
         _, sent = await run("curl", "-sS", *chunked, url_of(server) + CHAT)

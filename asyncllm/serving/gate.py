@@ -41,6 +41,9 @@ class Gate:
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
+        if scope["path"].endswith("/"):
+            # Litestar ends the paths of what it mounts so.
+            scope = {**scope, "path": scope["path"].rstrip("/")}
         line = scope[LOG_LINE] = LogLine(scope)
         try:
             if _path(scope) not in OPEN_PATHS:
