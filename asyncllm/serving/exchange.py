@@ -152,4 +152,8 @@ class Exchange:
 
 def encode(value: Any) -> str:
     """JSON as it is sent."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return _ENCODER.encode(value)
+
+
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+"""``json.dumps`` makes one of each call."""
