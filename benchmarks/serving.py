@@ -1,13 +1,13 @@
-"""What serving over WebSocket costs: python benchmarks/serving.py
+"""What serving costs: python -m benchmarks.serving
 
-Two figures, on the packaged model, with the clients in a process of their own:
+As ``asyncllm serve`` serves, with the clients in a process of their own, over server-sent events
+and on WebSockets:
 
-- tokens a second of many streams over WebSocket, as a share of the engine's in-process rate;
-- what the first frame adds to the engine's own time to first token.
-
-The CPU time of the serving process is given as well: it says the same on a busy machine.
-In-process and WebSocket runs alternate, and each pair gives one share, so that a machine whose
-speed wanders does so for both.
+- tokens a second of many streams, as a share of the engine's in-process rate. Runs in process and
+  over each protocol take turns, and each turn gives one share, so that a machine whose speed
+  wanders does so for all;
+- what the first text adds to the engine's own time to first token;
+- what connections cost that are open and idle.
 """
 
 from __future__ import annotations
@@ -18,83 +18,19 @@ import json
 import statistics
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
-from websockets.asyncio.client import connect
-
 from asyncllm import AsyncLLMEngine
-from asyncllm.serving.websocket import serve
+from asyncllm.serving import create_app
+from asyncllm.serving.http_server import ConnectionLimits, HttpServer
+from benchmarks.common import Report, options, percentile, resident_bytes
+from benchmarks.serving_clients import CLIENTS, PROMPT
 
-PROMPT = "Tell me a story about a fox and a boat."
-DELTA = '{"type":"response.output_text.delta"'
+IDLE_SECONDS = 22.0
+"""A little more than the server's interval of pings."""
 
-
-def request(tokens: int) -> str:
-    return json.dumps(
-        {
-            "type": "response.create",
-            "input": PROMPT,
-            "max_output_tokens": tokens,
-            "ignore_eos": True,
-        }
-    )
-
-
-# --- the clients, in another process ----------------------------------------------------
-
-
-async def client(port: int) -> None:
-    """Reads jobs from standard input, one a line, and prints what came of each."""
-    loop = asyncio.get_running_loop()
-    connections: list[Any] = []
-    while line := await loop.run_in_executor(None, sys.stdin.readline):
-        job = json.loads(line)
-        # Connections are made before the first job and stay, as those of an application do.
-        while len(connections) < job["streams"]:
-            connections.append(await connect(url(port), compression=None))
-        if job["kind"] == "rate":
-            result: Any = await rate_of(connections, job["tokens"])
-        else:
-            result = await first_frames_of(connections[0], job["repeats"], job["tokens"])
-        print(json.dumps(result), flush=True)
-
-
-async def rate_of(connections: list[Any], tokens: int) -> dict[str, float]:
-    began = time.perf_counter()
-    counts = await asyncio.gather(*(read_answer(one, tokens) for one in connections))
-    return {"seconds": time.perf_counter() - began, "tokens": sum(counts)}
-
-
-async def read_answer(connection: Any, tokens: int) -> int:
-    await connection.send(request(tokens))
-    async for message in connection:
-        if not message.startswith(DELTA) and message.startswith('{"type":"response.incomplete"'):
-            return json.loads(message)["response"]["usage"]["output_tokens"]
-    raise RuntimeError("the connection was closed")
-
-
-async def first_frames_of(connection: Any, repeats: int, tokens: int) -> list[float]:
-    """What each first frame took beyond the engine's own time to first token."""
-    added = []
-    for _ in range(repeats):
-        sent_at = time.perf_counter()
-        await connection.send(request(tokens))
-        first = None
-        async for message in connection:
-            if first is None and message.startswith(DELTA):
-                first = time.perf_counter() - sent_at
-            elif message.startswith('{"type":"response.incomplete"'):
-                ttft = json.loads(message)["response"]["timings"]["ttft"]
-                break
-        added.append(first - ttft)
-    return added
-
-
-def url(port: int) -> str:
-    return f"ws://127.0.0.1:{port}/v1/responses"
-
-
-# --- the engine -------------------------------------------------------------------------
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
 class Clients:
@@ -103,90 +39,131 @@ class Clients:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
 
-    async def do(self, kind: str, **job: int) -> Any:
+    @classmethod
+    async def start(cls, port: int) -> Clients:
+        command = (sys.executable, "-m", "benchmarks.serving_clients", str(port))
+        pipe = asyncio.subprocess.PIPE
+        return cls(await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe))
+
+    async def do(self, kind: str, over: str, connections: int, **job: int) -> Any:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps({"kind": kind, **job}).encode() + b"\n")
+        asked = {"kind": kind, "over": over, "connections": connections, **job}
+        self._process.stdin.write(json.dumps(asked).encode() + b"\n")
         return json.loads(await self._process.stdout.readline())
+
+    async def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        await self._process.wait()
 
 
 async def in_process(engine: AsyncLLMEngine, streams: int, tokens: int) -> dict[str, float]:
     async def read() -> int:
-        count = 0
         messages = [{"role": "user", "content": PROMPT}]
-        async for delta in engine.chat(messages, max_tokens=tokens, ignore_eos=True):
-            count += len(delta.token_ids)
-        return count
+        stream = engine.chat(messages, max_tokens=tokens, ignore_eos=True)
+        return sum([len(delta.token_ids) async for delta in stream])
 
     began = time.perf_counter()
     counts = await asyncio.gather(*(read() for _ in range(streams)))
     return {"seconds": time.perf_counter() - began, "tokens": sum(counts)}
 
 
-async def measure(args: argparse.Namespace) -> dict[str, Any]:
-    async with AsyncLLMEngine() as engine, serve(engine, port=0) as server:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, __file__, "--client", str(server.port)),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-        )
-        clients = Clients(process)
-        try:
-            await in_process(engine, args.streams, 16)
-            await clients.do("rate", streams=args.streams, tokens=16)
-            pairs, cpu = [], []
-            for _ in range(args.repeats):
-                used = [time.process_time()]
-                inside = await in_process(engine, args.streams, args.tokens)
-                used.append(time.process_time())
-                outside = await clients.do("rate", streams=args.streams, tokens=args.tokens)
-                used.append(time.process_time())
-                pairs.append([run["tokens"] / run["seconds"] for run in (inside, outside)])
-                cpu.append((used[2] - used[1]) / (used[1] - used[0]))
-                print(f"  {pairs[-1][0]:8.0f} {pairs[-1][1]:8.0f} tokens/s", flush=True)
-            added = await clients.do("first", streams=1, repeats=args.first_frames, tokens=4)
-        finally:
-            assert process.stdin is not None
-            process.stdin.close()
-            await process.wait()
-    inside, outside = zip(*pairs, strict=True)
-    return {
-        "streams": args.streams,
-        "tokens_each": args.tokens,
-        "in_process_tokens_per_s": statistics.median(inside),
-        "websocket_tokens_per_s": statistics.median(outside),
-        "share": statistics.median(b / a for a, b in pairs),
-        "cpu_time_ratio": statistics.median(cpu),
-        "first_frame_added_p50_s": statistics.median(added),
-        "first_frame_added_p90_s": statistics.quantiles(added, n=10)[-1],
-    }
+async def add_rates(
+    report: Report, engine: AsyncLLMEngine, clients: Clients, args: argparse.Namespace
+) -> None:
+    report.section(f"{args.streams} streams of {args.tokens} tokens, {args.rounds} rounds")
+    ways = ("in process", *CLIENTS)
+    rates: dict[str, list[float]] = {way: [] for way in ways}
+    used: dict[str, list[float]] = {way: [] for way in ways}
+    for turn in range(-1, args.rounds):
+        for way in ways:
+            began, tokens = time.process_time(), args.tokens if turn >= 0 else 4
+            if way == "in process":
+                run = await in_process(engine, args.streams, tokens)
+            else:
+                run = await clients.do("rate", way, args.streams, tokens=tokens)
+            if turn >= 0:  # the one before warms up
+                rates[way].append(run["tokens"] / run["seconds"])
+                used[way].append((time.process_time() - began) / run["tokens"])
+    for way in ways:
+        report.add(way, statistics.median(rates[way]), "tokens/s")
+    for way in CLIENTS:
+        shares = [a / b for a, b in zip(rates[way], rates["in process"], strict=True)]
+        note = f"{100 * min(shares):.0f} to {100 * max(shares):.0f}"
+        report.add(f"share kept over {way}", 100 * statistics.median(shares), "%", note)
+        ratios = [a / b for a, b in zip(used[way], used["in process"], strict=True)]
+        report.add(f"CPU time over {way}, to in process", statistics.median(ratios), "")
+
+
+async def add_idle(report: Report, clients: Clients, connections: int) -> None:
+    async def cpu() -> float:
+        began = time.process_time()
+        await asyncio.sleep(IDLE_SECONDS)
+        return (time.process_time() - began) / IDLE_SECONDS
+
+    report.section(f"{connections} idle WebSockets")
+    before = resident_bytes()
+    alone = await cpu()
+    await clients.do("open", "WebSocket", connections)
+    report.add("memory", (resident_bytes() - before) / 2**20, "MiB")
+    report.add("CPU time", 100 * (await cpu() - alone), "%", f"of a core; without {alone:.2%}")
+
+
+async def measure(report: Report, model: Path | None, args: argparse.Namespace) -> None:
+    fields: dict[str, Any] = {"kv_cache_memory": "2GiB", "max_model_len": 2048} if model else {}
+    async with AsyncLLMEngine(model, **fields) as engine:
+        # Those that wait for their turn are neither too many nor closed.
+        limits = ConnectionLimits(max_connections=4096, keep_alive=3600)
+        async with HttpServer(create_app(engine), port=0, limits=limits) as server:
+            clients = await Clients.start(server.port)
+            try:
+                await add_rates(report, engine, clients, args)
+                report.section("first text, beyond the engine's time to first token")
+                for way in CLIENTS:
+                    added = await clients.do("first", way, 1, repeats=args.first)
+                    worst = 1000 * percentile(added, 0.9)
+                    report.add(way, statistics.median(added), "ms", f"p90 {worst:.2f} ms")
+                if args.idle:
+                    await add_idle(report, clients, args.idle)
+            finally:
+                await clients.close()
+
+
+def checkpoint(shape: str | None, folder: Path) -> Path | None:
+    if shape is None:
+        return None
+    from benchmarks.peer_checkpoint import make
+
+    path = make(folder, shape)
+    (path / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    return path
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = options(__doc__)
+    parser.add_argument("--shape", choices=("0.6b", "tiny"), help="a random Qwen3 of this shape")
+    parser.add_argument("--folder", type=Path, default=Path("build"), help="where it is kept")
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=128, help="of each stream")
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--first-frames", type=int, default=100)
-    parser.add_argument("--json", action="store_true", help="print the result as JSON alone")
-    parser.add_argument("--client", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--first", type=int, default=100, help="first texts that are timed")
+    parser.add_argument("--idle", type=int, default=1000, help="connections; 0 leaves that out")
+    parser.add_argument("--uvloop", action="store_true")
     args = parser.parse_args()
-    if args.client is not None:
-        asyncio.run(client(args.client))
-        return
-    print(f"{args.streams} streams of {args.tokens} tokens: in process, over WebSocket")
-    result = asyncio.run(measure(args))
-    if args.json:
-        print(json.dumps(result))
-        return
-    print(
-        f"in process      {result['in_process_tokens_per_s']:8.0f} tokens/s\n"
-        f"over WebSocket  {result['websocket_tokens_per_s']:8.0f} tokens/s\n"
-        f"share           {100 * result['share']:8.1f} %\n"
-        f"CPU time        {100 * result['cpu_time_ratio']:8.1f} % of in process, clients apart\n"
-        f"first frame adds{1000 * result['first_frame_added_p50_s']:8.2f} ms (p50), "
-        f"{1000 * result['first_frame_added_p90_s']:.2f} ms (p90)"
-    )
+    if args.quick:
+        args.rounds, args.first, args.idle = 3, 20, 0
+    model = checkpoint(args.shape, args.folder)
+    factory, loop = None, "asyncio"
+    if args.uvloop:
+        import uvloop
+
+        factory, loop = uvloop.new_event_loop, "uvloop"
+    name = f"a random Qwen3 of {args.shape}" if args.shape else "the packaged model"
+    report = Report(f"serving {name}", {"event loop": loop})
+    with asyncio.Runner(loop_factory=factory) as runner:
+        runner.run(measure(report, model, args))
+    report.write(args.json)
 
 
 if __name__ == "__main__":

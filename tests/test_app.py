@@ -42,7 +42,7 @@ async def idle(engine):
 async def test_models_and_paths():
     async with app_client(fake_engine("x"), model_names=["a/b", "c"]) as client:
         models = (await client.get("/v1/models")).json()
-        one = (await client.get("/v1/models/a/b")).json()
+        one = (await client.get("/v1/models/a/b/")).json()
         answers = [
             await client.get("/v1/models/gpt"),
             await client.get("/nothing"),

@@ -75,6 +75,27 @@ async def test_an_answer_is_told_in_chunks_in_openais_order():
     assert (last["choices"], last["usage"]["completion_tokens"]) == ([], len("Hé\n!".encode()) + 1)
 
 
+async def test_usage_may_come_with_each_chunk():
+    """vLLM's, by which load generators count tokens."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    async with app_client(fake_engine("ab", max_num_seqs=1)) as client:
+        said = await chat(client, stream=True, stream_options=options, n=2)
+        opening, second, *chunks, last, done = events_of(said.text)
+        alone = {"continuous_usage_stats": True, "include_usage": False}
+        none = events_of((await chat(client, stream=True, stream_options=alone)).text)
+    assert opening["usage"] is second["usage"] is None
+    total = last["usage"]
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks][-1] == 6
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {total["prompt_tokens"]}
+    for chunk in chunks:
+        usage = chunk["usage"]
+        assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    assert (total["completion_tokens"], done) == (6, "[DONE]")
+    assert not any("usage" in chunk for chunk in none[:-1])
+
+
 async def test_several_choices():
     seen = []
 

@@ -61,6 +61,18 @@ async def test_usage_of_several_prompts_is_their_sum():
     assert last["usage"]["completion_tokens"] == 3 + 2
 
 
+async def test_usage_may_come_with_each_chunk():
+    async with app_client(fake_engine(str.upper)) as client:
+        usage = {"include_usage": True, "continuous_usage_stats": True}
+        options = {"stream": True, "stream_options": usage}
+        *chunks, last, _ = events_of((await complete(client, ["ab", "c"], **options)).text)
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    final = {key: last["usage"][key] for key in chunks[-1]["usage"]}
+    assert chunks[-1]["usage"] == final
+    assert (final["prompt_tokens"], final["total_tokens"]) == (3, 8)
+
+
 async def test_one_prompt_that_cannot_be_served_leaves_none_running():
     engine = fake_engine("x" * 400, max_model_len=500, step_time=0.001)
     async with app_client(engine) as client:

@@ -175,6 +175,69 @@ async def test_one_call_at_most() -> None:
     assert all(call.name == "add" for call in third.tool_calls)
 
 
+def admits(grammar: Grammar, text: str) -> bool:
+    matcher = grammar.new_matcher()
+    return all(matcher.accept(token) for token in text.encode()) and matcher.may_end()
+
+
+@pytest.mark.parametrize(
+    "family", [name for name in TOOL_FAMILIES if name not in ("gpt_oss", "qwen3_coder")]
+)
+def test_the_arguments_of_a_strict_tool_fit_where_the_model_may_call(family: str) -> None:
+    """Text is free, and so are the arguments of the other tool."""
+    use = ToolUse.of([{**WEATHER, "strict": True}, NOW], "auto", True)
+    form = form_of(family)
+    assert use is not None
+    assert form.form is not None
+    sampling, free = with_tool_grammar({}, None, use, form)
+    spec = sampling["structured_outputs"]
+    assert isinstance(spec, StructuredOutputs)
+    grammar = make_backend("llguidance", byte_vocabulary()).compile(spec)
+
+    def call(name: str, arguments: str) -> str:
+        written = form.form.begin.replace("NAME", name) + arguments + form.form.end
+        return form.form.prefix + written + form.form.suffix
+
+    assert free
+    assert admits(grammar, "Hm.")
+    assert admits(grammar, call("get_weather", '{"city":"Oslo","days":3}'))
+    assert admits(grammar, "Hm. " + call("now", '{"in":["Oslo",1]}'))
+    assert not admits(grammar, call("get_weather", '{"city":"Bonn"}'))
+    assert not admits(grammar, call("get_weather", '{"city":"Oslo","more":1}'))
+    assert not admits(grammar, call("now", "[1]"))
+    assert not admits(grammar, call("then", "{}"))
+
+
+def test_strict_tools_that_cannot_be_held_to_a_schema_are_refused() -> None:
+    strict = ToolUse.of([{**WEATHER, "strict": True}], "auto", True)
+    free = ToolUse.of([{**WEATHER, "strict": False}], "auto", True)
+    assert strict is not None
+    assert free is not None
+    with pytest.raises(InvalidRequestError, match="strict=true with tool_choice='auto'") as caught:
+        with_tool_grammar({}, None, strict, form_of("gpt_oss"))
+    assert caught.value.param == "tools"
+    assert with_tool_grammar({}, None, free, form_of("gpt_oss")) == ({}, True)
+    with pytest.raises(InvalidRequestError, match=r"function\.strict: has 'yes', expected true"):
+        ToolUse.of([{**WEATHER, "strict": "yes"}], "auto", True)
+
+
+@pytest.mark.asyncio
+async def test_a_model_that_would_break_a_strict_schema_does_not() -> None:
+    call = (
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": 5, "days": 99}}\n</tool_call>'
+    )
+    for strict, arguments in ((False, {"city": 5, "days": 99}), (True, None)):
+        async with fake_engine(f"Hm. {call}") as engine:
+            tools = [{**WEATHER, "strict": strict}]
+            completion = await engine.chat(ASK, tools=tools, max_tokens=300).result()
+        assert completion.text.strip() == "Hm."
+        (found,) = completion.tool_calls
+        if arguments is None:
+            assert_fits(found.name, found.arguments)
+        else:
+            assert json.loads(found.arguments) == arguments
+
+
 def test_a_parser_for_one_call_takes_the_next_for_text() -> None:
     for family in ("hermes", "llama3_json"):
         form = form_of(family).form

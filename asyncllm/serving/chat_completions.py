@@ -22,7 +22,7 @@ async def chat_completions(serving: Serving, exchange: Exchange) -> None:
         model,
         stream.num_outputs,
         request.num_logprobs,
-        request.include_usage,
+        request.usage_of_stream,
         engine.tokenizer.bytes_of,
     )
     if request.stream:

@@ -109,7 +109,18 @@ ToolChoice = Annotated[
 @with_config(FORBID)
 class StreamOptions(TypedDict):
     include_usage: NotRequired[bool | None]
+    continuous_usage_stats: NotRequired[bool | None]
     include_obfuscation: NotRequired[JustFalse | None]
+
+
+StreamUsage = Literal["none", "end", "each chunk"]
+
+
+def usage_of_stream(options: StreamOptions | None) -> StreamUsage:
+    """Where a stream tells its usage."""
+    if not options or not options.get("include_usage"):
+        return "none"
+    return "each chunk" if options.get("continuous_usage_stats") else "end"
 
 
 class TemplateFields(RequestBody):
@@ -165,8 +176,8 @@ class ChatRequest(TemplateFields, Choices):
     stream_options: StreamOptions | None = None
 
     @property
-    def include_usage(self) -> bool:
-        return bool((self.stream_options or {}).get("include_usage"))
+    def usage_of_stream(self) -> StreamUsage:
+        return usage_of_stream(self.stream_options)
 
     @property
     def num_logprobs(self) -> int | None:

@@ -9,8 +9,10 @@ from json.encoder import encode_basestring
 from typing import Any, ClassVar
 
 from asyncllm.outputs import Completion, CompletionOutput, Delta, ToolCall, Usage
+from asyncllm.serving.chat_request import StreamUsage
 from asyncllm.serving.choices import usage_fields
 from asyncllm.serving.exchange import encode
+from asyncllm.serving.running_usage import RunningUsage
 from asyncllm.serving.token_logprobs import LogprobWriter
 from asyncllm.serving.whole_calls import WholeCalls
 from asyncllm.stream import TokenStream
@@ -23,7 +25,7 @@ class ChatWriter:
         model: as the client calls it.
         num_choices: the request's ``n``.
         num_logprobs: alternatives of each token, None without log-probabilities.
-        include_usage: as of ``stream_options``.
+        usage: where a stream tells it.
         bytes_of: token id to its bytes.
     """
 
@@ -34,7 +36,7 @@ class ChatWriter:
         model: str,
         num_choices: int,
         num_logprobs: int | None,
-        include_usage: bool,
+        usage: StreamUsage,
         bytes_of: Callable[[int], bytes],
     ) -> None:
         self._fields = {
@@ -44,16 +46,17 @@ class ChatWriter:
             "service_tier": "default",
             "system_fingerprint": None,
         }
-        self._num_choices = num_choices
-        self._include_usage = include_usage
+        self._tells_usage = usage != "none"
+        self._running = RunningUsage() if usage == "each chunk" else None
         self._logprobs = None if num_logprobs is None else LogprobWriter(bytes_of, num_logprobs)
         self._calls = [WholeCalls() for _ in range(num_choices)]
         common = encode({"object": "chat.completion.chunk", **self._fields})[:-1]
-        usage = ',"usage":null' if include_usage else ""
         # A chunk per token: what is the same in all of them is written once.
         self._head = f'data: {common},"choices":[{{"index":'
-        self._tail = f"}}]{usage}}}\n\n"
+        self._tail = '}],"usage":null}\n\n' if self._tells_usage else "}]}\n\n"
         self._common = common
+        first = {"role": "assistant", "content": "", "refusal": None}
+        self._opening = "".join(self._chunk(index, first) for index in range(num_choices))
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         (completion,) = completions
@@ -90,10 +93,11 @@ class ChatWriter:
     # --- in chunks ----------------------------------------------------------------------
 
     def opening(self) -> str:
-        delta = {"role": "assistant", "content": "", "refusal": None}
-        return "".join(self._chunk(index, delta) for index in range(self._num_choices))
+        return self._opening
 
     def chunks(self, delta: Delta, base: int, stream: TokenStream) -> str:
+        if self._running is not None:
+            self._tail = f'}}],"usage":{self._running.add(delta, base, stream)}}}\n\n'
         if not delta.reasoning and not delta.tool_calls and self._logprobs is None:
             written = self._text_chunk(delta) if delta.text else ""
         else:
@@ -137,7 +141,7 @@ class ChatWriter:
         return f"{self._head}{index},{rest[1:-1]}{self._tail}"
 
     def closing(self, usages: Sequence[Usage | None]) -> str:
-        if not self._include_usage:
+        if not self._tells_usage:
             return ""
         usage = encode(usage_fields(usages))
         return f'data: {self._common},"choices":[],"usage":{usage}}}\n\n'

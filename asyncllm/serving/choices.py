@@ -193,12 +193,13 @@ class EventAnswer:
 
     async def _tell(self, stream: TokenStream, base: int) -> None:
         pacer, chunks, silence = self._pacer, self._writer.chunks, self._silence
+        send = self._exchange.send_events
         async for delta in stream:
             if delta.finish_reason == "abort":
                 raise aborted()
             if text := chunks(delta, base, stream):
                 silence.broken = True
-                await self._send(text)
+                await (send(text) if self._opened else self._open(text))
             if delta.finish_reason is None and (pause := pacer.pause) > 0:
                 # What comes meanwhile is merged into one chunk.
                 await anyio.sleep(pause)

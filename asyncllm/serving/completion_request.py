@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Discriminator, Field, Tag
 
 from asyncllm.engine import AsyncLLMEngine
-from asyncllm.serving.chat_request import StreamOptions
+from asyncllm.serving.chat_request import StreamOptions, StreamUsage, usage_of_stream
 from asyncllm.serving.request_body import invalid, unsupported
 from asyncllm.serving.sampling_fields import Choices, TokenIds
 from asyncllm.stream import TokenStream
@@ -64,8 +64,8 @@ class CompletionRequest(Choices):
         return list(self.prompt) if several else [self.prompt]
 
     @property
-    def include_usage(self) -> bool:
-        return bool((self.stream_options or {}).get("include_usage"))
+    def usage_of_stream(self) -> StreamUsage:
+        return usage_of_stream(self.stream_options)
 
     @property
     def generates(self) -> bool:

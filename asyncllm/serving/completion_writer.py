@@ -12,6 +12,7 @@ from asyncllm.outputs import Completion, Delta, TokenLogprobs, Usage
 from asyncllm.serving.choices import usage_fields
 from asyncllm.serving.completion_request import CompletionRequest
 from asyncllm.serving.exchange import encode
+from asyncllm.serving.running_usage import RunningUsage
 from asyncllm.serving.token_logprobs import LegacyLogprobs
 from asyncllm.stream import TokenStream
 
@@ -55,6 +56,8 @@ class CompletionWriter:
             _Choice(None if top is None else LegacyLogprobs(tokenizer.bytes_of, top), False)
             for _ in range(len(request.prompts) * self._num_each)
         ]
+        each_chunk = request.usage_of_stream == "each chunk"
+        self._running = RunningUsage() if each_chunk else None
         self._head = "data: " + encode(self._fields)[:-1]
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
@@ -77,21 +80,20 @@ class CompletionWriter:
         return ""
 
     def chunks(self, delta: Delta, base: int, stream: TokenStream) -> str:
-        choice = self._choice(
-            base + delta.index,
-            delta.text,
-            delta.logprobs or (),
-            delta.finish_reason,
-            stream.prompt_token_ids or (),
-            stream.prompt_logprobs,
-        )
+        index = base + delta.index
+        prompt: tuple[Any, Any] = ((), None)
+        if self._request.echo and not self._choices[index].echoed:
+            prompt = stream.prompt_token_ids or (), stream.prompt_logprobs
+        choice = self._choice(index, delta.text, delta.logprobs or (), delta.finish_reason, *prompt)
+        usage = ',"usage":null' if self._request.usage_of_stream == "end" else ""
+        if self._running is not None:
+            usage = f',"usage":{self._running.add(delta, base, stream)}'
         if not choice["text"] and not delta.logprobs and delta.finish_reason is None:
             return ""
-        usage = ',"usage":null' if self._request.include_usage else ""
         return f'{self._head},"choices":[{encode(choice)}]{usage}}}\n\n'
 
     def closing(self, usages: Sequence[Usage | None]) -> str:
-        if not self._request.include_usage:
+        if self._request.usage_of_stream == "none":
             return ""
         return f'{self._head},"choices":[],"usage":{encode(self._usage(usages))}}}\n\n'
 

@@ -18,6 +18,9 @@ JSON = "application/json"
 OWNER = "asyncllm.owner"
 """Key of a scope: who asks, told from the token."""
 
+LOG_LINE = "asyncllm.log_line"
+"""Key of a scope: the LogLine of the request."""
+
 
 _CLOSE = {"Connection": "close"}
 """For an answer to a body that was not read to its end."""
@@ -139,11 +142,18 @@ class Exchange:
 
     async def _start(self, status: int, content_type: str, headers: Mapping[str, str]) -> None:
         self.started = True
+        line = self.scope[LOG_LINE]
+        line.status = status
         fields = {"content-type": content_type, "x-content-type-options": "nosniff", **headers}
         encoded = [(name.lower().encode(), value.encode()) for name, value in fields.items()]
+        encoded.append(line.header)
         await self._send({"type": "http.response.start", "status": status, "headers": encoded})
 
 
 def encode(value: Any) -> str:
     """JSON as it is sent."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return _ENCODER.encode(value)
+
+
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+"""``json.dumps`` makes one of each call."""

@@ -6,11 +6,10 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from collections.abc import Awaitable, Callable
 
 from asyncllm.serving.access import AccessRules, Refusal
-from asyncllm.serving.exchange import JSON, OWNER, Receive, Scope, Send, encode
+from asyncllm.serving.exchange import JSON, LOG_LINE, OWNER, Receive, Scope, Send, encode
 from asyncllm.serving.protocol_error import ProtocolError
 from asyncllm.serving.serving import Serving
 
@@ -42,14 +41,17 @@ class Gate:
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
-        line = _LogLine(scope, send)
+        if scope["path"].endswith("/"):
+            # Litestar ends the paths of what it mounts so.
+            scope = {**scope, "path": scope["path"].rstrip("/")}
+        line = scope[LOG_LINE] = LogLine(scope)
         try:
             if _path(scope) not in OPEN_PATHS:
                 self._check(scope)
                 self._serving.check_open()
-            await self._app(scope, receive, line.send)
+            await self._app(scope, receive, send)
         except ProtocolError as error:
-            await refuse(error, scope, receive, line.send)
+            await refuse(error, scope, receive, send)
         finally:
             line.write()
 
@@ -70,27 +72,26 @@ class Gate:
         scope[OWNER] = self._rules.owner(authorizations, protocols)
 
 
-class _LogLine:
-    """Passes on what is sent, and notes it for one line. The id of a request is in its answer's
-    ``x-request-id`` too."""
+class LogLine:
+    """A request's line in the log. What answers notes its status here, rather than that all that
+    is sent passes through.
 
-    __slots__ = ("_began", "_id", "_passed", "_scope", "_status")
+    Attributes:
+        status: of the answer; "-" while there is none.
+    """
 
-    def __init__(self, scope: Scope, send: Send) -> None:
+    __slots__ = ("_began", "_id", "_scope", "status")
+
+    def __init__(self, scope: Scope) -> None:
         self._scope = scope
-        self._passed = send
         self._id = f"req_{uuid.uuid4().hex}"
         self._began = time.monotonic()
-        self._status: Any = "-"
+        self.status: int | str = "-"
 
-    async def send(self, message: MutableMapping[str, Any]) -> None:
-        if message["type"] in ("http.response.start", "websocket.http.response.start"):
-            self._status = message["status"]
-            fields = [*message.get("headers", ()), (b"x-request-id", self._id.encode())]
-            message = {**message, "headers": fields}
-        elif message["type"] == "websocket.accept":
-            self._status = 101
-        await self._passed(message)
+    @property
+    def header(self) -> tuple[bytes, bytes]:
+        """The request's id, for its answer."""
+        return b"x-request-id", self._id.encode()
 
     def write(self) -> None:
         scope = self._scope
@@ -101,7 +102,7 @@ class _LogLine:
             scope.get("method", "WEBSOCKET"),
             # As it was sent, in which nothing ends a line of the log.
             scope.get("raw_path", b"-").decode("latin-1")[:200],
-            self._status,
+            self.status,
             time.monotonic() - self._began,
             self._id,
         )
@@ -123,6 +124,8 @@ async def refuse(error: ProtocolError, scope: Scope, receive: Receive, send: Sen
     body = encode(error.body()).encode()
     fields = {"content-type": JSON, "content-length": str(len(body)), **(error.headers or {})}
     headers = [(name.lower().encode(), value.encode()) for name, value in fields.items()]
+    line = scope[LOG_LINE]
+    headers.append(line.header)
     kind = "http.response"
     if scope["type"] == "websocket":
         if "websocket.http.response" not in scope.get("extensions", {}):
@@ -130,5 +133,6 @@ async def refuse(error: ProtocolError, scope: Scope, receive: Receive, send: Sen
             await send({"type": "websocket.close", "code": 1008, "reason": str(error)[:100]})
             return
         kind = "websocket.http.response"
+    line.status = error.status
     await send({"type": f"{kind}.start", "status": error.status, "headers": headers})
     await send({"type": f"{kind}.body", "body": body})

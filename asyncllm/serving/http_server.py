@@ -1,157 +1,17 @@
-"""HttpServer: uvicorn under an application, with bounds on what connections may do.
-
-uvicorn waits for ever for the rest of a header and for a client that does not read, and counts
-connections when their request has come. The protocols here end all three.
-"""
+"""HttpServer: uvicorn under an application, with bounds on what connections may do."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Self
 
-import h11
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
-from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from asyncllm import validation as check
+from asyncllm.serving.connections import ConnectionLimits, protocols
 from asyncllm.serving.gate import App
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectionLimits:
-    """Bounds on connections, checked.
-
-    Attributes:
-        max_connections: at once; a request over another is answered with 503. Twice as many are
-            accepted, so that they can be told so.
-        max_header_size: bytes of a request's line and fields.
-        max_message_size: bytes of a WebSocket message.
-        header_timeout: seconds that a client has to send a header.
-        send_timeout: seconds that a client may leave its answer unread.
-        keep_alive: seconds that a connection may be idle between two requests.
-        ping_interval, ping_timeout: of WebSockets, in seconds; None sends no pings.
-    """
-
-    max_connections: int = 1024
-    max_header_size: int = 1 << 16
-    max_message_size: int = 4 << 20
-    header_timeout: float = 10.0
-    send_timeout: float = 60.0
-    keep_alive: int = 15
-    ping_interval: float | None = 20.0
-    ping_timeout: float | None = 20.0
-
-    def __post_init__(self) -> None:
-        for name in ("max_connections", "max_header_size", "max_message_size", "keep_alive"):
-            check.field(self, check.integer, name, 1, 2**30)
-        for name in ("header_timeout", "send_timeout"):
-            check.field(self, check.seconds, name, above=True)
-        for name in ("ping_interval", "ping_timeout"):
-            value = check.seconds(name, getattr(self, name), above=True, optional=True)
-            object.__setattr__(self, name, value)
-
-
-class _Timer:
-    """At most one call that is due; another one does not put it off."""
-
-    __slots__ = ("_call", "_handle", "_seconds")
-
-    def __init__(self, seconds: float, call: Callable[[], Any]) -> None:
-        self._seconds = seconds
-        self._call = call
-        self._handle: asyncio.TimerHandle | None = None
-
-    def start(self) -> None:
-        if self._handle is None:
-            self._handle = asyncio.get_running_loop().call_later(self._seconds, self._call)
-
-    def stop(self) -> None:
-        if self._handle is not None:
-            self._handle.cancel()
-            self._handle = None
-
-
-def _protocols(limits: ConnectionLimits) -> tuple[type[H11Protocol], type[Any]]:
-    """uvicorn's protocols with ``limits``. It makes them by class."""
-
-    class WebSocketProtocol(WebSocketsSansIOProtocol):
-        def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **options)
-            self._send_timer = _Timer(limits.send_timeout, lambda: self.transport.abort())
-
-        def pause_writing(self) -> None:
-            super().pause_writing()
-            self._send_timer.start()
-
-        def resume_writing(self) -> None:
-            super().resume_writing()
-            self._send_timer.stop()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            super().connection_lost(exc)
-            self._send_timer.stop()
-
-    class HttpProtocol(H11Protocol):
-        def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **options)
-            self._header_timer = _Timer(limits.header_timeout, lambda: self.transport.abort())
-            self._send_timer = _Timer(limits.send_timeout, lambda: self.transport.abort())
-
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            if len(self.connections) > 2 * limits.max_connections:
-                transport.abort()
-            else:
-                self._header_timer.start()
-
-        def data_received(self, data: bytes) -> None:
-            super().data_received(data)
-            if self.transport.get_protocol() is not self:
-                return
-            if self.conn.their_state is h11.IDLE:
-                self._header_timer.start()
-            else:
-                self._header_timer.stop()
-
-        def handle_websocket_upgrade(self, event: h11.Request) -> None:
-            self._header_timer.stop()
-            if len(self.connections) > limits.max_connections:
-                self._refuse_upgrade()
-            else:
-                super().handle_websocket_upgrade(event)
-
-        def _refuse_upgrade(self) -> None:
-            text = b"Service Unavailable"
-            fields = [
-                ("content-type", "text/plain; charset=utf-8"),
-                ("content-length", str(len(text))),
-                ("retry-after", "1"),
-                ("connection", "close"),
-            ]
-            parts = [h11.Response(status_code=503, headers=fields), h11.Data(data=text)]
-            for part in (*parts, h11.EndOfMessage()):
-                self.transport.write(self.conn.send(part) or b"")
-            self.transport.close()
-
-        def pause_writing(self) -> None:
-            super().pause_writing()
-            self._send_timer.start()
-
-        def resume_writing(self) -> None:
-            super().resume_writing()
-            self._send_timer.stop()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            super().connection_lost(exc)
-            self._header_timer.stop()
-            self._send_timer.stop()
-
-    return HttpProtocol, WebSocketProtocol
 
 
 class _Uvicorn(uvicorn.Server):
@@ -190,7 +50,7 @@ class HttpServer:
     ) -> None:
         limits = limits or ConnectionLimits()
         self._address = check.string("host", host), check.integer("port", port, 0, 65535)
-        http, websocket = _protocols(limits)
+        http, websocket = protocols(limits)
         self._socket: socket.socket | None = None
         self._config = uvicorn.Config(
             app,  # pyright: ignore[reportArgumentType]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from json.encoder import encode_basestring
 from typing import Any
 
@@ -86,9 +86,24 @@ class ResponseEvents:
         yield self._event("response.created", response=response)
         yield self._event("response.in_progress", response=response)
 
-    def delta(self, delta: Delta) -> Iterator[Event]:
+    def delta(self, delta: Delta) -> Iterable[Event]:
         """Something has come."""
         self.num_tokens += len(delta.token_ids)
+        message = self._message
+        if (
+            delta.text
+            and message is not None
+            and self._logprobs is None
+            and self._thoughts is None
+            and not delta.reasoning
+            and not delta.tool_calls
+        ):
+            # Nearly every token: one event, without the generators of all that there may be.
+            message.texts.append(delta.text)
+            return (self._text_event(delta.text, "[]"),)
+        return self._parts(delta)
+
+    def _parts(self, delta: Delta) -> Iterator[Event]:
         if delta.reasoning:
             self._waiting_logprobs.clear()
             yield from self._think(delta.reasoning)
@@ -150,11 +165,16 @@ class ResponseEvents:
             return
         self._message.texts.append(text)
         self._message.logprobs += logprobs
-        # One frame per token: this one is worth writing by hand.
-        yield (
+        yield self._text_event(text, encode(logprobs))
+
+    def _text_event(self, text: str, logprobs: str) -> Event:
+        """One per token: it is worth writing by hand."""
+        number = self._sequence_number
+        self._sequence_number = number + 1
+        return (
             "response.output_text.delta",
-            f'{self._delta_head}{encode_basestring(text)},"logprobs":'
-            f'{encode(logprobs) if logprobs else "[]"},"sequence_number":{self._next()}}}',
+            f'{self._delta_head}{encode_basestring(text)},"logprobs":{logprobs},'
+            f'"sequence_number":{number}}}',
         )
 
     def _call(self, call: ToolCall) -> Iterator[Event]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Awaitable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -42,7 +42,7 @@ MAX_ERRORS = 64
 class Connection(Protocol):
     """A WebSocket connection: the part that is used."""
 
-    async def send(self, message: str) -> None: ...
+    def send(self, message: str) -> Awaitable[None]: ...
 
     async def close(self, code: int = 1000, reason: str = "") -> None: ...
 

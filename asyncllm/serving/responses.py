@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Iterable
 
 from asyncllm.errors import AsyncLLMError
 from asyncllm.serving.access import PROTOCOL
 from asyncllm.serving.choices import Silence, abort_when_gone, aborted
-from asyncllm.serving.exchange import OWNER, ClientGoneError, Exchange, Receive, Scope, Send
+from asyncllm.serving.exchange import (
+    LOG_LINE,
+    OWNER,
+    ClientGoneError,
+    Exchange,
+    Receive,
+    Scope,
+    Send,
+)
 from asyncllm.serving.offload import submitted
 from asyncllm.serving.protocol_error import from_engine_error
 from asyncllm.serving.request_body import parse_json
@@ -102,21 +109,15 @@ class AsgiConnection:
         self._send = send
         self._open = True
 
-    async def send(self, message: str) -> None:
-        await self._pass({"type": "websocket.send", "text": message})
+    def send(self, message: str) -> Awaitable[None]:
+        if not self._open:
+            raise ClientGoneError
+        return self._send({"type": "websocket.send", "text": message})
 
     async def close(self, code: int = 1000, reason: str = "") -> None:
         if self._open:
             self._open = False
             await self._send({"type": "websocket.close", "code": code, "reason": reason})
-
-    async def _pass(self, message: dict[str, Any]) -> None:
-        if not self._open:
-            raise ClientGoneError
-        try:
-            await self._send(message)
-        except OSError as error:
-            raise ClientGoneError from error
 
     async def __aiter__(self) -> AsyncIterator[str | bytes]:
         while (message := await self._receive())["type"] != "websocket.disconnect":
@@ -135,9 +136,11 @@ class ResponsesSocket:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await receive()
         subprotocol = PROTOCOL if PROTOCOL in scope.get("subprotocols", ()) else None
+        scope[LOG_LINE].status = 101
         await send({"type": "websocket.accept", "subprotocol": subprotocol})
-        session = ResponseSession(
-            AsgiConnection(receive, send), self._serving, scope.get(OWNER, ""), (ClientGoneError,)
-        )
+        # Servers raise OSError where the client is gone.
+        gone = (ClientGoneError, OSError)
+        connection = AsgiConnection(receive, send)
+        session = ResponseSession(connection, self._serving, scope.get(OWNER, ""), gone)
         await session.run()
-        await session.connection.close()
+        await connection.close()

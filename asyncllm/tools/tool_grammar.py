@@ -38,6 +38,13 @@ def with_tool_grammar(
         given = params.structured_outputs
     answer, form = parse_structured_outputs(given), template.form
     if answer is None and (not use.is_constrained or _ends_with_a_call(use, form)):
+        if use.is_strict:
+            raise InvalidRequestError(
+                "tools: strict=true with tool_choice='auto' and a model whose calls stand before "
+                "its answer, where no grammar begins; expected tool_choice='required' or "
+                "strict=false",
+                param="tools",
+            )
         return sampling, True
     if answer is not None and form is not None and form.restart:
         raise InvalidRequestError(
@@ -93,8 +100,10 @@ def tool_grammar(
         )
     name = choice["name"] if isinstance(choice, dict) else None
     functions = [tool["function"] for tool in tools]
+    # Such a grammar is there for the sake of the tools that are strict.
+    just_strict = choice == "auto" and parallel and answer is None
     tags = [
-        _tag(form, one, before)
+        _tag(form, one, before, just_strict and not one.get("strict"))
         for one in functions
         if name in (None, one["name"])
         for before in dict.fromkeys(("", form.restart))
@@ -115,8 +124,10 @@ def _ends_with_a_call(use: ToolUse, form: CallForm | None) -> bool:
     return use.choice == "auto" and form is not None and not form.parallel
 
 
-def _tag(form: CallForm, function: dict[str, Any], before: str) -> dict[str, Any]:
-    content: dict[str, Any] = {"type": "json_schema", "json_schema": _arguments(function)}
+def _tag(form: CallForm, function: dict[str, Any], before: str, free: bool) -> dict[str, Any]:
+    """Args: free: its arguments are any JSON object."""
+    schema = {"type": "object"} if free else _arguments(function)
+    content: dict[str, Any] = {"type": "json_schema", "json_schema": schema}
     if form.style != "json":
         content["style"] = form.style
     begin = before + form.begin.replace("NAME", function["name"])

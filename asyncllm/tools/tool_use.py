@@ -71,7 +71,12 @@ class ToolUse:
     @property
     def is_constrained(self) -> bool:
         """Whether it takes a grammar to do as the caller says."""
-        return self.choice != "auto" or not self.parallel
+        return self.choice != "auto" or not self.parallel or self.is_strict
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether the arguments of some tool have to fit its schema, however it comes to a call."""
+        return any(schema["function"].get("strict") for schema in self.schemas)
 
 
 def _choice(value: Any) -> str | dict[str, str]:
@@ -107,6 +112,8 @@ def _schema(tool: Any, where: str) -> dict[str, Any]:
     if not isinstance(function.get("description", ""), (str, type(None))):
         raise _bad(f"{where}.description", check.describe(function["description"]), "a string")
     function = {key: value for key, value in function.items() if value is not None}
+    if not isinstance(function.get("strict", False), bool):
+        raise _bad(f"{where}.strict", check.describe(function["strict"]), "true, false or null")
     if "parameters" in function:
         _check_parameters(function["parameters"], f"{where}.parameters")
     return {"type": "function", "function": function}
