@@ -6,7 +6,9 @@ with as few torch calls as it takes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import ClassVar
 
 import torch
@@ -21,6 +23,7 @@ from asyncllm.gpu.ops.experts import Experts, ExpertsWeights, GroupedExperts
 from asyncllm.gpu.ops.gumbel import gumbel_sample
 from asyncllm.gpu.ops.linear_weights import LinearWeights, QuantScheme, WeightForm
 from asyncllm.gpu.ops.logits import process_logits, top_logprobs
+from asyncllm.gpu.ops.quantise import Conversion
 from asyncllm.gpu.ops.recorder import Recorder
 from asyncllm.gpu.ops.routing import RouterWeights, Routing, TorchRouting
 
@@ -189,6 +192,8 @@ class TorchOps:
     name = "torch"
     schemes: ClassVar[frozenset[QuantScheme]] = frozenset({"plain"})
     """Of the weights that its linear layers take, in some form."""
+    conversions: Mapping[str, Conversion] = MappingProxyType({})
+    """By ``EngineConfig.quantization``, what makes such weights of plain ones."""
     accepted_weights: ClassVar[str] = "'plain' only"
     """What ``takes`` takes, for an error."""
     packs_linear = False
