@@ -104,7 +104,14 @@ static __attribute__((noinline)) void finish_tile(const PackedView& weights,
                                                   int64_t row, int64_t rows, int64_t panel,
                                                   int64_t panels) {
   int64_t first = panel * PANEL, width = panels * PANEL;
+  bool as_it_is = !weights.scales && !weights.bias && !task.largest && first + width <= weights.n;
   with_type(task.dtype, [&](auto* type) {
+    if (as_it_is) {
+      auto* y = (decltype(type))task.y + row * task.y_stride + first;
+      for (int64_t m = 0; m < rows; ++m, y += task.y_stride)
+        for (int64_t i = 0; i < width; i += W) store(y + i, load(sums + m * width + i));
+      return;
+    }
     for (int64_t m = 0; m < rows; ++m) {
       auto* y = task.largest ? type : (decltype(type))task.y + (row + m) * task.y_stride + first;
       for (int64_t i = 0; i < width && first + i < weights.n; i += W) {
