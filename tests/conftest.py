@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import sys
 import threading
 import time
 
 import pytest
 import uvloop
+
+# Before torch is imported: two workers share the cores, and a second thread of torch's would spin
+# beside the tests of the other one.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import tests.hypothesis_settings  # noqa: F401  (loads the profile)
 

@@ -6,7 +6,7 @@ import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,8 +14,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncllm.checkpoint.model_config import ModelConfig
@@ -136,9 +134,73 @@ def run_late(runner: ModelRunner, stream: LateStream) -> ModelRunner:
     return runner
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A tensor of a Trace."""
+
+    index: int
+
+
+class Trace(TorchDispatchMode):
+    """The ops of a run, and their replay: tensors by identity, and every number that Python knew,
+    as a graph has them.
+
+    Attributes:
+        ops: the names of what was called, in order.
+        constants: every tensor that it refers to and did not make.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[str] = []
+        self.constants: list[Tensor] = []
+        self._calls: list[tuple[Any, list[Any], dict[str, Any], Any]] = []
+        self._places: dict[int, _Place] = {}
+        self._held: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        known = len(self._held)
+        given = self._placed(list(args))
+        named = {name: self._placed(value) for name, value in (kwargs or {}).items()}
+        self.constants += self._held[known:]
+        self.ops.append(str(func))
+        self._calls.append((func, given, named, self._placed(found)))
+        return found
+
+    def _placed(self, value: Any) -> Any:
+        """A value with places for tensors."""
+        if isinstance(value, list | tuple):
+            return [self._placed(each) for each in value]
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) not in self._places:
+            self._places[id(value)] = _Place(len(self._held))
+            # An id is a tensor's own for as long as that lives.
+            self._held.append(value)
+        return self._places[id(value)]
+
+    def replay(self) -> None:
+        values = list(self._held)
+
+        def filled(value: Any) -> Any:
+            if isinstance(value, _Place):
+                return values[value.index]
+            return [filled(each) for each in value] if isinstance(value, list) else value
+
+        def keep(place: Any, found: Any) -> None:
+            if isinstance(place, _Place):
+                values[place.index] = found
+            elif isinstance(place, list):
+                for own, each in zip(place, found, strict=True):
+                    keep(own, each)
+
+        for func, given, named, made in self._calls:
+            keep(made, func(*filled(given), **{key: filled(each) for key, each in named.items()}))
+
+
 class TraceRecorder:
-    """``make_fx`` in place of a capture: the trace keeps tensors by identity, and every number
-    that Python knew, as a graph does.
+    """A ``Trace`` in place of a capture.
 
     Attributes:
         traces: what was traced, in order.
@@ -146,17 +208,19 @@ class TraceRecorder:
     """
 
     def __init__(self, before: Callable[[], None] = lambda: None) -> None:
-        self.traces: list[GraphModule] = []
+        self.traces: list[Trace] = []
         self.before = before
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        trace = Trace()
         # Tracing runs the function once.
-        trace = make_fx(run, tracing_mode="real")()
+        with trace:
+            run()
         self.traces.append(trace)
 
         def replay() -> None:
             self.before()
-            trace()
+            trace.replay()
 
         return replay
 
@@ -166,14 +230,6 @@ class TraceRecorder:
 
 def storages(tensors: Iterable[Tensor]) -> set[int]:
     return {tensor.untyped_storage().data_ptr() for tensor in tensors}
-
-
-def constants(trace: GraphModule) -> list[Tensor]:
-    """Every tensor that a trace refers to."""
-    return [value for value in vars(trace).values() if isinstance(value, Tensor)] + [
-        *trace.buffers(),
-        *trace.parameters(),
-    ]
 
 
 def make_decoder(
@@ -245,7 +301,14 @@ def make_runner(
         graphs = default_sizes(max_num_seqs) if sizes is None else sizes
         decode = DecodeRunner(decoder, cache, info, capturer, graphs)
     runner = ModelRunner(
-        decoder, cache, info, stream=stream, decode=decode, logits_processors=processors
+        decoder,
+        cache,
+        info,
+        # torch's second thread would spin beside the tests of the other worker.
+        num_threads=1,
+        stream=stream,
+        decode=decode,
+        logits_processors=processors,
     )
     return runner if stream is None else run_late(runner, stream)
 

@@ -46,7 +46,7 @@ from asyncllm.gpu.models.language_model import LanguageModel
 from asyncllm.gpu.models.layers import AttentionKind
 from asyncllm.gpu.ops.backend import AttentionRequest
 from asyncllm.gpu.ops.base import Attention, AttentionShape
-from asyncllm.gpu.ops.quantise import CONVERSIONS, Conversion
+from asyncllm.gpu.ops.quantise import Conversion
 from asyncllm.gpu.ops.registry import make_attention, make_ops
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.profile import profile_run, recorded_bytes
@@ -384,14 +384,14 @@ def quantisation(
     if model.quantization is not None:
         accepted = f"None: the checkpoint's weights are quantised already ({model.quantization})"
         raise invalid("quantization", name, accepted)
-    if device.type != "cpu" or name not in ops.schemes:
+    if device.type != "cpu" or name not in ops.conversions:
         found = f"device {device}" if device.type != "cpu" else f"the op set {ops.name!r}"
         raise InvalidRequestError(
             f"quantization={name!r}: expected None, or a CPU with native ops "
             f'(attention_backend="native"), and this is {found}',
             param="quantization",
         )
-    return CONVERSIONS[name]
+    return ops.conversions[name]
 
 
 def resolve_threads(

@@ -174,6 +174,14 @@ class GroupedArgs(ctypes.Structure):
     )  # fmt: skip
 
 
+class RoundArgs(ctypes.Structure):
+    """``RoundArgs`` of the interface."""
+
+    _fields_ = _fields(
+        (_P, "values"), (_I, "n k row_stride"), (_P, "values_out scales zeros"), (_N, "dtype bits")
+    )  # fmt: skip
+
+
 _ROWS = "lines starts counts table"
 _FIELDS: dict[str, list[tuple[str, Any]]] = {
     "tokens": _fields(
@@ -291,6 +299,7 @@ _SIGNATURES = {
     "isa": (c_char_p, [_P]),
     "pack": (_P, [_P, _P, _N, _I, _I, _I, _P, _P]),
     "pack_grouped": (_P, [_P, POINTER(GroupedArgs)]),
+    "round": (_N, [_P, POINTER(RoundArgs)]),
     "free_weights": (None, [_P]),
     "weights_bytes": (_I, [_P]),
     "linear": (_N, [_P, _P, _P, _I, _P, _I, _I, _N]),

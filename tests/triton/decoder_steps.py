@@ -24,9 +24,9 @@ from asyncllm.gpu.weights import dummy_weights
 BLOCK_SIZE = 16
 
 STEPS = [
-    ((0, 33), (0, 5), (0, 50)),
-    ((33, 1), (5, 1), (50, 30)),
-    ((34, 1), (6, 1), (80, 1)),
+    ((0, 33), (0, 5), (0, 39)),
+    ((33, 1), (5, 1), (39, 10)),
+    ((34, 1), (6, 1), (49, 1)),
 ]
 """Per step and row: tokens in the cache before it, and tokens of the step."""
 

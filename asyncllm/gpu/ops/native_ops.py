@@ -37,7 +37,7 @@ from asyncllm.gpu.ops.native_sampling import (
     NativeSample,
     NativeTopLogprobs,
 )
-from asyncllm.gpu.ops.native_weights import SPAN, pack, stored_as
+from asyncllm.gpu.ops.native_weights import SPAN, conversions, pack, stored_as
 from asyncllm.gpu.ops.program import DTYPES, rows_of
 from asyncllm.gpu.ops.recorder import Recorder
 from asyncllm.gpu.ops.routing import RouterWeights, Routing
@@ -384,6 +384,7 @@ class NativeOps(CpuOps):
 
     def __init__(self, context: Context) -> None:
         self.context = context
+        self.conversions = conversions(context)
         self.silu_mul = NativeGatedMul(context, SILU)
         self.gelu_mul = NativeGatedMul(context, GELU_TANH)
         self.sigmoid_mul = NativeSigmoidMul(context)

@@ -1,6 +1,9 @@
-"""pack: the weights of a linear layer in the layout of the native kernels."""
+"""The weights of a linear layer for the native kernels: rounded to integers, and packed."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -8,7 +11,8 @@ from torch import Tensor
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.ops.linear_weights import LinearWeights, WeightForm
 from asyncllm.gpu.ops.program import DTYPES
-from asyncllm.native import Context, GroupedArgs, PackedWeights
+from asyncllm.gpu.ops.quantise import GROUP, Conversion, check_even_inputs
+from asyncllm.native import Context, GroupedArgs, PackedWeights, RoundArgs, fail
 
 INT8, UINT4, UINT8 = 3, 4, 5
 """Types of weights: with a scale per output, and in groups."""
@@ -29,6 +33,55 @@ def stored_as(form: WeightForm) -> int | None:
     if group % SPAN and group < columns:
         return None
     return {"int4": UINT4, "int8": UINT8}.get(form.scheme)
+
+
+def round_int8(context: Context, weights: LinearWeights) -> LinearWeights:
+    """``quantise_int8``, bit by bit, on the context's threads."""
+    rows, columns = weights.shape
+    values = torch.empty(rows, columns, dtype=torch.int8, device="cpu")
+    scales = torch.empty(rows, 1, dtype=torch.float32, device="cpu")
+    _round(context, weights.values, values, scales, None, 8)
+    return LinearWeights(
+        values, bias=weights.bias, scheme="int8", scales=scales, scale_block=(1, columns)
+    )
+
+
+def round_int4(context: Context, weights: LinearWeights) -> LinearWeights:
+    """``quantise_int4``, bit by bit, on the context's threads.
+
+    Raises:
+        ModelLoadError: an odd number of inputs.
+    """
+    rows, columns = weights.shape
+    check_even_inputs(rows, columns)
+    groups = -(-columns // GROUP)
+    values = torch.empty(rows, columns // 2, dtype=torch.uint8, device="cpu")
+    scales = torch.empty(rows, groups, dtype=torch.bfloat16, device="cpu")
+    zeros = torch.empty(rows, groups, dtype=torch.uint8, device="cpu")
+    _round(context, weights.values, values, scales, zeros, 4)
+    return LinearWeights(
+        values, bias=weights.bias, scheme="int4", scales=scales, scale_block=(1, GROUP), zeros=zeros
+    )
+
+
+def _round(
+    context: Context, values: Tensor, out: Tensor, scales: Tensor, zeros: Tensor | None, bits: int
+) -> None:
+    values = values if values.stride(1) == 1 else values.contiguous()
+    n, k = values.shape
+    args = RoundArgs(
+        values=values.data_ptr(), n=n, k=k, row_stride=values.stride(0), values_out=out.data_ptr(),
+        scales=scales.data_ptr(), zeros=_address(zeros), dtype=DTYPES[values.dtype], bits=bits,
+    )  # fmt: skip
+    status = context.functions.round(context.handle, args)
+    if status:
+        fail("round", status)
+
+
+def conversions(context: Context) -> Mapping[str, Conversion]:
+    """``quantise.CONVERSIONS`` on the context's threads."""
+    int8, int4 = partial(round_int8, context), partial(round_int4, context)
+    return {"int8": Conversion(int8, int8), "int4": Conversion(int4, int8)}
 
 
 def pack(context: Context, weights: LinearWeights) -> PackedWeights:

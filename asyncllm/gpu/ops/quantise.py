@@ -1,4 +1,7 @@
-"""quantise: the weights of a linear layer from floating point to a scheme of fewer bits."""
+"""quantise: the weights of a linear layer from floating point to a scheme of fewer bits.
+
+``native_weights`` has the compiled form, of the same bits.
+"""
 
 from __future__ import annotations
 
@@ -56,9 +59,10 @@ def quantise_int4(weights: LinearWeights) -> LinearWeights:
     """Codes from 0 to 15 with a scale and a zero point for each output channel and GROUP inputs.
 
     The range of a group, 0 included, is divided into 15 steps, as a whole and shrunk by each of
-    SHRINKS, beyond which elements are clipped; what has the least squared error is kept. Scales
-    are rounded to bfloat16 first, so that the codes are those of the scales that are stored. A
-    group with NaN or infinity has such a scale, and its outputs are NaN.
+    SHRINKS, beyond which elements are clipped; what has the least squared error is kept. Its sum is
+    folded in halves, so that it has one value on every processor. Scales are rounded to bfloat16
+    first, so that the codes are those of the scales that are stored. A group with NaN or infinity
+    has such a scale, and its outputs are NaN.
 
     Args:
         weights: of scheme "plain".
@@ -68,10 +72,7 @@ def quantise_int4(weights: LinearWeights) -> LinearWeights:
     """
     values = weights.values
     rows, columns = values.shape
-    if columns % 2:
-        raise ModelLoadError(
-            f"weights {rows} x {columns} in 4 bits: expected an even number of inputs"
-        )
+    check_even_inputs(rows, columns)
     groups = -(-columns // GROUP)
     packed = torch.empty(rows, columns // 2, dtype=torch.uint8, device=values.device)
     scales = torch.empty(rows, groups, dtype=torch.bfloat16, device=values.device)
@@ -102,8 +103,10 @@ def _nearest_codes(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     for shrink in SHRINKS:
         scale, zero = _steps(low, high, shrink)
         exact = values * _inverse(scale)
-        error = exact.round().clamp_(-zero, 15.0 - zero).sub_(exact)
-        error = torch.linalg.vector_norm(error, dim=2, keepdim=True).mul_(scale)
+        error = exact.round().clamp_(-zero, 15.0 - zero).sub_(exact).square_()
+        while (half := error.shape[2] // 2) > 0:
+            error = error[:, :, :half] + error[:, :, half:]
+        error = error.sqrt_().mul_(scale)
         if least is None:
             least = error
             continue
@@ -125,6 +128,14 @@ def _steps(low: Tensor, high: Tensor, shrink: float) -> tuple[Tensor, Tensor]:
 def _inverse(scale: Tensor) -> Tensor:
     """0 for a group of zeros, which stays one."""
     return scale.reciprocal().masked_fill_(scale == 0.0, 0.0)
+
+
+def check_even_inputs(rows: int, columns: int) -> None:
+    """Raises ModelLoadError for a weight that does not fill bytes in 4 bits."""
+    if columns % 2:
+        raise ModelLoadError(
+            f"weights {rows} x {columns} in 4 bits: expected an even number of inputs"
+        )
 
 
 Convert = Callable[[LinearWeights], LinearWeights]

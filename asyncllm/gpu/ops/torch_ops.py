@@ -6,7 +6,9 @@ with as few torch calls as it takes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -34,6 +36,7 @@ from asyncllm.gpu.ops.gated_norm import GatedNorm, TorchGatedNorm
 from asyncllm.gpu.ops.gumbel import gumbel_sample
 from asyncllm.gpu.ops.linear_weights import LinearWeights, QuantScheme, WeightForm
 from asyncllm.gpu.ops.logits import process_logits, top_logprobs
+from asyncllm.gpu.ops.quantise import Conversion
 from asyncllm.gpu.ops.recorder import Recorder
 from asyncllm.gpu.ops.routing import RouterWeights, Routing, TorchRouting
 from asyncllm.gpu.ops.torch_norms import TorchResidualAdd, TorchRMSNorm, torch_norm
@@ -196,6 +199,8 @@ class TorchOps:
     name = "torch"
     schemes: ClassVar[frozenset[QuantScheme]] = frozenset({"plain"})
     """Of the weights that its linear layers take, in some form."""
+    conversions: Mapping[str, Conversion] = MappingProxyType({})
+    """By ``EngineConfig.quantization``, what makes such weights of plain ones."""
     accepted_weights: ClassVar[str] = "'plain' only"
     """What ``takes`` takes, for an error."""
     packs_linear = False

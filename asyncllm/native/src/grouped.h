@@ -21,14 +21,32 @@ INLINE int64_t place_in_span(int64_t i, int64_t output, int32_t dtype, int* shif
   return (quad * PANEL + output) * QUAD + i % QUAD;
 }
 
-INLINE int32_t code_at(const uint8_t* row, int64_t i, int32_t dtype) {
-  return dtype == DTYPE_U4 ? row[i / 2] >> i % 2 * 4 & 15 : row[i];
+// Four codes of 4 bits, each in a byte.
+INLINE uint32_t spread(uint32_t codes) {
+  codes = (codes | codes << 8) & 0x00ff00ff;
+  return (codes | codes << 4) & 0x0f0f0f0f;
+}
+
+// Packs `bytes` of a row's codes, a span's or what is left of them, for an output of a panel.
+INLINE void pack_span(const uint8_t* row, int64_t bytes, int32_t dtype, uint8_t* to) {
+  uint8_t codes[SPAN] = {};
+  __builtin_memcpy(codes, row, bytes);
+  for (int64_t i = 0; i < QUADS; ++i) {
+    uint32_t quad;
+    if (dtype == DTYPE_U4 && i == QUADS / 2) return;
+    __builtin_memcpy(&quad, codes + i * QUAD, sizeof(quad));
+    // Inputs QUAD apart share a byte.
+    if (dtype == DTYPE_U4) quad = spread(quad & 0xffff) | spread(quad >> 16) << 4;
+    __builtin_memcpy(to + i * PANEL * QUAD, &quad, sizeof(quad));
+  }
 }
 
 // Packs the codes, scales and zero points of panels [first, last).
 static void pack_grouped(const GroupedArgs& args, const PackedView& view, int64_t first,
                          int64_t last) {
   int64_t bytes = span_bytes(args.dtype), width = args.scale_dtype == DTYPE_F32 ? 4 : 2;
+  int64_t per_byte = args.dtype == DTYPE_U4 ? 2 : 1;
+  int64_t row_bytes = (args.k + per_byte - 1) / per_byte;
   for (int64_t panel = first; panel < last; ++panel) {
     uint8_t* codes = (uint8_t*)view.data + panel * view.panel_elements;
     __builtin_memset(codes, 0, view.panel_elements);
@@ -36,10 +54,9 @@ static void pack_grouped(const GroupedArgs& args, const PackedView& view, int64_
       int64_t output = panel * PANEL + column;
       bool exists = output < args.n;
       const uint8_t* row = (const uint8_t*)args.values + (exists ? output * args.row_bytes : 0);
-      for (int64_t i = 0; exists && i < args.k; ++i) {
-        int shift;
-        int64_t at = i / SPAN * bytes + place_in_span(i % SPAN, column, args.dtype, &shift);
-        codes[at] |= (uint8_t)(code_at(row, i, args.dtype) << shift);
+      for (int64_t span = 0; exists && span < count_spans(args.k); ++span) {
+        int64_t from = span * SPAN / per_byte, size = least(SPAN / per_byte, row_bytes - from);
+        pack_span(row + from, size, args.dtype, codes + span * bytes + column * QUAD);
       }
       for (int64_t group = 0; group < view.groups; ++group) {
         int64_t from = output * view.groups + group;

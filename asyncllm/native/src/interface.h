@@ -152,6 +152,17 @@ typedef struct GroupedArgs {
   int32_t dtype, scale_dtype;
 } GroupedArgs;
 
+// Weights [n, k] of `dtype` that become integers: of 8 bits with a scale per output, or of 4 bits in
+// groups of SPAN inputs, an even number in all. gpu/ops/quantise.py says which.
+typedef struct RoundArgs {
+  const void* values;
+  int64_t n, k, row_stride;
+  void* values_out;  // [n, k] int8; of 4 bits [n, k / 2], the even input's lower
+  void* scales;      // [n] float32; of 4 bits [n, ceil(k / SPAN)] bfloat16
+  uint8_t* zeros;    // of 4 bits the same; else null
+  int32_t dtype, bits;
+} RoundArgs;
+
 // The arguments of the functions below that have the same name.
 typedef struct LinearArgs {
   const Weights* weights;
@@ -425,6 +436,7 @@ const char* asyncllm_isa(const Context*);
 Weights* asyncllm_pack(Context*, const void* values, int32_t dtype, int64_t n, int64_t k,
                        int64_t row_stride, const float* scales, const float* bias);
 Weights* asyncllm_pack_grouped(Context*, const GroupedArgs*);
+int32_t asyncllm_round(Context*, const RoundArgs*);
 void asyncllm_free_weights(Weights*);
 int64_t asyncllm_weights_bytes(const Weights*);
 

@@ -125,6 +125,7 @@ struct Kernels {
   void (*quantise_spans)(const void* x, int32_t dtype, int8_t* out, Span* spans, int64_t k);
   int64_t (*span_bytes)(int32_t dtype);  // of SPAN inputs of a panel
   void (*pack_grouped)(const GroupedArgs&, const PackedView&, int64_t first, int64_t last);
+  void (*round_row)(const RoundArgs&, int64_t row);
   void (*gather)(const PackedView&, int64_t row, void* out, int32_t dtype);
   int64_t (*attention_scratch)(int64_t head_dim);  // bytes per thread
   void (*attention)(const AttentionTask&, void* scratch);

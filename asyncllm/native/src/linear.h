@@ -36,27 +36,38 @@ template <class F> INLINE void with_weight_type(int32_t dtype, F&& f) {
     with_type(dtype, f);
 }
 
-template <class T>
+// What is written at a time stays in the first cache, though it comes from PANEL rows.
+enum { PACKED_INPUTS = 64 };
+
+template <class T, bool PAIRED>
 static void pack_panel(const PlainView& plain, T* data, int64_t panel) {
+  enum { UNIT = PAIRED ? 2 : 1 };
   const T* values = (const T*)plain.values;
-  int64_t elements = panel_elements(plain.k, plain.dtype);
+  int64_t elements = panel_elements(plain.k, plain.dtype), depth = elements / PANEL;
   T* out = data + panel * elements;
-  bool paired = is_paired(plain.dtype);
-  for (int64_t column = 0; column < PANEL; ++column) {
-    int64_t output = panel * PANEL + column;
-    int64_t count = output < plain.n ? plain.k : 0;
-    const T* row = values + (count ? output * plain.row_stride : 0);
-    int64_t place = paired ? 0 : place_in_panel(column, plain.dtype);
-    for (int64_t i = 0; i < elements / PANEL; ++i) {
-      T value = i < count ? row[i] : T{};
-      out[paired ? (i / 2 * PANEL + column) * 2 + i % 2 : i * PANEL + place] = value;
+  for (int64_t first = 0; first < depth; first += PACKED_INPUTS)
+    for (int64_t column = 0; column < PANEL; ++column) {
+      int64_t output = panel * PANEL + column, last = least(first + PACKED_INPUTS, depth);
+      int64_t known = output < plain.n ? least(last, plain.k) : first;
+      const T* row = values + (output < plain.n ? output * plain.row_stride : 0);
+      T* to = out + (PAIRED ? column * 2 : place_in_panel(column, plain.dtype));
+      int64_t i = first;
+      for (; i + UNIT <= known; i += UNIT) __builtin_memcpy(to + i * PANEL, row + i, sizeof(T) * UNIT);
+      for (; i < last; i += UNIT) {
+        __builtin_memset(to + i * PANEL, 0, sizeof(T) * UNIT);
+        if (i < known) to[i * PANEL] = row[i];
+      }
     }
-  }
 }
 
 static void pack(const PlainView& plain, void* data, int64_t first, int64_t last) {
   with_weight_type(plain.dtype, [&](auto* type) {
-    for (int64_t panel = first; panel < last; ++panel) pack_panel(plain, (decltype(type))data, panel);
+    using T = typename pointee<decltype(type)>::type;
+    for (int64_t panel = first; panel < last; ++panel)
+      if (is_paired(plain.dtype))
+        pack_panel<T, true>(plain, (T*)data, panel);
+      else
+        pack_panel<T, false>(plain, (T*)data, panel);
   });
 }
 
@@ -93,7 +104,14 @@ static __attribute__((noinline)) void finish_tile(const PackedView& weights,
                                                   int64_t row, int64_t rows, int64_t panel,
                                                   int64_t panels) {
   int64_t first = panel * PANEL, width = panels * PANEL;
+  bool as_it_is = !weights.scales && !weights.bias && !task.largest && first + width <= weights.n;
   with_type(task.dtype, [&](auto* type) {
+    if (as_it_is) {
+      auto* y = (decltype(type))task.y + row * task.y_stride + first;
+      for (int64_t m = 0; m < rows; ++m, y += task.y_stride)
+        for (int64_t i = 0; i < width; i += W) store(y + i, load(sums + m * width + i));
+      return;
+    }
     for (int64_t m = 0; m < rows; ++m) {
       auto* y = task.largest ? type : (decltype(type))task.y + (row + m) * task.y_stride + first;
       for (int64_t i = 0; i < width && first + i < weights.n; i += W) {

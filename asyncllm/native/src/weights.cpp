@@ -107,6 +107,18 @@ API Weights* asyncllm_pack_grouped(Context* context, const GroupedArgs* args) {
   return weights;
 }
 
+API int32_t asyncllm_round(Context* context, const RoundArgs* args) {
+  if (!is_open(context)) return STATUS_CLOSED;
+  const RoundArgs& a = *args;
+  bool grouped = a.bits == 4;
+  if ((!grouped && a.bits != 8) || a.n < 1 || a.k < 1 ||
+      !is_matrix(a.values, a.dtype, a.n, a.k, a.row_stride) || !a.values_out || !a.scales ||
+      !aligned(a.scales, grouped ? 2 : 4) || (grouped && (a.k % 2 || !a.zeros)))
+    return STATUS_INVALID;
+  share(context, a.n, a.n * a.k, [&](int64_t row, int) { context->kernels->round_row(a, row); });
+  return STATUS_OK;
+}
+
 API void asyncllm_free_weights(Weights* weights) {
   if (!weights) return;
   void* data = const_cast<void*>(weights->view.data);

@@ -1,0 +1,105 @@
+"""Weights rounded by the native op: the bits of the torch reference, on every instruction set."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from asyncllm.errors import ModelLoadError
+from asyncllm.gpu.ops.linear_weights import LinearWeights
+from asyncllm.gpu.ops.native_ops import NativeOps
+from asyncllm.gpu.ops.quantise import CONVERSIONS
+from asyncllm.gpu.threads import set_thread_count
+from tests.native_library import context, isas
+
+ISAS = isas()
+
+pytestmark = pytest.mark.skipif(not ISAS, reason="no C++ compiler to build the native ops with")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> None:
+    set_thread_count(1)
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def awkward(rows: int, columns: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """Normal rows of many sizes; some of zeros, of one sign, of outliers, of ties, and some with
+    numbers whose inverse is infinite."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(rows, columns, generator=generator)
+    sizes = torch.randint(-20, 10, (rows, 1), generator=generator)
+    values *= torch.pow(2.0, sizes.float())
+    values[1] = 0.0
+    values[2] = values[2].abs() + 1.0
+    values[3] = -values[3].abs()
+    values[4, 5] = 3e4
+    values[5] = torch.arange(columns) % 31 / 2.0 - 7.0
+    values[6] = (torch.arange(columns) % 5 - 2.0) * 2.0**-24
+    values[7, : columns // 2] = 0.0
+    if dtype != torch.float16:
+        values[8] *= 1e-38
+        values[9] = values[9].sign() * 2.0**-133
+        values[10] *= 1e30
+    return values.to(dtype)
+
+
+def assert_same(found: LinearWeights, expected: LinearWeights) -> None:
+    assert (found.scheme, found.scale_block) == (expected.scheme, expected.scale_block)
+    assert torch.equal(found.values, expected.values)
+    assert found.scales is not None
+    assert expected.scales is not None
+    assert found.scales.dtype == expected.scales.dtype
+    torch.testing.assert_close(found.scales, expected.scales, rtol=0, atol=0, equal_nan=True)
+    assert (found.zeros is None) == (expected.zeros is None)
+    if found.zeros is not None and expected.zeros is not None:
+        assert torch.equal(found.zeros, expected.zeros)
+    assert found.bias is expected.bias
+
+
+@pytest.mark.parametrize("name", CONVERSIONS)
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rounding_has_the_bits_of_the_reference(name, isa, dtype):
+    ops, reference = NativeOps(context(2, isa)), CONVERSIONS[name]
+    for seed, (rows, columns) in enumerate([(40, 90), (16, 2), (24, 544)]):
+        print("seed", seed)
+        values = awkward(max(rows, 11), max(columns, 10), dtype, seed)[:rows, :columns]
+        weights = LinearWeights(values, torch.ones(rows))
+        assert_same(ops.conversions[name].linear(weights), reference.linear(weights))
+        assert_same(ops.conversions[name].head(weights), reference.head(weights))
+
+
+@pytest.mark.parametrize("name", CONVERSIONS)
+@pytest.mark.parametrize("isa", ISAS)
+def test_numbers_that_are_not_finite_spoil_their_own_scale(name, isa):
+    values = awkward(12, 96, torch.float32, 5)
+    values[3, 40], values[4, 40], values[5, 95], values[6, 3] = torch.nan, torch.inf, -torch.inf, 1
+    spoilt = LinearWeights(values)
+    found = NativeOps(context(1, isa)).conversions[name].linear(spoilt)
+    expected = CONVERSIONS[name].linear(spoilt)
+    assert found.scales is not None
+    assert expected.scales is not None
+    torch.testing.assert_close(found.scales, expected.scales, rtol=0, atol=0, equal_nan=True)
+    finite = found.scales.isfinite()
+    assert int((~finite).sum()) == 3
+    elements = finite.repeat_interleave(found.values.shape[1] // finite.shape[1], 1)
+    assert torch.equal(found.values[elements], expected.values[elements])
+
+
+def test_rows_that_are_not_contiguous_are_rounded_too():
+    values = awkward(24, 128, torch.bfloat16, 6)
+    ops = NativeOps(context(2))
+    for view in (values[::2], values[:, 32:96], values.t()):
+        weights = LinearWeights(view)
+        for name, reference in CONVERSIONS.items():
+            found = ops.conversions[name].linear(weights)
+            assert_same(found, reference.linear(LinearWeights(view.contiguous())))
+
+
+def test_an_odd_number_of_inputs_is_refused():
+    with pytest.raises(ModelLoadError, match="5 x 33 in 4 bits: expected an even number of inputs"):
+        NativeOps(context(1)).conversions["int4"].linear(LinearWeights(torch.ones(5, 33)))
