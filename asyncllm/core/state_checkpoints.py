@@ -34,8 +34,8 @@ class StateCheckpoints:
     states of all layers behind a prefix, hashed as the prefix's last KV block is.
 
     The states behind one position take the memory of the KV of a thousand tokens and more, and are
-    of no use to a request that has other tokens. So a request leaves few of them (after Marconi, Pan
-    et al. 2024, arXiv:2411.19379):
+    of no use to a request that has other tokens. So a request leaves few of them (after Marconi,
+    Pan et al. 2024, arXiv:2411.19379):
 
     - where the KV groups had more of its tokens than there is a state for: the first request that
       shows a shared prefix saves its state, and the next ones find it;
