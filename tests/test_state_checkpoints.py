@@ -449,7 +449,7 @@ def _same_step(monkeypatch) -> None:
 
 
 def _any_epoch(monkeypatch) -> None:
-    """It counts whatever has become of its request, and of its step."""
+    """It counts though its request has started over, and its step has failed."""
     settle = StateCheckpoints.settle
 
     def ignorant(self):
