@@ -259,6 +259,7 @@ void attention(Context* context, int32_t dtype) {
 
 #include "fuzz_grouped.h"
 #include "fuzz_experts.h"
+#include "fuzz_recurrent.h"
 #include "fuzz_program.h"
 
 }  // namespace
@@ -280,6 +281,9 @@ int main(int count, char** arguments) {
       attention(context, dtype);
       routing(context, dtype);
       experts(context, dtype);
+      causal_conv(context, dtype);
+      gated_delta(context, dtype);
+      gates(context, dtype);
       program(context, dtype);
     }
     for (int32_t dtype : {DTYPE_F32, DTYPE_BF16, DTYPE_F16}) fuzz_sampling(context, dtype);

@@ -86,7 +86,8 @@ void grouped(Context* context, int32_t dtype) {
   }
   for (int64_t i = draw(0, 9); i > 0; --i) ids.push_back(draw(0, n - 1));
   Array rows(dtype, int64_t(ids.size()) * k);
-  expect_ok(asyncllm_gather(context, packed, ids.data(), int64_t(ids.size()), rows.at(), dtype),
+  expect_ok(asyncllm_gather(context, packed, ids.data(), int64_t(ids.size()), rows.at(), 1.0f,
+                            dtype),
             "grouped gather");
   for (size_t i = 0; i < ids.size(); ++i)
     for (int64_t l = 0; l < k; ++l)
