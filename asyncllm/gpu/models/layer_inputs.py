@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -57,10 +57,10 @@ class InputLayer:
     projection: Linear
     norm: RMSNorm
     index: int
+    kind: Hashable = field(init=False)
 
-    @property
-    def kind(self) -> Hashable:
-        return self.layer.kind
+    def __post_init__(self) -> None:
+        self.kind = self.layer.kind
 
     def __call__(
         self, x: Tensor, residual: Tensor | None, step: StepContext
