@@ -70,7 +70,7 @@ class Clock(Protocol):
 
     def utilization(self) -> float | None:
         """Share of the last moments, a sixth of a second to a second, in which a kernel ran,
-        0 to 1; None if nobody can tell."""
+        0 to 1; None where the driver does not say."""
         ...
 
     def trace(self, work: Call) -> list[DeviceSpan]:
@@ -153,7 +153,7 @@ class CudaClock:
             return torch.cuda.utilization() / 100
         except Exception:
             # NVML's errors have no base that can be named without NVML; all of them mean that
-            # nobody can tell.
+            # the driver does not say.
             return None
 
     def trace(self, work: Call) -> list[DeviceSpan]:
