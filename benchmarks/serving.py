@@ -27,7 +27,7 @@ from asyncllm.serving.http_server import ConnectionLimits, HttpServer
 from benchmarks.common import Report, options, percentile, resident_bytes
 from benchmarks.serving_clients import CLIENTS, PROMPT
 
-IDLE_SECONDS = 22.0
+IDLE_SECONDS = 31.0
 """A little more than the server's interval of pings."""
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"

@@ -49,7 +49,7 @@ class ConnectionLimits:
     header_timeout: float = 10.0
     send_timeout: float = 60.0
     keep_alive: int = 15
-    ping_interval: float | None = 20.0
+    ping_interval: float | None = 30.0
     ping_timeout: float | None = 20.0
 
     def __post_init__(self) -> None:

@@ -22,7 +22,10 @@ try:
     import websockets.asyncio.server as ws
     from websockets.datastructures import Headers
     from websockets.exceptions import ConnectionClosed
+    from websockets.frames import CloseCode, Frame, Opcode
     from websockets.http11 import Request, Response
+
+    from asyncllm.serving.connections import MAX_FRAGMENTS
 except ImportError as missing:
     raise ImportError(
         "asyncllm.serving.websocket needs the extra 'server': pip install 'asyncllm[server]'"
@@ -170,6 +173,7 @@ class WebSocketServer:
             self._handle,
             self.host,
             self._port,
+            create_connection=_BoundedConnection,
             process_request=self._process_request,
             select_subprotocol=_select_subprotocol,
             # Tokens are small: compressing them costs more time than it saves, and memory.
@@ -307,6 +311,32 @@ class WebSocketServer:
             "connections": len(self._sessions),
             "responses": sorted(responses, key=lambda one: one["id"])[:64],
         }
+
+
+class _BoundedConnection(ws.ServerConnection):
+    """A connection whose client can make nothing pile up: neither pongs, by pings whose answers it
+    does not read, nor fragments, which websockets before 17 collects without an end."""
+
+    _num_fragments = 0
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.paused and not self.transport.is_closing():
+            self.transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if not self.recv_messages.paused and not self.transport.is_closing():
+            self.transport.resume_reading()
+
+    def process_event(self, event: Any) -> None:
+        if isinstance(event, Frame) and event.opcode is Opcode.CONT:
+            self._num_fragments = 0 if event.fin else self._num_fragments + 1
+            if self._num_fragments > MAX_FRAGMENTS:
+                self.protocol.fail(CloseCode.MESSAGE_TOO_BIG, f"over {MAX_FRAGMENTS} fragments")
+                self.send_data()
+                return
+        super().process_event(event)
 
 
 def _path(request: Request) -> str:
