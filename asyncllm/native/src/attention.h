@@ -108,16 +108,17 @@ INLINE void accumulate_columns(const Tile& tile, int64_t row, int64_t column,
       sums[m][c] = mul(load(tile.sums + (row + m) * tile.stride + column + c * W), alpha);
   }
   for (int64_t key = first; key < last; ++key) {
-    vf value[C];
+    vf weights[M];
 #pragma GCC unroll 8
-    for (int c = 0; c < C; ++c)
-      value[c] = C == 1 ? load_up_to(values[key] + column, width)
+    for (int m = 0; m < M; ++m) weights[m] = set1(tile.scores[(row + m) * KEYS + key]);
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) {
+      // GCC would load all values of the key first, and keep a sum in memory for them.
+      asm volatile("" ::: "memory");
+      vf value = C == 1 ? load_up_to(values[key] + column, width)
                         : load(values[key] + column + c * W);
 #pragma GCC unroll 8
-    for (int m = 0; m < M; ++m) {
-      vf weight = set1(tile.scores[(row + m) * KEYS + key]);
-#pragma GCC unroll 8
-      for (int c = 0; c < C; ++c) sums[m][c] = fma(weight, value[c], sums[m][c]);
+      for (int m = 0; m < M; ++m) sums[m][c] = fma(weights[m], value, sums[m][c]);
     }
   }
 #pragma GCC unroll 8
@@ -220,23 +221,22 @@ template <class T>
 static void attend_block(const AttentionTask& task, const Tile& tile, const Sight& sight,
                          int64_t rows, int64_t first, int64_t last) {
   const AttentionArgs& args = *task.args;
-  // A few rows are done with a block before the next has come from memory.
+  // A few rows are done with a block before the next has come from memory. More read it often: from
+  // a copy, because slots that lie a multiple of 4 KiB apart push one another out of the cache.
   bool few = rows <= 2 * ROWS;
   const T *keys[KEYS], *values[KEYS];
   // The block starts at an absolute position, a window within it.
   int64_t start = first / KEYS * KEYS, skip = first - start, count = last - start;
   find_block(args, task, first, last - first, keys + skip, values + skip);
   for (int64_t i = 0; i < skip; ++i) keys[i] = keys[skip];
-  if (few) {
-    prefetch_rows(values + skip, count - skip, args.head_dim);
-    const T *next_keys[KEYS], *next_values[KEYS];
-    int64_t next = least(KEYS, task.last_key - last);
-    find_block(args, task, last, next, next_keys, next_values);
-    prefetch_rows(next_keys, next, args.head_dim);
-  }
+  if (few) prefetch_rows(values + skip, count - skip, args.head_dim);
+  const T *next_keys[KEYS], *next_values[KEYS];
+  int64_t next = least(KEYS, task.last_key - last);
+  find_block(args, task, last, next, next_keys, next_values);
+  prefetch_rows(next_keys, next, args.head_dim);
+  prefetch_rows(next_values, next, args.head_dim);
   const float *wide_keys[KEYS], *wide_values[KEYS];
-  bool widens = sizeof(T) < 4 && !few;
-  if (widens) {
+  if (!few) {
     widen_block(tile.keys, tile.stride, keys, wide_keys, count, args.head_dim);
     score(tile, rows, wide_keys, count, args.head_dim);
   } else {
@@ -245,7 +245,7 @@ static void attend_block(const AttentionTask& task, const Tile& tile, const Sigh
   for (int64_t row = 0; row < rows; ++row)
     weigh(tile, row, most(sight.first(row) - start, 0), least(sight.last(row) - start, count),
           args.softcap);
-  if (widens) {
+  if (!few) {
     widen_block(tile.values, tile.stride, values + skip, wide_values + skip, count - skip,
                 args.head_dim);
     accumulate(tile, rows, wide_values, skip, count, args.head_dim);
