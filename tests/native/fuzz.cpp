@@ -276,6 +276,7 @@ int main(int count, char** arguments) {
     for (int32_t dtype : {DTYPE_F32, DTYPE_BF16, DTYPE_F16}) {
       linear(context, dtype);
       grouped(context, dtype);
+      rounding(context, dtype);
       rows(context, dtype);
       rope(context, dtype);
       attention(context, dtype);

@@ -86,8 +86,8 @@ void grouped(Context* context, int32_t dtype) {
   }
   for (int64_t i = draw(0, 9); i > 0; --i) ids.push_back(draw(0, n - 1));
   Array rows(dtype, int64_t(ids.size()) * k);
-  expect_ok(asyncllm_gather(context, packed, ids.data(), int64_t(ids.size()), rows.at(), 1.0f,
-                            dtype),
+  int64_t count = int64_t(ids.size());
+  expect_ok(asyncllm_gather(context, packed, ids.data(), count, rows.at(), 1.0f, dtype),
             "grouped gather");
   for (size_t i = 0; i < ids.size(); ++i)
     for (int64_t l = 0; l < k; ++l)
@@ -97,4 +97,46 @@ void grouped(Context* context, int32_t dtype) {
     args.group = wrong;
     if (asyncllm_pack_grouped(context, &args)) fail("pack_grouped with a wrong group");
   }
+}
+
+// Rounded weights are near what they were, and wrong arguments are refused.
+void rounding(Context* context, int32_t dtype) {
+  int64_t n = draw(1, 40), k = 2 * draw(1, 120), stride = k + draw(0, 3);
+  int64_t groups = (k + SPAN - 1) / SPAN;
+  Array values(dtype, (n - 1) * stride + k);
+  std::unique_ptr<int8_t[]> integers(new int8_t[n * k]);
+  std::unique_ptr<float[]> scales(new float[n]);
+  RoundArgs args = {values.at(), n, k, stride, integers.get(), scales.get(), nullptr, dtype, 8};
+  expect_ok(asyncllm_round(context, &args), "round to 8 bits");
+  for (int64_t i = 0; i < n; ++i)
+    for (int64_t j = 0; j < k; ++j)
+      if (fabs(integers[i * k + j] * double(scales[i]) - values.get(i * stride + j)) >
+          0.5001 * scales[i])
+        fail("round to 8 bits");
+  std::unique_ptr<uint8_t[]> codes(new uint8_t[n * k / 2]), zeros(new uint8_t[n * groups]);
+  Array steps(DTYPE_BF16, n * groups);
+  args.values_out = codes.get();
+  args.scales = steps.at();
+  args.bits = 4;
+  for (int wrong = 0; wrong < 2; ++wrong) {
+    args.k = k - wrong;
+    args.zeros = wrong ? zeros.get() : nullptr;
+    if (asyncllm_round(context, &args) == STATUS_OK) fail("round with wrong arguments");
+  }
+  args.k = k;
+  args.zeros = zeros.get();
+  expect_ok(asyncllm_round(context, &args), "round to 4 bits");
+  for (int64_t i = 0; i < n; ++i)
+    for (int64_t group = 0; group < groups; ++group) {
+      double low = 0, high = 0, error = 0;
+      int64_t end = std::min<int64_t>(k, (group + 1) * SPAN);
+      for (int64_t j = group * SPAN; j < end; ++j) {
+        double value = values.get(i * stride + j);
+        int code = codes[i * (k / 2) + j / 2] >> j % 2 * 4 & 15;
+        low = std::min(low, value);
+        high = std::max(high, value);
+        error += pow((code - zeros[i * groups + group]) * steps.get(i * groups + group) - value, 2);
+      }
+      if (error > (end - group * SPAN) * pow(1.1 * (high - low) / 15, 2)) fail("round to 4 bits");
+    }
 }
