@@ -19,6 +19,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from asyncllm.gpu.ops.triton.launcher import Launcher
+
 POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
@@ -30,9 +32,10 @@ POINTERS = {
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel as it would be launched: its arguments by name, and Triton's options."""
+    """A kernel as it would be launched: its grid, its arguments by name, and Triton's options."""
 
     kernel: JITFunction
+    grid: tuple[int, ...]
     arguments: dict[str, Any]
     options: dict[str, Any]
 
@@ -63,8 +66,8 @@ def recording(module: ModuleType) -> Iterator[list[Launch]]:
     launches: list[Launch] = []
     with pytest.MonkeyPatch.context() as patch:
         for name, kernel in list(vars(module).items()):
-            if isinstance(kernel, JITFunction):
-                patch.setattr(module, name, _Recorder(kernel, launches))
+            if isinstance(kernel, Launcher):
+                patch.setattr(module, name, _Recorder(kernel.kernel, launches))
         yield launches
 
 
@@ -82,7 +85,7 @@ class _Recorder:
             }
             bound = inspect.signature(self.kernel.fn).bind(*args, **kwargs)
             bound.apply_defaults()
-            self.launches.append(Launch(self.kernel, dict(bound.arguments), options))
+            self.launches.append(Launch(self.kernel, grid, dict(bound.arguments), options))
 
         return launch
 

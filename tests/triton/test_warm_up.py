@@ -59,8 +59,13 @@ def compiling(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
             yield found
 
 
-def make_step(max_len: int, sizes: tuple[int, ...], dtype: torch.dtype) -> DecodeRunner:
+def make_step(
+    max_len: int, sizes: tuple[int, ...], dtype: torch.dtype, num_layers: int | None = None
+) -> DecodeRunner:
+    """For an H200; all layers see the whole sequence if their number is given."""
     model = replace(small_model(), num_heads=16, num_kv_heads=8, max_position_embeddings=max_len)
+    if num_layers is not None:
+        model = replace(model, num_layers=num_layers, sliding_layers=())
     attention = {
         kind: TritonAttention(kind.shape, dtype, CPU, **H200) for kind in attention_kinds(model)
     }
@@ -85,6 +90,8 @@ def run_everything(step: DecodeRunner) -> None:
     stages = (Stages.NONE, Stages.RULES, Stages.PENALTIES | Stages.LOGPROBS)
     for rows in sorted({*step.graphs.buckets, 1, 2, 3, 7, 16, 33, ROWS}):
         step.graphs.run(rows)
+        if step.can_balance:
+            step.graphs.run(rows, balanced=True)
         host = next(step.host_buffers)
         for each in stages if rows in (1, 3, ROWS) else ():
             host.stages = each
@@ -101,12 +108,16 @@ def run_everything(step: DecodeRunner) -> None:
         (1, most - 60, [17]),
         (5, 0, [16, 9]),
         (ROWS - 1, most - 50, [33]),
+        # A single long sequence among short ones.
+        (ROWS - 1, None, [2]),
     ):
         rows = decodes + len(counts)
+        starts = [5] * (rows - 1) + [0] if start is None else [start] * rows
+        starts[0] = most - 2 if start is None else starts[0]
         given = StepBatch(
             step=0,
             req_indices=list(range(rows)),
-            starts=[start] * rows,
+            starts=starts,
             counts=[1] * decodes + counts,
             samples=[True] * rows,
             num_decodes=decodes,
@@ -155,6 +166,7 @@ def test_everything_is_compiled_before_the_first_step(
     assert said == [(done, len(said) - 1) for done in range(len(said))]
     kernels = {key.split()[0] for key in warm}
     assert len(kernels) == (9 if max_len > 256 else 8), kernels
+    assert step.can_balance == (max_len > 1024)
     with compiling(monkeypatch) as found:
         run_everything(step)
         draw_for_the_host(step)
@@ -171,4 +183,6 @@ def test_decode_steps_alone_leave_kernels_cold(monkeypatch: pytest.MonkeyPatch) 
     with compiling(monkeypatch) as every:
         warm_up(step, lambda *_: None)
     cold = {key.split()[0] for key in every - decoding}
-    assert cold == {"choose_kernel", "chunk_kernel", "decode_kernel", "prefill_kernel"}
+    assert cold == {
+        "choose_kernel", "chunk_kernel", "decode_kernel", "merge_kernel", "prefill_kernel",
+    }  # fmt: skip

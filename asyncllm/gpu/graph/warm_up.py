@@ -13,15 +13,20 @@ from asyncllm.gpu.batch.sampling_inputs import Stages
 from asyncllm.gpu.graph.cuda_graphs import GraphKey
 from asyncllm.gpu.graph.decode_runner import DecodeRunner
 
+PROMPT = 2
+"""Tokens of a prefill."""
+
 
 def warm_up(decode: DecodeRunner, progress: Callable[[int, int], None]) -> None:
-    """Runs a decode step of the smallest and one of the largest bucket, the sampling behind other
-    stages, and a mixed step. Triton compiles a kernel at its first launch with arguments of a
-    kind, seconds in which a running stream would wait.
+    """Runs a decode step of the smallest and one of the largest bucket, one for a skewed batch if
+    there can be any, the sampling behind other stages, and two mixed steps. Triton compiles a
+    kernel at its first launch with arguments of a kind, seconds in which a running stream would
+    wait.
 
-    The smallest bucket shares a sequence among programs, the mixed step's short one does not; what
-    else a kernel is compiled for differs in no bucket. Rows are padding or write the null block, so
-    that nothing is left behind.
+    The smallest bucket shares a sequence among programs, the mixed steps' short one does not, and a
+    prompt behind the longest prefix is shared where one without is not; what else a kernel is
+    compiled for differs in no bucket. Rows are padding or write the null block, so that nothing is
+    left behind.
 
     Args:
         progress: called with (steps run, steps in all).
@@ -29,7 +34,12 @@ def warm_up(decode: DecodeRunner, progress: Callable[[int, int], None]) -> None:
     sizes = decode.graphs.buckets or (1, decode.info.max_num_seqs)
     rows = sorted({sizes[0], sizes[-1]})
     steps = [*(partial(decode.run_padding, GraphKey(count)) for count in rows)]
-    steps += [partial(_sample_processed, decode), partial(_run_mixed, decode)]
+    if decode.can_balance:
+        steps.append(partial(decode.run_padding, GraphKey(rows[-1], balanced=True)))
+    most = decode.info.max_model_len
+    prefixes = sorted({0, max(0, most - PROMPT)})
+    steps += [partial(_sample_processed, decode)]
+    steps += [partial(_run_mixed, decode, prefix) for prefix in prefixes]
     progress(0, len(steps))
     for done, step in enumerate(steps, 1):
         step()
@@ -42,14 +52,14 @@ def _sample_processed(decode: DecodeRunner) -> None:
     decode.sample_logits(logits, Stages.NONE)
 
 
-def _run_mixed(decode: DecodeRunner) -> None:
-    """A decode row and a prefill row, in the null block."""
+def _run_mixed(decode: DecodeRunner, prefix: int) -> None:
+    """A decode row and a prefill row behind a prefix, in the null block."""
     info = decode.info
-    count = min(2, info.max_model_len)
+    count = min(PROMPT, info.max_model_len)
     batch = StepBatch(
         step=0,
         req_indices=[0, 1],
-        starts=[0, 0],
+        starts=[0, prefix],
         counts=[1, count],
         samples=[True, True],
         num_decodes=1,

@@ -9,11 +9,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from asyncllm.gpu.ops.triton.launcher import launched
 from asyncllm.gpu.ops.triton.tuning import cdiv
 
 BLOCK = 1024
 
 
+@launched
 @triton.jit
 def gated_mul_kernel(
     out, gate_up, width, stride_out, stride_in, GELU: tl.constexpr, BLOCK: tl.constexpr
@@ -51,6 +53,7 @@ silu_mul = partial(gated_mul, gelu=False)
 gelu_mul = partial(gated_mul, gelu=True)
 
 
+@launched
 @triton.jit
 def softcap_kernel(x, width, cap, stride, BLOCK: tl.constexpr):
     """Grid ``(rows, blocks of width)``: ``cap * tanh(x / cap)``, in place."""

@@ -2,7 +2,9 @@
 
 The rows of a tile are query tokens times the query heads of one key/value head, the heads
 padded to a power of two. The grid is an upper bound that the host knows without looking at
-the lengths: each program finds its sequence by binary search, and leaves if it has none.
+the lengths: each program finds its sequence by binary search, and leaves if it has none. A
+sequence's tiles begin with the last, which has the most keys: while a short one ends, fewer
+multiprocessors are idle. A few tiles share their keys among programs (``merge_attention.py``).
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
@@ -14,7 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from asyncllm.gpu.ops.triton.attention_tile import LOG2_E, attend_tile, score_factors
-from asyncllm.gpu.ops.triton.tuning import Tiles, next_power_of_2
+from asyncllm.gpu.ops.triton.launcher import launched
+from asyncllm.gpu.ops.triton.merge_attention import Partials
+from asyncllm.gpu.ops.triton.tuning import Tiles, block_dim_of, next_power_of_2, num_tiles
 
 
 @triton.jit
@@ -38,12 +42,16 @@ def find_sequence(query_start_loc, num_seqs, tile, TOKENS: tl.constexpr):
 
 # The rows of a step come behind its decode rows, so where they begin depends on how many those
 # are: specialised on it, the kernel would be compiled again in the middle of serving.
+@launched
 @triton.jit(
     do_not_specialize=["num_seqs", "window"],
-    do_not_specialize_on_alignment=["table_rows", "seq_lens", "query_start_loc"],
+    do_not_specialize_on_alignment=["partial_sum", "table_rows", "seq_lens", "query_start_loc"],
 )
 def prefill_kernel(
     out,
+    partial_acc,
+    partial_max,
+    partial_sum,
     q,
     k_cache,
     v_cache,
@@ -75,14 +83,19 @@ def prefill_kernel(
     SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
+    ONE_SPLIT: tl.constexpr,
 ):
-    """Grid ``(tiles, kv_heads)``; a tile is ``ROWS / GROUP_ROWS`` tokens of one sequence.
+    """Grid ``(tiles, kv_heads, splits)``; a tile is ``ROWS / GROUP_ROWS`` tokens of one sequence.
+    Partials are ``[tokens, heads, splits]``, the accumulators with BLOCK_DIM more.
 
     A token has GROUP_ROWS rows, the next power of two from GROUP: divisions by any other
     number cost registers that a full tile does not have.
     """
     TOKENS: tl.constexpr = ROWS // GROUP_ROWS
-    tile = tl.program_id(0)
+    # Later queries see more keys.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    split = tl.program_id(2)
+    splits = tl.num_programs(2)
     kv_head = tl.program_id(1)
     seq = find_sequence(query_start_loc, num_seqs, tile, TOKENS)
     first_query = tl.load(query_start_loc + seq).to(tl.int32)
@@ -114,6 +127,11 @@ def prefill_kernel(
         unmasked_end = start
     else:
         unmasked_end = (prefix + offset + 1) // KEYS * KEYS
+    if not ONE_SPLIT:
+        per_split = tl.cdiv(tl.cdiv(end - start, KEYS), splits) * KEYS
+        start += split * per_split
+        end = tl.minimum(start + per_split, end)
+        unmasked_end = tl.minimum(tl.maximum(unmasked_end, start), end)
 
     line = tl.load(table_rows + seq).to(tl.int64)
     table = block_table + line * stride_table
@@ -124,9 +142,10 @@ def prefill_kernel(
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
     if SINKS:
-        # A key without a value.
-        row_max = tl.load(sinks + heads, mask=in_tile, other=0.0) * LOG2_E
-        row_sum += 1.0
+        # A key without a value, among those of the first split.
+        if split == 0:
+            row_max = tl.load(sinks + heads, mask=in_tile, other=0.0) * LOG2_E
+            row_sum += 1.0
     if not WINDOW:
         for first_key in range(start, unmasked_end, KEYS):
             acc, row_max, row_sum = attend_tile(
@@ -138,9 +157,16 @@ def prefill_kernel(
             queries, acc, row_max, row_sum, *cache, first_key, positions, first_seen, kv_len,
             *factors, HEAD_DIM, BLOCK_DIM, KEYS, BLOCK_SIZE, SOFTCAP, WINDOW, True,
         )  # fmt: skip
-    result = (acc / row_sum[:, None]).to(out.dtype.element_ty)
-    out_at = out + at[:, None] * stride_out_row + heads[:, None] * stride_out_head
-    tl.store(out_at + dims[None, :], result, mask=real)
+    if ONE_SPLIT:
+        result = (acc / row_sum[:, None]).to(out.dtype.element_ty)
+        out_at = out + at[:, None] * stride_out_row + heads[:, None] * stride_out_head
+        tl.store(out_at + dims[None, :], result, mask=real)
+    else:
+        partial = (at * (tl.num_programs(1) * GROUP) + heads) * splits + split
+        tl.store(partial_max + partial, row_max, mask=in_tile)
+        tl.store(partial_sum + partial, row_sum, mask=in_tile)
+        acc_at = partial_acc + partial[:, None] * BLOCK_DIM + dims[None, :]
+        tl.store(acc_at, acc, mask=in_tile[:, None])
 
 
 def prefill_attention(
@@ -153,9 +179,11 @@ def prefill_attention(
     *,
     scale: float,
     tiles: Tiles,
+    splits: int = 1,
     softcap: float | None = None,
     window: int | None = None,
     sinks: Tensor | None = None,
+    workspace: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of the last tokens of each sequence over its cached keys and values.
@@ -169,7 +197,8 @@ def prefill_attention(
         seq_lens: ``[R]`` int32 or int64, tokens of each sequence up to its last query.
         query_start_loc: ``[R + 1]`` int32 or int64, ascending, the first query of each row;
             rows may be empty, and tokens from the last entry on are padding.
-        scale, softcap, window, sinks: as in ``decode_attention``.
+        splits: programs per tile and key/value head, from ``num_tile_splits``.
+        scale, softcap, window, sinks, workspace: as in ``decode_attention``.
         out: ``[T, Hq, D]``, the last dimension contiguous; made here if None. Padding tokens
             keep what they hold.
 
@@ -190,10 +219,12 @@ def prefill_attention(
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if not num_tokens:
         return out
-    tokens = tiles.rows // group_rows
+    grid = (num_tiles(num_tokens, num_seqs, group, tiles), kv_heads, splits)
+    partials = Partials.of(workspace, num_tokens * splits, q) if splits > 1 else None
     score_scale, cap = score_factors(scale, softcap)
-    prefill_kernel[(num_tokens // tokens + num_seqs, kv_heads)](
+    prefill_kernel[grid](
         out,
+        *((out, out, out) if partials is None else partials.tensors),
         q,
         cache[0],
         cache[1],
@@ -201,7 +232,7 @@ def prefill_attention(
         table_rows,
         seq_lens,
         query_start_loc,
-        sinks,
+        out if sinks is None else sinks,
         num_seqs,
         score_scale,
         cap,
@@ -212,7 +243,7 @@ def prefill_attention(
         block_table.stride(0),
         GROUP=group,
         HEAD_DIM=head_dim,
-        BLOCK_DIM=max(16, next_power_of_2(head_dim)),
+        BLOCK_DIM=block_dim_of(head_dim),
         ROWS=tiles.rows,
         GROUP_ROWS=group_rows,
         KEYS=tiles.keys,
@@ -220,7 +251,10 @@ def prefill_attention(
         SOFTCAP=softcap is not None,
         WINDOW=window is not None,
         SINKS=sinks is not None,
+        ONE_SPLIT=partials is None,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )
+    if partials is not None:
+        partials.merge(out, query_start_loc[num_seqs:], splits, keys=tiles.keys, prefill=True)
     return out

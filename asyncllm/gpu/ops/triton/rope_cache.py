@@ -9,6 +9,7 @@ from torch import Tensor
 
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.torch_ops import norms_whole_projections
+from asyncllm.gpu.ops.triton.launcher import launched
 from asyncllm.gpu.ops.triton.norm import TritonRMSNorm
 from asyncllm.gpu.ops.triton.tuning import cdiv, next_power_of_2
 
@@ -22,6 +23,7 @@ def rotate(first, second, cos, sin):
     return first * cos - second * sin, second * cos + first * sin
 
 
+@launched
 @triton.jit
 def rope_cache_kernel(
     qkv,
