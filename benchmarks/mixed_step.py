@@ -1,18 +1,20 @@
-"""What a mixed step costs the host where the device is a GPU: 64 decodes and a prompt of 256 tokens.
+"""What a mixed step costs the host of a GPU: 64 decodes and a prompt of 256 tokens.
 
-Qwen3-0.6B's shape, Triton kernels compiled for compute capability 9.0 and launched through Triton's
+Qwen3's 28 layers, Triton kernels compiled for compute capability 9.0 and launched through Triton's
 own launch path on a CUDA driver that does nothing. Matrix products only make their output: what
-torch takes to call cuBLAS is not in it, nor are CUDA's own times of a launch. All times are CPU times
-of the one thread that works.
+torch takes to call cuBLAS is not in it, nor are CUDA's own times of a launch. Widths are small, for
+nothing is computed, and large tensors would cost what a CPU's allocator takes for them. All times
+are CPU times of the one thread that works.
 
 python -m benchmarks.mixed_step [--quick] [--json FILE]
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +31,7 @@ from asyncllm.gpu.models.architectures import parameters
 from asyncllm.gpu.models.dense import attention_kinds, build_decoder, kv_groups
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.triton.attention import TritonAttention
-from asyncllm.gpu.ops.triton.launcher import Launcher
+from asyncllm.gpu.ops.triton.launcher import BoundKernel
 from asyncllm.gpu.ops.triton.op_set import TritonOps
 from benchmarks.common import Report, cpu_time_of, options
 from benchmarks.stub_cuda import stub_cuda
@@ -56,17 +58,17 @@ class NullProducts(TritonOps):
 
 
 def make_runner(num_layers: int = 28) -> DecodeRunner:
-    """As an H200's; weights are memory that is never touched."""
+    """For an H200."""
     model = ModelConfig(
         path=Path("none"),
         architecture="Qwen3ForCausalLM",
-        vocab_size=151_936,
-        hidden_size=1024,
-        intermediate_size=3072,
+        vocab_size=512,
+        hidden_size=32,
+        intermediate_size=32,
         num_layers=num_layers,
         num_heads=16,
         num_kv_heads=8,
-        head_dim=128,
+        head_dim=16,
         max_position_embeddings=40_960,
         rms_norm_eps=1e-6,
         rope=RopeConfig(theta=1e6),
@@ -113,16 +115,16 @@ def mixed_step(runner: DecodeRunner, inputs: InputBatch) -> None:
 @contextmanager
 def through_the_jit() -> Iterator[None]:
     """Every launch takes the path of Triton's own wrapper."""
-    launch = Launcher.__getitem__
+    launch = BoundKernel.__call__
 
-    def wrapped(self: Launcher, grid: tuple[int, ...]) -> Callable[..., None]:
-        return self.kernel[grid]
+    def wrapped(self: BoundKernel, grid: tuple[int, ...], *args: Any) -> None:
+        self.launcher.kernel[grid](*args, **self.constants)
 
-    Launcher.__getitem__ = wrapped
+    BoundKernel.__call__ = wrapped
     try:
         yield
     finally:
-        Launcher.__getitem__ = launch
+        BoundKernel.__call__ = launch
 
 
 def measure(report: Report, rounds: int, num_layers: int = 28) -> float:

@@ -26,7 +26,7 @@ from asyncllm.core.batch import StepBatch
 from asyncllm.gpu.batch.input_batch import InputBatch
 from asyncllm.gpu.graph.decode_runner import DecodeRunner
 from asyncllm.gpu.ops.triton import launcher
-from asyncllm.gpu.ops.triton.launcher import Launcher, launched
+from asyncllm.gpu.ops.triton.launcher import BoundKernel, Launcher, launched
 from tests.hypothesis_settings import examples
 from tests.triton.test_warm_up import make_step
 
@@ -87,14 +87,14 @@ def driving() -> Iterator[Driver]:
         JITFunction, "_do_compile", lambda kernel, key, *_: made.compile(kernel, key)
     )
     monkeypatch.setattr(JITFunction, "run", run)
-    kept: list[Launcher] = []
-    launch = Launcher._launch
+    kept: list[BoundKernel] = []
+    launch = BoundKernel.__call__
 
-    def noted(self: Launcher, *args: Any, **kwargs: Any) -> None:
+    def noted(self: BoundKernel, *args: Any) -> None:
         kept.append(self)
-        launch(self, *args, **kwargs)
+        launch(self, *args)
 
-    monkeypatch.setattr(Launcher, "_launch", noted)
+    monkeypatch.setattr(BoundKernel, "__call__", noted)
     try:
         with torch.inference_mode():
             yield made
@@ -102,7 +102,7 @@ def driving() -> Iterator[Driver]:
         monkeypatch.undo()
         for one in kept:
             one._forms.clear()
-            one.kernel.device_caches.pop(DEVICE, None)
+            one.launcher.kernel.device_caches.pop(DEVICE, None)
 
 
 @pytest.fixture
@@ -174,9 +174,12 @@ def test_rare_arguments_take_the_path_of_the_jit(driver: Driver) -> None:
 def test_forms_are_bounded(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher, "MAX_FORMS", 3)
     x = MEMORY.view(torch.float32)
-    for stride in range(40):
-        toy_kernel[(1,)](x, x, 5, stride, 1.0, WIDTH=8)
-        assert 1 <= len(toy_kernel._forms) <= 3
+    bound = toy_kernel.bind(WIDTH=8)
+    for stride in range(20):
+        bound((1,), x, x, 5, stride, 1.0)
+        assert 1 <= len(bound._forms) <= 3
+        toy_kernel.bind(WIDTH=stride)
+        assert 1 <= len(toy_kernel._bound) <= 3
 
 
 def test_arguments_in_another_order_are_refused() -> None:
@@ -186,7 +189,7 @@ def test_arguments_in_another_order_are_refused() -> None:
 
     with pytest.raises(TypeError, match="mixed: expected constants behind"):
         Launcher(mixed)
-    with pytest.raises(TypeError, match="toy_kernel: expected 5 tensors, then numbers"):
+    with pytest.raises(TypeError, match="toy_kernel: expected 5 arguments, tensors before"):
         Launcher(toy_kernel.kernel)[(1,)](MEMORY, 5, MEMORY, 16, 1.0, WIDTH=8)
 
 
@@ -225,14 +228,14 @@ def test_launches_of_a_mixed_step(
     expected = Counter({name: layers * count for name, count in layer.items()})
     expected += Counter(["norm_kernel", "decode_inputs_kernel", "chunk_kernel", "choose_kernel"])
     assert Counter(name for name, *_ in driver.launches) == expected
-    direct = Launcher._launch
+    direct = BoundKernel.__call__
 
-    def compared(self: Launcher, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-        direct(self, grid, *args, **constants)
-        self.kernel[grid](*args, **constants)
+    def compared(self: BoundKernel, grid: tuple[int, ...], *args: Any) -> None:
+        direct(self, grid, *args)
+        self.launcher.kernel[grid](*args, **self.constants)
         assert driver.launches[-2] == driver.launches[-1]
 
-    monkeypatch.setattr(Launcher, "_launch", compared)
+    monkeypatch.setattr(BoundKernel, "__call__", compared)
     mixed_step(step, 62, 240, prefix)
     assert driver.wrapped == expected.total()
 

@@ -6,7 +6,7 @@ Triton itself is imported with the kernels, when the attention is made.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -31,6 +31,10 @@ from asyncllm.gpu.ops.triton.tuning import (
     workspace_size,
 )
 
+if TYPE_CHECKING:
+    from asyncllm.gpu.ops.triton.decode_attention import DecodeAttention
+    from asyncllm.gpu.ops.triton.prefill_attention import PrefillAttention
+
 
 @dataclass(slots=True)
 class TritonPlan:
@@ -48,6 +52,7 @@ class TritonPlan:
         query_start_loc: ``[R - num_decodes + 1]`` int32 from 0 on, of the other rows; None if
             there are none.
         window: keys that a query sees, or None.
+        decode, prefill: the launches, made by the first layer of the step.
     """
 
     num_decodes: int
@@ -60,6 +65,9 @@ class TritonPlan:
     workspace: Tensor | None = None
     query_start_loc: Tensor | None = None
     window: int | None = None
+    decode: DecodeAttention | None = None
+    prefill: PrefillAttention | None = None
+    is_bound: bool = False
 
 
 class TritonAttention:
@@ -113,10 +121,10 @@ class TritonAttention:
         num_sms: int | None = None,
     ) -> None:
         check_triton()
-        from asyncllm.gpu.ops.triton.decode_attention import decode_attention
-        from asyncllm.gpu.ops.triton.prefill_attention import prefill_attention
+        from asyncllm.gpu.ops.triton.decode_attention import DecodeAttention
+        from asyncllm.gpu.ops.triton.prefill_attention import PrefillAttention
 
-        self._decode, self._prefill = decode_attention, prefill_attention
+        self._decode, self._prefill = DecodeAttention, PrefillAttention
         self.shape = shape
         self.device = device
         self.softcap = shape.softcap
@@ -219,39 +227,36 @@ class TritonAttention:
     ) -> Tensor:
         """Attention of ``q [T, Hq, D]``; ``k`` and ``v`` are read from the cache."""
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        decodes = plan.num_decodes
-        scores: dict[str, Any] = {
-            "scale": self.shape.scale,
+        if not plan.is_bound:
+            self._bind(plan, q.shape[0], cache.shape[2], has_sinks=sinks is not None)
+        if plan.decode is not None:
+            plan.decode(q, cache, out, sinks)
+        if plan.prefill is not None:
+            first = plan.num_decodes
+            plan.prefill(q[first:], cache, out[first:], sinks)
+        return out.view(q.shape[0], -1)
+
+    def _bind(self, plan: TritonPlan, tokens: int, block_size: int, *, has_sinks: bool) -> None:
+        """Makes the launches that the layers of a step have in common."""
+        decodes, shape = plan.num_decodes, self.shape
+        sizes = shape.num_heads, shape.num_kv_heads, shape.head_dim
+        options: dict[str, Any] = {
+            "scale": shape.scale,
             "softcap": self.softcap,
             "window": plan.window,
-            "sinks": None if sinks is None else sinks.float(),
+            "has_sinks": has_sinks,
+            "workspace": plan.workspace,
         }
         if decodes:
-            self._decode(
-                q[:decodes],
-                cache,
-                plan.block_table,
-                plan.table_rows[:decodes],
-                plan.seq_lens[:decodes],
-                tiles=self.decode_tiles,
-                splits=plan.splits,
-                extra_shares=plan.extra_shares,
-                workspace=plan.workspace,
-                out=out[:decodes],
-                **scores,
-            )
+            plan.decode = self._decode(
+                sizes, block_size, plan.block_table, plan.table_rows[:decodes],
+                plan.seq_lens[:decodes], tiles=self.decode_tiles, splits=plan.splits,
+                extra_shares=plan.extra_shares, **options,
+            )  # fmt: skip
         if plan.query_start_loc is not None:
-            self._prefill(
-                q[decodes:],
-                cache,
-                plan.block_table,
-                plan.table_rows[decodes:],
-                plan.seq_lens[decodes:],
-                plan.query_start_loc,
-                tiles=self.prefill_tiles,
-                splits=plan.tile_splits,
-                workspace=plan.workspace,
-                out=out[decodes:],
-                **scores,
-            )
-        return out.view(q.shape[0], -1)
+            plan.prefill = self._prefill(
+                sizes, block_size, tokens - decodes, plan.block_table, plan.table_rows[decodes:],
+                plan.seq_lens[decodes:], plan.query_start_loc, tiles=self.prefill_tiles,
+                splits=plan.tile_splits, **options,
+            )  # fmt: skip
+        plan.is_bound = True

@@ -8,6 +8,8 @@ or, in a batch of very different lengths, into shares of equal length (``merge_a
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
 # A type checker takes a kernel for the function that it is written as.
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -31,8 +33,7 @@ def decode_kernel(
     partial_max,
     partial_sum,
     q,
-    k_cache,
-    v_cache,
+    kv_cache,
     block_table,
     table_rows,
     seq_lens,
@@ -45,6 +46,7 @@ def decode_kernel(
     stride_out_head,
     stride_q_row,
     stride_q_head,
+    stride_kv,
     stride_block,
     stride_slot,
     stride_head,
@@ -104,7 +106,8 @@ def decode_kernel(
     line = tl.load(table_rows + row).to(tl.int64)
     table = block_table + line * stride_table
     at_head = kv_head.to(tl.int64) * stride_head
-    cache = (k_cache + at_head, v_cache + at_head, table, stride_block, stride_slot, stride_dim)
+    k_cache = kv_cache + at_head
+    cache = (k_cache, k_cache + stride_kv, table, stride_block, stride_slot, stride_dim)
     factors = (score_scale, softcap, window)
     positions = tl.full([ROWS], 0, tl.int32) + (kv_len - 1)
     acc = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
@@ -134,6 +137,91 @@ def decode_kernel(
         tl.store(acc_at, acc, mask=in_group[:, None])
 
 
+class DecodeAttention:
+    """The launches of decode attention, with all that the layers of a step have in common.
+
+    Args:
+        shape: ``(query heads, key/value heads, head size)``.
+        block_table, table_rows, seq_lens, options: as for ``decode_attention``.
+        has_sinks: each call brings its layer's.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        block_size: int,
+        block_table: Tensor,
+        table_rows: Tensor,
+        seq_lens: Tensor,
+        *,
+        scale: float,
+        tiles: Tiles,
+        splits: int = 1,
+        extra_shares: int = 0,
+        softcap: float | None = None,
+        window: int | None = None,
+        has_sinks: bool = False,
+        workspace: Tensor | None = None,
+    ) -> None:
+        if extra_shares and window is not None:
+            raise ValueError(f"extra_shares={extra_shares}: expected 0 with a window")
+        num_heads, kv_heads, head_dim = shape
+        batch, group = seq_lens.shape[0], num_heads // kv_heads
+        row_tiles, lines = cdiv(group, tiles.rows), 0
+        self._grid = (batch, kv_heads * row_tiles, splits)
+        if extra_shares:
+            self._grid = (batch + extra_shares, kv_heads * row_tiles, 1)
+            # Not by the batch, for whose every power of two there would be another kernel.
+            lines = next_power_of_2(block_table.shape[0])
+        self._partials: Partials | None = None
+        if splits > 1 or extra_shares:
+            count = self._grid[0] * self._grid[2]
+            self._partials = Partials(
+                workspace, count, num_heads, head_dim, seq_lens, extra_shares or splits,
+                keys=tiles.keys, window=window, lines=lines,
+            )  # fmt: skip
+        self._rows = block_table, table_rows, seq_lens
+        self._numbers = (batch, *score_factors(scale, softcap), window or 0)
+        self._stride_table = block_table.stride(0)
+        self._kernel = decode_kernel.bind(
+            GROUP=group,
+            HEAD_DIM=head_dim,
+            BLOCK_DIM=block_dim_of(head_dim),
+            ROWS=tiles.rows,
+            ROW_TILES=row_tiles,
+            KEYS=tiles.keys,
+            BLOCK_SIZE=block_size,
+            SOFTCAP=softcap is not None,
+            WINDOW=window is not None,
+            SINKS=has_sinks,
+            ONE_SPLIT=self._partials is None,
+            LINES=lines,
+            num_warps=tiles.warps,
+            num_stages=tiles.stages,
+        )
+
+    def __call__(self, q: Tensor, cache: Tensor, out: Tensor, sinks: Tensor | None) -> None:
+        """Attention of the first rows of ``q [T, Hq, D]`` into those of ``out``."""
+        partials = self._partials
+        out_strides = out.stride()[:2]
+        self._kernel(
+            self._grid,
+            out,
+            *((out, out, out) if partials is None else partials.tensors),
+            q,
+            cache,
+            *self._rows,
+            out if sinks is None else sinks,
+            *self._numbers,
+            *out_strides,
+            *q.stride()[:2],
+            *cache.stride(),
+            self._stride_table,
+        )
+        if partials is not None:
+            partials.merge(out, self._numbers[0], out_strides)
+
+
 def decode_attention(
     q: Tensor,
     cache: Tensor,
@@ -141,15 +229,9 @@ def decode_attention(
     table_rows: Tensor,
     seq_lens: Tensor,
     *,
-    scale: float,
-    tiles: Tiles,
-    splits: int = 1,
-    extra_shares: int = 0,
-    softcap: float | None = None,
-    window: int | None = None,
     sinks: Tensor | None = None,
-    workspace: Tensor | None = None,
     out: Tensor | None = None,
+    **options: Any,
 ) -> Tensor:
     """Attention of one query token per row over its cached keys and values.
 
@@ -161,16 +243,16 @@ def decode_attention(
         table_rows: ``[B]``, each row's line of ``block_table``.
         seq_lens: ``[B]`` int32 or int64, the row's own token included; 0 for a padded row,
             whose output is zero.
-        scale: factor on ``q @ k``.
-        splits: programs per row and key/value head, from ``num_splits``.
-        extra_shares: instead of splits, programs per key/value head beyond one per row: keys are
-            shared out in equal lengths, and a row has as many shares as it needs. 0 for splits;
-            not with a window.
-        softcap: scores become ``softcap * tanh(score / softcap)``.
-        window: keys that a query sees, its own included; None is all.
         sinks: ``[Hq]`` float32, a logit per head that takes part in the softmax.
-        workspace: at least ``workspace_size`` float32 elements, made here if None.
         out: ``[B, Hq, D]``, the last dimension contiguous; made here if None.
+        options: ``scale``, a factor on ``q @ k``; ``tiles``;
+            ``splits``, programs per row and key/value head, from ``num_splits``;
+            ``extra_shares`` instead, programs per key/value head beyond one per row: keys are
+            shared out in equal lengths, and a row has as many shares as it needs; 0 for splits, not
+            with a window;
+            ``softcap``, scores become ``softcap * tanh(score / softcap)``;
+            ``window``, keys that a query sees, its own included, None for all;
+            ``workspace``, at least ``workspace_size`` float32 elements, made here if None.
 
     Returns:
         ``[B, Hq, D]`` in the dtype of ``q``.
@@ -178,60 +260,14 @@ def decode_attention(
     Raises:
         ValueError: shares with a window.
     """
-    if extra_shares and window is not None:
-        raise ValueError(f"extra_shares={extra_shares}: expected 0 with a window")
-    batch, num_heads, head_dim = q.shape
     block_size, kv_heads = cache.shape[2:4]
-    group = num_heads // kv_heads
-    row_tiles = cdiv(group, tiles.rows)
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    if not batch:
-        return out
-    grid, lines = (batch, kv_heads * row_tiles, splits), 0
-    if extra_shares:
-        grid = (batch + extra_shares, kv_heads * row_tiles, 1)
-        # Not by the batch, for whose every power of two there would be another kernel.
-        lines = next_power_of_2(block_table.shape[0])
-    partials = None
-    if splits > 1 or extra_shares:
-        partials = Partials.of(workspace, grid[0] * grid[2], q)
-    score_scale, cap = score_factors(scale, softcap)
-    decode_kernel[grid](
-        out,
-        *((out, out, out) if partials is None else partials.tensors),
-        q,
-        cache[0],
-        cache[1],
-        block_table,
-        table_rows,
-        seq_lens,
-        out if sinks is None else sinks,
-        batch,
-        score_scale,
-        cap,
-        window or 0,
-        *out.stride()[:2],
-        *q.stride()[:2],
-        *cache.stride()[1:],
-        block_table.stride(0),
-        GROUP=group,
-        HEAD_DIM=head_dim,
-        BLOCK_DIM=block_dim_of(head_dim),
-        ROWS=tiles.rows,
-        ROW_TILES=row_tiles,
-        KEYS=tiles.keys,
-        BLOCK_SIZE=block_size,
-        SOFTCAP=softcap is not None,
-        WINDOW=window is not None,
-        SINKS=sinks is not None,
-        ONE_SPLIT=partials is None,
-        LINES=lines,
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
-    )
-    if partials is not None:
-        partials.merge(
-            out, seq_lens, extra_shares or splits, keys=tiles.keys, window=window, lines=lines
+    if q.shape[0]:
+        shape = q.shape[1], kv_heads, q.shape[2]
+        has_sinks = sinks is not None
+        attention = DecodeAttention(
+            shape, block_size, block_table, table_rows, seq_lens, has_sinks=has_sinks, **options
         )
+        attention(q, cache, out, sinks)
     return out

@@ -1,4 +1,4 @@
-"""Launcher: a compiled kernel launched again without the wrapper of Triton's JIT.
+"""Launcher, BoundKernel: a compiled kernel launched again without the wrapper of Triton's JIT.
 
 That wrapper classifies every argument of every launch anew, about 15 µs of Python, and a mixed step
 has some 150 launches. An engine's launches differ in few ways, so their compiled kernels are kept
@@ -8,7 +8,7 @@ by all that the wrapper classifies, and found with one look-up.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial, reduce
+from functools import reduce
 from operator import attrgetter, itemgetter, or_
 from typing import Any
 
@@ -23,7 +23,7 @@ ALIGNMENT = 16
 INT32 = 2**31
 
 MAX_FORMS = 1024
-"""Compiled kernels that a launcher keeps: of all engines of the process."""
+"""That a kernel is kept in at most, of all engines of the process."""
 
 _address = torch.Tensor.data_ptr
 _dtype = attrgetter("dtype")
@@ -45,70 +45,92 @@ class Launcher:
 
     def __init__(self, kernel: JITFunction[Any]) -> None:
         self.kernel = kernel
-        self.fn = kernel.fn
         constant = [param.is_constexpr for param in kernel.params]
         if constant != sorted(constant):
             raise TypeError(f"{kernel.fn.__name__}: expected constants behind all other arguments")
-        numbers = [param.do_not_specialize for param in kernel.params]
-        exempt = [param.do_not_specialize_on_alignment for param in kernel.params]
-        self._unused = (None,) * sum(constant)
-        self._given = len(constant) - sum(constant)
-        self._num_tensors: int | None = None
-        self._varying = [i for i in range(self._given) if numbers[i]]
-        self._exempt = [i for i in range(self._given) if exempt[i]]
-        self._aligned = self._kept = self._varied = _getter([])
-        self._forms: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+        self.unused = (None,) * sum(constant)
+        self.num_tensors: int | None = None
+        self.aligned = self.kept = self.varied = _getter([])
+        self._bound: dict[tuple[Any, ...], BoundKernel] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return partial(self._launch, grid)
+        return lambda *args, **constants: self.bind(**constants)(grid, *args)
 
-    def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-        count = self._num_tensors
+    def bind(self, **constants: Any) -> BoundKernel:
+        """The kernel with its constants and options, which looks its forms up by the rest."""
+        key = (*constants, *constants.values())
+        bound = self._bound.get(key)
+        if bound is None:
+            if len(self._bound) >= MAX_FORMS:
+                self._bound.clear()
+            bound = self._bound[key] = BoundKernel(self, constants)
+        return bound
+
+    def take_in(self, args: tuple[Any, ...]) -> int:
+        """Which arguments are tensors, from the first launch."""
+        params = self.kernel.params[: len(self.kernel.params) - len(self.unused)]
+        tensors = [isinstance(arg, torch.Tensor) for arg in args]
+        count = sum(tensors)
+        if len(args) != len(params) or not all(tensors[:count]):
+            raise TypeError(
+                f"{self.kernel.fn.__name__}: expected {len(params)} arguments, tensors before "
+                f"numbers; got {args}"
+            )
+        exempt = [param.do_not_specialize_on_alignment for param in params[:count]]
+        varying = [param.do_not_specialize for param in params[count:]]
+        self.aligned = _getter([i for i, each in enumerate(exempt) if not each])
+        self.kept = _getter([i for i, each in enumerate(varying) if not each])
+        self.varied = _getter([i for i, each in enumerate(varying) if each])
+        self.num_tensors = count
+        return count
+
+    def is_rare(self, numbers: tuple[Any, ...]) -> bool:
+        runtime = knobs.runtime
+        enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+        # Chains, empty ones as a rule.
+        return bool(
+            (enter is not None and getattr(enter, "calls", True))
+            or (leave is not None and getattr(leave, "calls", True))
+            or self.kernel.pre_run_hooks
+            or max(self.varied(numbers), default=0) >= INT32
+        )
+
+
+class BoundKernel:
+    """A kernel with its constants and options: ``bound(grid, *tensors, *numbers)``."""
+
+    __slots__ = ("_forms", "constants", "launcher")
+
+    def __init__(self, launcher: Launcher, constants: dict[str, Any]) -> None:
+        self.launcher, self.constants = launcher, constants
+        self._forms: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+
+    def __call__(self, grid: tuple[int, ...], *args: Any) -> None:
+        launcher = self.launcher
+        count = launcher.num_tensors
         if count is None:
-            count = self._take_in(args)
+            count = launcher.take_in(args)
         tensors, numbers = args[:count], args[count:]
         addresses = tuple(map(_address, tensors))
-        active: Any = driver.active
-        device = active.get_current_device()
-        key = (
-            device, *map(_dtype, tensors), *self._kept(numbers), *constants, *constants.values()
-        )  # fmt: skip
-        aligned = not reduce(or_, self._aligned(addresses)) % ALIGNMENT
+        device = tensors[0].get_device()
+        key = (device, *map(_dtype, tensors), *launcher.kept(numbers))
         form = self._forms.get(key)
-        if form is None or not aligned or self._is_rare(numbers):
-            compiled = self.kernel[grid](*args, **constants)
+        usual = not (reduce(or_, launcher.aligned(addresses)) % ALIGNMENT) and not (
+            launcher.is_rare(numbers)
+        )
+        if form is None or not usual:
+            compiled = launcher.kernel[grid](*args, **self.constants)
             # None where a hook of the JIT has kept it from compiling.
-            if compiled is not None and aligned and not self._is_rare(numbers):
+            if usual and compiled is not None:
                 self._keep(key, compiled)
             return
         run, function, metadata = form
         x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
+        active: Any = driver.active
         stream = active.get_current_stream(device)
         # Constants are part of the compiled kernel.
         run(x, y, z, stream, function, metadata, None, None, None,
-            *addresses, *numbers, *self._unused)  # fmt: skip
-
-    def _take_in(self, args: tuple[Any, ...]) -> int:
-        """Which arguments are tensors, from the first launch."""
-        tensors = [isinstance(arg, torch.Tensor) for arg in args]
-        count = sum(tensors)
-        name = self.kernel.fn.__name__
-        if len(args) != self._given or not all(tensors[:count]):
-            raise TypeError(f"{name}: expected {self._given} tensors, then numbers; got {args}")
-        self._aligned = _getter([i for i in range(count) if i not in self._exempt])
-        varying = [i - count for i in self._varying]
-        self._kept = _getter([i for i in range(len(args) - count) if i not in varying])
-        self._varied = _getter(varying)
-        self._num_tensors = count
-        return count
-
-    def _is_rare(self, numbers: tuple[Any, ...]) -> bool:
-        return (
-            max(self._varied(numbers), default=0) >= INT32
-            or bool(self.kernel.pre_run_hooks)
-            or _is_hooked(knobs.runtime.launch_enter_hook)
-            or _is_hooked(knobs.runtime.launch_exit_hook)
-        )
+            *addresses, *numbers, *launcher.unused)  # fmt: skip
 
     def _keep(self, key: tuple[Any, ...], compiled: Any) -> None:
         if len(self._forms) >= MAX_FORMS:
@@ -116,14 +138,22 @@ class Launcher:
         self._forms[key] = compiled.run, compiled.function, compiled.packed_metadata
 
 
+class InterpretedKernel:
+    """The same for Triton's interpreter, which keeps its own launches."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return self.kernel[grid]
+
+    def bind(self, **constants: Any) -> Callable[..., None]:
+        return lambda grid, *args: self.kernel[grid](*args, **constants)
+
+
 def launched(kernel: Any) -> Any:
-    """Decorator of a kernel; Triton's interpreter keeps its own launches."""
-    return Launcher(kernel) if isinstance(kernel, JITFunction) else kernel
-
-
-def _is_hooked(hook: Any) -> bool:
-    """Hooks of Triton are chains, empty ones as a rule."""
-    return hook is not None and bool(getattr(hook, "calls", True))
+    """Decorator of a kernel."""
+    return Launcher(kernel) if isinstance(kernel, JITFunction) else InterpretedKernel(kernel)
 
 
 def _getter(indices: list[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:

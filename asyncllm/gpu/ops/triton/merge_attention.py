@@ -11,8 +11,6 @@ many and a short one a single one; and the tiles of a prefill in equally many sp
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -125,37 +123,23 @@ def merge_kernel(
     tl.store(out_at, result.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
 
 
-@dataclass(slots=True)
 class Partials:
-    """Partial results of so many programs for each query head, in one workspace.
+    """Partial results of so many programs for each query head, in one workspace, and their merge.
+
+    Args:
+        count: per head.
+        seq_lens, splits, lines, prefill: see ``merge_kernel``.
 
     Attributes:
-        acc: ``[count * heads, BLOCK_DIM]``, flat; ``maxima`` and ``sums`` without the last.
+        tensors: accumulators ``[count * heads * BLOCK_DIM]``, maxima and sums ``[count * heads]``.
     """
 
-    acc: Tensor
-    maxima: Tensor
-    sums: Tensor
-
-    @classmethod
-    def of(cls, workspace: Tensor | None, count: int, q: Tensor) -> Partials:
-        """``count`` partial results per head of ``q [T, Hq, D]``."""
-        _, num_heads, head_dim = q.shape
-        size, block_dim = count * num_heads, block_dim_of(head_dim)
-        if workspace is None:
-            workspace = torch.empty(
-                workspace_size(count, num_heads, head_dim), dtype=torch.float32, device=q.device
-            )
-        ends = size * block_dim, size * (block_dim + 1), size * (block_dim + 2)
-        return cls(workspace[: ends[0]], workspace[ends[0] : ends[1]], workspace[ends[1] : ends[2]])
-
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.acc, self.maxima, self.sums
-
-    def merge(
+    def __init__(
         self,
-        out: Tensor,
+        workspace: Tensor | None,
+        count: int,
+        num_heads: int,
+        head_dim: int,
         seq_lens: Tensor,
         splits: int,
         *,
@@ -164,17 +148,21 @@ class Partials:
         lines: int = 0,
         prefill: bool = False,
     ) -> None:
-        """Writes ``out [T, Hq, D]``; see ``merge_kernel``."""
-        rows, num_heads, head_dim = out.shape
-        merge_kernel[(rows, num_heads)](
-            out,
-            *self.tensors,
-            seq_lens,
-            splits,
-            window or 0,
-            *out.stride()[:2],
+        if workspace is None:
+            size = workspace_size(count, num_heads, head_dim)
+            workspace = torch.empty(size, dtype=torch.float32, device=seq_lens.device)
+        size, block_dim = count * num_heads, block_dim_of(head_dim)
+        ends = size * block_dim, size * (block_dim + 1), size * (block_dim + 2)
+        self.tensors = (
+            workspace[: ends[0]],
+            workspace[ends[0] : ends[1]],
+            workspace[ends[1] : ends[2]],
+        )
+        self._seq_lens, self._num_heads = seq_lens, num_heads
+        self._numbers = splits, window or 0
+        self._kernel = merge_kernel.bind(
             HEAD_DIM=head_dim,
-            BLOCK_DIM=block_dim_of(head_dim),
+            BLOCK_DIM=block_dim,
             KEYS=keys,
             MERGED=MERGED_SPLITS,
             WINDOW=window is not None and not prefill,
@@ -182,3 +170,8 @@ class Partials:
             PREFILL=prefill,
             num_warps=4,
         )
+
+    def merge(self, out: Tensor, rows: int, strides: tuple[int, ...]) -> None:
+        """Writes the first rows of ``out [T, Hq, D]``, whose strides these are."""
+        grid = (rows, self._num_heads, 1)
+        self._kernel(grid, out, *self.tensors, self._seq_lens, *self._numbers, *strides)

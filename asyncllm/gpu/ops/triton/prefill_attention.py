@@ -10,6 +10,8 @@ multiprocessors are idle. A few tiles share their keys among programs (``merge_a
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
 # A type checker takes a kernel for the function that it is written as.
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -53,8 +55,7 @@ def prefill_kernel(
     partial_max,
     partial_sum,
     q,
-    k_cache,
-    v_cache,
+    kv_cache,
     block_table,
     table_rows,
     seq_lens,
@@ -68,6 +69,7 @@ def prefill_kernel(
     stride_out_head,
     stride_q_row,
     stride_q_head,
+    stride_kv,
     stride_block,
     stride_slot,
     stride_head,
@@ -136,7 +138,8 @@ def prefill_kernel(
     line = tl.load(table_rows + seq).to(tl.int64)
     table = block_table + line * stride_table
     at_head = kv_head.to(tl.int64) * stride_head
-    cache = (k_cache + at_head, v_cache + at_head, table, stride_block, stride_slot, stride_dim)
+    k_cache = kv_cache + at_head
+    cache = (k_cache, k_cache + stride_kv, table, stride_block, stride_slot, stride_dim)
     factors = (score_scale, softcap, window)
     acc = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
@@ -169,6 +172,88 @@ def prefill_kernel(
         tl.store(acc_at, acc, mask=in_tile[:, None])
 
 
+class PrefillAttention:
+    """The launches of prefill attention, with all that the layers of a step have in common.
+
+    Args:
+        shape: ``(query heads, key/value heads, head size)``.
+        num_tokens: T, padding included.
+        block_table, table_rows, seq_lens, query_start_loc, options: as for ``prefill_attention``.
+        has_sinks: each call brings its layer's.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        block_size: int,
+        num_tokens: int,
+        block_table: Tensor,
+        table_rows: Tensor,
+        seq_lens: Tensor,
+        query_start_loc: Tensor,
+        *,
+        scale: float,
+        tiles: Tiles,
+        splits: int = 1,
+        softcap: float | None = None,
+        window: int | None = None,
+        has_sinks: bool = False,
+        workspace: Tensor | None = None,
+    ) -> None:
+        num_heads, kv_heads, head_dim = shape
+        num_seqs, group = seq_lens.shape[0], num_heads // kv_heads
+        group_rows = next_power_of_2(group)
+        if group_rows > tiles.rows:
+            raise ValueError(f"{group} query heads per key/value head: at most {tiles.rows}")
+        self._num_tokens = num_tokens
+        self._grid = (num_tiles(num_tokens, num_seqs, group, tiles), kv_heads, splits)
+        self._partials: Partials | None = None
+        if splits > 1:
+            self._partials = Partials(
+                workspace, num_tokens * splits, num_heads, head_dim, query_start_loc[num_seqs:],
+                splits, keys=tiles.keys, prefill=True,
+            )  # fmt: skip
+        self._rows = block_table, table_rows, seq_lens, query_start_loc
+        self._numbers = (num_seqs, *score_factors(scale, softcap), window or 0)
+        self._stride_table = block_table.stride(0)
+        self._kernel = prefill_kernel.bind(
+            GROUP=group,
+            HEAD_DIM=head_dim,
+            BLOCK_DIM=block_dim_of(head_dim),
+            ROWS=tiles.rows,
+            GROUP_ROWS=group_rows,
+            KEYS=tiles.keys,
+            BLOCK_SIZE=block_size,
+            SOFTCAP=softcap is not None,
+            WINDOW=window is not None,
+            SINKS=has_sinks,
+            ONE_SPLIT=splits == 1,
+            num_warps=tiles.warps,
+            num_stages=tiles.stages,
+        )
+
+    def __call__(self, q: Tensor, cache: Tensor, out: Tensor, sinks: Tensor | None) -> None:
+        """Attention of ``q [T, Hq, D]`` into ``out``."""
+        partials = self._partials
+        out_strides = out.stride()[:2]
+        self._kernel(
+            self._grid,
+            out,
+            *((out, out, out) if partials is None else partials.tensors),
+            q,
+            cache,
+            *self._rows,
+            out if sinks is None else sinks,
+            *self._numbers,
+            *out_strides,
+            *q.stride()[:2],
+            *cache.stride(),
+            self._stride_table,
+        )
+        if partials is not None:
+            partials.merge(out, self._num_tokens, out_strides)
+
+
 def prefill_attention(
     q: Tensor,
     cache: Tensor,
@@ -177,14 +262,9 @@ def prefill_attention(
     seq_lens: Tensor,
     query_start_loc: Tensor,
     *,
-    scale: float,
-    tiles: Tiles,
-    splits: int = 1,
-    softcap: float | None = None,
-    window: int | None = None,
     sinks: Tensor | None = None,
-    workspace: Tensor | None = None,
     out: Tensor | None = None,
+    **options: Any,
 ) -> Tensor:
     """Causal attention of the last tokens of each sequence over its cached keys and values.
 
@@ -197,10 +277,12 @@ def prefill_attention(
         seq_lens: ``[R]`` int32 or int64, tokens of each sequence up to its last query.
         query_start_loc: ``[R + 1]`` int32 or int64, ascending, the first query of each row;
             rows may be empty, and tokens from the last entry on are padding.
-        splits: programs per tile and key/value head, from ``num_tile_splits``.
-        scale, softcap, window, sinks, workspace: as in ``decode_attention``.
+        sinks: as in ``decode_attention``.
         out: ``[T, Hq, D]``, the last dimension contiguous; made here if None. Padding tokens
             keep what they hold.
+        options: ``splits``, programs per tile and key/value head, from ``num_tile_splits``;
+            ``scale``, ``tiles``, ``softcap``, ``window`` and ``workspace`` as in
+            ``decode_attention``.
 
     Returns:
         ``[T, Hq, D]`` in the dtype of ``q``.
@@ -210,51 +292,12 @@ def prefill_attention(
     """
     num_tokens, num_heads, head_dim = q.shape
     block_size, kv_heads = cache.shape[2:4]
-    num_seqs = seq_lens.shape[0]
-    group = num_heads // kv_heads
-    group_rows = next_power_of_2(group)
-    if group_rows > tiles.rows:
-        raise ValueError(f"{group} query heads per key/value head: at most {tiles.rows}")
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    if not num_tokens:
-        return out
-    grid = (num_tiles(num_tokens, num_seqs, group, tiles), kv_heads, splits)
-    partials = Partials.of(workspace, num_tokens * splits, q) if splits > 1 else None
-    score_scale, cap = score_factors(scale, softcap)
-    prefill_kernel[grid](
-        out,
-        *((out, out, out) if partials is None else partials.tensors),
-        q,
-        cache[0],
-        cache[1],
-        block_table,
-        table_rows,
-        seq_lens,
-        query_start_loc,
-        out if sinks is None else sinks,
-        num_seqs,
-        score_scale,
-        cap,
-        window or 0,
-        *out.stride()[:2],
-        *q.stride()[:2],
-        *cache.stride()[1:],
-        block_table.stride(0),
-        GROUP=group,
-        HEAD_DIM=head_dim,
-        BLOCK_DIM=block_dim_of(head_dim),
-        ROWS=tiles.rows,
-        GROUP_ROWS=group_rows,
-        KEYS=tiles.keys,
-        BLOCK_SIZE=block_size,
-        SOFTCAP=softcap is not None,
-        WINDOW=window is not None,
-        SINKS=sinks is not None,
-        ONE_SPLIT=partials is None,
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
-    )
-    if partials is not None:
-        partials.merge(out, query_start_loc[num_seqs:], splits, keys=tiles.keys, prefill=True)
+    if num_tokens:
+        attention = PrefillAttention(
+            (num_heads, kv_heads, head_dim), block_size, num_tokens, block_table, table_rows,
+            seq_lens, query_start_loc, has_sinks=sinks is not None, **options,
+        )  # fmt: skip
+        attention(q, cache, out, sinks)
     return out
