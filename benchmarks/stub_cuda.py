@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 
 SOURCE = r"""
@@ -83,7 +84,7 @@ def stub_cuda(capability: int = 90) -> Iterator[StubDriver]:
             [compiler, "-O2", "-shared", "-fPIC", soname, "-o", library, source], check=True
         )
         stub = StubDriver(ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL))
-        triton.knobs.nvidia.libcuda_path = folder
+        knobs.nvidia.libcuda_path = folder
         from triton.backends.nvidia.driver import CudaDriver
 
         class Driver(CudaDriver):

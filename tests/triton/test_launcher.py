@@ -162,11 +162,15 @@ def test_rare_arguments_take_the_path_of_the_jit(driver: Driver) -> None:
     assert [wrapped(x, y, 5, stride, 1.0) for stride in (1, 17, 1)] == [1, 1, 0]
     assert [wrapped(x.view(torch.int64), y, 5, 16, 1.0) for _ in range(2)] == [1, 0]
     seen: list[Any] = []
-    knobs.runtime.launch_enter_hook.add(seen.append)
+
+    def hook(metadata: Any) -> None:
+        seen.append(metadata)
+
+    knobs.runtime.launch_enter_hook.add(hook)
     try:
         assert wrapped(*usual) == 1
     finally:
-        knobs.runtime.launch_enter_hook.remove(seen.append)
+        knobs.runtime.launch_enter_hook.remove(hook)
     assert len(seen) == 1
     assert wrapped(*usual) == 0
 

@@ -21,6 +21,7 @@ from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.triton.toolchain import check_triton
 from asyncllm.gpu.ops.triton.tuning import (
     SKEWED_TOKENS,
+    decode_programs,
     decode_tiles,
     is_skewed,
     num_extra_shares,
@@ -134,6 +135,7 @@ class TritonAttention:
         self.num_sms: int = num_sms or (
             torch.cuda.get_device_properties(device).multi_processor_count
         )
+        self.per_sm = decode_programs(capability)
         self.decode_tiles = decode_tiles(capability, shape.head_dim, dtype.itemsize)
         self.prefill_tiles = prefill_tiles(capability, shape.head_dim, dtype.itemsize)
 
@@ -141,7 +143,7 @@ class TritonAttention:
         """Programs per row and key/value head for a batch of decode rows."""
         if window is not None:
             max_len = min(max_len, window)
-        return num_splits(batch, self.shape.num_kv_heads, max_len, self.num_sms)
+        return num_splits(batch, self.shape.num_kv_heads, max_len, self.num_sms, self.per_sm)
 
     def balances(self, max_len: int, window: int | None) -> bool:
         """Whether decode rows may be skewed, of at most so many tokens. What a window leaves of
@@ -160,7 +162,8 @@ class TritonAttention:
         if not self.balances(longest, window):
             return False
         splits, kv_heads = self.splits(batch, max_len, None), self.shape.num_kv_heads
-        return is_skewed(longest, int(lengths.sum()), splits, kv_heads, self.num_sms)
+        places = self.per_sm * self.num_sms
+        return is_skewed(longest, int(lengths.sum()), splits, kv_heads, places)
 
     def plan(self, inputs: ModelInputs, window: int | None) -> TritonPlan:
         """One copy to the device for the step's lengths and starts; the block tables are there
@@ -196,7 +199,7 @@ class TritonAttention:
         """Chooses how keys are shared; returns the partial results per head."""
         batch = plan.num_decodes
         if balanced:
-            plan.extra_shares = num_extra_shares(self.shape.num_kv_heads, self.num_sms)
+            plan.extra_shares = num_extra_shares(self.shape.num_kv_heads, self.num_sms, self.per_sm)
             return batch + plan.extra_shares
         plan.splits = self.splits(batch, max_len, plan.window)
         return batch * plan.splits if plan.splits > 1 else 0

@@ -17,8 +17,11 @@ MAX_WAVE_SPLITS = 8
 """Most programs that share a sequence for the sake of a full last wave alone."""
 
 PROGRAMS_PER_SM = 4
-"""Decode attention programs that a multiprocessor should have, by shared memory
-and registers."""
+"""Decode attention programs that a multiprocessor has, by shared memory and registers, for heads of
+128."""
+
+_FEW_PROGRAMS = 2
+"""On GPUs with 100 KB of shared memory to a multiprocessor."""
 
 TILE_SPLIT_TOKENS = 512
 """Fewest keys that a split of a prefill's tile is worth: what it leaves to be merged is twice as
@@ -104,6 +107,12 @@ def _find(table: dict[int, tuple[Tiles, Tiles, Tiles]], capability: int, head_di
     return table[max(known)][bisect_left(_HEAD_DIMS, head_dim)]
 
 
+def decode_programs(capability: int) -> int:
+    """Decode attention programs that a multiprocessor has at a time."""
+    has_less = 86 <= capability < 90 or capability >= 110
+    return _FEW_PROGRAMS if has_less else PROGRAMS_PER_SM
+
+
 @dataclass(frozen=True, slots=True)
 class ProductTiles:
     """Launch shape of a grouped matrix product.
@@ -131,7 +140,9 @@ def product_tiles(num_rows: int, num_groups: int, element_size: int) -> ProductT
     return ProductTiles(rows, 64, 64, 4, 3)
 
 
-def num_splits(batch: int, kv_heads: int, max_len: int, num_sms: int) -> int:
+def num_splits(
+    batch: int, kv_heads: int, max_len: int, num_sms: int, per_sm: int = PROGRAMS_PER_SM
+) -> int:
     """How many programs share one sequence and key/value head in decode attention.
 
     The fewest with which the places of the GPU are nearly as busy as they can be, as in
@@ -143,28 +154,30 @@ def num_splits(batch: int, kv_heads: int, max_len: int, num_sms: int) -> int:
         batch: rows of the launch, padding included.
         max_len: longest sequence that the launch may see, in tokens.
         num_sms: multiprocessors of the GPU.
+        per_sm: programs that one of them has at a time.
     """
-    places, programs = PROGRAMS_PER_SM * num_sms, batch * kv_heads
+    places, programs = per_sm * num_sms, batch * kv_heads
     most = min(max(cdiv(places, programs), MAX_WAVE_SPLITS), cdiv(max_len, SPLIT_TOKENS))
     return _fewest_splits(programs, places, max(1, most))
 
 
-def num_extra_shares(kv_heads: int, num_sms: int) -> int:
+def num_extra_shares(kv_heads: int, num_sms: int, per_sm: int = PROGRAMS_PER_SM) -> int:
     """Programs per key/value head, beyond one per row, among which decode attention shares out the
     keys of a skewed batch: two waves of them, so that a share is about half of what a place has to
     read in all."""
-    return cdiv(2 * PROGRAMS_PER_SM * num_sms, kv_heads)
+    return cdiv(2 * per_sm * num_sms, kv_heads)
 
 
-def is_skewed(longest: int, total: int, splits: int, kv_heads: int, num_sms: int) -> bool:
+def is_skewed(longest: int, total: int, splits: int, kv_heads: int, places: int) -> bool:
     """Whether a batch of decode rows would wait for its longest sequence: each of its splits has
     more than twice the keys that a place of the GPU has to read in all.
 
     Args:
         longest, total: tokens of the longest sequence, and of all.
         splits: that each sequence would have.
+        places: programs that the GPU has at a time.
     """
-    fair = total * kv_heads // (PROGRAMS_PER_SM * num_sms)
+    fair = total * kv_heads // places
     return cdiv(longest, splits) > 2 * fair + SKEWED_TOKENS
 
 
