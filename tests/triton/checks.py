@@ -405,13 +405,14 @@ def check_top_k(sample: Callable[..., None], device: str) -> None:
     vocab_size, rows = 12 * 256 - 3, 7
     random = torch.Generator().manual_seed(4)
     logits = torch.randn(rows, vocab_size, generator=random)
+    logits[2, 256:] = -torch.inf
     # So many share the largest logit that a sort does not hold them.
-    logits[2] = logits[2].round()
     logits[3] = 0.0
-    logits[4, 256:] = -torch.inf
+    logits[4] = -torch.inf
+    logits[4, :300] = torch.arange(300) * 1e-3
     logits[6] = -torch.inf
     logits[6, [9, 700, 3000]] = torch.tensor([1.0, 2.0, 2.0])
-    top_k = torch.tensor([1, 11, 3, 5, 250, 7, 5], dtype=torch.int32)
+    top_k = torch.tensor([1, 11, 250, 5, 10, 7, 5], dtype=torch.int32)
     min_p = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 0.7, 0.0])
     top_p = torch.tensor([1.0, 0.6, 1.0, 1.0, 1.0, 1.0, 1.0])
     states, ones = torch.arange(rows) * 977 + 5, torch.ones(rows)

@@ -31,7 +31,7 @@ MUTATIONS = [
     ("prefill_attention", "row_sum += 1.0", "row_sum += 0.0", "prefill sinks"),
     ("merge_attention", "split < used", "split < used - 1", "splits"),
     ("merge_attention", "(end - used)", "end", "shares"),
-    ("merge_attention", "tl.cdiv(total, extra)", "tl.cdiv(total, extra + 2)", "shares"),
+    ("merge_attention", "(0), splits, KEYS", "(0), splits + 2, KEYS", "shares"),
     ("decode_attention", "ends <= tl.program_id(0)", "ends < tl.program_id(0)", "shares"),
     ("merge_attention", "row >= tl.load(seq_lens)", "row > tl.load(seq_lens)", "tiles"),
     ("prefill_attention", "start += split * per_split", "start += split * KEYS", "tiles"),

@@ -1,9 +1,9 @@
 """Partial results of attention whose keys are shared among programs, and their merge.
 
 Each program leaves an accumulator, the maximum of its scores and their sum, all in float32
-(Flash-Decoding, Dao et al., 2023). There are three ways to share keys out: decode rows in equally
-many splits, whatever their length; decode rows in shares of equal length, of which a long row has
-many and a short one a single one; and the tiles of a prefill in equally many splits.
+(Flash-Decoding, Dao et al., 2023). There are three ways to share keys out: all decode rows in
+equally many splits; decode rows in shares of equal length, of which a long row has many and a short
+one a single one; and the tiles of a prefill in equally many splits.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
