@@ -54,8 +54,8 @@ class EngineConfig:
         max_model_len: longest sequence in tokens; None is the model's context or what the
             KV cache holds, whichever is less.
         max_num_seqs: requests in a batch; None is 256 on a GPU, 64 on a CPU.
-        max_num_batched_tokens: token budget of a step; "auto" is 8192 on a GPU, and on a CPU
-            measured at start so that a full step takes about 250 ms at most.
+        max_num_batched_tokens: token budget of a step; "auto" is measured at start, so that a full
+            step takes about 50 ms on a GPU, with 8192 tokens at most, and 250 ms on a CPU.
         block_size: tokens per KV block; None is what the attention backend prefers: 16 on a
             GPU, 32 on a CPU, 256 for "flash_attn". Layers with smaller heads than others may have
             a multiple of it.

@@ -12,6 +12,7 @@ import torch
 from asyncllm import LLM, AsyncLLMEngine
 from asyncllm.config import EngineConfig
 from asyncllm.errors import InvalidRequestError
+from asyncllm.gpu import build as factory
 from asyncllm.gpu import execution_mode
 from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.execution_mode import (
@@ -115,8 +116,8 @@ async def test_the_packaged_model_answers_the_same(
     depth = 1 if fields.get("async_scheduling") is False else 2
     assert ahead.stream.most == depth
     kernels = [said for said in ahead.said if said[2] == "kernels"]
-    # A step of the smallest bucket and one of the largest, sampling alone, and a mixed step.
-    steps = 3 if fields.get("cuda_graph_sizes") == (2,) else 4
+    # A step of the smallest bucket and one of the largest, sampling alone, and two mixed steps.
+    steps = 4 if fields.get("cuda_graph_sizes") == (2,) else 5
     assert kernels == [(done, steps, "kernels") for done in range(steps + 1)]
     graphs = [said for said in ahead.said if said[2] == "graphs"]
     assert ahead.said[len(ahead.said) - len(graphs) :] == graphs
@@ -127,7 +128,17 @@ async def test_the_packaged_model_answers_the_same(
     assert bool(ahead.capturer.traces) == (fields.get("cuda_graphs") != "off")
 
 
-def test_what_a_placement_leaves_open() -> None:
+def test_what_a_placement_leaves_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[int] = []
+
+    def time_prefill(runner: ModelRunner, count: int) -> float:
+        assert factory_time_prefill(runner, count) > 0
+        timed.append(count)
+        return count * 1e-3
+
+    factory_time_prefill = factory.time_prefill
+    monkeypatch.setattr(factory, "time_prefill", time_prefill)
+
     def info(**fields: Any) -> Any:
         ahead = AheadOnCPU()
         config = EngineConfig(
@@ -138,10 +149,13 @@ def test_what_a_placement_leaves_open() -> None:
         return runner.info, runner.graphs.buckets
 
     found, buckets = info()
-    assert (found.max_num_seqs, found.max_num_batched_tokens, found.pipeline_depth) == (8, 256, 2)
+    # What takes 50 ms, of at most 256 tokens: less than the lowest.
+    assert timed == [1, 32, 32]
+    assert (found.max_num_seqs, found.max_num_batched_tokens, found.pipeline_depth) == (8, 64, 2)
     assert buckets == (1, 2, 4, 8)
     found, buckets = info(max_num_seqs=3, max_num_batched_tokens=99, async_scheduling=False)
     assert (found.max_num_seqs, found.max_num_batched_tokens, found.pipeline_depth) == (3, 99, 1)
+    assert len(timed) == 3
     assert buckets == (1, 2, 3)
     assert info(cuda_graphs="off")[1] == ()
 

@@ -22,7 +22,7 @@ from asyncllm.gpu import devices, kv_cache
 from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.ops.registry import NativeChoice
-from asyncllm.gpu.token_budget import ahead_from, calibrate_token_budget
+from asyncllm.gpu.token_budget import GPU_TARGET_SECONDS, ahead_from, calibrate_token_budget
 from asyncllm.sampling_params import SamplingParams
 from tests.driver import GREEDY, Driver
 
@@ -392,6 +392,23 @@ def test_the_budget_is_what_takes_a_fifth_of_a_second(per_token, expected):
     assert budget == expected
     assert budget % 32 == 0
     assert sum(1e-4 + per_token * size for size in sizes) < max(0.3, 96 * per_token)
+
+
+def test_on_a_gpu_the_budget_is_what_takes_50_ms():
+    sizes, first = [], set()
+
+    def time_step(count: int) -> float:
+        """A first step of a size loads something."""
+        sizes.append(count)
+        slow = 0.3 if count not in first else 0.0
+        first.add(count)
+        return 1e-3 + 23e-6 * count + slow
+
+    options = {"target": GPU_TARGET_SECONDS, "repeats": 2}
+    assert calibrate_token_budget(time_step, highest=8192, **options) == 2112
+    assert sizes == [1, *(size for size in (32, 64, 128, 256, 512, 1024, 2048) for _ in range(2))]
+    assert calibrate_token_budget(time_step, highest=300, **options) == 300
+    assert calibrate_token_budget(lambda count: 1e-6 * count, highest=8192, **options) == 8192
 
 
 @pytest.mark.parametrize(

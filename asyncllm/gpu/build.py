@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -55,7 +56,12 @@ from asyncllm.gpu.sample.logprobs import DEFAULT_FUSED, MAX_FUSED
 from asyncllm.gpu.state_cache import StateCache, slot_bytes
 from asyncllm.gpu.state_sizing import choose_checkpoints
 from asyncllm.gpu.threads import available_cpus, set_thread_count
-from asyncllm.gpu.token_budget import HIGHEST, ahead_from, calibrate_token_budget
+from asyncllm.gpu.token_budget import (
+    GPU_TARGET_SECONDS,
+    HIGHEST,
+    ahead_from,
+    calibrate_token_budget,
+)
 from asyncllm.gpu.transformers_model.build import (
     Plan,
     build_transformers_decoder,
@@ -183,10 +189,10 @@ def _create(
         num_logprobs=num_logprobs,
         logits_processors=processors,
     )
-    calibrate(runner, config, mode)
-    logger.info("steps run as %s", runner.execution)
     tell = progress or (lambda *_, **stage: None)
     runner.warm_up(partial(tell, stage="kernels"))
+    calibrate(runner, config, mode)
+    logger.info("steps run as %s", runner.execution)
     if config.cuda_graphs == "startup":
         runner.capture_graphs(partial(tell, stage="graphs"))
     return runner
@@ -209,11 +215,16 @@ def largest_token_budget(
 
 
 def calibrate(runner: ModelRunner, config: EngineConfig, mode: ExecutionMode) -> None:
-    """Times steps, for the token budget and for run-ahead where the configuration leaves them
-    open, on a CPU."""
-    if config.max_num_batched_tokens == "auto" and not mode.stream.is_async:
-        measured = calibrate_token_budget(lambda count: time_prefill(runner, count))
+    """Times steps, for the token budget where the configuration leaves it open, and for run-ahead
+    on a CPU. Kernels are compiled before."""
+    if config.max_num_batched_tokens == "auto":
+        options: dict[str, Any] = {}
+        if mode.stream.is_async:
+            most = runner.info.max_num_batched_tokens
+            options = {"target": GPU_TARGET_SECONDS, "highest": most, "repeats": 2}
+        measured = calibrate_token_budget(lambda count: time_prefill(runner, count), **options)
         runner.set_token_budget(measured)
+        logger.info("a step has at most %d tokens", measured)
     if config.async_scheduling is None and runner.can_run_ahead:
         most = min(runner.info.max_num_seqs, runner.info.max_num_batched_tokens)
         found = ahead_from(lambda count: time_prefill(runner, count), most)

@@ -6,8 +6,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 TARGET_SECONDS = 0.2
+"""Of a step on a CPU."""
+
+GPU_TARGET_SECONDS = 0.05
+"""Of a step on a GPU: the gap that a prompt makes in every stream that runs."""
+
 LOWEST = 64
 HIGHEST = 2048
+"""Tokens, on a CPU; on a GPU those of the device's default."""
+
 MULTIPLE = 32
 
 SHORT_SECONDS = 0.01
@@ -17,12 +24,17 @@ WORTH_SECONDS = 0.0005
 """Of a step that begins behind the one before without the host."""
 
 _FIRST = 32
-_ENOUGH_SECONDS = TARGET_SECONDS / 2
 
 
-def calibrate_token_budget(time_step: Callable[[int], float]) -> int:
-    """Tokens for which a prefill step takes about 0.2 s, so that with the growth of
-    attention over a long context a full step stays near 250 ms.
+def calibrate_token_budget(
+    time_step: Callable[[int], float],
+    *,
+    target: float = TARGET_SECONDS,
+    highest: int = HIGHEST,
+    repeats: int = 1,
+) -> int:
+    """Tokens for which a prefill step takes about ``target`` seconds, so that with the growth of
+    attention over a long context a full step stays within a quarter more.
 
     Steps of doubling size are timed until one takes half of that: a shorter one would be
     dominated by reading the weights, which a larger step does not do again. A step of one token
@@ -30,18 +42,25 @@ def calibrate_token_budget(time_step: Callable[[int], float]) -> int:
 
     Args:
         time_step: runs a step of so many tokens and returns its seconds.
+        highest: tokens, at least LOWEST.
+        repeats: times that a size is timed, of which the shortest counts: the first step of a size
+            may load what later ones find.
 
     Returns:
-        A multiple of 32 from 64 to 2048.
+        A multiple of 32 from 64 to ``highest``, or ``highest`` itself.
     """
+
+    def time_best(count: int) -> float:
+        return min(time_step(count) for _ in range(repeats))
+
     size = _FIRST
     time_step(1)
-    seconds = time_step(size)
-    while seconds < _ENOUGH_SECONDS and size * 2 <= HIGHEST:
+    seconds = time_best(size)
+    while seconds < target / 2 and size * 2 <= highest:
         size *= 2
-        seconds = time_step(size)
-    tokens = int(size * TARGET_SECONDS / max(seconds, 1e-9))
-    return max(LOWEST, min(HIGHEST, tokens // MULTIPLE * MULTIPLE))
+        seconds = time_best(size)
+    tokens = int(size * target / max(seconds, 1e-9))
+    return max(LOWEST, min(highest, tokens // MULTIPLE * MULTIPLE))
 
 
 def ahead_from(time_step: Callable[[int], float], max_num_seqs: int) -> int | None:

@@ -23,8 +23,12 @@ DECODE = [
     AttentionCase("softcap", 4, 80, (100, 3), softcap=2.0, dtype=HALF),
     AttentionCase("softcap-splits", 1, 64, (150,), softcap=0.5, splits=4),
     AttentionCase("sinks", 4, 64, (1, 0, 65), sinks=True),
-    AttentionCase("sinks-splits", 5, 64, (200, 0, 1, 64), sinks=True, splits=3, window=130),
-    AttentionCase("more-splits-than-tiles", 2, 64, (1, 130, 0), splits=9),
+    AttentionCase("sinks-splits", 5, 64, (300, 0, 1, 64), sinks=True, splits=3, window=200),
+    AttentionCase("more-splits-than-tiles", 2, 64, (1, 130, 0), splits=19),
+    AttentionCase("shares", 4, 64, (900, 0, 3, 300, 64), extra_shares=3),
+    AttentionCase(
+        "shares-rare", 20, 64, (270, 0, 600), kv_heads=1, extra_shares=5, sinks=True, softcap=2.0
+    ),
     AttentionCase("float32", 4, 64, (70, 0, 16), dtype=FULL, splits=2),
     AttentionCase("blocks-first", 4, 64, (90, 17), layout="blocks"),
     AttentionCase("heads-first-48", 4, 64, (90, 17), layout="heads", block_size=48),
@@ -48,6 +52,10 @@ PREFILL = [
     AttentionCase("softcap", 4, 64, (80, 70), (80, 2), softcap=2.0, dtype=HALF),
     AttentionCase("sinks", 7, 64, (70, 40), (70, 2), sinks=True),
     AttentionCase("sinks-window", 8, 64, (180, 50), (70, 50), window=33, sinks=True, kv_heads=1),
+    AttentionCase("splits", 4, 64, (200, 40), (5, 3), kv_heads=1, splits=3, padded_tokens=2),
+    AttentionCase(
+        "splits-rare", 3, 64, (150, 9), (5, 9), kv_heads=1, splits=5, window=60, sinks=True
+    ),
     AttentionCase("float32", 2, 64, (70, 40), (30, 40), dtype=FULL),
     AttentionCase("blocks-first", 4, 64, (90,), (30,), layout="blocks"),
     AttentionCase("heads-first-48", 4, 64, (90,), (30,), layout="heads", block_size=48),
@@ -56,6 +64,7 @@ PREFILL = [
 
 LONG_DECODE = [
     AttentionCase("32k", 4, 128, (32768, 20000, 1), splits=66, kv_heads=1),
+    AttentionCase("skewed", 4, 128, (32768, *range(0, 720, 10)), extra_shares=132, kv_heads=8),
     AttentionCase("batch256", 2, 128, tuple(range(0, 1024, 4)), kv_heads=8),
 ]
 
@@ -63,5 +72,6 @@ LONG_PREFILL = [
     AttentionCase("2048-queries", 4, 128, (2048,), (2048,), kv_heads=1),
     AttentionCase("long-prefix", 4, 128, (16384,), (128,), kv_heads=1),
     AttentionCase("32k-prefix", 4, 128, (32768, 1), (16, 1), kv_heads=1),
+    AttentionCase("32k-prefix-split", 4, 128, (32768, 1), (20, 1), kv_heads=8, splits=8),
     AttentionCase("long-window", 4, 128, (8192, 100), (512, 1), kv_heads=1, window=1024),
 ]

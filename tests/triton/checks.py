@@ -38,6 +38,7 @@ def check_decode(module: ModuleType, case: AttentionCase, device: str, capabilit
         "scale": scale,
         "tiles": tiles,
         "splits": case.splits,
+        "extra_shares": case.extra_shares,
         "softcap": case.softcap,
         "window": case.window,
         "sinks": batch.sinks,
@@ -82,6 +83,7 @@ def check_prefill(module: ModuleType, case: AttentionCase, device: str, capabili
             batch.query_start_loc,
             scale=scale,
             tiles=tuning.prefill_tiles(capability, case.head_dim, case.dtype.itemsize),
+            splits=case.splits,
             softcap=case.softcap,
             window=case.window,
             sinks=batch.sinks,
@@ -415,6 +417,27 @@ def check_sampling(sample: Callable[..., None], arguments: tuple[Tensor, ...], d
     for row in differing:
         _explain(row, int(found[row]), int(expected[row]), arguments)
     assert len(differing) <= len(expected) // 1000, f"{len(differing)} near ties"
+
+
+def check_top_k(sample: Callable[..., None], device: str) -> None:
+    """Cuts among fewer candidates than are sorted, as many, more, and all of them alike; behind
+    min_p, and before top_p."""
+    vocab_size, rows = 12 * 256 - 3, 7
+    random = torch.Generator().manual_seed(4)
+    logits = torch.randn(rows, vocab_size, generator=random)
+    logits[2, 256:] = -torch.inf
+    # So many share the largest logit that a sort does not hold them.
+    logits[3] = 0.0
+    logits[4] = -torch.inf
+    logits[4, :300] = torch.arange(300) * 1e-3
+    logits[6] = -torch.inf
+    logits[6, [9, 700, 3000]] = torch.tensor([1.0, 2.0, 2.0])
+    top_k = torch.tensor([1, 11, 250, 5, 10, 7, 5], dtype=torch.int32)
+    min_p = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 0.7, 0.0])
+    top_p = torch.tensor([1.0, 0.6, 1.0, 1.0, 1.0, 1.0, 1.0])
+    states, ones = torch.arange(rows) * 977 + 5, torch.ones(rows)
+    arguments = (logits, states, torch.arange(rows), ones, top_k, top_p, min_p)
+    check_sampling(sample, arguments, device)
 
 
 def _explain(row: int, found: int, expected: int, arguments: tuple[Tensor, ...]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from asyncllm.gpu.ops.triton.launcher import BoundKernel, Launcher
+
 POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
@@ -30,9 +32,10 @@ POINTERS = {
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel as it would be launched: its arguments by name, and Triton's options."""
+    """A kernel as it would be launched: its grid, its arguments by name, and Triton's options."""
 
     kernel: JITFunction
+    grid: tuple[int, ...]
     arguments: dict[str, Any]
     options: dict[str, Any]
 
@@ -59,32 +62,28 @@ class Build:
 
 @contextmanager
 def recording(module: ModuleType) -> Iterator[list[Launch]]:
-    """Replaces the kernels of a module by something that notes how it is launched."""
+    """Notes how the kernels of a module are launched, in place of launching them."""
     launches: list[Launch] = []
-    with pytest.MonkeyPatch.context() as patch:
-        for name, kernel in list(vars(module).items()):
-            if isinstance(kernel, JITFunction):
-                patch.setattr(module, name, _Recorder(kernel, launches))
-        yield launches
+    kernels = [kernel for kernel in vars(module).values() if isinstance(kernel, Launcher)]
+    launch = BoundKernel.__call__
 
-
-class _Recorder:
-    def __init__(self, kernel: JITFunction, launches: list[Launch]) -> None:
-        self.kernel = kernel
-        self.launches = launches
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+    def noted(self: BoundKernel, grid: tuple[int, ...], *args: Any) -> None:
+        if self.launcher not in kernels:
+            launch(self, grid, *args)
+            return
         assert all(size > 0 for size in grid), grid
+        constants = dict(self.constants)
+        options = {
+            name: constants.pop(name) for name in ("num_warps", "num_stages") & constants.keys()
+        }
+        kernel = self.launcher.kernel
+        bound = inspect.signature(kernel.fn).bind(*args, **constants)
+        bound.apply_defaults()
+        launches.append(Launch(kernel, grid, dict(bound.arguments), options))
 
-        def launch(*args: Any, **kwargs: Any) -> None:
-            options = {
-                name: kwargs.pop(name) for name in ("num_warps", "num_stages") & kwargs.keys()
-            }
-            bound = inspect.signature(self.kernel.fn).bind(*args, **kwargs)
-            bound.apply_defaults()
-            self.launches.append(Launch(self.kernel, dict(bound.arguments), options))
-
-        return launch
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BoundKernel, "__call__", noted)
+        yield launches
 
 
 def compile_launch(launch: Launch, capability: int, directory: Path) -> Build:

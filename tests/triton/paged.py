@@ -17,6 +17,7 @@ class AttentionCase:
     """Rows of ``counts`` queries each, the last of ``lengths`` tokens.
 
     Attributes:
+        splits, extra_shares: programs, see ``decode_attention`` and ``prefill_attention``.
         layout: order of the cache's dimensions in memory.
         padded_tokens: tokens past the last row.
     """
@@ -30,6 +31,7 @@ class AttentionCase:
     block_size: int = 16
     dtype: torch.dtype = torch.bfloat16
     splits: int = 1
+    extra_shares: int = 0
     softcap: float | None = None
     window: int | None = None
     layout: str = "layers"

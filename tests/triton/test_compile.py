@@ -16,16 +16,60 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("Triton interprets in this process", allow_module_level=True)
 
-from tests.triton.launches import compile_launch
+import triton
+
+from asyncllm.gpu.ops.triton.tuning import decode_programs
+from tests.triton.launches import Build, compile_launch
 from tests.triton.variants import SHARED_MEMORY, Variant, variants
 
 REGISTERS = 65536
 """Of a multiprocessor."""
 
+WARPS = {80: 64, 89: 48, 90: 64}
+"""Of a multiprocessor."""
+
+RESOURCES = {
+    ("decode-head128", 80): (119, 39_424, 4),
+    ("decode-shares", 80): (119, 39_424, 4),
+    ("merge-shares", 80): (40, 2_048, 12),
+    ("prefill-head128", 80): (216, 66_048, 1),
+    ("prefill-splits-head128", 80): (255, 66_048, 1),
+    ("sample-choose-fp32", 80): (110, 8_192, 4),
+    ("decode-head128", 89): (119, 39_424, 2),
+    ("decode-shares", 89): (119, 39_424, 2),
+    ("merge-shares", 89): (40, 2_048, 12),
+    ("prefill-head128", 89): (199, 49_408, 1),
+    ("prefill-splits-head128", 89): (219, 65_536, 1),
+    ("decode-head128", 90): (118, 39_424, 4),
+    ("decode-shares", 90): (120, 39_424, 4),
+    ("merge-shares", 90): (32, 2_048, 16),
+    ("prefill-head128", 90): (182, 98_816, 1),
+    ("prefill-splits-head128", 90): (167, 98_816, 1),
+    ("sample-choose-fp32", 90): (111, 8_192, 4),
+}
+"""Registers per thread, bytes of shared memory and programs per multiprocessor of the kernels that
+launch shapes and numbers of splits are chosen for, as Triton 3.7 compiles them."""
+
+
+def programs_per_sm(build: Build, warps: int, capability: int) -> int:
+    """By registers, of which a warp takes multiples of 256, by shared memory, of which a program
+    takes 1 KiB more and a multiprocessor has 1 KiB more than a program may take, and by warps."""
+    registers = -(-build.registers * 32 // 256) * 256 * warps
+    shared = (SHARED_MEMORY[capability] + 1) * 1024
+    return min(REGISTERS // registers, shared // (build.shared + 1024), WARPS[capability] // warps)
+
+
+def test_the_table_has_the_places_that_splits_are_chosen_for() -> None:
+    for (name, capability), (*_, programs) in RESOURCES.items():
+        if name.startswith("decode"):
+            assert programs == decode_programs(capability)
+        if name.startswith("prefill"):
+            assert programs == 1
+
 
 def test_the_list_stays_short() -> None:
     names = [str(variant) for variant in variants()]
-    assert len(names) == len(set(names)) <= 120
+    assert len(names) == len(set(names)) <= 125
 
 
 def marked(variant: Variant) -> Any:
@@ -41,6 +85,10 @@ def test_compiles(variant: Variant, tmp_path: Path) -> None:
     assert build.spills == 0
     assert build.shared <= SHARED_MEMORY[variant.capability] * 1024
     assert build.registers * 32 * launch.options["num_warps"] <= REGISTERS
+    expected = RESOURCES.get((variant.name, variant.capability))
+    if expected is not None and triton.__version__.startswith("3.7."):
+        programs = programs_per_sm(build, launch.options["num_warps"], variant.capability)
+        assert (build.registers, build.shared, programs) == expected
     hopper = variant.kernel == "prefill_kernel" and variant.capability == 90
     if hopper and "float32" not in variant.name:
         assert build.counts("HGMMA") > 0

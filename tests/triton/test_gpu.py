@@ -128,6 +128,10 @@ def test_sampling_odd_rows() -> None:
     checks.check_odd_rows(sampling.sample, "cuda")
 
 
+def test_top_k() -> None:
+    checks.check_top_k(sampling.sample, "cuda")
+
+
 def test_sampling_company() -> None:
     checks.check_company(sampling.sample, "cuda")
 

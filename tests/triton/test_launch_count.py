@@ -22,6 +22,7 @@ from asyncllm.gpu.ops.triton import (
     activation,
     decode_attention,
     decode_inputs,
+    merge_attention,
     norm,
     rope_cache,
     sampling,
@@ -78,7 +79,9 @@ def nodes(num_layers: int, rows: int) -> Counter[str]:
     step = DecodeRunner(
         decoder, KVCache(groups, 32, torch.bfloat16, CPU), info, EagerCapturer(), ()
     )
-    modules = (activation, decode_attention, norm, rope_cache, sampling, decode_inputs)
+    modules = (
+        activation, decode_attention, merge_attention, norm, rope_cache, sampling, decode_inputs,
+    )  # fmt: skip
     with ExitStack() as stack, torch.inference_mode():
         launches = [stack.enter_context(recording(module)) for module in modules]
         counting = stack.enter_context(Counting())

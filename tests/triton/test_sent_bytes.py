@@ -15,6 +15,7 @@ from asyncllm.gpu.ops.triton import (
     activation,
     decode_attention,
     decode_inputs,
+    merge_attention,
     norm,
     prefill_attention,
     rope_cache,
@@ -28,7 +29,8 @@ from tests.triton.decoder_steps import small_model
 from tests.triton.launches import recording
 
 KERNELS = (
-    activation, decode_attention, decode_inputs, norm, prefill_attention, rope_cache, sampling,
+    activation, decode_attention, decode_inputs, merge_attention, norm, prefill_attention,
+    rope_cache, sampling,
 )  # fmt: skip
 
 

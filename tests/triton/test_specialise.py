@@ -17,7 +17,7 @@ from triton.runtime.jit import create_function_from_signature
 from asyncllm.gpu.batch.decode_inputs import SamplingTensors
 from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.ops.base import AttentionShape
-from asyncllm.gpu.ops.triton import decode_attention, prefill_attention, sampling
+from asyncllm.gpu.ops.triton import decode_attention, merge_attention, prefill_attention, sampling
 from asyncllm.gpu.ops.triton.attention import TritonAttention
 from asyncllm.gpu.ops.triton.tuning import decode_tiles
 from tests.triton.launches import Launch, recording
@@ -84,7 +84,7 @@ def test_split_attention() -> None:
     """With a number of heads, as of Qwen2.5 0.5B, that is no multiple of four."""
     cache = torch.zeros((2, 4, BLOCK_SIZE, 2, 64), dtype=torch.bfloat16)
     table = torch.zeros((8, 16), dtype=torch.int32)
-    with recording(decode_attention) as launches:
+    with recording(decode_attention) as launches, recording(merge_attention) as merges:
         for rows in range(1, 6):
             q = torch.zeros((rows, 14, 64), dtype=torch.bfloat16)
             lengths = torch.ones(rows, dtype=torch.int32)
@@ -99,7 +99,8 @@ def test_split_attention() -> None:
                     tiles=TILES,
                     splits=splits,
                 )
-    check_one_of_each(launches, {"decode_kernel", "merge_kernel"})
+    check_one_of_each(launches, {"decode_kernel"})
+    check_one_of_each(merges, {"merge_kernel"})
 
 
 @pytest.mark.parametrize("vocab_size", [128256, 151936])

@@ -119,6 +119,8 @@ def run_everything(step: DecodeRunner) -> None:
     stages = (Stages.NONE, Stages.RULES, Stages.PENALTIES | Stages.LOGPROBS)
     for rows in sorted({*step.graphs.buckets, 1, 2, 3, 7, 16, 33, ROWS}):
         step.graphs.run(rows)
+        if step.can_balance:
+            step.graphs.run(rows, balanced=True)
         host = next(step.host_buffers)
         for each in stages if rows in (1, 3, ROWS) else ():
             host.stages = each
@@ -135,12 +137,16 @@ def run_everything(step: DecodeRunner) -> None:
         (1, most - 60, [17]),
         (5, 0, [16, 9]),
         (ROWS - 1, most - 50, [33]),
+        # A single long sequence among short ones.
+        (ROWS - 1, None, [2]),
     ):
         rows = decodes + len(counts)
+        starts = [5] * (rows - 1) + [0] if start is None else [start] * rows
+        starts[0] = most - 2 if start is None else starts[0]
         given = StepBatch(
             step=0,
             req_indices=list(range(rows)),
-            starts=[start] * rows,
+            starts=starts,
             counts=[1] * decodes + counts,
             samples=[True] * rows,
             num_decodes=decodes,
@@ -206,6 +212,7 @@ def test_everything_is_compiled_before_the_first_step(
     if step.decoder.model.experts:
         tiles = {key for key in warm if key.startswith("gate_up_kernel")}
         assert len(tiles) == 2, "experts have small tiles and large ones"
+    assert step.can_balance == (max_len > 1024)
     with compiling(monkeypatch) as found:
         run_everything(step)
         draw_for_the_host(step)
@@ -222,7 +229,9 @@ def test_decode_steps_alone_leave_kernels_cold(monkeypatch: pytest.MonkeyPatch) 
     with compiling(monkeypatch) as every:
         warm_up(step, lambda *_: None)
     cold = {key.split()[0] for key in every - decoding}
-    assert cold == {"choose_kernel", "chunk_kernel", "decode_kernel", "prefill_kernel"}
+    assert cold == {
+        "choose_kernel", "chunk_kernel", "decode_kernel", "merge_kernel", "prefill_kernel",
+    }  # fmt: skip
 
 
 def test_a_small_mixed_step_leaves_large_experts_cold(monkeypatch: pytest.MonkeyPatch) -> None:

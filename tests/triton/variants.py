@@ -24,6 +24,7 @@ from asyncllm.gpu.ops.triton import (
     experts,
     gated_delta,
     gated_norm,
+    merge_attention,
     norm,
     prefill_attention,
     rope_cache,
@@ -88,7 +89,7 @@ def decode(
     def launches(capability: int) -> list[Launch]:
         merged = empty(64, 8 * (group + 2), head_dim, dtype=dtype)
         cache = empty(2, 1000, block_size, 8, head_dim, dtype=dtype)
-        with recording(decode_attention) as found:
+        with recording(decode_attention) as found, recording(merge_attention) as merges:
             decode_attention.decode_attention(
                 merged[:, : 8 * group],
                 cache,
@@ -100,7 +101,7 @@ def decode(
                 splits=splits,
                 **options,
             )
-        return found
+        return found + merges
 
     return launches
 
@@ -115,7 +116,7 @@ def prefill(
     def launches(capability: int) -> list[Launch]:
         merged = empty(4096, 8 * (group + 2), head_dim, dtype=dtype)
         cache = empty(2, 1000, block_size, 8, head_dim, dtype=dtype)
-        with recording(prefill_attention) as found:
+        with recording(prefill_attention) as found, recording(merge_attention) as merges:
             prefill_attention.prefill_attention(
                 merged[:, : 8 * group],
                 cache,
@@ -127,7 +128,7 @@ def prefill(
                 tiles=tuning.prefill_tiles(capability, head_dim, dtype.itemsize),
                 **options,
             )
-        return found
+        return found + merges
 
     return launches
 
@@ -307,8 +308,11 @@ def decode_inputs_launches(capability: int) -> list[Launch]:
     return found
 
 
+RARE: dict[str, Any] = {"softcap": 50.0, "window": 4096}
+
+
 def variants() -> list[Variant]:
-    """At most 120; the common shapes on every architecture, the rare ones on one or two."""
+    """At most 125; the common shapes on every architecture, the rare ones on one or two."""
     half, single = torch.float16, torch.float32
     found: list[Variant] = []
 
@@ -323,14 +327,18 @@ def variants() -> list[Variant]:
         add(f"decode-head{dim}", "decode_kernel", decode(8, dim), 80, 90)
         add(f"prefill-head{dim}", "prefill_kernel", prefill(8, dim), 80, 90)
     add("decode-one-split", "decode_kernel", decode(2, 128, splits=1), 89, 90)
+    shared: dict[str, Any] = {"splits": 1, "extra_shares": 132}
+    add("decode-shares", "decode_kernel", decode(4, 128, **shared), 80, 89, 90)
+    add("merge-shares", "merge_kernel", decode(4, 128, **shared), 80, 89, 90)
+    add("prefill-splits-head128", "prefill_kernel", prefill(4, 128, splits=8), 80, 89, 90)
+    add("prefill-splits-rare", "prefill_kernel", prefill(2, 256, splits=8, **RARE), 80)
     add("decode-group24", "decode_kernel", decode(24, 128), 90)
     add("decode-pages256", "decode_kernel", decode(8, 128, 256), 80, 90)
     add("prefill-pages256", "prefill_kernel", prefill(8, 128, 256), 80, 90)
     add("prefill-group7", "prefill_kernel", prefill(7, 128), 89, 90)
     add("prefill-group1", "prefill_kernel", prefill(1, 128, dtype=half), 90)
-    rare = {"softcap": 50.0, "window": 4096}
-    add("decode-cap-window", "decode_kernel", decode(2, 256, **rare), 80, 89, 90)
-    add("prefill-cap-window", "prefill_kernel", prefill(2, 256, **rare), 80, 89, 90)
+    add("decode-cap-window", "decode_kernel", decode(2, 256, **RARE), 80, 89, 90)
+    add("prefill-cap-window", "prefill_kernel", prefill(2, 256, **RARE), 80, 89, 90)
     add("prefill-window", "prefill_kernel", prefill(4, 128, window=4096), 80, 90)
     sinks: dict[str, Any] = {"sinks": floats(64), "window": 128}
     add("decode-sinks", "decode_kernel", decode(8, 64, **sinks), 80, 90)

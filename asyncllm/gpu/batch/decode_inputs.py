@@ -34,6 +34,8 @@ class DecodeInputs:
         last_sampled_tokens: ``[N + 1]`` int64, by request index.
         block_size: tokens per block.
         max_len: longest sequence in tokens.
+        balanced: attention that can shares the keys of the rows out by their lengths, which differ
+            much.
     """
 
     req_indices: Tensor
@@ -47,6 +49,7 @@ class DecodeInputs:
     last_sampled_tokens: Tensor
     block_size: int
     max_len: int
+    balanced: bool = False
 
     @property
     def num_rows(self) -> int:

@@ -36,11 +36,13 @@ class GraphKey:
         bucket: rows, padding included.
         part: a forward pass ends with the logits, where sampling begins.
         stages: of sampling.
+        balanced: of a forward pass, see DecodeInputs.
     """
 
     bucket: int
     part: Part = Part.STEP
     stages: Stages = Stages.NONE
+    balanced: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +107,20 @@ class StepGraphs:
         index = bisect_left(self.buckets, num_rows)
         return self.buckets[index] if index < len(self.buckets) else None
 
-    def run(self, num_rows: int, part: Part = Part.STEP, stages: Stages = Stages.NONE) -> None:
+    def run(
+        self,
+        num_rows: int,
+        part: Part = Part.STEP,
+        stages: Stages = Stages.NONE,
+        *,
+        balanced: bool = False,
+    ) -> None:
         """Runs a step of ``num_rows``, or a part: by graph, or eagerly above all buckets."""
         bucket = self.bucket(num_rows)
         if bucket is None:
-            self._run(GraphKey(num_rows, part, stages))
+            self._run(GraphKey(num_rows, part, stages, balanced))
             return
-        key = GraphKey(bucket, part, stages)
+        key = GraphKey(bucket, part, stages, balanced)
         graph = self._graphs.get(key)
         if graph is not None:
             graph()
@@ -119,13 +128,13 @@ class StepGraphs:
             self._capture(key)
         else:
             # The largest bucket first, so that later graphs fit into the shared graph pool.
-            self._capture(GraphKey(self.buckets[-1], part, stages))
+            self._capture(GraphKey(self.buckets[-1], part, stages, balanced))
 
     def capture_all(self, progress: Callable[[int, int], None]) -> None:
         """Captures every bucket, the largest first.
 
         Each capture runs the step on the rows in its buffers: all of them have to be padding. The
-        graphs of halves are captured when a batch needs them.
+        graphs of halves, and of balanced attention, are captured when a batch needs them.
 
         Args:
             progress: called with (graphs captured, graphs in all).

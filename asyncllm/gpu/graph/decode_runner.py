@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import cycle
 
 import torch
@@ -25,6 +26,7 @@ from asyncllm.gpu.graph.cuda_graphs import GraphCapturer, GraphKey, Part, StepGr
 from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.models.language_model import LanguageModel
+from asyncllm.gpu.ops.base import BalancedAttention
 from asyncllm.gpu.sample.host_rows import HostRows
 
 
@@ -93,6 +95,13 @@ class DecodeRunner:
         self._logits: Tensor | None = None
         self._mixed_logits: Tensor | None = None
         self.graphs = StepGraphs(self._decode, capturer, sizes)
+        # Of attention that has a form for skewed batches.
+        self._skews = [
+            partial(attention.is_skewed, max_len=info.max_model_len, window=kind.window)
+            for kind, attention in decoder.attention.items()
+            if isinstance(attention, BalancedAttention)
+            and attention.balances(info.max_model_len, kind.window)
+        ]
 
     # --- what the model runner queues --------------------------------------------------
 
@@ -109,7 +118,7 @@ class DecodeRunner:
         """
         if inputs is None and not host.stages and host.host_rows is None:
             self._receive(host)
-            self.graphs.run(num_rows)
+            self.graphs.run(num_rows, balanced=self._is_skewed(host, num_rows))
             self.cache.save_states(host.state_saves)
             self._return_tokens(host, num_rows)
         else:
@@ -142,7 +151,7 @@ class DecodeRunner:
             # Not before a step needs them, and not inside a capture.
             shape = (self.info.max_num_seqs, self.decoder.model.vocab_size)
             self._logits = self.sampled.new_zeros(shape, dtype=self.decoder.embedding.dtype)
-        self.graphs.run(num_rows, Part.FORWARD)
+        self.graphs.run(num_rows, Part.FORWARD, balanced=self._is_skewed(host, num_rows))
 
     def sample(self, host: PinnedStepBuffer, num_rows: int) -> None:
         """Queues the second half: from the logits to the copy of the tokens to ``host.tokens``, and
@@ -204,6 +213,19 @@ class DecodeRunner:
             rows = replace(self._inputs(0)[group], table_changes=changes)
             self.decoder.ops.decode_inputs(rows)
 
+    def _is_skewed(self, host: PinnedStepBuffer, num_rows: int) -> bool:
+        """Whether some attention would wait for the longest of the step's sequences."""
+        if not self._skews:
+            return False
+        lengths = host.positions.numpy()[:num_rows] + 1
+        batch = self.graphs.bucket(num_rows) or num_rows
+        return any(is_skewed(batch, lengths) for is_skewed in self._skews)
+
+    @property
+    def can_balance(self) -> bool:
+        """Whether there may be a batch that takes balanced attention."""
+        return bool(self._skews)
+
     def _insert_sampled(self, inputs: ModelInputs) -> None:
         """Fills in the tokens of decode rows that only the device knows."""
         count = inputs.num_decodes
@@ -225,7 +247,7 @@ class DecodeRunner:
             assert self._logits is not None
             self.sample_logits(self._logits[:num_rows], key.stages)
             return
-        inputs = self._inputs(num_rows)
+        inputs = self._inputs(num_rows, balanced=key.balanced)
         for rows in inputs:
             self.decoder.ops.decode_inputs(rows)
         logits = self.decoder.logits(self.decoder.decode(inputs, self.cache))
@@ -235,7 +257,7 @@ class DecodeRunner:
             assert self._logits is not None
             self._logits[:num_rows].copy_(logits)
 
-    def _inputs(self, num_rows: int) -> list[DecodeInputs]:
+    def _inputs(self, num_rows: int, *, balanced: bool = False) -> list[DecodeInputs]:
         buffer = self.buffer
         return [
             DecodeInputs(
@@ -250,6 +272,7 @@ class DecodeRunner:
                 last_sampled_tokens=self.last_sampled_tokens,
                 block_size=spec.block_size,
                 max_len=self.info.max_model_len,
+                balanced=balanced,
             )
             for group, spec in enumerate(self.info.kv_groups)
         ]

@@ -13,16 +13,20 @@ from asyncllm.gpu.batch.sampling_inputs import Stages
 from asyncllm.gpu.graph.cuda_graphs import GraphKey
 from asyncllm.gpu.graph.decode_runner import DecodeRunner
 
+PROMPT = 2
+"""Tokens of a prefill."""
+
 
 def warm_up(decode: DecodeRunner, progress: Callable[[int, int], None]) -> None:
-    """Runs a decode step of the smallest and one of the largest bucket, the sampling behind other
-    stages, and mixed steps: a small one, and one of each number of tokens from which on experts
-    have other kernels. Triton compiles a kernel at its first launch with arguments of a kind,
-    seconds in which a running stream would wait.
+    """Runs a decode step of the smallest and one of the largest bucket, one for a skewed batch if
+    there can be any, the sampling behind other stages, and mixed steps: two small ones, and one of
+    each number of tokens from which on experts have other kernels. Triton compiles a kernel at its
+    first launch with arguments of a kind, seconds in which a running stream would wait.
 
-    The smallest bucket shares a sequence among programs, the mixed step's short one does not; what
-    else a kernel is compiled for differs in no bucket. Rows are padding or write the null block, so
-    that nothing is left behind.
+    The smallest bucket shares a sequence among programs, the mixed steps' short one does not, and a
+    prompt behind the longest prefix is shared where one without is not; what else a kernel is
+    compiled for differs in no bucket. Rows are padding or write the null block, so that nothing is
+    left behind.
 
     Args:
         progress: called with (steps run, steps in all).
@@ -30,8 +34,13 @@ def warm_up(decode: DecodeRunner, progress: Callable[[int, int], None]) -> None:
     sizes = decode.graphs.buckets or (1, decode.info.max_num_seqs)
     rows = sorted({sizes[0], sizes[-1]})
     steps = [*(partial(decode.run_padding, GraphKey(count)) for count in rows)]
+    if decode.can_balance:
+        steps.append(partial(decode.run_padding, GraphKey(rows[-1], balanced=True)))
+    most = decode.info.max_model_len
+    prefixes = sorted({0, max(0, most - PROMPT)})
     steps += [partial(_sample_processed, decode)]
-    steps += [partial(_run_mixed, decode, count) for count in _mixed_tokens(decode)]
+    steps += [partial(_run_mixed, decode, prefix) for prefix in prefixes]
+    steps += [partial(_run_mixed, decode, 0, count) for count in _expert_tokens(decode)]
     progress(0, len(steps))
     for done, step in enumerate(steps, 1):
         step()
@@ -44,27 +53,27 @@ def _sample_processed(decode: DecodeRunner) -> None:
     decode.sample_logits(logits, Stages.NONE)
 
 
-def _mixed_tokens(decode: DecodeRunner) -> list[int]:
-    """Tokens of each mixed step."""
+def _expert_tokens(decode: DecodeRunner) -> list[int]:
+    """Tokens of the prefills for which experts have kernels that smaller ones do not."""
     info, experts = decode.info, getattr(decode.decoder.model, "experts", None)
-    counts = [1 + min(2, info.max_model_len)]
-    if experts is not None:
-        routing = experts.routing
-        most = min(info.max_num_batched_tokens, info.max_num_seqs * info.max_model_len)
-        changes = decode.decoder.ops.expert_tokens(routing.num_experts, routing.top_k)
-        counts += [count for count in changes if counts[0] < count <= most]
-    return counts
+    if experts is None:
+        return []
+    routing = experts.routing
+    most = min(info.max_num_batched_tokens, info.max_num_seqs * info.max_model_len) - 1
+    changes = decode.decoder.ops.expert_tokens(routing.num_experts, routing.top_k)
+    return [count - 1 for count in changes if PROMPT < count - 1 <= most]
 
 
-def _run_mixed(decode: DecodeRunner, num_tokens: int) -> None:
-    """A decode row and prefill rows, in the null block."""
+def _run_mixed(decode: DecodeRunner, prefix: int, num_tokens: int = PROMPT) -> None:
+    """A decode row and prefills of so many tokens in all, the first behind a prefix, in the null
+    block."""
     info = decode.info
-    full, rest = divmod(num_tokens - 1, info.max_model_len)
+    full, rest = divmod(num_tokens, info.max_model_len)
     counts = [1] + [info.max_model_len] * full + [rest] * (rest > 0)
     batch = StepBatch(
         step=0,
         req_indices=list(range(len(counts))),
-        starts=[0] * len(counts),
+        starts=[0, prefix] + [0] * (len(counts) - 2),
         counts=counts,
         samples=[row < 2 for row in range(len(counts))],
         num_decodes=1,

@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -172,6 +173,25 @@ class Attention(Protocol):
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, plan: Any) -> Tensor:
         """Returns ``[T, Hq * D]``. The step's own k and v are in ``cache`` already. A shape with
         sinks brings a last argument, ``[Hq]``: those of the layer."""
+        ...
+
+
+@runtime_checkable
+class BalancedAttention(Protocol):
+    """Attention whose ``plan_decode`` has a second form, for rows of very different lengths."""
+
+    def balances(self, max_len: int, window: int | None) -> bool:
+        """Whether there may be such rows, of sequences of at most ``max_len`` tokens."""
+        ...
+
+    def is_skewed(self, batch: int, lengths: np.ndarray, max_len: int, window: int | None) -> bool:
+        """Whether decode rows take it; asked by the host before every decode step.
+
+        Args:
+            batch: rows of the launch, padding included.
+            lengths: ``[B]``, tokens of each sequence.
+            max_len: longest sequence that ``plan_decode`` chooses for.
+        """
         ...
 
 

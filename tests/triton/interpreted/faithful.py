@@ -1,7 +1,9 @@
-"""Makes Triton's interpreter faithful where its bfloat16 is not.
+"""Makes Triton's interpreter faithful where its bfloat16 is not, and its sort a matter of
+milliseconds.
 
 The interpreter keeps bfloat16 in uint16 arrays: it truncates where hardware rounds, and its
-dot product multiplies the bit patterns.
+dot product multiplies the bit patterns. Triton's sort, which is written in its own language, takes
+seconds for 256 numbers.
 """
 
 from __future__ import annotations
@@ -43,6 +45,14 @@ def dot(self, a, b, d, input_precision, max_num_imprecise_acc):
     return plain_dot(self, a, b, d, input_precision, max_num_imprecise_acc)
 
 
+def sort(x, dim=None, descending=False):
+    assert len(x.shape) == 1
+    ordered = np.sort(x.handle.data)
+    if descending:
+        ordered = ordered[::-1].copy()
+    return tl.core.tensor(TensorHandle(ordered, x.handle.dtype), x.type)
+
+
 # A device function that is called by another patches the language anew at every call, which
 # takes longer than most of them: once per launch and module is enough.
 patched: set[int] = set()
@@ -63,6 +73,7 @@ def call(self, *args, **kwargs):
 
 
 def install() -> None:
+    tl.sort = sort
     interpreter.InterpreterBuilder.cast_impl = cast
     interpreter.InterpreterBuilder.create_dot = dot
     interpreter.GridExecutor.__call__ = launch

@@ -25,3 +25,7 @@ def test_odd_rows() -> None:
 
 def test_company_does_not_matter() -> None:
     checks.check_company(sample, "cpu")
+
+
+def test_top_k() -> None:
+    checks.check_top_k(sample, "cpu")

@@ -17,8 +17,8 @@ from tests.triton.decoder_steps import small_model
 
 KINDS = [
     SamplingParams(temperature=0.0, seed=0),
-    SamplingParams(temperature=0.9, top_k=30, seed=4),
-    SamplingParams(temperature=1.2, top_p=0.8, seed=5),
+    SamplingParams(temperature=0.9, top_k=2, seed=4),
+    SamplingParams(temperature=1.2, top_p=0.8, top_k=30, seed=5),
     SamplingParams(temperature=0.8, min_p=0.05, seed=6, logprobs=1),
 ]
 SETTINGS = {"block_size": 16, "num_blocks": 30, "max_len": 96, "max_num_seqs": 5}

@@ -9,11 +9,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from asyncllm.gpu.ops.triton.launcher import launched
 from asyncllm.gpu.ops.triton.tuning import cdiv
 
 BLOCK = 1024
 
 
+@launched
 @triton.jit
 def activated(x, GELU: tl.constexpr):
     """SiLU, or with GELU that by tanh: x times the logistic function of
@@ -65,6 +67,7 @@ silu_mul = partial(gated_mul, gelu=False)
 gelu_mul = partial(gated_mul, gelu=True)
 
 
+@launched
 @triton.jit
 def sigmoid_mul_kernel(out, x, gate, width, stride_x, stride_gate, BLOCK: tl.constexpr):
     """Grid ``(rows, blocks of width)``."""

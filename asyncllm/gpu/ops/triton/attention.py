@@ -6,7 +6,7 @@ Triton itself is imported with the kernels, when the attention is made.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -19,7 +19,22 @@ from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.ops.backend import CUDA, HALF, AttentionRequest, Constraints
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.triton.toolchain import check_triton
-from asyncllm.gpu.ops.triton.tuning import decode_tiles, num_splits, prefill_tiles, workspace_size
+from asyncllm.gpu.ops.triton.tuning import (
+    SKEWED_TOKENS,
+    decode_programs,
+    decode_tiles,
+    is_skewed,
+    num_extra_shares,
+    num_splits,
+    num_tile_splits,
+    num_tiles,
+    prefill_tiles,
+    workspace_size,
+)
+
+if TYPE_CHECKING:
+    from asyncllm.gpu.ops.triton.decode_attention import DecodeAttention
+    from asyncllm.gpu.ops.triton.prefill_attention import PrefillAttention
 
 
 @dataclass(slots=True)
@@ -32,10 +47,13 @@ class TritonPlan:
         block_table: ``[N, W]`` int32.
         table_rows: ``[R]``, the rows' lines of ``block_table``; any number for a padded row.
         splits: programs per decode row and key/value head.
-        workspace: float32, for the partials of the splits; shared by all layers.
+        extra_shares: in their place, see ``decode_attention``; 0 for splits.
+        tile_splits: programs per tile of prefill and key/value head.
+        workspace: float32, for the partials of the programs; shared by all layers.
         query_start_loc: ``[R - num_decodes + 1]`` int32 from 0 on, of the other rows; None if
             there are none.
         window: keys that a query sees, or None.
+        decode, prefill: the launches, made by the first layer of the step.
     """
 
     num_decodes: int
@@ -43,9 +61,14 @@ class TritonPlan:
     block_table: Tensor
     table_rows: Tensor
     splits: int = 1
+    extra_shares: int = 0
+    tile_splits: int = 1
     workspace: Tensor | None = None
     query_start_loc: Tensor | None = None
     window: int | None = None
+    decode: DecodeAttention | None = None
+    prefill: PrefillAttention | None = None
+    is_bound: bool = False
 
 
 class TritonAttention:
@@ -99,10 +122,10 @@ class TritonAttention:
         num_sms: int | None = None,
     ) -> None:
         check_triton()
-        from asyncllm.gpu.ops.triton.decode_attention import decode_attention
-        from asyncllm.gpu.ops.triton.prefill_attention import prefill_attention
+        from asyncllm.gpu.ops.triton.decode_attention import DecodeAttention
+        from asyncllm.gpu.ops.triton.prefill_attention import PrefillAttention
 
-        self._decode, self._prefill = decode_attention, prefill_attention
+        self._decode, self._prefill = DecodeAttention, PrefillAttention
         self.shape = shape
         self.device = device
         self.softcap = shape.softcap
@@ -112,6 +135,7 @@ class TritonAttention:
         self.num_sms: int = num_sms or (
             torch.cuda.get_device_properties(device).multi_processor_count
         )
+        self.per_sm = decode_programs(capability)
         self.decode_tiles = decode_tiles(capability, shape.head_dim, dtype.itemsize)
         self.prefill_tiles = prefill_tiles(capability, shape.head_dim, dtype.itemsize)
 
@@ -119,7 +143,27 @@ class TritonAttention:
         """Programs per row and key/value head for a batch of decode rows."""
         if window is not None:
             max_len = min(max_len, window)
-        return num_splits(batch, self.shape.num_kv_heads, max_len, self.num_sms)
+        return num_splits(batch, self.shape.num_kv_heads, max_len, self.num_sms, self.per_sm)
+
+    def balances(self, max_len: int, window: int | None) -> bool:
+        """Whether decode rows may be skewed, of at most so many tokens. What a window leaves of
+        them is taken for equally long."""
+        return window is None and max_len > SKEWED_TOKENS
+
+    def is_skewed(self, batch: int, lengths: np.ndarray, max_len: int, window: int | None) -> bool:
+        """Whether decode rows would wait for the longest of them if all had as many splits.
+
+        Args:
+            batch: rows of the launch, padding included.
+            lengths: ``[B]``, tokens of each sequence.
+            max_len: longest sequence that the number of splits is chosen for.
+        """
+        longest = int(lengths.max())
+        if not self.balances(longest, window):
+            return False
+        splits, kv_heads = self.splits(batch, max_len, None), self.shape.num_kv_heads
+        places = self.per_sm * self.num_sms
+        return is_skewed(longest, int(lengths.sum()), splits, kv_heads, places)
 
     def plan(self, inputs: ModelInputs, window: int | None) -> TritonPlan:
         """One copy to the device for the step's lengths and starts; the block tables are there
@@ -128,34 +172,52 @@ class TritonAttention:
         starts = inputs.query_start_loc[decodes:] - decodes
         packed = np.concatenate((inputs.seq_lens, starts)).astype(np.int32)
         seq_lens, query_start_loc = copy_to_device(packed, self.device).split((rows, len(starts)))
-        max_len = int(inputs.seq_lens[:decodes].max(initial=0))
         assert inputs.device_table is not None
-        plan = self._plan(
-            decodes, seq_lens, inputs.device_table, inputs.req_indices, max_len, window
-        )
-        plan.query_start_loc = query_start_loc if decodes < rows else None
+        plan = TritonPlan(decodes, seq_lens, inputs.device_table, inputs.req_indices, window=window)
+        shares = 0
+        if decodes:
+            lengths = inputs.seq_lens[:decodes]
+            max_len = int(lengths.max())
+            balanced = self.is_skewed(decodes, lengths, max_len, window)
+            shares = self._plan_decodes(plan, max_len, balanced)
+        if decodes < rows:
+            plan.query_start_loc = query_start_loc
+            tokens, max_len = int(starts[-1]), int(inputs.seq_lens[decodes:].max())
+            shares = max(shares, self._plan_tiles(plan, tokens, rows - decodes, max_len))
+        self._make_workspace(plan, shares)
         return plan
 
     def plan_decode(self, rows: DecodeInputs, window: int | None) -> TritonPlan:
-        return self._plan(
-            rows.num_rows, rows.seq_lens, rows.block_table, rows.req_indices, rows.max_len, window
+        plan = TritonPlan(
+            rows.num_rows, rows.seq_lens, rows.block_table, rows.req_indices, window=window
         )
+        shares = self._plan_decodes(plan, rows.max_len, rows.balanced and window is None)
+        self._make_workspace(plan, shares)
+        return plan
 
-    def _plan(
-        self,
-        decodes: int,
-        seq_lens: Tensor,
-        block_table: Tensor,
-        table_rows: Tensor,
-        max_len: int,
-        window: int | None,
-    ) -> TritonPlan:
-        splits = self.splits(decodes, max_len, window) if decodes else 1
-        size = workspace_size(decodes, self.shape.num_heads, self.shape.head_dim, splits)
-        workspace = torch.empty(size, dtype=torch.float32, device=self.device) if size else None
-        return TritonPlan(
-            decodes, seq_lens, block_table, table_rows, splits, workspace, window=window
-        )
+    def _plan_decodes(self, plan: TritonPlan, max_len: int, balanced: bool) -> int:
+        """Chooses how keys are shared; returns the partial results per head."""
+        batch = plan.num_decodes
+        if balanced:
+            plan.extra_shares = num_extra_shares(self.shape.num_kv_heads, self.num_sms, self.per_sm)
+            return batch + plan.extra_shares
+        plan.splits = self.splits(batch, max_len, plan.window)
+        return batch * plan.splits if plan.splits > 1 else 0
+
+    def _plan_tiles(self, plan: TritonPlan, tokens: int, seqs: int, max_len: int) -> int:
+        """The same for a prefill of so many tokens."""
+        shape, tiles = self.shape, self.prefill_tiles
+        if plan.window is not None:
+            max_len = min(max_len, plan.window + tiles.rows)
+        count = num_tiles(tokens, seqs, shape.group_size, tiles)
+        splits = num_tile_splits(count, shape.num_kv_heads, max_len, self.num_sms)
+        plan.tile_splits = splits
+        return tokens * splits if splits > 1 else 0
+
+    def _make_workspace(self, plan: TritonPlan, shares: int) -> None:
+        if shares:
+            size = workspace_size(shares, self.shape.num_heads, self.shape.head_dim)
+            plan.workspace = torch.empty(size, dtype=torch.float32, device=self.device)
 
     def __call__(
         self,
@@ -168,36 +230,36 @@ class TritonAttention:
     ) -> Tensor:
         """Attention of ``q [T, Hq, D]``; ``k`` and ``v`` are read from the cache."""
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        decodes = plan.num_decodes
-        scores: dict[str, Any] = {
-            "scale": self.shape.scale,
+        if not plan.is_bound:
+            self._bind(plan, q.shape[0], cache.shape[2], has_sinks=sinks is not None)
+        if plan.decode is not None:
+            plan.decode(q, cache, out, sinks)
+        if plan.prefill is not None:
+            first = plan.num_decodes
+            plan.prefill(q[first:], cache, out[first:], sinks)
+        return out.view(q.shape[0], -1)
+
+    def _bind(self, plan: TritonPlan, tokens: int, block_size: int, *, has_sinks: bool) -> None:
+        """Makes the launches that the layers of a step have in common."""
+        decodes, shape = plan.num_decodes, self.shape
+        sizes = shape.num_heads, shape.num_kv_heads, shape.head_dim
+        options: dict[str, Any] = {
+            "scale": shape.scale,
             "softcap": self.softcap,
             "window": plan.window,
-            "sinks": None if sinks is None else sinks.float(),
+            "has_sinks": has_sinks,
+            "workspace": plan.workspace,
         }
         if decodes:
-            self._decode(
-                q[:decodes],
-                cache,
-                plan.block_table,
-                plan.table_rows[:decodes],
-                plan.seq_lens[:decodes],
-                tiles=self.decode_tiles,
-                splits=plan.splits,
-                workspace=plan.workspace,
-                out=out[:decodes],
-                **scores,
-            )
+            plan.decode = self._decode(
+                sizes, block_size, plan.block_table, plan.table_rows[:decodes],
+                plan.seq_lens[:decodes], tiles=self.decode_tiles, splits=plan.splits,
+                extra_shares=plan.extra_shares, **options,
+            )  # fmt: skip
         if plan.query_start_loc is not None:
-            self._prefill(
-                q[decodes:],
-                cache,
-                plan.block_table,
-                plan.table_rows[decodes:],
-                plan.seq_lens[decodes:],
-                plan.query_start_loc,
-                tiles=self.prefill_tiles,
-                out=out[decodes:],
-                **scores,
-            )
-        return out.view(q.shape[0], -1)
+            plan.prefill = self._prefill(
+                sizes, block_size, tokens - decodes, plan.block_table, plan.table_rows[decodes:],
+                plan.seq_lens[decodes:], plan.query_start_loc, tiles=self.prefill_tiles,
+                splits=plan.tile_splits, **options,
+            )  # fmt: skip
+        plan.is_bound = True

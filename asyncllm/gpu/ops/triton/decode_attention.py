@@ -1,12 +1,14 @@
-"""Paged attention of decode rows: one query token each, keys split among programs.
+"""Paged attention of decode rows: one query token each, keys shared among programs.
 
 The query heads of one key/value head are the rows of a tile, so that K and V are read once
-for all of them; the keys of a long sequence are split among programs (Flash-Decoding, Dao et
-al., 2023), whose float32 partials a second kernel merges.
+for all of them. The keys of a sequence are split equally among as many programs as every other's,
+or, in a batch of very different lengths, into shares of equal length (``merge_attention.py``).
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
 # A type checker takes a kernel for the function that it is written as.
+
+from typing import Any
 
 import torch
 import triton
@@ -14,36 +16,29 @@ import triton.language as tl
 from torch import Tensor
 
 from asyncllm.gpu.ops.triton.attention_tile import LOG2_E, attend_tile, score_factors
-from asyncllm.gpu.ops.triton.tuning import Tiles, cdiv, next_power_of_2, workspace_size
-
-MERGED_SPLITS = 8
-
-
-@triton.jit
-def split_keys(kv_len, splits, window, KEYS: tl.constexpr, WINDOW: tl.constexpr):
-    """First visible tile of a sequence and the keys of each split, in whole tiles."""
-    first = 0
-    if WINDOW:
-        first = tl.maximum(kv_len - window, 0) // KEYS * KEYS
-    per_split = tl.cdiv(tl.cdiv(kv_len - first, KEYS), splits) * KEYS
-    return first, per_split
+from asyncllm.gpu.ops.triton.launcher import launched
+from asyncllm.gpu.ops.triton.merge_attention import Partials, share_keys, split_keys
+from asyncllm.gpu.ops.triton.tuning import Tiles, block_dim_of, cdiv, next_power_of_2
 
 
 # Where the sums begin in the workspace depends on the number of rows and splits: specialised on
-# it, the kernels would be compiled again in the middle of serving.
-@triton.jit(do_not_specialize=["window"], do_not_specialize_on_alignment=["partial_sum"])
+# it, the kernel would be compiled again in the middle of serving.
+@launched
+@triton.jit(
+    do_not_specialize=["num_rows", "window"], do_not_specialize_on_alignment=["partial_sum"]
+)
 def decode_kernel(
     out,
     partial_acc,
     partial_max,
     partial_sum,
     q,
-    k_cache,
-    v_cache,
+    kv_cache,
     block_table,
     table_rows,
     seq_lens,
     sinks,
+    num_rows,
     score_scale,
     softcap,
     window,
@@ -51,6 +46,7 @@ def decode_kernel(
     stride_out_head,
     stride_q_row,
     stride_q_head,
+    stride_kv,
     stride_block,
     stride_slot,
     stride_head,
@@ -67,10 +63,11 @@ def decode_kernel(
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
     ONE_SPLIT: tl.constexpr,
+    LINES: tl.constexpr,
 ):
-    """Grid ``(batch, kv_heads * ROW_TILES, splits)``.
-
-    Partials are ``[batch, heads, splits]``, the accumulators with BLOCK_DIM more.
+    """Grid ``(batch, kv_heads * ROW_TILES, splits)``, partials ``[batch, heads, splits]``; with
+    LINES, at least the batch, ``(shares, kv_heads * ROW_TILES)`` and ``[shares, heads]``. The
+    accumulators have BLOCK_DIM more.
     """
     row = tl.program_id(0)
     kv_head = tl.program_id(1) // ROW_TILES
@@ -79,13 +76,24 @@ def decode_kernel(
     group_row = tl.program_id(1) % ROW_TILES * ROWS + tl.arange(0, ROWS)
     heads = kv_head * GROUP + group_row
     dims = tl.arange(0, BLOCK_DIM)
+    per_split = 0
+    if LINES > 0:
+        extra = tl.num_programs(0) - num_rows
+        per_split, ends = share_keys(seq_lens, num_rows, extra, KEYS, LINES)
+        before = ends <= tl.program_id(0)
+        row = tl.sum(before.to(tl.int32), 0)
+        if row >= num_rows:
+            return
+        split = tl.program_id(0) - tl.max(tl.where(before, ends, 0), 0)
     in_group = group_row < GROUP
     real = in_group[:, None] & (dims < HEAD_DIM)[None, :]
     out_at = out + row.to(tl.int64) * stride_out_row
     out_at += heads[:, None] * stride_out_head + dims[None, :]
 
     kv_len = tl.load(seq_lens + row).to(tl.int32)
-    first, per_split = split_keys(kv_len, splits, window, KEYS, WINDOW)
+    first = 0
+    if LINES == 0:
+        first, per_split = split_keys(kv_len, splits, window, KEYS, WINDOW)
     start = first + split * per_split
     end = tl.minimum(start + per_split, kv_len)
     if start >= end:
@@ -98,7 +106,8 @@ def decode_kernel(
     line = tl.load(table_rows + row).to(tl.int64)
     table = block_table + line * stride_table
     at_head = kv_head.to(tl.int64) * stride_head
-    cache = (k_cache + at_head, v_cache + at_head, table, stride_block, stride_slot, stride_dim)
+    k_cache = kv_cache + at_head
+    cache = (k_cache, k_cache + stride_kv, table, stride_block, stride_slot, stride_dim)
     factors = (score_scale, softcap, window)
     positions = tl.full([ROWS], 0, tl.int32) + (kv_len - 1)
     acc = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
@@ -120,59 +129,97 @@ def decode_kernel(
     else:
         num_heads = tl.num_programs(1) // ROW_TILES * GROUP
         at = (row.to(tl.int64) * num_heads + heads) * splits + split
+        if LINES > 0:
+            at = tl.program_id(0).to(tl.int64) * num_heads + heads
         tl.store(partial_max + at, row_max, mask=in_group)
         tl.store(partial_sum + at, row_sum, mask=in_group)
         acc_at = partial_acc + at[:, None] * BLOCK_DIM + dims[None, :]
         tl.store(acc_at, acc, mask=in_group[:, None])
 
 
-@triton.jit(do_not_specialize=["splits", "window"], do_not_specialize_on_alignment=["partial_sum"])
-def merge_kernel(
-    out,
-    partial_acc,
-    partial_max,
-    partial_sum,
-    seq_lens,
-    splits,
-    window,
-    stride_out_row,
-    stride_out_head,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    KEYS: tl.constexpr,
-    MERGED: tl.constexpr,
-    WINDOW: tl.constexpr,
-):
-    """Grid ``(batch, heads)``. Splits that had no keys have written nothing."""
-    row = tl.program_id(0)
-    head = tl.program_id(1)
-    dims = tl.arange(0, BLOCK_DIM)
-    kv_len = tl.load(seq_lens + row).to(tl.int32)
-    first, per_split = split_keys(kv_len, splits, window, KEYS, WINDOW)
-    used = tl.cdiv(kv_len - first, tl.maximum(per_split, 1))
-    base = (row.to(tl.int64) * tl.num_programs(1) + head) * splits
-    acc = tl.zeros([BLOCK_DIM], tl.float32)
-    total_max = tl.full([], float("-inf"), tl.float32)
-    total_sum = tl.zeros([], tl.float32)
-    for start in range(0, used, MERGED):
-        split = start + tl.arange(0, MERGED)
-        exists = split < used
-        maxima = tl.load(partial_max + base + split, mask=exists, other=float("-inf"))
-        sums = tl.load(partial_sum + base + split, mask=exists, other=0.0)
-        accs = tl.load(
-            partial_acc + (base + split)[:, None] * BLOCK_DIM + dims[None, :],
-            mask=exists[:, None],
-            other=0.0,
+class DecodeAttention:
+    """The launches of decode attention, with all that the layers of a step have in common.
+
+    Args:
+        shape: ``(query heads, key/value heads, head size)``.
+        block_table, table_rows, seq_lens, options: as for ``decode_attention``.
+        has_sinks: each call brings its layer's.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        block_size: int,
+        block_table: Tensor,
+        table_rows: Tensor,
+        seq_lens: Tensor,
+        *,
+        scale: float,
+        tiles: Tiles,
+        splits: int = 1,
+        extra_shares: int = 0,
+        softcap: float | None = None,
+        window: int | None = None,
+        has_sinks: bool = False,
+        workspace: Tensor | None = None,
+    ) -> None:
+        if extra_shares and window is not None:
+            raise ValueError(f"extra_shares={extra_shares}: expected 0 with a window")
+        num_heads, kv_heads, head_dim = shape
+        batch, group = seq_lens.shape[0], num_heads // kv_heads
+        row_tiles, lines = cdiv(group, tiles.rows), 0
+        self._grid = (batch, kv_heads * row_tiles, splits)
+        if extra_shares:
+            self._grid = (batch + extra_shares, kv_heads * row_tiles, 1)
+            # Not by the batch, for whose every power of two there would be another kernel.
+            lines = next_power_of_2(block_table.shape[0])
+        self._partials: Partials | None = None
+        if splits > 1 or extra_shares:
+            count = self._grid[0] * self._grid[2]
+            self._partials = Partials(
+                workspace, count, num_heads, head_dim, seq_lens, extra_shares or splits,
+                keys=tiles.keys, window=window, lines=lines,
+            )  # fmt: skip
+        self._rows = block_table, table_rows, seq_lens
+        self._numbers = (batch, *score_factors(scale, softcap), window or 0)
+        self._stride_table = block_table.stride(0)
+        self._kernel = decode_kernel.bind(
+            GROUP=group,
+            HEAD_DIM=head_dim,
+            BLOCK_DIM=block_dim_of(head_dim),
+            ROWS=tiles.rows,
+            ROW_TILES=row_tiles,
+            KEYS=tiles.keys,
+            BLOCK_SIZE=block_size,
+            SOFTCAP=softcap is not None,
+            WINDOW=window is not None,
+            SINKS=has_sinks,
+            ONE_SPLIT=self._partials is None,
+            LINES=lines,
+            num_warps=tiles.warps,
+            num_stages=tiles.stages,
         )
-        new_max = tl.maximum(total_max, tl.max(maxima, 0))
-        weights = tl.exp2(maxima - new_max)
-        decay = tl.exp2(total_max - new_max)
-        total_sum = total_sum * decay + tl.sum(sums * weights, 0)
-        acc = acc * decay + tl.sum(accs * weights[:, None], 0)
-        total_max = new_max
-    result = acc / tl.where(used > 0, total_sum, 1.0)
-    out_at = out + row.to(tl.int64) * stride_out_row + head * stride_out_head + dims
-    tl.store(out_at, result.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
+
+    def __call__(self, q: Tensor, cache: Tensor, out: Tensor, sinks: Tensor | None) -> None:
+        """Attention of the first rows of ``q [T, Hq, D]`` into those of ``out``."""
+        partials = self._partials
+        out_strides = out.stride()[:2]
+        self._kernel(
+            self._grid,
+            out,
+            *((out, out, out) if partials is None else partials.tensors),
+            q,
+            cache,
+            *self._rows,
+            out if sinks is None else sinks,
+            *self._numbers,
+            *out_strides,
+            *q.stride()[:2],
+            *cache.stride(),
+            self._stride_table,
+        )
+        if partials is not None:
+            partials.merge(out, self._numbers[0], out_strides)
 
 
 def decode_attention(
@@ -182,14 +229,9 @@ def decode_attention(
     table_rows: Tensor,
     seq_lens: Tensor,
     *,
-    scale: float,
-    tiles: Tiles,
-    splits: int = 1,
-    softcap: float | None = None,
-    window: int | None = None,
     sinks: Tensor | None = None,
-    workspace: Tensor | None = None,
     out: Tensor | None = None,
+    **options: Any,
 ) -> Tensor:
     """Attention of one query token per row over its cached keys and values.
 
@@ -201,88 +243,31 @@ def decode_attention(
         table_rows: ``[B]``, each row's line of ``block_table``.
         seq_lens: ``[B]`` int32 or int64, the row's own token included; 0 for a padded row,
             whose output is zero.
-        scale: factor on ``q @ k``.
-        splits: programs per row and key/value head, from ``num_splits``.
-        softcap: scores become ``softcap * tanh(score / softcap)``.
-        window: keys that a query sees, its own included; None is all.
         sinks: ``[Hq]`` float32, a logit per head that takes part in the softmax.
-        workspace: at least ``workspace_size`` float32 elements, made here if None.
         out: ``[B, Hq, D]``, the last dimension contiguous; made here if None.
+        options: ``scale``, a factor on ``q @ k``; ``tiles``;
+            ``splits``, programs per row and key/value head, from ``num_splits``;
+            ``extra_shares`` instead, programs per key/value head beyond one per row: keys are
+            shared out in equal lengths, and a row has as many shares as it needs; 0 for splits, not
+            with a window;
+            ``softcap``, scores become ``softcap * tanh(score / softcap)``;
+            ``window``, keys that a query sees, its own included, None for all;
+            ``workspace``, at least ``workspace_size`` float32 elements, made here if None.
 
     Returns:
         ``[B, Hq, D]`` in the dtype of ``q``.
+
+    Raises:
+        ValueError: shares with a window.
     """
-    batch, num_heads, head_dim = q.shape
     block_size, kv_heads = cache.shape[2:4]
-    group = num_heads // kv_heads
-    row_tiles = cdiv(group, tiles.rows)
-    block_dim = max(16, next_power_of_2(head_dim))
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    if not batch:
-        return out
-    partials = _partials(q, out, splits, block_dim, workspace)
-    score_scale, cap = score_factors(scale, softcap)
-    decode_kernel[(batch, kv_heads * row_tiles, splits)](
-        out,
-        *partials,
-        q,
-        cache[0],
-        cache[1],
-        block_table,
-        table_rows,
-        seq_lens,
-        sinks,
-        score_scale,
-        cap,
-        window or 0,
-        *out.stride()[:2],
-        *q.stride()[:2],
-        *cache.stride()[1:],
-        block_table.stride(0),
-        GROUP=group,
-        HEAD_DIM=head_dim,
-        BLOCK_DIM=block_dim,
-        ROWS=tiles.rows,
-        ROW_TILES=row_tiles,
-        KEYS=tiles.keys,
-        BLOCK_SIZE=block_size,
-        SOFTCAP=softcap is not None,
-        WINDOW=window is not None,
-        SINKS=sinks is not None,
-        ONE_SPLIT=splits == 1,
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
-    )
-    if splits > 1:
-        merge_kernel[(batch, num_heads)](
-            out,
-            *partials,
-            seq_lens,
-            splits,
-            window or 0,
-            *out.stride()[:2],
-            HEAD_DIM=head_dim,
-            BLOCK_DIM=block_dim,
-            KEYS=tiles.keys,
-            MERGED=MERGED_SPLITS,
-            WINDOW=window is not None,
-            num_warps=4,
+    if q.shape[0]:
+        shape = q.shape[1], kv_heads, q.shape[2]
+        has_sinks = sinks is not None
+        attention = DecodeAttention(
+            shape, block_size, block_table, table_rows, seq_lens, has_sinks=has_sinks, **options
         )
+        attention(q, cache, out, sinks)
     return out
-
-
-def _partials(
-    q: Tensor, out: Tensor, splits: int, block_dim: int, workspace: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Accumulators, maxima and sums in one workspace; with one split nothing uses them."""
-    if splits == 1:
-        return out, out, out
-    batch, num_heads, head_dim = q.shape
-    count = batch * num_heads * splits
-    if workspace is None:
-        size = workspace_size(batch, num_heads, head_dim, splits)
-        workspace = torch.empty(size, dtype=torch.float32, device=q.device)
-    acc = workspace[: count * block_dim]
-    maxima = workspace[count * block_dim : count * (block_dim + 1)]
-    return acc, maxima, workspace[count * (block_dim + 1) : count * (block_dim + 2)]

@@ -8,11 +8,13 @@ import triton
 import triton.language as tl
 
 from asyncllm.gpu.batch.decode_inputs import DecodeInputs
+from asyncllm.gpu.ops.triton.launcher import launched
 from asyncllm.gpu.ops.triton.tuning import cdiv
 
 BLOCK = 128
 
 
+@launched
 @triton.jit(do_not_specialize=["num_rows", "num_changes"])
 def decode_inputs_kernel(
     token_ids,

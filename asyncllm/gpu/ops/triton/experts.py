@@ -16,6 +16,7 @@ from torch import Tensor
 from asyncllm.checkpoint.experts_config import ActivationConfig
 from asyncllm.gpu.ops.experts import ExpertsWeights, add_shared
 from asyncllm.gpu.ops.triton.activation import activated
+from asyncllm.gpu.ops.triton.launcher import launched
 from asyncllm.gpu.ops.triton.tuning import ProductTiles, cdiv, product_tiles
 
 
@@ -42,6 +43,7 @@ def find_rows(starts, tile_ends, expert, tile, ROWS: tl.constexpr):
     return rows, rows < end
 
 
+@launched
 @triton.jit
 def gate_up_kernel(
     out,
@@ -106,6 +108,7 @@ def gate_up_kernel(
     tl.store(out_at, result.to(out.dtype.element_ty), mask=real[:, None] & in_columns[None, :])
 
 
+@launched
 @triton.jit
 def down_kernel(
     out,
@@ -190,7 +193,7 @@ class TritonExperts:
             out,
             inner,
             self.down,
-            self.down_bias,
+            self.down if self.down_bias is None else self.down_bias,
             weights,
             *plan,
             self.num_experts,
@@ -222,7 +225,7 @@ class TritonExperts:
             inner,
             x,
             self.gate_up,
-            self.gate_up_bias,
+            self.gate_up if self.gate_up_bias is None else self.gate_up_bias,
             *plan,
             self.num_experts,
             top_k,

@@ -3,14 +3,18 @@
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
 # A type checker takes a kernel for the function that it is written as.
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from asyncllm.gpu.ops.triton.launcher import launched
 from asyncllm.gpu.ops.triton.tuning import next_power_of_2, row_warps
 
 
+@launched
 @triton.jit
 def norm_kernel(
     out,
@@ -72,6 +76,9 @@ class TritonRMSNorm:
         self.weight = weight
         self.eps = eps
         self.multiplier, self.scale = multiplier, scale
+        self._width = 0
+        self._alone: Any = None
+        self._adding: Any = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """The norm of ``x [T, H]``, or of each part of ``x [T, parts, H]``."""
@@ -92,7 +99,11 @@ class TritonRMSNorm:
     def _launch(self, x: Tensor, residual: Tensor, out: Tensor, *, add: bool = False) -> Tensor:
         rows, width = x.shape
         if rows:
-            norm_kernel[(rows,)](
+            kernel = self._adding if add else self._alone
+            if kernel is None or self._width != width:
+                kernel = self._bind(width, add)
+            kernel(
+                (rows, 1, 1),
                 out,
                 x,
                 residual,
@@ -103,11 +114,21 @@ class TritonRMSNorm:
                 out.stride(0),
                 x.stride(0),
                 residual.stride(0),
-                WIDTH=width,
-                BLOCK=next_power_of_2(width),
-                ADD=add,
-                SCALED=add and self.multiplier != 1.0,
-                SUM_SCALED=add and self.scale != 1.0,
-                num_warps=row_warps(width),
             )
         return out
+
+    def _bind(self, width: int, add: bool) -> Any:
+        """The kernel for rows of that width, with or without a residual."""
+        self._width = width
+        self._alone, self._adding = (
+            norm_kernel.bind(
+                WIDTH=width,
+                BLOCK=next_power_of_2(width),
+                ADD=adds,
+                SCALED=adds and self.multiplier != 1.0,
+                SUM_SCALED=adds and self.scale != 1.0,
+                num_warps=row_warps(width),
+            )
+            for adds in (False, True)
+        )
+        return self._adding if add else self._alone

@@ -2,11 +2,15 @@
 
 The rows of a tile are query tokens times the query heads of one key/value head, the heads
 padded to a power of two. The grid is an upper bound that the host knows without looking at
-the lengths: each program finds its sequence by binary search, and leaves if it has none.
+the lengths: each program finds its sequence by binary search, and leaves if it has none. A
+sequence's tiles begin with the last, which has the most keys: while a short one ends, fewer
+multiprocessors are idle. A few tiles share their keys among programs (``merge_attention.py``).
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
 # A type checker takes a kernel for the function that it is written as.
+
+from typing import Any
 
 import torch
 import triton
@@ -14,7 +18,9 @@ import triton.language as tl
 from torch import Tensor
 
 from asyncllm.gpu.ops.triton.attention_tile import LOG2_E, attend_tile, score_factors
-from asyncllm.gpu.ops.triton.tuning import Tiles, next_power_of_2
+from asyncllm.gpu.ops.triton.launcher import launched
+from asyncllm.gpu.ops.triton.merge_attention import Partials
+from asyncllm.gpu.ops.triton.tuning import Tiles, block_dim_of, next_power_of_2, num_tiles
 
 
 @triton.jit
@@ -38,15 +44,18 @@ def find_sequence(query_start_loc, num_seqs, tile, TOKENS: tl.constexpr):
 
 # The rows of a step come behind its decode rows, so where they begin depends on how many those
 # are: specialised on it, the kernel would be compiled again in the middle of serving.
+@launched
 @triton.jit(
     do_not_specialize=["num_seqs", "window"],
-    do_not_specialize_on_alignment=["table_rows", "seq_lens", "query_start_loc"],
+    do_not_specialize_on_alignment=["partial_sum", "table_rows", "seq_lens", "query_start_loc"],
 )
 def prefill_kernel(
     out,
+    partial_acc,
+    partial_max,
+    partial_sum,
     q,
-    k_cache,
-    v_cache,
+    kv_cache,
     block_table,
     table_rows,
     seq_lens,
@@ -60,6 +69,7 @@ def prefill_kernel(
     stride_out_head,
     stride_q_row,
     stride_q_head,
+    stride_kv,
     stride_block,
     stride_slot,
     stride_head,
@@ -75,14 +85,19 @@ def prefill_kernel(
     SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
+    ONE_SPLIT: tl.constexpr,
 ):
-    """Grid ``(tiles, kv_heads)``; a tile is ``ROWS / GROUP_ROWS`` tokens of one sequence.
+    """Grid ``(tiles, kv_heads, splits)``; a tile is ``ROWS / GROUP_ROWS`` tokens of one sequence.
+    Partials are ``[tokens, heads, splits]``, the accumulators with BLOCK_DIM more.
 
     A token has GROUP_ROWS rows, the next power of two from GROUP: divisions by any other
     number cost registers that a full tile does not have.
     """
     TOKENS: tl.constexpr = ROWS // GROUP_ROWS
-    tile = tl.program_id(0)
+    # Later queries see more keys.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    split = tl.program_id(2)
+    splits = tl.num_programs(2)
     kv_head = tl.program_id(1)
     seq = find_sequence(query_start_loc, num_seqs, tile, TOKENS)
     first_query = tl.load(query_start_loc + seq).to(tl.int32)
@@ -114,19 +129,26 @@ def prefill_kernel(
         unmasked_end = start
     else:
         unmasked_end = (prefix + offset + 1) // KEYS * KEYS
+    if not ONE_SPLIT:
+        per_split = tl.cdiv(tl.cdiv(end - start, KEYS), splits) * KEYS
+        start += split * per_split
+        end = tl.minimum(start + per_split, end)
+        unmasked_end = tl.minimum(tl.maximum(unmasked_end, start), end)
 
     line = tl.load(table_rows + seq).to(tl.int64)
     table = block_table + line * stride_table
     at_head = kv_head.to(tl.int64) * stride_head
-    cache = (k_cache + at_head, v_cache + at_head, table, stride_block, stride_slot, stride_dim)
+    k_cache = kv_cache + at_head
+    cache = (k_cache, k_cache + stride_kv, table, stride_block, stride_slot, stride_dim)
     factors = (score_scale, softcap, window)
     acc = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
     if SINKS:
-        # A key without a value.
-        row_max = tl.load(sinks + heads, mask=in_tile, other=0.0) * LOG2_E
-        row_sum += 1.0
+        # A key without a value, among those of the first split.
+        if split == 0:
+            row_max = tl.load(sinks + heads, mask=in_tile, other=0.0) * LOG2_E
+            row_sum += 1.0
     if not WINDOW:
         for first_key in range(start, unmasked_end, KEYS):
             acc, row_max, row_sum = attend_tile(
@@ -138,9 +160,98 @@ def prefill_kernel(
             queries, acc, row_max, row_sum, *cache, first_key, positions, first_seen, kv_len,
             *factors, HEAD_DIM, BLOCK_DIM, KEYS, BLOCK_SIZE, SOFTCAP, WINDOW, True,
         )  # fmt: skip
-    result = (acc / row_sum[:, None]).to(out.dtype.element_ty)
-    out_at = out + at[:, None] * stride_out_row + heads[:, None] * stride_out_head
-    tl.store(out_at + dims[None, :], result, mask=real)
+    if ONE_SPLIT:
+        result = (acc / row_sum[:, None]).to(out.dtype.element_ty)
+        out_at = out + at[:, None] * stride_out_row + heads[:, None] * stride_out_head
+        tl.store(out_at + dims[None, :], result, mask=real)
+    else:
+        partial = (at * (tl.num_programs(1) * GROUP) + heads) * splits + split
+        tl.store(partial_max + partial, row_max, mask=in_tile)
+        tl.store(partial_sum + partial, row_sum, mask=in_tile)
+        acc_at = partial_acc + partial[:, None] * BLOCK_DIM + dims[None, :]
+        tl.store(acc_at, acc, mask=in_tile[:, None])
+
+
+class PrefillAttention:
+    """The launches of prefill attention, with all that the layers of a step have in common.
+
+    Args:
+        shape: ``(query heads, key/value heads, head size)``.
+        num_tokens: T, padding included.
+        block_table, table_rows, seq_lens, query_start_loc, options: as for ``prefill_attention``.
+        has_sinks: each call brings its layer's.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        block_size: int,
+        num_tokens: int,
+        block_table: Tensor,
+        table_rows: Tensor,
+        seq_lens: Tensor,
+        query_start_loc: Tensor,
+        *,
+        scale: float,
+        tiles: Tiles,
+        splits: int = 1,
+        softcap: float | None = None,
+        window: int | None = None,
+        has_sinks: bool = False,
+        workspace: Tensor | None = None,
+    ) -> None:
+        num_heads, kv_heads, head_dim = shape
+        num_seqs, group = seq_lens.shape[0], num_heads // kv_heads
+        group_rows = next_power_of_2(group)
+        if group_rows > tiles.rows:
+            raise ValueError(f"{group} query heads per key/value head: at most {tiles.rows}")
+        self._num_tokens = num_tokens
+        self._grid = (num_tiles(num_tokens, num_seqs, group, tiles), kv_heads, splits)
+        self._partials: Partials | None = None
+        if splits > 1:
+            self._partials = Partials(
+                workspace, num_tokens * splits, num_heads, head_dim, query_start_loc[num_seqs:],
+                splits, keys=tiles.keys, prefill=True,
+            )  # fmt: skip
+        self._rows = block_table, table_rows, seq_lens, query_start_loc
+        self._numbers = (num_seqs, *score_factors(scale, softcap), window or 0)
+        self._stride_table = block_table.stride(0)
+        self._kernel = prefill_kernel.bind(
+            GROUP=group,
+            HEAD_DIM=head_dim,
+            BLOCK_DIM=block_dim_of(head_dim),
+            ROWS=tiles.rows,
+            GROUP_ROWS=group_rows,
+            KEYS=tiles.keys,
+            BLOCK_SIZE=block_size,
+            SOFTCAP=softcap is not None,
+            WINDOW=window is not None,
+            SINKS=has_sinks,
+            ONE_SPLIT=splits == 1,
+            num_warps=tiles.warps,
+            num_stages=tiles.stages,
+        )
+
+    def __call__(self, q: Tensor, cache: Tensor, out: Tensor, sinks: Tensor | None) -> None:
+        """Attention of ``q [T, Hq, D]`` into ``out``."""
+        partials = self._partials
+        out_strides = out.stride()[:2]
+        self._kernel(
+            self._grid,
+            out,
+            *((out, out, out) if partials is None else partials.tensors),
+            q,
+            cache,
+            *self._rows,
+            out if sinks is None else sinks,
+            *self._numbers,
+            *out_strides,
+            *q.stride()[:2],
+            *cache.stride(),
+            self._stride_table,
+        )
+        if partials is not None:
+            partials.merge(out, self._num_tokens, out_strides)
 
 
 def prefill_attention(
@@ -151,12 +262,9 @@ def prefill_attention(
     seq_lens: Tensor,
     query_start_loc: Tensor,
     *,
-    scale: float,
-    tiles: Tiles,
-    softcap: float | None = None,
-    window: int | None = None,
     sinks: Tensor | None = None,
     out: Tensor | None = None,
+    **options: Any,
 ) -> Tensor:
     """Causal attention of the last tokens of each sequence over its cached keys and values.
 
@@ -169,9 +277,12 @@ def prefill_attention(
         seq_lens: ``[R]`` int32 or int64, tokens of each sequence up to its last query.
         query_start_loc: ``[R + 1]`` int32 or int64, ascending, the first query of each row;
             rows may be empty, and tokens from the last entry on are padding.
-        scale, softcap, window, sinks: as in ``decode_attention``.
+        sinks: as in ``decode_attention``.
         out: ``[T, Hq, D]``, the last dimension contiguous; made here if None. Padding tokens
             keep what they hold.
+        options: ``splits``, programs per tile and key/value head, from ``num_tile_splits``;
+            ``scale``, ``tiles``, ``softcap``, ``window`` and ``workspace`` as in
+            ``decode_attention``.
 
     Returns:
         ``[T, Hq, D]`` in the dtype of ``q``.
@@ -181,46 +292,12 @@ def prefill_attention(
     """
     num_tokens, num_heads, head_dim = q.shape
     block_size, kv_heads = cache.shape[2:4]
-    num_seqs = seq_lens.shape[0]
-    group = num_heads // kv_heads
-    group_rows = next_power_of_2(group)
-    if group_rows > tiles.rows:
-        raise ValueError(f"{group} query heads per key/value head: at most {tiles.rows}")
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    if not num_tokens:
-        return out
-    tokens = tiles.rows // group_rows
-    score_scale, cap = score_factors(scale, softcap)
-    prefill_kernel[(num_tokens // tokens + num_seqs, kv_heads)](
-        out,
-        q,
-        cache[0],
-        cache[1],
-        block_table,
-        table_rows,
-        seq_lens,
-        query_start_loc,
-        sinks,
-        num_seqs,
-        score_scale,
-        cap,
-        window or 0,
-        *out.stride()[:2],
-        *q.stride()[:2],
-        *cache.stride()[1:],
-        block_table.stride(0),
-        GROUP=group,
-        HEAD_DIM=head_dim,
-        BLOCK_DIM=max(16, next_power_of_2(head_dim)),
-        ROWS=tiles.rows,
-        GROUP_ROWS=group_rows,
-        KEYS=tiles.keys,
-        BLOCK_SIZE=block_size,
-        SOFTCAP=softcap is not None,
-        WINDOW=window is not None,
-        SINKS=sinks is not None,
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
-    )
+    if num_tokens:
+        attention = PrefillAttention(
+            (num_heads, kv_heads, head_dim), block_size, num_tokens, block_table, table_rows,
+            seq_lens, query_start_loc, has_sinks=sinks is not None, **options,
+        )  # fmt: skip
+        attention(q, cache, out, sinks)
     return out

@@ -4,6 +4,7 @@
 # A type checker takes a kernel for the function that it is written as.
 
 from dataclasses import replace
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.torch_ops import check_head_norm, norms_whole_projections
+from asyncllm.gpu.ops.triton.launcher import launched
 from asyncllm.gpu.ops.triton.norm import TritonRMSNorm
 from asyncllm.gpu.ops.triton.tuning import cdiv, next_power_of_2
 
@@ -24,6 +26,7 @@ def rotate(first, second, cos, sin):
     return first * cos - second * sin, second * cos + first * sin
 
 
+@launched
 @triton.jit
 def rope_cache_kernel(
     qkv,
@@ -32,13 +35,13 @@ def rope_cache_kernel(
     v_weight,
     table,
     positions,
-    k_cache,
-    v_cache,
+    kv_cache,
     slot_mapping,
     eps,
     stride_qkv,
     stride_table,
     k_table,
+    stride_kv,
     stride_block,
     stride_slot,
     stride_head,
@@ -109,14 +112,14 @@ def rope_cache_kernel(
     k_head = (heads - NUM_HEADS).to(tl.int64)
     is_key = (k_head >= 0) & (k_head < KV_HEADS)
     cache_at = block * stride_block + offset * stride_slot + dims[None, :] * stride_dim
-    k_at = k_cache + cache_at + k_head[:, None] * stride_head
-    tl.store(k_at, first.to(k_cache.dtype.element_ty), mask=real & is_key[:, None])
-    second_k = second.to(k_cache.dtype.element_ty)
+    k_at = kv_cache + cache_at + k_head[:, None] * stride_head
+    tl.store(k_at, first.to(kv_cache.dtype.element_ty), mask=real & is_key[:, None])
+    second_k = second.to(kv_cache.dtype.element_ty)
     tl.store(k_at + HALF * stride_dim, second_k, mask=real & is_key[:, None])
     v_head = k_head - KV_HEADS
-    v_at = v_cache + cache_at + v_head[:, None] * stride_head
-    tl.store(v_at, first.to(v_cache.dtype.element_ty), mask=real & is_value[:, None])
-    second_v = second.to(v_cache.dtype.element_ty)
+    v_at = kv_cache + stride_kv + cache_at + v_head[:, None] * stride_head
+    tl.store(v_at, first.to(kv_cache.dtype.element_ty), mask=real & is_value[:, None])
+    second_v = second.to(kv_cache.dtype.element_ty)
     tl.store(v_at + HALF * stride_dim, second_v, mask=real & is_value[:, None])
 
 
@@ -136,6 +139,8 @@ class TritonRopeAndCache:
         self.q_norm = self.k_norm = None
         self.v_norm, self.eps = v_norm, eps
         self.whole_norms: tuple[TritonRMSNorm, ...] = ()
+        self._bound_for, self._blocks = (0, False), 0
+        self._bound: Any = None
         if q_norm is None or k_norm is None:
             if v_norm is not None:
                 raise ValueError("a norm of values alone: expected one of queries and keys as well")
@@ -163,15 +168,16 @@ class TritonRopeAndCache:
         """
         shape = self.shape
         table, positions = rotary
-        num_q, num_k, half = shape.num_heads, shape.num_kv_heads, shape.head_dim // 2
-        block_half = next_power_of_2(half)
+        num_q, num_k = shape.num_heads, shape.num_kv_heads
         if self.whole_norms:
             parts = qkv.split([count * shape.head_dim for count in (num_q, num_k, num_k)], 1)
             for norm, part in zip(self.whole_norms, parts, strict=False):
                 norm.in_place(part)
-        heads = max(1, TILE_ELEMENTS // block_half)
-        if qkv.shape[0]:
-            rope_cache_kernel[(qkv.shape[0], cdiv(num_q + 2 * num_k, heads))](
+        rows = qkv.shape[0]
+        if rows:
+            kernel, blocks = self._bind(cache.shape[2], table.dim() == 3)
+            kernel(
+                (rows, blocks, 1),
                 qkv,
                 *(
                     qkv if norm is None else norm
@@ -179,28 +185,39 @@ class TritonRopeAndCache:
                 ),
                 table,
                 positions,
-                cache[0],
-                cache[1],
+                cache,
                 slot_mapping,
                 self.eps,
                 qkv.stride(0),
                 table.stride(0),
                 shape.head_dim,
-                *cache.stride()[1:],
-                NUM_HEADS=num_q,
-                KV_HEADS=num_k,
+                *cache.stride(),
+            )
+        split = qkv.view(rows, num_q + 2 * num_k, shape.head_dim)
+        return split[:, :num_q], split[:, num_q : num_q + num_k], split[:, num_q + num_k :]
+
+    def _bind(self, block_size: int, scaled: bool) -> tuple[Any, int]:
+        """The kernel, and how many programs share the heads of a token."""
+        if (block_size, scaled) != self._bound_for:
+            shape = self.shape
+            block_half = next_power_of_2(shape.head_dim // 2)
+            heads = max(1, TILE_ELEMENTS // block_half)
+            self._bound_for = block_size, scaled
+            self._bound = rope_cache_kernel.bind(
+                NUM_HEADS=shape.num_heads,
+                KV_HEADS=shape.num_kv_heads,
                 HEAD_DIM=shape.head_dim,
-                HALF=half,
+                HALF=shape.head_dim // 2,
                 BLOCK_HALF=block_half,
                 HEADS=heads,
-                BLOCK_SIZE=cache.shape[2],
+                BLOCK_SIZE=block_size,
                 NORM=self.q_norm is not None,
                 NORM_VALUES=self.v_norm is not None,
-                SCALED=table.dim() == 3,
+                SCALED=scaled,
                 num_warps=4,
             )
-        split = qkv.view(qkv.shape[0], num_q + 2 * num_k, shape.head_dim)
-        return split[:, :num_q], split[:, num_q : num_q + num_k], split[:, num_q + num_k :]
+            self._blocks = cdiv(shape.num_heads + 2 * shape.num_kv_heads, heads)
+        return self._bound, self._blocks
 
 
 class TritonRope:

@@ -1,10 +1,9 @@
-"""sample: Gumbel-max sampling in two kernels over the vocabulary, without a sort.
+"""sample: Gumbel-max sampling in two kernels over the vocabulary, without sorting it.
 
 They compute what ``gumbel_sample`` describes. The first kernel reduces the vocabulary to
 statistics of chunks of 256 tokens, for truncated rows the winner of the race included. The
-second has one program
-per row. If nothing truncates the row, the chunks race by their mass, and the tokens of the one
-that wins. Otherwise:
+second has one program per row. If nothing truncates the row, the chunks race by their mass, and
+the tokens of the one that wins. Otherwise:
 
 - top_k: the k-th largest of the chunks' maxima bounds the k-th largest logit from below, so
   that only the chunks above it, rarely many more than k, have to be read again; quickselect
@@ -25,20 +24,26 @@ from torch import Tensor
 
 from asyncllm.gpu.batch.decode_inputs import SamplingTensors
 from asyncllm.gpu.ops import gumbel
+from asyncllm.gpu.ops.triton.launcher import launched
+from asyncllm.gpu.ops.triton.top_k import (
+    SCANNED,
+    SORTED,
+    is_ahead,
+    kth_largest,
+    listed_values,
+    order_of,
+    top_k_cut,
+    value_of,
+)
 from asyncllm.gpu.ops.triton.tuning import cdiv, next_power_of_2
 
 CHUNK = tl.constexpr(gumbel.CHUNK)
 MIN_TEMPERATURE = tl.constexpr(gumbel.MIN_TEMPERATURE)
 NO_TOKEN_LEFT = tl.constexpr(gumbel.NO_TOKEN_LEFT)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
-PRIORITY = tl.constexpr(0x9E3779B1)
-PRIORITY_INVERSE = tl.constexpr(pow(0x9E3779B1, -1, 2**32))
 
 COUNTERS = tl.constexpr(4)
 """Rows of counters per program of the first kernel: each is four chunks."""
-
-SCANNED = tl.constexpr(4)
-"""Chunks that the second kernel reads at once."""
 
 PER_CHUNK = ["listed", "chunk_max", "chunk_sum", "chunk_score", "chunk_token"]
 """Arguments that lie one behind the other. Where each begins depends on the number of rows:
@@ -72,6 +77,7 @@ def temperature_factor(temperature):
     return greedy, tl.where(greedy, 1.0, tl.div_rn(1.0, tl.where(greedy, 1.0, temperature)))
 
 
+@launched
 @triton.jit(do_not_specialize_on_alignment=PER_CHUNK)
 def chunk_kernel(
     chunk_max,
@@ -140,47 +146,6 @@ def chunk_kernel(
 
 
 @triton.jit
-def order_of(value):
-    """Integers in [0, 2**32) in the order of float32 numbers."""
-    # Adding zero makes minus zero the same as zero.
-    bits = (value + 0.0).to(tl.int32, bitcast=True)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 2147483648
-
-
-@triton.jit
-def kth_largest(order, k):
-    """The k-th largest of a vector, from the highest bit down; 0 if it has fewer."""
-    found = tl.full([], 0, tl.int64)
-    for step in range(32):
-        candidate = found + (tl.full([], 1, tl.int64) << (31 - step))
-        enough = tl.sum((order >= candidate).to(tl.int32), 0) >= k
-        found = tl.where(enough, candidate, found)
-    return found
-
-
-@triton.jit
-def listed_values(logits, listed, count, factor, vocab_size, start):
-    """Tokens and logits of the listed chunks ``start`` to ``start + SCANNED``."""
-    entry = start + tl.arange(0, SCANNED)
-    chunk = tl.load(listed + entry, mask=entry < count, other=0)
-    token = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-    real = (entry < count)[:, None] & (token < vocab_size)
-    value = tl.load(logits + token, mask=real, other=float("-inf")).to(tl.float32) * factor
-    return token, value, real
-
-
-@triton.jit
-def is_ahead(value, token, of_value, of_token):
-    """The order of tokens: by logit, descending, then by id."""
-    return (value > of_value) | ((value == of_value) & (token < of_token))
-
-
-@triton.jit
-def value_of(logits, token, factor):
-    return tl.load(logits + token).to(tl.float32) * factor
-
-
-@triton.jit
 def race_in_chunk(logits, chunk, factor, vocab_size, key):
     """The winning token of a chunk."""
     lane = tl.arange(0, CHUNK)
@@ -225,72 +190,12 @@ def race_ahead(logits, listed, count, factor, vocab_size, largest, key, pivot_va
     return tl.sum(tl.sum(mass, 1), 0), tl.minimum(tl.min(tl.min(first, 1), 0), vocab_size - 1)
 
 
-@triton.jit
-def rank_of(
-    logits, listed, count, factor, vocab_size, pivot_value, pivot, high_value, high, low_value, low
-):
-    """How many listed tokens are ahead of the pivot, and a random token on each side of it.
-
-    Those tokens lie between ``high`` and the pivot, and between the pivot and ``low``.
-    """
-    ranks = tl.zeros([SCANNED, CHUNK], tl.int32)
-    above = tl.full([SCANNED, CHUNK], -2147483648, tl.int32)
-    below = tl.full([SCANNED, CHUNK], -2147483648, tl.int32)
-    for start in range(0, count, SCANNED):
-        token, value, real = listed_values(logits, listed, count, factor, vocab_size, start)
-        # An odd factor permutes the numbers of 32 bits: no two tokens have one priority.
-        priority = (token.to(tl.uint32) * PRIORITY).to(tl.int32, bitcast=True)
-        ahead = is_ahead(value, token, pivot_value, pivot)
-        at_pivot = (value == pivot_value) & (token == pivot)
-        ranks += (real & ahead).to(tl.int32)
-        after_high = is_ahead(high_value, high, value, token)
-        between = real & ahead & after_high
-        above = tl.where(between, tl.maximum(above, priority), above)
-        before_low = is_ahead(value, token, low_value, low)
-        between = real & (ahead == 0) & (at_pivot == 0) & before_low
-        below = tl.where(between, tl.maximum(below, priority), below)
-    rank = tl.sum(tl.sum(ranks, 1), 0)
-    return rank, token_of(tl.max(tl.max(above, 1), 0)), token_of(tl.max(tl.max(below, 1), 0))
-
-
-@triton.jit
-def token_of(priority):
-    return (priority.to(tl.uint32, bitcast=True) * PRIORITY_INVERSE).to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def top_k_cut(logits, listed, count, factor, vocab_size, floor_value, k):
-    """The token that is first to be left out: k listed tokens at or above the floor, or all
-    of them if they are fewer, are ahead of it."""
-    among = (logits, listed, count, factor, vocab_size)
-    infinite = floor_value * 0.0 + float("inf")
-    pivot_value = floor_value
-    pivot = vocab_size
-    low_value = floor_value
-    low = vocab_size
-    high_value = infinite
-    high = vocab_size * 0 - 1
-    rank, above, below = rank_of(*among, pivot_value, pivot, high_value, high, low_value, low)
-    searching = rank > k
-    while searching:
-        if rank > k:
-            low_value = pivot_value
-            low = pivot
-            pivot = above
-        else:
-            high_value = pivot_value
-            high = pivot
-            pivot = below
-        pivot_value = value_of(logits, pivot, factor)
-        rank, above, below = rank_of(*among, pivot_value, pivot, high_value, high, low_value, low)
-        searching = rank != k
-    return pivot_value, pivot
-
-
+@launched
 @triton.jit(do_not_specialize_on_alignment=PER_CHUNK)
 def choose_kernel(
     out,
     last_sampled_tokens,
+    candidates,
     listed,
     chunk_max,
     chunk_sum,
@@ -364,7 +269,10 @@ def choose_kernel(
             cut_value = floor_value
             cut_token = vocab_size
             if limited:
-                cut_value, cut_token = top_k_cut(*among, floor_value, k)
+                cut_value, cut_token = top_k_cut(
+                    logits, candidates + row * SORTED, listed, count, factor, vocab_size,
+                    floor_value, lowest_order, k,
+                )  # fmt: skip
             total, token = race_ahead(*among, largest, key, cut_value, cut_token)
         if top_p < 1.0:
             mass, following = race_ahead(
@@ -400,6 +308,7 @@ def sample(
     num_chunks = cdiv(vocab_size, gumbel.CHUNK)
     floats = torch.empty((3, rows, num_chunks), dtype=torch.float32, device=logits.device)
     indices = torch.empty((2, rows, num_chunks), dtype=torch.int32, device=logits.device)
+    candidates = torch.empty((rows, SORTED.value), dtype=torch.int64, device=logits.device)
     chunks = (*floats, indices[0])
     of_rows = (logits, sampling.states, positions, sampling.temperature)
     sizes = (vocab_size, num_chunks, logits.stride(0))
@@ -410,6 +319,7 @@ def sample(
     choose_kernel[(rows,)](
         out,
         last_sampled_tokens,
+        candidates,
         indices[1],
         *chunks,
         *of_rows,

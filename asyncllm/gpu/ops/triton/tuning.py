@@ -17,8 +17,18 @@ MAX_WAVE_SPLITS = 8
 """Most programs that share a sequence for the sake of a full last wave alone."""
 
 PROGRAMS_PER_SM = 4
-"""Decode attention programs that a multiprocessor should have, by shared memory
-and registers."""
+"""Decode attention programs that a multiprocessor has, by shared memory and registers, for heads of
+128."""
+
+_FEW_PROGRAMS = 2
+"""On GPUs with 100 KB of shared memory to a multiprocessor."""
+
+TILE_SPLIT_TOKENS = 512
+"""Fewest keys that a split of a prefill's tile is worth: what it leaves to be merged is twice as
+much as a step of its loop reads."""
+
+SKEWED_TOKENS = 1024
+"""Keys of one program that are not worth sharing them out anew."""
 
 _HEAD_DIMS = (64, 128, 256)
 MAX_HEAD_DIM = _HEAD_DIMS[-1]
@@ -97,6 +107,12 @@ def _find(table: dict[int, tuple[Tiles, Tiles, Tiles]], capability: int, head_di
     return table[max(known)][bisect_left(_HEAD_DIMS, head_dim)]
 
 
+def decode_programs(capability: int) -> int:
+    """Decode attention programs that a multiprocessor has at a time."""
+    has_less = 86 <= capability < 90 or capability >= 110
+    return _FEW_PROGRAMS if has_less else PROGRAMS_PER_SM
+
+
 @dataclass(frozen=True, slots=True)
 class ProductTiles:
     """Launch shape of a grouped matrix product.
@@ -128,7 +144,9 @@ def product_tiles(num_rows: int, num_groups: int, element_size: int) -> ProductT
     return ProductTiles(rows, 64, 64, 4, 3)
 
 
-def num_splits(batch: int, kv_heads: int, max_len: int, num_sms: int) -> int:
+def num_splits(
+    batch: int, kv_heads: int, max_len: int, num_sms: int, per_sm: int = PROGRAMS_PER_SM
+) -> int:
     """How many programs share one sequence and key/value head in decode attention.
 
     The fewest with which the places of the GPU are nearly as busy as they can be, as in
@@ -140,10 +158,50 @@ def num_splits(batch: int, kv_heads: int, max_len: int, num_sms: int) -> int:
         batch: rows of the launch, padding included.
         max_len: longest sequence that the launch may see, in tokens.
         num_sms: multiprocessors of the GPU.
+        per_sm: programs that one of them has at a time.
     """
-    places, programs = PROGRAMS_PER_SM * num_sms, batch * kv_heads
+    places, programs = per_sm * num_sms, batch * kv_heads
     most = min(max(cdiv(places, programs), MAX_WAVE_SPLITS), cdiv(max_len, SPLIT_TOKENS))
     return _fewest_splits(programs, places, max(1, most))
+
+
+def num_extra_shares(kv_heads: int, num_sms: int, per_sm: int = PROGRAMS_PER_SM) -> int:
+    """Programs per key/value head, beyond one per row, among which decode attention shares out the
+    keys of a skewed batch: two waves of them, so that a share is about half of what a place has to
+    read in all."""
+    return cdiv(2 * per_sm * num_sms, kv_heads)
+
+
+def is_skewed(longest: int, total: int, splits: int, kv_heads: int, places: int) -> bool:
+    """Whether a batch of decode rows would wait for its longest sequence: each of its splits has
+    more than twice the keys that a place of the GPU has to read in all.
+
+    Args:
+        longest, total: tokens of the longest sequence, and of all.
+        splits: that each sequence would have.
+        places: programs that the GPU has at a time.
+    """
+    fair = total * kv_heads // places
+    return cdiv(longest, splits) > 2 * fair + SKEWED_TOKENS
+
+
+def num_tiles(num_tokens: int, num_seqs: int, group: int, tiles: Tiles) -> int:
+    """Tiles of a prefill, at most: known without the lengths of its sequences."""
+    return num_tokens // (tiles.rows // next_power_of_2(group)) + num_seqs
+
+
+def num_tile_splits(num_tiles: int, kv_heads: int, max_len: int, num_sms: int) -> int:
+    """How many programs share the keys of one tile and key/value head in a prefill: more than one
+    where the tiles leave multiprocessors idle, a few new tokens behind a long prefix.
+
+    A multiprocessor has one program of them, by registers.
+
+    Args:
+        max_len: the most keys that a tile sees.
+    """
+    programs = num_tiles * kv_heads
+    most = min(cdiv(num_sms, programs), cdiv(max_len, TILE_SPLIT_TOKENS))
+    return _fewest_splits(programs, num_sms, max(1, most))
 
 
 @lru_cache(maxsize=4096)
@@ -171,8 +229,11 @@ def next_power_of_2(value: int) -> int:
     return 1 << (value - 1).bit_length()
 
 
-def workspace_size(batch: int, num_heads: int, head_dim: int, splits: int) -> int:
-    """Float32 elements that decode attention needs for its partials."""
-    if splits == 1:
-        return 0
-    return batch * num_heads * splits * (max(16, next_power_of_2(head_dim)) + 2)
+def block_dim_of(head_dim: int) -> int:
+    """Elements of a head in a tile."""
+    return max(16, next_power_of_2(head_dim))
+
+
+def workspace_size(count: int, num_heads: int, head_dim: int) -> int:
+    """Float32 elements for so many partial results of attention per head."""
+    return count * num_heads * (block_dim_of(head_dim) + 2)

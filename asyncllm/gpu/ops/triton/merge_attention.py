@@ -1,0 +1,177 @@
+"""Partial results of attention whose keys are shared among programs, and their merge.
+
+Each program leaves an accumulator, the maximum of its scores and their sum, all in float32
+(Flash-Decoding, Dao et al., 2023). There are three ways to share keys out: all decode rows in
+equally many splits; decode rows in shares of equal length, of which a long row has many and a short
+one a single one; and the tiles of a prefill in equally many splits.
+"""
+
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
+# A type checker takes a kernel for the function that it is written as.
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from asyncllm.gpu.ops.triton.launcher import launched
+from asyncllm.gpu.ops.triton.tuning import SPLIT_TOKENS, block_dim_of, workspace_size
+
+LEAST = tl.constexpr(SPLIT_TOKENS)
+MERGED_SPLITS = 8
+
+
+@triton.jit
+def split_keys(kv_len, splits, window, KEYS: tl.constexpr, WINDOW: tl.constexpr):
+    """First visible tile of a sequence and the keys of each of its splits, in whole tiles."""
+    first = 0
+    if WINDOW:
+        first = tl.maximum(kv_len - window, 0) // KEYS * KEYS
+    per_split = tl.cdiv(tl.cdiv(kv_len - first, KEYS), splits) * KEYS
+    return first, per_split
+
+
+@triton.jit
+def share_keys(seq_lens, num_rows, extra, KEYS: tl.constexpr, LINES: tl.constexpr):
+    """Keys of a share, and in ``[LINES]`` how many shares there are up to the end of each row.
+
+    A row has at most one share that is not full, so that there are never more than ``num_rows +
+    extra``.
+    """
+    rows = tl.arange(0, LINES)
+    lengths = tl.load(seq_lens + rows, mask=rows < num_rows, other=0).to(tl.int32)
+    total = tl.sum(lengths.to(tl.int64), 0)
+    per_share = tl.maximum(tl.cdiv(tl.cdiv(total, extra), KEYS) * KEYS, LEAST).to(tl.int32)
+    return per_share, tl.cumsum(tl.cdiv(lengths, per_share), 0)
+
+
+# Where the sums begin in the workspace depends on the number of rows and splits, and where the
+# lengths begin on that of decode rows: specialised on it, the kernel would be compiled again in the
+# middle of serving.
+@launched
+@triton.jit(
+    do_not_specialize=["splits", "window"],
+    do_not_specialize_on_alignment=["partial_sum", "seq_lens"],
+)
+def merge_kernel(
+    out,
+    partial_acc,
+    partial_max,
+    partial_sum,
+    seq_lens,
+    splits,
+    window,
+    stride_out_row,
+    stride_out_head,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    KEYS: tl.constexpr,
+    MERGED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    LINES: tl.constexpr,
+    PREFILL: tl.constexpr,
+):
+    """Grid ``(rows, heads)``. Splits of a decode row that had no keys have written nothing.
+
+    Args:
+        seq_lens: of decode rows; with PREFILL the number of query tokens, padding excluded.
+        splits: of a row; with LINES the shares beyond one per row.
+    """
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    dims = tl.arange(0, BLOCK_DIM)
+    base = (row.to(tl.int64) * tl.num_programs(1) + head) * splits
+    step = 1
+    if PREFILL:
+        used = splits
+        if row >= tl.load(seq_lens):
+            return
+    elif LINES > 0:
+        per_share, ends = share_keys(seq_lens, tl.num_programs(0), splits, KEYS, LINES)
+        used = tl.cdiv(tl.load(seq_lens + row).to(tl.int32), per_share)
+        end = tl.sum(tl.where(tl.arange(0, LINES) == row, ends, 0), 0)
+        step = tl.num_programs(1)
+        base = (end - used).to(tl.int64) * step + head
+    else:
+        kv_len = tl.load(seq_lens + row).to(tl.int32)
+        first, per_split = split_keys(kv_len, splits, window, KEYS, WINDOW)
+        used = tl.cdiv(kv_len - first, tl.maximum(per_split, 1))
+    acc = tl.zeros([BLOCK_DIM], tl.float32)
+    total_max = tl.full([], float("-inf"), tl.float32)
+    total_sum = tl.zeros([], tl.float32)
+    for start in range(0, used, MERGED):
+        split = start + tl.arange(0, MERGED)
+        exists = split < used
+        at = base + split * step
+        maxima = tl.load(partial_max + at, mask=exists, other=float("-inf"))
+        sums = tl.load(partial_sum + at, mask=exists, other=0.0)
+        accs = tl.load(
+            partial_acc + at[:, None] * BLOCK_DIM + dims[None, :], mask=exists[:, None], other=0.0
+        )
+        new_max = tl.maximum(total_max, tl.max(maxima, 0))
+        # The first splits of a prefill's row may have seen no key of its window.
+        known = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weights = tl.exp2(maxima - known)
+        decay = tl.exp2(total_max - known)
+        total_sum = total_sum * decay + tl.sum(sums * weights, 0)
+        acc = acc * decay + tl.sum(accs * weights[:, None], 0)
+        total_max = new_max
+    result = acc / tl.where(used > 0, total_sum, 1.0)
+    out_at = out + row.to(tl.int64) * stride_out_row + head * stride_out_head + dims
+    tl.store(out_at, result.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
+
+
+class Partials:
+    """Partial results of so many programs for each query head, in one workspace, and their merge.
+
+    Args:
+        count: per head.
+        seq_lens, splits, lines, prefill: see ``merge_kernel``.
+
+    Attributes:
+        tensors: accumulators ``[count * heads * BLOCK_DIM]``, maxima and sums ``[count * heads]``.
+    """
+
+    def __init__(
+        self,
+        workspace: Tensor | None,
+        count: int,
+        num_heads: int,
+        head_dim: int,
+        seq_lens: Tensor,
+        splits: int,
+        *,
+        keys: int,
+        window: int | None = None,
+        lines: int = 0,
+        prefill: bool = False,
+    ) -> None:
+        if workspace is None:
+            size = workspace_size(count, num_heads, head_dim)
+            workspace = torch.empty(size, dtype=torch.float32, device=seq_lens.device)
+        size, block_dim = count * num_heads, block_dim_of(head_dim)
+        ends = size * block_dim, size * (block_dim + 1), size * (block_dim + 2)
+        self.tensors = (
+            workspace[: ends[0]],
+            workspace[ends[0] : ends[1]],
+            workspace[ends[1] : ends[2]],
+        )
+        self._seq_lens, self._num_heads = seq_lens, num_heads
+        self._numbers = splits, window or 0
+        self._kernel = merge_kernel.bind(
+            HEAD_DIM=head_dim,
+            BLOCK_DIM=block_dim,
+            KEYS=keys,
+            MERGED=MERGED_SPLITS,
+            WINDOW=window is not None and not prefill,
+            LINES=lines,
+            PREFILL=prefill,
+            num_warps=4,
+        )
+
+    def merge(self, out: Tensor, rows: int, strides: tuple[int, ...]) -> None:
+        """Writes the first rows of ``out [T, Hq, D]``, whose strides these are."""
+        grid = (rows, self._num_heads, 1)
+        self._kernel(grid, out, *self.tensors, self._seq_lens, *self._numbers, *strides)

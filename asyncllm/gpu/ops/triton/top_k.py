@@ -1,0 +1,182 @@
+"""The cut of top_k among the logits of one row: the place in order behind the k-th token.
+
+The k-th largest of the chunks' maxima bounds the k-th largest logit from below. What lies at or
+above that bound is rarely much more than k: it is compacted in one pass over the listed chunks, and
+sorted (bitonic, Batcher, 1968). Where it is more than SORTED, for a large k or among ties,
+quickselect (Hoare, 1961) finds the cut in as many passes as it takes.
+"""
+
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
+# A type checker takes a kernel for the function that it is written as.
+
+import triton
+import triton.language as tl
+
+from asyncllm.gpu.ops import gumbel
+
+CHUNK = tl.constexpr(gumbel.CHUNK)
+PRIORITY = tl.constexpr(0x9E3779B1)
+PRIORITY_INVERSE = tl.constexpr(pow(0x9E3779B1, -1, 2**32))
+
+SCANNED = tl.constexpr(4)
+"""Chunks that are read at once."""
+
+SORTED = tl.constexpr(256)
+"""Candidates that are sorted at most: two for each thread of a program."""
+
+
+@triton.jit
+def order_of(value):
+    """Integers in [0, 2**32) in the order of float32 numbers."""
+    # Adding zero makes minus zero the same as zero.
+    bits = (value + 0.0).to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 2147483648
+
+
+@triton.jit
+def kth_largest(order, k):
+    """The k-th largest of a vector, from the highest bit down; 0 if it has fewer."""
+    found = tl.full([], 0, tl.int64)
+    for step in range(32):
+        candidate = found + (tl.full([], 1, tl.int64) << (31 - step))
+        enough = tl.sum((order >= candidate).to(tl.int32), 0) >= k
+        found = tl.where(enough, candidate, found)
+    return found
+
+
+@triton.jit
+def listed_values(logits, listed, count, factor, vocab_size, start):
+    """Tokens and logits of the listed chunks ``start`` to ``start + SCANNED``."""
+    entry = start + tl.arange(0, SCANNED)
+    chunk = tl.load(listed + entry, mask=entry < count, other=0)
+    token = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+    real = (entry < count)[:, None] & (token < vocab_size)
+    value = tl.load(logits + token, mask=real, other=float("-inf")).to(tl.float32) * factor
+    return token, value, real
+
+
+@triton.jit
+def is_ahead(value, token, of_value, of_token):
+    """The order of tokens: by logit, descending, then by id."""
+    return (value > of_value) | ((value == of_value) & (token < of_token))
+
+
+@triton.jit
+def value_of(logits, token, factor):
+    return tl.load(logits + token).to(tl.float32) * factor
+
+
+@triton.jit
+def rank_of(
+    logits, listed, count, factor, vocab_size, pivot_value, pivot, high_value, high, low_value, low
+):
+    """How many listed tokens are ahead of the pivot, and a random token on each side of it.
+
+    Those tokens lie between ``high`` and the pivot, and between the pivot and ``low``.
+    """
+    ranks = tl.zeros([SCANNED, CHUNK], tl.int32)
+    above = tl.full([SCANNED, CHUNK], -2147483648, tl.int32)
+    below = tl.full([SCANNED, CHUNK], -2147483648, tl.int32)
+    for start in range(0, count, SCANNED):
+        token, value, real = listed_values(logits, listed, count, factor, vocab_size, start)
+        # An odd factor permutes the numbers of 32 bits: no two tokens have one priority.
+        priority = (token.to(tl.uint32) * PRIORITY).to(tl.int32, bitcast=True)
+        ahead = is_ahead(value, token, pivot_value, pivot)
+        at_pivot = (value == pivot_value) & (token == pivot)
+        ranks += (real & ahead).to(tl.int32)
+        after_high = is_ahead(high_value, high, value, token)
+        between = real & ahead & after_high
+        above = tl.where(between, tl.maximum(above, priority), above)
+        before_low = is_ahead(value, token, low_value, low)
+        between = real & (ahead == 0) & (at_pivot == 0) & before_low
+        below = tl.where(between, tl.maximum(below, priority), below)
+    rank = tl.sum(tl.sum(ranks, 1), 0)
+    return rank, token_of(tl.max(tl.max(above, 1), 0)), token_of(tl.max(tl.max(below, 1), 0))
+
+
+@triton.jit
+def token_of(priority):
+    return (priority.to(tl.uint32, bitcast=True) * PRIORITY_INVERSE).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def select_cut(logits, listed, count, factor, vocab_size, floor_value, k):
+    """The token that is first to be left out: k listed tokens at or above the floor, or all
+    of them if they are fewer, are ahead of it."""
+    among = (logits, listed, count, factor, vocab_size)
+    infinite = floor_value * 0.0 + float("inf")
+    pivot_value = floor_value
+    pivot = vocab_size
+    low_value = floor_value
+    low = vocab_size
+    high_value = infinite
+    high = vocab_size * 0 - 1
+    rank, above, below = rank_of(*among, pivot_value, pivot, high_value, high, low_value, low)
+    searching = rank > k
+    while searching:
+        if rank > k:
+            low_value = pivot_value
+            low = pivot
+            pivot = above
+        else:
+            high_value = pivot_value
+            high = pivot
+            pivot = below
+        pivot_value = value_of(logits, pivot, factor)
+        rank, above, below = rank_of(*among, pivot_value, pivot, high_value, high, low_value, low)
+        searching = rank != k
+    return pivot_value, pivot
+
+
+@triton.jit
+def sort_cut(logits, candidates, listed, count, factor, vocab_size, floor_value, lowest_order, k):
+    """The same cut, from the listed tokens at or above both bounds, and how many those are: if
+    more than SORTED, it is none.
+
+    Args:
+        candidates: ``[SORTED]`` int64, scratch memory of the row.
+        lowest_order: a bound on the order of the k-th largest; 0 if it is not known.
+        k: at most SORTED.
+    """
+    found = count * 0
+    for start in range(0, count, SCANNED):
+        token, value, real = listed_values(logits, listed, count, factor, vocab_size, start)
+        order = order_of(value)
+        wanted = real & (value >= floor_value) & (order >= lowest_order)
+        # By logit, then by id: no two are alike.
+        rank = (order - 2147483648) * 4294967296 + (4294967295 - token.to(tl.int64))
+        rank = tl.reshape(rank, [SCANNED * CHUNK])
+        chosen = tl.reshape(wanted.to(tl.int32), [SCANNED * CHUNK])
+        place = found + tl.cumsum(chosen, 0) - 1
+        tl.store(candidates + place, rank, mask=(chosen > 0) & (place < SORTED))
+        found += tl.sum(chosen, 0)
+    # A thread reads what others of its program have written.
+    tl.debug_barrier()
+    number = tl.arange(0, SORTED)
+    rank = tl.load(candidates + number, mask=number < found, other=-9223372036854775808)
+    rank = tl.sort(rank, descending=True)
+    last_in = tl.sum(tl.where(number == k - 1, rank, 0), 0)
+    cut_value = floor_value
+    cut = vocab_size
+    if found >= k:
+        # Behind it in order, whichever token is the next.
+        token = (4294967295 - (last_in & 4294967295)).to(tl.int32)
+        cut_value = value_of(logits, token, factor)
+        cut = token + 1
+    return cut_value, cut, found
+
+
+@triton.jit
+def top_k_cut(logits, candidates, listed, count, factor, vocab_size, floor_value, lowest_order, k):
+    """The logit and the token whose place the cut is: k listed tokens at or above the floor, or all
+    of them if they are fewer, are ahead of it."""
+    cut_value = floor_value
+    cut = vocab_size
+    found = vocab_size * 0 + SORTED + 1
+    if k <= SORTED:
+        cut_value, cut, found = sort_cut(
+            logits, candidates, listed, count, factor, vocab_size, floor_value, lowest_order, k
+        )
+    if found > SORTED:
+        cut_value, cut = select_cut(logits, listed, count, factor, vocab_size, floor_value, k)
+    return cut_value, cut

@@ -1,0 +1,191 @@
+"""How many programs attention launches, for every batch size."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from asyncllm.gpu.batch.decode_inputs import DecodeInputs
+from asyncllm.gpu.batch.step_inputs import ModelInputs
+from asyncllm.gpu.graph.cuda_graphs import GraphKey, Part
+from asyncllm.gpu.ops.base import AttentionShape
+from asyncllm.gpu.ops.triton import decode_attention, merge_attention, prefill_attention
+from asyncllm.gpu.ops.triton.attention import TritonAttention, TritonPlan
+from asyncllm.gpu.ops.triton.tuning import cdiv, num_extra_shares, wave_share
+from tests.triton.launches import Launch, recording
+from tests.triton.test_warm_up import make_step
+
+CPU = torch.device("cpu")
+SMS, PLACES, KV_HEADS = 132, 528, 8
+ATTENTION = TritonAttention(
+    AttentionShape(32, KV_HEADS, 128, 0.1), torch.bfloat16, CPU, capability=90, num_sms=SMS
+)
+CACHE = torch.empty((2, 4, 16, KV_HEADS, 128), dtype=torch.bfloat16)
+TABLE = torch.zeros((513, 8), dtype=torch.int32)
+MAX_LEN = 40_960
+
+
+def step(lengths: np.ndarray, counts: np.ndarray) -> ModelInputs:
+    """Rows of so many new tokens at the end of sequences; decodes first."""
+    starts = np.concatenate(([0], np.cumsum(counts)))
+    nothing = torch.zeros(int(starts[-1]), dtype=torch.int64)
+    return ModelInputs(
+        num_decodes=int((counts == 1).sum()),
+        token_ids=nothing,
+        positions=nothing,
+        logits_indices=None,
+        req_indices=torch.arange(len(counts)),
+        host_req_indices=np.arange(len(counts)),
+        query_start_loc=starts,
+        seq_lens=lengths,
+        starts=lengths - counts,
+        slot_mapping=nothing,
+        host_table=TABLE.numpy(),
+        device_table=TABLE,
+        block_size=16,
+    )
+
+
+def launches_of(plan: TritonPlan, tokens: int) -> dict[str, Launch]:
+    q = torch.empty((tokens, 32, 128), dtype=torch.bfloat16, device="meta")
+    # Partial results lie in a workspace of the plan.
+    if plan.workspace is not None:
+        plan.workspace = plan.workspace.to("meta")
+    modules = (decode_attention, prefill_attention, merge_attention)
+    with recording(modules[0]) as a, recording(modules[1]) as b, recording(modules[2]) as c:
+        ATTENTION(q, q, q, CACHE, plan)
+    return {launch.kernel.fn.__name__: launch for launch in (*a, *b, *c)}
+
+
+@pytest.mark.parametrize("count", [20, 200])
+def test_a_prefill_behind_a_long_prefix_fills_the_device(count: int) -> None:
+    """Prefill rows of so many new tokens behind 32k each: before, a row was a program for each of
+    its tiles and key/value heads, of 512 steps or more."""
+    for rows in range(1, 513):
+        counts = np.full(rows, count)
+        plan = ATTENTION.plan(step(counts + 32_768, counts), None)
+        tiles = rows * count // 32 + rows
+        programs = tiles * KV_HEADS * plan.tile_splits
+        assert programs >= min(tiles * KV_HEADS, 0.6 * SMS)
+        assert programs <= 2 * max(tiles * KV_HEADS, SMS)
+        if plan.tile_splits > 1:
+            assert tiles * KV_HEADS < SMS
+            assert wave_share(programs, SMS) > 0.6
+            assert plan.workspace is not None
+            assert plan.workspace.numel() == rows * count * 32 * 130 * plan.tile_splits
+        if rows in (1, 2, 3, 17, 512):
+            found = launches_of(plan, rows * count)
+            assert found["prefill_kernel"].grid == (tiles, KV_HEADS, plan.tile_splits)
+            assert ("merge_kernel" in found) == (plan.tile_splits > 1)
+            if plan.tile_splits > 1:
+                assert found["merge_kernel"].grid == (rows * count, 32, 1)
+    one = ATTENTION.plan(step(np.array([32_788]), np.array([20])), None)
+    assert one.tile_splits == 15
+    assert ATTENTION.plan(step(np.array([400]), np.array([20])), None).tile_splits == 1
+    assert ATTENTION.plan(step(np.array([32_788]), np.array([20])), 256).tile_splits == 1
+
+
+def skewed(rows: int, longest: int = 32_768, others: int = 500) -> np.ndarray:
+    lengths = np.full(rows, others)
+    lengths[rows // 2] = longest
+    return lengths
+
+
+def longest_program(lengths: np.ndarray, plan: TritonPlan) -> int:
+    """Keys of the longest program, as the kernels count them out."""
+    if not plan.extra_shares:
+        return cdiv(cdiv(int(lengths.max()), 64), plan.splits) * 64
+    share = max(cdiv(cdiv(int(lengths.sum()), plan.extra_shares), 64) * 64, 256)
+    shares = -(-lengths // share)
+    assert shares.sum() <= len(lengths) + plan.extra_shares
+    return min(share, int(lengths.max()))
+
+
+def test_a_long_row_is_not_waited_for() -> None:
+    """One of 32k among so many of 500: no program has more than three times the keys that a place
+    of the device has to read in all, or it has few."""
+    balanced = 0
+    for rows in range(1, 513):
+        lengths = skewed(rows)
+        plan = ATTENTION.plan(step(lengths, np.ones(rows, dtype=np.int64)), None)
+        fair = int(lengths.sum()) * KV_HEADS // PLACES
+        assert longest_program(lengths, plan) <= 3 * fair + 1024, rows
+        balanced += bool(plan.extra_shares)
+        if plan.extra_shares:
+            assert plan.workspace is not None
+            assert plan.workspace.numel() == (rows + plan.extra_shares) * 32 * 130
+    assert balanced > 400
+    lengths = skewed(72)
+    plan = ATTENTION.plan(step(lengths, np.ones(72, dtype=np.int64)), None)
+    extra = num_extra_shares(KV_HEADS, SMS)
+    assert plan.extra_shares == extra == 132
+    found = launches_of(plan, 72)
+    assert found["decode_kernel"].grid == (72 + extra, KV_HEADS, 1)
+    assert found["decode_kernel"].arguments["LINES"] == 1024
+    assert found["merge_kernel"].grid == (72, 32, 1)
+
+
+@pytest.mark.parametrize("length", [300, 4096, 32_768])
+def test_rows_of_like_length_keep_their_splits(length: int) -> None:
+    for rows in range(1, 513):
+        lengths = np.linspace(0.7 * length, length, rows).astype(np.int64)
+        assert not ATTENTION.is_skewed(rows, lengths, MAX_LEN, None), rows
+        assert ATTENTION.plan(step(lengths, np.ones(rows, dtype=np.int64)), None).extra_shares == 0
+
+
+def test_a_window_or_short_rows_are_never_skewed() -> None:
+    assert not ATTENTION.is_skewed(128, skewed(128), MAX_LEN, 4096)
+    assert not ATTENTION.is_skewed(128, skewed(128, 1024, 1), MAX_LEN, None)
+    assert ATTENTION.is_skewed(128, skewed(128, 8192, 1), MAX_LEN, None)
+    assert [ATTENTION.balances(length, None) for length in (1024, 1025)] == [False, True]
+    assert not ATTENTION.balances(MAX_LEN, 4096)
+    with pytest.raises(ValueError, match="extra_shares=5: expected 0 with a window"):
+        decode_attention.decode_attention(
+            torch.empty(1, 32, 128), CACHE, TABLE, TABLE[0], TABLE[0], scale=0.1,
+            tiles=ATTENTION.decode_tiles, extra_shares=5, window=9,
+        )  # fmt: skip
+
+
+def test_a_graph_has_either_form() -> None:
+    nothing = torch.zeros(72, dtype=torch.int64)
+    rows = DecodeInputs(
+        req_indices=nothing,
+        host_token_ids=nothing,
+        positions=nothing,
+        block_table=TABLE,
+        table_changes=(nothing[:0], TABLE[0, :0]),
+        token_ids=nothing,
+        seq_lens=nothing.int(),
+        slot_mapping=nothing,
+        last_sampled_tokens=nothing,
+        block_size=16,
+        max_len=MAX_LEN,
+        balanced=True,
+    )
+    plan = ATTENTION.plan_decode(rows, None)
+    assert (plan.splits, plan.extra_shares) == (1, 132)
+    plan = ATTENTION.plan_decode(rows, 4096)
+    assert (plan.splits, plan.extra_shares) == (5, 0)
+
+
+def test_the_host_chooses_the_graph_by_the_lengths_of_a_step() -> None:
+    step = make_step(4096, (64,), torch.bfloat16)
+    keys: list[GraphKey] = []
+    step.graphs._run = keys.append
+    host, rows = next(step.host_buffers), np.arange(60)
+    for longest in (4096, 900, 4096):
+        host.set_rows(rows, rows, skewed(60, longest, 5) - 1)
+        step.run(host, 60, None)
+    step.forward(host, 60, None)
+    assert keys == [
+        GraphKey(64, balanced=True),
+        GraphKey(64),
+        GraphKey(64, balanced=True),
+        GraphKey(64, Part.FORWARD, balanced=True),
+    ]
+    assert [record.key for record in step.graphs.captured] == [keys[0], keys[1], keys[3]]
+    short = make_step(1024, (64,), torch.bfloat16)
+    assert (step.can_balance, short.can_balance) == (True, False)
