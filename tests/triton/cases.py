@@ -47,7 +47,7 @@ PREFILL = [
     AttentionCase("empty-rows", 4, 64, (0, 40, 0, 5, 0), (0, 40, 0, 5, 0), padded_tokens=3),
     AttentionCase("one-row", 2, 64, (64,), (64,), padded_tokens=64),
     AttentionCase("many-decodes", 4, 64, (5, 64, 65, 1, 20, 30), (1, 1, 1, 1, 1, 1)),
-    AttentionCase("window", 4, 64, (180, 50), (70, 50), window=33, dtype=HALF),
+    AttentionCase("window", 4, 64, (180, 50), (70, 50), window=20, dtype=HALF),
     AttentionCase("window-of-1", 2, 64, (100,), (80,), window=1),
     AttentionCase("softcap", 4, 64, (80, 70), (80, 2), softcap=2.0, dtype=HALF),
     AttentionCase("sinks", 7, 64, (70, 40), (70, 2), sinks=True),
