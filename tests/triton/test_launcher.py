@@ -218,7 +218,7 @@ def test_launches_of_a_mixed_step(
 ) -> None:
     """63 decodes and 256 prompt tokens: one launch of each kernel a layer, none of them through the
     JIT once there was such a step, and each as the JIT would make it."""
-    step = make_step(4096, (), torch.bfloat16, num_layers=layers)
+    step = make_step(4096, (), torch.bfloat16, num_layers=layers, sliding_layers=())
     mixed_step(step, 63, 256, prefix)
     driver.launches.clear()
     driver.wrapped = 0
