@@ -323,13 +323,16 @@ def test_strided_rows_are_copied_or_read_where_they_are():
     raw = torch.zeros(4 * 60 + 1, dtype=torch.uint8)
     library, handle = ops.context.functions, ops.context.handle
     odd, at = raw.data_ptr() + 1, raw.data_ptr()
-    assert library.gated_mul(handle, odd, 60, at, 1, 30, 0, 0) == 1
-    assert library.gated_mul(handle, at, 59, at, 2, 30, 0, 0) == 1
-    assert library.gated_mul(handle, at, 60, at, 1, 30, 0, 7) == 1
-    assert library.gated_mul(handle, at, 60, at, 1, 30, 2, 0) == 1
+    up = at + 120
+    assert library.gated_mul(handle, odd, 60, up, 60, at, 1, 30, 0, 0) == 1
+    assert library.gated_mul(handle, at, 60, odd, 60, at, 1, 30, 0, 0) == 1
+    assert library.gated_mul(handle, at, 29, up, 60, at, 2, 30, 0, 0) == 1
+    assert library.gated_mul(handle, at, 60, up, 29, at, 2, 30, 0, 0) == 1
+    assert library.gated_mul(handle, at, 60, up, 60, at, 1, 30, 0, 7) == 1
+    assert library.gated_mul(handle, at, 60, up, 60, at, 1, 30, 2, 0) == 1
     assert library.softcap(handle, at, 60, 0.0, 1, 60, 0) == 1
-    assert library.add(handle, odd, 60, at, 60, 1.0, 1, 60, 0) == 1
-    assert library.rms_norm(handle, at, 60, None, 0, at, 1, 1e-6, 1.0, at, 1, 60, 0) == 1
+    assert library.add(handle, odd, 60, at, 60, 1.0, 1.0, 1, 60, 0) == 1
+    assert library.rms_norm(handle, at, 60, None, 0, at, 1, 1e-6, 1.0, 1.0, at, 1, 60, 0) == 1
     assert not library.pack(handle, odd, 0, 2, 15, 15, None, None)
     assert not library.pack(handle, at, 3, 2, 15, 15, None, None), "8 bits and no scales"
 

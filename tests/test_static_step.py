@@ -727,6 +727,8 @@ async def test_a_plain_and_a_host_row_equal_transformers(tmp_path: Path, depth: 
     loaded = LoadedModel(runner, FakeTokenizer(), FakeModelConfig())
     prompts, counts = ([3, 1, 4, 1, 5], [9, 2, 6]), (30, 10)
     async with AsyncLLMEngine._with_loader(lambda config, progress: loaded) as engine:
+        # Both are in the first step.
+        await engine.pause()
         streams = [
             engine.stream(
                 prompt,
@@ -737,6 +739,7 @@ async def test_a_plain_and_a_host_row_equal_transformers(tmp_path: Path, depth: 
             )
             for i, (prompt, count) in enumerate(zip(prompts, counts, strict=True))
         ]
+        await engine.resume()
         found = [list((await one.result()).token_ids) for one in streams]
     assert stream.most == depth
     between = [1, 2] if depth == 2 else [2]

@@ -69,7 +69,7 @@ def test_the_table_has_the_places_that_splits_are_chosen_for() -> None:
 
 def test_the_list_stays_short() -> None:
     names = [str(variant) for variant in variants()]
-    assert len(names) == len(set(names)) <= 125
+    assert len(names) == len(set(names)) <= 145
 
 
 def marked(variant: Variant) -> Any:

@@ -15,7 +15,6 @@ from asyncllm.gpu.ops.triton.tuning import cdiv
 BLOCK = 1024
 
 
-@launched
 @triton.jit
 def activated(x, GELU: tl.constexpr):
     """SiLU, or with GELU that by tanh: x times the logistic function of
@@ -26,6 +25,7 @@ def activated(x, GELU: tl.constexpr):
     return x / (1.0 + tl.exp(-inner))
 
 
+@launched
 @triton.jit
 def gated_mul_kernel(
     out,
@@ -92,6 +92,7 @@ def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
     return out
 
 
+@launched
 @triton.jit
 def softcap_kernel(x, width, cap, stride, BLOCK: tl.constexpr):
     """Grid ``(rows, blocks of width)``: ``cap * tanh(x / cap)``, in place."""

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from asyncllm.gpu.ops.triton.launcher import launched
 from asyncllm.gpu.ops.triton.state_rows import TritonStateRows
 from asyncllm.gpu.ops.triton.tuning import cdiv
 
@@ -22,6 +23,7 @@ def _silu(total, out):
     return (value / (1.0 + tl.exp(-value))).to(out.dtype.element_ty)
 
 
+@launched
 @triton.jit
 def conv_token_kernel(
     out,
@@ -35,13 +37,14 @@ def conv_token_kernel(
     CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    MIXED: tl.constexpr,
 ):
     """Grid ``(rows, blocks of channels)``: rows of one token, and their states."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = columns < CHANNELS
     token = row
-    if query_start is not None:
+    if MIXED:
         token = tl.load(query_start + row)
         if tl.load(query_start + row + 1) - token != 1:
             return
@@ -61,6 +64,7 @@ def conv_token_kernel(
     tl.store(out + token * CHANNELS + columns, _silu(total, out), mask=real)
 
 
+@launched
 @triton.jit
 def conv_chunk_kernel(
     out,
@@ -103,6 +107,7 @@ def conv_chunk_kernel(
     tl.store(at, _silu(total, out), mask=real & (tokens[:, None] < count))
 
 
+@launched
 @triton.jit
 def conv_state_kernel(
     x,
@@ -148,7 +153,9 @@ class TritonCausalConv:
         blocks, count = cdiv(channels, BLOCK_CHANNELS), rows.num_rows
         of_rows = rows.slots, rows.positions, rows.query_start, x.stride(0)
         if rows.has_single and count:
-            conv_token_kernel[(count, blocks)](out, x, state, self.weight, *of_rows, **shape)
+            conv_token_kernel[(count, blocks)](
+                out, x, state, self.weight, *of_rows, MIXED=rows.longest > 1, **shape
+            )
         if rows.longest > 1:
             grid = (count, cdiv(rows.longest, BLOCK_TOKENS), blocks)
             conv_chunk_kernel[grid](

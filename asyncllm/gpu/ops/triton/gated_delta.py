@@ -10,6 +10,7 @@ from torch import Tensor
 
 from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
 from asyncllm.gpu.ops.gated_delta import NORM_EPS, DeltaBiases
+from asyncllm.gpu.ops.triton.launcher import launched
 from asyncllm.gpu.ops.triton.state_rows import TritonStateRows
 from asyncllm.gpu.ops.triton.tuning import cdiv, next_power_of_2
 
@@ -31,6 +32,7 @@ def _log_decay(a, dt_bias, log_rate, head):
     return -rate * _softplus(a.to(tl.float32) + tl.load(dt_bias + head))
 
 
+@launched
 @triton.jit
 def delta_token_kernel(
     out,
@@ -52,12 +54,13 @@ def delta_token_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     LONG: tl.constexpr,
+    MIXED: tl.constexpr,
 ):
     """Grid ``(rows, heads, blocks of values)``, of HEADS value heads, of which GROUP share a key
     head: rows of one token, with LONG those of several as well, one token after the other."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first, count = row, 1
-    if query_start is not None:
+    if MIXED:
         first = tl.load(query_start + row)
         count = (tl.load(query_start + row + 1) - first).to(tl.int32)
     if (not LONG) and (count != 1):
@@ -90,6 +93,7 @@ def delta_token_kernel(
     tl.store(matrix, held, mask=own)
 
 
+@launched
 @triton.jit
 def delta_chunk_kernel(
     out,
@@ -202,7 +206,12 @@ class TritonGatedDelta:
         if rows.num_rows and (rows.has_single or exact):
             long = exact and rows.longest > 1
             delta_token_kernel[grid(TOKEN_VALUES)](
-                *arguments, **sizes, BLOCK_V=TOKEN_VALUES, LONG=long, num_warps=8
+                *arguments,
+                **sizes,
+                BLOCK_V=TOKEN_VALUES,
+                LONG=long,
+                MIXED=rows.longest > 1,
+                num_warps=8,
             )
         if rows.longest > 1 and not exact:
             delta_chunk_kernel[grid(CHUNK_VALUES)](

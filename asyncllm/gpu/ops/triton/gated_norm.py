@@ -7,9 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from asyncllm.gpu.ops.triton.launcher import launched
 from asyncllm.gpu.ops.triton.tuning import next_power_of_2, row_warps
 
 
+@launched
 @triton.jit
 def gated_norm_kernel(
     out,

@@ -19,24 +19,25 @@ class TritonStateRows:
     Attributes:
         slots: ``[R]`` int64.
         positions: ``[T]`` int64.
-        query_start: ``[R + 1]`` int64, each row's first token; None where each has one.
+        query_start: ``[R + 1]`` int64, each row's first token; not read where each has one.
         longest: tokens of the longest row.
         has_single: whether a row has one token.
     """
 
     slots: Tensor
     positions: Tensor
-    query_start: Tensor | None
+    query_start: Tensor
     longest: int
     has_single: bool
 
     @classmethod
     def of(cls, inputs: ModelInputs | DecodeInputs) -> TritonStateRows:
         if isinstance(inputs, DecodeInputs):
-            return cls(inputs.state_indices(), inputs.positions, None, 1, True)
+            slots = inputs.state_indices()
+            return cls(slots, inputs.positions, slots, 1, True)
         starts, counts = inputs.query_start_loc, inputs.seq_lens - inputs.starts
         if inputs.num_decodes == inputs.num_rows:
-            return cls(inputs.req_indices, inputs.positions, None, 1, True)
+            return cls(inputs.req_indices, inputs.positions, inputs.req_indices, 1, True)
         on_device = copy_to_device(starts, inputs.positions.device)
         longest, single = int(counts.max()), bool((counts == 1).any())
         return cls(inputs.req_indices, inputs.positions, on_device, longest, single)
