@@ -3,6 +3,7 @@ in float32."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from asyncllm import AsyncLLMEngine
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.batch.state_rows import StateRows
@@ -22,7 +24,9 @@ from asyncllm.gpu.models.layers import AttentionMixer
 from asyncllm.gpu.models.linear_attention import GatedDeltaMixer
 from asyncllm.gpu.state_cache import StateSpec
 from asyncllm.gpu.weights import load_weights, weights_bytes
+from asyncllm.runtime.loading import LoadedModel
 from tests.driver import Driver
+from tests.fakes import FakeModelConfig, FakeTokenizer
 from tests.families import GATED_DELTA, TINY, make
 from tests.native_library import context
 from tests.reference import generate
@@ -175,6 +179,33 @@ def test_slots_are_used_again(load_case):
         seqs = [driver.add(case.prompts[index], OUTPUT) for index in order]
         driver.run(seqs, chunk=6)
         check(case, seqs, list(order))
+
+
+@pytest.mark.asyncio(loop_factories=["asyncio"])
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("name", CASES)
+async def test_prefixes_are_found_behind_recorded_steps(load_case, name: str, ahead: bool) -> None:
+    """States are copied between native programs, from the third request on for all of a prefix."""
+    context()
+    case = load_case(name)
+    runner = case.runner(attention_backend="native", block_size=8, async_scheduling=ahead)
+    draw = random.Random(name)
+    shared = [draw.randrange(250) for _ in range(24)]
+    prompts = [[*shared, *(draw.randrange(250) for _ in range(1 + i))] for i in range(6)]
+    expected = [generate(case.model, prompt, 8).tokens for prompt in prompts]
+    loaded = LoadedModel(runner, FakeTokenizer(), FakeModelConfig())
+    cached = []
+    async with AsyncLLMEngine._with_loader(lambda config, progress: loaded) as engine:
+
+        async def tokens(prompt: list[int]) -> list[int]:
+            stream = engine.stream(prompt, temperature=0.0, max_tokens=8, ignore_eos=True)
+            result = await stream.result()
+            cached.append(result.usage.cached_tokens)
+            return list(result.token_ids)
+
+        assert [await tokens(prompt) for prompt in prompts] == expected
+        assert cached[:1] + cached[2:] == [0, 24, 24, 24, 24]
+        assert await asyncio.gather(*map(tokens, prompts)) == expected
 
 
 def test_a_quantisation_leaves_gates_as_they_are(load_case):

@@ -37,7 +37,7 @@ def _gemma4(config: ConfigFile, sizes: Sizes) -> Fields:
     if config.values.get("use_bidirectional_attention") not in (None, False, "vision"):
         raise config.bad("use_bidirectional_attention", "null, or 'vision' for images alone")
     window = read_window(config, every(6, sizes))
-    # The last layer is full whatever the file says, as in transformers.
+    # The last layer is full also where the file says sliding, as in transformers.
     slides = (*window["sliding_layers"][:-1], False)
     kinds = tuple(SLIDING if each else FULL for each in slides)
     ropes = {kind: _rope(config, sizes, kind) for kind in sorted(set(kinds))}

@@ -80,5 +80,5 @@ def _run_mixed(decode: DecodeRunner, prefix: int, num_tokens: int = PROMPT) -> N
     )
     rows = InputBatch(len(counts), info.max_model_len, info.kv_groups)
     inputs = rows.prepare(batch, decode.device, decode.block_tables)
-    # Its rows are sampled as padding, whatever request they are of.
+    # Its rows are sampled as padding.
     decode.run(next(decode.host_buffers), min(2, info.max_num_seqs), inputs)
