@@ -87,7 +87,7 @@ class NativeCausalConv:
 
 
 class NativeGatedDelta:
-    """Token by token: what a step computes of a prompt leaves the same bits in chunks of any size."""
+    """Token by token: a prompt leaves the same bits in chunks of any size."""
 
     def __init__(self, context: Context, shape: LinearAttentionConfig, biases: DeltaBiases) -> None:
         self.context, self.shape = context, shape
