@@ -161,7 +161,7 @@ CASES: dict[str, dict[str, Any]] = {
     "Olmo": {"clip_qkv": 2.0},
     "Olmo2": {},
     "Olmo3": {**SLIDING, **MIXED},
-    "OlmoHybrid": {**GATED_DELTA, "gain": 1.15},
+    "OlmoHybrid": {**GATED_DELTA, "gain": 1.0},
     "Olmoe": {**MOE},
     "Phi": {"partial_rotary_factor": 0.5},
     "Phi3": {"partial_rotary_factor": 0.5},

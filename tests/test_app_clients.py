@@ -143,7 +143,7 @@ def in_litestar(app):
     try:
         litestar = pytest.importorskip("litestar", reason=".ci/run installs it apart")
         handler = litestar.asgi("/llm", is_mount=True, copy_scope=True)(app.__call__)
-        return litestar.Litestar([handler], openapi_config=None)
+        return litestar.Litestar([handler], openapi_config=None, logging_config=None)
     finally:
         sys.path.remove(str(BUILD / "litestar"))
 
