@@ -57,11 +57,11 @@ class Clock:
     """Seconds in the functions of a library, by name."""
 
     def __init__(self, library: Any) -> None:
-        self.library, self.seconds = library, {}
+        self.functions, self.seconds = library, {}
 
     @contextmanager
     def watching(self) -> Iterator[dict[str, float]]:
-        own = {name: getattr(self.library, name) for name in OPS}
+        own = {name: getattr(self.functions, name) for name in OPS}
         self.seconds = dict.fromkeys(OPS, 0.0)
 
         def timed(name: str) -> Any:
@@ -74,12 +74,12 @@ class Clock:
             return call
 
         for name in OPS:
-            setattr(self.library, name, timed(name))
+            setattr(self.functions, name, timed(name))
         try:
             yield self.seconds
         finally:
             for name, function in own.items():
-                setattr(self.library, name, function)
+                setattr(self.functions, name, function)
 
 
 def step_of(runner: ModelRunner, kind: Kind, number: int) -> StepBatch:

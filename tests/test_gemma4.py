@@ -29,6 +29,8 @@ from tests.driver import Driver
 from tests.families import TINY
 from tests.test_dense_families import BACKEND, OUTPUT, Case, check, load_case  # noqa: F401
 
+# ``load_case`` is a fixture: pytest finds it by its name here, and an argument of that name
+# looks like another to a linter.
 CPU = torch.device("cpu")
 FULL, SLIDING = "full_attention", "sliding_attention"
 

@@ -22,7 +22,7 @@ from asyncllm import AsyncLLMEngine, Completion, EngineError
 from asyncllm.errors import AsyncLLMError
 from asyncllm.gpu.graph.cuda_graphs import Part
 from tests.checkpoints import make_checkpoint
-from tests.gpu_turns import beside_others  # noqa: F401
+from tests.gpu_turns import beside_others  # noqa: F401 - pytest finds a fixture by its name
 
 pytestmark = [
     pytest.mark.gpu,

@@ -30,7 +30,7 @@ from asyncllm.gpu.ops.triton import (
 )
 from asyncllm.gpu.ops.triton.op_set import TritonOps
 from tests import recurrent_checks
-from tests.gpu_turns import beside_others  # noqa: F401
+from tests.gpu_turns import beside_others  # noqa: F401 - pytest finds a fixture by its name
 from tests.triton import checks
 from tests.triton.cases import DECODE, LONG_DECODE, LONG_PREFILL, PREFILL
 from tests.triton.decoder_steps import run_steps
