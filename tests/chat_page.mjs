@@ -19,7 +19,7 @@ async function open(browser, options = {}) {
 
 async function openIn(context) {
   const page = await context.newPage();
-  page.setDefaultTimeout(15_000);
+  page.setDefaultTimeout(60_000);
   page.failures = [];
   page.on("pageerror", (error) => page.failures.push(error.message));
   await page.goto(url);
@@ -119,6 +119,7 @@ const scenarios = {
         await page.click("#show-settings");
         await ask(page, "What is 12 + 30?");
         await page.waitForFunction(() => document.querySelector(".thoughts summary")?.textContent === "Thinking…");
+        say("thinking");
         await page.waitForFunction(() => document.querySelectorAll(".assistant").length === 2);
         await ended(page);
         const shown = await page.evaluate(() => {

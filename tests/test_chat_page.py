@@ -212,6 +212,8 @@ class ScriptedServer:
 
     def __init__(self):
         self.asked = []
+        # The page shows "Thinking…" only until the text comes: it comes once that was seen.
+        self.thinking_seen = asyncio.Semaphore(0)
 
     async def start(self):
         serving = await websockets.serve(self.talk, "127.0.0.1", 0, process_request=self.file)
@@ -238,6 +240,8 @@ class ScriptedServer:
             last = create["input"][-1]
             events = ANSWER if last.get("type") == "function_call_output" else CALLS
             for event in events:
+                if event is AFTER_THOUGHTS:
+                    await self.thinking_seen.acquire()
                 await connection.send(json.dumps(event))
                 await asyncio.sleep(0.02)
 
@@ -266,13 +270,14 @@ def call_events(index, name, arguments):
 
 
 HOSTILE = "<img src=x onerror='window.ran=1'><b>bold</b>"
+AFTER_THOUGHTS = {"type": "response.output_text.delta", "delta": "Let me add."}
 CALLS = [
     created("resp_1"),
     *(
         {"type": "response.reasoning_text.delta", "delta": word}
         for word in ("A ", "sum", " it is.")
     ),
-    {"type": "response.output_text.delta", "delta": "Let me add."},
+    AFTER_THOUGHTS,
     *call_events(2, "add", '{"a": 12, "b": 30}'),
     *call_events(3, "get_time", json.dumps({"city": HOSTILE})),
     completed("resp_1"),
@@ -292,7 +297,9 @@ def test_calls_are_cards_and_thoughts_are_folded():
         out = ROOT / "build" / "screenshots"
         out.mkdir(parents=True, exist_ok=True)
         async with await scripted.start(), driven("tools", scripted.url, out) as browser:
-            return scripted.asked, await browser.hear()
+            while (heard := await browser.hear()) == "thinking":
+                scripted.thinking_seen.release()
+            return scripted.asked, heard
 
     asked, results = asyncio.run(main())
     error = f"error: no time zone is named after {HOSTILE}"
