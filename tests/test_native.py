@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
+import platform
 import shutil
 import signal
 import subprocess
@@ -532,6 +534,40 @@ async def test_threads_end_with_the_engine():
         assert len(own_threads()) == before
     finally:
         gc.enable()
+
+
+def time_slice(thread: int) -> int:
+    """Nanoseconds; 0 where the system has none of its own for a thread."""
+    attributes = (ctypes.c_uint64 * 7)()
+    libc = ctypes.CDLL(None, use_errno=True)
+    number = {"x86_64": 315, "aarch64": 275}[platform.machine()]  # sched_getattr
+    assert libc.syscall(number, thread, attributes, ctypes.sizeof(attributes), 0) == 0
+    return attributes[3]
+
+
+@pytest.mark.asyncio
+async def test_threads_that_compute_have_long_slices():
+    """So that the application's thread preempts them as soon as it wakes."""
+    if not ISAS:
+        pytest.skip("no C++ compiler to build the native ops with")
+    mine = time_slice(threading.get_native_id())
+    if not mine:
+        pytest.skip("Linux before 6.12 has the same slices for all threads")
+    async with AsyncLLMEngine(attention_backend="native", num_threads=2) as engine:
+        await engine.stream("Once", max_tokens=2).result()
+        names = {
+            int(task.name): (task / "comm").read_text()
+            for task in Path("/proc/self/task").iterdir()
+        }
+        computing = [thread for thread, name in names.items() if name.startswith("asyncllm-")]
+        computing += [
+            thread.native_id
+            for thread in threading.enumerate()
+            if thread.name.startswith("asyncllm-engine")
+        ]
+        assert len(computing) >= 2
+        assert {time_slice(thread) for thread in computing} == {5_000_000}
+        assert time_slice(threading.get_native_id()) == mine < 5_000_000
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -296,12 +296,15 @@ class ModelRunner:
         return self._state
 
     def _enter_thread(self) -> None:
-        """Sets the thread count on the thread that runs the steps: it is per thread, and the
-        engine may start its own late."""
+        """Sets thread count and time slice on the thread that runs the steps: they are per thread,
+        and the engine may start its own late."""
         thread = get_ident()
-        if self._num_threads is not None and thread != self._thread:
-            set_thread_count(self._num_threads)
+        if thread == self._thread:
+            return
         self._thread = thread
+        if self._num_threads is not None:
+            set_thread_count(self._num_threads)
+        self._open().decoder.ops.enter_thread()
 
     # --- a step ------------------------------------------------------------------------
 

@@ -294,6 +294,7 @@ class JobArgs(ctypes.Structure):
 _SIGNATURES = {
     "sources": (c_char_p, []),
     "best_isa": (c_char_p, []),
+    "lengthen_slice": (None, []),
     "create": (_P, [_N, c_char_p]),
     "close": (None, [_P]),
     "isa": (c_char_p, [_P]),

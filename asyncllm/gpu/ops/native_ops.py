@@ -393,6 +393,10 @@ class NativeOps(CpuOps):
         self.process_logits = NativeProcessLogits(context)
         self.top_logprobs = NativeTopLogprobs(context)
 
+    def enter_thread(self) -> None:
+        # It computes with the context's own, which have long time slices as well.
+        self.context.functions.lengthen_slice()
+
     def takes(self, form: WeightForm) -> bool:
         return form.scheme == "plain" or stored_as(form) is not None
 

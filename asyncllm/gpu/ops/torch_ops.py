@@ -208,6 +208,9 @@ class TorchOps:
     linear_bytes = 0
     """Of the weights of all linear layers that were made, which a step reads."""
 
+    def enter_thread(self) -> None:
+        """Called on each thread that is going to run steps."""
+
     def recorder(self) -> Recorder | None:
         """What takes a step down as a program of the op set's own; None where it has none."""
         return None

@@ -425,6 +425,9 @@ const char* asyncllm_sources(void);
 // The name of the best instruction set that this library has and this processor runs.
 const char* asyncllm_best_isa(void);
 
+// Long time slices for the calling thread, which is going to call ops: see threads.h.
+void asyncllm_lengthen_slice(void);
+
 // isa: a name, or null for the best. Null where it is not there, or threads cannot be started.
 Context* asyncllm_create(int32_t num_threads, const char* isa);
 // Ends the threads. In a forked child it does nothing: they are the parent's.

@@ -5,6 +5,7 @@
 #include <new>
 
 #include "context.h"
+#include "threads.h"
 #include "weights.h"
 
 int64_t forks = 0;
@@ -154,6 +155,8 @@ int32_t run_linear(Context* context, const Weights* weights, LinearTask task, co
 API const char* asyncllm_sources(void) { return ASYNCLLM_SOURCES; }
 API const char* asyncllm_best_isa(void) { return find_kernels(nullptr)->name; }
 API const char* asyncllm_isa(const Context* context) { return context->kernels->name; }
+
+API void asyncllm_lengthen_slice(void) { lengthen_slice(); }
 
 API Context* asyncllm_create(int32_t num_threads, const char* isa) {
   const Kernels* kernels = find_kernels(isa);

@@ -1,8 +1,10 @@
 #include "pool.h"
 
 #include <limits.h>
+#include <stdio.h>
 #include <stdlib.h>
 
+#include "threads.h"
 #include "waiting.h"
 
 bool Pool::start(int count) {
@@ -60,6 +62,7 @@ void Pool::run(int64_t total, Function fn, void* context) {
 }
 
 void* Pool::enter(void* at) {
+  lengthen_slice();
   Worker* worker = static_cast<Worker*>(at);
   worker->pool->serve(worker->index);
   return nullptr;

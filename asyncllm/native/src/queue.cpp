@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "context.h"
+#include "threads.h"
 #include "waiting.h"
 
 namespace {
@@ -64,6 +65,7 @@ void Queue::stop() {
 }
 
 void* Queue::enter(void* at) {
+  lengthen_slice();
   static_cast<Queue*>(at)->serve();
   return nullptr;
 }

@@ -1,10 +1,7 @@
 // How a thread waits for another: it spins for some tens of microseconds, and then sleeps.
 #pragma once
 #include <linux/futex.h>
-#include <pthread.h>
-#include <signal.h>
 #include <stdint.h>
-#include <stdio.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -44,15 +41,4 @@ inline void futex_wait(void* word, uint32_t value) {
 }
 inline void futex_wake(void* word, int count) {
   syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, count, nullptr, nullptr, 0);
-}
-
-// A thread that blocks all signals: the host's handlers run on its own threads.
-inline bool start_thread(pthread_t* thread, const char* name, void* (*enter)(void*), void* at) {
-  sigset_t all, before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  bool started = !pthread_create(thread, nullptr, enter, at);
-  if (started) pthread_setname_np(*thread, name);
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
-  return started;
 }
