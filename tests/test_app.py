@@ -415,6 +415,18 @@ async def test_a_server_that_closes_lets_answers_end():
     assert answer.json()["choices"][0]["message"]["content"] == "x" * 100
 
 
+async def test_events_are_sent_at_once():
+    """Without Nagle's algorithm, which lets the second wait for the client's ACK of the first."""
+    async with served_app(fake_engine("x")) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert (await reader.readline()).split()[1] == b"200"
+        (connection,) = server._server.server_state.connections
+        accepted = connection.transport.get_extra_info("socket")
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        writer.close()
+
+
 async def test_a_missing_extra_is_named():
     code = (
         "import sys; sys.modules['starlette'] = None\n"

@@ -88,6 +88,9 @@ class HttpServer:
         host, port = self._address
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, port), family=family, backlog=2048)
+        # Connections inherit it. asyncio sets it only where a socket's protocol number says TCP,
+        # which is 0 here; with Nagle's algorithm a second event waits 40 ms for the first's ACK.
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     async def __aenter__(self) -> Self:
         """Raises OSError, as ``bind``."""
