@@ -8,6 +8,7 @@ import json
 import logging
 import socket
 import sys
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -16,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from asyncllm import InvalidRequestError
 from asyncllm.metrics import EngineMetrics
 from asyncllm.serving import create_app
+from asyncllm.serving.connections import _Answer
 from asyncllm.testing import fake_engine
 from tests.app_clients import RawRequest, app_client, events_of, served_app, url_of, user
 
@@ -425,6 +427,35 @@ async def test_events_are_sent_at_once():
         accepted = connection.transport.get_extra_info("socket")
         assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
         writer.close()
+
+
+@pytest.mark.parametrize(
+    ("headers", "parts", "expected"),
+    [
+        ([], [b"ab", b"", b"c"], [b"<head>2\r\nab\r\n", b"1\r\nc\r\n", b"<end>"]),
+        ([(b"content-length", b"1")], [b"a"], [b"<head>a", b"<end>"]),
+        ([], [], [b"<head><end>"]),
+    ],
+)
+async def test_the_head_is_sent_with_the_first_part(headers, parts, expected):
+    sent = []
+    cycle = SimpleNamespace(scope={"http_version": "1.1", "method": "GET"}, disconnected=False)
+    transport = SimpleNamespace(write=sent.append, is_closing=lambda: "asked of the transport")
+
+    async def send(message):  # as uvicorn's
+        if message["type"] == "http.response.start":
+            cycle.transport.write(b"<head>")
+        else:
+            cycle.transport.write(message["body"] if message["more_body"] else b"<end>")
+
+    answer = _Answer(cycle, SimpleNamespace(write_paused=False), transport, send)
+    await answer.send({"type": "http.response.start", "status": 200, "headers": headers})
+    assert sent == []
+    for part in parts:
+        await answer.send({"type": "http.response.body", "body": part, "more_body": True})
+    await answer.send({"type": "http.response.body", "body": b"", "more_body": False})
+    assert sent == expected
+    assert cycle.transport.is_closing() == "asked of the transport"
 
 
 async def test_a_missing_extra_is_named():

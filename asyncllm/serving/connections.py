@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import h11
 from uvicorn.protocols.http.flow_control import FlowControl
@@ -188,11 +188,13 @@ class HttpProtocol(_BoundedProtocol, H11Protocol):
 
 
 class _Answer:
-    """``send`` of one request. It frames the parts of a chunked answer itself: for each h11 makes
-    an event, checks it against its state and asks its writer, which is most of what an event of a
-    stream costs the loop."""
+    """``send`` of one request, and the transport of its answer. The head is sent with the body's
+    first part, as ASGI asks for: a call of the system less before the first text.
 
-    __slots__ = ("_chunked", "_cycle", "_flow", "_send", "_transport")
+    It frames the parts of a chunked answer itself: for each h11 makes an event, checks it against
+    its state and asks its writer, which is most of what an event of a stream costs the loop."""
+
+    __slots__ = ("_chunked", "_cycle", "_flow", "_head", "_send", "_starts", "_transport")
 
     def __init__(
         self,
@@ -205,20 +207,43 @@ class _Answer:
         self._flow = flow
         self._transport = transport
         self._send = send
-        self._chunked = False
+        self._chunked = self._starts = False
+        self._head = b""
+        cycle.transport = cast(asyncio.Transport, self)
 
     async def send(self, message: Any) -> None:
         if not self._chunked or not message.get("more_body"):
-            await self._send(message)
             if message["type"] == "http.response.start":
-                self._chunked = self._will_be_chunked(message)
+                await self._start(message)
+            else:
+                await self._send(message)
             return
         cycle = self._cycle
         if self._flow.write_paused and not cycle.disconnected:
             await self._flow.drain()
         body = message["body"]
         if body and not cycle.disconnected:
-            self._transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+            self.write(b"%x\r\n%b\r\n" % (len(body), body))
+
+    async def _start(self, message: Any) -> None:
+        self._starts = True
+        try:
+            await self._send(message)
+        finally:
+            self._starts = False
+        self._chunked = self._will_be_chunked(message)
+
+    def write(self, data: bytes) -> None:
+        """As the transport's, in whose place it is for uvicorn."""
+        if self._starts:
+            self._head = data
+            return
+        if self._head:
+            self._head, data = b"", self._head + data
+        self._transport.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
 
     def _will_be_chunked(self, start: Any) -> bool:
         """As h11 has it."""
