@@ -101,7 +101,7 @@ def _posted(
 ) -> dict[str, Any]:
     found = _answer(answer)
     if streams:
-        found["content"]["text/event-stream"] = {"schema": _TEXT}
+        found["content"]["text/event-stream"] = {"schema": _EVENT}
     errors = (400, 404, 408, 413, 422, 429, 504)
     return {
         **_operation(summary, found, errors),
@@ -148,6 +148,13 @@ def _enum(*values: Any) -> dict[str, Any]:
 
 
 _TEXT = {"type": "string"}
+# Before OpenAPI 3.2 the schema of a stream of events describes each of them.
+_EVENT = {
+    "type": "object",
+    "description": "An event, whose data is JSON; the last one of completions is [DONE].",
+    "properties": {"event": _TEXT, "data": _TEXT},
+    "required": ["data"],
+}
 _COUNT = {"type": "integer", "minimum": 0}
 _NUMBER = {"type": "number"}
 _REASON = _enum("stop", "length", "tool_calls")
