@@ -27,7 +27,7 @@ from asyncllm.gpu.ops.native_attention import NativeAttention
 from asyncllm.gpu.ops.native_ops import NativeOps
 from asyncllm.gpu.ops.quantise import quantise_int4, quantise_int8
 from asyncllm.gpu.threads import available_cpus
-from asyncllm.native import Library, NativeUnavailableError
+from asyncllm.native import LIBRARY, Library, NativeUnavailableError
 from asyncllm.native.build import FLAGS, SOURCES, UNITS, BuildError, build, find_compiler
 from tests.native_library import OTHER_LIBRARY, build_emulated, context, isas
 
@@ -428,9 +428,16 @@ def build_fuzz(folder: Path, command: list[str], machine: str, flags: list[str])
 
 def link(program: Path, library: Path, command: list[str], flags: list[str]) -> None:
     linking = [*map(str, FUZZ), str(library), f"-Wl,-rpath,{library.parent}", "-I", str(SOURCES)]
-    subprocess.run(
-        [*command, "-std=c++17", "-O1", *flags, *linking, "-o", str(program)], check=True
-    )
+    subprocess.run([*command, "-std=c++17", *flags, *linking, "-o", str(program)], check=True)
+
+
+def test_a_few_rounds_of_the_fuzz(tmp_path):
+    """On the library that is there, so that the fuzz keeps up with its interface."""
+    link(tmp_path / "fuzz", LIBRARY, compiler(), ["-O0"])
+    for isa in ISAS:
+        command = [str(tmp_path / "fuzz"), "100", "3", isa]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert (done.returncode, done.stdout) == (0, f"{isa}: 3 rounds from seed 100\n"), done
 
 
 @pytest.mark.slow
@@ -474,7 +481,7 @@ def test_neon_computes_the_same(tmp_path):
     for tool in ("aarch64-linux-gnu-g++", "qemu-aarch64"):
         if not shutil.which(tool):
             pytest.skip(f"{tool} is not installed")
-    program = build_fuzz(tmp_path, ["aarch64-linux-gnu-g++"], "aarch64", [])
+    program = build_fuzz(tmp_path, ["aarch64-linux-gnu-g++"], "aarch64", ["-O1"])
     for isa in ("neon", "baseline"):
         done = subprocess.run(
             ["qemu-aarch64", "-L", "/usr/aarch64-linux-gnu", str(program), "1", "8", isa],

@@ -74,15 +74,18 @@ void rows(Context* context, int32_t dtype) {
   int64_t m = draw(0, 20), width = draw(1, 100), stride = 2 * width + draw(0, 3);
   int64_t span = m ? (m - 1) * stride + 2 * width : 0;
   int32_t weight_dtype = draw(0, 1) ? dtype : int32_t(DTYPE_F32);
-  double multiplier = draw(0, 1) ? 1 : 0.25;
+  double multiplier = draw(0, 1) ? 1 : 0.25, scaled = draw(0, 1) ? 1 : 0.5;
   Array x(dtype, span), residual(dtype, span), weight(weight_dtype, width), out(dtype, m * width);
-  bool gelu = draw(0, 1);
-  expect_ok(asyncllm_gated_mul(context, x.at(), stride, out.at(), m, width,
+  bool gelu = draw(0, 1), apart = draw(0, 1);
+  Array& ups = apart ? residual : x;
+  int64_t first_up = apart ? 0 : width;
+  expect_ok(asyncllm_gated_mul(context, x.at(), stride, m ? ups.at(first_up) : nullptr, stride,
+                               out.at(), m, width,
                                gelu ? ACTIVATION_GELU_TANH : ACTIVATION_SILU, dtype),
             "gated_mul");
   for (int64_t i = 0; i < m; ++i)
     for (int64_t j = 0; j < width; ++j) {
-      double gate = x.get(i * stride + j), up = x.get(i * stride + width + j);
+      double gate = x.get(i * stride + j), up = ups.get(i * stride + first_up + j);
       double inner = gelu ? sqrt(8 / M_PI) * (gate + 0.044715 * gate * gate * gate) : gate;
       expect(out, i * width + j, gate / (1 + exp(-inner)) * up, "gated_mul");
     }
@@ -90,11 +93,12 @@ void rows(Context* context, int32_t dtype) {
   bool adds = draw(0, 1);
   for (int64_t i = 0; i < m; ++i)
     for (int64_t j = 0; j < width; ++j)
-      sums.push_back(adds ? x.get(i * stride + j) * multiplier + residual.get(i * stride + j)
+      sums.push_back(adds ? (x.get(i * stride + j) * multiplier + residual.get(i * stride + j)) *
+                                scaled
                           : x.get(i * stride + j));
   expect_ok(asyncllm_rms_norm(context, x.at(), stride, adds ? residual.at() : nullptr, stride,
-                              weight.at(), weight_dtype, 1e-5f, float(multiplier), out.at(), m,
-                              width, dtype),
+                              weight.at(), weight_dtype, 1e-5f, float(multiplier),
+                              float(scaled), out.at(), m, width, dtype),
             "rms_norm");
   for (int64_t i = 0; i < m; ++i) {
     double squares = 0;
@@ -106,6 +110,23 @@ void rows(Context* context, int32_t dtype) {
       expect(out, i * width + j, sum * scale * weight.get(j), "rms_norm");
     }
   }
+  sums.clear();
+  for (int64_t i = 0; i < m; ++i)
+    for (int64_t j = 0; j < width; ++j)
+      sums.push_back((x.get(i * stride + j) * multiplier + residual.get(i * stride + j)) * scaled);
+  expect_ok(asyncllm_add(context, x.at(), stride, residual.at(), stride, float(multiplier),
+                         float(scaled), m, width, dtype),
+            "add");
+  for (int64_t i = 0; i < m; ++i)
+    for (int64_t j = 0; j < width; ++j)
+      expect(residual, i * stride + j, sums[i * width + j], "add");
+  sums.clear();
+  for (int64_t i = 0; i < m; ++i)
+    for (int64_t j = 0; j < width; ++j) sums.push_back(x.get(i * stride + j));
+  expect_ok(asyncllm_softcap(context, x.at(), stride, 2.0f, m, width, dtype), "softcap");
+  for (int64_t i = 0; i < m; ++i)
+    for (int64_t j = 0; j < width; ++j)
+      expect(x, i * stride + j, 2 * tanh(sums[i * width + j] / 2), "softcap");
 }
 
 struct Cache {
@@ -133,9 +154,13 @@ void rope(Context* context, int32_t dtype) {
   int64_t kv_heads = draw(1, 3), heads = kv_heads * draw(1, 3), dim = 2 * draw(1, 40);
   Cache cache(dtype, kv_heads, dim);
   int64_t slots = cache.blocks * cache.block_size, tokens = draw(0, slots < 9 ? slots : 9);
+  bool writes = draw(0, 3);
+  if (!writes) kv_heads = 0;
   int64_t width = (heads + 2 * kv_heads) * dim, stride = width + draw(0, 3), positions = draw(1, 30);
-  Array qkv(dtype, tokens ? (tokens - 1) * stride + width : 0), table(dtype, positions * dim);
-  Array q_norm(dtype, dim), k_norm(dtype, dim);
+  int64_t table_width = draw(0, 1) ? dim : 2 * dim;
+  Array qkv(dtype, tokens ? (tokens - 1) * stride + width : 0);
+  Array table(dtype, positions * table_width);
+  Array q_norm(dtype, dim), k_norm(dtype, dim), v_norm(dtype, dim);
   std::vector<int64_t> slot, position;
   int64_t first = draw(0, slots - tokens);
   for (int64_t i = 0; i < tokens; ++i) {
@@ -144,35 +169,37 @@ void rope(Context* context, int32_t dtype) {
   }
   std::vector<double> before;
   for (int64_t i = 0; i < qkv.count; ++i) before.push_back(qkv.get(i));
-  bool norms = draw(0, 1);
+  bool norms = draw(0, 1), norms_v = norms && writes && draw(0, 1);
   RopeArgs args = {};
   args.qkv = qkv.at(), args.token_stride = stride, args.table = table.at();
   args.table_rows = positions, args.positions = position.data(), args.eps = 1e-5f;
-  args.q_norm = norms ? q_norm.at() : nullptr, args.k_norm = norms ? k_norm.at() : nullptr;
-  args.cache = cache.values.at(), args.kv_stride = cache.kv_stride;
-  args.block_stride = cache.block_stride, args.slot_stride = cache.slot_stride;
-  args.head_stride = cache.head_stride, args.slots = slot.data(), args.num_tokens = tokens;
+  args.q_norm = norms ? q_norm.at() : nullptr, args.k_norm = norms && writes ? k_norm.at() : nullptr;
+  args.v_norm = norms_v ? v_norm.at() : nullptr, args.num_tokens = tokens;
+  if (writes) args.cache = cache.values.at(), args.slots = slot.data();
+  args.kv_stride = cache.kv_stride, args.block_stride = cache.block_stride;
+  args.slot_stride = cache.slot_stride, args.head_stride = cache.head_stride;
   args.heads = heads, args.kv_heads = kv_heads, args.head_dim = dim;
   args.num_blocks = cache.blocks, args.block_size = cache.block_size;
-  args.dtype = args.norm_dtype = dtype, args.table_width = dim;
+  args.dtype = args.norm_dtype = dtype, args.table_width = table_width;
   expect_ok(asyncllm_rope_and_cache(context, &args), "rope");
   for (int64_t token = 0; token < tokens; ++token)
     for (int64_t head = 0; head < heads + 2 * kv_heads; ++head) {
       int64_t at = token * stride + head * dim;
-      bool turns = head < heads + kv_heads;
+      bool turns = head < heads + kv_heads, normed_here = turns ? norms : norms_v;
       double squares = 0;
       for (int64_t i = 0; i < dim; ++i) squares += before[at + i] * before[at + i];
-      double scale = norms && turns ? 1 / sqrt(squares / double(dim) + 1e-5) : 1;
-      const Array& weight = head < heads ? q_norm : k_norm;
+      double scale = normed_here ? 1 / sqrt(squares / double(dim) + 1e-5) : 1;
+      const Array& weight = head < heads ? q_norm : turns ? k_norm : v_norm;
       auto normed = [&](int64_t i) {
-        return before[at + i] * scale * (norms && turns ? weight.get(i) : 1);
+        return before[at + i] * scale * (normed_here ? weight.get(i) : 1);
       };
       for (int64_t i = 0; i < dim; ++i) {
-        int64_t half = dim / 2, pair = i % half, row = position[token] * dim;
+        int64_t half = dim / 2, pair = i % half;
+        int64_t row = position[token] * table_width + (head < heads ? 0 : table_width - dim);
         double cosine = table.get(row + pair), sine = table.get(row + half + pair);
         double low = normed(pair), high = normed(half + pair);
         double wanted = i < half ? low * cosine - high * sine : high * cosine + low * sine;
-        expect(qkv, at + i, turns ? wanted : before[at + i], "rope");
+        expect(qkv, at + i, turns ? wanted : normed(i), "rope");
         if (head >= heads) {
           int64_t own = head - heads, kv = own / kv_heads;
           if (cache.values.get(cache.at(kv, slot[token], own % kv_heads) + i) != qkv.get(at + i))

@@ -7,10 +7,13 @@ void routing(Context* context, int32_t dtype) {
   Array logits(dtype, rows ? (rows - 1) * stride + count : 0);
   std::unique_ptr<float[]> correction(new float[count]), weights(new float[rows * top_k]);
   std::unique_ptr<int32_t[]> ids(new int32_t[rows * top_k]);
-  for (int64_t i = 0; i < count; ++i) correction[i] = float(normal());
+  std::unique_ptr<float[]> factors(new float[count]);
+  for (int64_t i = 0; i < count; ++i)
+    correction[i] = float(normal()), factors[i] = float(draw(1, 9)) / 4;
   if (rows && draw(0, 3) == 0) logits.set(0, draw(0, 1) ? NAN : INFINITY);
   RoutingArgs args = {logits.at(), stride, count, top_k, groups, top_groups,
                       draw(0, 1) ? correction.get() : nullptr, 1.5f, 1e-20f,
+                      draw(0, 1) ? factors.get() : nullptr,
                       int32_t(draw(0, 1)), int32_t(draw(0, 1)), ids.get(), weights.get(), dtype};
   expect_ok(asyncllm_routing(context, &args, rows), "routing");
   for (int64_t row = 0; row < rows; ++row) {
@@ -37,6 +40,7 @@ void routing(Context* context, int32_t dtype) {
     for (int64_t i = 0; finite && i < top_k; ++i) {
       double score = scores[ids[row * top_k + i]] / (args.sigmoid ? 1 : total);
       double wanted = 1.5 * (args.renormalise ? score / sum : score);
+      if (args.expert_scale) wanted *= factors[ids[row * top_k + i]];
       if (!(fabs(weights[row * top_k + i] - wanted) < 1e-5 * (1 + wanted))) fail("routing: weights");
     }
   }

@@ -57,7 +57,8 @@ struct Layer {
   }
   void norm(Array& from, Array* more, Array& to, int32_t size) {
     add(OP_RMS_NORM, size).args.norm = {from.at(), hidden, more ? more->at() : nullptr, hidden,
-                                        weight.at(), to.at(), hidden, 1e-5f, 1, dtype, dtype};
+                                        weight.at(), to.at(), hidden, 1, 1e-5f, 1, 1, dtype,
+                                        dtype};
   }
   void select(Array& from, int64_t columns, Array& to) {
     Op& op = add(OP_SELECT, SIZE_WANTED);
@@ -104,8 +105,9 @@ struct Layer {
     linear(2, picked, heads * dim, o, hidden, SIZE_WANTED);
     norm(o, &rest, normed_x, SIZE_WANTED);
     linear(3, normed_x, hidden, wide, 2 * inner, SIZE_WANTED);
-    add(OP_GATED_MUL, SIZE_WANTED).args.gated = {wide.at(), 2 * inner,          mlp.at(),
-                                                 inner,     dtype, int32_t(draw(0, 1))};
+    add(OP_GATED_MUL, SIZE_WANTED).args.gated = {
+        wide.at(), 2 * inner, wide.at(inner), 2 * inner, mlp.at(), inner, dtype,
+        int32_t(draw(0, 1))};
     linear(4, mlp, inner, o, hidden, SIZE_WANTED);
     norm(o, &rest, last, SIZE_WANTED);
     linear(0, last, hidden, logits, vocab, SIZE_SAMPLED);
