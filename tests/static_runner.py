@@ -25,9 +25,10 @@ from asyncllm.gpu.graph.cuda_graphs import GraphCapturer, default_sizes
 from asyncllm.gpu.graph.decode_runner import DecodeRunner
 from asyncllm.gpu.kv_cache import KVCache, KVGroup
 from asyncllm.gpu.model_runner import ModelRunner
-from asyncllm.gpu.models import dense
+from asyncllm.gpu.models.attention_kinds import attention_kinds
+from asyncllm.gpu.models.attention_kinds import kv_groups as own_kv_groups
 from asyncllm.gpu.models.decoder import Decoder
-from asyncllm.gpu.models.dense import attention_kinds, build_decoder
+from asyncllm.gpu.models.dense import build_decoder
 from asyncllm.gpu.ops.base import BlockLayout
 from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.gpu.ops.torch_ops import TorchOps
@@ -278,7 +279,7 @@ def make_runner(
     each has ``num_blocks``."""
     model = decoder.model
     if not layers and tuple(decoder.attention) == attention_kinds(model):
-        groups = dense.kv_groups(model, decoder.attention, block_size)
+        groups = own_kv_groups(model, decoder.attention, block_size)
         num_blocks *= len(groups)  # of the same bytes in all
     else:
         groups = kv_groups(model, block_size, *layers)

@@ -17,7 +17,7 @@ from asyncllm.config import EngineConfig
 from asyncllm.errors import EngineError, InvalidRequestError
 from asyncllm.gpu import build
 from asyncllm.gpu.build import build_model_runner
-from asyncllm.gpu.models.dense import attention_kinds, attention_shape
+from asyncllm.gpu.models.attention_kinds import attention_kinds, attention_shape
 from asyncllm.gpu.models.layers import AttentionKind
 from asyncllm.gpu.ops import flash_attention, native_attention, registry
 from asyncllm.gpu.ops.backend import AttentionBackend, AttentionRequest, Constraints

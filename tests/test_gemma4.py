@@ -20,7 +20,7 @@ from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.kv_cache import block_bytes
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.models.architectures import sum_parameters
-from asyncllm.gpu.models.dense import attention_kinds, kv_groups, kv_indices
+from asyncllm.gpu.models.attention_kinds import attention_kinds, kv_groups, kv_indices
 from asyncllm.gpu.models.layer_inputs import InputLayer
 from asyncllm.gpu.models.rope import inverse_frequencies
 from asyncllm.gpu.ops.torch_attention import TorchAttention

@@ -21,7 +21,8 @@ from asyncllm.gpu.batch.sampling_inputs import (
     Stages,
     TopLogprobs,
 )
-from asyncllm.gpu.models.dense import attention_kinds, build_decoder
+from asyncllm.gpu.models.attention_kinds import attention_kinds
+from asyncllm.gpu.models.dense import build_decoder
 from asyncllm.gpu.ops import onednn_ops
 from asyncllm.gpu.ops.base import ArgmaxLinear, AttentionShape
 from asyncllm.gpu.ops.gumbel import chunk_exponentials, exponentials, gumbel_keys

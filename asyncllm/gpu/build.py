@@ -42,7 +42,8 @@ from asyncllm.gpu.memory import (
 )
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.models.architectures import is_small
-from asyncllm.gpu.models.dense import attention_kinds, build_decoder, kv_groups
+from asyncllm.gpu.models.attention_kinds import attention_kinds, kv_groups
+from asyncllm.gpu.models.dense import build_decoder
 from asyncllm.gpu.models.language_model import LanguageModel
 from asyncllm.gpu.models.layers import AttentionKind
 from asyncllm.gpu.ops.backend import AttentionRequest
