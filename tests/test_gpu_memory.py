@@ -19,8 +19,7 @@ import torch
 
 from asyncllm.config import EngineConfig
 from asyncllm.errors import EngineDeadError, EngineError, KVCacheTooSmallError
-from asyncllm.gpu import build as factory
-from asyncllm.gpu import model_runner
+from asyncllm.gpu import build, cache_sizing, decoder_loading, model_runner
 from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.kv_cache import block_bytes, min_cache_bytes, size_cache
 from asyncllm.gpu.memory import (
@@ -119,7 +118,7 @@ class SimulatedGPU:
 
 
 def size(gpu: SimulatedGPU, *, weights: int, step: int, config: EngineConfig | None = None, **kw):
-    """What the factory does: look, load, measure."""
+    """As a start does: look, load, measure."""
     config = config or EngineConfig()
     free_at_start = check_weights(config, GPU, weights, gpu)
     gpu.engine += weights
@@ -370,15 +369,15 @@ def test_nothing_is_measured_where_the_configuration_says(monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("a step was run")
 
-    monkeypatch.setattr(factory, "profile_run", refuse)
-    monkeypatch.setattr(factory, "cuda_cache_bytes", refuse)
+    monkeypatch.setattr(cache_sizing, "profile_run", refuse)
+    monkeypatch.setattr(cache_sizing, "cuda_cache_bytes", refuse)
     decoder = make_decoder()
     for fields in ({"num_blocks": 3}, {"kv_cache_memory": 10**6}):
         assert available(decoder, **fields) == 0
 
 
 def available(decoder: Decoder, **fields) -> int:
-    return factory.available_cache_bytes(
+    return cache_sizing.available_cache_bytes(
         EngineConfig(**fields),
         decoder,
         kv_groups(MODEL, 16),
@@ -517,7 +516,7 @@ def test_few_layers_take_as_much_as_all_of_them():
 
 
 @pytest.mark.parametrize("has_states", [False, True])
-def test_the_factory_measures_the_step_that_the_scheduler_will_make(monkeypatch, has_states):
+def test_sizing_measures_the_step_that_the_scheduler_will_make(monkeypatch, has_states):
     """On a simulated GPU: the budget, the sequences and the length of the configuration, and
     a first run outside the pool. Recurrent states are there already, beside the weights."""
     states = StateCache([StateSpec((8,))], 4, torch.bfloat16, CPU) if has_states else None
@@ -529,13 +528,13 @@ def test_the_factory_measures_the_step_that_the_scheduler_will_make(monkeypatch,
         profile_run()
         return 123
 
-    monkeypatch.setattr(factory, "cpu_cache_bytes", lambda: 1 / 0)
-    monkeypatch.setattr(factory, "cuda_cache_bytes", measure)
-    monkeypatch.setattr(factory, "profile_run", lambda decoder, groups, **kw: asked.append(kw))
+    monkeypatch.setattr(cache_sizing, "cpu_cache_bytes", lambda: 1 / 0)
+    monkeypatch.setattr(cache_sizing, "cuda_cache_bytes", measure)
+    monkeypatch.setattr(cache_sizing, "profile_run", lambda decoder, groups, **kw: asked.append(kw))
     decoder = make_decoder()
     decoder.embedding = OnGPU(torch.bfloat16)  # type: ignore[assignment]
     monkeypatch.setattr(decoder, "set_max_positions", lambda count: asked.append(count))
-    found = factory.available_cache_bytes(
+    found = cache_sizing.available_cache_bytes(
         EngineConfig(max_model_len=100),
         decoder,
         kv_groups(MODEL, 16),
@@ -554,7 +553,7 @@ def test_the_factory_measures_the_step_that_the_scheduler_will_make(monkeypatch,
     ]
     assert passed == {
         "free_at_start": 10,
-        "weights_bytes": factory.weights_bytes(MODEL, torch.bfloat16) + 80 * has_states,
+        "weights_bytes": decoder_loading.weights_bytes(MODEL, torch.bfloat16) + 80 * has_states,
         "graph_reserve": 7,
         "least": 8 * block_bytes(kv_groups(MODEL, 16), torch.bfloat16),
     }
@@ -667,8 +666,11 @@ def test_an_exception_of_a_step_does_not_keep_the_model(monkeypatch, failure):
     assert kept.__traceback__ is not None
 
 
-@pytest.mark.parametrize("stage", ["KVCache", "size_cache", "available_cache_bytes"])
-def test_a_failed_start_gives_everything_back(monkeypatch, stage):
+@pytest.mark.parametrize(
+    ("module", "stage"),
+    [(build, "KVCache"), (cache_sizing, "size_cache"), (cache_sizing, "available_cache_bytes")],
+)
+def test_a_failed_start_gives_everything_back(monkeypatch, module, stage):
     """While its exception is kept, as the engine keeps it."""
     decoders: list[weakref.ref] = []
     released = []
@@ -681,9 +683,9 @@ def test_a_failed_start_gives_everything_back(monkeypatch, stage):
     def fail(*_, **__):
         raise KVCacheTooSmallError("on purpose")
 
-    monkeypatch.setattr(factory, "build_decoder", make_decoder)
-    monkeypatch.setattr(factory, stage, fail)
-    monkeypatch.setattr(factory, "release", lambda device: released.append((device, decoders[0]())))
+    monkeypatch.setattr(decoder_loading, "build_decoder", make_decoder)
+    monkeypatch.setattr(module, stage, fail)
+    monkeypatch.setattr(build, "release", lambda device: released.append((device, decoders[0]())))
     with pytest.raises(KVCacheTooSmallError) as caught:
         build_model_runner(EngineConfig(load_format="dummy", device="cpu"), MODEL)
     assert released == [(CPU, None)]

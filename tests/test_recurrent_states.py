@@ -283,7 +283,8 @@ def test_states_are_taken_from_the_kv_cache(lfm2, monkeypatch):
     runner = lfm2.runner()
     reserved = []
     monkeypatch.setattr(
-        "asyncllm.gpu.build.cpu_cache_bytes", lambda reserve: reserved.append(reserve) or 2**20
+        "asyncllm.gpu.cache_sizing.cpu_cache_bytes",
+        lambda reserve: reserved.append(reserve) or 2**20,
     )
     lfm2.runner(num_blocks=None)
     assert reserved == [device_state(runner).cache.states.num_bytes]
