@@ -16,7 +16,8 @@ from asyncllm.core.kv_cache import block_ids
 from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.core.request import Request, Status
 from asyncllm.core.request_group import RequestGroup
-from asyncllm.core.scheduler import ScheduledStep, Scheduler
+from asyncllm.core.scheduled_step import ScheduledStep
+from asyncllm.core.scheduler import Scheduler
 from asyncllm.errors import KVCacheTooSmallError
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.testing import FakeExecutor
@@ -622,11 +623,11 @@ def test_shrunken_budget_recovers():
     step = rig.scheduler.schedule()
     assert step is not None
     rig.scheduler.rollback([step])
-    assert rig.scheduler.shrink_budget([step]) == []
-    assert rig.scheduler.token_budget == 10
+    assert rig.scheduler.budget.shrink([step]) == []
+    assert rig.scheduler.budget.tokens == 10
     for _ in range(200):
-        rig.scheduler.recover_budget()
-    assert rig.scheduler.token_budget == 32
+        rig.scheduler.budget.recover()
+    assert rig.scheduler.budget.tokens == 32
 
 
 def test_garbage_from_the_device_is_noticed():
