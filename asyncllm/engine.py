@@ -21,9 +21,10 @@ from asyncllm.outputs import Completion, EngineStats
 from asyncllm.runtime.engine_thread import EngineThread
 from asyncllm.runtime.event_loop import join, wait_for
 from asyncllm.runtime.handle import Handle
-from asyncllm.runtime.input_processor import InputProcessor, RequestOptions
+from asyncllm.runtime.input_processor import InputProcessor
 from asyncllm.runtime.loading import Loader, load_model
 from asyncllm.runtime.mailbox import MailboxRegistry, ThreadMailbox
+from asyncllm.runtime.request_options import RequestOptions
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.stream import TokenStream
 from asyncllm.structured.response_format import parse_response_format
