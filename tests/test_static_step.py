@@ -22,7 +22,7 @@ from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.core.batch import RequestAssignment, StepBatch
 from asyncllm.core.executor import StepOutOfMemoryError
 from asyncllm.errors import RequestError
-from asyncllm.gpu import model_runner as model_runner_module
+from asyncllm.gpu import device_steps
 from asyncllm.gpu.batch.block_table import BlockTable
 from asyncllm.gpu.batch.sampling_inputs import Stages
 from asyncllm.gpu.batch.step_buffers import PinnedStepBuffer
@@ -806,7 +806,7 @@ def _one_host_block(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _token_zero_for_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_runner_module, "PLACEHOLDER_TOKEN", 0)
+    monkeypatch.setattr(device_steps, "PLACEHOLDER_TOKEN", 0)
 
 
 def _rows_stay_behind_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
