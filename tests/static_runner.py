@@ -54,7 +54,7 @@ class LateEvent:
 
 
 class LateStream:
-    """Work runs in order, as late as it may: when somebody waits for it.
+    """Work runs in order, as late as it may: when an event of it is waited for.
 
     The work is a DecodeRunner's, behind a LateDecodeRunner. ``most`` is how many steps were
     queued at once.
@@ -96,7 +96,7 @@ class LateStream:
 
 class LateDecodeRunner:
     """A DecodeRunner on a LateStream: a step reads the host's memory when it runs, and finds
-    there whatever has been changed since it was queued, as on a GPU.
+    there what was changed after it was queued, as on a GPU.
 
     Only what attention plans from is of the moment: a plan is made on the host, at launch.
     """

@@ -471,7 +471,7 @@ async def test_long_text_is_tokenised_elsewhere_and_keeps_its_rank():
         long = engine.stream(text, max_tokens=2)
         assert long.prompt_token_ids is None
         short = engine.stream([8], max_tokens=2)
-        # It holds nobody up.
+        # It holds up no other request.
         assert (await short.result()).finish_reason == "length"
         await blocker.result()
         rig.tokenizer.gate.set()

@@ -58,7 +58,7 @@ class SimulatedGPU:
     Attributes:
         others: bytes that the host application, other engines and other processes hold.
         engine: bytes of the engine's own, outside the pool.
-        cached: bytes that torch has cached for whoever asks.
+        cached: bytes that torch has cached for any allocation.
         pooled: bytes that the open pool has taken, or a closed one has left.
         log: what was asked of it.
         error: what the device answers to anything.
@@ -171,8 +171,8 @@ def test_two_engines_share_a_gpu():
 
 
 def test_what_was_taken_since_the_start_is_not_there():
-    """While the weights were loaded somebody took 50 GiB: 80 - 16 - 50 are free, and the step
-    takes 3 of them."""
+    """While the weights were loaded another process took 50 GiB: 80 - 16 - 50 are free, and the
+    step takes 3 of them."""
     gpu = SimulatedGPU()
     free_at_start = check_weights(EngineConfig(), GPU, 16 * GIB, gpu)
     gpu.engine, gpu.others = 16 * GIB, 50 * GIB

@@ -1,4 +1,4 @@
-"""Prompt log-probabilities: transformers' values, in whatever chunks and company."""
+"""Prompt log-probabilities: transformers' values, in any chunks and beside any requests."""
 
 from __future__ import annotations
 

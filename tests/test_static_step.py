@@ -635,7 +635,7 @@ def test_what_fails_at_its_start_is_raised_when_it_is_collected(llama: Decoder) 
     driver = Driver(runner)
     seq = driver.add([1, 2, 3], 6, GREEDY)
     driver.launch([(seq, 0)])
-    beyond = RequestAssignment(99, "nobody", [1], 1, ([1],), GREEDY)
+    beyond = RequestAssignment(99, "beyond", [1], 1, ([1],), GREEDY)
     runner.launch(StepBatch(1, [99], [0], [1], [True], 1, 1, assignments=[beyond]))
     driver.collect()
     assert len(seq.outputs) == 1

@@ -284,7 +284,7 @@ async def test_a_parser_by_name() -> None:
         assert values((await engine.chat(ASK, tools=TOOLS).result()).tool_calls) == [("add", "{}")]
     for field in ("tool_parser", "reasoning_parser"):
         with pytest.raises(InvalidRequestError, match="'auto' or") as caught:
-            EngineConfig(**{field: "nobody"})
+            EngineConfig(**{field: "unknown"})
         assert caught.value.param == field
     with pytest.raises(InvalidRequestError):
         EngineConfig(tool_parser=None)  # type: ignore[arg-type]

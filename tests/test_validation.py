@@ -1,4 +1,4 @@
-"""Validators: plain Python values for whatever is a number, and errors that can be printed."""
+"""Validators: plain Python values for every kind of number, and errors that can be printed."""
 
 from __future__ import annotations
 

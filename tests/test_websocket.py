@@ -39,7 +39,7 @@ async def idle(engine):
 
 
 async def closed_with(client):
-    """The close code and reason that the server sends next, whatever comes before."""
+    """The close code and reason that the server sends next; messages before them are skipped."""
     with pytest.raises(ConnectionClosed) as closed:
         async with asyncio.timeout(10):
             while True:
