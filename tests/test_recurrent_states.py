@@ -336,6 +336,18 @@ def test_a_module_that_forgets_its_state_between_chunks(tmp_path):
     ) in words
 
 
+def test_a_pass_that_fails_names_the_layer(tmp_path, monkeypatch):
+    def fail(self, hidden_states, **_):
+        raise KeyError("on purpose")
+
+    monkeypatch.setattr(transformers.models.lfm2.modeling_lfm2.Lfm2MLP, "forward", fail)
+    words = refusal(tmp_path, "Lfm2Config", layer_types=["conv", "full_attention", "conv"])
+    assert (
+        "one pass of its code without weights fails in model.layers.0.feed_forward (Lfm2MLP): "
+        "KeyError: 'on purpose'"
+    ) in words
+
+
 @pytest.mark.parametrize("low", [1e-30, 0.001])
 def test_a_decode_that_differs_from_a_chunk(tmp_path, low):
     """Nemotron-H's own decode step leaves out a bound of its chunks, ``time_step_min``: where that

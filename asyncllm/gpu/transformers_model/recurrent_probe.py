@@ -98,13 +98,21 @@ class Watch:
             hook.remove()
 
     def _hook(self, name: str) -> Any:
-        def keep(module: nn.Module, args: Any, options: Any) -> None:
+        def keep(module: nn.Module, args: Any, options: Any) -> tuple[Any, Any]:
+            # A padding mask that is handed down, which lies on the host: the module's code is to
+            # get as far as its cache, so that its refusal names it.
+            options = {key: _on_meta(value) for key, value in options.items()}
             if name in self.calls:
                 self.calls[name].count += 1
             else:
-                self.calls[name] = SeenCall(args, dict(options))
+                self.calls[name] = SeenCall(args, options)
+            return args, options
 
         return keep
+
+
+def _on_meta(value: Any) -> Any:
+    return value.to("meta") if isinstance(value, Tensor) else value
 
 
 class _Listener(CallStates):
