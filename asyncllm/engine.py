@@ -203,7 +203,7 @@ class AsyncLLMEngine(Handle):
 
     @property
     def state(self) -> EngineState:
-        """Where the engine is in its life; any thread. It takes requests while it is "running".
+        """State of the engine's life cycle; any thread. It takes requests while it is "running".
         It is "dead" if the model or the device failed, and "closed" once ``aclose`` was called
         or the loop that it was started on has ended."""
         thread = self._thread
@@ -433,7 +433,7 @@ class AsyncLLMEngine(Handle):
 
     @property
     def model_config(self) -> Any:
-        """What the model's own configuration says of its shape."""
+        """The model's own configuration: its architecture, sizes and limits."""
         return self._started().loaded.model_config
 
     @property

@@ -401,7 +401,7 @@ class Scheduler:
         return self._evictable_victim() or max(self.running, key=lambda r: r.sort_key)
 
     def _evictable_victim(self, besides: Request | None = None) -> Request | None:
-        """Who loses its blocks before any running request does: paused ones first."""
+        """The request that loses its blocks before any running one: paused ones first."""
         candidates = [r for r in self._evictable_requests if r is not besides]
         return max(candidates, key=lambda r: (r.status is Status.PAUSED, r.sort_key), default=None)
 

@@ -159,7 +159,7 @@ def quantisation(
     device: torch.device,
     ops: TorchOps,
 ) -> Conversion | None:
-    """What ``config.quantization`` makes of the weights of linear layers; None for nothing.
+    """The conversion of linear layers' weights that ``config.quantization`` names; None for none.
 
     Raises:
         InvalidRequestError: the checkpoint is quantised already, or the device or its op set does

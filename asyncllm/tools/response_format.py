@@ -152,7 +152,7 @@ def _close(part: Mapping[str, Any] | None) -> Delimiters | None:
 
 
 def _json_syntax(calls: Mapping[str, Any]) -> JsonSyntax | None:
-    """What a field ``tool_calls`` says, if it says that calls are plain JSON."""
+    """The syntax of calls in plain JSON, from a field ``tool_calls``; None for any other."""
     transform = calls.get("transform")
     if calls.get("content") != "json" or calls.get("content_args") or not transform:
         return None
@@ -306,7 +306,7 @@ def _checked(template: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
 
 
 def _skipped(fields: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """What ends the content of a tokenizer's own template, as a pattern."""
+    """Pattern of the end of the content, from a tokenizer's own template."""
     import regex
 
     for part in fields.values():

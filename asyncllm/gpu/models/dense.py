@@ -262,7 +262,7 @@ class _Builder:
         return SharedAttentionMixer(q=q, rope=rope, **self.rest_of_mixer(name, index))
 
     def rest_of_mixer(self, name: str, index: int) -> dict[str, Any]:
-        """What attention has whether or not it has keys of its own."""
+        """Parts of attention with or without keys of its own."""
         kind = self.kinds[index]
         return {
             "attention": self.attention[kind],
