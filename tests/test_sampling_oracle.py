@@ -195,7 +195,7 @@ def test_presence_and_frequency() -> None:
         7: -1.0,
         9: -0.75,
     }
-    assert bench.sampler.state.stages_of(np.array([0])) is Stages.PENALTIES
+    assert Stages(int(bench.sampler.state.stages[0])) is Stages.PENALTIES
 
 
 def test_two_rounds_have_the_distribution_of_one() -> None:

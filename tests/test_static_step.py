@@ -39,7 +39,6 @@ from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.ops.torch_attention import FixedPlan, TorchAttention
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.sample.sampling_state import SamplingState
-from asyncllm.gpu.threads import set_thread_count
 from asyncllm.gpu.weights import load_weights
 from asyncllm.runtime.loading import LoadedModel
 from asyncllm.sampling_params import SamplingParams
@@ -93,9 +92,7 @@ HOST_KINDS = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> None:
-    set_thread_count(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module", params=SHAPES)

@@ -80,10 +80,6 @@ class ResponseFormat:
         put("thoughts_close", _close(self.thoughts))
         put("syntax", None if self.calls is None else _json_syntax(self.calls))
 
-    @property
-    def needs_transformers(self) -> bool:
-        return self.calls is not None and self.syntax is None
-
     def spells(self, token: str) -> bool:
         """Whether ``token`` may be a part of a delimiter."""
         sources = [self.skip, *self.prompt_ends]

@@ -263,9 +263,6 @@ class SamplingState:
         """The rules of an index for the host, empty ones if it had none."""
         return self.host.setdefault(req_index, HostRules(None, None, 0, (), ()))
 
-    def stages_of(self, req_indices: np.ndarray) -> Stages:
-        return Stages(int(np.bitwise_or.reduce(self.stages[req_indices], initial=0)))
-
     def needing_host(self, req_indices: np.ndarray) -> np.ndarray:
         """Places of those of ``req_indices`` that have rules of no fixed size, logits processors,
         or more log-probabilities than a step keeps room for."""
