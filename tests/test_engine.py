@@ -658,7 +658,7 @@ async def test_cancelled_start_leaves_the_engine_as_if_never_started():
         assert (await engine.generate([1], max_tokens=1)).finish_reason == "length"
 
 
-async def test_failing_step_kills_the_engine_and_everybody_hears_of_it(caplog):
+async def test_failing_step_kills_the_engine_and_ends_every_stream(caplog):
     rig = fake()
     rig.executor.faults[3] = RuntimeError("device lost")
     async with rig.engine() as engine:

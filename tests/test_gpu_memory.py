@@ -189,7 +189,7 @@ def test_what_was_taken_since_the_start_is_not_there():
     assert found == 11 * GIB
 
 
-def test_what_torch_has_cached_and_nobody_uses_is_free():
+def test_unused_memory_in_the_cache_of_torch_is_free():
     """The host used 60 GiB once. Weights and step need them, and they count as free."""
     gpu = SimulatedGPU(cached=60 * GIB)
     assert size(gpu, weights=16 * GIB, step=30 * GIB) == 26 * GIB

@@ -143,7 +143,7 @@ def test_a_bad_mask_ends_its_own_row(
 
 
 @pytest.mark.parametrize("kind", ["host", "device", "fake"])
-def test_masks_that_nobody_awaits(decoder: Decoder, kind: str) -> None:
+def test_masks_that_no_step_awaits(decoder: Decoder, kind: str) -> None:
     executor: Any = fake() if kind == "fake" else runners(decoder)[kind == "device"]
     with pytest.raises(RuntimeError, match="masks of step 0 came; expected none"):
         executor.sample(GrammarMask(0))

@@ -131,7 +131,7 @@ def test_attention_backends_that_a_cpu_lacks(name):
 
 
 @pytest.mark.parametrize("name", ["Native", "nonsense"])
-def test_attention_backends_that_nobody_has(name):
+def test_attention_backends_that_are_not_known(name):
     expected = "expected one of auto, torch, native, triton, flash_attn, flash_attn_3"
     with pytest.raises(
         InvalidRequestError, match=f"attention_backend='{name}': {expected}"

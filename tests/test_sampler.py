@@ -424,7 +424,7 @@ class Unprintable(Exception):
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_whatever_a_processor_raises_ends_its_own_row(error):
+def test_any_error_of_a_processor_ends_its_own_row(error):
     def broken(output, logits):
         logits[:] = torch.nan
         raise error

@@ -325,7 +325,7 @@ def test_admission_leaves_running_requests_a_block_to_grow_into():
     rig.expect(second)
 
 
-def test_the_spare_block_keeps_nobody_out_who_would_run_alone():
+def test_the_spare_block_keeps_no_request_out_that_would_run_alone():
     rig = Rig(num_blocks=7, max_model_len=24)
     whole = rig.add(range(23), max_tokens=1)
     assert rig.step() == {"r0": 23}
@@ -534,7 +534,7 @@ def test_pause_while_a_token_is_in_flight():
     rig.expect(request)
 
 
-def test_depth_two_feeds_tokens_that_nobody_has_seen():
+def test_depth_two_feeds_tokens_that_the_host_has_not_seen():
     rig = Rig(pipeline_depth=2)
     requests = [rig.add(range(i, i + 5), max_tokens=9) for i in range(4)]
     rig.launch()

@@ -191,7 +191,7 @@ def test_descriptions_are_short_and_never_raise() -> None:
 
 
 @pytest.mark.parametrize("how", UNPRINTABLE)
-def test_an_exception_is_explained_whatever_its_methods_raise(how: str) -> None:
+def test_an_exception_is_explained_though_its_methods_raise(how: str) -> None:
     odd = UNPRINTABLE[how]()
     for told in (check.describe(odd), check.explain(odd)):
         assert type(told) is str

@@ -570,7 +570,7 @@ async def test_the_server_goes_away_with_1001():
         await server.aclose()
 
 
-async def test_a_client_that_does_not_read_hurts_nobody():
+async def test_a_client_that_does_not_read_hurts_no_other():
     rig = fake(num_blocks=5000, max_model_len=20_000)
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
