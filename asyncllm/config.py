@@ -250,6 +250,24 @@ class EngineConfig:
         return frozenset(f.name for f in fields(cls))
 
 
+def make_config(
+    model: str | os.PathLike[str] | None, config: EngineConfig | None, overrides: dict[str, Any]
+) -> EngineConfig:
+    """The configuration of an engine, from the arguments of its constructor.
+
+    Raises:
+        InvalidRequestError: for a field that is not known, or a value that makes no sense.
+    """
+    check.refuse_unknown("setting", overrides, EngineConfig.field_names())
+    if model is not None:
+        overrides["model"] = model
+    if config is None:
+        return EngineConfig(**overrides)
+    if not isinstance(config, EngineConfig):
+        raise check.invalid("config", config, "an EngineConfig or None")
+    return config.with_overrides(overrides)
+
+
 def parse_bytes(value: int | str) -> int:
     """Bytes from a number or from text such as "512MiB", "4 GiB" or "2.5GB".
 

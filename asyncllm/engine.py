@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 
 from asyncllm import validation as check
 from asyncllm.checkpoint.progress import LoadStage
-from asyncllm.config import EngineConfig
+from asyncllm.config import EngineConfig, make_config
 from asyncllm.core.channel import OnSlow
 from asyncllm.core.execution_report import ExecutionReport
 from asyncllm.errors import EngineClosedError, EngineError
@@ -21,12 +21,13 @@ from asyncllm.outputs import Completion, EngineStats
 from asyncllm.runtime.engine_thread import EngineThread
 from asyncllm.runtime.event_loop import join, wait_for
 from asyncllm.runtime.handle import Handle
-from asyncllm.runtime.input_processor import InputProcessor, RequestOptions
+from asyncllm.runtime.input_processor import InputProcessor
 from asyncllm.runtime.loading import Loader, load_model
 from asyncllm.runtime.mailbox import MailboxRegistry, ThreadMailbox
+from asyncllm.runtime.request_options import RequestOptions, request_ids
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.stream import TokenStream
-from asyncllm.structured.response_format import parse_response_format
+from asyncllm.structured.response_format import with_response_format
 from asyncllm.tools.tool_use import ToolUse
 
 EngineState = Literal["new", "starting", "running", "dead", "closed"]
@@ -61,7 +62,7 @@ class AsyncLLMEngine(Handle):
         config: EngineConfig | None = None,
         **overrides: Any,
     ) -> None:
-        self.config = _configure(model, config, overrides)
+        self.config = make_config(model, config, overrides)
         self._loader: Loader = load_model
         self._thread: EngineThread | None = None
         self._closed = False
@@ -202,7 +203,7 @@ class AsyncLLMEngine(Handle):
 
     @property
     def state(self) -> EngineState:
-        """Where the engine is in its life; any thread. It takes requests while it is "running".
+        """State of the engine's life cycle; any thread. It takes requests while it is "running".
         It is "dead" if the model or the device failed, and "closed" once ``aclose`` was called
         or the loop that it was started on has ended."""
         thread = self._thread
@@ -340,14 +341,7 @@ class AsyncLLMEngine(Handle):
         makes so many, is rendered and tokenised on a worker thread; see docs/chat.md.
         """
         use = ToolUse.of(tools, tool_choice, parallel_tool_calls)
-        structured = parse_response_format(response_format)
-        if structured is not None:
-            if sampling.get("structured_outputs") is not None or (
-                isinstance(params, SamplingParams) and params.structured_outputs is not None
-            ):
-                accepted = "one of response_format and structured_outputs"
-                raise check.invalid("response_format", response_format, accepted)
-            sampling["structured_outputs"] = structured
+        sampling = with_response_format(sampling, params, response_format)
         self._running()
         assert self._intake is not None
         options = RequestOptions(request_id, priority, timeout, max_unread, on_slow, cache_salt)
@@ -363,17 +357,8 @@ class AsyncLLMEngine(Handle):
             InvalidRequestError: for anything but a string, or strings; none is aborted then.
         """
         core = self._running().core
-        accepted = "a string, or several"
-        ids: Iterable[Any] = (request_id,)
-        if request_id is not None and not check.is_a(request_id, str):
-            ids = check.items("request_id", request_id, accepted)
-        groups = []
-        for one in ids:
-            text = check.plain_text(one)
-            if text is None:
-                raise check.invalid("request_id", one, accepted)
-            groups.append(core.admission.get(text))
-        for group in groups:
+        for one in request_ids(request_id):
+            group = core.admission.get(one)
             if group is not None:
                 core.abort(group)
 
@@ -448,7 +433,7 @@ class AsyncLLMEngine(Handle):
 
     @property
     def model_config(self) -> Any:
-        """What the model's own configuration says of its shape."""
+        """The model's own configuration: its architecture, sizes and limits."""
         return self._started().loaded.model_config
 
     @property
@@ -478,16 +463,3 @@ class AsyncLLMEngine(Handle):
 
     def __repr__(self) -> str:
         return f"<AsyncLLMEngine {self.config.model_name!r} {self.state}>"
-
-
-def _configure(
-    model: str | os.PathLike[str] | None, config: EngineConfig | None, overrides: dict[str, Any]
-) -> EngineConfig:
-    check.refuse_unknown("setting", overrides, EngineConfig.field_names())
-    if model is not None:
-        overrides["model"] = model
-    if config is None:
-        return EngineConfig(**overrides)
-    if not isinstance(config, EngineConfig):
-        raise check.invalid("config", config, "an EngineConfig or None")
-    return config.with_overrides(overrides)

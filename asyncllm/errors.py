@@ -31,7 +31,8 @@ class AsyncLLMError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Exception's own would call the type with ``args`` alone, which lack what is keyword-only.
-        return copyreg.__newobj__, (type(self),), {**vars(self), "args": self.args}  # type: ignore[attr-defined]
+        make = copyreg.__newobj__  # pyright: ignore[reportAttributeAccessIssue]
+        return make, (type(self),), {**vars(self), "args": self.args}
 
 
 def to_raise(error: BaseException) -> BaseException:

@@ -33,7 +33,7 @@ class OutputReader:
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
 
     def output(self) -> CompletionOutput:
-        """What was read so far."""
+        """The output read so far."""
         request = self.request
         begin = request.num_prompt_tokens
         return CompletionOutput(

@@ -325,7 +325,7 @@ class TokenStream(Handle):
         return self.completion()
 
     def completion(self) -> Completion:
-        """What was read so far, as a Completion.
+        """The output read so far, as a Completion.
 
         Raises:
             AsyncLLMError: if the request failed.

@@ -230,6 +230,15 @@ def items(name: str, value: Any, accepted: str, most: int = MAX_ITEMS, **how: An
     return _refuse(name, value, accepted if found is None else f"at most {most} {accepted}", **how)
 
 
+def strings(name: str, value: Any, *, optional: bool = False, refuse: Refuse = invalid) -> Any:
+    """Plain strings, none of them empty, from a sequence of them, as a tuple."""
+    accepted = "a sequence of strings"
+    if value is None:
+        return _refuse(name, value, accepted, optional=optional, refuse=refuse)
+    found = items(name, value, accepted, optional=optional, refuse=refuse)
+    return tuple(string(name, one, refuse=refuse) for one in found)
+
+
 def token_ids(
     name: str, value: Any, below: int = MAX_INTEGER, most: int = MAX_ITEMS, **how: Any
 ) -> Any:

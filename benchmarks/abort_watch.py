@@ -13,7 +13,7 @@ class AbortWatch:
     engine thread has freed the blocks. No reader takes part.
 
     Attributes:
-        times: seconds, one for each request that was aborted by somebody.
+        times: seconds, one for each request that was aborted.
     """
 
     def __init__(self, engine: AsyncLLMEngine) -> None:

@@ -29,7 +29,7 @@ _SCALES = {"s": 1.0, "ms": 1e3, "µs": 1e6, "ns": 1e9}
 
 @dataclass(frozen=True)
 class Figure:
-    """One measured number. Times are kept in seconds whatever unit they are shown in."""
+    """One measured number. Times are kept in seconds and shown in ``unit``."""
 
     name: str
     value: float | None

@@ -121,7 +121,7 @@ def main() -> None:
     for name in ("run", "linear", "linear_argmax", "gather", "select", "attention", "rms_norm",
                  "rope_and_cache", "gated_mul"):  # fmt: skip
         clock.watch(library, name, "native")
-    clock.watch(runner, "_forward", "forward")
+    clock.watch(state, "forward", "forward")
     clock.watch(state.sampler, "sample", "sampling")
     for rows in ROWS:
         found = step_times(runner, clock, rows, 10 if arguments.quick else 30)

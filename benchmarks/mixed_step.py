@@ -28,7 +28,8 @@ from asyncllm.gpu.graph.cuda_graphs import EagerCapturer
 from asyncllm.gpu.graph.decode_runner import DecodeRunner
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.models.architectures import parameters
-from asyncllm.gpu.models.dense import attention_kinds, build_decoder, kv_groups
+from asyncllm.gpu.models.attention_kinds import attention_kinds, kv_groups
+from asyncllm.gpu.models.dense import build_decoder
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.triton.attention import TritonAttention
 from asyncllm.gpu.ops.triton.launcher import BoundKernel

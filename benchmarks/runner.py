@@ -25,7 +25,8 @@ from asyncllm.gpu.graph.decode_runner import DecodeRunner
 from asyncllm.gpu.graph.streams import SyncStream
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.model_runner import ModelRunner
-from asyncllm.gpu.models.dense import attention_kinds, build_decoder, kv_groups
+from asyncllm.gpu.models.attention_kinds import attention_kinds, kv_groups
+from asyncllm.gpu.models.dense import build_decoder
 from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.weights import dummy_weights

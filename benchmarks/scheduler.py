@@ -19,7 +19,8 @@ from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.core.request import Request
 from asyncllm.core.request_group import RequestGroup
-from asyncllm.core.scheduler import ScheduledStep, Scheduler
+from asyncllm.core.scheduled_step import ScheduledStep
+from asyncllm.core.scheduler import Scheduler
 from asyncllm.sampling_params import SamplingParams
 from benchmarks.common import Report, cpu_time_of, options
 

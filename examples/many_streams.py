@@ -17,7 +17,7 @@ def ask(engine: AsyncLLMEngine, name: str, thing: str) -> TokenStream:
 async def main() -> None:
     async with AsyncLLMEngine() as engine:
         began = time.perf_counter()
-        # chat() submits at once, so all of them run as one batch before anyone reads.
+        # chat() submits at once, so all of them run as one batch before the first read.
         streams = [ask(engine, name, thing) for name in NAMES for thing in THINGS]
         stories = await asyncio.gather(*(stream.result() for stream in streams))
         took = time.perf_counter() - began

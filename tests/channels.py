@@ -174,7 +174,7 @@ class ChannelRig:
         self.read_until_asleep()
 
     def fail(self) -> None:
-        """What whoever declares the engine hung does, on a thread of its own."""
+        """Ends the request as the watchdog of a hung engine does, on a thread of its own."""
         self.output_processor.close(self.request, RuntimeError("hung"))
         self.output_processor.flush_all_wakeups()
 

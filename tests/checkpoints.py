@@ -1,7 +1,7 @@
 """Tiny random checkpoints, made on the spot with transformers.
 
 Weights are drawn wide: with the usual standard deviation a tiny model repeats one token, and
-a comparison of its greedy output would pass whatever the model computed.
+a comparison of its greedy output would pass for any logits.
 """
 
 from __future__ import annotations

@@ -41,6 +41,14 @@ def no_leftovers():
     pytest.fail(f"threads left: {left}")
 
 
+@pytest.fixture(scope="module")
+def one_thread():
+    """Ops of the test's own thread, which another test's runner may have given more."""
+    from asyncllm.gpu.threads import set_thread_count
+
+    set_thread_count(1)
+
+
 @pytest.fixture
 def own_code(tmp_path_factory, monkeypatch):
     """transformers keeps the code of checkpoints in a folder of this test, and imports it anew: it

@@ -45,6 +45,7 @@ GATED_DELTA |= {"linear_value_head_dim": 8, "head_dim": 16}
 GATED_DELTA |= {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 GATED_DELTA |= {"gain": 1.3}
 CONV = {"layer_types": ["conv", "full_attention", "conv"], "gain": 1.3}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "gain": 1.3}
 
 GEMMA4 = {"config": "Gemma4TextConfig", "head_dim": 16, "global_head_dim": 32, **SLIDING}

@@ -25,9 +25,10 @@ from asyncllm.gpu.graph.cuda_graphs import GraphCapturer, default_sizes
 from asyncllm.gpu.graph.decode_runner import DecodeRunner
 from asyncllm.gpu.kv_cache import KVCache, KVGroup
 from asyncllm.gpu.model_runner import ModelRunner
-from asyncllm.gpu.models import dense
+from asyncllm.gpu.models.attention_kinds import attention_kinds
+from asyncllm.gpu.models.attention_kinds import kv_groups as own_kv_groups
 from asyncllm.gpu.models.decoder import Decoder
-from asyncllm.gpu.models.dense import attention_kinds, build_decoder
+from asyncllm.gpu.models.dense import build_decoder
 from asyncllm.gpu.ops.base import BlockLayout
 from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.gpu.ops.torch_ops import TorchOps
@@ -53,7 +54,7 @@ class LateEvent:
 
 
 class LateStream:
-    """Work runs in order, as late as it may: when somebody waits for it.
+    """Work runs in order, as late as it may: when an event of it is waited for.
 
     The work is a DecodeRunner's, behind a LateDecodeRunner. ``most`` is how many steps were
     queued at once.
@@ -95,7 +96,7 @@ class LateStream:
 
 class LateDecodeRunner:
     """A DecodeRunner on a LateStream: a step reads the host's memory when it runs, and finds
-    there whatever has been changed since it was queued, as on a GPU.
+    there what was changed after it was queued, as on a GPU.
 
     Only what attention plans from is of the moment: a plan is made on the host, at launch.
     """
@@ -278,7 +279,7 @@ def make_runner(
     each has ``num_blocks``."""
     model = decoder.model
     if not layers and tuple(decoder.attention) == attention_kinds(model):
-        groups = dense.kv_groups(model, decoder.attention, block_size)
+        groups = own_kv_groups(model, decoder.attention, block_size)
         num_blocks *= len(groups)  # of the same bytes in all
     else:
         groups = kv_groups(model, block_size, *layers)

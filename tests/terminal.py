@@ -18,7 +18,7 @@ from typing import Self
 
 from tests.processes import hear_ctrl_c
 
-# The pseudo-terminal has to become the controlling one, or Ctrl-C would interrupt nobody.
+# The pseudo-terminal has to become the controlling one, or Ctrl-C would interrupt no process.
 _TAKE_TERMINAL = """
 import fcntl, runpy, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)

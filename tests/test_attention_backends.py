@@ -15,9 +15,9 @@ import torch
 
 from asyncllm.config import EngineConfig
 from asyncllm.errors import EngineError, InvalidRequestError
-from asyncllm.gpu import build
+from asyncllm.gpu import decoder_loading
 from asyncllm.gpu.build import build_model_runner
-from asyncllm.gpu.models.dense import attention_kinds, attention_shape
+from asyncllm.gpu.models.attention_kinds import attention_kinds, attention_shape
 from asyncllm.gpu.models.layers import AttentionKind
 from asyncllm.gpu.ops import flash_attention, native_attention, registry
 from asyncllm.gpu.ops.backend import AttentionBackend, AttentionRequest, Constraints
@@ -180,7 +180,7 @@ def test_each_kind_of_layer_has_its_own_attention(monkeypatch):
         requests.append(request)
         return make_attention(name, request)
 
-    monkeypatch.setattr(build, "make_attention", make)
+    monkeypatch.setattr(decoder_loading, "make_attention", make)
     layers = (True, False, True, False)
     model = replace(MODEL, num_layers=4, sliding_window=24, sliding_layers=layers)
     settings = EngineConfig(load_format="dummy", device="cpu", max_num_batched_tokens=64)
@@ -202,7 +202,7 @@ def test_one_kind_of_layer_that_a_backend_lacks_is_enough(monkeypatch):
         build_model_runner(settings, model)
 
 
-def test_the_factory_takes_the_backends_own_block_size(monkeypatch):
+def test_the_runner_takes_the_backends_own_block_size(monkeypatch):
     monkeypatch.setattr(BUILTIN["torch"], "default_block_size", lambda device: 48)
     settings = EngineConfig(
         load_format="dummy", device="cpu", max_num_batched_tokens=64, attention_backend="torch"

@@ -75,7 +75,7 @@ def test_second_block_with_equal_contents_stays_unpublished():
     assert pool.allocate(1)[0] is second
 
 
-def test_reset_forgets_only_when_nobody_holds_a_block():
+def test_reset_forgets_only_when_no_request_holds_a_block():
     pool = BlockPool(3)
     (block,) = pool.allocate(1)
     pool.publish(block, b"x")

@@ -636,7 +636,7 @@ HOWS = ["thread", "inline", "async"]
 @pytest.mark.parametrize(
     "kind", [SystemExit, asyncio.CancelledError, GeneratorExit, StopAsyncIteration]
 )
-async def test_whatever_a_handler_raises_is_logged_and_no_more(kind, event, how, caplog):
+async def test_any_error_of_a_handler_is_logged_and_no_more(kind, event, how, caplog):
     rig, handler = fake(), Raising(event, kind("own"), how)
     async with rig.engine() as engine:
         with caplog.at_level(logging.WARNING, logger="asyncllm.callbacks"):

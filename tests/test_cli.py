@@ -105,9 +105,9 @@ def test_an_engine_that_dies_is_one_line() -> None:
         "from asyncllm.gpu.model_runner import ModelRunner\n"
         "def launch(self, batch):\n"
         "    raise ValueError('the device is on fire')\n"
-        "from asyncllm.gpu import build as factory\n"
-        "factory.calibrate_token_budget = lambda time_step: 64\n"
-        "factory.ahead_from = lambda time_step, most: None\n"
+        "from asyncllm.gpu import calibration\n"
+        "calibration.calibrate_token_budget = lambda time_step: 64\n"
+        "calibration.ahead_from = lambda time_step, most: None\n"
         "ModelRunner.launch = launch\n"
         "sys.exit(main(['bench']))\n"
     )

@@ -31,7 +31,6 @@ from asyncllm.gpu.models.rope import RopeSpec, inverse_frequencies
 from asyncllm.gpu.ops.base import AttentionShape, RMSNorm
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.torch_ops import TorchOps
-from asyncllm.gpu.threads import set_thread_count
 from tests.driver import Driver, Sequence
 from tests.reference import Expected, Tally, compare
 from tests.static_runner import make_decoder, make_runner
@@ -103,9 +102,7 @@ def draw_weights() -> dict[str, Tensor]:
 WEIGHTS = draw_weights()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> None:
-    set_thread_count(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # --- the decoder --------------------------------------------------------------------------

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +12,21 @@ import pytest
 import torch
 
 from asyncllm.checkpoint.model_config import ModelConfig
-from asyncllm.config import EngineConfig
-from asyncllm.gpu.build import build_model_runner
-from asyncllm.gpu.model_runner import ModelRunner
-from asyncllm.gpu.transformers_model.config import TransformersConfig, read_config
-from asyncllm.gpu.weights import load_weights
 from tests.driver import Driver
-from tests.families import LONGROPE, YARN, make, noise
+from tests.families import LONGROPE, YARN, make
 from tests.native_library import native_library
-from tests.reference import Expected, generate
-from tests.static_runner import CPU, TraceRecorder, make_decoder, make_runner
-from tests.test_transformers_models import (
+from tests.parity import (
     LONG_LENGTHS,
-    OUTPUT,
     PROMPT_LENGTHS,
-    SETTINGS,
-    check,
+    Case,
+    case_loader,
+    check_fails,
+    check_longrope,
+    check_reference,
+    run_everything,
     run_matrix,
 )
-from tests.test_transformers_models import run_everything as run_everything_on
+from tests.static_runner import TraceRecorder, make_runner
 
 MINISTRAL = YARN | {"llama_4_scaling_beta": 0.5, "mscale": 1.0, "mscale_all_dim": 1.0}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0}
@@ -129,71 +124,28 @@ SEEDS = {"Ministral3": 2}
 BACKEND = "torch" if native_library() is None else "native"
 
 
-@dataclass
-class Case:
-    """A checkpoint, and what transformers generates from it.
-
-    Attributes:
-        config: as ``"auto"`` reads it.
-    """
-
-    path: Path
-    model: Any
-    config: ModelConfig
-    prompts: list[list[int]]
-    expected: list[Expected]
-
-    def runner(self, **overrides: Any) -> ModelRunner:
-        settings = {**SETTINGS, "attention_backend": BACKEND, **overrides}
-        return build_model_runner(EngineConfig(**settings), self.config)
-
-
 def base_of(name: str) -> str:
     return max((each for each in CASES if name.startswith(each)), key=len)
 
 
 @pytest.fixture(scope="module")
 def load_case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
-    made: dict[str, Case] = {}
+    def make_case(path: Path, name: str) -> Case:
+        base = base_of(name)
+        settings = {**CASES[base], **SHAPES.get(name, {})}
+        settings = ({"seed": SEEDS[base]} if base in SEEDS else {}) | settings
+        lengths = LONG_LENGTHS if "longrope" in name else PROMPT_LENGTHS
+        return Case.of(path, make(path, base, **settings), lengths=lengths, backend=BACKEND)
 
-    def load(name: str) -> Case:
-        if name not in made:
-            base = base_of(name)
-            settings = {**CASES[base], **SHAPES.get(name, {})}
-            settings = ({"seed": SEEDS[base]} if base in SEEDS else {}) | settings
-            path = tmp_path_factory.mktemp(name)
-            model = make(path, base, **settings)
-            config = read_config(path, "auto")
-            assert isinstance(config, ModelConfig)
-            draw = random.Random(1)
-            lengths = LONG_LENGTHS if "longrope" in name else PROMPT_LENGTHS
-            prompts = [[draw.randrange(256) for _ in range(n)] for n in lengths]
-            expected = [generate(model, prompt, OUTPUT) for prompt in prompts]
-            made[name] = Case(path, model, config, prompts, expected)
-        return made[name]
-
-    return load
-
-
-def run_everything(case: Case, runner: ModelRunner, chunk: int = 7) -> None:
-    """A batch in chunks, with a prefix hit on its longest prompt and a preemption."""
-    run_everything_on(case, runner, chunk)  # pyright: ignore[reportArgumentType]
-
-
-def check_reference(case: Case) -> None:
-    """That the comparison means something: its noise is small, and its outputs vary."""
-    tokens = zip(case.prompts, case.expected, strict=True)
-    assert max(noise(case.model, prompt + each.tokens) for prompt, each in tokens) < 3e-5
-    for expected in case.expected:
-        assert len(set(expected.tokens)) >= 8
+    return case_loader(tmp_path_factory, make_case)
 
 
 def run_static(case: Case, depth: int, sizes: tuple[int, ...] = (1, 4)) -> None:
     """Through the decode step that is captured, its graph played by a trace of each bucket."""
-    weights = load_weights(case.config, torch.float32, CPU)
-    decoder = make_decoder(case.config, weights)
     recorder = TraceRecorder()
-    runner = make_runner(decoder, capturer=recorder, depth=depth, sizes=sizes, max_num_seqs=4)
+    runner = make_runner(
+        case.static_decoder(), capturer=recorder, depth=depth, sizes=sizes, max_num_seqs=4
+    )
     run_everything(case, runner, 10)
     assert recorder.traces
 
@@ -220,7 +172,7 @@ def test_matrix(load_case, name, backend):
         pytest.skip("no C++ compiler to build the native ops with")
     case = load_case(name)
     check_reference(case)
-    run_matrix(case, backend, (512, 4, 10))  # pyright: ignore[reportArgumentType]
+    run_matrix(case, backend, (512, 4, 10))
 
 
 @pytest.mark.slow
@@ -229,10 +181,7 @@ def test_static_steps_and_transformers_modules(load_case, name):
     case = load_case(name)
     for depth in (1, 2):
         run_static(case, depth)
-    config = read_config(case.path, "transformers")
-    assert isinstance(config, TransformersConfig)
-    settings = {**SETTINGS, "attention_backend": "torch"}
-    run_everything(case, build_model_runner(EngineConfig(**settings), config))
+    run_everything(case, case.runner("transformers", attention_backend="torch"))
 
 
 @pytest.mark.parametrize("backend", sorted({"torch", BACKEND}))
@@ -258,14 +207,7 @@ def test_bfloat16_is_as_near_as_transformers_own(load_case, name, backend):
 
 
 def test_longrope_chooses_its_factors_by_the_longest_sequence(load_case):
-    case = load_case("Phi3-longrope")
-    prompt = case.prompts[0][:7]
-    expected = generate(case.model, prompt, OUTPUT)  # 31 tokens of 32: the short factors
-    for max_model_len, equal in ((32, True), (33, False)):
-        driver = Driver(case.runner(max_model_len=max_model_len))
-        seq = driver.add(prompt, OUTPUT)
-        driver.run([seq])
-        assert (seq.outputs == expected.tokens) is equal
+    check_longrope(load_case("Phi3-longrope"))
 
 
 # --- what the comparison sees ----------------------------------------------------------------
@@ -333,8 +275,4 @@ def test_the_comparison_sees_mistakes(load_case, mutation):
     case = load_case(name)
     wrong = replace(case, config=mutate(case.config))
     assert wrong.config != case.config
-    driver = Driver(wrong.runner())
-    seq = driver.add(case.prompts[1], OUTPUT)
-    driver.run([seq], chunk=10)
-    with pytest.raises(AssertionError):
-        check(case, [seq], [1])
+    check_fails(case, wrong.runner())

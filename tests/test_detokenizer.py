@@ -233,7 +233,7 @@ def test_prompt_ends_inside_a_character(name: str) -> None:
     assert pushes(tokenizer, you[2:], you[:2]) == ["你", ""]
     assert pushes(tokenizer, you[1:], you[:1]) == ["", "你", ""]
     assert pushes(tokenizer, [*you[1:], tail], [tail, *you[:1]]) == ["", "你", tail_text, ""]
-    # What the prompt left open and nobody finished is the prompt's, not the output's.
+    # A character that the prompt began and the output does not finish is the prompt's.
     assert pushes(tokenizer, [tail], you[:2]) == [tail_text, ""]
     assert pushes(tokenizer, [], you[:2]) == [""]
     literal = [one(byte) for byte in REPLACEMENT.encode()]

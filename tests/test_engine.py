@@ -471,7 +471,7 @@ async def test_long_text_is_tokenised_elsewhere_and_keeps_its_rank():
         long = engine.stream(text, max_tokens=2)
         assert long.prompt_token_ids is None
         short = engine.stream([8], max_tokens=2)
-        # It holds nobody up.
+        # It holds up no other request.
         assert (await short.result()).finish_reason == "length"
         await blocker.result()
         rig.tokenizer.gate.set()
@@ -658,7 +658,7 @@ async def test_cancelled_start_leaves_the_engine_as_if_never_started():
         assert (await engine.generate([1], max_tokens=1)).finish_reason == "length"
 
 
-async def test_failing_step_kills_the_engine_and_everybody_hears_of_it(caplog):
+async def test_failing_step_kills_the_engine_and_ends_every_stream(caplog):
     rig = fake()
     rig.executor.faults[3] = RuntimeError("device lost")
     async with rig.engine() as engine:

@@ -584,19 +584,19 @@ def test_a_step_without_memory_is_retried_smaller_and_the_budget_recovers(depth)
     request = rig.submit("a", range(16), max_tokens=110)
     rig.turns(depth)
     assert rig.device.calls[-1] == "discard"
-    assert rig.scheduler.token_budget == 8
+    assert rig.scheduler.budget.tokens == 8
     assert len(rig.core._in_flight) == 0
     assert end_of(request) is None
     done = rig.core.stats().num_steps
     for budget in (8, 16, 32):
-        assert rig.scheduler.token_budget == budget
+        assert rig.scheduler.budget.tokens == budget
         while rig.core.stats().num_steps < done + 31:
             rig.turns(1)
-        assert rig.scheduler.token_budget == budget
+        assert rig.scheduler.budget.tokens == budget
         while rig.core.stats().num_steps < done + 32:
             rig.turns(1)
         done += 32
-    assert rig.scheduler.token_budget == 32
+    assert rig.scheduler.budget.tokens == 32
     assert request.num_output_tokens > 90
     assert request.output_token_ids == rig.device.reference(range(16), request.num_output_tokens)
 
@@ -630,7 +630,7 @@ def test_a_launch_without_memory_is_retried_too():
 
     rig.device.launch = fails_once
     rig.turns(1)
-    assert rig.scheduler.token_budget == 4
+    assert rig.scheduler.budget.tokens == 4
     rig.turns(2)
     assert end_of(request) == "length"
     assert request.output_token_ids == rig.device.reference(range(8), 1)

@@ -120,7 +120,7 @@ def requests():
 
 @pytest.fixture(scope="module")
 def alone(checkpoint):
-    """Each request's tokens when nobody else is there and nothing is cached."""
+    """Each request's tokens when it runs alone and nothing is cached."""
     path, _ = checkpoint("Qwen3ForCausalLM")
 
     async def main():

@@ -12,8 +12,7 @@ import torch
 from asyncllm import LLM, AsyncLLMEngine
 from asyncllm.config import EngineConfig
 from asyncllm.errors import InvalidRequestError
-from asyncllm.gpu import build as factory
-from asyncllm.gpu import execution_mode
+from asyncllm.gpu import calibration, execution_mode
 from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.execution_mode import (
     ExecutionMode,
@@ -132,12 +131,12 @@ def test_what_a_placement_leaves_open(monkeypatch: pytest.MonkeyPatch) -> None:
     timed: list[int] = []
 
     def time_prefill(runner: ModelRunner, count: int) -> float:
-        assert factory_time_prefill(runner, count) > 0
+        assert timed_prefill(runner, count) > 0
         timed.append(count)
         return count * 1e-3
 
-    factory_time_prefill = factory.time_prefill
-    monkeypatch.setattr(factory, "time_prefill", time_prefill)
+    timed_prefill = calibration.time_prefill
+    monkeypatch.setattr(calibration, "time_prefill", time_prefill)
 
     def info(**fields: Any) -> Any:
         ahead = AheadOnCPU()

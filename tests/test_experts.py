@@ -16,7 +16,6 @@ from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.quantise import quantise_int4, quantise_int8
 from asyncllm.gpu.ops.routing import RouterWeights
 from asyncllm.gpu.ops.torch_ops import TorchOps
-from asyncllm.gpu.threads import set_thread_count
 from tests.exact_experts import exact_experts
 from tests.native_library import isas
 from tests.test_ops import BACKENDS, TOLERANCE, make, quantised
@@ -39,9 +38,7 @@ ROUTINGS = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    set_thread_count(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(params=BACKENDS)

@@ -26,9 +26,9 @@ from asyncllm.gpu.models.rope import inverse_frequencies, rope_table, rotary_ord
 from asyncllm.gpu.transformers_model.config import read_config
 from tests.driver import Driver
 from tests.families import MIXED, TINY, YARN, draw_weights
+from tests.parity import OUTPUT, SETTINGS
 from tests.reference import Tally, compare, generate
 from tests.test_dense_families import BACKEND, LINEAR, LLAMA3, MINISTRAL
-from tests.test_transformers_models import OUTPUT, SETTINGS
 
 CPU = torch.device("cpu")
 

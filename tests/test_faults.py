@@ -236,7 +236,7 @@ class Case:
             self.check_result(result)
 
     def check_life(self, result):
-        """Whatever was not aborted, or at fault, has all of its tokens."""
+        """A request that was neither aborted nor at fault has all of its tokens."""
         for name, (tokens, end) in self.ends.items():
             if self.fault.row_error and name == "b":
                 assert tokens == self.reference("b", STEP)

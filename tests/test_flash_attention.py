@@ -102,7 +102,7 @@ def make_step(name: str, block_size: int) -> Step:
     cache = torch.full((2, int(owned.sum()) + 3, block_size, 3, 2, 16), torch.nan, dtype=DTYPE)
     cache = cache[:, :, :, 1]
     order = (torch.randperm(cache.shape[1] - 1, generator=random) + 1).tolist()
-    # What lies beyond a row's blocks names one that nobody owns.
+    # Entries beyond a row's blocks name one that no row owns.
     table = np.full((len(rows), int(owned.max()) + 2), order.pop(), dtype=np.int32)
     for row, length in enumerate(lengths.tolist()):
         table[row, : owned[row]] = [order.pop() for _ in range(owned[row])]

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from asyncllm import EngineConfig
 from asyncllm.checkpoint.model_config import QUANT_METHODS, ModelConfig
 from asyncllm.errors import InvalidRequestError, ModelLoadError
-from asyncllm.gpu.build import quantisation
+from asyncllm.gpu.decoder_loading import quantisation
 from asyncllm.gpu.formats import reader as reader_module
 from asyncllm.gpu.formats.open_checkpoint import FORMATS, open_checkpoint
 from asyncllm.gpu.ops.torch_ops import TorchOps

@@ -20,14 +20,14 @@ from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.kv_cache import block_bytes
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.models.architectures import sum_parameters
-from asyncllm.gpu.models.dense import attention_kinds, kv_groups, kv_indices
+from asyncllm.gpu.models.attention_kinds import attention_kinds, kv_groups, kv_indices
 from asyncllm.gpu.models.layer_inputs import InputLayer
 from asyncllm.gpu.models.rope import inverse_frequencies
 from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.gpu.weights import load_weights, weights_bytes
-from tests.driver import Driver
 from tests.families import TINY
-from tests.test_dense_families import BACKEND, OUTPUT, Case, check, load_case  # noqa: F401
+from tests.parity import check_fails
+from tests.test_dense_families import BACKEND, load_case  # noqa: F401
 
 # ``load_case`` is a fixture: pytest finds it by its name here, and an argument of that name
 # looks like another to a linter.
@@ -137,21 +137,13 @@ CONFIGS: dict[str, tuple[str, Callable[[ModelConfig], ModelConfig]]] = {
 }
 
 
-def _fails(case: Case, runner: ModelRunner) -> None:
-    driver = Driver(runner)
-    seq = driver.add(case.prompts[1], OUTPUT)
-    driver.run([seq], chunk=10)
-    with pytest.raises(AssertionError):
-        check(case, [seq], [1])  # pyright: ignore[reportArgumentType]
-
-
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_the_comparison_sees_mistakes(load_case, mutation):  # noqa: F811
     name, mutate = MUTATIONS[mutation]
     case = load_case(name)
     runner = case.runner(attention_backend="torch")
     mutate(runner)
-    _fails(case, runner)
+    check_fails(case, runner)
 
 
 @pytest.mark.parametrize("mutation", CONFIGS)
@@ -160,7 +152,7 @@ def test_the_comparison_sees_another_configuration(load_case, mutation):  # noqa
     case = load_case(name)
     wrong = replace(case, config=mutate(case.config))
     assert wrong.config != case.config
-    _fails(case, wrong.runner(attention_backend="torch"))
+    check_fails(case, wrong.runner(attention_backend="torch"))
 
 
 # --- the cache -------------------------------------------------------------------------------

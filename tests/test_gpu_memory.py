@@ -19,8 +19,7 @@ import torch
 
 from asyncllm.config import EngineConfig
 from asyncllm.errors import EngineDeadError, EngineError, KVCacheTooSmallError
-from asyncllm.gpu import build as factory
-from asyncllm.gpu import model_runner
+from asyncllm.gpu import build, cache_sizing, decoder_loading, model_runner
 from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.kv_cache import block_bytes, min_cache_bytes, size_cache
 from asyncllm.gpu.memory import (
@@ -32,9 +31,10 @@ from asyncllm.gpu.memory import (
     is_out_of_memory,
     release,
 )
-from asyncllm.gpu.models import dense
+from asyncllm.gpu.models.attention_kinds import attention_kinds
+from asyncllm.gpu.models.attention_kinds import kv_groups as own_kv_groups
 from asyncllm.gpu.models.decoder import Decoder
-from asyncllm.gpu.models.dense import attention_kinds, build_decoder
+from asyncllm.gpu.models.dense import build_decoder
 from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.profile import largest_rows, profile_run
@@ -58,7 +58,7 @@ class SimulatedGPU:
     Attributes:
         others: bytes that the host application, other engines and other processes hold.
         engine: bytes of the engine's own, outside the pool.
-        cached: bytes that torch has cached for whoever asks.
+        cached: bytes that torch has cached for any allocation.
         pooled: bytes that the open pool has taken, or a closed one has left.
         log: what was asked of it.
         error: what the device answers to anything.
@@ -118,7 +118,7 @@ class SimulatedGPU:
 
 
 def size(gpu: SimulatedGPU, *, weights: int, step: int, config: EngineConfig | None = None, **kw):
-    """What the factory does: look, load, measure."""
+    """As a start does: look, load, measure."""
     config = config or EngineConfig()
     free_at_start = check_weights(config, GPU, weights, gpu)
     gpu.engine += weights
@@ -171,8 +171,8 @@ def test_two_engines_share_a_gpu():
 
 
 def test_what_was_taken_since_the_start_is_not_there():
-    """While the weights were loaded somebody took 50 GiB: 80 - 16 - 50 are free, and the step
-    takes 3 of them."""
+    """While the weights were loaded another process took 50 GiB: 80 - 16 - 50 are free, and the
+    step takes 3 of them."""
     gpu = SimulatedGPU()
     free_at_start = check_weights(EngineConfig(), GPU, 16 * GIB, gpu)
     gpu.engine, gpu.others = 16 * GIB, 50 * GIB
@@ -189,7 +189,7 @@ def test_what_was_taken_since_the_start_is_not_there():
     assert found == 11 * GIB
 
 
-def test_what_torch_has_cached_and_nobody_uses_is_free():
+def test_unused_memory_in_the_cache_of_torch_is_free():
     """The host used 60 GiB once. Weights and step need them, and they count as free."""
     gpu = SimulatedGPU(cached=60 * GIB)
     assert size(gpu, weights=16 * GIB, step=30 * GIB) == 26 * GIB
@@ -369,15 +369,15 @@ def test_nothing_is_measured_where_the_configuration_says(monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("a step was run")
 
-    monkeypatch.setattr(factory, "profile_run", refuse)
-    monkeypatch.setattr(factory, "cuda_cache_bytes", refuse)
+    monkeypatch.setattr(cache_sizing, "profile_run", refuse)
+    monkeypatch.setattr(cache_sizing, "cuda_cache_bytes", refuse)
     decoder = make_decoder()
     for fields in ({"num_blocks": 3}, {"kv_cache_memory": 10**6}):
         assert available(decoder, **fields) == 0
 
 
 def available(decoder: Decoder, **fields) -> int:
-    return factory.available_cache_bytes(
+    return cache_sizing.available_cache_bytes(
         EngineConfig(**fields),
         decoder,
         kv_groups(MODEL, 16),
@@ -488,7 +488,7 @@ def test_one_layer_of_each_window_stands_for_all():
     model = replace(MODEL, num_layers=8, sliding_window=20, sliding_layers=sliding)
     decoder = make_decoder(model)
     run = {"max_num_batched_tokens": 40, "max_num_seqs": 1, "max_model_len": 40}
-    profile_run(decoder, dense.kv_groups(model, decoder.attention, 8), **run)
+    profile_run(decoder, own_kv_groups(model, decoder.attention, 8), **run)
     # Layers 0 and 1 see all, 4 and 7 a window, in two steps of which both kinds were planned.
     assert [kind.window for kind in decoder.attention] == [None, 20]
     for attention in decoder.attention.values():
@@ -516,7 +516,7 @@ def test_few_layers_take_as_much_as_all_of_them():
 
 
 @pytest.mark.parametrize("has_states", [False, True])
-def test_the_factory_measures_the_step_that_the_scheduler_will_make(monkeypatch, has_states):
+def test_sizing_measures_the_step_that_the_scheduler_will_make(monkeypatch, has_states):
     """On a simulated GPU: the budget, the sequences and the length of the configuration, and
     a first run outside the pool. Recurrent states are there already, beside the weights."""
     states = StateCache([StateSpec((8,))], 4, torch.bfloat16, CPU) if has_states else None
@@ -528,13 +528,13 @@ def test_the_factory_measures_the_step_that_the_scheduler_will_make(monkeypatch,
         profile_run()
         return 123
 
-    monkeypatch.setattr(factory, "cpu_cache_bytes", lambda: 1 / 0)
-    monkeypatch.setattr(factory, "cuda_cache_bytes", measure)
-    monkeypatch.setattr(factory, "profile_run", lambda decoder, groups, **kw: asked.append(kw))
+    monkeypatch.setattr(cache_sizing, "cpu_cache_bytes", lambda: 1 / 0)
+    monkeypatch.setattr(cache_sizing, "cuda_cache_bytes", measure)
+    monkeypatch.setattr(cache_sizing, "profile_run", lambda decoder, groups, **kw: asked.append(kw))
     decoder = make_decoder()
     decoder.embedding = OnGPU(torch.bfloat16)  # type: ignore[assignment]
     monkeypatch.setattr(decoder, "set_max_positions", lambda count: asked.append(count))
-    found = factory.available_cache_bytes(
+    found = cache_sizing.available_cache_bytes(
         EngineConfig(max_model_len=100),
         decoder,
         kv_groups(MODEL, 16),
@@ -553,7 +553,7 @@ def test_the_factory_measures_the_step_that_the_scheduler_will_make(monkeypatch,
     ]
     assert passed == {
         "free_at_start": 10,
-        "weights_bytes": factory.weights_bytes(MODEL, torch.bfloat16) + 80 * has_states,
+        "weights_bytes": decoder_loading.weights_bytes(MODEL, torch.bfloat16) + 80 * has_states,
         "graph_reserve": 7,
         "least": 8 * block_bytes(kv_groups(MODEL, 16), torch.bfloat16),
     }
@@ -666,8 +666,11 @@ def test_an_exception_of_a_step_does_not_keep_the_model(monkeypatch, failure):
     assert kept.__traceback__ is not None
 
 
-@pytest.mark.parametrize("stage", ["KVCache", "size_cache", "available_cache_bytes"])
-def test_a_failed_start_gives_everything_back(monkeypatch, stage):
+@pytest.mark.parametrize(
+    ("module", "stage"),
+    [(build, "KVCache"), (cache_sizing, "size_cache"), (cache_sizing, "available_cache_bytes")],
+)
+def test_a_failed_start_gives_everything_back(monkeypatch, module, stage):
     """While its exception is kept, as the engine keeps it."""
     decoders: list[weakref.ref] = []
     released = []
@@ -680,9 +683,9 @@ def test_a_failed_start_gives_everything_back(monkeypatch, stage):
     def fail(*_, **__):
         raise KVCacheTooSmallError("on purpose")
 
-    monkeypatch.setattr(factory, "build_decoder", make_decoder)
-    monkeypatch.setattr(factory, stage, fail)
-    monkeypatch.setattr(factory, "release", lambda device: released.append((device, decoders[0]())))
+    monkeypatch.setattr(decoder_loading, "build_decoder", make_decoder)
+    monkeypatch.setattr(module, stage, fail)
+    monkeypatch.setattr(build, "release", lambda device: released.append((device, decoders[0]())))
     with pytest.raises(KVCacheTooSmallError) as caught:
         build_model_runner(EngineConfig(load_format="dummy", device="cpu"), MODEL)
     assert released == [(CPU, None)]

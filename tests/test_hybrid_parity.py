@@ -27,19 +27,21 @@ from asyncllm.gpu.weights import load_weights, weights_bytes
 from asyncllm.runtime.loading import LoadedModel
 from tests.driver import Driver
 from tests.fakes import FakeModelConfig, FakeTokenizer
-from tests.families import GATED_DELTA, TINY, make
+from tests.families import EXPERTS, GATED_DELTA, TINY, make
 from tests.native_library import context
-from tests.reference import generate
-from tests.static_runner import LateStream, TraceRecorder, make_decoder, make_runner
-from tests.test_moe_parity import EXPERTS, Case, check_reference
-from tests.test_recurrent_states import MISTAKES
-from tests.test_transformers_models import (
+from tests.parity import (
     OUTPUT,
-    PROMPT_LENGTHS,
+    Case,
+    case_loader,
     check,
+    check_fails,
+    check_reference,
     run_everything,
     run_matrix,
+    run_static_step,
 )
+from tests.reference import generate
+from tests.test_recurrent_states import MISTAKES
 
 SHARED = {**EXPERTS, "shared_expert_intermediate_size": 56}
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -84,21 +86,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def make_case(path: Path, name: str) -> Case:
     settings = VARIANTS.get(name) or CASES[name]
     model = make(path, f"{name.partition('-')[0]}-native", **settings)
-    draw = random.Random(1)
-    prompts = [[draw.randrange(256) for _ in range(n)] for n in PROMPT_LENGTHS]
-    return Case(path, model, prompts, [generate(model, prompt, OUTPUT) for prompt in prompts])
+    return Case.of(path, model)
 
 
 @pytest.fixture(scope="module")
 def load_case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
-    made: dict[str, Case] = {}
-
-    def load(name: str) -> Case:
-        if name not in made:
-            made[name] = make_case(tmp_path_factory.mktemp(name), name)
-        return made[name]
-
-    return load
+    return case_loader(tmp_path_factory, make_case)
 
 
 def device(runner: ModelRunner) -> Any:
@@ -137,16 +130,7 @@ def test_equals_transformers(load_case, name, backend):
     "name", ["Qwen3_5", *(pytest.param(name, marks=pytest.mark.slow) for name in CASES)]
 )
 def test_the_static_step_equals_transformers(load_case, name):
-    """Traced, so that nothing is read on the host, with two steps in flight and padded rows."""
-    case = load_case(name)
-    weights = load_weights(case.config(), torch.float32, torch.device("cpu"))
-    decoder = make_decoder(case.config(), weights)
-    graphs = {"capturer": TraceRecorder(), "stream": LateStream(), "sizes": (4,)}
-    driver = Driver(make_runner(decoder, **graphs))
-    seqs = [driver.add(prompt, 10) for prompt in case.prompts]
-    driver.run(seqs, chunk=20, depth=2)
-    for seq, expected in zip(seqs, case.expected, strict=True):
-        assert seq.outputs == expected.tokens[:10]
+    run_static_step(load_case(name))
 
 
 @pytest.mark.slow
@@ -292,11 +276,7 @@ def test_the_comparison_sees_mistakes(load_case, mutation):
     runner = case.runner()
     with torch.inference_mode():
         mutate(runner)
-    driver = Driver(runner)
-    seq = driver.add(case.prompts[1], OUTPUT)
-    driver.run([seq], chunk=10)
-    with pytest.raises(AssertionError):
-        check(case, [seq], [1])
+    check_fails(case, runner)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -317,7 +297,7 @@ def test_the_comparison_sees_wrong_states(load_case, monkeypatch, mistake):
 
 
 def test_sizes_count_both_kinds_of_layers(load_case):
-    config = load_case("Qwen3Next").config()
+    config = load_case("Qwen3Next").config
     held = load_weights(config, torch.float32, torch.device("cpu"))
     assert weights_bytes(config, torch.float32) == sum(tensor.nbytes for _, tensor in held)
 

@@ -16,16 +16,13 @@ from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.ops import torch_attention
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.torch_attention import GROUP_COST, TorchAttention, split_by_length
-from asyncllm.gpu.threads import set_thread_count
 from asyncllm.sampling_params import SamplingParams
 from tests.hypothesis_settings import examples
 
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    set_thread_count(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 PARAMS = SamplingParams(temperature=0.0, seed=0).resolve({}, {}, lambda: 0)

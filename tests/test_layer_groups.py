@@ -13,7 +13,7 @@ from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.errors import KVCacheTooSmallError
 from asyncllm.gpu.kv_cache import KVCache, KVGroup, block_bytes, blocks_per_seq, size_cache
 from asyncllm.gpu.kv_groups import MAX_GROUPS, LayerCache, LayerGroup, group_layers, make_kv_groups
-from asyncllm.gpu.models.dense import attention_kinds, kv_groups
+from asyncllm.gpu.models.attention_kinds import attention_kinds, kv_groups
 from asyncllm.gpu.models.layers import AttentionKind
 from asyncllm.gpu.ops.base import AttentionShape, BlockLayout
 from asyncllm.gpu.ops.torch_attention import TorchAttention

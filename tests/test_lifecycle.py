@@ -522,7 +522,7 @@ def test_an_engine_whose_loop_has_ended_says_so(run):  # noqa: F811
 
 @pytest.mark.parametrize("paused", ["before", "at the same time"])
 def test_closing_lets_a_paused_engine_finish(run, paused):  # noqa: F811
-    """Nobody can resume it any more."""
+    """``resume`` is refused from then on."""
     rig = fake()
     rig.executor.gate = threading.Semaphore(0)
 

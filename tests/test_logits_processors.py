@@ -29,7 +29,6 @@ from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.sample import batched_processors
 from asyncllm.gpu.sample.batched_processors import BatchedProcessors, make_processors
-from asyncllm.gpu.threads import set_thread_count
 from asyncllm.logits_processor import claiming
 from asyncllm.runtime.loading import LoadedModel, load_model
 from asyncllm.testing import fake_engine
@@ -125,8 +124,7 @@ def force() -> Force:
 
 
 @pytest.fixture(scope="module")
-def decoder() -> Decoder:
-    set_thread_count(1)
+def decoder(one_thread: None) -> Decoder:
     return make_decoder(MODEL)
 
 

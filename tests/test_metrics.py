@@ -369,7 +369,7 @@ async def test_a_closed_engine_keeps_its_counts_and_has_nothing_live():
 
 
 async def test_scraping_while_requests_end_never_tears():
-    """A histogram's count is its last bucket, whatever ends in the middle of a scrape."""
+    """A histogram's count is its last bucket, also where a request ends during the scrape."""
     rig = fake()
     async with rig.engine() as engine:
         metrics = EngineMetrics(engine)

@@ -230,7 +230,7 @@ def test_generation_config(tmp_path: Path) -> None:
         ({"hidden_size": None}, "hidden_size is missing", "an integer from 1"),
         ({"vocab_size": 0}, "vocab_size", "an integer from 1"),
         ({"num_hidden_layers": 2.5}, "num_hidden_layers", "an integer from 1"),
-        # Whatever is counted or allocated by a number of the file would take for ever.
+        # Loops and allocations of that length would not end.
         ({"num_hidden_layers": 10**9}, "num_hidden_layers", "an integer from 1 to 1024"),
         ({"vocab_size": 10**12}, "vocab_size", "an integer from 1 to 16777216"),
         ({"hidden_size": 10**70}, "hidden_size", "an integer from 1 to 16777216"),

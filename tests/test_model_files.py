@@ -158,8 +158,8 @@ def hub() -> Iterator[HubStandIn]:
 
 
 @pytest.fixture
-def nobody() -> str:
-    """An address on which nobody listens."""
+def unreachable() -> str:
+    """An address without a listener."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         return f"http://127.0.0.1:{taken.getsockname()[1]}"
@@ -211,14 +211,14 @@ def test_second_time_fetches_nothing(hub: HubStandIn, tmp_path: Path) -> None:
     assert not [r for r in hub.requests if r.startswith("GET") and "/resolve/" in r]
 
 
-def test_offline_uses_the_cache(hub: HubStandIn, tmp_path: Path, nobody: str) -> None:
+def test_offline_uses_the_cache(hub: HubStandIn, tmp_path: Path, unreachable: str) -> None:
     path = resolve_model("org/model", endpoint=hub.endpoint, cache_dir=tmp_path)
-    assert resolve_model("org/model", endpoint=nobody, cache_dir=tmp_path) == path
+    assert resolve_model("org/model", endpoint=unreachable, cache_dir=tmp_path) == path
 
 
-def test_offline_without_cache(tmp_path: Path, nobody: str) -> None:
+def test_offline_without_cache(tmp_path: Path, unreachable: str) -> None:
     with pytest.raises(ModelLoadError, match="not in the cache") as caught:
-        resolve_model("org/model", endpoint=nobody, cache_dir=tmp_path)
+        resolve_model("org/model", endpoint=unreachable, cache_dir=tmp_path)
     assert "org/model" in str(caught.value)
     assert caught.value.__cause__ is not None
 

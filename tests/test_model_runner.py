@@ -20,6 +20,7 @@ from asyncllm.core.executor import Executor, StepOutOfMemoryError
 from asyncllm.errors import EngineError, InvalidRequestError, KVCacheTooSmallError
 from asyncllm.gpu import devices, kv_cache
 from asyncllm.gpu.build import build_model_runner
+from asyncllm.gpu.host_steps import HostSteps
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.ops.registry import NativeChoice
 from asyncllm.gpu.token_budget import GPU_TARGET_SECONDS, ahead_from, calibrate_token_budget
@@ -130,7 +131,7 @@ def test_attention_backends_that_a_cpu_lacks(name):
 
 
 @pytest.mark.parametrize("name", ["Native", "nonsense"])
-def test_attention_backends_that_nobody_has(name):
+def test_attention_backends_that_are_not_known(name):
     expected = "expected one of auto, torch, native, triton, flash_attn, flash_attn_3"
     with pytest.raises(
         InvalidRequestError, match=f"attention_backend='{name}': {expected}"
@@ -312,7 +313,7 @@ def test_out_of_memory_voids_the_step_and_no_more(monkeypatch, error):
 
     assert runner._state is not None
     with monkeypatch.context() as patch:
-        patch.setattr(ModelRunner, "_forward", fail)
+        patch.setattr(HostSteps, "forward", fail)
         with pytest.raises(StepOutOfMemoryError, match="3 tokens"):
             runner.collect()
     runner.discard()
@@ -332,7 +333,7 @@ def test_other_failures_are_not_taken_for_memory(monkeypatch):
     def fail(*_):
         raise RuntimeError("shape mismatch")
 
-    monkeypatch.setattr(ModelRunner, "_forward", fail)
+    monkeypatch.setattr(HostSteps, "forward", fail)
     with pytest.raises(RuntimeError, match="shape mismatch") as caught:
         runner.collect()
     assert not isinstance(caught.value, StepOutOfMemoryError)

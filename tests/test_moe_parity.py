@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
-import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,28 +14,24 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from asyncllm.checkpoint.model_config import ModelConfig
-from asyncllm.config import EngineConfig
 from asyncllm.errors import ModelLoadError
-from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.models.experts import ExpertsMLP
-from asyncllm.gpu.transformers_model.config import read_config
 from asyncllm.gpu.weights import load_weights, weights_bytes
-from tests.driver import Driver
-from tests.families import GROUPS, MIXED, SLIDING, TINY, make, noise
+from tests.families import EXPERTS, GROUPS, MIXED, SLIDING, TINY, make
 from tests.native_library import context
-from tests.reference import Expected, generate
-from tests.static_runner import LateStream, TraceRecorder, make_decoder, make_runner
-from tests.test_transformers_models import (
+from tests.parity import (
     OUTPUT,
-    PROMPT_LENGTHS,
-    SETTINGS,
-    check,
+    Case,
+    case_loader,
+    check_fails,
+    check_reference,
     run_everything,
     run_matrix,
+    run_static_step,
 )
+from tests.reference import generate
 
-EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 ROUTED |= {"n_group": 4, "topk_group": 2, "n_shared_experts": 2, "first_k_dense_replace": 1}
 ROUTED |= {"norm_topk_prob": True, "routed_scaling_factor": 1.7}
@@ -90,34 +85,12 @@ SEEDS = {"Mixtral": 3, "Qwen2Moe": 1, "Ernie4_5_Moe": 1, "Qwen3Moe-dense-layers"
 """Where 0 gives a model that repeats itself."""
 
 
-@dataclass
-class Case:
-    """A checkpoint, and what transformers makes of it."""
-
-    path: Path
-    model: Any
-    prompts: list[list[int]]
-    expected: list[Expected]
-
-    def config(self) -> ModelConfig:
-        config = read_config(self.path, "auto")
-        assert isinstance(config, ModelConfig)
-        return config
-
-    def runner(self, model_impl: str = "auto", **overrides: Any) -> ModelRunner:
-        settings: dict[str, Any] = {"attention_backend": "torch"}
-        model = read_config(self.path, model_impl)
-        return build_model_runner(EngineConfig(**(SETTINGS | settings | overrides)), model)
-
-
 def make_case(path: Path, name: str) -> Case:
     family, _, variant = name.partition("-")
     settings = {"seed": SEEDS.get(name, 0), **(VARIANTS if variant else CASES)[name]}
     model = make(path, f"{family}-native", **settings)
     correct(path, model)
-    draw = random.Random(1)
-    prompts = [[draw.randrange(256) for _ in range(n)] for n in PROMPT_LENGTHS]
-    return Case(path, model, prompts, [generate(model, prompt, OUTPUT) for prompt in prompts])
+    return Case.of(path, model)
 
 
 def correct(path: Path, model: Any) -> None:
@@ -138,21 +111,7 @@ def correct(path: Path, model: Any) -> None:
 
 @pytest.fixture(scope="module")
 def load_case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
-    made: dict[str, Case] = {}
-
-    def load(name: str) -> Case:
-        if name not in made:
-            made[name] = make_case(tmp_path_factory.mktemp(name), name)
-        return made[name]
-
-    return load
-
-
-def check_reference(case: Case) -> None:
-    tokens = zip(case.prompts, case.expected, strict=True)
-    assert max(noise(case.model, prompt + each.tokens) for prompt, each in tokens) < 3e-5
-    for expected in case.expected:
-        assert len(set(expected.tokens)) >= 8
+    return case_loader(tmp_path_factory, make_case)
 
 
 # --- parity -------------------------------------------------------------------------------
@@ -166,7 +125,7 @@ def test_equals_transformers(load_case, name, backend):
         context()
     case = load_case(name)
     check_reference(case)
-    assert case.config().experts is not None
+    assert case.config.experts is not None
     runner = case.runner(attention_backend=backend)
     if backend == "native":
         assert runner.execution.startswith("one native program of")
@@ -177,16 +136,7 @@ def test_equals_transformers(load_case, name, backend):
     "name", ["GptOss", *(pytest.param(name, marks=pytest.mark.slow) for name in CASES)]
 )
 def test_the_static_step_equals_transformers(load_case, name):
-    """Traced, so that nothing is read on the host, with two steps in flight."""
-    case = load_case(name)
-    weights = load_weights(case.config(), torch.float32, torch.device("cpu"))
-    decoder = make_decoder(case.config(), weights)
-    graphs = {"capturer": TraceRecorder(), "stream": LateStream(), "sizes": (4,)}
-    driver = Driver(make_runner(decoder, **graphs))
-    seqs = [driver.add(prompt, 10) for prompt in case.prompts]
-    driver.run(seqs, chunk=20, depth=2)
-    for seq, expected in zip(seqs, case.expected, strict=True):
-        assert seq.outputs == expected.tokens[:10]
+    run_static_step(load_case(name))
 
 
 @pytest.mark.slow
@@ -311,11 +261,7 @@ def test_the_comparison_sees_mistakes(load_case, mutation):
     case = load_case(name)
     runner = case.runner()
     mutate(runner)
-    driver = Driver(runner)
-    seq = driver.add(case.prompts[1], OUTPUT)
-    driver.run([seq], chunk=10)
-    with pytest.raises(AssertionError):
-        check(case, [seq], [1])
+    check_fails(case, runner)
 
 
 # --- checkpoints --------------------------------------------------------------------------
@@ -349,7 +295,7 @@ def fuse(path: Path, target: Path) -> None:
 def test_fused_names_are_the_same_weights(load_case, tmp_path, name):
     case, cpu = load_case(name), torch.device("cpu")
     fuse(case.path, tmp_path)
-    plain = list(load_weights(case.config(), torch.float32, cpu))
+    plain = list(load_weights(case.config, torch.float32, cpu))
     fused = list(load_weights(ModelConfig.from_directory(tmp_path), torch.float32, cpu))
     assert [name for name, _ in plain] == [name for name, _ in fused]
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(plain, fused, strict=True))
@@ -387,8 +333,9 @@ def test_experts_in_mxfp4(load_case, tmp_path):
     model = to_mxfp4(case, tmp_path)
     expected = [generate(model, prompt, OUTPUT) for prompt in case.prompts]
     assert expected[1].tokens != case.expected[1].tokens
-    quantised: Any = Case(tmp_path, model, case.prompts, expected)
-    assert quantised.config().quantization == "mxfp4"
+    config = ModelConfig.from_directory(tmp_path)
+    assert config.quantization == "mxfp4"
+    quantised = Case(tmp_path, model, config, case.prompts, expected)
     run_everything(quantised, quantised.runner(attention_backend="native"))
 
 
@@ -442,7 +389,7 @@ def test_layers_that_predict_further_tokens_are_left_out(load_case, tmp_path):
 
 def test_sizes_count_both_kinds_of_layers(load_case):
     """Two layers of Qwen3Moe's four have experts."""
-    config = load_case("Qwen3Moe").config()
+    config = load_case("Qwen3Moe").config
     held = load_weights(config, torch.float32, torch.device("cpu"))
     expected = sum(tensor.nbytes for _, tensor in held)
     assert weights_bytes(config, torch.float32) == expected

@@ -10,18 +10,14 @@ from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.native_ops import NativeOps
 from asyncllm.gpu.ops.quantise import CONVERSIONS
-from asyncllm.gpu.threads import set_thread_count
 from tests.native_library import context, isas
 
 ISAS = isas()
 
-pytestmark = pytest.mark.skipif(not ISAS, reason="no C++ compiler to build the native ops with")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> None:
-    set_thread_count(1)
-
+pytestmark = [
+    pytest.mark.skipif(not ISAS, reason="no C++ compiler to build the native ops with"),
+    pytest.mark.usefixtures("one_thread"),
+]
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

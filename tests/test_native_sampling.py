@@ -12,7 +12,7 @@ import torch
 
 from asyncllm.gpu.batch.decode_inputs import SamplingTensors
 from asyncllm.gpu.batch.sampling_inputs import Stages, TopLogprobs
-from asyncllm.gpu.model_runner import ModelRunner
+from asyncllm.gpu.host_steps import HostSteps
 from asyncllm.gpu.ops.gumbel import NO_TOKEN_LEFT
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.native_ops import NativeOps
@@ -122,13 +122,13 @@ def test_greedy_steps_write_no_logits_and_sample_the_same(monkeypatch, dtype):
     driver.run(usual)
 
     asked: list[int] = []
-    forward = ModelRunner._forward
+    forward = HostSteps.forward
 
-    def watched(self, state, step, order):
+    def watched(self, step, order):
         asked.append(order.num_logits)
-        return forward(self, state, step, order)
+        return forward(self, step, order)
 
-    monkeypatch.setattr(ModelRunner, "_forward", watched)
+    monkeypatch.setattr(HostSteps, "forward", watched)
     fused = [driver.add(prompt, 6, GREEDY) for prompt in prompts]
     driver.run(fused)
     assert [seq.outputs for seq in fused] == [seq.outputs for seq in usual]
@@ -141,15 +141,15 @@ def test_a_greedy_row_without_a_number_ends_alone(monkeypatch):
     driver = Driver(make(MODEL, attention_backend="native"))
     alone = driver.add([1, 2, 3], 5, GREEDY)
     driver.run([alone])
-    forward = ModelRunner._forward
+    forward = HostSteps.forward
 
-    def broken(self, state, step, order):
-        found = forward(self, state, step, order)
+    def broken(self, step, order):
+        found = forward(self, step, order)
         if len(found.tokens) == 2:
             found.tokens[1] = -1
         return found
 
-    monkeypatch.setattr(ModelRunner, "_forward", broken)
+    monkeypatch.setattr(HostSteps, "forward", broken)
     sound, other = driver.add([1, 2, 3], 5, GREEDY), driver.add([4, 5], 5, GREEDY)
     driver.run([sound, other])
     assert sound.outputs == alone.outputs

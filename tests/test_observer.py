@@ -135,7 +135,7 @@ async def test_what_is_refused_is_counted_and_not_announced():
     assert len(seen.submitted) == len(seen.finished) == 2
 
 
-async def test_a_failing_observer_is_logged_and_hurts_nobody(caplog):
+async def test_a_failing_observer_is_logged_and_hurts_no_request(caplog):
     class Failing:
         def on_submit(self, request, submission):
             raise ValueError("in submit")

@@ -21,7 +21,8 @@ from asyncllm.gpu.batch.sampling_inputs import (
     Stages,
     TopLogprobs,
 )
-from asyncllm.gpu.models.dense import attention_kinds, build_decoder
+from asyncllm.gpu.models.attention_kinds import attention_kinds
+from asyncllm.gpu.models.dense import build_decoder
 from asyncllm.gpu.ops import onednn_ops
 from asyncllm.gpu.ops.base import ArgmaxLinear, AttentionShape
 from asyncllm.gpu.ops.gumbel import chunk_exponentials, exponentials, gumbel_keys
@@ -38,7 +39,6 @@ from asyncllm.gpu.ops.onednn_ops import (
 from asyncllm.gpu.ops.registry import make_ops
 from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.gpu.ops.torch_ops import TorchLinear, TorchOps
-from asyncllm.gpu.threads import set_thread_count
 from asyncllm.gpu.weights import dummy_weights
 from tests import recurrent_checks
 from tests.native_library import context, isas
@@ -60,9 +60,7 @@ def ops(request: pytest.FixtureRequest) -> TorchOps:
     return make(request.param)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    set_thread_count(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

@@ -147,7 +147,7 @@ def test_the_first_token_is_told_by_the_first_member_alone():
     rig.deliver(first, 6)
     assert group.notifier.told == ["first"]
     assert [(item.index, item.token_ids) for item in group.channel.items] == [(1, (5,)), (0, (6,))]
-    # And without an observer there is nobody to be told.
+    # And without an observer nothing is told.
     other = rig.group()
     other.notifier = None
     rig.deliver(other.members[0], 5)
@@ -251,7 +251,7 @@ def test_streams_of_a_closed_loop_are_aborted(waiting):
     rig = Rig()
     closed, mailbox = Mailbox(closed=True), Mailbox()
     gone, silent, there = (rig.group(name=name) for name in ("gone", "silent", "there"))
-    # Groups that no reader has, and some without a channel, are nobody's.
+    # Groups without a reader, and some without a channel, belong to no loop.
     unread, inner = rig.group(name="unread"), RequestGroup("inner")
     Request(inner, SamplingParams(), token_ids=[1], max_model_len=8)
     rig.groups.append(inner)

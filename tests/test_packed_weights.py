@@ -126,7 +126,7 @@ def test_logits_are_those_of_the_dequantised_weights(plain, tmp_path, name):
 
 def watch(runner: Any) -> list[Tensor]:
     logits: list[Tensor] = []
-    forward = runner._forward
+    forward = runner._state.forward
 
     def watched(*args: Any) -> Any:
         result = forward(*args)
@@ -134,7 +134,7 @@ def watch(runner: Any) -> list[Tensor]:
             logits.append(result[0].clone().float())
         return result
 
-    runner._forward = watched
+    runner._state.forward = watched
     return logits
 
 

@@ -279,7 +279,7 @@ def test_a_recorded_step_lies_between_its_copies(hybrid, monkeypatch):
         monkeypatch.setattr(StateCache, name, lambda self, pairs, note=note: note(self, pairs))
     batch = StepBatch(0, state_loads=[(1, 2)], state_saves=[(0, 1)])
     step: Any = type("Step", (), {"batch": batch, "blocks_to_zero": (), "rows": None})
-    runner._forward(state, step, None)
+    state.forward(step, None)
     assert found == [("load", [(1, 2)]), "run", ("save", [(0, 1)])]
 
 

@@ -142,7 +142,7 @@ async def a_slow_reader_is_held_back():
         assert got == rig.executor.reference([1], 200)
 
 
-def nobody_is_held_back(patch):
+def no_reader_is_held_back(patch):
     patch.setattr(OutputProcessor, "_apply_backpressure", lambda self, request, channel: None)
 
 
@@ -371,7 +371,7 @@ PROMISES = {
         destructors_do_nothing,
         an_id_is_free_only_when_the_abort_is_drained,
     ],
-    a_slow_reader_is_held_back: [nobody_is_held_back, reading_does_not_release],
+    a_slow_reader_is_held_back: [no_reader_is_held_back, reading_does_not_release],
     the_queue_is_bounded: [the_queue_takes_everything, places_are_never_given_back],
     deadlines_are_kept: [deadlines_pass],
     one_bad_request_fails_alone: [a_bad_row_kills_the_step],

@@ -1,4 +1,4 @@
-"""Prompt log-probabilities: transformers' values, in whatever chunks and company."""
+"""Prompt log-probabilities: transformers' values, in any chunks and beside any requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from asyncllm.errors import DeadlineExceededError, RequestError
 from asyncllm.gpu.graph.cuda_graphs import EagerCapturer
 from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.sample import prompt_logprobs as prompt_logprobs_module
-from asyncllm.gpu.threads import set_thread_count
 from asyncllm.outputs import TokenLogprobs
 from tests.checkpoints import make_checkpoint
 from tests.driver import Driver, Sequence
@@ -33,9 +32,7 @@ SETTINGS |= {"block_size": 4, "num_blocks": 120}
 Found = tuple[TokenLogprobs | None, ...]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> None:
-    set_thread_count(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

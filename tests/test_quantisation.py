@@ -9,7 +9,7 @@ from asyncllm import LLM, EngineConfig
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.checkpoint.model_files import resolve_model
 from asyncllm.errors import InvalidRequestError
-from asyncllm.gpu.build import quantisation
+from asyncllm.gpu.decoder_loading import quantisation
 from asyncllm.gpu.ops import quantise
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.native_ops import NativeOps

@@ -26,8 +26,9 @@ from asyncllm.gpu.huge_pages import warn_without_huge_pages
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.models.architectures import parameters
+from asyncllm.gpu.models.attention_kinds import attention_kinds, kv_groups
 from asyncllm.gpu.models.decoder import Decoder
-from asyncllm.gpu.models.dense import attention_kinds, build_decoder, kv_groups
+from asyncllm.gpu.models.dense import build_decoder
 from asyncllm.gpu.ops import recorder as recording
 from asyncllm.gpu.ops.native_attention import NativeAttention
 from asyncllm.gpu.ops.native_ops import NativeOps
@@ -92,7 +93,7 @@ def make_runner(
     return ModelRunner(decoder, cache, info)
 
 
-def state_of(runner: ModelRunner):
+def state_of(runner: ModelRunner) -> Any:
     assert runner._state is not None
     return runner._state
 
@@ -111,14 +112,15 @@ def program_of(runner: ModelRunner) -> RecordedStep:
 def run(runner: ModelRunner, chunk: int) -> tuple[list[Tensor], Tensor, list[list[int]]]:
     """Logits of every step, the KV cache and the tokens of sequences that come one by one."""
     logits: list[Tensor] = []
-    forward = runner._forward
+    state = state_of(runner)
+    forward = state.forward
 
-    def watched(state, step, order):
-        found = forward(state, step, order)
+    def watched(step, order):
+        found = forward(step, order)
         logits.extend((found.logits.clone(), found.hidden.clone()))
         return found
 
-    runner._forward = watched  # type: ignore[method-assign]
+    state.forward = watched
     driver = Driver(runner)
     asks = SamplingParams(temperature=0.9, seed=5, prompt_logprobs=1)
     seqs = [driver.add(p, 8, asks if i == 2 else GREEDY) for i, p in enumerate(PROMPTS)]
@@ -127,8 +129,8 @@ def run(runner: ModelRunner, chunk: int) -> tuple[list[Tensor], Tensor, list[lis
         driver.launch([(seq, count) for seq, count in work if not seq.done])
         driver.collect()
     driver.run(seqs, chunk=chunk)
-    del runner._forward
-    return logits, state_of(runner).cache.tensor, [seq.outputs for seq in seqs]
+    del state.forward
+    return logits, state.cache.tensor, [seq.outputs for seq in seqs]
 
 
 def bits(tensor: Tensor) -> Tensor:

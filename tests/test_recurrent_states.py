@@ -283,7 +283,8 @@ def test_states_are_taken_from_the_kv_cache(lfm2, monkeypatch):
     runner = lfm2.runner()
     reserved = []
     monkeypatch.setattr(
-        "asyncllm.gpu.build.cpu_cache_bytes", lambda reserve: reserved.append(reserve) or 2**20
+        "asyncllm.gpu.cache_sizing.cpu_cache_bytes",
+        lambda reserve: reserved.append(reserve) or 2**20,
     )
     lfm2.runner(num_blocks=None)
     assert reserved == [device_state(runner).cache.states.num_bytes]
@@ -332,6 +333,18 @@ def test_a_module_that_forgets_its_state_between_chunks(tmp_path):
     assert (
         "JambaForCausalLM: model.layers.0.mamba (JambaMambaMixer) computes a chunk of 3 tokens "
         "without its recurrent state; expected states that go on. "
+    ) in words
+
+
+def test_a_pass_that_fails_names_the_layer(tmp_path, monkeypatch):
+    def fail(self, hidden_states, **_):
+        raise KeyError("on purpose")
+
+    monkeypatch.setattr(transformers.models.lfm2.modeling_lfm2.Lfm2MLP, "forward", fail)
+    words = refusal(tmp_path, "Lfm2Config", layer_types=["conv", "full_attention", "conv"])
+    assert (
+        "one pass of its code without weights fails in model.layers.0.feed_forward (Lfm2MLP): "
+        "KeyError: 'on purpose'"
     ) in words
 
 

@@ -22,7 +22,6 @@ from asyncllm.gpu.sample.host_rules import apply_processors
 from asyncllm.gpu.sample.rng import mix_seed
 from asyncllm.gpu.sample.sampler import SampleOutput, Sampler
 from asyncllm.gpu.sample.sampling_state import HostRules
-from asyncllm.gpu.threads import set_thread_count
 from asyncllm.sampling_params import SamplingParams
 from tests.driver import UNCHECKED, unchecked
 from tests.hypothesis_settings import examples
@@ -32,9 +31,7 @@ from tests.triton.checks import check_company, check_odd_rows, check_sampling
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    set_thread_count(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Bench:
@@ -427,7 +424,7 @@ class Unprintable(Exception):
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_whatever_a_processor_raises_ends_its_own_row(error):
+def test_any_error_of_a_processor_ends_its_own_row(error):
     def broken(output, logits):
         logits[:] = torch.nan
         raise error
@@ -463,7 +460,7 @@ def test_what_cannot_be_assigned_leaves_its_slot_neutral(fields):
     bench.sampler.assign(RequestAssignment(0, "odd", [1, 2], 2, [1], params))
     assert set(bench.sampler.failures) == {0}
     assert not len(bench.sampler.state.needing_host(np.array([0])))
-    assert bench.sampler.state.stages_of(np.array([0])) is Stages.NONE
+    assert Stages(int(bench.sampler.state.stages[0])) is Stages.NONE
     assert bench.sample(torch.zeros(1, 30), [0]).token_ids[0] >= 0
     bench.enter(0, [1, 2], [], temperature=0.0, logit_bias={4: 5.0})
     assert not bench.sampler.failures

@@ -24,8 +24,8 @@ from asyncllm.checkpoint.model_files import resolve_model
 from asyncllm.errors import InvalidRequestError
 from asyncllm.gpu.batch.sampling_inputs import MAX_BIAS, MAX_STOP_IDS, Stages
 from asyncllm.gpu.ops.gumbel import gumbel_keys, gumbel_sample
-from asyncllm.runtime.input_processor import bad_words_token_ids
 from asyncllm.sampling_params import MAX_BAD_CHARACTERS, MAX_BAD_WORD_LENGTH, SamplingParams
+from asyncllm.text.bad_words import bad_words_token_ids
 from asyncllm.text.tokenizer import Tokenizer
 from tests.native_library import CPU_OPS
 from tests.test_sampler import Bench, chi_square
@@ -195,7 +195,7 @@ def test_presence_and_frequency() -> None:
         7: -1.0,
         9: -0.75,
     }
-    assert bench.sampler.state.stages_of(np.array([0])) is Stages.PENALTIES
+    assert Stages(int(bench.sampler.state.stages[0])) is Stages.PENALTIES
 
 
 def test_two_rounds_have_the_distribution_of_one() -> None:

@@ -16,7 +16,8 @@ from asyncllm.core.kv_cache import block_ids
 from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.core.request import Request, Status
 from asyncllm.core.request_group import RequestGroup
-from asyncllm.core.scheduler import ScheduledStep, Scheduler
+from asyncllm.core.scheduled_step import ScheduledStep
+from asyncllm.core.scheduler import Scheduler
 from asyncllm.errors import KVCacheTooSmallError
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.testing import FakeExecutor
@@ -324,7 +325,7 @@ def test_admission_leaves_running_requests_a_block_to_grow_into():
     rig.expect(second)
 
 
-def test_the_spare_block_keeps_nobody_out_who_would_run_alone():
+def test_the_spare_block_keeps_no_request_out_that_would_run_alone():
     rig = Rig(num_blocks=7, max_model_len=24)
     whole = rig.add(range(23), max_tokens=1)
     assert rig.step() == {"r0": 23}
@@ -533,7 +534,7 @@ def test_pause_while_a_token_is_in_flight():
     rig.expect(request)
 
 
-def test_depth_two_feeds_tokens_that_nobody_has_seen():
+def test_depth_two_feeds_tokens_that_the_host_has_not_seen():
     rig = Rig(pipeline_depth=2)
     requests = [rig.add(range(i, i + 5), max_tokens=9) for i in range(4)]
     rig.launch()
@@ -622,11 +623,11 @@ def test_shrunken_budget_recovers():
     step = rig.scheduler.schedule()
     assert step is not None
     rig.scheduler.rollback([step])
-    assert rig.scheduler.shrink_budget([step]) == []
-    assert rig.scheduler.token_budget == 10
+    assert rig.scheduler.budget.shrink([step]) == []
+    assert rig.scheduler.budget.tokens == 10
     for _ in range(200):
-        rig.scheduler.recover_budget()
-    assert rig.scheduler.token_budget == 32
+        rig.scheduler.budget.recover()
+    assert rig.scheduler.budget.tokens == 32
 
 
 def test_garbage_from_the_device_is_noticed():

@@ -104,7 +104,7 @@ class ModelRig(Rig):
     def __init__(self, case: Case, runner: ModelRunner, budget: int = 64) -> None:
         self.case, self.executor, self.info = case, runner, runner.info
         self.scheduler = Scheduler(runner.info, in_process=runner.in_process)
-        self.scheduler.token_budget = budget
+        self.scheduler.budget.tokens = budget
         self.in_flight, self.arrival_index = [], 0
         self.logprobs: dict[Any, list[Any]] = {}
 

@@ -22,7 +22,7 @@ from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.core.batch import RequestAssignment, StepBatch
 from asyncllm.core.executor import StepOutOfMemoryError
 from asyncllm.errors import RequestError
-from asyncllm.gpu import model_runner as model_runner_module
+from asyncllm.gpu import device_steps
 from asyncllm.gpu.batch.block_table import BlockTable
 from asyncllm.gpu.batch.sampling_inputs import Stages
 from asyncllm.gpu.batch.step_buffers import PinnedStepBuffer
@@ -39,7 +39,6 @@ from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.ops.torch_attention import FixedPlan, TorchAttention
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.sample.sampling_state import SamplingState
-from asyncllm.gpu.threads import set_thread_count
 from asyncllm.gpu.weights import load_weights
 from asyncllm.runtime.loading import LoadedModel
 from asyncllm.sampling_params import SamplingParams
@@ -93,9 +92,7 @@ HOST_KINDS = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> None:
-    set_thread_count(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module", params=SHAPES)
@@ -635,7 +632,7 @@ def test_what_fails_at_its_start_is_raised_when_it_is_collected(llama: Decoder) 
     driver = Driver(runner)
     seq = driver.add([1, 2, 3], 6, GREEDY)
     driver.launch([(seq, 0)])
-    beyond = RequestAssignment(99, "nobody", [1], 1, ([1],), GREEDY)
+    beyond = RequestAssignment(99, "beyond", [1], 1, ([1],), GREEDY)
     runner.launch(StepBatch(1, [99], [0], [1], [True], 1, 1, assignments=[beyond]))
     driver.collect()
     assert len(seq.outputs) == 1
@@ -806,7 +803,7 @@ def _one_host_block(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _token_zero_for_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_runner_module, "PLACEHOLDER_TOKEN", 0)
+    monkeypatch.setattr(device_steps, "PLACEHOLDER_TOKEN", 0)
 
 
 def _rows_stay_behind_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,7 +95,7 @@ async def _texts(rig: ByteRig, count: int = 12, **overrides: Any) -> list[Any]:
 
 
 async def test_depth_preemption_and_lost_steps_change_no_output():
-    """A matcher's state is a function of the tokens that came in, whatever happened to others."""
+    """A matcher's state is a function of the request's own tokens."""
     expected = await _texts(ByteRig())
     for one, (text, _, reason) in zip(_requests(12), expected, strict=True):
         if one and reason == "stop":

@@ -115,7 +115,7 @@ def test_a_family_is_told_from_text(family: str) -> None:
 
 @pytest.mark.parametrize("family", TEXTS)
 def test_cuts_change_nothing(family: str) -> None:
-    """At every character, byte and token boundary; and whatever is deleted or exchanged."""
+    """At every character, byte and token boundary; and with parts deleted or exchanged."""
     form, begin, source = FORMS[family], begin_of(family), TEXTS[family]
     whole = parse(form, [source], begin)
     for i in range(len(source)):

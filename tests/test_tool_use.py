@@ -185,7 +185,7 @@ class Box:
 
 
 class Person(pydantic.BaseModel):
-    """Somebody."""
+    """A human."""
 
     name: str
     friends: list[Person] = []
@@ -244,7 +244,7 @@ def test_a_pydantic_model_is_a_tool_or_a_parameter() -> None:
     model = use([Person])
     assert model is not None
     function = model.schemas[0]["function"]
-    assert (function["name"], function["description"]) == ("Person", "Somebody.")
+    assert (function["name"], function["description"]) == ("Person", "A human.")
 
     def greet(person: Person) -> None:
         """Greets.

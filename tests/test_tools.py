@@ -103,7 +103,7 @@ async def test_a_conversation_goes_on_with_the_results() -> None:
 
 
 @pytest.mark.asyncio
-async def test_ids_are_the_engines_whatever_the_model_writes() -> None:
+async def test_ids_are_the_engines_and_not_the_models() -> None:
     same = '{"id": "a", "name": "add", "arguments": {"a": 1, "b": 2}}'
     text = f"<tool_call>{same}</tool_call>" * 2
     async with fake_engine(text) as engine:
@@ -284,7 +284,7 @@ async def test_a_parser_by_name() -> None:
         assert values((await engine.chat(ASK, tools=TOOLS).result()).tool_calls) == [("add", "{}")]
     for field in ("tool_parser", "reasoning_parser"):
         with pytest.raises(InvalidRequestError, match="'auto' or") as caught:
-            EngineConfig(**{field: "nobody"})
+            EngineConfig(**{field: "unknown"})
         assert caught.value.param == field
     with pytest.raises(InvalidRequestError):
         EngineConfig(tool_parser=None)  # type: ignore[arg-type]

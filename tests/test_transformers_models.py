@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,132 +13,48 @@ from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 from asyncllm.config import EngineConfig
 from asyncllm.errors import InvalidRequestError
 from asyncllm.gpu.build import build_model_runner
-from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.ops import torch_attention
 from asyncllm.gpu.transformers_model import attention as paged
 from asyncllm.gpu.transformers_model.config import TransformersConfig
 from asyncllm.gpu.transformers_model.families import TESTED, is_tested
 from asyncllm.gpu.transformers_model.linear import OpExperts
 from asyncllm.gpu.transformers_model.rope import LongRope
-from tests.driver import Driver, Sequence
-from tests.families import CASES, make, noise
+from tests.driver import Driver
+from tests.families import CASES, make
 from tests.native_library import native_library
 from tests.packing import CASES as FORMATS
 from tests.packing import quantise_checkpoint
-from tests.reference import Expected, Tally, compare, generate
-
-OUTPUT = 24
-PROMPT_LENGTHS = (5, 33, 16)
-LONG_LENGTHS = (33, 47, 40)
-"""Where transformers' frequencies would change within a shorter one."""
-
-SETTINGS = {
-    "block_size": 4,
-    "num_blocks": 200,
-    "max_num_seqs": 8,
-    "max_num_batched_tokens": 512,
-    "dtype": "float32",
-    "device": "cpu",
-    "num_threads": 1,
-}
-
-
-@dataclass
-class Case:
-    """A checkpoint, and what transformers makes of it."""
-
-    path: Path
-    model: Any
-    prompts: list[list[int]]
-    expected: list[Expected]
-
-    def config(self) -> TransformersConfig:
-        return TransformersConfig.from_directory(self.path)
-
-    def runner(self, **overrides: Any) -> ModelRunner:
-        settings: dict[str, Any] = {"attention_backend": "torch"}
-        return build_model_runner(EngineConfig(**(SETTINGS | settings | overrides)), self.config())
+from tests.parity import (
+    LONG_LENGTHS,
+    OUTPUT,
+    PROMPT_LENGTHS,
+    SETTINGS,
+    Case,
+    case_loader,
+    check,
+    check_fails,
+    check_longrope,
+    check_reference,
+    run_everything,
+    run_matrix,
+)
+from tests.reference import generate
 
 
 @pytest.fixture(scope="module")
 def load_case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
-    made: dict[str, Case] = {}
+    def make_case(path: Path, name: str) -> Case:
+        lengths = LONG_LENGTHS if name.endswith("longrope") else PROMPT_LENGTHS
+        return Case.of(path, make(path, name), "transformers", lengths=lengths)
 
-    def load(name: str) -> Case:
-        if name not in made:
-            path = tmp_path_factory.mktemp(name)
-            model = make(path, name)
-            draw = random.Random(1)
-            lengths = LONG_LENGTHS if name.endswith("longrope") else PROMPT_LENGTHS
-            prompts = [[draw.randrange(256) for _ in range(n)] for n in lengths]
-            expected = [generate(model, prompt, OUTPUT) for prompt in prompts]
-            made[name] = Case(path, model, prompts, expected)
-        return made[name]
-
-    return load
-
-
-def check(case: Case, seqs: list[Sequence], indices: list[int]) -> None:
-    tally = Tally()
-    for seq, index in zip(seqs, indices, strict=True):
-        compare(seq, case.expected[index], tally)
-    assert tally.ties <= 1
-
-
-def run_everything(case: Case, runner: ModelRunner, chunk: int = 7) -> None:
-    """A batch in chunks, with a prefix hit on its longest prompt, where the model keeps no states,
-    and a preemption."""
-    driver = Driver(runner)
-    seqs = [driver.add(prompt, OUTPUT) for prompt in case.prompts]
-    again = driver.add(case.prompts[1], OUTPUT)
-    step = 0
-    while not all(seq.done for seq in (*seqs, again)):
-        if step == 8 and not runner.info.has_states:
-            driver.share(seqs[1], again, num_blocks=24 // runner.info.block_size)
-        if step == 12:
-            driver.release(seqs[0])
-        live = [seq for seq in seqs if not seq.done]
-        live += [again] if step >= 8 and not again.done else []
-        driver.launch([(seq, min(chunk, seq.known - seq.computed)) for seq in live])
-        driver.collect()
-        step += 1
-    assert step > 24
-    check(case, [*seqs, again], [0, 1, 2, 1])
-
-
-def run_matrix(case: Case, backend: str, chunks: tuple[int, ...] = (3, 10)) -> None:
-    """Each prompt alone, one in chunks of every size, all in a batch, and with run-ahead.
-
-    Args:
-        chunks: of the batches.
-    """
-    runner = case.runner(attention_backend=backend)
-    for index, prompt in enumerate(case.prompts):
-        driver = Driver(runner)
-        seq = driver.add(prompt, OUTPUT)
-        driver.run([seq])
-        check(case, [seq], [index])
-    for chunk in range(1, 34):
-        driver = Driver(runner)
-        seq = driver.add(case.prompts[1], 3)
-        driver.run([seq], chunk=chunk)
-        compare(seq, case.expected[1], Tally())
-    for chunk in chunks:
-        run_everything(case, runner, chunk)
-    driver = Driver(case.runner(attention_backend=backend, async_scheduling=True))
-    seqs = [driver.add(prompt, OUTPUT) for prompt in case.prompts]
-    driver.run(seqs, chunk=7, depth=2)
-    check(case, seqs, [0, 1, 2])
+    return case_loader(tmp_path_factory, make_case)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_equals_transformers(load_case, name):
     case = load_case(name)
-    tokens = zip(case.prompts, case.expected, strict=True)
-    assert max(noise(case.model, prompt + each.tokens) for prompt, each in tokens) < 3e-5
-    for expected in case.expected:
-        assert len(set(expected.tokens)) >= 8
-    assert is_tested(case.config())
+    check_reference(case)
+    assert is_tested(TransformersConfig.from_directory(case.path))
     run_everything(case, case.runner())
 
 
@@ -177,8 +90,9 @@ def test_a_quantised_checkpoint(tmp_path, family, form):
     model = make(tmp_path, family)
     quantise_checkpoint(tmp_path, FORMATS[form], model)
     prompts = [[5, 6, 7, 8], [100, 3, 9, 9, 41, 7, 200]]
-    case = Case(tmp_path, model, prompts, [generate(model, prompt, 12) for prompt in prompts])
-    assert case.config().quantization == FORMATS[form].config["quant_method"]
+    case = Case(tmp_path, model, None, prompts, [generate(model, prompt, 12) for prompt in prompts])
+    config = TransformersConfig.from_directory(tmp_path)
+    assert config.quantization == FORMATS[form].config["quant_method"]
     driver = Driver(case.runner())
     seqs = [driver.add(prompt, 12) for prompt in prompts]
     driver.run(seqs)
@@ -192,7 +106,7 @@ def test_a_tied_head_shares_the_embeddings_table(tmp_path, family):
     """Gemma's embedding scales what it looks up, in a class of its own."""
     model = make(tmp_path, family, tie_word_embeddings=True)
     expected = generate(model, [5, 6, 7, 8], 12)
-    case = Case(tmp_path, model, [[5, 6, 7, 8]], [expected])
+    case = Case(tmp_path, model, None, [[5, 6, 7, 8]], [expected])
     runner = case.runner()
     state = runner._state
     assert state is not None
@@ -219,14 +133,7 @@ def test_load_progress_counts_every_tensor(tmp_path):
 
 
 def test_longrope_chooses_its_factors_by_the_longest_sequence(load_case):
-    case = load_case("Phi3-longrope")
-    prompt = case.prompts[0][:7]
-    expected = generate(case.model, prompt, OUTPUT)  # 31 tokens of 32: the short factors
-    for max_model_len, equal in ((32, True), (33, False)):
-        driver = Driver(case.runner(max_model_len=max_model_len))
-        seq = driver.add(prompt, OUTPUT)
-        driver.run([seq])
-        assert (seq.outputs == expected.tokens) is equal
+    check_longrope(load_case("Phi3-longrope"))
 
 
 # --- what the comparison sees ------------------------------------------------------------
@@ -389,11 +296,7 @@ def test_the_comparison_sees_mistakes(load_case, monkeypatch, mutation):
     name, mutate = MUTATIONS[mutation]
     case = load_case(name)
     mutate(monkeypatch)
-    driver = Driver(case.runner())
-    seq = driver.add(case.prompts[1], OUTPUT)
-    driver.run([seq], chunk=10)
-    with pytest.raises(AssertionError):
-        check(case, [seq], [1])
+    check_fails(case, case.runner())
 
 
 def test_the_routing_that_mistakes_change_is_the_models_own(load_case, monkeypatch):
@@ -413,8 +316,4 @@ def test_norms_of_one_plus_weight_are_seen(load_case):
     norm = state.decoder.base.norm
     with torch.no_grad():
         norm.weight -= 1.0
-    driver = Driver(runner)
-    seq = driver.add(case.prompts[1], OUTPUT)
-    driver.run([seq])
-    with pytest.raises(AssertionError):
-        check(case, [seq], [1])
+    check_fails(case, runner)

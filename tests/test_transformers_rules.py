@@ -91,6 +91,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "RwkvForCausalLM: rwkv.blocks.0.attention (RwkvSelfAttention) asks its cache for more "
         f"(TypeError: an item of its cache); expected {PROTOCOL}" + AND,
     ),
+    "a mask of padding": (
+        "MambaConfig",
+        {"state_size": 8},
+        "MambaForCausalLM: backbone.layers.0.mixer (MambaMixer) takes the tensor attention_mask of "
+        "all tokens; expected hidden states and a cache alone" + AND,
+    ),
     "chunked attention": (
         "Llama4TextConfig",
         {"head_dim": 16, "attention_chunk_size": 8},
@@ -108,7 +114,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "BloomConfig",
         {"n_layer": 3, "n_head": 4},
         "BloomForCausalLM: what its layers need cannot be learned, because one pass of its code "
-        "without weights fails: ",
+        "without weights fails in transformer.h.0.self_attention (BloomAttention): TypeError: ",
     ),
 }
 

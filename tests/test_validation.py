@@ -1,4 +1,4 @@
-"""Validators: plain Python values for whatever is a number, and errors that can be printed."""
+"""Validators: plain Python values for every kind of number, and errors that can be printed."""
 
 from __future__ import annotations
 
@@ -120,6 +120,21 @@ def test_booleans_are_no_numbers_and_may_be_numpys() -> None:
         refused(check.boolean, value)
 
 
+class Text(str):
+    pass
+
+
+def test_sequences_of_strings_are_tuples_of_them() -> None:
+    assert check.strings("field", [Text("a"), "b"]) == ("a", "b")
+    assert type(check.strings("field", [Text("a")])[0]) is str
+    assert check.strings("field", (), optional=True) == ()
+    assert check.strings("field", None, optional=True) is None
+    for value in ("ab", 5, None):
+        assert refused(check.strings, value).endswith("expected a sequence of strings")
+    assert refused(check.strings, 5, optional=True).endswith("a sequence of strings or None")
+    assert refused(check.strings, ["a", ""]).startswith("field=''")
+
+
 def test_strings_are_what_utf8_can_express() -> None:
     assert check.string("field", "Zoë \U0001f600") == "Zoë \U0001f600"
     assert check.string("field", "", empty=True) == ""
@@ -176,7 +191,7 @@ def test_descriptions_are_short_and_never_raise() -> None:
 
 
 @pytest.mark.parametrize("how", UNPRINTABLE)
-def test_an_exception_is_explained_whatever_its_methods_raise(how: str) -> None:
+def test_an_exception_is_explained_though_its_methods_raise(how: str) -> None:
     odd = UNPRINTABLE[how]()
     for told in (check.describe(odd), check.explain(odd)):
         assert type(told) is str

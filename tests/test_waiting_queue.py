@@ -1,4 +1,4 @@
-"""WaitingQueue: the policy's order, whatever is pushed and discarded in between."""
+"""WaitingQueue: the policy's order, for any pushes and discards in between."""
 
 from __future__ import annotations
 

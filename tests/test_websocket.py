@@ -39,7 +39,7 @@ async def idle(engine):
 
 
 async def closed_with(client):
-    """The close code and reason that the server sends next, whatever comes before."""
+    """The close code and reason that the server sends next; messages before them are skipped."""
     with pytest.raises(ConnectionClosed) as closed:
         async with asyncio.timeout(10):
             while True:
@@ -570,7 +570,7 @@ async def test_the_server_goes_away_with_1001():
         await server.aclose()
 
 
-async def test_a_client_that_does_not_read_hurts_nobody():
+async def test_a_client_that_does_not_read_hurts_no_other():
     rig = fake(num_blocks=5000, max_model_len=20_000)
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

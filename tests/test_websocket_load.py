@@ -144,7 +144,7 @@ async def test_connections_that_cannot_even_be_refused_get_a_status():
             assert (await client.ask(max_output_tokens=1))["status"] == "incomplete"
 
 
-async def test_10_000_malformed_messages_hurt_nobody():
+async def test_10_000_malformed_messages_hurt_no_other_client():
     rig = fake(num_blocks=4000)
     async with served(rig.engine(), max_message_size=120_000) as server:
         stop = asyncio.Event()

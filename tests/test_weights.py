@@ -463,7 +463,7 @@ def test_staged_progress_is_the_same(source):
 
 
 def test_loading_that_is_given_up_waits_for_nothing(source):
-    """Whoever counts the progress may raise, and the checkpoint is closed."""
+    """A progress callback may raise, and the checkpoint is closed."""
     transfers = LateTransfers()
     staging = PinnedUploader(CPU, chunk_bytes=4096, pin=False, transfers=transfers)
 

@@ -9,7 +9,7 @@ settles a condition, and those are what an untested guard or an untested call su
 people (log lines, error messages, ``__repr__``) is left alone: tests say what a message has to
 name, and not how it says so.
 
-``tools/equivalent_mutants.toml`` says of each mutant that may survive why nobody could tell.
+``tools/equivalent_mutants.toml`` says of each mutant that may survive why no test could tell.
 """
 
 from __future__ import annotations

@@ -87,9 +87,9 @@ def stream_with_callbacks(
     try:
         if chat:
             messages = messages_from_chat(prompt)
-            stream = engine.chat(prompt, params, **options)  # type: ignore[arg-type]
+            stream = engine.chat(prompt, params, **options)  # pyright: ignore[reportArgumentType]
         else:
-            stream = engine.stream(prompt, params, **options)  # type: ignore[arg-type]
+            stream = engine.stream(prompt, params, **options)  # pyright: ignore[reportArgumentType]
     except Exception as error:
         refusal = error
     if isinstance(prompt, str):

@@ -28,7 +28,7 @@ Fields = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class TensorNames:
-    """What the tensors of a layer are called in a checkpoint.
+    """Names of a layer's tensors in a checkpoint.
 
     Attributes:
         input_norm, post_norm: before attention and before the MLP; None where there is none.
@@ -259,7 +259,7 @@ def _glm4(config: ConfigFile, sizes: Sizes) -> Fields:
 
 
 def _gemma(config: ConfigFile, sizes: Sizes) -> Fields:
-    """What Gemma 2 and 3 have in common: norms of 1 + w in float32, scaled embeddings."""
+    """Fields that Gemma 2 and 3 share: norms of 1 + w in float32, scaled embeddings."""
     if config.values.get("use_bidirectional_attention"):
         raise config.bad("use_bidirectional_attention", "false: a decoder")
     return {

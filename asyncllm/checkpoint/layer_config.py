@@ -27,8 +27,8 @@ class LayerConfig:
 
 @dataclass(frozen=True, slots=True)
 class LayerInputConfig:
-    """What each layer takes of a token beside the hidden states (the per-layer embeddings of
-    Gemma 3n and 4): a part of an embedding of its own, and of a projection of the first layer's
+    """Inputs of each layer beside the hidden states (the per-layer embeddings of Gemma 3n and
+    4): a part of an embedding of its own, and of a projection of the first layer's
     input.
 
     Attributes:

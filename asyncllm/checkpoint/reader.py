@@ -40,8 +40,8 @@ class CheckpointReader(Protocol):
 
     @property
     def ignored(self) -> str:
-        """What the quantisation says of activations and the KV cache, which are kept in the
-        model's dtype; empty for nothing."""
+        """The quantisation of activations and the KV cache that the files ask for, which stay in
+        the model's dtype; empty for none."""
         ...
 
     @property

@@ -1,4 +1,4 @@
-"""What crosses between the core and the device, and what comes back.
+"""Messages between the core and the device: StepBatch, GrammarMask and StepResult.
 
 These are the only types that the scheduler and a model runner share: plain data that can be
 pickled, none of which the core changes or keeps once a step is launched. A step is described
@@ -151,7 +151,7 @@ class RowError:
 
 @dataclass(slots=True)
 class StepResult:
-    """What a step yielded, row by row in the order of its StepBatch.
+    """Tokens of a step, row by row in the order of its StepBatch.
 
     Attributes:
         step: number of that StepBatch. Results come in the order of the launches, and one

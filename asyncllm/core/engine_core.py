@@ -21,7 +21,8 @@ from asyncllm.core.executor import Executor, StepOutOfMemoryError
 from asyncllm.core.output_processor import OutputProcessor, as_request_error, make_partial
 from asyncllm.core.request import Status
 from asyncllm.core.request_group import RequestGroup
-from asyncllm.core.scheduler import ScheduledStep, Scheduler
+from asyncllm.core.scheduled_step import ScheduledStep
+from asyncllm.core.scheduler import Scheduler
 from asyncllm.core.structured_output import make_masks
 from asyncllm.core.tracebacks import clear_frames
 from asyncllm.errors import (
@@ -316,7 +317,7 @@ class EngineCore:
         self._last_step_time = now - launched_at
         for event in self.scheduler.update(step, result):
             self.output_processor.deliver(event, now)
-        self.scheduler.recover_budget()
+        self.scheduler.budget.recover()
         self._send_masks()
 
     def _retry_smaller(self, error: StepOutOfMemoryError) -> None:
@@ -326,10 +327,10 @@ class EngineCore:
         self._in_flight.clear()
         self._on_device(self.executor.discard)
         self.scheduler.rollback(steps)
-        too_big = self.scheduler.shrink_budget(steps)
+        too_big = self.scheduler.budget.shrink(steps)
         logger.warning(
             "a step ran out of device memory; steps have at most %d tokens for a while",
-            self.scheduler.token_budget,
+            self.scheduler.budget.tokens,
         )
         for request in too_big:
             failure = RequestError(

@@ -18,7 +18,7 @@ class StepOutOfMemoryError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SamplingLimits:
-    """What the device of an executor samples without the host.
+    """Limits of sampling on an executor's device, without the host.
 
     Attributes:
         max_bias: entries of ``logit_bias``.
@@ -59,7 +59,7 @@ class SamplingLimits:
 
 @dataclass(frozen=True, slots=True)
 class ExecutorInfo:
-    """What the scheduler has to know about a device once the model is loaded.
+    """Limits of a device with a loaded model, for the scheduler.
 
     Attributes:
         vocab_size: tokens are 0 to ``vocab_size - 1``.

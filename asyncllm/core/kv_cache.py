@@ -47,7 +47,7 @@ class FullAttentionGroup:
         return found
 
     def shorten(self, request: Request, found: list[Block], num_tokens: int) -> list[Block]:
-        """What ``find_prefix`` finds within ``num_tokens``, fewer than ``found`` has."""
+        """The part of a hit within ``num_tokens``, fewer than ``found`` has."""
         return found[: num_tokens // self.block_size]
 
     def publish(self, request: Request, end: int, published: list[Block]) -> None:

@@ -279,7 +279,7 @@ def make_usage(group: RequestGroup, members: Sequence[Request], now: float) -> U
 
 
 def make_partial(group: RequestGroup, now: float) -> Completion | None:
-    """What a group had generated so far; None if that is nothing."""
+    """The output of a group so far; None for no token."""
     members = group.members
     if not any(member.num_output_tokens for member in members):
         return None
@@ -304,7 +304,7 @@ def _partial_output(request: Request) -> CompletionOutput:
 
 
 def as_request_error(group: RequestGroup, error: BaseException) -> Exception:
-    """What the reader gets for an exception of the request's own code: a RequestError as it is.
+    """The reader's exception for one of the request's own code: a RequestError as it is.
     Any other would speak of the engine, or be the reader's own, as a cancellation is."""
     if issubclass(type(error), RequestError):  # isinstance may ask its ``__class__``
         return error  # pyright: ignore[reportReturnType]  # narrows by isinstance only
@@ -314,8 +314,8 @@ def as_request_error(group: RequestGroup, error: BaseException) -> Exception:
 
 
 def _remaining_text(request: Request) -> str:
-    """What was held back of an aborted request's text. It is aborted whether that can be
-    decoded or not."""
+    """Text of an aborted request that was held back. An error of its decoding does not stop the
+    abort."""
     output: Output = request.output
     try:
         return "" if output.detokenizer is None else output.detokenizer.finish()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from asyncllm.core.batch import PromptSpan, StepResult
 
 if TYPE_CHECKING:
-    from asyncllm.core.scheduler import ScheduledStep
+    from asyncllm.core.scheduled_step import ScheduledStep
 
 
 def prompt_spans(step: ScheduledStep, vocab_size: int) -> dict[int, PromptSpan]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True, eq=False)
 class Reasoning:
-    """Where the thoughts of one output begin and end; the engine thread pushes each token.
+    """Begin and end of the thoughts in one output; the engine thread pushes each token.
 
     What applies to the answer begins behind them: stop strings, and the mask of a grammar. While
     ``may_begin`` is set all that was generated are the first tokens of ``begin``, and the model

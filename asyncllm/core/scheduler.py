@@ -9,42 +9,19 @@ a head start, and a preempted request simply starts over.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 
 from asyncllm.core.batch import RequestAssignment, StepBatch, StepResult
-from asyncllm.core.block_pool import Block
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.in_process import InProcess, plain
 from asyncllm.core.kv_cache import KVCacheManager, Trim, block_ids
-from asyncllm.core.prompt_logprobs import (
-    check_prompt_logprobs,
-    keep_prompt_logprobs,
-    prompt_spans,
-)
+from asyncllm.core.prompt_logprobs import keep_prompt_logprobs, prompt_spans
 from asyncllm.core.request import Request, Status
+from asyncllm.core.scheduled_step import ScheduledStep
 from asyncllm.core.structured_output import masked_rows
+from asyncllm.core.token_budget import TokenBudget
 from asyncllm.core.waiting_queue import WaitingQueue
 from asyncllm.errors import KVCacheTooSmallError, RequestError
 from asyncllm.outputs import FinishReason, TokenLogprobs
-
-_STEPS_TO_RECOVER = 32
-
-
-@dataclass(slots=True)
-class ScheduledStep:
-    """A step and the requests behind its rows. A row's result counts only while the request
-    still has the epoch it was scheduled under. ``admitted`` are the requests that got a slot,
-    ``published`` and ``checkpoints`` the KV blocks and the states that became findable on the
-    strength of this step; ``is_masked`` says that a row which samples follows a grammar."""
-
-    batch: StepBatch
-    requests: list[Request] = field(default_factory=list)
-    epochs: list[int] = field(default_factory=list)
-    admitted: list[Request] = field(default_factory=list)
-    published: list[Block] = field(default_factory=list)
-    checkpoints: list[Block] = field(default_factory=list)
-    is_masked: bool = False
-
 
 TokenEvent = tuple[Request, int, TokenLogprobs | None, BaseException | None]
 """A request, and the token that it got with its log-probabilities, or the exception that ends
@@ -81,7 +58,7 @@ class Scheduler:
         )
         self.in_process = in_process or InProcess()
         self.num_lookahead_tokens = info.max_tokens_per_row - 1
-        self.token_budget = info.max_num_batched_tokens
+        self.budget = TokenBudget(info.max_num_batched_tokens)
         self.waiting = WaitingQueue(policy)
         self.running: dict[Request, None] = {}
         self.paused: dict[Request, None] = {}
@@ -94,7 +71,6 @@ class Scheduler:
         self._released_req_indices: list[int] = []
         self._latest: ScheduledStep | None = None
         self._num_steps = 0
-        self._steps_since_shrink = 0
 
     # --- requests come, pause and go ---------------------------------------------------
 
@@ -172,7 +148,7 @@ class Scheduler:
             self._schedule_waiting(step, budget)
         if not step.requests:
             return None
-        self._order_decodes_first(step)
+        step.order_decodes_first()
         batch = step.batch
         for request, (new, trims) in grown.items():
             if request in scheduled:
@@ -196,7 +172,7 @@ class Scheduler:
     ) -> tuple[int, bool]:
         """Chooses running requests in order; preempts where blocks run out. Returns the
         budget left and whether a request was preempted."""
-        budget = self.token_budget
+        budget = self.budget.tokens
         lookahead = self.num_lookahead_tokens
         preempted = False
         for request in list(self.running):
@@ -326,21 +302,6 @@ class Scheduler:
         if checkpoint is not None:
             step.batch.state_saves.append((request.req_index, checkpoint))
 
-    def _order_decodes_first(self, step: ScheduledStep) -> None:
-        batch = step.batch
-        rows = range(len(batch))
-        decodes = [i for i in rows if batch.counts[i] == 1 and batch.samples[i]]
-        if len(decodes) in (0, len(rows)) or decodes[-1] == len(decodes) - 1:
-            return
-        chosen = set(decodes)
-        order = decodes + [i for i in rows if i not in chosen]
-        step.requests = [step.requests[i] for i in order]
-        step.epochs = [step.epochs[i] for i in order]
-        batch.req_indices = [batch.req_indices[i] for i in order]
-        batch.starts = [batch.starts[i] for i in order]
-        batch.counts = [batch.counts[i] for i in order]
-        batch.samples = [batch.samples[i] for i in order]
-
     def _assignment(self, request: Request) -> RequestAssignment:
         processors_key = -1
         if request.sampling.logits_processors:
@@ -369,7 +330,7 @@ class Scheduler:
         Raises:
             ValueError: if the result does not fit the step: the executor is broken.
         """
-        self._check_result(step, result)
+        step.check_result(result, self.info)
         return self._accept(step, result)
 
     def _accept(self, step: ScheduledStep, result: StepResult) -> Iterator[TokenEvent]:
@@ -420,40 +381,6 @@ class Scheduler:
                 # It was a draft, whose KV the step has written.
                 request.num_computed_tokens += 1
 
-    def _check_result(self, step: ScheduledStep, result: StepResult) -> None:
-        number = step.batch.step
-        if result.step != number:
-            raise ValueError(f"expected the result of step {number}, got that of {result.step}")
-        samples, counts, token_ids = step.batch.samples, result.counts, result.token_ids
-        if counts != samples or result.errors:
-            self._check_counts(step, result)
-        if step.batch.prompt_logprobs or result.prompt_logprobs:
-            check_prompt_logprobs(step, result)
-        if len(token_ids) != sum(counts):
-            raise ValueError(
-                f"step {number} counts {sum(counts)} tokens, its result has {len(token_ids)}"
-            )
-        vocab_size = self.info.vocab_size
-        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
-            token_id = next(t for t in token_ids if not 0 <= t < vocab_size)
-            raise ValueError(
-                f"step {number} sampled token {token_id}; the vocabulary has {vocab_size} tokens"
-            )
-
-    def _check_counts(self, step: ScheduledStep, result: StepResult) -> None:
-        """For a result that is anything but one token of each sampling row."""
-        number, rows = step.batch.step, len(step.requests)
-        if len(result.counts) != rows:
-            raise ValueError(f"step {number} has {rows} rows, its result {len(result.counts)}")
-        most = self.info.max_tokens_per_row
-        for row, count in enumerate(result.counts):
-            yields = step.batch.samples[row] and row not in result.errors
-            if not (1 <= count <= most if yields else count == 0):
-                raise ValueError(
-                    f"step {number} has {count} tokens in row {row}; expected "
-                    f"{f'1 to {most}' if yields else 'none'}"
-                )
-
     def rollback(self, steps: Iterable[ScheduledStep]) -> None:
         """None of ``steps``, which are all that were in flight, counts: what they published
         is withdrawn, and every request that was in them or in a slot starts over."""
@@ -468,32 +395,13 @@ class Scheduler:
         for request in affected:
             self._reset_for_recompute(request)
 
-    def shrink_budget(self, steps: Iterable[ScheduledStep]) -> list[Request]:
-        """Halves the token budget after ``steps`` ran out of memory. Returns the requests of
-        a step that was a single token already: they are at fault."""
-        largest = max(steps, key=lambda step: step.batch.num_tokens)
-        self._steps_since_shrink = 0
-        if largest.batch.num_tokens == 1:
-            return largest.requests
-        self.token_budget = max(1, largest.batch.num_tokens // 2)
-        return []
-
-    def recover_budget(self) -> None:
-        """Called after each step that succeeded: doubles a shrunken budget now and then."""
-        if self.token_budget < self.info.max_num_batched_tokens:
-            self._steps_since_shrink += 1
-            if self._steps_since_shrink >= _STEPS_TO_RECOVER:
-                self._steps_since_shrink = 0
-                limit = self.info.max_num_batched_tokens
-                self.token_budget = min(2 * self.token_budget, limit)
-
     # --- preemption --------------------------------------------------------------------
 
     def _victim(self) -> Request:
         return self._evictable_victim() or max(self.running, key=lambda r: r.sort_key)
 
     def _evictable_victim(self, besides: Request | None = None) -> Request | None:
-        """Who loses its blocks before any running request does: paused ones first."""
+        """The request that loses its blocks before any running one: paused ones first."""
         candidates = [r for r in self._evictable_requests if r is not besides]
         return max(candidates, key=lambda r: (r.status is Status.PAUSED, r.sort_key), default=None)
 

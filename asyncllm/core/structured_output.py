@@ -13,7 +13,7 @@ from asyncllm.outputs import FinishReason
 if TYPE_CHECKING:
     from asyncllm.core.reasoning import Reasoning
     from asyncllm.core.request import Request
-    from asyncllm.core.scheduler import ScheduledStep
+    from asyncllm.core.scheduled_step import ScheduledStep
 
 
 class GrammarMatcher(Protocol):

@@ -95,7 +95,7 @@ class LaunchedStep:
         return dict(zip(places, self.masks.masks, strict=True))
 
     def fused_output(self, host: PinnedStepBuffer) -> SampleOutput:
-        """What the device sampled. It has -1 for the host's rows."""
+        """Tokens that the device sampled, -1 for the host's rows."""
         tokens = host.tokens[: len(self.rows)].numpy().copy()
         output = SampleOutput(tokens)
         failed, asked = tokens < 0, self.row_logprobs >= 0
@@ -117,7 +117,7 @@ class LaunchedStep:
         return output
 
     def memory_error(self, error: Exception) -> StepOutOfMemoryError:
-        """What the core is told of running out of memory in this step."""
+        """The core's error for running out of memory in this step."""
         told = StepOutOfMemoryError(
             f"step {self.batch.step}, {self.batch.num_tokens} tokens: {explain(error)}"
         )

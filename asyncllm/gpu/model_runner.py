@@ -5,65 +5,37 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from threading import get_ident
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from asyncllm.core.batch import GrammarMask, RowError, StepBatch, StepResult
 from asyncllm.core.execution_report import ExecutionReport
 from asyncllm.core.executor import ExecutorInfo, SamplingLimits
 from asyncllm.core.in_process import InProcess
 from asyncllm.core.tracebacks import clear_frames
-from asyncllm.errors import EngineError
-from asyncllm.gpu.batch.input_batch import PLACEHOLDER_TOKEN, InputBatch
-from asyncllm.gpu.batch.sampling_inputs import MAX_BIAS, MAX_STOP_IDS, Stages
-from asyncllm.gpu.batch.step_buffers import PinnedStepBuffer
-from asyncllm.gpu.batch.step_inputs import ModelInputs
+from asyncllm.gpu.batch.input_batch import InputBatch
+from asyncllm.gpu.batch.sampling_inputs import MAX_BIAS, MAX_STOP_IDS
+from asyncllm.gpu.device_steps import DeviceSteps
 from asyncllm.gpu.execution_report import execution_report
 from asyncllm.gpu.graph.compile_turn import compiling_alone
 from asyncllm.gpu.graph.cuda_graphs import StepGraphs
 from asyncllm.gpu.graph.decode_runner import DecodeRunner
-from asyncllm.gpu.graph.recorded_step import (
-    NO_TOKENS,
-    RecordedStep,
-    RowOrder,
-    StepOutput,
-    record_step,
-)
-from asyncllm.gpu.graph.step_queue import StepQueue
 from asyncllm.gpu.graph.streams import Stream, SyncStream
 from asyncllm.gpu.graph.warm_up import warm_up
+from asyncllm.gpu.host_steps import HostSteps
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.launched_step import LaunchedStep
 from asyncllm.gpu.memory import is_out_of_memory, release
 from asyncllm.gpu.models.language_model import LanguageModel
-from asyncllm.gpu.sample.host_rows import HostRows
 from asyncllm.gpu.sample.logprobs import MAX_FUSED
-from asyncllm.gpu.sample.prompt_logprobs import gather_prompt_logprobs, prompt_tokens
-from asyncllm.gpu.sample.sampler import (
-    SampleOutput,
-    Sampler,
-    greedy_output,
-)
+from asyncllm.gpu.sample.sampler import Sampler
+from asyncllm.gpu.step_runner import StepRunner
 from asyncllm.gpu.threads import set_thread_count
 from asyncllm.logits_processor import LogitsProcessor
-
-
-@dataclass(slots=True)
-class _Device:
-    """State that holds memory, in one place so that closing drops it whole."""
-
-    decoder: LanguageModel
-    cache: KVCache
-    inputs: InputBatch
-    sampler: Sampler
-    decode: DecodeRunner | None
-    recorded: RecordedStep | None = None
-    queue: StepQueue | None = None
 
 
 class ModelRunner:
@@ -130,10 +102,13 @@ class ModelRunner:
         if self._stream.is_async:
             held = SamplingLimits(MAX_BIAS, MAX_STOP_IDS, sampler.state.num_logprobs)
             self.info = replace(info, sampling_limits=held)
-        self._state: _Device | None = _Device(decoder, cache, inputs, sampler, decode)
-        self.execution = "graphs of decode steps"
+        self._state: StepRunner | None
         if decode is None:
-            self._record()
+            self._state = HostSteps(decoder, cache, inputs, sampler)
+            self.execution = self._state.record(info)
+        else:
+            self._state = DeviceSteps(decoder, cache, inputs, sampler, decode, self._stream)
+            self.execution = "graphs of decode steps"
         self._steps: deque[LaunchedStep] = deque()
         self._ahead_from = 1
         self._num_threads = num_threads
@@ -142,9 +117,7 @@ class ModelRunner:
     @property
     def graphs(self) -> StepGraphs | None:
         """The graphs of decode steps; None where there are none, and once it is closed."""
-        if self._state is None or self._state.decode is None:
-            return None
-        return self._state.decode.graphs
+        return self._state.decode.graphs if isinstance(self._state, DeviceSteps) else None
 
     def warm_up(self, progress: Callable[[int, int], None] = lambda *_: None) -> None:
         """Compiles the kernels of all steps to come; before the first of them.
@@ -152,11 +125,11 @@ class ModelRunner:
         Args:
             progress: called with (steps run, steps in all).
         """
-        decode = self._open().decode
-        if decode is not None:
+        state = self._open()
+        if isinstance(state, DeviceSteps):
             with compiling_alone():
                 with torch.inference_mode(), self._stream.context():
-                    warm_up(decode, progress)
+                    warm_up(state.decode, progress)
                 self._stream.synchronize()
 
     def capture_graphs(self, progress: Callable[[int, int], None] = lambda *_: None) -> None:
@@ -180,43 +153,21 @@ class ModelRunner:
     def set_token_budget(self, max_num_batched_tokens: int) -> None:
         """The largest step from now on, before the first of them."""
         self.info = replace(self.info, max_num_batched_tokens=max_num_batched_tokens)
-        if self._open().recorded is not None:
-            self._record()
+        state = self._open()
+        if isinstance(state, HostSteps) and state.recorded is not None:
+            self.execution = state.record(self.info)
 
     @property
     def can_run_ahead(self) -> bool:
         """Whether steps on the host's state run without the host."""
-        return self._open().queue is not None
+        state = self._open()
+        return isinstance(state, HostSteps) and state.queue is not None
 
     def run_ahead(self, num_tokens: int) -> None:
         """Two steps may be in flight from now on, before the first of them: those of at least
         ``num_tokens`` begin without the host."""
         self.info = replace(self.info, pipeline_depth=2)
         self._ahead_from = num_tokens
-
-    def _record(self) -> None:
-        """Records the step where all of it can be; else its ops are called one by one.
-
-        Raises:
-            EngineError: there is no memory for the largest step.
-        """
-        state, info = self._open(), self.info
-        state.recorded = state.queue = None
-        limits = {"max_tokens": info.max_num_batched_tokens, "max_rows": info.max_num_seqs}
-        try:
-            found = record_step(state.decoder, state.cache, state.inputs, **limits)
-            if isinstance(found, str):
-                self.execution = f"ops called one by one: {found}"
-                return
-            found.load()
-        except MemoryError as error:
-            raise EngineError(
-                f"max_num_batched_tokens={info.max_num_batched_tokens}: the activations of such a "
-                "step cannot be allocated, lower it or max_num_seqs"
-            ) from error
-        state.recorded = found
-        state.queue = StepQueue(found, state.inputs, state.sampler)
-        self.execution = f"one native program of {len(found.program.names)} ops"
 
     # --- the executor ------------------------------------------------------------------
 
@@ -241,7 +192,7 @@ class ModelRunner:
         step.masks = masks
         if step.host is not None:
             with self._errors_kept(step):
-                self._sample_ahead(step)
+                self._device_steps().sample_ahead(step)
             self._start_steps()
 
     def collect(self) -> StepResult:
@@ -290,10 +241,15 @@ class ModelRunner:
         with contextlib.suppress(RuntimeError), self._stream.context():
             release(self.device)
 
-    def _open(self) -> _Device:
+    def _open(self) -> StepRunner:
         if self._state is None:
             raise RuntimeError("the model runner is closed")
         return self._state
+
+    def _device_steps(self) -> DeviceSteps:
+        state = self._open()
+        assert isinstance(state, DeviceSteps)
+        return state
 
     def _enter_thread(self) -> None:
         """Sets thread count and time slice on the thread that runs the steps: they are per thread,
@@ -320,7 +276,7 @@ class ModelRunner:
                 step.started = True
                 with self._errors_kept(step):
                     self._apply(step)
-                    self._queue(step)
+                    self._device_steps().queue_step(step)
             if step.event is None and len(step.batch):
                 return
 
@@ -335,7 +291,8 @@ class ModelRunner:
     def _submit_steps(self) -> None:
         """Starts the steps that can run now on the native library's thread. One that is sampled
         with the host holds up those behind it."""
-        queue = self._open().queue
+        state = self._open()
+        queue = state.queue if isinstance(state, HostSteps) else None
         if queue is None:
             return
         for number, step in enumerate(self._steps):
@@ -351,7 +308,7 @@ class ModelRunner:
                 return
 
     def _drain_queue(self) -> None:
-        if self._state is not None and self._state.queue is not None:
+        if isinstance(self._state, HostSteps) and self._state.queue is not None:
             self._state.queue.drain()
 
     @contextlib.contextmanager
@@ -373,7 +330,7 @@ class ModelRunner:
             state.sampler.release(req_index)
         for assignment in batch.assignments:
             state.sampler.assign(self.in_process.with_processors(assignment))
-        if state.decode is None:
+        if isinstance(state, HostSteps):
             state.sampler.write_updates()
         step.epochs = state.inputs.epochs[step.req_indices]
         step.row_stages = state.sampler.state.stages[step.req_indices]
@@ -386,154 +343,12 @@ class ModelRunner:
                 if req_index in failures
             }
 
-    def _queue(self, step: LaunchedStep) -> None:
-        """Queues the step: whole, or up to its logits if it awaits masks."""
-        state = self._open()
-        if not len(step.batch):
-            return
-        assert state.decode is not None
-        host, inputs = self._stage(state.decode, step)
-        step.host, host.host_rows, host.prompt_hidden = host, None, None
-        places = state.sampler.state.needing_host(step.req_indices)
-        if len(places):
-            at = step.req_indices[places], step.positions[places]
-            step.host_rows = host.host_rows = HostRows(state.sampler, places, *at)
-        if step.batch.prompt_logprobs:
-            step.prompt_tokens = prompt_tokens(step.batch, state.inputs)
-        # From here on only the device knows these tokens.
-        state.inputs.token_ids[step.req_indices, step.positions] = PLACEHOLDER_TOKEN
-        host.stages = Stages(int(np.bitwise_or.reduce(step.row_stages, initial=0)))
-        state.decode.prepare_host(host)
-        if not step.batch.masked_rows:
-            state.decode.run(host, len(step.rows), inputs)
-            step.event = self._stream.record()
-            return
-        state.decode.forward(host, len(step.rows), inputs)
-        if step.masks is not None:
-            self._sample_ahead(step)
-
-    def _sample_ahead(self, step: LaunchedStep) -> None:
-        """Queues the sampling of a step whose masks have come."""
-        decode, host = self._open().decode, step.host
-        assert decode is not None
-        assert host is not None
-        host.stages |= Stages.MASKS
-        decode.prepare_host(host)
-        assert host.masks is not None
-        errors = host.masks.set(step.masks_by_place())
-        step.failures |= {int(step.rows[place]): error for place, error in errors.items()}
-        decode.sample(host, len(step.rows))
-        step.event = self._stream.record()
-
-    def _run(self, step: LaunchedStep) -> SampleOutput:
-        """Runs a step on a device whose state between steps is the host's, or waits for it."""
-        state, queued, count = self._open(), step.queued, len(step.rows)
-        if queued is None:
-            order = self._order(state, step)
-            found = self._forward(state, step, order)
-        else:
-            order, found = queued.order, queued.wait()
-        places = np.arange(count) if order.places is None else order.places
-        drawn = order.num_logits if queued is None or not queued.samples else 0
-        output = SampleOutput(np.empty(count, dtype=np.int64))
-        if drawn:
-            chosen = places[:drawn]
-            output.take_in(chosen, self._draw(state, step, found.logits, chosen))
-        if drawn < count:
-            output.take_in(places[drawn:], greedy_output(found.tokens))
-        if step.batch.prompt_logprobs:
-            step.prompt_tokens = prompt_tokens(step.batch, state.inputs)
-            self._gather_prompt_logprobs(step, found.hidden[count:], output)
-        return output
-
-    @staticmethod
-    def _order(state: _Device, step: LaunchedStep) -> RowOrder:
-        """The order of its sampled rows."""
-        needed = state.sampler.needing_logits(step.req_indices, step.masked_places)
-        if state.recorded is not None:
-            return state.recorded.order(needed)
-        some = state.decoder.argmax is None or needed.any()
-        return RowOrder(None, len(needed) if some else 0)
-
-    @staticmethod
-    def _draw(
-        state: _Device, step: LaunchedStep, logits: Tensor, places: np.ndarray
-    ) -> SampleOutput:
-        """Samples the rows at ``places``, whose logits these are."""
-        masks = step.masks_by_place()
-        if masks:
-            rows = enumerate(places.tolist())
-            masks = {row: masks[place] for row, place in rows if place in masks}
-        at = step.req_indices[places], step.positions[places]
-        return state.sampler.sample(logits, state.sampler.host_step(*at, masks))
-
-    def _wait(self, step: LaunchedStep) -> SampleOutput:
-        """The tokens of a step that was queued; those of its host rows are drawn."""
-        assert step.event is not None
-        assert step.host is not None
-        step.event.synchronize()
-        output = step.fused_output(step.host)
-        if step.host_rows is not None or step.prompt_tokens:
-            with self._stream.aside():
-                if step.host_rows is not None:
-                    output.take_in(step.host_rows.places, step.host_rows.sample())
-                if step.host.prompt_hidden is not None:
-                    self._gather_prompt_logprobs(step, step.host.prompt_hidden, output)
-            step.host.host_rows = step.host.prompt_hidden = None
-        return output
-
-    def _gather_prompt_logprobs(
-        self, step: LaunchedStep, hidden: Tensor, output: SampleOutput
-    ) -> None:
-        decoder, spans = self._open().decoder, step.batch.prompt_logprobs
-        found = gather_prompt_logprobs(spans, step.prompt_tokens, hidden, decoder)
-        output.prompt_logprobs, errors = found
-        step.failures = errors | step.failures
-
-    def _stage(
-        self, decode: DecodeRunner, step: LaunchedStep
-    ) -> tuple[PinnedStepBuffer, tuple[ModelInputs, ...] | None]:
-        """Writes the step to a host buffer, and prepares the inputs of a mixed one."""
-        state, host, before = self._open(), next(decode.host_buffers), step.positions - 1
-        inputs = state.inputs
-        host.set_rows(step.req_indices, inputs.token_ids[step.req_indices, before], before)
-        host.set_sampling(state.sampler.state)
-        host.updates = state.sampler.take_updates()
-        host.set_table_changes([table.take_changes() for table in inputs.tables])
-        host.blocks_to_zero = step.blocks_to_zero
-        host.state_loads, host.state_saves = step.batch.state_loads, step.batch.state_saves
-        if step.is_decode:
-            return host, None
-        return host, inputs.prepare(step.batch, self.device, decode.block_tables)
-
-    def _forward(self, state: _Device, step: LaunchedStep, order: RowOrder) -> StepOutput:
-        state.cache.clear(step.blocks_to_zero)
-        state.cache.load_states(step.batch.state_loads)
-        output = self._compute(state, step, order)
-        state.cache.save_states(step.batch.state_saves)
-        return output
-
-    def _compute(self, state: _Device, step: LaunchedStep, order: RowOrder) -> StepOutput:
-        if state.recorded is not None:
-            return state.recorded.run(step.batch, step.rows, order)
-        hidden = state.decoder.forward(state.inputs.prepare(step.batch, self.device), state.cache)
-        count, tokens = len(step.rows), NO_TOKENS
-        if order.num_logits < count:
-            assert state.decoder.argmax is not None
-            tokens = state.decoder.argmax(hidden[:count])
-        return StepOutput(state.decoder.logits(hidden[: order.num_logits]), hidden, tokens)
-
     def _finish(self, step: LaunchedStep) -> StepResult:
         """Waits for the step's tokens, and keeps them for later steps."""
         result = StepResult(step.batch.step, [], [int(one) for one in step.batch.samples])
         if not len(step.batch):
             return result
-        if self._open().decode is None:
-            output = self._run(step)
-        else:
-            if step.event is None:
-                self._queue(step)
-            output = self._wait(step)
+        output = self._open().run(step)
         self._write_back(step, output.token_ids)
         row_of, result.token_ids = step.rows.tolist(), output.token_ids.tolist()
         if output.logprobs:

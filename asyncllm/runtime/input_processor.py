@@ -10,27 +10,28 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any
 
 from asyncllm import validation as check
 from asyncllm.config import EngineConfig
-from asyncllm.core.channel import Channel, OnSlow
+from asyncllm.core.channel import Channel
 from asyncllm.core.engine_core import EngineCore
 from asyncllm.core.output_processor import Output
-from asyncllm.core.reasoning import Reasoning
 from asyncllm.core.request import Request
 from asyncllm.core.request_group import RequestGroup
 from asyncllm.core.structured_output import StructuredOutput
 from asyncllm.errors import ContextLengthExceededError, InvalidRequestError, RequestError
 from asyncllm.logits_processor import claiming
 from asyncllm.observer import Observers, RequestInfo
+from asyncllm.runtime.delimiter_tokens import DelimiterTokens
 from asyncllm.runtime.loading import LoadedModel
 from asyncllm.runtime.mailbox import MailboxRegistry
+from asyncllm.runtime.request_options import RequestOptions
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.stream import TokenStream
 from asyncllm.structured.compiler import GrammarCompiler
 from asyncllm.structured.grammar import Grammar
-from asyncllm.structured.spec import StructuredOutputs
+from asyncllm.text.bad_words import bad_words_token_ids
 from asyncllm.text.template_input import TemplateInput
 from asyncllm.text.tokenizer_thread import LONG_TEXT, TokenizerThread
 from asyncllm.tools.message_parser import MessageParser
@@ -38,81 +39,8 @@ from asyncllm.tools.response_format import ResponseFormat, ResponseFormats
 from asyncllm.tools.tool_grammar import with_tool_grammar
 from asyncllm.tools.tool_use import ToolUse
 
-if TYPE_CHECKING:
-    from asyncllm.text.tokenizer import Tokenizer
-
 _PROMPT_END = 32
 """Tokens in which a prompt may begin the answer."""
-
-
-@dataclass(frozen=True, slots=True)
-class DelimiterTokens:
-    """The delimiters of a format, as tokens.
-
-    Attributes:
-        special: ids of the special tokens among them, which are kept in the text.
-        begin, end, end_before_call: of reasoning; empty where they are no tokens of their own.
-    """
-
-    special: frozenset[int]
-    begin: tuple[int, ...]
-    end: tuple[int, ...]
-    end_before_call: tuple[int, ...]
-
-    @classmethod
-    def of(cls, form: ResponseFormat, tokenizer: Tokenizer) -> DelimiterTokens:
-        begin, end = tokenizer.delimiter_ids(form.begin), tokenizer.delimiter_ids(form.end)
-        before_call = tokenizer.delimiter_ids(form.end_before_call)
-        return cls(tokenizer.special_tokens_of(form.spells), begin, end, before_call)
-
-    def reasoning(
-        self, form: ResponseFormat, prompt_end: str, grammar: StructuredOutputs | None
-    ) -> Reasoning | None:
-        """The state in which a prompt leaves its model.
-
-        Raises:
-            InvalidRequestError: for a grammar behind thoughts whose end no token tells.
-        """
-        prompt_end = prompt_end.rstrip()
-        opened = bool(form.begin) and prompt_end.endswith(form.begin)
-        if not self.begin or not self.end:
-            if opened and grammar is not None:
-                raise InvalidRequestError(
-                    "structured_outputs: the prompt has opened the model's thoughts, and the "
-                    f"tokenizer has no token for their end, {form.end!r}; expected a chat "
-                    "template that does not open them",
-                    param="structured_outputs",
-                )
-            return None
-        may_begin = not opened and not prompt_end.endswith(form.end)
-        end = self.end
-        if self.end_before_call and grammar is not None and grammar.param == "tools":
-            end = self.end_before_call
-        return Reasoning(self.begin, end, opened, may_begin, once=grammar is not None)
-
-
-@dataclass(frozen=True, slots=True)
-class RequestOptions:
-    """Scheduling and delivery of a request; see ``AsyncLLMEngine.stream``.
-
-    Raises:
-        InvalidRequestError: for a value that makes no sense, with ``param`` set.
-    """
-
-    request_id: str | None = None
-    priority: int = 0
-    timeout: float | None = None
-    max_unread: int = 256
-    on_slow: OnSlow = "coalesce"
-    cache_salt: str | None = None
-
-    def __post_init__(self) -> None:
-        check.field(self, check.string, "request_id")
-        check.field(self, check.integer, "priority", -check.MAX_INTEGER)
-        check.field(self, check.seconds, "timeout", above=True)
-        check.field(self, check.integer, "max_unread", 1)
-        check.field(self, check.choice, "on_slow", get_args(OnSlow))
-        check.field(self, check.string, "cache_salt", empty=True)
 
 
 @dataclass(eq=False, repr=False)
@@ -241,31 +169,8 @@ class InputProcessor:
         if options.priority and self.config.scheduling_policy == "fcfs":
             accepted = '0 with scheduling_policy="fcfs"; "priority" honours it'
             raise check.invalid("priority", options.priority, accepted)
-        if params is not None and not check.is_a(params, SamplingParams):
-            raise check.invalid("params", params, "SamplingParams or None")
-        model = self.loaded.model_config
-        info = self.loaded.executor.info
-        resolved = (params or self._neutral_params).resolve(
-            sampling,
-            model.generation_defaults or {},
-            draw_seed=lambda: self._random.getrandbits(64),
-        )
-        resolved.check_vocabulary(info.vocab_size)
-        resolved.check_logprobs(self.config.max_logprobs)
-        in_process = getattr(self.loaded.executor, "in_process", None)
-        for name in ("logits_processors", "extra_args") if in_process is None else ():
-            if getattr(resolved, name):
-                accepted = "none with an executor that runs in another process"
-                raise check.invalid(name, getattr(resolved, name), accepted)
-        processors = () if in_process is None else in_process.logits_processors
-        claimed_by: tuple[int, ...] = ()
-        if processors or resolved.extra_args:
-            claimed_by = claiming(processors, resolved)
-        if resolved.structured_outputs is not None:
-            self.grammars.check_installed()
-            if info.max_tokens_per_row > 1:
-                accepted = "None with an executor that drafts tokens"
-                raise check.invalid("structured_outputs", resolved.structured_outputs, accepted)
+        resolved, claimed_by = self._resolve(params, sampling)
+        model, info = self.loaded.model_config, self.loaded.executor.info
         now = self.core.clock()
         group = RequestGroup(
             uuid.uuid4().hex if options.request_id is None else options.request_id,
@@ -297,6 +202,37 @@ class InputProcessor:
             first = first or member
         assert first is not None
         return first
+
+    def _resolve(
+        self, params: SamplingParams | None, sampling: dict[str, Any]
+    ) -> tuple[SamplingParams, tuple[int, ...]]:
+        """Sampling parameters that this engine can honour, and the engine's logits processors that
+        claim the request."""
+        if params is not None and not check.is_a(params, SamplingParams):
+            raise check.invalid("params", params, "SamplingParams or None")
+        info = self.loaded.executor.info
+        resolved = (params or self._neutral_params).resolve(
+            sampling,
+            self.loaded.model_config.generation_defaults or {},
+            draw_seed=lambda: self._random.getrandbits(64),
+        )
+        resolved.check_vocabulary(info.vocab_size)
+        resolved.check_logprobs(self.config.max_logprobs)
+        in_process = getattr(self.loaded.executor, "in_process", None)
+        for name in ("logits_processors", "extra_args") if in_process is None else ():
+            if getattr(resolved, name):
+                accepted = "none with an executor that runs in another process"
+                raise check.invalid(name, getattr(resolved, name), accepted)
+        processors = () if in_process is None else in_process.logits_processors
+        claimed_by: tuple[int, ...] = ()
+        if processors or resolved.extra_args:
+            claimed_by = claiming(processors, resolved)
+        if resolved.structured_outputs is not None:
+            self.grammars.check_installed()
+            if info.max_tokens_per_row > 1:
+                accepted = "None with an executor that drafts tokens"
+                raise check.invalid("structured_outputs", resolved.structured_outputs, accepted)
+        return resolved, claimed_by
 
     def _submit_later(
         self,
@@ -446,30 +382,3 @@ def _variables(given: Any) -> dict[str, Any]:
         if not all(isinstance(name, str) for name in found):
             raise check.invalid("chat_template_kwargs", given, accepted)
         return found
-
-
-def bad_words_token_ids(
-    words: Sequence[str], tokenizer: Any, vocab_size: int
-) -> tuple[tuple[int, ...], ...]:
-    """Token sequences of ``bad_words``, as in vLLM: each as it is, and behind a space if that makes
-    another sequence of the same length.
-
-    Raises:
-        InvalidRequestError: for one that has no tokens, or some that the model has not.
-    """
-    accepted = "texts whose tokens the model has"
-    found: list[tuple[int, ...]] = []
-    for word in words:
-        try:
-            bare, spaced = (
-                tuple(tokenizer.encode(text, add_special_tokens=False))
-                for text in (word.lstrip(), " " + word.lstrip())
-            )
-        except Exception as error:
-            raise check.invalid("bad_words", word, f"{accepted}: {check.explain(error)}") from error
-        if not bare or max(bare) >= vocab_size:
-            raise check.invalid("bad_words", word, accepted)
-        found.append(bare)
-        if len(spaced) == len(bare) and spaced[0] != bare[0] and max(spaced) < vocab_size:
-            found.append(spaced)
-    return tuple(found)

@@ -74,7 +74,7 @@ class AccessRules:
         return "*" in self._origins or origin in self._origins
 
     def owner(self, authorizations: Sequence[str], protocols: Iterable[str]) -> str:
-        """Who offers a token: a digest of it, which may be kept and compared. Empty where none
+        """Digest of the token that is offered, which may be kept and compared. Empty where none
         is asked for."""
         offered = b"" if self._tokens is None else _offered(authorizations, protocols)
         return hashlib.sha256(offered).hexdigest() if offered else ""

@@ -173,11 +173,12 @@ def create_app(
     Raises:
         InvalidRequestError: for an argument that makes no sense.
     """
-    rules = AccessRules(token=_tokens(token), origins=_texts("origins", origins), local=local)
-    names = _texts("model_names", model_names)
+    pages = check.strings("origins", origins, optional=True)
+    rules = AccessRules(token=_tokens(token), origins=pages, local=local)
+    names = check.strings("model_names", model_names, optional=True)
     serving = Serving(
         engine,
-        tuple(default_model_names(engine) if names is None else names),
+        tuple(default_model_names(engine)) if names is None else names,
         check.seconds("timeout", timeout, above=True, optional=True),
         check.seconds("ping_interval", ping_interval, above=True),
         FramePacer(check.number("max_frame_rate", max_frame_rate, 0, 1e9, above=True)),
@@ -193,10 +194,10 @@ def create_app(
         "body_timeout": check.seconds("body_timeout", body_timeout, above=True),
     }
     app: App = Gate(_router(serving, limits), rules, serving)
-    if origins is not None:
+    if pages is not None:
         app = CORSMiddleware(
             app,
-            allow_origins=list(origins),
+            allow_origins=pages,
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
@@ -271,14 +272,7 @@ async def _lifespan(serving: Serving) -> AsyncIterator[None]:
 def _tokens(token: str | Sequence[str] | None) -> str | Sequence[str] | None:
     if token is None or isinstance(token, str):
         return check.string("token", token, optional=True)
-    found = _texts("token", token)
+    found = check.strings("token", token, optional=True)
     if not found:
         raise check.invalid("token", token, "at least one token, or None")
     return found
-
-
-def _texts(name: str, values: Sequence[str] | None) -> list[str] | None:
-    if values is None:
-        return None
-    found = check.items(name, values, "a sequence of strings, or None")
-    return [check.string(name, value) for value in found]

@@ -117,14 +117,14 @@ StreamUsage = Literal["none", "end", "each chunk"]
 
 
 def usage_of_stream(options: StreamOptions | None) -> StreamUsage:
-    """Where a stream tells its usage."""
+    """The chunks of a stream that have ``usage``."""
     if not options or not options.get("include_usage"):
         return "none"
     return "each chunk" if options.get("continuous_usage_stats") else "end"
 
 
 class TemplateFields(RequestBody):
-    """What a conversation is rendered with."""
+    """Variables of the chat template."""
 
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: ReasoningEffort | None = None

@@ -19,7 +19,7 @@ from asyncllm.stream import TokenStream
 
 @dataclass(slots=True)
 class _Choice:
-    """What was told of one choice.
+    """Progress of one choice: what has been sent.
 
     Attributes:
         echoed: its prompt was, if it is to be.

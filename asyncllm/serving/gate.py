@@ -18,7 +18,7 @@ logger = logging.getLogger("asyncllm.serving.access")
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN_PATHS = ("/health", "/health/live", "/health/ready")
-"""Answered to everybody: what watches a server has no token."""
+"""Answered without a token: health checks have none."""
 
 _CODES = {400: "invalid_header", 401: "invalid_api_key", 403: "forbidden"}
 

@@ -32,7 +32,7 @@ class TextItem:
 
     @property
     def place(self) -> dict[str, Any]:
-        """Where an event about the part belongs."""
+        """Fields of an event that say which part it is about."""
         return {"item_id": self.id, "output_index": self.index, "content_index": 0}
 
     @property

@@ -21,7 +21,7 @@ def response_object(
     output: list[dict[str, Any]],
     usage: Usage | None,
 ) -> dict[str, Any]:
-    """What a client is told of a response.
+    """A response as a JSON object of the protocol.
 
     Args:
         request: the client's, of which much is repeated.

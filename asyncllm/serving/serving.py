@@ -17,7 +17,7 @@ from asyncllm.validation import describe
 
 @dataclass(eq=False, repr=False)
 class Serving:
-    """What every endpoint needs.
+    """State that the endpoints share.
 
     Attributes:
         model_names: of the one model; the first is told to clients that name none.

@@ -104,18 +104,13 @@ def serve(
     Raises:
         InvalidRequestError: for an argument that makes no sense.
     """
-    check.string("host", host, empty=True)
-    check.string("token", token, optional=True)
-    if origins is not None:
-        found = check.items("origins", origins, "a sequence of origins, or None")
-        origins = [check.string("origins", origin) for origin in found]
-    options = {
-        "max_size": check.integer("max_message_size", max_message_size, 1, 2**30),
-        "ping_interval": check.seconds("ping_interval", ping_interval, above=True, optional=True),
-        "ping_timeout": check.seconds("ping_timeout", ping_timeout, above=True, optional=True),
-        "close_timeout": check.seconds("close_timeout", close_timeout),
-        "ssl": ssl,
-    }
+    host = check.string("host", host, empty=True)
+    rules = AccessRules(
+        token=check.string("token", token, optional=True),
+        origins=check.strings("origins", origins, optional=True),
+        local=is_loopback(host),
+    )
+    options = _options(max_message_size, ping_interval, ping_timeout, close_timeout)
     check.string("model_name", model_name, optional=True)
     serving = Serving(
         engine,
@@ -129,12 +124,27 @@ def serve(
         serving,
         host,
         check.integer("port", port, 0, 65535),
-        AccessRules(token=token, origins=origins, local=is_loopback(host)),
+        rules,
         page,
         check.integer("max_connections", max_connections, 1),
         check.seconds("stats_interval", stats_interval, above=True),
-        options,
+        options | {"ssl": ssl},
     )
+
+
+def _options(
+    max_message_size: int,
+    ping_interval: float | None,
+    ping_timeout: float | None,
+    close_timeout: float,
+) -> dict[str, Any]:
+    """Those of each connection, in the words of websockets."""
+    return {
+        "max_size": check.integer("max_message_size", max_message_size, 1, 2**30),
+        "ping_interval": check.seconds("ping_interval", ping_interval, above=True, optional=True),
+        "ping_timeout": check.seconds("ping_timeout", ping_timeout, above=True, optional=True),
+        "close_timeout": check.seconds("close_timeout", close_timeout),
+    }
 
 
 @dataclasses.dataclass(eq=False, repr=False)

@@ -25,7 +25,7 @@ LLGUIDANCE = frozenset(
     minProperties minimum multipleOf oneOf pattern patternProperties prefixItems properties
     required type""".split()
 )
-"""What llguidance enforces, or refuses itself where it cannot."""
+"""Keywords that llguidance enforces, or refuses itself where it cannot."""
 
 _OF_SCHEMAS = frozenset("$defs definitions dependentSchemas patternProperties properties".split())
 _LISTS = frozenset("allOf anyOf oneOf prefixItems items".split())
@@ -75,7 +75,7 @@ XGRAMMAR = {
     "array": frozenset("items prefixItems minItems maxItems".split()),
     "object": frozenset("properties required additionalProperties".split()),
 }
-"""What xgrammar enforces in a schema of one of these types."""
+"""Keywords that xgrammar enforces in a schema of one of these types."""
 
 
 def refuse_ignored_by_xgrammar(schema: Any) -> None:

@@ -18,10 +18,10 @@ def is_local(pointer: Any) -> TypeGuard[str]:
 
 
 def resolve(pointer: str, root: Any) -> Any:
-    """What ``#`` or ``#/…`` leads to.
+    """The value that a JSON Pointer ``#`` or ``#/…`` refers to.
 
     Raises:
-        LookupError: if that is nothing.
+        LookupError: if there is none.
     """
     found = root
     for part in pointer.split("/")[1:]:

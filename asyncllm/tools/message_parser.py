@@ -135,7 +135,7 @@ class OutputParser:
             self._new_text.append(rest)
 
     def take(self) -> tuple[str, str, tuple[ToolCallDelta, ...]]:
-        """What is new since the last call: text, reasoning, and a fragment of each call."""
+        """Increments since the last call: text, reasoning, and a fragment of each tool call."""
         new = "".join(self._new_text), "".join(self._new_reasoning), _joined(self._new_calls)
         self._new_text.clear()
         self._new_reasoning.clear()

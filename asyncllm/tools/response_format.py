@@ -80,10 +80,6 @@ class ResponseFormat:
         put("thoughts_close", _close(self.thoughts))
         put("syntax", None if self.calls is None else _json_syntax(self.calls))
 
-    @property
-    def needs_transformers(self) -> bool:
-        return self.calls is not None and self.syntax is None
-
     def spells(self, token: str) -> bool:
         """Whether ``token`` may be a part of a delimiter."""
         sources = [self.skip, *self.prompt_ends]
@@ -152,7 +148,7 @@ def _close(part: Mapping[str, Any] | None) -> Delimiters | None:
 
 
 def _json_syntax(calls: Mapping[str, Any]) -> JsonSyntax | None:
-    """What a field ``tool_calls`` says, if it says that calls are plain JSON."""
+    """The syntax of calls in plain JSON, from a field ``tool_calls``; None for any other."""
     transform = calls.get("transform")
     if calls.get("content") != "json" or calls.get("content_args") or not transform:
         return None
@@ -306,7 +302,7 @@ def _checked(template: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
 
 
 def _skipped(fields: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """What ends the content of a tokenizer's own template, as a pattern."""
+    """Pattern of the end of the content, from a tokenizer's own template."""
     import regex
 
     for part in fields.values():

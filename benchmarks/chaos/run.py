@@ -180,7 +180,7 @@ async def unleash(
 
 
 async def settle(engine: AsyncLLMEngine, ledger: Ledger) -> None:
-    """Nobody asks any more: everything must be free soon, and the books balance."""
+    """After the last request everything must be free soon, and the books balance."""
     assert engine._thread is not None
     core = engine._thread.core
     for _ in range(2000):

@@ -12,7 +12,7 @@ from asyncllm import AsyncLLMEngine
 
 @dataclass(frozen=True)
 class Task:
-    """A request and the tokens it gives when nobody else is there."""
+    """A request and the tokens it gives when it runs alone."""
 
     prompt: Sequence[int]
     options: dict[str, Any]

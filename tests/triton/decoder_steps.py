@@ -12,7 +12,8 @@ from asyncllm.checkpoint.model_config import ModelConfig, RopeConfig
 from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.kv_cache import KVCache
-from asyncllm.gpu.models.dense import attention_kinds, build_decoder, kv_groups
+from asyncllm.gpu.models.attention_kinds import attention_kinds, kv_groups
+from asyncllm.gpu.models.dense import build_decoder
 from asyncllm.gpu.models.layers import AttentionKind
 from asyncllm.gpu.ops.base import Attention, BlockLayout
 from asyncllm.gpu.ops.torch_attention import TorchAttention

@@ -17,7 +17,8 @@ from asyncllm.core.executor import ExecutorInfo
 from asyncllm.gpu.graph.cuda_graphs import EagerCapturer, GraphKey
 from asyncllm.gpu.graph.decode_runner import DecodeRunner
 from asyncllm.gpu.kv_cache import KVCache
-from asyncllm.gpu.models.dense import attention_kinds, build_decoder, kv_groups
+from asyncllm.gpu.models.attention_kinds import attention_kinds, kv_groups
+from asyncllm.gpu.models.dense import build_decoder
 from asyncllm.gpu.ops.triton import (
     activation,
     decode_attention,

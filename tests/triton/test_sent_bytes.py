@@ -10,7 +10,8 @@ import torch
 pytest.importorskip("triton")
 
 from asyncllm.gpu.graph.cuda_graphs import EagerCapturer
-from asyncllm.gpu.models.dense import attention_kinds, build_decoder
+from asyncllm.gpu.models.attention_kinds import attention_kinds
+from asyncllm.gpu.models.dense import build_decoder
 from asyncllm.gpu.ops.triton import (
     activation,
     decode_attention,

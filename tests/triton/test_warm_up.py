@@ -29,7 +29,8 @@ from asyncllm.gpu.graph.cuda_graphs import EagerCapturer, GraphKey, default_size
 from asyncllm.gpu.graph.decode_runner import DecodeRunner
 from asyncllm.gpu.graph.warm_up import warm_up
 from asyncllm.gpu.kv_cache import KVCache
-from asyncllm.gpu.models.dense import attention_kinds, build_decoder, kv_groups
+from asyncllm.gpu.models.attention_kinds import attention_kinds, kv_groups
+from asyncllm.gpu.models.dense import build_decoder
 from asyncllm.gpu.ops.triton.attention import TritonAttention
 from asyncllm.gpu.ops.triton.op_set import TritonOps
 from asyncllm.gpu.weights import dummy_weights

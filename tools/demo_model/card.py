@@ -77,9 +77,9 @@ copy rather than to recall. After a quarter of the training more words are made 
 from the vocabulary's own pieces, and the text turns to what is hard, above all questions; the rate
 falls to nothing at the end (`tools/demo_model/trainer.py` has the plan).
 
-Nobody can tell from a name that is new to them whether its owner is a she or a he. A story says she
-or he of a hero whom the prompt calls a girl or a boy, and of thirty common names; anybody else is a
-child (or an animal) and is called by name.
+A name alone does not tell whether its owner is a she or a he. A story says she or he of a hero whom
+the prompt calls a girl or a boy, and of thirty common names; every other hero is a child (or an
+animal) and is called by name.
 
 ## Limits
 

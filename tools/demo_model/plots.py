@@ -1,7 +1,7 @@
 """Sentences of the stories, plot by plot; every line is one sentence in a few wordings.
 
-Nobody can tell from a name that is new to them whether its owner is a she or a he. So {he} and
-{He} stand only where the name reads as well, and {his} and {him} stand nowhere.
+A name alone does not tell whether its owner is a she or a he. So {he} and {He} stand
+only where the name reads as well, and {his} and {him} stand nowhere.
 """
 
 from __future__ import annotations

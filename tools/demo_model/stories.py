@@ -150,7 +150,7 @@ def turn(rng: random.Random, cast: Cast, beginning: bool = False) -> tuple[str, 
 
 
 def _plot(rng: random.Random, cast: Cast) -> tuple[str, ...]:
-    # Left to chance alone, the likeliest plot would be everybody's; so the name has a say in it.
+    # Left to chance alone, the model would learn one plot for all names; so the name has a say in it.
     if rng.random() < 0.4:
         return rng.choice(plots.PLOTS)
     letter = string.ascii_lowercase.index(cast.hero.text[0].lower())

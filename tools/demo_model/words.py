@@ -207,7 +207,7 @@ def piece_word(rng: random.Random, pieces: tuple[str, ...]) -> str:
 
 
 def name_word(rng: random.Random, girl: bool) -> str:
-    """A lower-case name that nobody has, with an ending that real names have."""
+    """A made-up name in lower case, with an ending that real names have."""
     while True:
         word = rng.choice(_ONSETS) + rng.choice(_VOWELS) if rng.random() < 0.5 else ""
         word += rng.choice(_ONSETS) + rng.choice(_VOWELS) + rng.choice(_ONSETS)
@@ -303,7 +303,7 @@ class Bank:
         return self._noun(COLOURS, HELD_COLOURS, 0.0 if self.held else 0.08, 0.25)
 
     def job(self) -> str:
-        """What somebody does for a living."""
+        """An occupation."""
         return self._noun(JOBS, HELD_JOBS, 0.1)
 
     def city(self) -> str:

@@ -80,12 +80,6 @@ def mask_words(mask: bytes, count: int) -> np.ndarray:
     return np.frombuffer(mask, dtype="<i4")
 
 
-def unpack_mask(mask: bytes, vocab_size: int) -> np.ndarray:
-    """A mask as ``[vocab_size]`` bool; raises as ``mask_words``."""
-    words = mask_words(mask, num_words(vocab_size)).view(np.uint8)
-    return np.unpackbits(words, count=vocab_size, bitorder="little").view(bool)
-
-
 def mask_logits(logits: Tensor, slots: Tensor, words: Tensor) -> None:
     """Makes tokens that a row's mask does not allow minus infinity, in ``[S, vocab_size]``.
 

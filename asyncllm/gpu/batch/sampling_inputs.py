@@ -21,7 +21,7 @@ UNCOUNTED = 2**63 - 1
 
 
 class Stages(enum.Flag):
-    """What sampling does beside the draw."""
+    """Stages of sampling before the draw, and log-probabilities behind it."""
 
     NONE = 0
     MASKS = enum.auto()

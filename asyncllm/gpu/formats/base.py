@@ -132,7 +132,7 @@ class PartsOf:
 
 
 def stems(tensors: Iterable[str], suffix: str) -> Iterator[str]:
-    """What is before ``suffix`` in the names that end with it."""
+    """Names that end with ``suffix``, without it."""
     for name in tensors:
         if name.endswith(suffix):
             yield name.removesuffix(suffix)

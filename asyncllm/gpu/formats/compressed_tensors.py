@@ -203,7 +203,7 @@ def _width(parts: Mapping[str, Tensor]) -> int:
 
 
 def _offsets(scheme: Scheme, parts: Mapping[str, Tensor], scale: Tensor) -> Tensor | None:
-    """What is subtracted from the stored values, in the shape of the scales; None for nothing.
+    """Zero points of the stored values, in the shape of the scales; None for none.
     Packed ones are ``2 ** (bits - 1)`` above their signed values."""
     packed, half = "weight_packed" in parts, 1 << (scheme.bits - 1)
     if scheme.symmetric:

@@ -185,8 +185,8 @@ def _row_order(path: Path, name: str, rows: int, heads: int | None) -> np.ndarra
 
 
 def _dequantiser(path: Path, kinds: Collection[int]) -> Callable[[np.ndarray, int], Tensor]:
-    """What makes float32 elements of blocks: transformers, which has the usual types and is
-    several times as fast, and gguf-py, which has all."""
+    """Dequantises blocks to float32: by transformers, which has the usual types and is
+    several times as fast, or by gguf-py, which has all."""
     try:
         from transformers.integrations.gguf.dequant import GGML_BLOCK, dequantize
     except ImportError:  # of versions that read GGUF with gguf-py alone

@@ -17,7 +17,7 @@ logger = get_logger("asyncllm")
 
 
 class Part(enum.Enum):
-    """What of a decode step a graph holds: all of it, or one of its halves. A step is cut in
+    """The part of a decode step that a graph holds: all of it, or a half. A step is cut in
     two where sampling does more than the draw, or waits for masks."""
 
     STEP = enum.auto()

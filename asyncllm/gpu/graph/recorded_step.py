@@ -36,7 +36,7 @@ class RowOrder(NamedTuple):
 
 
 class StepOutput(NamedTuple):
-    """What a step leaves behind.
+    """Output of the model's part of a step.
 
     Attributes:
         logits: ``[num_logits, vocab_size]``, of the rows that need them.
@@ -94,7 +94,7 @@ class RowArrays:
 
 
 class _Inputs(RowArrays):
-    """What the program makes of them."""
+    """The inputs that the program derives from them."""
 
     def __init__(self, tables: Sequence[BlockTable], rows: int, tokens: int) -> None:
         super().__init__(rows, tokens)
@@ -189,7 +189,7 @@ class RecordedStep:
         return self.output(sizes)
 
     def output(self, sizes: Sequence[int]) -> StepOutput:
-        """What a run of these sizes left behind."""
+        """The output of a run of these sizes."""
         *_, wanted, num_logits, num_greedy = sizes
         tokens = NO_TOKENS if self.greedy is None else self.greedy[:num_greedy]
         return StepOutput(self.logits[:num_logits], self.hidden[:wanted], tokens)

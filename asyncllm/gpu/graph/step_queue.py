@@ -87,7 +87,7 @@ class QueuedStep:
         self._queue, self._buffer, self._count = queue, buffer, len(step.rows)
 
     def wait(self) -> StepOutput:
-        """What the step leaves behind, until the next one is submitted. Its tokens, where it has
+        """The step's output, valid until the next one is submitted. Its tokens, where it has
         them, are those of ``order``.
 
         Raises:

@@ -13,15 +13,8 @@ from torch import Tensor
 from asyncllm.checkpoint.experts_config import ExpertsConfig
 from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
 from asyncllm.checkpoint.model_config import ModelConfig
-from asyncllm.gpu.kv_cache import KVGroup
-from asyncllm.gpu.kv_groups import (
-    LayerCache,
-    LayerGroup,
-    group_layers,
-    make_kv_groups,
-    with_groups,
-)
 from asyncllm.gpu.models.architectures import parameters
+from asyncllm.gpu.models.attention_kinds import kv_indices, layer_groups, rope_specs
 from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.models.experts import ExpertsBeside, ExpertsMLP
 from asyncllm.gpu.models.layer_inputs import InputLayer, LayerInputs
@@ -42,14 +35,8 @@ from asyncllm.gpu.models.linear_attention import (
     linear_attention_states,
     projection_rows,
 )
-from asyncllm.gpu.models.rope import RopeSpec, rotary_order
-from asyncllm.gpu.ops.base import (
-    Attention,
-    AttentionShape,
-    Embedding,
-    Linear,
-    RMSNorm,
-)
+from asyncllm.gpu.models.rope import rotary_order
+from asyncllm.gpu.ops.base import Attention, AttentionShape, Embedding, Linear, RMSNorm
 from asyncllm.gpu.ops.experts import ExpertsWeights
 from asyncllm.gpu.ops.gated_delta import DeltaBiases
 from asyncllm.gpu.ops.linear_weights import LinearWeights
@@ -57,78 +44,6 @@ from asyncllm.gpu.ops.quantise import Conversion
 from asyncllm.gpu.ops.routing import RouterWeights
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.state_cache import StateSpec
-
-
-def attention_shape(model: ModelConfig, layer: int = 0) -> AttentionShape:
-    """The attention geometry of a layer."""
-    sizes = model.layer(layer)
-    scale = sizes.head_dim**-0.5 if model.attention_scale is None else model.attention_scale
-    return AttentionShape(
-        model.num_heads,
-        sizes.num_kv_heads,
-        sizes.head_dim,
-        scale,
-        model.attention_softcap,
-        model.sinks,
-    )
-
-
-def attention_kind(model: ModelConfig, layer: int) -> AttentionKind:
-    """The kind of one layer's attention, without its KV group."""
-    slides = bool(model.sliding_layers) and model.sliding_layers[layer]
-    return AttentionKind(attention_shape(model, layer), model.sliding_window if slides else None)
-
-
-def attention_layers(model: ModelConfig) -> list[int]:
-    """The layers that have attention, in the order of their KV."""
-    linear = model.linear_attention
-    return [i for i in range(model.num_layers) if linear is None or not linear.layers[i]]
-
-
-def kv_indices(model: ModelConfig) -> dict[int, int]:
-    """By layer that has attention, the index of the cache that it attends to: one that attends to
-    another's keys has none of its own."""
-    indices: dict[int, int] = {}
-    for layer in attention_layers(model):
-        source = model.layer(layer).kv_layer
-        indices[layer] = len(set(indices.values())) if source is None else indices[source]
-    return indices
-
-
-def _layer_groups(model: ModelConfig) -> tuple[dict[int, AttentionKind], list[LayerGroup]]:
-    """The kind of attention in each layer that has it, and the KV groups of the caches."""
-    indices = kv_indices(model)
-    kinds = {layer: attention_kind(model, layer) for layer in indices}
-    caches = [LayerCache.of(kinds[layer]) for layer in _writers(model)]
-    groups = group_layers(caches, model.max_position_embeddings)
-    grouped = with_groups(list(kinds.values()), list(indices.values()), groups)
-    return dict(zip(kinds, grouped, strict=True)), groups
-
-
-def _writers(model: ModelConfig) -> list[int]:
-    """The layers that have keys and values of their own."""
-    return [layer for layer in attention_layers(model) if model.layer(layer).kv_layer is None]
-
-
-def attention_kinds(model: ModelConfig) -> tuple[AttentionKind, ...]:
-    """The kinds of attention that the layers have, each once."""
-    return tuple(dict.fromkeys(_layer_groups(model)[0].values()))
-
-
-def kv_groups(
-    model: ModelConfig, attention: Mapping[AttentionKind, Attention], block_size: int
-) -> list[KVGroup]:
-    """The KV groups, in the block layout that their attention chooses."""
-    kinds, groups = _layer_groups(model)
-    writers = [kinds[layer] for layer in _writers(model)]
-    return make_kv_groups(groups, writers, attention, block_size)
-
-
-def rope_specs(model: ModelConfig) -> tuple[RopeSpec, ...]:
-    """The RoPE of each layer."""
-    ropes = model.layer_ropes or (model.rope,) * model.num_layers
-    sizes = (model.layer(layer).head_dim for layer in range(model.num_layers))
-    return tuple(map(RopeSpec, ropes, sizes, (model.rotary_dim,) * model.num_layers))
 
 
 def build_decoder(
@@ -192,7 +107,7 @@ class _Builder:
             model.rotary_dim or model.head_dim,
             interleaved=model.interleaved_rope,
         )
-        self.kinds, self.kv_indices = _layer_groups(model)[0], kv_indices(model)
+        self.kinds, self.kv_indices = layer_groups(model)[0], kv_indices(model)
         self.lenders = {model.layer(layer).kv_layer for layer in range(model.num_layers)}
         self.states: list[StateSpec] = []
 
@@ -347,7 +262,7 @@ class _Builder:
         return SharedAttentionMixer(q=q, rope=rope, **self.rest_of_mixer(name, index))
 
     def rest_of_mixer(self, name: str, index: int) -> dict[str, Any]:
-        """What attention has whether or not it has keys of its own."""
+        """Parts of attention with or without keys of its own."""
         kind = self.kinds[index]
         return {
             "attention": self.attention[kind],

@@ -49,7 +49,7 @@ class LanguageModel(Protocol):
 
     @property
     def states(self) -> Sequence[StateSpec]:
-        """What its recurrent layers keep of a sequence, as in ``KVCache.states``; () without."""
+        """Recurrent states of a sequence, as in ``KVCache.states``; () without."""
         ...
 
     @property

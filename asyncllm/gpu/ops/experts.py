@@ -116,7 +116,7 @@ def activation(
 
 
 def add_shared(out: Tensor, shared: Tensor | None, gate: Tensor | None) -> Tensor:
-    """What ``Experts`` makes of its last two arguments."""
+    """Adds the output of shared experts, times the sigmoid of their gate where they have one."""
     if shared is None:
         return out
     return out + (shared if gate is None else gate.sigmoid() * shared)

@@ -21,7 +21,7 @@ NORM_EPS = 1e-6
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeltaBiases:
-    """What a decay is computed with beside its logit, ``[num_value_heads]`` float32 each.
+    """Parameters of the decay beside its logit, ``[num_value_heads]`` float32 each.
 
     Attributes:
         dt_bias: added to the logit.
@@ -52,7 +52,7 @@ class GatedDelta(Protocol):
 
 
 class _Inputs:
-    """What the rule takes of T tokens, in float32.
+    """Inputs of the rule for T tokens, in float32.
 
     Attributes:
         q, k: ``[T, num_value_heads, key_dim]``.

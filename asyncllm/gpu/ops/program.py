@@ -78,7 +78,7 @@ class Program:
             fail(self.failure(status, self._failed.value, self._sizes), status)
 
     def failure(self, status: int, at: int, sizes: Iterable[int]) -> str:
-        """What failed in a run: the op at ``at``, the step's sizes, or the call."""
+        """The failed part of a run, in words: the op at ``at``, the step's sizes, or the call."""
         if at >= 0:
             return f"step, op {at}, {self.names[at]}"
         if status != INVALID:

@@ -143,7 +143,7 @@ Convert = Callable[[LinearWeights], LinearWeights]
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """What a quantisation makes of the weights of linear layers, and of the output head."""
+    """The functions of a quantisation, for weights of linear layers and of the output head."""
 
     linear: Convert
     head: Convert

@@ -202,7 +202,7 @@ class TorchOps:
     conversions: Mapping[str, Conversion] = MappingProxyType({})
     """By ``EngineConfig.quantization``, what makes such weights of plain ones."""
     accepted_weights: ClassVar[str] = "'plain' only"
-    """What ``takes`` takes, for an error."""
+    """The forms that ``takes`` accepts, for an error."""
     packs_linear = False
     """Whether linear layers copy all of their weights, so that these can be lent to it."""
     linear_bytes = 0
@@ -212,7 +212,7 @@ class TorchOps:
         """Called on each thread that is going to run steps."""
 
     def recorder(self) -> Recorder | None:
-        """What takes a step down as a program of the op set's own; None where it has none."""
+        """Recorder of a step as a program of the op set's own; None where it has none."""
         return None
 
     def linear(self, weights: LinearWeights) -> Linear:

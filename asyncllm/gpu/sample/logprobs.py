@@ -12,7 +12,7 @@ MAX_FUSED = 64
 
 
 DEFAULT_FUSED = 20
-"""Where there is no limit."""
+"""Without a limit in the configuration."""
 
 
 def token_logprobs(

@@ -68,7 +68,7 @@ class SampleOutput:
 
 @dataclass(slots=True)
 class RuledRow:
-    """What the host applies to a row.
+    """Rules that the host applies to a row.
 
     Attributes:
         position: of the sampled token in its sequence.
@@ -82,7 +82,7 @@ class RuledRow:
 
 @dataclass(slots=True)
 class RowRules:
-    """What the requests of S rows ask for beside the draw, apart from their request indices,
+    """Rules of the requests of S rows, a copy apart from their request indices,
     which may have other requests before the rows are sampled.
 
     Attributes:
@@ -203,7 +203,7 @@ class Sampler:
         self.failures.pop(req_index, None)
 
     def snapshot(self, req_indices: np.ndarray, positions: np.ndarray) -> RowRules:
-        """What the requests of rows ask for now.
+        """The present rules of the requests of rows.
 
         Args:
             req_indices: ``[S]``, none twice.
@@ -273,7 +273,7 @@ class Sampler:
     def output_of(
         self, logits: Tensor, rules: RowRules, tokens: Tensor, errors: dict[int, Exception]
     ) -> SampleOutput:
-        """What was sampled, with the errors of rows without a token, and log-probabilities.
+        """The sampled tokens, the errors of rows without one, and log-probabilities.
 
         Args:
             logits: ``[S, vocab_size]``, as the model gave them.

@@ -35,7 +35,7 @@ IdsAndValues = tuple[np.ndarray, np.ndarray]
 
 @dataclass(slots=True)
 class HostRules:
-    """What a request asks for that has no fixed size, or needs the host.
+    """Sampling parameters of a request that have no fixed size, or need the host.
 
     Attributes:
         bias: token ids and the numbers added to their logits, if there are too many for the
@@ -134,7 +134,7 @@ class SamplingState:
         self.version = 0
 
     def arrays(self) -> tuple[np.ndarray, ...]:
-        """What a step reads, in the order of SamplingTensors and RuleTensors."""
+        """The arrays that a step reads, in the order of SamplingTensors and RuleTensors."""
         seeds = self.seeds.view(np.int64)
         return (
             *(seeds, self.temperature, self.top_k, self.top_p, self.min_p),
@@ -262,9 +262,6 @@ class SamplingState:
     def rules_of(self, req_index: int) -> HostRules:
         """The rules of an index for the host, empty ones if it had none."""
         return self.host.setdefault(req_index, HostRules(None, None, 0, (), ()))
-
-    def stages_of(self, req_indices: np.ndarray) -> Stages:
-        return Stages(int(np.bitwise_or.reduce(self.stages[req_indices], initial=0)))
 
     def needing_host(self, req_indices: np.ndarray) -> np.ndarray:
         """Places of those of ``req_indices`` that have rules of no fixed size, logits processors,

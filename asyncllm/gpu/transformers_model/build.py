@@ -42,7 +42,7 @@ from asyncllm.gpu.transformers_model.weights import Owner, tied_head
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a model's layers need, before its weights are loaded.
+    """Requirements of a model's layers, before its weights are loaded.
 
     Attributes:
         kinds: of each call of attention, in the order of the calls.

@@ -101,7 +101,7 @@ class Reference:
     def _sdpa_noise(
         modules: Any, sequences: list[Tensor], expected: list[Tensor], device: torch.device
     ) -> float:
-        """What transformers' other attention changes; 0 where it does not cover the model."""
+        """Difference that SDPA makes to log-probabilities; 0 where it does not cover the model."""
         modules.config._attn_implementation = "sdpa"
         noise = 0.0
         for tokens, each in zip(sequences, expected, strict=True):

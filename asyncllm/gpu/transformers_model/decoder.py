@@ -26,7 +26,7 @@ from asyncllm.gpu.transformers_model.rope import LongRope
 
 @dataclass(frozen=True, slots=True)
 class Residence:
-    """Where the model's weights are, and in what dtype, as a Decoder's embedding tells it."""
+    """Device and dtype of the model's weights, as of a Decoder's embedding."""
 
     dtype: torch.dtype
     device: torch.device
@@ -47,7 +47,7 @@ class TransformersDecoder:
     """
 
     argmax = None
-    """What becomes of hidden states is the model's code."""
+    """None: the output head is the model's own code."""
 
     def __init__(
         self,

@@ -64,7 +64,7 @@ TESTED: dict[str, str] = {
     "Qwen2ForCausalLM": "biases on q, k and v",
     "Qwen3ForCausalLM": "q and k norms",
 }
-"""What they bring, by class; each has a case in tests/families.py."""
+"""Features that set them apart, by class; each has a case in tests/families.py."""
 
 
 def is_tested(model: TransformersConfig) -> bool:

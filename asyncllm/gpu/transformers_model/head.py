@@ -18,7 +18,7 @@ class _Given(nn.Module):
 
     @property
     def decoder(self) -> _Given:
-        """Where a head calls a part of its base model."""
+        """Stands for a part of the base model that a head calls."""
         return self
 
     def forward(self, *unused: Any, inputs_embeds: Tensor | None = None, **options: Any) -> _Output:

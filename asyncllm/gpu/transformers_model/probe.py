@@ -3,6 +3,7 @@ device. Nothing is read from a list of model names."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -193,7 +194,7 @@ def probe(model: TransformersConfig) -> Probe:
     found = Probe(skeleton, _base_name(model, skeleton))
     recorder = _Recorder(found)
     watched = {}
-    classes = {kind: type("Watched", (_Watched, kind), {}) for kind in linear_kinds()}
+    classes = {kind: type(kind.__name__, (_Watched, kind), {}) for kind in linear_kinds()}
     for name, module in skeleton.named_modules():
         set_handler(module, recorder)
         if type(module) in classes:
@@ -202,7 +203,7 @@ def probe(model: TransformersConfig) -> Probe:
     base, embedding = getattr(skeleton, found.base), skeleton.get_input_embeddings()
     kind: Any = type(embedding)
     if isinstance(embedding, nn.Embedding) and kind is not nn.Embedding:
-        embedding.__class__ = type("Watched", (kind, _WatchedLookup), {})
+        embedding.__class__ = type(kind.__name__, (kind, _WatchedLookup), {})
     try:
         with torch.no_grad(), Watch(skeleton) as watch:
             inputs = probe_inputs(NUM_TOKENS, torch.device("meta"))
@@ -214,7 +215,8 @@ def probe(model: TransformersConfig) -> Probe:
     except Exception as error:
         raise ModelLoadError(
             f"{model.path}: {model.architecture}: what its layers need cannot be learned, because "
-            f"one pass of its code without weights fails: {explain(error)}"
+            f"one pass of its code without weights fails{_place(error, recorder.names)}: "
+            f"{explain(error)}"
         ) from error
     found.looks_up = isinstance(embedding, _WatchedLookup) and "called" in embedding.__dict__
     found.linears = {
@@ -222,6 +224,17 @@ def probe(model: TransformersConfig) -> Probe:
         for name, module in watched.items()
         if "called" in module.__dict__ and "read" not in module.__dict__
     }
+    return found
+
+
+def _place(error: BaseException, names: Mapping[nn.Module, str]) -> str:
+    """The innermost module whose code raised ``error``, as the end of a clause; empty for none."""
+    found, traceback = "", error.__traceback__
+    while traceback is not None:
+        module = traceback.tb_frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and names.get(module):
+            found = f" in {names[module]} ({type(module).__name__})"
+        traceback = traceback.tb_next
     return found
 
 

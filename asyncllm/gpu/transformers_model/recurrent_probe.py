@@ -49,7 +49,7 @@ def cache_takers(model: nn.Module) -> list[str]:
 
 @dataclass(slots=True, eq=False)
 class RecurrentCall:
-    """What a recurrent module asks of a cache, learned by ``probe_recurrent``.
+    """A recurrent module's use of its cache, learned by ``probe_recurrent``.
 
     Attributes:
         module: name of the module.
@@ -98,13 +98,21 @@ class Watch:
             hook.remove()
 
     def _hook(self, name: str) -> Any:
-        def keep(module: nn.Module, args: Any, options: Any) -> None:
+        def keep(module: nn.Module, args: Any, options: Any) -> tuple[Any, Any]:
+            # A padding mask that is handed down, which lies on the host: the module's code is to
+            # get as far as its cache, so that its refusal names it.
+            options = {key: _on_meta(value) for key, value in options.items()}
             if name in self.calls:
                 self.calls[name].count += 1
             else:
-                self.calls[name] = SeenCall(args, dict(options))
+                self.calls[name] = SeenCall(args, options)
+            return args, options
 
         return keep
+
+
+def _on_meta(value: Any) -> Any:
+    return value.to("meta") if isinstance(value, Tensor) else value
 
 
 class _Listener(CallStates):
@@ -176,7 +184,7 @@ def probe_recurrent(
 
 
 def _probe(module: nn.Module, name: str, cache: str, seen: SeenCall) -> RecurrentCall | None:
-    """What the module keeps; None if it does not touch its cache."""
+    """The module's use of its cache; None if it leaves it alone."""
     names = list(inspect.signature(module.forward).parameters)
     call = RecurrentCall(name, type(module).__name__, names[0], cache, {})
     listener = _Listener()
@@ -201,7 +209,7 @@ def _probe(module: nn.Module, name: str, cache: str, seen: SeenCall) -> Recurren
 def _bad_arguments(
     hidden: Any, seen: SeenCall, call: RecurrentCall, names: list[str]
 ) -> tuple[str, str] | None:
-    """What is wrong with the calls that the model makes."""
+    """The flaw of the arguments that the model calls it with."""
     if len(seen.args) > 1 or not isinstance(hidden, Tensor) or hidden.dim() != 3:
         return "takes more than hidden states [B, n, H] by position", "those alone"
     if seen.count != 1:
@@ -215,8 +223,8 @@ def _bad_arguments(
 def _bad_calls(
     module: nn.Module, call: RecurrentCall, chunk: Tensor, options: dict[str, Any]
 ) -> tuple[str, str] | None:
-    """What is wrong with a chunk behind another, or with a batch of single tokens: the states that
-    they start from have to be in their results, and have to be changed."""
+    """The flaw of a chunk behind another, or of a batch of single tokens: their results have to
+    depend on the states that they start from, and have to update them."""
     listener = _Listener()
     options = {name: value for name, value in options.items() if not isinstance(value, Tensor)}
     module(chunk, **options | {call.cache: listener})

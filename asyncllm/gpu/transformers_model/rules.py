@@ -134,8 +134,8 @@ def _plain_layers(config: Any) -> set[int]:
 
 
 def _check_recurrent(model: TransformersConfig, probe: Probe) -> None:
-    """What the modules keep that take a cache, and attend to nothing, is covered; and no module
-    mixes tokens but in these."""
+    """Refuses a module that takes a cache, does not attend and keeps a state that is not covered,
+    and one that mixes tokens outside of these and attention."""
     keepers = tuple(f"{call.module}." for call in probe.recurrent)
     for call in probe.recurrent:
         if call.flaw is not None:

@@ -206,8 +206,8 @@ class _Loading:
 
 
 class Owner:
-    """What makes tensors the engine's own: a copy of those that lie in a mapped file, which must
-    not be read once the model runs, and all of them on the device.
+    """Makes tensors the engine's own: copies those that lie in a mapped file, which must not be
+    read once the model runs, and moves all of them to the device.
 
     Args:
         mapped: tensors of files.

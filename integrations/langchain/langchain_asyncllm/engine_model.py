@@ -35,8 +35,8 @@ CONFIG = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
 
 class EngineModel(BaseModel):
     """Settings of a model over an engine. None leaves a value to the engine, that is to the
-    model's own generation settings. Every one of them, and whatever else
-    ``AsyncLLMEngine.chat`` takes, can be given per call as well (``model.invoke(…, top_k=5)``
+    model's own generation settings. Every one of them, and every other
+    argument of ``AsyncLLMEngine.chat``, can be given per call as well (``model.invoke(…, top_k=5)``
     or ``model.bind(top_k=5)``)."""
 
     model_config = CONFIG
@@ -63,8 +63,8 @@ class EngineModel(BaseModel):
     the engine asks for. Nothing else is retried: it would fail again."""
     chunk_interval: float = 0.02
     """Seconds between two chunks of a stream at least. LangChain spends some 20 to 50 µs on
-    each chunk, on the event loop; tokens that come faster are merged. 0 merges only what
-    nobody had read yet."""
+    each chunk, on the event loop; tokens that come faster are merged. 0 merges only unread
+    tokens."""
 
     @field_validator("engine", mode="before")
     @classmethod

@@ -108,7 +108,7 @@ class AsyncLLM(EngineModel, BaseLLM):
                 streams.append(await self.asubmit(lambda p=prompt: engine.stream(p, **options)))
             return self._result([await stream.result() for stream in streams])
         finally:
-            # If one failed, the others have nobody to read them.
+            # If one failed, the others have no reader.
             for stream in streams:
                 stream.close()
 

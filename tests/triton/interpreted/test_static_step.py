@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from asyncllm.gpu.graph.cuda_graphs import EagerCapturer
+from asyncllm.gpu.models.attention_kinds import attention_kinds
 from asyncllm.gpu.models.decoder import Decoder
-from asyncllm.gpu.models.dense import attention_kinds, build_decoder
+from asyncllm.gpu.models.dense import build_decoder
 from asyncllm.gpu.ops.triton.attention import TritonAttention
 from asyncllm.gpu.ops.triton.op_set import TritonOps
 from asyncllm.gpu.weights import dummy_weights

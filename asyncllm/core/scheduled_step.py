@@ -1,0 +1,77 @@
+"""ScheduledStep: a step and the requests behind its rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from asyncllm.core.batch import StepBatch, StepResult
+from asyncllm.core.block_pool import Block
+from asyncllm.core.executor import ExecutorInfo
+from asyncllm.core.prompt_logprobs import check_prompt_logprobs
+from asyncllm.core.request import Request
+
+
+@dataclass(slots=True)
+class ScheduledStep:
+    """A step and the requests behind its rows. A row's result counts only while the request
+    still has the epoch it was scheduled under. ``admitted`` are the requests that got a slot,
+    ``published`` and ``checkpoints`` the KV blocks and the states that became findable on the
+    strength of this step; ``is_masked`` says that a row which samples follows a grammar."""
+
+    batch: StepBatch
+    requests: list[Request] = field(default_factory=list)
+    epochs: list[int] = field(default_factory=list)
+    admitted: list[Request] = field(default_factory=list)
+    published: list[Block] = field(default_factory=list)
+    checkpoints: list[Block] = field(default_factory=list)
+    is_masked: bool = False
+
+    def order_decodes_first(self) -> None:
+        """Rows of one token that is sampled come first, as ``StepBatch`` has them."""
+        batch = self.batch
+        rows = range(len(batch))
+        decodes = [i for i in rows if batch.counts[i] == 1 and batch.samples[i]]
+        if len(decodes) in (0, len(rows)) or decodes[-1] == len(decodes) - 1:
+            return
+        chosen = set(decodes)
+        order = decodes + [i for i in rows if i not in chosen]
+        self.requests = [self.requests[i] for i in order]
+        self.epochs = [self.epochs[i] for i in order]
+        batch.req_indices = [batch.req_indices[i] for i in order]
+        batch.starts = [batch.starts[i] for i in order]
+        batch.counts = [batch.counts[i] for i in order]
+        batch.samples = [batch.samples[i] for i in order]
+
+    def check_result(self, result: StepResult, info: ExecutorInfo) -> None:
+        """Raises ValueError unless the result fits the step: the executor is broken."""
+        number = self.batch.step
+        if result.step != number:
+            raise ValueError(f"expected the result of step {number}, got that of {result.step}")
+        samples, counts, token_ids = self.batch.samples, result.counts, result.token_ids
+        if counts != samples or result.errors:
+            self._check_counts(result, info.max_tokens_per_row)
+        if self.batch.prompt_logprobs or result.prompt_logprobs:
+            check_prompt_logprobs(self, result)
+        if len(token_ids) != sum(counts):
+            raise ValueError(
+                f"step {number} counts {sum(counts)} tokens, its result has {len(token_ids)}"
+            )
+        vocab_size = info.vocab_size
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+            token_id = next(t for t in token_ids if not 0 <= t < vocab_size)
+            raise ValueError(
+                f"step {number} sampled token {token_id}; the vocabulary has {vocab_size} tokens"
+            )
+
+    def _check_counts(self, result: StepResult, most: int) -> None:
+        """For a result that is anything but one token of each sampling row."""
+        number, rows = self.batch.step, len(self.requests)
+        if len(result.counts) != rows:
+            raise ValueError(f"step {number} has {rows} rows, its result {len(result.counts)}")
+        for row, count in enumerate(result.counts):
+            yields = self.batch.samples[row] and row not in result.errors
+            if not (1 <= count <= most if yields else count == 0):
+                raise ValueError(
+                    f"step {number} has {count} tokens in row {row}; expected "
+                    f"{f'1 to {most}' if yields else 'none'}"
+                )

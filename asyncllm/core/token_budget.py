@@ -1,0 +1,43 @@
+"""TokenBudget: the tokens of a step, fewer while steps run out of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from asyncllm.core.request import Request
+from asyncllm.core.scheduled_step import ScheduledStep
+
+_STEPS_TO_RECOVER = 32
+
+
+class TokenBudget:
+    """The most tokens that a step computes.
+
+    Args:
+        limit: where no step has run out of memory.
+
+    Attributes:
+        tokens: of the next step.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = self.tokens = limit
+        self._steps_since_shrink = 0
+
+    def shrink(self, steps: Iterable[ScheduledStep]) -> list[Request]:
+        """Halves it after ``steps`` ran out of memory. Returns the requests of a step that was a
+        single token already: they are at fault."""
+        largest = max(steps, key=lambda step: step.batch.num_tokens)
+        self._steps_since_shrink = 0
+        if largest.batch.num_tokens == 1:
+            return largest.requests
+        self.tokens = max(1, largest.batch.num_tokens // 2)
+        return []
+
+    def recover(self) -> None:
+        """Called after each step that succeeded: doubles a shrunken budget now and then."""
+        if self.tokens < self.limit:
+            self._steps_since_shrink += 1
+            if self._steps_since_shrink >= _STEPS_TO_RECOVER:
+                self._steps_since_shrink = 0
+                self.tokens = min(2 * self.tokens, self.limit)

@@ -1,0 +1,164 @@
+"""choose_cache_size: what memory leaves for the KV cache, beside weights, recurrent states and the
+largest step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from asyncllm.checkpoint.model_config import ModelConfig
+from asyncllm.config import EngineConfig
+from asyncllm.gpu.decoder_loading import model_bytes
+from asyncllm.gpu.execution_mode import ExecutionMode, graph_reserve
+from asyncllm.gpu.kv_cache import (
+    KVCacheSize,
+    KVGroup,
+    block_bytes,
+    cpu_cache_bytes,
+    min_cache_bytes,
+    size_cache,
+)
+from asyncllm.gpu.memory import check_cache, check_states, cuda_cache_bytes
+from asyncllm.gpu.models.language_model import LanguageModel
+from asyncllm.gpu.profile import profile_run, recorded_bytes
+from asyncllm.gpu.state_cache import StateCache, slot_bytes
+from asyncllm.gpu.state_sizing import choose_checkpoints
+from asyncllm.gpu.token_budget import HIGHEST
+from asyncllm.gpu.transformers_model.config import TransformersConfig
+from asyncllm.logger import get_logger
+from asyncllm.validation import invalid
+
+logger = get_logger(__name__)
+
+
+def choose_cache_size(
+    config: EngineConfig,
+    mode: ExecutionMode,
+    decoder: LanguageModel,
+    groups: Sequence[KVGroup],
+    states: StateCache | None,
+    *,
+    free_at_start: int,
+    graphs: tuple[int, ...],
+    token_budget: int,
+    max_num_seqs: int,
+) -> KVCacheSize:
+    """The blocks of the KV cache, and the longest sequence that they hold.
+
+    Args:
+        free_at_start: bytes that were free on a GPU before the weights were loaded.
+        graphs: batch sizes that get a graph.
+        token_budget: tokens of the largest step.
+
+    Raises:
+        KVCacheTooSmallError: it cannot hold what is asked for.
+        EngineError: there is no such memory on the device.
+    """
+    model, dtype = decoder.model, decoder.embedding.dtype
+    available = available_cache_bytes(
+        config,
+        decoder,
+        groups,
+        states=states,
+        free_at_start=free_at_start,
+        graph_reserve=graph_reserve(graphs, max_num_seqs, model.vocab_size, dtype.itemsize),
+        token_budget=token_budget,
+        max_num_seqs=max_num_seqs,
+    )
+    size = size_cache(
+        config,
+        model,
+        groups,
+        dtype,
+        max_num_seqs=max_num_seqs,
+        step_tokens=token_budget,
+        available=available,
+        cache_tokens=mode.cache_tokens,
+    )
+    if mode.device.type == "cuda":
+        check_cache(config, mode.device, size.num_blocks * block_bytes(groups, dtype))
+    return size
+
+
+def available_cache_bytes(
+    config: EngineConfig,
+    decoder: LanguageModel,
+    groups: Sequence[KVGroup],
+    *,
+    states: StateCache | None = None,
+    free_at_start: int,
+    graph_reserve: int,
+    token_budget: int,
+    max_num_seqs: int,
+) -> int:
+    """Bytes for the KV cache beside the weights and ``states``; 0, with nothing measured, where the
+    configuration sets its size."""
+    if config.num_blocks is not None or config.kv_cache_memory is not None:
+        return 0
+    model, weight = decoder.model, decoder.embedding
+    if weight.device.type == "cpu":
+        largest = {"max_num_batched_tokens": token_budget, "max_num_seqs": max_num_seqs}
+        reserve = recorded_bytes(decoder, groups, states=states, **largest)
+        return cpu_cache_bytes(reserve + (states.num_bytes if states else 0))
+    context = model.max_position_embeddings
+    longest = min(config.max_model_len or context, context)
+    decoder.set_max_positions(longest)
+
+    profile = partial(profile_run, decoder, groups, states=states, max_model_len=longest)
+    # Memory that libraries allocate at their first call and keep is not a step's.
+    profile(max_num_batched_tokens=1, max_num_seqs=1)
+    return cuda_cache_bytes(
+        config,
+        weight.device,
+        free_at_start=free_at_start,
+        weights_bytes=model_bytes(model, weight.dtype) + (states.num_bytes if states else 0),
+        profile_run=partial(
+            profile, max_num_batched_tokens=token_budget, max_num_seqs=max_num_seqs
+        ),
+        graph_reserve=graph_reserve,
+        least=min_cache_bytes(config, groups, weight.dtype, token_budget),
+    )
+
+
+def make_states(
+    config: EngineConfig, decoder: LanguageModel, max_num_seqs: int
+) -> StateCache | None:
+    """The slots of recurrent states, before the KV cache gets what is left; None for a model
+    without any.
+
+    Raises:
+        InvalidRequestError: checkpoints were asked for that nothing would use.
+        EngineError: they do not fit the memory.
+    """
+    specs, residence = decoder.states, decoder.embedding
+    if not specs:
+        if config.num_state_checkpoints != "auto":
+            accepted = '"auto": the model has no recurrent layers'
+            raise invalid("num_state_checkpoints", config.num_state_checkpoints, accepted)
+        return None
+    sizes = max_num_seqs, slot_bytes(specs, residence.dtype)
+    check_states(residence.device, *sizes)
+    count = choose_checkpoints(config, residence.device, *sizes)
+    states = StateCache(specs, max_num_seqs, residence.dtype, residence.device, count)
+    logger.info(
+        "recurrent states take %d bytes, in a slot for each of max_num_seqs=%d; %s",
+        states.num_bytes, max_num_seqs,
+        f"{count} more are for those of cached prefixes" if count else "prefixes are not cached",
+    )  # fmt: skip
+    return states
+
+
+def largest_token_budget(
+    config: EngineConfig,
+    model: ModelConfig | TransformersConfig,
+    mode: ExecutionMode,
+    max_num_seqs: int,
+) -> int:
+    """Tokens of the largest step that memory has to be kept for."""
+    budget = config.max_num_batched_tokens
+    if budget == "auto":
+        # On a CPU at most HIGHEST is found when the runner's steps are timed.
+        return mode.token_budget if mode.stream.is_async else min(mode.token_budget, HIGHEST)
+    # What no step can have needs no memory.
+    context = model.max_position_embeddings
+    return min(budget, max_num_seqs * min(config.max_model_len or context, context))

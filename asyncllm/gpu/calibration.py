@@ -1,0 +1,63 @@
+"""calibrate: the settings that only timed steps can tell."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from asyncllm.config import EngineConfig
+from asyncllm.core.batch import RequestAssignment, StepBatch
+from asyncllm.gpu.execution_mode import ExecutionMode
+from asyncllm.gpu.model_runner import ModelRunner
+from asyncllm.gpu.token_budget import GPU_TARGET_SECONDS, ahead_from, calibrate_token_budget
+from asyncllm.logger import get_logger
+from asyncllm.sampling_params import SamplingParams
+
+logger = get_logger(__name__)
+
+
+def calibrate(runner: ModelRunner, config: EngineConfig, mode: ExecutionMode) -> None:
+    """Times steps, for the token budget where the configuration leaves it open, and for run-ahead
+    on a CPU. Kernels are compiled before."""
+    if config.max_num_batched_tokens == "auto":
+        options: dict[str, Any] = {}
+        if mode.stream.is_async:
+            most = runner.info.max_num_batched_tokens
+            options = {"target": GPU_TARGET_SECONDS, "highest": most, "repeats": 2}
+        measured = calibrate_token_budget(lambda count: time_prefill(runner, count), **options)
+        runner.set_token_budget(measured)
+        logger.info("a step has at most %d tokens", measured)
+    if config.async_scheduling is None and runner.can_run_ahead:
+        most = min(runner.info.max_num_seqs, runner.info.max_num_batched_tokens)
+        found = ahead_from(lambda count: time_prefill(runner, count), most)
+        if found is not None:
+            runner.run_ahead(found)
+
+
+def time_prefill(runner: ModelRunner, num_tokens: int) -> float:
+    """Seconds of one step that prefills ``num_tokens``, in rows of full length at most.
+
+    All rows write the same blocks, which are not read afterwards.
+    """
+    info = runner.info
+    rows = -(-num_tokens // info.max_model_len)
+    count = num_tokens // rows
+    blocks = tuple(list(range(1, -(-count // g.block_size) + 1)) for g in info.kv_groups)
+    sampling = SamplingParams(temperature=0.0, seed=0).resolve({}, {}, lambda: 0)
+    rows = min(rows, info.max_num_seqs)
+    batch = StepBatch(
+        step=0,
+        req_indices=list(range(rows)),
+        starts=[0] * rows,
+        counts=[count] * rows,
+        samples=[True] * rows,
+        num_tokens=rows * count,
+        assignments=[
+            RequestAssignment(req_index, "warm-up", [0] * count, count, blocks, sampling)
+            for req_index in range(rows)
+        ],
+    )
+    start = time.perf_counter()
+    runner.launch(batch)
+    runner.collect()
+    return time.perf_counter() - start

@@ -1,0 +1,188 @@
+"""load_decoder: a model with its weights, its op set and its attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from asyncllm.checkpoint.model_config import ModelConfig
+from asyncllm.checkpoint.progress import Progress
+from asyncllm.config import EngineConfig
+from asyncllm.errors import InvalidRequestError
+from asyncllm.gpu.devices import resolve_dtype
+from asyncllm.gpu.huge_pages import warn_without_huge_pages
+from asyncllm.gpu.kv_cache import KVGroup
+from asyncllm.gpu.memory import check_weights
+from asyncllm.gpu.models.attention_kinds import attention_kinds, kv_groups
+from asyncllm.gpu.models.dense import build_decoder
+from asyncllm.gpu.models.language_model import LanguageModel
+from asyncllm.gpu.models.layers import AttentionKind
+from asyncllm.gpu.ops.backend import AttentionRequest
+from asyncllm.gpu.ops.base import Attention, AttentionShape
+from asyncllm.gpu.ops.quantise import Conversion
+from asyncllm.gpu.ops.registry import make_attention, make_ops
+from asyncllm.gpu.ops.torch_ops import TorchOps
+from asyncllm.gpu.threads import available_cpus
+from asyncllm.gpu.transformers_model.build import (
+    Plan,
+    build_transformers_decoder,
+    experts_name,
+)
+from asyncllm.gpu.transformers_model.check import Reference
+from asyncllm.gpu.transformers_model.config import TransformersConfig
+from asyncllm.gpu.transformers_model.decoder import TransformersDecoder
+from asyncllm.gpu.transformers_model.families import is_tested
+from asyncllm.gpu.transformers_model.interface import NAME
+from asyncllm.gpu.transformers_model.weights import dummy_modules, load_modules
+from asyncllm.gpu.weights import dummy_weights, load_weights, weights_bytes
+from asyncllm.validation import invalid
+
+UNUSED_BLOCK_SIZE = 256
+"""Tokens per block where no layer attends to any: the blocks count tokens, and say where a prefix
+ends whose state is kept."""
+
+
+def load_decoder(
+    config: EngineConfig,
+    model: ModelConfig | TransformersConfig,
+    device: torch.device,
+    num_threads: int | None,
+    progress: Progress | None,
+) -> tuple[LanguageModel, list[KVGroup], int]:
+    """The model with its weights, its KV groups, and on a GPU the bytes that were free
+    before."""
+    dtype = resolve_dtype(config.dtype, model, device, config.attention_backend)
+    if isinstance(model, TransformersConfig):
+        return _load_transformers(config, model, dtype, device, num_threads, progress)
+    kinds = attention_kinds(model)
+    attention, block_size = _make_attention(config, kinds, dtype, device, num_threads)
+    ops = make_ops(device, next(iter(attention.values())))
+    groups = kv_groups(model, attention, block_size)
+    free_at_start = 0
+    if device.type == "cuda":
+        free_at_start = check_weights(config, device, weights_bytes(model, dtype))
+    convert = quantisation(config, model, device, ops)
+    if ops.packs_linear:
+        warn_without_huge_pages()
+    if config.load_format == "dummy":
+        weights = dummy_weights(model, dtype, device, progress)
+    else:
+        takes = ops.takes if ops.schemes != {"plain"} else None
+        weights = load_weights(model, dtype, device, progress, takes=takes, lend=ops.packs_linear)
+    return build_decoder(model, ops, attention, weights, convert, dtype), groups, free_at_start
+
+
+def _load_transformers(
+    config: EngineConfig,
+    model: TransformersConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    num_threads: int | None,
+    progress: Progress | None,
+) -> tuple[TransformersDecoder, list[KVGroup], int]:
+    """As ``load_decoder``, through transformers' modules."""
+    plan = Plan.of(model)
+    if not plan.kinds:
+        _refuse_without_attention(config)
+    attention, block_size = _make_attention(config, plan.kinds, dtype, device, num_threads)
+    ops = make_ops(device, next(iter(attention.values()), None))
+    groups = plan.kv_groups(attention, block_size)
+    free_at_start = 0
+    if device.type == "cuda":
+        free_at_start = check_weights(config, device, model_bytes(model, dtype))
+    convert = quantisation(config, model, device, ops)
+    load = dummy_modules if config.load_format == "dummy" else load_modules
+    modules, owner = load(
+        model, dtype, device, attention=NAME, experts=experts_name(device), progress=progress
+    )
+    reference = None
+    if not is_tested(model):
+        if convert is not None:
+            raise invalid(
+                "quantization", config.quantization,
+                f"None for {model.architecture}, which is not among the tested architectures: "
+                "rounded weights cannot be compared with the model's own results",
+            )  # fmt: skip
+        reference = Reference.of(modules, model, dtype, device)
+    decoder = build_transformers_decoder(
+        model, plan, ops, attention, modules, owner, dtype, convert
+    )
+    if reference is not None:
+        reference.check(decoder, groups)
+    return decoder, groups, free_at_start
+
+
+def _refuse_without_attention(config: EngineConfig) -> None:
+    """Raises InvalidRequestError for settings that mean nothing to a model without attention."""
+    accepted = {"attention_backend": ("auto", "torch"), "kv_cache_memory": (None,)}
+    for name, values in accepted.items():
+        if getattr(config, name) not in values:
+            choices = " or ".join(map(repr, values))
+            raise invalid(name, getattr(config, name), f"{choices}: the model has no attention")
+
+
+def _make_attention(
+    config: EngineConfig,
+    kinds: Iterable[AttentionKind],
+    dtype: torch.dtype,
+    device: torch.device,
+    num_threads: int | None,
+) -> tuple[dict[AttentionKind, Attention], int]:
+    """The attention of each kind, and the tokens per KV block."""
+    attention: dict[AttentionKind, Attention] = {}
+    alike: dict[tuple[AttentionShape, int | None], Attention] = {}
+    block_size = config.block_size
+    for kind in dict.fromkeys(kinds):
+        if (kind.shape, kind.window) in alike:
+            # Of another KV group: they share what an attention keeps beside its plans.
+            attention[kind] = alike[kind.shape, kind.window]
+            continue
+        windows = frozenset({kind.window})
+        request = AttentionRequest(
+            kind.shape,
+            dtype,
+            device,
+            block_size,
+            windows,
+            num_threads=num_threads or available_cpus(),
+            peer=next(iter(attention.values()), None),
+        )
+        attention[kind], block_size = make_attention(config.attention_backend, request)
+        alike[kind.shape, kind.window] = attention[kind]
+    return attention, block_size or UNUSED_BLOCK_SIZE
+
+
+def quantisation(
+    config: EngineConfig,
+    model: ModelConfig | TransformersConfig,
+    device: torch.device,
+    ops: TorchOps,
+) -> Conversion | None:
+    """The conversion of linear layers' weights that ``config.quantization`` names; None for none.
+
+    Raises:
+        InvalidRequestError: the checkpoint is quantised already, or the device or its op set does
+            not compute with such weights.
+    """
+    name = config.quantization
+    if name is None:
+        return None
+    if model.quantization is not None:
+        accepted = f"None: the checkpoint's weights are quantised already ({model.quantization})"
+        raise invalid("quantization", name, accepted)
+    if device.type != "cpu" or name not in ops.conversions:
+        found = f"device {device}" if device.type != "cpu" else f"the op set {ops.name!r}"
+        raise InvalidRequestError(
+            f"quantization={name!r}: expected None, or a CPU with native ops "
+            f'(attention_backend="native"), and this is {found}',
+            param="quantization",
+        )
+    return ops.conversions[name]
+
+
+def model_bytes(model: ModelConfig | TransformersConfig, dtype: torch.dtype) -> int:
+    """Bytes of all parameters on the device."""
+    if isinstance(model, TransformersConfig):
+        return model.num_parameters * dtype.itemsize
+    return weights_bytes(model, dtype)

@@ -1,0 +1,60 @@
+"""DelimiterTokens: the delimiters of a response format, in a model's tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from asyncllm.core.reasoning import Reasoning
+from asyncllm.errors import InvalidRequestError
+from asyncllm.structured.spec import StructuredOutputs
+from asyncllm.tools.response_format import ResponseFormat
+
+if TYPE_CHECKING:
+    from asyncllm.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class DelimiterTokens:
+    """The delimiters of a format, as tokens.
+
+    Attributes:
+        special: ids of the special tokens among them, which are kept in the text.
+        begin, end, end_before_call: of reasoning; empty where they are no tokens of their own.
+    """
+
+    special: frozenset[int]
+    begin: tuple[int, ...]
+    end: tuple[int, ...]
+    end_before_call: tuple[int, ...]
+
+    @classmethod
+    def of(cls, form: ResponseFormat, tokenizer: Tokenizer) -> DelimiterTokens:
+        begin, end = tokenizer.delimiter_ids(form.begin), tokenizer.delimiter_ids(form.end)
+        before_call = tokenizer.delimiter_ids(form.end_before_call)
+        return cls(tokenizer.special_tokens_of(form.spells), begin, end, before_call)
+
+    def reasoning(
+        self, form: ResponseFormat, prompt_end: str, grammar: StructuredOutputs | None
+    ) -> Reasoning | None:
+        """The state in which a prompt leaves its model.
+
+        Raises:
+            InvalidRequestError: for a grammar behind thoughts whose end no token tells.
+        """
+        prompt_end = prompt_end.rstrip()
+        opened = bool(form.begin) and prompt_end.endswith(form.begin)
+        if not self.begin or not self.end:
+            if opened and grammar is not None:
+                raise InvalidRequestError(
+                    "structured_outputs: the prompt has opened the model's thoughts, and the "
+                    f"tokenizer has no token for their end, {form.end!r}; expected a chat "
+                    "template that does not open them",
+                    param="structured_outputs",
+                )
+            return None
+        may_begin = not opened and not prompt_end.endswith(form.end)
+        end = self.end
+        if self.end_before_call and grammar is not None and grammar.param == "tools":
+            end = self.end_before_call
+        return Reasoning(self.begin, end, opened, may_begin, once=grammar is not None)
