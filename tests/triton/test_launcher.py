@@ -26,6 +26,7 @@ from asyncllm.core.batch import StepBatch
 from asyncllm.gpu.batch.input_batch import InputBatch
 from asyncllm.gpu.graph.decode_runner import DecodeRunner
 from asyncllm.gpu.ops.triton import launcher
+from asyncllm.gpu.ops.triton.launch_program import Attend, Launch, Step
 from asyncllm.gpu.ops.triton.launcher import BoundKernel, Launcher, launched
 from tests.hypothesis_settings import examples
 from tests.triton.test_warm_up import make_step
@@ -232,16 +233,60 @@ def test_launches_of_a_mixed_step(
     expected = Counter({name: layers * count for name, count in layer.items()})
     expected += Counter(["norm_kernel", "decode_inputs_kernel", "chunk_kernel", "choose_kernel"])
     assert Counter(name for name, *_ in driver.launches) == expected
-    direct = BoundKernel.__call__
+    assert_as_the_jit_would(step, driver, monkeypatch, prefix)
+
+
+@pytest.mark.parametrize("prefix", [0, 3000])
+def test_launches_op_by_op(driver: Driver, monkeypatch: pytest.MonkeyPatch, prefix: int) -> None:
+    """Those of a step that is no program: a larger one, or of a model that cannot be one."""
+    step = make_step(4096, (), torch.bfloat16, num_layers=2, sliding_layers=())
+    step.mixed.capacity = 256
+    direct, launches = BoundKernel.__call__, 0
 
     def compared(self: BoundKernel, grid: tuple[int, ...], *args: Any) -> None:
+        nonlocal launches
         direct(self, grid, *args)
         self.launcher.kernel[grid](*args, **self.constants)
         assert driver.launches[-2] == driver.launches[-1]
+        launches += 1
 
+    mixed_step(step, 63, 256, prefix)
     monkeypatch.setattr(BoundKernel, "__call__", compared)
+    driver.wrapped = 0
     mixed_step(step, 62, 240, prefix)
-    assert driver.wrapped == expected.total()
+    assert driver.wrapped == launches == (2 * 6 + 4 if not prefix else 2 * 7 + 4)
+
+
+def assert_as_the_jit_would(
+    step: DecodeRunner, driver: Driver, monkeypatch: pytest.MonkeyPatch, prefix: int
+) -> None:
+    """Each op of the program launches what it does when the JIT looks at it."""
+    compared = 0
+
+    def through_the_jit(self: BoundKernel, grid: tuple[int, ...], *args: Any) -> None:
+        self.launcher.kernel[grid](*args, **self.constants)
+
+    def compare(op: Any, call: Any) -> Any:
+        def run(self: Any, now: Step) -> None:
+            nonlocal compared
+            first = len(driver.launches)
+            call(self, now)
+            direct = driver.launches[first:]
+            slow = Step(now.sizes, now.plans, now.inputs, direct=False)
+            with monkeypatch.context() as patch:
+                patch.setattr(BoundKernel, "__call__", through_the_jit)
+                call(self, slow)
+            assert driver.launches[first:] == direct * 2
+            compared += len(direct)
+
+        return run
+
+    for op in (Launch, Attend):
+        monkeypatch.setattr(op, "__call__", compare(op, op.__call__))
+    driver.wrapped = 0
+    mixed_step(step, 62, 240, prefix)
+    layers = len(step.decoder.layers)
+    assert compared == driver.wrapped == layers * (7 if prefix else 6) + 1
 
 
 def test_numbers_of_a_launch(driver: Driver) -> None:
