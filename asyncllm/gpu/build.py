@@ -24,6 +24,7 @@ from asyncllm.gpu.execution_mode import (
     graph_sizes,
 )
 from asyncllm.gpu.graph.decode_runner import DecodeRunner
+from asyncllm.gpu.graph.mixed_steps import program_bytes
 from asyncllm.gpu.huge_pages import warn_without_huge_pages
 from asyncllm.gpu.kv_cache import (
     KVCache,
@@ -134,13 +135,16 @@ def _create(
     dtype = decoder.embedding.dtype
     states = make_states(config, decoder, max_num_seqs)
     token_budget = largest_token_budget(config, model, mode, max_num_seqs)
+    reserve = graph_reserve(sizes, max_num_seqs, model.vocab_size, dtype.itemsize)
+    if device.type == "cuda":
+        reserve += program_bytes(decoder, groups, token_budget, states)
     available = available_cache_bytes(
         config,
         decoder,
         groups,
         states=states,
         free_at_start=free_at_start,
-        graph_reserve=graph_reserve(sizes, max_num_seqs, model.vocab_size, dtype.itemsize),
+        graph_reserve=reserve,
         token_budget=token_budget,
         max_num_seqs=max_num_seqs,
     )

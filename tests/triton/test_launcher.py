@@ -285,7 +285,7 @@ def assert_as_the_jit_would(
         monkeypatch.setattr(op, "__call__", compare(op, op.__call__))
     driver.wrapped = 0
     mixed_step(step, 62, 240, prefix)
-    layers = len(step.decoder.layers)
+    layers = step.decoder.model.num_layers
     assert compared == driver.wrapped == layers * (7 if prefix else 6) + 1
 
 

@@ -85,15 +85,15 @@ def record(decoder: LanguageModel, cache: KVCache, block_sizes: Sequence[int]) -
 def program_bytes(
     decoder: LanguageModel,
     groups: Sequence[KVGroup],
-    *,
-    max_num_batched_tokens: int,
+    max_tokens: int,
     states: StateCache | None = None,
 ) -> int:
-    """Bytes of the activations of such a program; 0 without one."""
+    """Bytes of the activations of such a program, for steps of ``max_tokens`` at most; 0 without
+    one."""
     decoder.set_max_positions(1)
     weight = decoder.embedding
     cache = KVCache(groups, 1, weight.dtype, weight.device, states)
     recording = record(decoder, cache, [group.spec.block_size for group in groups])
     if recording is None:
         return 0
-    return recording.num_bytes(min(max_num_batched_tokens, PROGRAM_TOKENS))
+    return recording.num_bytes(min(max_tokens, PROGRAM_TOKENS))

@@ -40,8 +40,6 @@ STEPS: list[tuple[int, list[int], list[int], list[bool]]] = [
     (2, [2, 23, 0], [1, 1, 4], [True, True, True]),
     # Nothing is sampled: the last layer writes its KV, and no more.
     (0, [4], [2], [False]),
-    # Beyond the program's buffers.
-    (0, [6], [CAPACITY + 1], [True]),
 ]
 
 

@@ -263,10 +263,12 @@ class TritonAttention:
     def repeats(
         self, q: Tensor, cache: Tensor, out: Tensor, plan: TritonPlan, sinks: Tensor | None
     ) -> Sequence[Repeated] | None:
-        """The launches of an ``attend`` that was, each to be called with the addresses of the four
-        tensors of a layer whose are alike; None where they take the JIT's path."""
+        """The launches of ``attend``, each to be called with the addresses of q, cache, out and
+        sinks of a layer whose tensors are alike; None where they take the JIT's path."""
         from asyncllm.gpu.ops.triton.launcher import Repeated
 
+        if not plan.is_bound:
+            self._bind(plan, q.shape[0], cache.shape[2], has_sinks=sinks is not None)
         first, found = plan.num_decodes, []
         parts = [(plan.decode, q, out, 0), (plan.prefill, q[first:], out[first:], first)]
         for attention, queries, into, start in parts:

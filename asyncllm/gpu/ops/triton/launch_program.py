@@ -31,7 +31,6 @@ from asyncllm.gpu.ops.triton.launch_recorder import (
 from asyncllm.gpu.ops.triton.launcher import (
     ALIGNMENT,
     BoundKernel,
-    Form,
     current_stream,
     is_observed,
 )
@@ -130,7 +129,7 @@ class Launch:
     def forget(self) -> None:
         """Drops what was made for a stream."""
         self._launch: Callable[..., None] | None = None
-        self._rest: tuple[Any, ...] | tuple[Form, list[Any], int] = ()
+        self._rest: tuple[Any, ...] = ()
 
     def __call__(self, step: Step) -> None:
         launch = self._launch
@@ -139,23 +138,25 @@ class Launch:
         elif not self._holes:
             launch(step.sizes[self._size], *self._rest)
         else:
-            form, arguments, stream = self._rest
+            nested, arguments, rest = self._rest
             for place, slot in self._holes:
                 arguments[place] = step.inputs[slot]
-            rest = form.rest(tuple(arguments))
-            launch(step.sizes[self._size], *self._grid, stream, *rest)
+            if nested:
+                launch(step.sizes[self._size], *rest, tuple(arguments))
+            else:
+                launch(step.sizes[self._size], *rest, *arguments)
 
     def _first(self, step: Step) -> None:
         args = (*self._get(self._values), *self._numbers)
         self._bound((step.sizes[self._size], *self._grid), *args)
-        ready = self._bound.ready(*args) if step.direct and len(self._grid) == 2 else None
+        ready = self._bound.ready(*args) if step.direct else None
         if ready is None:
             return
         form, arguments = ready
         stream = current_stream(args[0].get_device())
         self._launch = form.launch
         if self._holes:
-            self._rest = form, list(arguments), stream
+            self._rest = form.nested, list(arguments), (*self._grid, stream, *form.head)
         else:
             self._rest = *self._grid, stream, *form.rest(arguments)
 
@@ -176,8 +177,8 @@ class Call:
 
 
 class Attend:
-    """Attention of a layer. The first of a class of layers, whose tensors are alike but for their
-    addresses, is launched from its tensors.
+    """Attention of a layer. What the layers of a class have in common, whose tensors are alike but
+    for their addresses, the first of them makes.
 
     Args:
         alike: of that class.
@@ -192,16 +193,18 @@ class Attend:
         self._addresses = [operands.addresses[slot] for slot in slots]
 
     def __call__(self, step: Step) -> None:
-        repeats = step.repeats.get(self._alike)
-        if repeats is not None:
-            for launch in repeats:
-                launch(self._addresses)
-            return
-        q, cache, out, sinks = self._get(self._values)
-        plan = step.plans[self._plan]
-        self._attention.attend(q, cache, out, plan, sinks)
-        if step.direct and self._alike not in step.repeats:
-            step.repeats[self._alike] = self._attention.repeats(q, cache, out, plan, sinks)
+        repeats, attention = step.repeats, self._attention
+        launches = repeats.get(self._alike)
+        if launches is None:
+            q, cache, out, sinks = self._get(self._values)
+            plan = step.plans[self._plan]
+            if step.direct and self._alike not in repeats:
+                launches = repeats[self._alike] = attention.repeats(q, cache, out, plan, sinks)
+            if launches is None:
+                attention.attend(q, cache, out, plan, sinks)
+                return
+        for launch in launches:
+            launch(self._addresses)
 
 
 class LaunchProgram:

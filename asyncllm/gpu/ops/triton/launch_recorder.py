@@ -92,11 +92,11 @@ Operand = View | Input | Fixed
 
 @dataclass(frozen=True, slots=True)
 class RecordedLaunch:
-    """A launch over the rows of ``size``, with the rest of its grid."""
+    """A launch over the rows of ``size``, with the rest of its grid, y and z."""
 
     bound: Any
     size: Size
-    grid: tuple[int, ...]
+    grid: tuple[int, int]
     operands: tuple[Operand, ...]
     numbers: tuple[Any, ...]
 
@@ -241,8 +241,9 @@ class LaunchRecorder(TorchDispatchMode):
         if grid[0] not in self._rows:
             raise Unrecordable(f"a launch with the grid {grid} cannot be recorded")
         operands = tuple(map(self._operand, tensors))
-        size = Size(self._rows.index(grid[0]))
-        self._add(RecordedLaunch(bound, size, grid[1:], operands, numbers), operands)
+        rows, y, z = (*grid, 1, 1)[:3]
+        size = Size(self._rows.index(rows))
+        self._add(RecordedLaunch(bound, size, (y, z), operands, numbers), operands)
 
     def attend(
         self, attention: Any, plan: RecordedPlan, q: Tensor, cache: Tensor, sinks: Tensor | None
@@ -341,8 +342,8 @@ class LaunchRecorder(TorchDispatchMode):
         if buffer < 0 or not tensor.dim() or tensor.shape[0] not in self._rows:
             raise Unrecordable(f"a tensor {tuple(tensor.shape)} that no recorded op made")
         size = Size(self._rows.index(tensor.shape[0]))
-        strides, tail = tensor.stride(), tuple(tensor.shape[1:])
-        return View(buffer, size, tensor.storage_offset(), tail, strides, tensor.dtype)
+        offset, tail = int(tensor.storage_offset()), tuple(tensor.shape[1:])
+        return View(buffer, size, offset, tail, tensor.stride(), tensor.dtype)
 
     def _add(self, op: RecordedOp, operands: Sequence[Operand]) -> None:
         recording = self.recording

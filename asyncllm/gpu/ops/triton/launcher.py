@@ -145,10 +145,9 @@ class Form:
         twin.launch = lambda *handed: given.append(handed)
         place = 1, 2, 3, 4
         twin(*place, *head, *arguments)
-        handed = given[0] if len(given) == 1 else ()
-        rest, count = handed[4:], len(arguments)
-        if handed[:4] != place:
+        if len(given) != 1 or given[0][:4] != place:
             return plain
+        rest, count = given[0][4:], len(arguments)
         if _same(rest[-1], arguments):
             return cls(launch, rest[:-1], nested=True)
         if _same(rest[-count:], arguments):
@@ -234,15 +233,15 @@ class Repeated:
         shifts: bytes of each behind the address that is given.
     """
 
-    __slots__ = ("_arguments", "_form", "_grid", "_places", "_stream")
+    __slots__ = ("_arguments", "_launch", "_nested", "_places", "_rest")
 
     def __init__(
         self, ready: tuple[Form, tuple[Any, ...]], grid: tuple[int, int, int], args: Sequence[Any],
         tensors: Sequence[Tensor | None], shifts: Sequence[int],
     ) -> None:  # fmt: skip
-        self._form, arguments = ready
-        self._grid, self._arguments = grid, list(arguments)
-        self._stream = current_stream(args[0].get_device())
+        form, arguments = ready
+        self._launch, self._nested, self._arguments = form.launch, form.nested, list(arguments)
+        self._rest = *grid, current_stream(args[0].get_device()), *form.head
         self._places = [
             (place, index, shifts[index])
             for index, tensor in enumerate(tensors)
@@ -251,10 +250,13 @@ class Repeated:
         ]
 
     def __call__(self, addresses: Sequence[int]) -> None:
-        arguments, form = self._arguments, self._form
+        arguments = self._arguments
         for place, index, shift in self._places:
             arguments[place] = addresses[index] + shift
-        form.launch(*self._grid, self._stream, *form.rest(tuple(arguments)))
+        if self._nested:
+            self._launch(*self._rest, tuple(arguments))
+        else:
+            self._launch(*self._rest, *arguments)
 
 
 def current_stream(device: int) -> int:
