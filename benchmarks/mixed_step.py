@@ -2,11 +2,11 @@
 
 Qwen3's 28 layers, Triton kernels compiled for compute capability 9.0 and launched through Triton's
 own launch path on a CUDA driver that does nothing: as the program that an engine runs, and op by
-op, as larger steps are. Matrix products only make their output: what torch takes to call cuBLAS is not
-in it, nor are CUDA's own times of a launch and of a copy. torch's part of the products is measured
-apart, on matrices of one element. Widths are small, for nothing is computed, and large tensors
-would cost what a CPU's allocator takes for them. All times are CPU times of the one thread that
-works.
+op, as larger steps are. Matrix products only make their output: what torch takes to call cuBLAS is
+not in it, nor are CUDA's own times of a launch and of a copy. torch's part of the products is
+measured apart, on matrices of one element. Widths are small, for nothing is computed, and large
+tensors would cost what a CPU's allocator takes for them. All times are CPU times of the one thread
+that works.
 
 python -m benchmarks.mixed_step [--quick] [--json FILE]
 """
