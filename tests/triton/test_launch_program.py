@@ -27,9 +27,10 @@ from asyncllm.gpu.models.dense import kv_groups
 from asyncllm.gpu.ops.buffer_layout import Lifetime, lay_out
 from asyncllm.gpu.ops.recorder import Unrecordable
 from asyncllm.gpu.ops.triton.activation import silu_mul
-from asyncllm.gpu.ops.triton.launch_recorder import Recording, record
+from asyncllm.gpu.ops.triton.launch_recorder import record
 from asyncllm.gpu.ops.triton.launcher import Form
 from asyncllm.gpu.ops.triton.norm import TritonRMSNorm, norm_kernel
+from asyncllm.gpu.ops.triton.recording import Recording
 from tests.hypothesis_settings import examples
 from tests.triton.test_launcher import STREAM, Driver, driving, mixed_step
 from tests.triton.test_warm_up import CPU, MODELS, make_step

@@ -22,6 +22,8 @@ PROGRAM_TOKENS = 2048
 the host takes to launch its ops one by one, and its activations would take memory that the KV
 cache has better use for."""
 
+ONE_BY_ONE = "mixed steps are launched op by op: %s"
+
 
 class MixedSteps:
     """Steps of a decoder on a cache.
@@ -59,27 +61,28 @@ class MixedSteps:
 
     def _record(self, block_sizes: Sequence[int]) -> None:
         self._is_recorded = True
-        recording = record(self.decoder, self.cache, block_sizes)
-        if recording is None:
+        found = record(self.decoder, self.cache, block_sizes)
+        if isinstance(found, str):
+            logger.info(ONE_BY_ONE, found)
             return
         try:
-            self.program = recording.load(self.capacity, self.decoder.embedding.device)
+            self.program = found.load(self.capacity, self.decoder.embedding.device)
         except torch.OutOfMemoryError as error:
-            logger.warning("mixed steps are launched op by op: %s", explain(error))
+            logger.warning(ONE_BY_ONE, explain(error))
 
 
 def record(decoder: LanguageModel, cache: KVCache, block_sizes: Sequence[int]) -> Any:
-    """What its steps launch, as ``ops.record_launches`` has it; None where that is no program."""
+    """What its steps launch, as ``ops.record_launches`` has it, or why that is no program."""
 
     def run(inputs: Sequence[ModelInputs]) -> Tensor:
         return decoder.record(inputs, cache)
 
     try:
-        return decoder.ops.record_launches(run, block_sizes)
+        found = decoder.ops.record_launches(run, block_sizes)
     # Layers may do anything with what stands for tensors; they run as they are then.
     except Exception as reason:
-        logger.info("mixed steps are launched op by op: %s", explain(reason))
-        return None
+        return explain(reason)
+    return found or f"the op set {decoder.ops.name!r} has no programs of launches"
 
 
 def program_bytes(
@@ -93,7 +96,5 @@ def program_bytes(
     decoder.set_max_positions(1)
     weight = decoder.embedding
     cache = KVCache(groups, 1, weight.dtype, weight.device, states)
-    recording = record(decoder, cache, [group.spec.block_size for group in groups])
-    if recording is None:
-        return 0
-    return recording.num_bytes(min(max_tokens, PROGRAM_TOKENS))
+    found = record(decoder, cache, [group.spec.block_size for group in groups])
+    return 0 if isinstance(found, str) else found.num_bytes(min(max_tokens, PROGRAM_TOKENS))

@@ -17,7 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asyncllm.gpu.ops.triton.launch_recorder import (
+from asyncllm.gpu.ops.triton.launcher import (
+    ALIGNMENT,
+    BoundKernel,
+    current_stream,
+    is_observed,
+)
+from asyncllm.gpu.ops.triton.recording import (
     Fixed,
     Input,
     Operand,
@@ -27,12 +33,6 @@ from asyncllm.gpu.ops.triton.launch_recorder import (
     Recording,
     Size,
     View,
-)
-from asyncllm.gpu.ops.triton.launcher import (
-    ALIGNMENT,
-    BoundKernel,
-    current_stream,
-    is_observed,
 )
 
 WANTED_INPUT = 2

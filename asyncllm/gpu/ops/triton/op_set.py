@@ -20,8 +20,9 @@ from asyncllm.gpu.ops.triton.decode_inputs import decode_inputs
 from asyncllm.gpu.ops.triton.experts import TritonExperts
 from asyncllm.gpu.ops.triton.gated_delta import TritonGatedDelta
 from asyncllm.gpu.ops.triton.gated_norm import TritonGatedNorm
-from asyncllm.gpu.ops.triton.launch_recorder import Recording, record
+from asyncllm.gpu.ops.triton.launch_recorder import record
 from asyncllm.gpu.ops.triton.norm import TritonRMSNorm
+from asyncllm.gpu.ops.triton.recording import Recording
 from asyncllm.gpu.ops.triton.rope_cache import TritonRope, TritonRopeAndCache
 from asyncllm.gpu.ops.triton.sampling import sample
 from asyncllm.gpu.ops.triton.state_rows import TritonStateRows
