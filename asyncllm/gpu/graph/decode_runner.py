@@ -98,6 +98,8 @@ class DecodeRunner:
         self._mixed_logits: Tensor | None = None
         self.graphs = StepGraphs(self._decode, capturer, sizes)
         self.mixed = MixedSteps(decoder, cache, info.max_num_batched_tokens)
+        # Inputs without rows, by which tables are changed alone.
+        self._table_changes = self._inputs(0)
         # Of attention that has a form for skewed batches.
         self._skews = [
             partial(attention.is_skewed, max_len=info.max_model_len, window=kind.window)
@@ -142,8 +144,8 @@ class DecodeRunner:
     ) -> None:
         self._mixed_logits = host.prompt_hidden = None
         if inputs is not None:
-            for rows in self._inputs(0):
-                self.decoder.ops.decode_inputs(rows)
+            for changes in self._table_changes:
+                self.decoder.ops.decode_inputs(changes)
             self._insert_sampled(inputs[0])
             hidden = self.mixed.forward(inputs)
             if len(hidden) > num_rows:
@@ -214,7 +216,7 @@ class DecodeRunner:
             update.write(self.tables)
         for group, indices, values in host.overflow:
             changes = copy_to_device(indices, self.device), copy_to_device(values, self.device)
-            rows = replace(self._inputs(0)[group], table_changes=changes)
+            rows = replace(self._table_changes[group], table_changes=changes)
             self.decoder.ops.decode_inputs(rows)
 
     def _is_skewed(self, host: PinnedStepBuffer, num_rows: int) -> bool:
