@@ -135,16 +135,13 @@ def _create(
     dtype = decoder.embedding.dtype
     states = make_states(config, decoder, max_num_seqs)
     token_budget = largest_token_budget(config, model, mode, max_num_seqs)
-    reserve = graph_reserve(sizes, max_num_seqs, model.vocab_size, dtype.itemsize)
-    if device.type == "cuda":
-        reserve += program_bytes(decoder, groups, token_budget, states)
     available = available_cache_bytes(
         config,
         decoder,
         groups,
         states=states,
         free_at_start=free_at_start,
-        graph_reserve=reserve,
+        graph_reserve=graph_reserve(sizes, max_num_seqs, model.vocab_size, dtype.itemsize),
         token_budget=token_budget,
         max_num_seqs=max_num_seqs,
     )
@@ -453,6 +450,7 @@ def available_cache_bytes(
         largest = {"max_num_batched_tokens": token_budget, "max_num_seqs": max_num_seqs}
         reserve = recorded_bytes(decoder, groups, states=states, **largest)
         return cpu_cache_bytes(reserve + (states.num_bytes if states else 0))
+    program = program_bytes(decoder, groups, token_budget, states)
     context = model.max_position_embeddings
     longest = min(config.max_model_len or context, context)
     decoder.set_max_positions(longest)
@@ -468,7 +466,7 @@ def available_cache_bytes(
         profile_run=partial(
             profile, max_num_batched_tokens=token_budget, max_num_seqs=max_num_seqs
         ),
-        graph_reserve=graph_reserve,
+        graph_reserve=graph_reserve + program,
         least=min_cache_bytes(config, groups, weight.dtype, token_budget),
     )
 
