@@ -10,6 +10,7 @@ from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.config import EngineConfig
 from asyncllm.gpu.decoder_loading import model_bytes
 from asyncllm.gpu.execution_mode import ExecutionMode, graph_reserve
+from asyncllm.gpu.graph.mixed_steps import program_bytes
 from asyncllm.gpu.kv_cache import (
     KVCacheSize,
     KVGroup,
@@ -100,6 +101,7 @@ def available_cache_bytes(
         largest = {"max_num_batched_tokens": token_budget, "max_num_seqs": max_num_seqs}
         reserve = recorded_bytes(decoder, groups, states=states, **largest)
         return cpu_cache_bytes(reserve + (states.num_bytes if states else 0))
+    program = program_bytes(decoder, groups, token_budget, states)
     context = model.max_position_embeddings
     longest = min(config.max_model_len or context, context)
     decoder.set_max_positions(longest)
@@ -115,7 +117,7 @@ def available_cache_bytes(
         profile_run=partial(
             profile, max_num_batched_tokens=token_budget, max_num_seqs=max_num_seqs
         ),
-        graph_reserve=graph_reserve,
+        graph_reserve=graph_reserve + program,
         least=min_cache_bytes(config, groups, weight.dtype, token_budget),
     )
 

@@ -26,6 +26,7 @@ from asyncllm.core.batch import StepBatch
 from asyncllm.gpu.batch.input_batch import InputBatch
 from asyncllm.gpu.graph.decode_runner import DecodeRunner
 from asyncllm.gpu.ops.triton import launcher
+from asyncllm.gpu.ops.triton.launch_program import Attend, Launch, Step
 from asyncllm.gpu.ops.triton.launcher import BoundKernel, Launcher, launched
 from tests.hypothesis_settings import examples
 from tests.triton.test_warm_up import make_step
@@ -37,15 +38,19 @@ DEVICE, STREAM = 4343, 17
 class Driver:
     """A driver whose kernels do nothing, below Triton's own binder, look-up and launch.
 
+    Args:
+        nested: its launcher hands a kernel's arguments on in one tuple, as Triton's does from 3.7
+            on; else it has no function that it hands them to.
+
     Attributes:
         launches: kernel, what it was compiled for, grid, stream, and its arguments as the driver
             would get them.
         wrapped: how many of them came through the JIT.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, nested: bool) -> None:
         self.launches: list[tuple[Any, ...]] = []
-        self.wrapped = 0
+        self.wrapped, self.nested = 0, nested
 
     def compile(self, kernel: JITFunction, key: str) -> Any:
         given = sum(not param.is_constexpr for param in kernel.params)
@@ -62,15 +67,36 @@ class Driver:
             self.launches.append((name, function, (x, y, z), stream, plain))
 
         compiled = SimpleNamespace(
-            run=run, function=key, packed_metadata="packed", launch_metadata=lambda *_: None
+            run=NestedRun(run) if self.nested else run,
+            function=key,
+            packed_metadata="packed",
+            launch_metadata=lambda *_: None,
         )
         kernel.device_caches[DEVICE][0][key] = compiled
         return compiled
 
 
+class NestedRun:
+    """Hands on what ``run`` gets."""
+
+    global_scratch_size = profile_scratch_size = 0
+
+    def __init__(self, run: Any) -> None:
+        def launch(*handed: Any) -> None:
+            x, y, z, stream, function, cooperative, *hooks, scratch, args = handed
+            assert (cooperative, scratch) == (False, None)
+            run(x, y, z, stream, function, *hooks, *args)
+
+        self.launch = launch
+
+    def __call__(self, x: int, y: int, z: int, stream: int, function: str, *rest: Any) -> None:
+        hooks, args = rest[:4], rest[4:]
+        self.launch(x, y, z, stream, function, False, *hooks, None, args)
+
+
 @contextmanager
-def driving() -> Iterator[Driver]:
-    made, plain = Driver(), JITFunction.run
+def driving(*, nested: bool = True) -> Iterator[Driver]:
+    made, plain = Driver(nested=nested), JITFunction.run
     monkeypatch = pytest.MonkeyPatch()
 
     def run(self: JITFunction, *args: Any, **kwargs: Any) -> Any:
@@ -135,10 +161,12 @@ LAUNCHES = st.tuples(
 )
 
 
-@given(st.lists(LAUNCHES, min_size=4, max_size=12))
+@given(st.lists(LAUNCHES, min_size=4, max_size=12), st.booleans())
 @examples(60)
-def test_a_direct_launch_is_the_one_that_the_jit_makes(launches: list[tuple[Any, ...]]) -> None:
-    with driving() as made:
+def test_a_direct_launch_is_the_one_that_the_jit_makes(
+    launches: list[tuple[Any, ...]], nested: bool
+) -> None:
+    with driving(nested=nested) as made:
         for grid, *args, width, warps in launches * 2:
             toy_kernel[grid](*args, WIDTH=width, num_warps=warps)
             toy_kernel.kernel[grid](*args, WIDTH=width, num_warps=warps)
@@ -212,36 +240,85 @@ def mixed_step(step: DecodeRunner, decodes: int, prompt: int, prefix: int = 0) -
     step.run(host, decodes + 1, batch.prepare(given, CPU, step.block_tables))
 
 
-@pytest.mark.parametrize(("layers", "prefix"), [(28, 0), (3, 3000)])
+@pytest.mark.parametrize(
+    ("layers", "prefix", "nested"), [(28, 0, True), (3, 3000, True), (2, 3000, False)]
+)
 def test_launches_of_a_mixed_step(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch, layers: int, prefix: int
+    monkeypatch: pytest.MonkeyPatch, layers: int, prefix: int, nested: bool
 ) -> None:
     """63 decodes and 256 prompt tokens: one launch of each kernel a layer, none of them through the
     JIT once there was such a step, and each as the JIT would make it."""
-    step = make_step(4096, (), torch.bfloat16, num_layers=layers, sliding_layers=())
-    mixed_step(step, 63, 256, prefix)
-    driver.launches.clear()
-    driver.wrapped = 0
-    mixed_step(step, 63, 256, prefix)
-    assert driver.wrapped == 0
-    layer = {
-        "norm_kernel": 2, "rope_cache_kernel": 1, "decode_kernel": 1, "prefill_kernel": 1,
-        "gated_mul_kernel": 1,
-    }  # fmt: skip
-    layer |= {"merge_kernel": 1} if prefix else {}
-    expected = Counter({name: layers * count for name, count in layer.items()})
-    expected += Counter(["norm_kernel", "decode_inputs_kernel", "chunk_kernel", "choose_kernel"])
-    assert Counter(name for name, *_ in driver.launches) == expected
-    direct = BoundKernel.__call__
+    with driving(nested=nested) as driver:
+        step = make_step(4096, (), torch.bfloat16, num_layers=layers, sliding_layers=())
+        mixed_step(step, 63, 256, prefix)
+        driver.launches.clear()
+        driver.wrapped = 0
+        mixed_step(step, 63, 256, prefix)
+        assert driver.wrapped == 0
+        layer = {
+            "norm_kernel": 2, "rope_cache_kernel": 1, "decode_kernel": 1, "prefill_kernel": 1,
+            "gated_mul_kernel": 1,
+        }  # fmt: skip
+        layer |= {"merge_kernel": 1} if prefix else {}
+        expected = Counter({name: layers * count for name, count in layer.items()})
+        expected += Counter(
+            ["norm_kernel", "decode_inputs_kernel", "chunk_kernel", "choose_kernel"]
+        )
+        assert Counter(name for name, *_ in driver.launches) == expected
+        assert_as_the_jit_would(step, driver, monkeypatch, prefix)
+
+
+@pytest.mark.parametrize("prefix", [0, 3000])
+def test_launches_op_by_op(driver: Driver, monkeypatch: pytest.MonkeyPatch, prefix: int) -> None:
+    """Those of a step that is no program: a larger one, or of a model that cannot be one."""
+    step = make_step(4096, (), torch.bfloat16, num_layers=2, sliding_layers=())
+    step.mixed.capacity = 256
+    direct, launches = BoundKernel.__call__, 0
 
     def compared(self: BoundKernel, grid: tuple[int, ...], *args: Any) -> None:
+        nonlocal launches
         direct(self, grid, *args)
         self.launcher.kernel[grid](*args, **self.constants)
         assert driver.launches[-2] == driver.launches[-1]
+        launches += 1
 
+    mixed_step(step, 63, 256, prefix)
     monkeypatch.setattr(BoundKernel, "__call__", compared)
+    driver.wrapped = 0
     mixed_step(step, 62, 240, prefix)
-    assert driver.wrapped == expected.total()
+    assert driver.wrapped == launches == (2 * 6 + 4 if not prefix else 2 * 7 + 4)
+
+
+def assert_as_the_jit_would(
+    step: DecodeRunner, driver: Driver, monkeypatch: pytest.MonkeyPatch, prefix: int
+) -> None:
+    """Each op of the program launches what it does when the JIT looks at it."""
+    compared = 0
+
+    def through_the_jit(self: BoundKernel, grid: tuple[int, ...], *args: Any) -> None:
+        self.launcher.kernel[grid](*args, **self.constants)
+
+    def compare(op: Any, call: Any) -> Any:
+        def run(self: Any, now: Step) -> None:
+            nonlocal compared
+            first = len(driver.launches)
+            call(self, now)
+            direct = driver.launches[first:]
+            slow = Step(now.sizes, now.plans, now.inputs, direct=False)
+            with monkeypatch.context() as patch:
+                patch.setattr(BoundKernel, "__call__", through_the_jit)
+                call(self, slow)
+            assert driver.launches[first:] == direct * 2
+            compared += len(direct)
+
+        return run
+
+    for op in (Launch, Attend):
+        monkeypatch.setattr(op, "__call__", compare(op, op.__call__))
+    driver.wrapped = 0
+    mixed_step(step, 62, 240, prefix)
+    layers = step.decoder.model.num_layers
+    assert compared == driver.wrapped == layers * (7 if prefix else 6) + 1
 
 
 def test_numbers_of_a_launch(driver: Driver) -> None:

@@ -23,6 +23,7 @@ from asyncllm.gpu.batch.sampling_inputs import (
 from asyncllm.gpu.batch.step_buffers import PinnedStepBuffer, StepBuffer
 from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.graph.cuda_graphs import GraphCapturer, GraphKey, Part, StepGraphs
+from asyncllm.gpu.graph.mixed_steps import MixedSteps
 from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.models.language_model import LanguageModel
@@ -55,6 +56,7 @@ class DecodeRunner:
         logprobs: of the last step, by row; likewise.
         tables: lines of the rules and penalties; the sampler's.
         graphs: of the decode step.
+        mixed: the model's part of mixed steps.
     """
 
     def __init__(
@@ -95,6 +97,9 @@ class DecodeRunner:
         self._logits: Tensor | None = None
         self._mixed_logits: Tensor | None = None
         self.graphs = StepGraphs(self._decode, capturer, sizes)
+        self.mixed = MixedSteps(decoder, cache, info.max_num_batched_tokens)
+        # Inputs without rows, by which tables are changed alone.
+        self._table_changes = self._inputs(0)
         # Of attention that has a form for skewed batches.
         self._skews = [
             partial(attention.is_skewed, max_len=info.max_model_len, window=kind.window)
@@ -139,12 +144,13 @@ class DecodeRunner:
     ) -> None:
         self._mixed_logits = host.prompt_hidden = None
         if inputs is not None:
-            for rows in self._inputs(0):
-                self.decoder.ops.decode_inputs(rows)
+            for changes in self._table_changes:
+                self.decoder.ops.decode_inputs(changes)
             self._insert_sampled(inputs[0])
-            hidden = self.decoder.forward(inputs, self.cache)
+            hidden = self.mixed.forward(inputs)
             if len(hidden) > num_rows:
-                hidden, host.prompt_hidden = hidden[:num_rows], hidden[num_rows:]
+                # The next step writes there before these are looked at.
+                hidden, host.prompt_hidden = hidden[:num_rows], hidden[num_rows:].clone()
             self._mixed_logits = self.decoder.logits(hidden)
             return
         if self._logits is None:
@@ -210,7 +216,7 @@ class DecodeRunner:
             update.write(self.tables)
         for group, indices, values in host.overflow:
             changes = copy_to_device(indices, self.device), copy_to_device(values, self.device)
-            rows = replace(self._inputs(0)[group], table_changes=changes)
+            rows = replace(self._table_changes[group], table_changes=changes)
             self.decoder.ops.decode_inputs(rows)
 
     def _is_skewed(self, host: PinnedStepBuffer, num_rows: int) -> bool:

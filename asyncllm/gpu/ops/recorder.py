@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from asyncllm.gpu.ops.buffer_layout import Lifetime, lay_out
 from asyncllm.gpu.ops.program import DTYPES, Program
 from asyncllm.native import ARGS, OP_KINDS, Context, Op
 
@@ -210,28 +211,19 @@ class Recorder(TorchDispatchMode):
     # --- what comes of it --------------------------------------------------------------
 
     def layout(self, capacity: Sequence[int]) -> tuple[dict[int, int], int]:
-        """Where activations lie: by the buffer's id its first byte, and the bytes of all.
-
-        A buffer takes the lowest place that is free while it is in use.
-        """
+        """Where activations lie: by the buffer's id its first byte, and the bytes of all."""
         kept = {id(buffer) for buffer, *_ in self._results}
-        end = len(self._ops)
-        taken: list[tuple[int, int, int]] = []  # first and end byte, last op
-        found: dict[int, int] = {}
-        total = 0
         own = [buffer for buffer in self._buffers if buffer.array is None]
-        for buffer in sorted(own, key=lambda each: each.first):
-            need = -(-max(1, capacity[buffer.size]) * buffer.row_bytes // ALIGNMENT) * ALIGNMENT
-            taken = sorted(place for place in taken if place[2] >= buffer.first)
-            at = 0
-            for first_byte, end_byte, _ in taken:
-                if at + need <= first_byte:
-                    break
-                at = max(at, end_byte)
-            found[id(buffer)] = at
-            taken.append((at, at + need, end if id(buffer) in kept else buffer.last))
-            total = max(total, at + need)
-        return found, total
+        lifetimes = [
+            Lifetime(
+                max(1, capacity[buffer.size]) * buffer.row_bytes,
+                buffer.first,
+                len(self._ops) if id(buffer) in kept else buffer.last,
+            )
+            for buffer in own
+        ]
+        starts, total = lay_out(lifetimes, ALIGNMENT)
+        return dict(zip(map(id, own), starts, strict=True)), total
 
     def finish(self, capacity: Sequence[int]) -> Program:
         """The program, over buffers of so many rows of each Size.

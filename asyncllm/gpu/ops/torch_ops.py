@@ -6,7 +6,7 @@ with as few torch calls as it takes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -213,6 +213,17 @@ class TorchOps:
 
     def recorder(self) -> Recorder | None:
         """Recorder of a step as a program of the op set's own; None where it has none."""
+        return None
+
+    def record_launches(
+        self, run: Callable[[Sequence[ModelInputs]], Tensor], block_sizes: Sequence[int]
+    ) -> Any:
+        """A step's launches as ``launch_recorder.record`` takes them down; None where the op set
+        has no programs of them.
+
+        Raises:
+            Unrecordable: the step does something that such a program cannot.
+        """
         return None
 
     def linear(self, weights: LinearWeights) -> Linear:

@@ -202,10 +202,16 @@ class DecodeAttention:
 
     def __call__(self, q: Tensor, cache: Tensor, out: Tensor, sinks: Tensor | None) -> None:
         """Attention of the first rows of ``q [T, Hq, D]`` into those of ``out``."""
+        for kernel, grid, args in self.launches(q, cache, out, sinks):
+            kernel(grid, *args)
+
+    def launches(
+        self, q: Tensor, cache: Tensor, out: Tensor, sinks: Tensor | None
+    ) -> list[tuple[Any, tuple[int, int, int], tuple[Any, ...]]]:
+        """Kernels, grids and arguments of the same."""
         partials = self._partials
         out_strides = out.stride()[:2]
-        self._kernel(
-            self._grid,
+        args = (
             out,
             *((out, out, out) if partials is None else partials.tensors),
             q,
@@ -218,8 +224,10 @@ class DecodeAttention:
             *cache.stride(),
             self._stride_table,
         )
+        launches = [(self._kernel, self._grid, args)]
         if partials is not None:
-            partials.merge(out, self._numbers[0], out_strides)
+            launches.append(partials.merge(out, self._numbers[0], out_strides))
+        return launches
 
 
 def decode_attention(

@@ -3,16 +3,23 @@
 That wrapper classifies every argument of every launch anew, about 15 µs of Python, and a mixed step
 has some 150 launches. An engine's launches differ in few ways, so their compiled kernels are kept
 by all that the wrapper classifies, and found with one look-up.
+
+On stand-ins, which are meta tensors, a launch is written into the recorder that is active (see
+``launch_recorder``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import dataclass
 from functools import reduce
 from operator import attrgetter, itemgetter, or_
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -85,15 +92,76 @@ class Launcher:
         return count
 
     def is_rare(self, numbers: tuple[Any, ...]) -> bool:
-        runtime = knobs.runtime
-        enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-        # Chains, empty ones as a rule.
         return bool(
-            (enter is not None and getattr(enter, "calls", True))
-            or (leave is not None and getattr(leave, "calls", True))
+            is_observed()
             or self.kernel.pre_run_hooks
             or max(self.varied(numbers), default=0) >= INT32
         )
+
+
+def is_observed() -> bool:
+    """Whether a profiler's hooks look at launches."""
+    runtime = knobs.runtime
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    # Chains, empty ones as a rule.
+    return bool(
+        (enter is not None and getattr(enter, "calls", True))
+        or (leave is not None and getattr(leave, "calls", True))
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A compiled kernel and its launch: ``launch(x, y, z, stream, *form.rest(arguments))``.
+
+    Attributes:
+        head: what comes between the stream and the kernel's arguments.
+        nested: the arguments are one tuple.
+    """
+
+    launch: Callable[..., None]
+    head: tuple[Any, ...]
+    nested: bool
+
+    @classmethod
+    def of(cls, compiled: Any, arguments: tuple[Any, ...]) -> Form:
+        """Triton's launcher hands the arguments on to a function in C, with things that are the
+        same in each launch. What it hands on is noted once, so that later launches call the
+        function at once; its own call stays where it is not of that kind, or takes scratch memory
+        for each launch.
+
+        Args:
+            arguments: of a launch; the kernel is not launched.
+        """
+        run = compiled.run
+        head = compiled.function, compiled.packed_metadata, None, None, None
+        plain = cls(run, head, nested=False)
+        launch = getattr(run, "launch", None)
+        scratch = [getattr(run, f"{name}_scratch_size", 1) for name in ("global", "profile")]
+        if launch is None or any(scratch):
+            return plain
+        given: list[tuple[Any, ...]] = []
+        twin = copy(run)
+        twin.launch = lambda *handed: given.append(handed)
+        place = 1, 2, 3, 4
+        twin(*place, *head, *arguments)
+        if len(given) != 1 or given[0][:4] != place:
+            return plain
+        rest, count = given[0][4:], len(arguments)
+        if _same(rest[-1], arguments):
+            return cls(launch, rest[:-1], nested=True)
+        if _same(rest[-count:], arguments):
+            return cls(launch, rest[:-count], nested=False)
+        return plain
+
+    def rest(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (*self.head, arguments) if self.nested else (*self.head, *arguments)
+
+
+def _same(found: object, expected: tuple[Any, ...]) -> bool:
+    if not isinstance(found, tuple) or len(found) != len(expected):
+        return False
+    return all(one is other for one, other in zip(found, expected, strict=True))
 
 
 class BoundKernel:
@@ -103,7 +171,7 @@ class BoundKernel:
 
     def __init__(self, launcher: Launcher, constants: dict[str, Any]) -> None:
         self.launcher, self.constants = launcher, constants
-        self._forms: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+        self._forms: dict[tuple[Any, ...], Form] = {}
 
     def __call__(self, grid: tuple[int, ...], *args: Any) -> None:
         launcher = self.launcher
@@ -111,31 +179,103 @@ class BoundKernel:
         if count is None:
             count = launcher.take_in(args)
         tensors, numbers = args[:count], args[count:]
-        addresses = tuple(map(_address, tensors))
-        device = tensors[0].get_device()
-        key = (device, *map(_dtype, tensors), *launcher.kept(numbers))
+        if tensors[0].is_meta:
+            record_launch(self, grid, tensors, numbers)
+            return
+        key, arguments, usual = self._classified(tensors, numbers)
         form = self._forms.get(key)
-        usual = not (reduce(or_, launcher.aligned(addresses)) % ALIGNMENT) and not (
-            launcher.is_rare(numbers)
-        )
         if form is None or not usual:
             compiled = launcher.kernel[grid](*args, **self.constants)
             # None where a hook of the JIT has kept it from compiling.
             if usual and compiled is not None:
-                self._keep(key, compiled)
+                self._keep(key, Form.of(compiled, arguments))
             return
-        run, function, metadata = form
         x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
-        active: Any = driver.active
-        stream = active.get_current_stream(device)
-        # Constants are part of the compiled kernel.
-        run(x, y, z, stream, function, metadata, None, None, None,
-            *addresses, *numbers, *launcher.unused)  # fmt: skip
+        form.launch(x, y, z, current_stream(key[0]), *form.rest(arguments))
 
-    def _keep(self, key: tuple[Any, ...], compiled: Any) -> None:
+    def ready(self, *args: Any) -> tuple[Form, tuple[Any, ...]] | None:
+        """The form that a launch with these arguments takes, and what the driver gets of them; None
+        where it takes the path of the JIT."""
+        count = self.launcher.num_tensors
+        if count is None:
+            return None
+        key, arguments, usual = self._classified(args[:count], args[count:])
+        form = self._forms.get(key)
+        return (form, arguments) if form is not None and usual else None
+
+    def _classified(
+        self, tensors: tuple[Any, ...], numbers: tuple[Any, ...]
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...], bool]:
+        """What a form is kept by, from the device on, the arguments of its launch, and whether they
+        are usual."""
+        launcher = self.launcher
+        addresses = tuple(map(_address, tensors))
+        key = (tensors[0].get_device(), *map(_dtype, tensors), *launcher.kept(numbers))
+        usual = not (reduce(or_, launcher.aligned(addresses)) % ALIGNMENT) and not (
+            launcher.is_rare(numbers)
+        )
+        # Constants are part of the compiled kernel.
+        return key, (*addresses, *numbers, *launcher.unused), usual
+
+    def _keep(self, key: tuple[Any, ...], form: Form) -> None:
         if len(self._forms) >= MAX_FORMS:
             self._forms.clear()
-        self._forms[key] = compiled.run, compiled.function, compiled.packed_metadata
+        self._forms[key] = form
+
+
+class Repeated:
+    """A launch that is made again with other addresses in the places of some of its tensors, which
+    are aligned alike.
+
+    Args:
+        args: of the launch that is repeated.
+        tensors: those of them, each of which may be at several places; None is none.
+        shifts: bytes of each behind the address that is given.
+    """
+
+    __slots__ = ("_arguments", "_launch", "_nested", "_places", "_rest")
+
+    def __init__(
+        self, ready: tuple[Form, tuple[Any, ...]], grid: tuple[int, int, int], args: Sequence[Any],
+        tensors: Sequence[Tensor | None], shifts: Sequence[int],
+    ) -> None:  # fmt: skip
+        form, arguments = ready
+        self._launch, self._nested, self._arguments = form.launch, form.nested, list(arguments)
+        self._rest = *grid, current_stream(args[0].get_device()), *form.head
+        self._places = [
+            (place, index, shifts[index])
+            for index, tensor in enumerate(tensors)
+            for place, arg in enumerate(args)
+            if tensor is not None and arg is tensor
+        ]
+
+    def __call__(self, addresses: Sequence[int]) -> None:
+        arguments = self._arguments
+        for place, index, shift in self._places:
+            arguments[place] = addresses[index] + shift
+        if self._nested:
+            self._launch(*self._rest, tuple(arguments))
+        else:
+            self._launch(*self._rest, *arguments)
+
+
+def current_stream(device: int) -> int:
+    active: Any = driver.active
+    return active.get_current_stream(device)
+
+
+def record_launch(
+    bound: Any, grid: tuple[int, ...], tensors: tuple[Any, ...], numbers: tuple[Any, ...]
+) -> None:
+    """Has a launch on stand-ins taken down.
+
+    Raises:
+        TypeError: meta tensors that are no recorder's.
+    """
+    recorder: Any = _get_current_dispatch_mode()
+    if not hasattr(recorder, "launch"):
+        raise TypeError("a launch on meta tensors: expected a recorder to be active")
+    recorder.launch(bound, grid, tensors, numbers)
 
 
 class InterpretedKernel:
@@ -145,10 +285,28 @@ class InterpretedKernel:
         self.kernel = kernel
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return self.kernel[grid]
+        return lambda *args, **constants: self.bind(**constants)(grid, *args)
 
-    def bind(self, **constants: Any) -> Callable[..., None]:
-        return lambda grid, *args: self.kernel[grid](*args, **constants)
+    def bind(self, **constants: Any) -> InterpretedLaunch:
+        return InterpretedLaunch(self.kernel, constants)
+
+
+@dataclass(frozen=True, slots=True)
+class InterpretedLaunch:
+    """A kernel that is interpreted, with its constants."""
+
+    kernel: Any
+    constants: dict[str, Any]
+
+    def __call__(self, grid: tuple[int, ...], *args: Any) -> None:
+        if not args[0].is_meta:
+            self.kernel[grid](*args, **self.constants)
+            return
+        count = sum(isinstance(arg, Tensor) for arg in args)
+        record_launch(self, grid, args[:count], args[count:])
+
+    def ready(self, *_args: Any) -> None:
+        """It has no compiled form."""
 
 
 def launched(kernel: Any) -> Any:

@@ -11,6 +11,8 @@ one a single one; and the tiles of a prefill in equally many splits.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -171,7 +173,10 @@ class Partials:
             num_warps=4,
         )
 
-    def merge(self, out: Tensor, rows: int, strides: tuple[int, ...]) -> None:
-        """Writes the first rows of ``out [T, Hq, D]``, whose strides these are."""
-        grid = (rows, self._num_heads, 1)
-        self._kernel(grid, out, *self.tensors, self._seq_lens, *self._numbers, *strides)
+    def merge(
+        self, out: Tensor, rows: int, strides: tuple[int, ...]
+    ) -> tuple[Any, tuple[int, int, int], tuple[Any, ...]]:
+        """The kernel, grid and arguments that write the first rows of ``out [T, Hq, D]``, whose
+        strides these are."""
+        args = out, *self.tensors, self._seq_lens, *self._numbers, *strides
+        return self._kernel, (rows, self._num_heads, 1), args

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from torch import Tensor
 
 from asyncllm.checkpoint.experts_config import ActivationConfig
@@ -18,7 +20,9 @@ from asyncllm.gpu.ops.triton.decode_inputs import decode_inputs
 from asyncllm.gpu.ops.triton.experts import TritonExperts
 from asyncllm.gpu.ops.triton.gated_delta import TritonGatedDelta
 from asyncllm.gpu.ops.triton.gated_norm import TritonGatedNorm
+from asyncllm.gpu.ops.triton.launch_recorder import record
 from asyncllm.gpu.ops.triton.norm import TritonRMSNorm
+from asyncllm.gpu.ops.triton.recording import Recording
 from asyncllm.gpu.ops.triton.rope_cache import TritonRope, TritonRopeAndCache
 from asyncllm.gpu.ops.triton.sampling import sample
 from asyncllm.gpu.ops.triton.state_rows import TritonStateRows
@@ -37,6 +41,11 @@ class TritonOps(TorchOps):
     softcap = staticmethod(softcap)
     decode_inputs = staticmethod(decode_inputs)
     sample = staticmethod(sample)
+
+    def record_launches(
+        self, run: Callable[[Sequence[ModelInputs]], Tensor], block_sizes: Sequence[int]
+    ) -> Recording:
+        return record(run, block_sizes)
 
     def make_experts(self, weights: ExpertsWeights, config: ActivationConfig) -> TritonExperts:
         return TritonExperts(weights, config)

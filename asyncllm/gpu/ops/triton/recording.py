@@ -1,0 +1,158 @@
+"""Recording: what a step launches, as a LaunchRecorder took it down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from asyncllm.gpu.ops.buffer_layout import Lifetime, lay_out
+
+if TYPE_CHECKING:
+    from asyncllm.gpu.ops.triton.launch_program import LaunchProgram
+
+BUFFER_ALIGNMENT = 512
+"""Bytes; that of torch's allocator, so that products take the same kernels."""
+
+
+class Size(IntEnum):
+    """First dimensions that a step decides: its tokens, and those whose hidden states are wanted
+    behind the last layer."""
+
+    TOKENS = 0
+    WANTED = 1
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Rows of a buffer, at an offset in elements.
+
+    Attributes:
+        tail, strides: its shape behind the rows, and its strides, in elements.
+    """
+
+    buffer: int
+    size: Size
+    offset: int
+    tail: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """One of the step's inputs, by the order in which they were given."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fixed:
+    """What is the same in every step: a weight, a cache, a number."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Fixed) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def _key(self) -> tuple[Any, ...]:
+        value = self.value
+        if not isinstance(value, Tensor):
+            return type(value), value
+        shape, strides = tuple(value.shape), value.stride()
+        return value.data_ptr(), value.dtype, value.device, shape, strides
+
+
+Operand = View | Input | Fixed
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedLaunch:
+    """A launch over the rows of ``size``, with the rest of its grid, y and z."""
+
+    bound: Any
+    size: Size
+    grid: tuple[int, int]
+    operands: tuple[Operand, ...]
+    numbers: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedCall:
+    """``function(*operands, out=out)`` of torch."""
+
+    function: Callable[..., Any]
+    size: Size
+    operands: tuple[Operand, ...]
+    out: View
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedAttention:
+    """Attention of a layer by the step's plan of that index; ``sinks`` may be None."""
+
+    attention: Any
+    plan: int
+    q: View
+    cache: Fixed
+    out: View
+    sinks: Fixed
+
+    @property
+    def size(self) -> Size:
+        return self.out.size
+
+
+RecordedOp = RecordedLaunch | RecordedCall | RecordedAttention
+
+
+@dataclass(slots=True)
+class Buffer:
+    """An activation ``[rows, ...]``, and the ops between which it is in use."""
+
+    size: Size
+    row_bytes: int
+    first: int
+    last: int
+
+
+@dataclass(eq=False)
+class Recording:
+    """What a recorder took down.
+
+    Attributes:
+        result: the view that was kept.
+    """
+
+    ops: list[RecordedOp] = field(default_factory=list)
+    buffers: list[Buffer] = field(default_factory=list)
+    num_inputs: int = 0
+    result: View | None = None
+
+    def layout(self, capacity: int) -> tuple[list[int], int]:
+        """The first byte of each buffer in a step of so many tokens, and the bytes of all."""
+        lifetimes = [
+            Lifetime(capacity * buffer.row_bytes, buffer.first, buffer.last)
+            for buffer in self.buffers
+        ]
+        return lay_out(lifetimes, BUFFER_ALIGNMENT)
+
+    def num_bytes(self, capacity: int) -> int:
+        """Of the activations."""
+        return self.layout(capacity)[1]
+
+    def load(self, capacity: int, device: torch.device) -> LaunchProgram:
+        """The program of steps of at most so many tokens, with its memory."""
+        from asyncllm.gpu.ops.triton.launch_program import LaunchProgram
+
+        return LaunchProgram(self, capacity, device)
+
+    def agrees(self, other: Recording) -> bool:
+        return (self.ops, self.buffers, self.result) == (other.ops, other.buffers, other.result)
