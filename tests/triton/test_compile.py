@@ -34,17 +34,31 @@ RESOURCES = {
     ("merge-shares", 80): (40, 2_048, 12),
     ("prefill-head128", 80): (216, 66_048, 1),
     ("prefill-splits-head128", 80): (255, 66_048, 1),
+    ("decode-head512", 80): (209, 82_944, 2),
+    ("decode-shares-head512", 80): (212, 82_944, 2),
+    ("merge-head512", 80): (40, 0, 12),
+    ("prefill-head512", 80): (228, 102_400, 1),
+    ("prefill-splits-head512", 80): (255, 102_400, 1),
     ("sample-choose-fp32", 80): (110, 8_192, 4),
     ("decode-head128", 89): (119, 39_424, 2),
     ("decode-shares", 89): (119, 39_424, 2),
     ("merge-shares", 89): (40, 2_048, 12),
     ("prefill-head128", 89): (199, 49_408, 1),
     ("prefill-splits-head128", 89): (219, 65_536, 1),
+    ("decode-head512", 89): (231, 83_200, 1),
+    ("decode-shares-head512", 89): (222, 83_200, 1),
+    ("prefill-head512", 89): (144, 100_352, 1),
+    ("prefill-splits-head512", 89): (182, 100_352, 1),
     ("decode-head128", 90): (118, 39_424, 4),
     ("decode-shares", 90): (120, 39_424, 4),
     ("merge-shares", 90): (32, 2_048, 16),
     ("prefill-head128", 90): (182, 98_816, 1),
     ("prefill-splits-head128", 90): (167, 98_816, 1),
+    ("decode-head512", 90): (215, 83_200, 2),
+    ("decode-shares-head512", 90): (226, 83_200, 2),
+    ("merge-head512", 90): (40, 0, 12),
+    ("prefill-head512", 90): (252, 196_608, 1),
+    ("prefill-splits-head512", 90): (254, 196_608, 1),
     ("sample-choose-fp32", 90): (111, 8_192, 4),
 }
 """Registers per thread, bytes of shared memory and programs per multiprocessor of the kernels that
@@ -62,19 +76,21 @@ def programs_per_sm(build: Build, warps: int, capability: int) -> int:
 def test_the_table_has_the_places_that_splits_are_chosen_for() -> None:
     for (name, capability), (*_, programs) in RESOURCES.items():
         if name.startswith("decode"):
-            assert programs == decode_programs(capability)
+            head_dim = 512 if name.endswith("head512") else 128
+            assert programs == decode_programs(capability, head_dim)
         if name.startswith("prefill"):
             assert programs == 1
 
 
 def test_the_list_stays_short() -> None:
     names = [str(variant) for variant in variants()]
-    assert len(names) == len(set(names)) <= 145
+    assert len(names) == len(set(names)) <= 185
 
 
 def marked(variant: Variant) -> Any:
-    """sm_90 with every run, the other architectures when asked for."""
-    return pytest.param(variant, marks=() if variant.capability == 90 else pytest.mark.slow)
+    """sm_90 with every run, the other architectures and what is rare when asked for."""
+    often = variant.capability == 90 and not variant.rare
+    return pytest.param(variant, marks=() if often else pytest.mark.slow)
 
 
 @pytest.mark.parametrize("variant", [marked(variant) for variant in variants()], ids=str)

@@ -20,6 +20,7 @@ from asyncllm.gpu.ops.backend import CUDA, HALF, AttentionRequest, Constraints
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.triton.toolchain import check_triton
 from asyncllm.gpu.ops.triton.tuning import (
+    MAX_HEAD_DIM,
     SKEWED_TOKENS,
     decode_programs,
     decode_tiles,
@@ -89,7 +90,7 @@ class TritonAttention:
         device_types=CUDA,
         min_capability=(8, 0),
         dtypes=HALF | {torch.float32},
-        max_head_dim=256,
+        max_head_dim=MAX_HEAD_DIM,
         block_multiple=16,
         sinks=True,
     )
@@ -135,7 +136,7 @@ class TritonAttention:
         self.num_sms: int = num_sms or (
             torch.cuda.get_device_properties(device).multi_processor_count
         )
-        self.per_sm = decode_programs(capability)
+        self.per_sm = decode_programs(capability, shape.head_dim)
         self.decode_tiles = decode_tiles(capability, shape.head_dim, dtype.itemsize)
         self.prefill_tiles = prefill_tiles(capability, shape.head_dim, dtype.itemsize)
 
