@@ -142,8 +142,6 @@ def test_heads_of_512_have_a_plan_of_their_own() -> None:
     for capability in (80, 89, 90, 100):
         assert decode_tiles(capability, 512) in wide.decode_tiles
         assert prefill_tiles(capability, 512) in wide.prefill_tiles
-    # No program has fewer rows than a group of queries.
-    assert min(tiles.rows for tiles in wide.prefill_tiles) >= 32 // 4
 
 
 def test_a_lost_device_ends_the_sweep(monkeypatch) -> None:

@@ -44,8 +44,8 @@ WIDE_DECODE_TILES = [
     for keys, warps, stages in itertools.product((32, 64), (4, 8), (1, 2, 3))
 ]
 WIDE_PREFILL_TILES = [
-    Tiles(rows, keys, 8, stages)
-    for rows, keys, stages in itertools.product((64, 32, 16), (32, 64), (1, 2))
+    Tiles(*shape, 8, stages)
+    for shape, stages in itertools.product(((64, 32), (64, 16), (32, 64), (32, 32)), (1, 2, 3))
 ]
 COMPILE_SECONDS = 150.0
 POINT_SECONDS = 3.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ KINDS = [
     SamplingParams(temperature=0.8, min_p=0.05, seed=6, logprobs=1),
 ]
 MODELS = {"Qwen 3": small_model(), "Gemma 4": replace(small_model(), **wide_fields(2))}
-SETTINGS = {"block_size": 16, "num_blocks": 30, "max_len": 96, "max_num_seqs": 5}
+SETTINGS: dict[str, Any] = {"block_size": 16, "num_blocks": 30, "max_len": 96, "max_num_seqs": 5}
 
 
 def triton_decoder(model: ModelConfig) -> Decoder:
