@@ -229,6 +229,7 @@ assert not loaded, loaded
 # --- refusals ------------------------------------------------------------------------------
 
 WIDE = replace(SHAPE, head_dim=288)
+WIDEST = replace(SHAPE, head_dim=514)
 ODD = replace(SHAPE, head_dim=68)
 CAPPED = replace(SHAPE, softcap=30.0)
 
@@ -239,7 +240,7 @@ CAPPED = replace(SHAPE, softcap=30.0)
         ("triton", {"device": torch.device("cpu")}, (9, 0), "takes device cuda, and this is cpu"),
         ("triton", {}, (7, 5), "takes compute capability from 8.0, and this is 7.5"),
         ("triton", {"dtype": torch.float64}, (9, 0), "float16 or float32, and this is float64"),
-        ("triton", {"shape": WIDE}, (9, 0), "takes head size at most 256, and this is 288"),
+        ("triton", {"shape": WIDEST}, (9, 0), "takes head size at most 512, and this is 514"),
         ("flash_attn", {"device": torch.device("xpu")}, None, "device cuda, and this is xpu"),
         ("flash_attn", {}, (7, 5), "takes compute capability from 8.0, and this is 7.5"),
         (
@@ -319,6 +320,17 @@ def test_a_group_that_does_not_fit_into_a_tile_of_triton(hopper, dtype, most):
     assert make_attention("triton", fits)[0].name == "triton"
     larger = replace(fits, shape=replace(SHAPE, num_heads=2 * (most + 1)))
     with pytest.raises(InvalidRequestError, match=f"at most {most} query heads.*is {most + 1}"):
+        make_attention("triton", larger)
+
+
+def test_heads_of_512_fit_and_larger_ones_name_the_limit(hopper):
+    pytest.importorskip("triton")
+    shape = replace(SHAPE, num_heads=16, num_kv_heads=2, head_dim=512)
+    attention, _ = make_attention("auto", replace(GPU, dtype=torch.bfloat16, shape=shape))
+    assert isinstance(attention, TritonAttention)
+    assert (attention.decode_tiles.rows, attention.prefill_tiles.rows) == (16, 64)
+    larger = replace(GPU, dtype=torch.float32, shape=replace(shape, num_heads=34))
+    with pytest.raises(InvalidRequestError, match=r"at most 16 query heads.*is 17"):
         make_attention("triton", larger)
 
 

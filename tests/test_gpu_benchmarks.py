@@ -414,10 +414,10 @@ def test_attention_cases_cover_every_combination():
     for kind in ("decode", "prefill"):
         cases = kernels.attention_cases(kind)
         found = [(case.group, case.head_dim, case.dtype, case.block_size) for case in cases]
-        assert len(found) == len(set(found)) == 6 * 4 * 2 * 2
-        first = {(case.group, case.head_dim) for case in cases[:24]}
-        assert len(first) == 24
-        for values in zip(*found[:24], strict=True):
+        assert len(found) == len(set(found)) == 6 * 5 * 2 * 2
+        first = {(case.group, case.head_dim) for case in cases[:30]}
+        assert len(first) == 30
+        for values in zip(*found[:30], strict=True):
             assert len(set(values)) > 1
         assert {case.splits for case in cases} == ({1, 5} if kind == "decode" else {1})
 

@@ -16,11 +16,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from asyncllm.gpu.ops.triton.tuning import Tiles
+from asyncllm.gpu.ops.triton.tuning import Tiles, decode_tiles, prefill_tiles
 from benchmarks.gpu import tune
 from benchmarks.gpu.paged_inputs import make_inputs, shaped_inputs
 from benchmarks.gpu.shapes import AttentionLoad
-from benchmarks.gpu.tune import Sweep, TunePlan
+from benchmarks.gpu.tune import Sweep, TunePlan, wide_plan
 from benchmarks.gpu.tune_compile import Compiled, CompileJob, TunedAttention, compile_all
 from tests.gpu_stand_ins import HostClock, figures, make_stage
 from tests.triton.paged import assert_close, attend, plain_attention
@@ -130,6 +130,18 @@ def test_a_sweep_finds_the_best_and_writes_tables(monkeypatch, tmp_path: Path) -
     values = figures(stage)
     assert values["launches that compile"] == 3 * 2 + 2
     assert values["decode splits, decode 3 × 64, one of 600"] == 0.25
+
+
+def test_heads_of_512_have_a_plan_of_their_own() -> None:
+    plain, wide = TunePlan(), wide_plan()
+    wide_loads = [*wide.decodes, *wide.prefills]
+    names = [load.name for load in (*plain.decodes, *plain.prefills, *wide_loads)]
+    assert len(set(names)) == len(names)
+    assert {(load.heads, load.kv_heads, load.head_dim) for load in wide_loads} == {(32, 4, 512)}
+    assert plain.tables != wide.tables
+    for capability in (80, 89, 90, 100):
+        assert decode_tiles(capability, 512) in wide.decode_tiles
+        assert prefill_tiles(capability, 512) in wide.prefill_tiles
 
 
 def test_a_lost_device_ends_the_sweep(monkeypatch) -> None:

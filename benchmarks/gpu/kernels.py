@@ -23,12 +23,19 @@ from asyncllm.gpu.ops.triton import (
 from benchmarks.gpu.goals import Goal
 from benchmarks.gpu.stage import Stage
 from tests.triton import checks
-from tests.triton.cases import DECODE, LONG_DECODE, LONG_PREFILL, PREFILL
+from tests.triton.cases import (
+    DECODE,
+    LONG_DECODE,
+    LONG_PREFILL,
+    PREFILL,
+    WIDE_DECODE,
+    WIDE_PREFILL,
+)
 from tests.triton.decoder_steps import run_steps
 from tests.triton.paged import AttentionCase
 
 GROUPS = (1, 4, 5, 7, 8, 16)
-HEADS = (64, 80, 128, 256)
+HEADS = (64, 80, 128, 256, 512)
 DTYPES = (torch.bfloat16, torch.float16)
 BLOCK_SIZES = (16, 256)
 CASE_SECONDS = 8.0
@@ -72,8 +79,8 @@ def attention_cases(kind: str) -> list[AttentionCase]:
 
 def attention_families(device: str, capability: int) -> Iterable[Family]:
     for kind, module, check, special in (
-        ("decode", decode_attention, checks.check_decode, DECODE + LONG_DECODE),
-        ("prefill", prefill_attention, checks.check_prefill, PREFILL + LONG_PREFILL),
+        ("decode", decode_attention, checks.check_decode, DECODE + WIDE_DECODE + LONG_DECODE),
+        ("prefill", prefill_attention, checks.check_prefill, PREFILL + WIDE_PREFILL + LONG_PREFILL),
     ):
         for name, cases in (
             (f"{kind} attention, special cases and up to 32k tokens", special),
@@ -150,7 +157,7 @@ def experts_family(device: str) -> Family:
 
 def rope_family(device: str) -> Family:
     family = Family("rotation and cache write")
-    heads = ((16, 8, 128), (5, 1, 80), (32, 8, 64))
+    heads = ((16, 8, 128), (5, 1, 80), (32, 8, 64), (16, 2, 512))
     layouts = ("layers", "blocks", "heads", "dims")
     for (q, kv, dim), layout, with_norm, dtype in itertools.product(
         heads, layouts, (False, True), DTYPES

@@ -133,12 +133,13 @@ class AttentionLoad:
 
     @property
     def name(self) -> str:
-        """For tables."""
+        """For tables; it has the head size above 128."""
+        wide = f", heads of {self.head_dim}" if self.head_dim > 128 else ""
         if self.queries > 1:
             batch = f"{self.batch} × " if self.batch > 1 else ""
-            return f"prefill {batch}{self.queries} after {self.prefix}"
+            return f"prefill {batch}{self.queries} after {self.prefix}{wide}"
         skewed = f", one of {self.longest}" if self.longest else ""
-        return f"decode {self.batch} × {self.kv_len}{skewed}"
+        return f"decode {self.batch} × {self.kv_len}{skewed}{wide}"
 
     @property
     def kv_len(self) -> int:

@@ -50,7 +50,7 @@ def tasks() -> list[Task]:
         Task(f"kernels: {name}", "kernel", 25, {"name": name})
         for name in (
             "attention", "windows", "sinks", "experts", "sampler", "step state", "norms",
-            "activation", "rotation and cache write", "soft caps", "float32",
+            "activation", "rotation and cache write", "soft caps", "float32", "heads of 512",
             "a decoder of two KV groups",
         )
     ]  # fmt: skip

@@ -18,6 +18,7 @@ ATTENTION = {
     "sinks": ("sinks-splits", "sinks-window"),
     "soft caps": ("softcap-splits", "softcap"),
     "float32": ("float32", "float32"),
+    "heads of 512": ("head512-splits", "head512"),
 }
 """A case of decode and one of prefill attention each."""
 

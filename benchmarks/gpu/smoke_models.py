@@ -63,5 +63,27 @@ MODELS: dict[str, dict[str, Any]] = {
         sliding_window=24,
         layer_types=["sliding_attention"] * 4 + ["full_attention"],
     ),
+    # Heads of 512 in full layers, a norm of values, and last layers that read another's KV.
+    "wide heads": _model(
+        "Gemma4ForCausalLM",
+        "gemma4_text",
+        hidden_activation="gelu_pytorch_tanh",
+        num_hidden_layers=4,
+        num_kv_shared_layers=2,
+        global_head_dim=512,
+        sliding_window=24,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": 1e6,
+                "partial_rotary_factor": 0.25,
+            },
+        },
+        hidden_size_per_layer_input=16,
+        vocab_size_per_layer_input=1024,
+        final_logit_softcapping=30.0,
+    ),
 }
 """By what they are there for."""

@@ -36,6 +36,17 @@ PREFILL_TILES = [
 ]
 SPLITS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
 PREFILLS = (AttentionLoad(1, 2048, 0), AttentionLoad(4, 256, 3840), AttentionLoad(1, 32, 32_736))
+
+WIDE: dict[str, Any] = {"kv_heads": 4, "head_dim": 512}
+"""Gemma 4 31B's full layers."""
+WIDE_DECODE_TILES = [
+    Tiles(16, keys, warps, stages)
+    for keys, warps, stages in itertools.product((32, 64), (4, 8), (1, 2, 3))
+]
+WIDE_PREFILL_TILES = [
+    Tiles(*shape, 8, stages)
+    for shape, stages in itertools.product(((64, 32), (64, 16), (32, 64), (32, 32)), (1, 2, 3))
+]
 COMPILE_SECONDS = 150.0
 POINT_SECONDS = 3.0
 
@@ -54,13 +65,28 @@ def decode_loads() -> list[AttentionLoad]:
 
 @dataclass(frozen=True, slots=True)
 class TunePlan:
-    """What is tried; tests make it small."""
+    """What is tried for heads of one size; tests make it small.
+
+    Attributes:
+        tables: what the file of its tables is called.
+    """
 
     decodes: Sequence[AttentionLoad] = field(default_factory=decode_loads)
     prefills: Sequence[AttentionLoad] = PREFILLS
     decode_tiles: Sequence[Tiles] = tuple(DECODE_TILES)
     prefill_tiles: Sequence[Tiles] = tuple(PREFILL_TILES)
     splits: Sequence[int] = SPLITS
+    tables: str = "tables"
+
+
+def wide_plan() -> TunePlan:
+    return TunePlan(
+        [AttentionLoad(batch, 1, 8191, **WIDE) for batch in (64, 8, 1)],
+        [AttentionLoad(1, 2048, 0, **WIDE), AttentionLoad(1, 32, 32_736, **WIDE)],
+        WIDE_DECODE_TILES,
+        WIDE_PREFILL_TILES,
+        tables="tables-head512",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,24 +108,23 @@ class Entry:
     default: bool = False
 
 
-def run(
-    stage: Stage, clock: Clock, plan: TunePlan | None = None, compiler: Compiler = compile_all
-) -> None:
+def run(stage: Stage, clock: Clock, compiler: Compiler = compile_all) -> None:
     """Sweeps on the current CUDA device."""
     device = torch.device("cuda", torch.cuda.current_device())
     major, minor = torch.cuda.get_device_capability(device)
     properties = torch.cuda.get_device_properties(device)
-    sweep = Sweep(
-        stage,
-        clock,
-        plan or TunePlan(),
-        device,
-        capability=10 * major + minor,
-        num_sms=properties.multi_processor_count,
-        cache=properties.L2_cache_size,
-        memory=int(properties.total_memory * MEMORY_SHARE),
-    )
-    sweep.run(compiler)
+    for plan in (TunePlan(), wide_plan()):
+        sweep = Sweep(
+            stage,
+            clock,
+            plan,
+            device,
+            capability=10 * major + minor,
+            num_sms=properties.multi_processor_count,
+            cache=properties.L2_cache_size,
+            memory=int(properties.total_memory * MEMORY_SHARE),
+        )
+        sweep.run(compiler)
 
 
 class Sweep:
@@ -233,7 +258,7 @@ class Sweep:
 
     def _add(self, title: str, entry: Entry) -> None:
         self.entries[title].append(entry)
-        self.stage.write("tables", self.tables())
+        self.stage.write(self.plan.tables, self.tables())
 
     def tables(self) -> dict[str, Any]:
         """As JSON: what was measured, what cannot be, and for each kernel the launch shape whose

@@ -30,6 +30,10 @@ DECODE = [
         "shares-rare", 20, 64, (270, 0, 600), kv_heads=1, extra_shares=5, sinks=True, softcap=2.0
     ),
     AttentionCase("float32", 4, 64, (70, 0, 16), dtype=FULL, splits=2),
+    AttentionCase("head512-splits", 8, 512, (300, 0, 65), kv_heads=1, splits=3),
+    AttentionCase(
+        "head320-rare", 16, 320, (90, 33), kv_heads=1, window=40, softcap=2.0, sinks=True
+    ),
     AttentionCase("blocks-first", 4, 64, (90, 17), layout="blocks"),
     AttentionCase("heads-first-48", 4, 64, (90, 17), layout="heads", block_size=48),
     AttentionCase("dims-before-slots", 4, 80, (50,), layout="dims", dtype=HALF),
@@ -57,9 +61,36 @@ PREFILL = [
         "splits-rare", 3, 64, (150, 9), (5, 9), kv_heads=1, splits=5, window=60, sinks=True
     ),
     AttentionCase("float32", 2, 64, (70, 40), (30, 40), dtype=FULL),
+    AttentionCase("head512", 8, 512, (70, 33), (9, 1), kv_heads=1, padded_tokens=2),
+    AttentionCase("head320", 16, 320, (70,), (3,), kv_heads=1, splits=2, dtype=HALF),
     AttentionCase("blocks-first", 4, 64, (90,), (30,), layout="blocks"),
     AttentionCase("heads-first-48", 4, 64, (90,), (30,), layout="heads", block_size=48),
     AttentionCase("dims-before-slots", 4, 80, (50,), (10,), layout="dims", dtype=HALF),
+]
+
+WIDE_DECODE = [
+    AttentionCase("head512-one-split", 16, 512, (1, 0, 130, 64), dtype=HALF),
+    AttentionCase("head512-shares", 8, 512, (600, 0, 3, 300), kv_heads=1, extra_shares=3),
+    AttentionCase("head512-group5-rare", 5, 512, (97, 200), splits=3, window=70, softcap=2.0),
+    AttentionCase("head512-group32-sinks", 32, 512, (70, 1), kv_heads=1, sinks=True, splits=2),
+    AttentionCase("head512-float32", 4, 512, (40, 0), kv_heads=1, dtype=FULL, splits=2),
+    AttentionCase("head264-pages256", 8, 264, (257, 3), block_size=256, splits=2, dtype=HALF),
+    AttentionCase("head266-dims", 4, 266, (50,), layout="dims"),
+]
+"""Heads of more than 256; beside those of DECODE, which every run has."""
+
+WIDE_PREFILL = [
+    AttentionCase("head512-prefix", 8, 512, (150, 20, 33), (40, 20, 1)),
+    AttentionCase("head512-splits", 16, 512, (200, 40), (5, 3), kv_heads=1, splits=3, dtype=HALF),
+    AttentionCase("head512-group5-rare", 5, 512, (150, 30), (70, 30), window=33, softcap=2.0),
+    AttentionCase("head512-window-splits", 4, 512, (150, 9), (5, 9), splits=5, window=60),
+    AttentionCase("head512-sinks", 8, 512, (70, 40), (70, 2), kv_heads=1, sinks=True),
+    AttentionCase(
+        "head320-rare", 16, 320, (90, 6), (5, 6), splits=2, window=40, softcap=2.0, sinks=True
+    ),
+    AttentionCase("head512-float32", 4, 512, (40, 9), (20, 9), kv_heads=1, dtype=FULL),
+    AttentionCase("head264-pages256", 8, 264, (257, 3), (20, 3), block_size=256, dtype=HALF),
+    AttentionCase("head266-dims", 4, 266, (50,), (10,), layout="dims"),
 ]
 
 LONG_DECODE = [

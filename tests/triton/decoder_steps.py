@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from asyncllm.checkpoint.families import AROUND
+from asyncllm.checkpoint.layer_config import LayerConfig, LayerInputConfig
 from asyncllm.checkpoint.model_config import ModelConfig, RopeConfig
 from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.gpu.batch.step_inputs import ModelInputs
@@ -52,6 +56,28 @@ def small_model() -> ModelConfig:
         sliding_window=24,
         sliding_layers=(False, True),
     )
+
+
+def wide_fields(num_kv_heads: int) -> dict[str, Any]:
+    """Gemma 4's layers in small: full ones with heads of 512, whose RoPE turns a quarter, and half
+    as many key/value heads; a norm of values; last layers that read another's KV."""
+    sliding = LayerConfig(num_kv_heads, 32, 160)
+    full = LayerConfig(num_kv_heads // 2, 512, 160, value_is_key=True)
+    shared = (replace(sliding, kv_layer=0), replace(full, kv_layer=1, value_is_key=False))
+    return {
+        "num_layers": 4,
+        "layers": (sliding, full, *shared),
+        "sliding_layers": (True, False) * 2,
+        "layer_ropes": (RopeConfig(), RopeConfig(1e6, "proportional", share=0.25)) * 2,
+        "layer_input": LayerInputConfig(8, 300),
+        "names": AROUND,
+        "activation": "gelu_tanh",
+        "value_norm": True,
+        "wide_norms": True,
+        "layer_scalar": True,
+        "attention_scale": 1.0,
+        "logits_softcap": 30.0,
+    }
 
 
 class BlocksFirst(TritonAttention):

@@ -23,6 +23,10 @@ SMS, PLACES, KV_HEADS = 132, 528, 8
 ATTENTION = TritonAttention(
     AttentionShape(32, KV_HEADS, 128, 0.1), torch.bfloat16, CPU, capability=90, num_sms=SMS
 )
+WIDE = TritonAttention(
+    AttentionShape(32, 4, 512, 1.0), torch.bfloat16, CPU, capability=90, num_sms=SMS
+)
+"""Gemma 4 31B's full layers."""
 CACHE = torch.empty((2, 4, 16, KV_HEADS, 128), dtype=torch.bfloat16)
 TABLE = torch.zeros((513, 8), dtype=torch.int32)
 MAX_LEN = 40_960
@@ -49,14 +53,20 @@ def step(lengths: np.ndarray, counts: np.ndarray) -> ModelInputs:
     )
 
 
-def launches_of(plan: TritonPlan, tokens: int) -> dict[str, Launch]:
-    q = torch.empty((tokens, 32, 128), dtype=torch.bfloat16, device="meta")
+def launches_of(
+    plan: TritonPlan, tokens: int, attention: TritonAttention = ATTENTION
+) -> dict[str, Launch]:
+    shape = attention.shape
+    q = torch.empty((tokens, 32, shape.head_dim), dtype=torch.bfloat16, device="meta")
+    cache = torch.empty(
+        (2, 4, 16, shape.num_kv_heads, shape.head_dim), dtype=torch.bfloat16, device="meta"
+    )
     # Partial results lie in a workspace of the plan.
     if plan.workspace is not None:
         plan.workspace = plan.workspace.to("meta")
     modules = (decode_attention, prefill_attention, merge_attention)
     with recording(modules[0]) as a, recording(modules[1]) as b, recording(modules[2]) as c:
-        ATTENTION(q, q, q, CACHE, plan)
+        attention(q, q, q, cache, plan)
     return {launch.kernel.fn.__name__: launch for launch in (*a, *b, *c)}
 
 
@@ -125,6 +135,34 @@ def test_a_long_row_is_not_waited_for() -> None:
     found = launches_of(plan, 72)
     assert found["decode_kernel"].grid == (72 + extra, KV_HEADS, 1)
     assert found["decode_kernel"].arguments["LINES"] == 1024
+    assert found["merge_kernel"].grid == (72, 32, 1)
+
+
+def test_heads_of_512_have_fewer_places() -> None:
+    """Two programs of decode attention to a multiprocessor, and tiles of 64 rows, 8 tokens."""
+    for rows in range(1, 513):
+        lengths, ones = np.full(rows, 32_768), np.ones(rows, dtype=np.int64)
+        plan = WIDE.plan(step(lengths, ones), None)
+        assert wave_share(rows * 4 * plan.splits, 2 * SMS) > 0.7, rows
+        prefill = WIDE.plan(step(lengths, ones * 20), None)
+        tiles = rows * 20 // 8 + rows
+        programs = tiles * 4 * prefill.tile_splits
+        assert programs >= min(tiles * 4, 0.6 * SMS)
+        assert prefill.tile_splits == 1 or wave_share(programs, SMS) > 0.6
+        if rows in (1, 9, 512):
+            found = launches_of(plan, rows, WIDE)
+            assert found["decode_kernel"].grid == (rows, 4, plan.splits)
+            if plan.splits > 1:
+                assert plan.workspace is not None
+                assert plan.workspace.numel() == rows * 32 * 514 * plan.splits
+            found = launches_of(prefill, rows * 20, WIDE)
+            assert found["prefill_kernel"].grid == (tiles, 4, prefill.tile_splits)
+    assert WIDE.plan(step(np.array([32_768]), np.array([1])), None).splits == 60
+    lengths = skewed(72)
+    plan = WIDE.plan(step(lengths, np.ones(72, dtype=np.int64)), None)
+    assert plan.extra_shares == 2 * 2 * SMS // 4 == 132
+    found = launches_of(plan, 72, WIDE)
+    assert found["decode_kernel"].grid == (72 + 132, 4, 1)
     assert found["merge_kernel"].grid == (72, 32, 1)
 
 

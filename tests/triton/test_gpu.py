@@ -32,7 +32,14 @@ from asyncllm.gpu.ops.triton.op_set import TritonOps
 from tests import recurrent_checks
 from tests.gpu_turns import beside_others  # noqa: F401 - pytest finds a fixture by its name
 from tests.triton import checks
-from tests.triton.cases import DECODE, LONG_DECODE, LONG_PREFILL, PREFILL
+from tests.triton.cases import (
+    DECODE,
+    LONG_DECODE,
+    LONG_PREFILL,
+    PREFILL,
+    WIDE_DECODE,
+    WIDE_PREFILL,
+)
 from tests.triton.decoder_steps import run_steps
 from tests.triton.paged import AttentionCase
 
@@ -50,7 +57,7 @@ def grid(kind: str) -> list[AttentionCase]:
     pages = itertools.cycle((16, 256))
     dtypes = itertools.cycle(DTYPES * 2 + [torch.float16])
     cases = []
-    for group, dim in itertools.product((1, 4, 5, 7, 8, 16), (64, 80, 128, 256)):
+    for group, dim in itertools.product((1, 4, 5, 7, 8, 16), (64, 80, 128, 256, 512)):
         decode = kind == "decode"
         cases.append(
             AttentionCase(
@@ -73,12 +80,12 @@ def capability() -> int:
     return 10 * major + minor
 
 
-@pytest.mark.parametrize("case", DECODE + grid("decode") + LONG_DECODE, ids=str)
+@pytest.mark.parametrize("case", DECODE + WIDE_DECODE + grid("decode") + LONG_DECODE, ids=str)
 def test_decode(case: AttentionCase, capability: int) -> None:
     checks.check_decode(decode_attention, case, "cuda", capability)
 
 
-@pytest.mark.parametrize("case", PREFILL + grid("prefill") + LONG_PREFILL, ids=str)
+@pytest.mark.parametrize("case", PREFILL + WIDE_PREFILL + grid("prefill") + LONG_PREFILL, ids=str)
 def test_prefill(case: AttentionCase, capability: int) -> None:
     checks.check_prefill(prefill_attention, case, "cuda", capability)
 
@@ -97,7 +104,9 @@ def test_silu_mul(width: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("with_norm", [False, True], ids=["plain", "norm"])
 @pytest.mark.parametrize("layout", ["layers", "blocks", "heads", "dims"])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(16, 8, 128), (5, 1, 80), (32, 8, 64)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"), [(16, 8, 128), (5, 1, 80), (32, 8, 64), (16, 2, 512)]
+)
 def test_rope_cache(heads: int, kv_heads: int, dim: int, layout: str, with_norm: bool) -> None:
     shape = AttentionShape(heads, kv_heads, dim, 1.0)
     checks.check_rope_cache(rope_cache, shape, "cuda", norm=with_norm, layout=layout)

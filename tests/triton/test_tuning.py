@@ -62,19 +62,19 @@ def test_a_last_wave_of_a_few_programs_is_avoided() -> None:
 
 def test_tiles_are_found_for_every_gpu_from_ampere_on() -> None:
     for capability in (80, 86, 87, 89, 90, 100, 103, 120, 121):
-        for head_dim in (32, 64, 80, 96, 128, 192, 256):
+        for head_dim in (32, 64, 80, 96, 128, 192, 256, 258, 320, 512):
             for size in (2, 4):
                 assert decode_tiles(capability, head_dim, size).rows == 16
                 assert prefill_tiles(capability, head_dim, size).keys >= 16
     with pytest.raises(ValueError, match=r"7\.5"):
         decode_tiles(75, 64)
-    with pytest.raises(ValueError, match="at most 256"):
-        prefill_tiles(90, 512)
+    with pytest.raises(ValueError, match="at most 512"):
+        prefill_tiles(90, 514)
 
 
 def test_consumer_blackwell_has_the_shared_memory_of_ada() -> None:
     """12.0 has 99 KiB per program, not the 227 of 10.0."""
-    for head_dim in (64, 128, 256):
+    for head_dim in (64, 128, 256, 512):
         assert prefill_tiles(120, head_dim) == prefill_tiles(89, head_dim)
         assert decode_tiles(120, head_dim) == decode_tiles(89, head_dim)
 

@@ -19,6 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from asyncllm.checkpoint.experts_config import ActivationConfig, ExpertsConfig, RoutingConfig
+from asyncllm.checkpoint.layer_config import LayerConfig
 from asyncllm.core.batch import StepBatch
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.gpu.batch.decode_inputs import SamplingTensors
@@ -34,7 +35,7 @@ from asyncllm.gpu.models.dense import build_decoder
 from asyncllm.gpu.ops.triton.attention import TritonAttention
 from asyncllm.gpu.ops.triton.op_set import TritonOps
 from asyncllm.gpu.weights import dummy_weights
-from tests.triton.decoder_steps import small_model
+from tests.triton.decoder_steps import small_model, wide_fields
 
 CPU = torch.device("cpu")
 H200 = {"capability": 90, "num_sms": 132}
@@ -77,9 +78,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "experts": replace(MOE, activation=ActivationConfig(7.0, 1.7), bias=True),
     },
     "experts": {"experts": replace(MOE, shared_size=32, shared_gate=True)},
-    # Three KV groups, and what Gemma has beside.
+    # Three KV groups, heads of 512 in one, and what Gemma has beside.
     "groups": {
         "num_layers": 3,
+        "layers": (LayerConfig(8, 32, 160), LayerConfig(4, 512, 160), LayerConfig(8, 32, 160)),
         "sliding_layers": (True, False, True),
         "activation": "gelu",
         "attention_softcap": 50.0,
@@ -87,6 +89,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "norm_offset": 1.0,
         "wide_norms": True,
     },
+    "wide heads": wide_fields(8),
     "whole norms": {"norms_whole_projections": True, "sliding_layers": (), "sliding_window": None},
 }
 
@@ -186,6 +189,7 @@ def draw_for_the_host(step: DecodeRunner) -> None:
         ("sinks", 4096, (1, 64), torch.bfloat16),
         pytest.param("experts", 200, (64,), torch.float16, marks=pytest.mark.slow),
         ("groups", 4096, (1, 64), torch.bfloat16),
+        pytest.param("wide heads", 4096, (1, 64), torch.bfloat16, marks=pytest.mark.slow),
         pytest.param("whole norms", 1024, (1, 64), torch.bfloat16, marks=pytest.mark.slow),
         pytest.param("experts", 1024, (), torch.float32, marks=pytest.mark.slow),
     ],
@@ -208,7 +212,7 @@ def test_everything_is_compiled_before_the_first_step(
     expected = plain | ({"merge"} if max_len > 256 else set())
     expected |= {"gate_up", "down"} if step.decoder.model.experts else {"gated_mul"}
     expected |= {"gated_mul"} if name == "experts" else set()
-    expected |= {"softcap"} if name == "groups" else set()
+    expected |= {"softcap"} if name in ("groups", "wide heads") else set()
     assert kernels == {f"{kernel}_kernel" for kernel in expected}
     if step.decoder.model.experts:
         tiles = {key for key in warm if key.startswith("gate_up_kernel")}

@@ -62,12 +62,14 @@ class Variant:
 
     Attributes:
         launches: makes the launches; ``kernel`` picks one of them.
+        rare: compiled when asked for, on every architecture.
     """
 
     name: str
     capability: int
     kernel: str
     launches: Callable[[int], list[Launch]]
+    rare: bool = False
 
     def __str__(self) -> str:
         return f"{self.name}-sm{self.capability}"
@@ -312,12 +314,18 @@ RARE: dict[str, Any] = {"softcap": 50.0, "window": 4096}
 
 
 def variants() -> list[Variant]:
-    """At most 125; the common shapes on every architecture, the rare ones on one or two."""
+    """The common shapes on every architecture, the rare ones on one or two."""
     half, single = torch.float16, torch.float32
     found: list[Variant] = []
 
-    def add(name: str, kernel: str, launches: Callable[..., list[Launch]], *where: int) -> None:
-        found.extend(Variant(name, sm, kernel, launches) for sm in where or CAPABILITIES)
+    def add(
+        name: str,
+        kernel: str,
+        launches: Callable[..., list[Launch]],
+        *where: int,
+        rare: bool = False,
+    ) -> None:
+        found.extend(Variant(name, sm, kernel, launches, rare) for sm in where or CAPABILITIES)
 
     for dim in (64, 128, 256):
         add(f"decode-head{dim}", "decode_kernel", decode(4, dim), *CAPABILITIES)
@@ -345,6 +353,22 @@ def variants() -> list[Variant]:
     add("prefill-sinks", "prefill_kernel", prefill(8, 64, **sinks), 80, 90)
     add("decode-float32", "decode_kernel", decode(4, 128, dtype=single), 90)
     add("prefill-float32", "prefill_kernel", prefill(4, 128, dtype=single), 90)
+    add("decode-head512", "decode_kernel", decode(8, 512))
+    add("prefill-head512", "prefill_kernel", prefill(8, 512))
+    add("merge-head512", "merge_kernel", decode(8, 512), 80, 90, rare=True)
+    add("decode-shares-head512", "decode_kernel", decode(8, 512, **shared), 80, 89, 90, rare=True)
+    sunk: dict[str, Any] = {"sinks": floats(64), **RARE}
+    add("decode-rare-head512", "decode_kernel", decode(5, 512, **sunk), 80, 89, 90, rare=True)
+    for name, group, options in (("splits", 16, {}), ("rare", 5, sunk)):
+        launches = prefill(group, 512, splits=8, **options)
+        add(f"prefill-{name}-head512", "prefill_kernel", launches, 80, 89, 90, 100, rare=True)
+    add("decode-head320", "decode_kernel", decode(8, 320, dtype=half), 80, 89, 90, rare=True)
+    launches = prefill(8, 320, dtype=half)
+    add("prefill-head320", "prefill_kernel", launches, 80, 89, 90, 100, rare=True)
+    add("decode-head512-float32", "decode_kernel", decode(8, 512, dtype=single), 89, rare=True)
+    add("prefill-head512-float32", "prefill_kernel", prefill(8, 512, dtype=single), 89, rare=True)
+    launches = rope(16, 512, norms=True, values=True)
+    add("rope-head512", "rope_cache_kernel", launches, 80, 90, rare=True)
     add("rope-norm", "rope_cache_kernel", rope(32, 128, norms=True), 80, 90, 100)
     add("rope-head80", "rope_cache_kernel", rope(32, 80, norms=False), 90)
     for name, tokens in (("few", 16), ("many", 1024)):

@@ -10,7 +10,7 @@ from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.triton import decode_attention, prefill_attention
 from asyncllm.gpu.ops.triton.attention import TritonAttention
-from tests.triton.cases import DECODE, PREFILL
+from tests.triton.cases import DECODE, PREFILL, WIDE_DECODE, WIDE_PREFILL
 from tests.triton.checks import check_decode, check_prefill
 from tests.triton.paged import AttentionCase, assert_close, expected_rows, make_batch
 
@@ -23,6 +23,20 @@ def test_decode(case: AttentionCase) -> None:
 @pytest.mark.parametrize("case", PREFILL, ids=str)
 def test_prefill(case: AttentionCase) -> None:
     check_prefill(prefill_attention, case, "cpu", 80)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", WIDE_DECODE, ids=str)
+def test_decode_of_wide_heads(case: AttentionCase) -> None:
+    check_decode(decode_attention, case, "cpu", 80)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 89, 90])
+@pytest.mark.parametrize("case", WIDE_PREFILL, ids=str)
+def test_prefill_of_wide_heads(case: AttentionCase, capability: int) -> None:
+    """Of every launch shape."""
+    check_prefill(prefill_attention, case, "cpu", capability)
 
 
 @pytest.mark.parametrize("window", [None, 20])

@@ -33,6 +33,8 @@ def test_silu_mul(width: int, dtype: torch.dtype) -> None:
         (5, 1, 80, 256, "blocks", torch.float16),
         (7, 1, 96, 48, "heads", torch.float32),
         (4, 1, 256, 16, "dims", torch.bfloat16),
+        (8, 2, 512, 16, "layers", torch.bfloat16),
+        (5, 1, 320, 16, "blocks", torch.float16),
     ],
 )
 def test_rope_cache(
@@ -67,9 +69,11 @@ def test_rope_cache_with_a_norm_over_all_heads_and_scaled_queries(
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rope_cache_with_a_norm_of_values(dtype: torch.dtype) -> None:
-    shape = AttentionShape(6, 2, 48, 1.0)
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"), [*((48, dtype) for dtype in DTYPES), (512, torch.bfloat16)], ids=str
+)
+def test_rope_cache_with_a_norm_of_values(head_dim: int, dtype: torch.dtype) -> None:
+    shape = AttentionShape(6, 2, head_dim, 1.0)
     checks.check_rope_cache(rope_cache, shape, "cpu", norm=True, values=True, dtype=dtype)
 
 

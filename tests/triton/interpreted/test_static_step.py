@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
+import pytest
 import torch
 
+from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.gpu.graph.cuda_graphs import EagerCapturer
 from asyncllm.gpu.models.attention_kinds import attention_kinds
 from asyncllm.gpu.models.decoder import Decoder
@@ -14,7 +19,7 @@ from asyncllm.gpu.weights import dummy_weights
 from asyncllm.sampling_params import SamplingParams
 from tests.driver import Driver
 from tests.static_runner import CPU, LateStream, decode_step, make_decoder, make_runner
-from tests.triton.decoder_steps import small_model
+from tests.triton.decoder_steps import small_model, wide_fields
 
 KINDS = [
     SamplingParams(temperature=0.0, seed=0),
@@ -22,11 +27,11 @@ KINDS = [
     SamplingParams(temperature=1.2, top_p=0.8, top_k=30, seed=5),
     SamplingParams(temperature=0.8, min_p=0.05, seed=6, logprobs=1),
 ]
-SETTINGS = {"block_size": 16, "num_blocks": 30, "max_len": 96, "max_num_seqs": 5}
+MODELS = {"Qwen 3": small_model(), "Gemma 4": replace(small_model(), **wide_fields(2))}
+SETTINGS: dict[str, Any] = {"block_size": 16, "num_blocks": 30, "max_len": 96, "max_num_seqs": 5}
 
 
-def triton_decoder() -> Decoder:
-    model = small_model()
+def triton_decoder(model: ModelConfig) -> Decoder:
     attention = {
         kind: TritonAttention(kind.shape, torch.float32, CPU, capability=80, num_sms=16)
         for kind in attention_kinds(model)
@@ -37,14 +42,16 @@ def triton_decoder() -> Decoder:
     return decoder
 
 
-def test_tokens_are_those_of_the_plain_path() -> None:
+@pytest.mark.parametrize(
+    "name", ["Qwen 3", pytest.param("Gemma 4", marks=pytest.mark.slow)], ids=str
+)
+def test_tokens_are_those_of_the_plain_path(name: str) -> None:
     """Decode steps padded to a bucket, of which the last ones need the host; blocks that
     nobody wrote are full of NaN."""
-    plain = make_runner(make_decoder(small_model()), capturer=None, **SETTINGS)
+    plain = make_runner(make_decoder(MODELS[name]), capturer=None, **SETTINGS)
     stream = LateStream()
-    ahead = make_runner(
-        triton_decoder(), capturer=EagerCapturer(), stream=stream, sizes=(5,), **SETTINGS
-    )
+    decoder = triton_decoder(MODELS[name])
+    ahead = make_runner(decoder, capturer=EagerCapturer(), stream=stream, sizes=(5,), **SETTINGS)
     decode_step(ahead).cache.tensor.fill_(torch.nan)
     found = []
     for runner, depth in ((plain, 1), (ahead, 2)):

@@ -24,6 +24,7 @@ from asyncllm.gpu.ops.recorder import Unrecordable
 from asyncllm.gpu.ops.triton.launch_recorder import LaunchRecorder, RecordedPlan
 from asyncllm.gpu.ops.triton.toolchain import check_triton
 from asyncllm.gpu.ops.triton.tuning import (
+    MAX_HEAD_DIM,
     SKEWED_TOKENS,
     decode_programs,
     decode_tiles,
@@ -94,7 +95,7 @@ class TritonAttention:
         device_types=CUDA,
         min_capability=(8, 0),
         dtypes=HALF | {torch.float32},
-        max_head_dim=256,
+        max_head_dim=MAX_HEAD_DIM,
         block_multiple=16,
         sinks=True,
     )
@@ -140,7 +141,7 @@ class TritonAttention:
         self.num_sms: int = num_sms or (
             torch.cuda.get_device_properties(device).multi_processor_count
         )
-        self.per_sm = decode_programs(capability)
+        self.per_sm = decode_programs(capability, shape.head_dim)
         self.decode_tiles = decode_tiles(capability, shape.head_dim, dtype.itemsize)
         self.prefill_tiles = prefill_tiles(capability, shape.head_dim, dtype.itemsize)
 

@@ -244,7 +244,7 @@ def decode_attention(
     """Attention of one query token per row over its cached keys and values.
 
     Args:
-        q: ``[B, Hq, D]``, the last dimension contiguous; D up to 256.
+        q: ``[B, Hq, D]``, the last dimension contiguous; D up to 512.
         cache: ``[2, num_blocks, block_size, Hk, D]``, any strides; ``block_size`` a multiple
             of 16. The row's own key is in it already.
         block_table: ``[N, W]`` int32; entries past a sequence are never read.

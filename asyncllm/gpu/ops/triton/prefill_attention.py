@@ -123,11 +123,13 @@ def prefill_kernel(
     positions = prefix + tl.minimum(tokens, num_queries - 1)
     end = tl.minimum(prefix + offset + TOKENS, kv_len)
     first_seen = prefix + offset - window + 1
+    # Two loops over keys spill with accumulators of more than 256 elements to a row.
+    ONE_LOOP: tl.constexpr = WINDOW or BLOCK_DIM > 256
     start = 0
     if WINDOW:
         start = tl.maximum(first_seen, 0) // KEYS * KEYS
-        unmasked_end = start
-    else:
+    unmasked_end = start
+    if not ONE_LOOP:
         unmasked_end = (prefix + offset + 1) // KEYS * KEYS
     if not ONE_SPLIT:
         per_split = tl.cdiv(tl.cdiv(end - start, KEYS), splits) * KEYS
@@ -149,7 +151,7 @@ def prefill_kernel(
         if split == 0:
             row_max = tl.load(sinks + heads, mask=in_tile, other=0.0) * LOG2_E
             row_sum += 1.0
-    if not WINDOW:
+    if not ONE_LOOP:
         for first_key in range(start, unmasked_end, KEYS):
             acc, row_max, row_sum = attend_tile(
                 queries, acc, row_max, row_sum, *cache, first_key, positions, first_seen, kv_len,
@@ -277,7 +279,7 @@ def prefill_attention(
     """Causal attention of the last tokens of each sequence over its cached keys and values.
 
     Args:
-        q: ``[T, Hq, D]``, the last dimension contiguous; D up to 256.
+        q: ``[T, Hq, D]``, the last dimension contiguous; D up to 512.
         cache: ``[2, num_blocks, block_size, Hk, D]``, any strides; ``block_size`` a multiple
             of 16. The queries' own keys are in it already.
         block_table: ``[N, W]`` int32.

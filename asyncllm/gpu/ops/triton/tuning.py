@@ -7,7 +7,7 @@ shared memory of each architecture. No GPU has measured them yet.
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 SPLIT_TOKENS = 256
@@ -21,7 +21,7 @@ PROGRAMS_PER_SM = 4
 128."""
 
 _FEW_PROGRAMS = 2
-"""On GPUs with 100 KB of shared memory to a multiprocessor."""
+"""On GPUs with 100 KB of shared memory to a multiprocessor; elsewhere of heads of more than 256."""
 
 TILE_SPLIT_TOKENS = 512
 """Fewest keys that a split of a prefill's tile is worth: what it leaves to be merged is twice as
@@ -30,7 +30,7 @@ much as a step of its loop reads."""
 SKEWED_TOKENS = 1024
 """Keys of one program that are not worth sharing them out anew."""
 
-_HEAD_DIMS = (64, 128, 256)
+_HEAD_DIMS = (64, 128, 256, 512)
 MAX_HEAD_DIM = _HEAD_DIMS[-1]
 
 
@@ -51,20 +51,20 @@ class Tiles:
     stages: int
 
 
-# Lowest capability: the tiles of heads of up to 64, 128 and 256 elements. K and V are found
+# Lowest capability: the tiles of heads of up to 64, 128, 256 and 512 elements. K and V are found
 # through the block table, and the pipeline spends two stages on an indirection: 3 stages buffer
-# one tile, 5 two.
+# one tile, 5 two. Of heads of 512 a tile of 32 keys takes 32 KB each for K and V.
 _DECODE = {
-    80: (Tiles(16, 64, 4, 3), Tiles(16, 64, 4, 3), Tiles(16, 64, 4, 3)),
-    86: (Tiles(16, 64, 4, 3), Tiles(16, 64, 4, 3), Tiles(16, 32, 4, 3)),
-    90: (Tiles(16, 64, 4, 5), Tiles(16, 64, 4, 3), Tiles(16, 32, 4, 5)),
-    100: (Tiles(16, 64, 4, 5), Tiles(16, 64, 4, 3), Tiles(16, 32, 4, 5)),
+    80: (Tiles(16, 64, 4, 3), Tiles(16, 64, 4, 3), Tiles(16, 64, 4, 3), Tiles(16, 32, 4, 2)),
+    86: (Tiles(16, 64, 4, 3), Tiles(16, 64, 4, 3), Tiles(16, 32, 4, 3), Tiles(16, 32, 4, 3)),
+    90: (Tiles(16, 64, 4, 5), Tiles(16, 64, 4, 3), Tiles(16, 32, 4, 5), Tiles(16, 32, 4, 3)),
+    100: (Tiles(16, 64, 4, 5), Tiles(16, 64, 4, 3), Tiles(16, 32, 4, 5), Tiles(16, 32, 4, 3)),
 }
 _PREFILL = {
-    80: (Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3), Tiles(64, 32, 8, 3)),
-    86: (Tiles(128, 64, 8, 3), Tiles(128, 32, 8, 3), Tiles(64, 32, 8, 2)),
-    90: (Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3), Tiles(64, 64, 8, 2)),
-    100: (Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 2)),
+    80: (Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3), Tiles(64, 32, 8, 3), Tiles(32, 64, 8, 1)),
+    86: (Tiles(128, 64, 8, 3), Tiles(128, 32, 8, 3), Tiles(64, 32, 8, 2), Tiles(32, 32, 8, 2)),
+    90: (Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3), Tiles(64, 64, 8, 2), Tiles(64, 32, 8, 2)),
+    100: (Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 2), Tiles(64, 32, 8, 3)),
 }
 
 
@@ -82,20 +82,23 @@ def prefill_tiles(capability: int, head_dim: int, element_size: int = 2) -> Tile
 
     Args:
         capability: compute capability as ``10 * major + minor``, e.g. 90.
-        head_dim: up to 256.
+        head_dim: up to 512.
         element_size: bytes of an element of q and of the cache.
 
     Raises:
         ValueError: for a larger head, or a GPU older than 8.0.
     """
     tiles = _find(_PREFILL, capability, head_dim)
+    if 90 <= capability < 100 and 256 < head_dim < MAX_HEAD_DIM:
+        # The masks of what a head is padded with take registers.
+        tiles = replace(tiles, keys=16)
     if element_size > 2:
         # Tensor cores multiply float32 at full precision in software: registers are short.
-        tiles = Tiles(32, 32, 8, 1)
+        tiles = Tiles(16, 16, 8, 1) if head_dim > 256 else Tiles(32, 32, 8, 1)
     return tiles
 
 
-def _find(table: dict[int, tuple[Tiles, Tiles, Tiles]], capability: int, head_dim: int) -> Tiles:
+def _find(table: dict[int, tuple[Tiles, ...]], capability: int, head_dim: int) -> Tiles:
     if head_dim > MAX_HEAD_DIM:
         raise ValueError(f"head size {head_dim}: expected at most {MAX_HEAD_DIM}")
     if capability >= 110:
@@ -107,9 +110,11 @@ def _find(table: dict[int, tuple[Tiles, Tiles, Tiles]], capability: int, head_di
     return table[max(known)][bisect_left(_HEAD_DIMS, head_dim)]
 
 
-def decode_programs(capability: int) -> int:
+def decode_programs(capability: int, head_dim: int) -> int:
     """Decode attention programs that a multiprocessor has at a time."""
     has_less = 86 <= capability < 90 or capability >= 110
+    if head_dim > 256:
+        return 1 if has_less else _FEW_PROGRAMS
     return _FEW_PROGRAMS if has_less else PROGRAMS_PER_SM
 
 
