@@ -15,8 +15,8 @@ from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.gpu.batch.input_batch import InputBatch
 from asyncllm.gpu.graph.mixed_steps import MixedSteps
 from asyncllm.gpu.kv_cache import KVCache
-from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.models.attention_kinds import attention_kinds, kv_groups
+from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.models.dense import build_decoder
 from asyncllm.gpu.ops.triton.attention import TritonAttention
 from asyncllm.gpu.ops.triton.op_set import TritonOps
