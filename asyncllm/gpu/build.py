@@ -126,7 +126,15 @@ def _make_runner(
     decode, most = None, config.max_logprobs
     num_logprobs = min(most, MAX_FUSED) if most >= 0 else DEFAULT_FUSED
     if mode.make_capturer is not None:
-        decode = DecodeRunner(decoder, cache, info, mode.make_capturer(), graphs, num_logprobs)
+        decode = DecodeRunner(
+            decoder,
+            cache,
+            info,
+            mode.make_capturer(),
+            graphs,
+            num_logprobs,
+            record_mixed=config.cuda_graphs != "off",
+        )
     return ModelRunner(
         decoder,
         cache,

@@ -20,6 +20,7 @@ from asyncllm.core.batch import PromptSpan, StepBatch
 from asyncllm.gpu.batch.input_batch import InputBatch
 from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.graph import mixed_steps
+from asyncllm.gpu.graph.cuda_graphs import EagerCapturer
 from asyncllm.gpu.graph.decode_runner import DecodeRunner
 from asyncllm.gpu.graph.mixed_steps import program_bytes
 from asyncllm.gpu.kv_cache import KVGroup
@@ -230,6 +231,14 @@ def test_steps_beyond_the_program(driver: Driver) -> None:
     tokens = torch.zeros(program.capacity + 1, dtype=torch.int64)
     with pytest.raises(ValueError, match="expected 2048 at most"):
         program.run([tokens, tokens, tokens[:1], tokens], [])
+
+
+def test_a_runner_may_do_without(driver: Driver) -> None:
+    found = make()
+    args = found.decoder, found.cache, found.info, EagerCapturer(), ()
+    step = DecodeRunner(*args, record_mixed=False)
+    mixed_step(step, 3, 9)
+    assert step.mixed.program is None
 
 
 def test_models_that_do_more_run_op_by_op(driver: Driver) -> None:

@@ -44,6 +44,7 @@ class DecodeRunner:
         capturer: makes a graph of a decode step.
         sizes: batch sizes that get one.
         num_logprobs: per token, in a step with log-probabilities.
+        record_mixed: run the model's part of mixed steps as a recorded program.
 
     Attributes:
         host_buffers: where the host writes a step. One more than there are steps in flight take
@@ -67,6 +68,8 @@ class DecodeRunner:
         capturer: GraphCapturer,
         sizes: tuple[int, ...],
         num_logprobs: int = 20,
+        *,
+        record_mixed: bool = True,
     ) -> None:
         self.decoder, self.cache, self.info = decoder, cache, info
         self.device = device = decoder.embedding.device
@@ -97,7 +100,7 @@ class DecodeRunner:
         self._logits: Tensor | None = None
         self._mixed_logits: Tensor | None = None
         self.graphs = StepGraphs(self._decode, capturer, sizes)
-        self.mixed = MixedSteps(decoder, cache, info.max_num_batched_tokens)
+        self.mixed = MixedSteps(decoder, cache, info.max_num_batched_tokens, record=record_mixed)
         # Inputs without rows, by which tables are changed alone.
         self._table_changes = self._inputs(0)
         # Of attention that has a form for skewed batches.

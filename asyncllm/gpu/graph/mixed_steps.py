@@ -32,17 +32,20 @@ class MixedSteps:
 
     Args:
         max_tokens: of the largest step.
+        record: make a program; False runs all steps op by op.
 
     Attributes:
         program: of steps up to its capacity; None where it cannot be recorded, and before the first
             step.
     """
 
-    def __init__(self, decoder: LanguageModel, cache: KVCache, max_tokens: int) -> None:
+    def __init__(
+        self, decoder: LanguageModel, cache: KVCache, max_tokens: int, *, record: bool = True
+    ) -> None:
         self.decoder, self.cache = decoder, cache
         self.capacity = min(max_tokens, PROGRAM_TOKENS)
         self.program: Any = None
-        self._is_recorded = False
+        self._is_recorded = not record
 
     def forward(self, inputs: Sequence[ModelInputs]) -> Tensor:
         """As ``LanguageModel.forward``; the result is valid until the next step."""
