@@ -33,6 +33,8 @@ def run_with_switch(call: Callable[[], object], at: int, other: Callable[[], obj
 
     def on_opcode(frame, event, _):
         nonlocal seen
+        # Python 3.13 takes it of a frame only once that has its trace function.
+        frame.f_trace_opcodes = True
         if event == "opcode":
             seen += 1
             if seen == at + 1:
