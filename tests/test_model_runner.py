@@ -412,6 +412,30 @@ def test_on_a_gpu_the_budget_is_what_takes_50_ms():
     assert calibrate_token_budget(lambda count: 1e-6 * count, highest=8192, **options) == 8192
 
 
+@pytest.mark.parametrize(("backend", "quantization", "threads"), [
+    ("native", None, 1), ("native", "awq", 2), ("torch", None, 2),
+])  # fmt: skip
+def test_torch_has_one_thread_while_native_threads_pack(backend, quantization, threads):
+    """Two where it computes the weights, or the steps."""
+    counts = set()
+
+    def progress(*_, **stage):
+        counts.add(torch.get_num_threads())
+
+    def build():
+        config = EngineConfig(
+            load_format="dummy", device="cpu", max_num_batched_tokens=64, num_threads=2,
+            attention_backend=backend,
+        )  # fmt: skip
+        build_model_runner(config, replace(MODEL, quantization=quantization), progress).close()
+
+    # The number is a thread's own.
+    thread = Thread(target=build)
+    thread.start()
+    thread.join()
+    assert counts == {threads}
+
+
 @pytest.mark.parametrize(
     ("fixed", "per_token", "sizes"),
     [(0.12, 1e-3, [1, 8]), (0.05, 2e-3, [1, 8, 32]), (0.0, 1e-3, [1, 8, 32, 64, 128])],

@@ -288,6 +288,9 @@ def _load(
     convert = quantisation(config, model, device, ops)
     if ops.packs_linear:
         warn_without_huge_pages()
+        if model.quantization is None:
+            # Its own threads pack; torch's would spin beside them behind every copy.
+            set_thread_count(1)
     if config.load_format == "dummy":
         weights = dummy_weights(model, dtype, device, progress)
     else:
