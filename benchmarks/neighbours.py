@@ -12,8 +12,6 @@ import asyncio
 import multiprocessing
 import random
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -24,16 +22,6 @@ from asyncllm import AsyncLLMEngine
 from benchmarks import peer_checkpoint
 from benchmarks.common import LagMeter, Report, options, percentile
 from benchmarks.peers import ROOT, draw_prompts
-
-COLD = """
-import asyncio, sys, time
-from asyncllm import AsyncLLMEngine
-async def main():
-    async with AsyncLLMEngine(sys.argv[1], dtype=sys.argv[2], device="cpu") as engine:
-        await anext(aiter(engine.stream(list(range(1, 129)), max_tokens=2, ignore_eos=True)))
-        print(time.time(), flush=True)
-asyncio.run(main())
-"""
 
 
 def spin() -> None:
@@ -209,18 +197,10 @@ async def measure(arguments: argparse.Namespace, checkpoint: Path) -> dict[str, 
     return found
 
 
-def measure_cold(checkpoint: Path, dtype: str) -> float:
-    """Seconds from the start of a process to its engine's first token."""
-    began = time.time()
-    command = [sys.executable, "-c", COLD, str(checkpoint), dtype]
-    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
-    return float(done.stdout) - began
-
-
 def tell(report: Report, found: dict[str, list[float]]) -> None:
     report.section("medians")
     for name, values in found.items():
-        unit = "tok/s" if name == "B" else "s" if name.startswith("cold") else "×"
+        unit = "tok/s" if name == "B" else "×"
         if name.startswith(("lag", "A, ")):
             unit = "ms"
         if name.endswith("native step"):
@@ -242,9 +222,6 @@ def main() -> None:
     checkpoint = peer_checkpoint.make(arguments.folder, arguments.shape)
     report = Report(f"Neighbours: Qwen3 of shape {arguments.shape}, {arguments.dtype}")
     found = asyncio.run(measure(arguments, checkpoint))
-    found["cold process to the first token"] = [
-        measure_cold(checkpoint, arguments.dtype) for _ in range(arguments.rounds)
-    ]
     tell(report, found)
     report.write(arguments.json)
 

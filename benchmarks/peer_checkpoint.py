@@ -64,11 +64,15 @@ SHAPES: dict[str, dict[str, Any]] = {
 model."""
 
 
-def make(folder: Path, shape: str) -> Path:
-    """The checkpoint's directory in ``folder``, written unless it is there."""
+def make(folder: Path, shape: str, layers: int | None = None) -> Path:
+    """The checkpoint's directory in ``folder``, written unless it is there; with fewer layers than
+    the shape has where ``layers`` says so."""
     values = COMMON | SHAPES[shape]
     family = values.pop("model_type")
-    path = folder / (f"qwen3-{shape}" if family == "qwen3" else shape)
+    name = f"qwen3-{shape}" if family == "qwen3" else shape
+    if layers is not None:
+        name, values["num_hidden_layers"] = f"{name}-{layers}-layers", layers
+    path = folder / name
     if (path / "tokenizer_config.json").exists():
         return path
     import torch

@@ -107,7 +107,7 @@ def test_an_engine_that_dies_is_one_line() -> None:
         "    raise ValueError('the device is on fire')\n"
         "from asyncllm.gpu import calibration\n"
         "calibration.calibrate_token_budget = lambda time_step: 64\n"
-        "calibration.ahead_from = lambda time_step, most: None\n"
+        "calibration.ahead_from = lambda time_step, most, known: None\n"
         "ModelRunner.launch = launch\n"
         "sys.exit(main(['bench']))\n"
     )

@@ -407,9 +407,62 @@ def test_on_a_gpu_the_budget_is_what_takes_50_ms():
 
     options = {"target": GPU_TARGET_SECONDS, "repeats": 2}
     assert calibrate_token_budget(time_step, highest=8192, **options) == 2112
-    assert sizes == [1, *(size for size in (32, 64, 128, 256, 512, 1024, 2048) for _ in range(2))]
+    timed = 8, 32, 64, 128, 256, 512, 1024, 2048
+    assert sizes == [1, *(size for size in timed for _ in range(2))]
     assert calibrate_token_budget(time_step, highest=300, **options) == 300
     assert calibrate_token_budget(lambda count: 1e-6 * count, highest=8192, **options) == 8192
+
+
+@pytest.mark.parametrize(("backend", "quantization", "threads"), [
+    ("native", None, 1), ("native", "awq", 2), ("torch", None, 2),
+])  # fmt: skip
+def test_torch_has_one_thread_while_native_threads_pack(backend, quantization, threads):
+    """Two where it computes the weights, or the steps."""
+    counts = set()
+
+    def progress(*_, **stage):
+        counts.add(torch.get_num_threads())
+
+    def build():
+        config = EngineConfig(
+            load_format="dummy", device="cpu", max_num_batched_tokens=64, num_threads=2,
+            attention_backend=backend,
+        )  # fmt: skip
+        build_model_runner(config, replace(MODEL, quantization=quantization), progress).close()
+
+    # The number is a thread's own.
+    thread = Thread(target=build)
+    thread.start()
+    thread.join()
+    assert counts == {threads}
+
+
+@pytest.mark.parametrize(
+    ("fixed", "per_token", "sizes"),
+    [(0.12, 1e-3, [1, 8]), (0.05, 2e-3, [1, 8, 32]), (0.0, 1e-3, [1, 8, 32, 64, 128])],
+)
+def test_a_slow_model_is_not_timed_with_more_tokens_than_it_takes_to_know_its_budget(
+    fixed, per_token, sizes
+):
+    timed = []
+
+    def time_step(count: int) -> float:
+        timed.append(count)
+        return fixed + per_token * count
+
+    budget = calibrate_token_budget(time_step)
+    assert timed == sizes
+    # As if the first of them had been the step of 32 tokens.
+    seconds = fixed + per_token * max(32, sizes[-1])
+    assert budget == max(64, int(max(32, sizes[-1]) * 0.2 / seconds) // 32 * 32)
+
+
+def test_a_step_that_was_timed_for_the_budget_is_not_run_again_for_the_depth():
+    times = iter([0.004, 0.004, 0.004])
+    assert ahead_from(lambda _: next(times), 64, {1: 0.5, 8: 0.001}) == 8
+    assert next(times, None) is None
+    assert ahead_from(lambda _: pytest.fail("not to be run"), 64, {8: 0.011}) is None
+    assert ahead_from(lambda count: 0.02 * count, 4, {8: 0.001}) is None
 
 
 @pytest.mark.parametrize(

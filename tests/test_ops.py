@@ -111,6 +111,9 @@ def test_what_has_a_cache_of_shapes_sees_buckets_alone(dtype, monkeypatch):
     seen: set[int] = set()
 
     class Packed(TorchLinear):
+        def __init__(self, weights, *, packs=True):
+            super().__init__(weights)
+
         def __call__(self, x):
             seen.add(x.shape[0])
             return super().__call__(x)
@@ -126,8 +129,7 @@ def test_what_has_a_cache_of_shapes_sees_buckets_alone(dtype, monkeypatch):
         ops.linear(LinearWeights(large, small.new_zeros(640))),
     ]
     layers += [ops.linear(LinearWeights(small, shared=True))]
-    if dtype != torch.float32:
-        layers.append(ops.linear(LinearWeights(large, shared=True)))
+    layers.append(ops.linear(LinearWeights(large, shared=True)))
     generator = torch.Generator().manual_seed(4)
     for layer in layers:
         weight = layer.weight if isinstance(layer, SmallLinear) else layer.linear.weight
@@ -157,8 +159,21 @@ def test_only_tiny_weights_are_kept_in_two_layouts(monkeypatch):
     assert type(ops.linear(LinearWeights(small.bfloat16()))) is packed
     # Its plain values stay for others to read.
     shared = ops.linear(LinearWeights(large, shared=True))
-    assert isinstance(shared, TorchLinear)
-    assert shared.weight is large
+    assert isinstance(shared, BucketedLinear)
+    assert shared.linear.weight is large
+
+
+@pytest.mark.parametrize("rows", [1, 2, 16, 17, 40])
+def test_a_shared_head_is_computed_from_the_plain_weight(rows):
+    generator = torch.Generator().manual_seed(rows)
+    weight = torch.randn(2_000, 256, generator=generator)
+    bias = torch.randn(2_000, generator=generator)
+    x = torch.randn(rows, 256, generator=generator)
+    layer = OneDNNOps().linear(LinearWeights(weight, bias, shared=True))
+    expected = x.double() @ weight.double().T + bias.double()
+    torch.testing.assert_close(layer(x).double(), expected, rtol=1e-5, atol=1e-4)
+    # Its rows do not depend on those beside them.
+    torch.testing.assert_close(layer(x[:1]), layer(x)[:1], rtol=1e-5, atol=1e-4)
 
 
 def quantised(scheme: str, rows: int, columns: int, block: tuple[int, int]) -> dict:

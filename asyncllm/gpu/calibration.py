@@ -19,17 +19,23 @@ logger = get_logger(__name__)
 def calibrate(runner: ModelRunner, config: EngineConfig, mode: ExecutionMode) -> None:
     """Times steps, for the token budget where the configuration leaves it open, and for run-ahead
     on a CPU. Kernels are compiled before."""
+    known: dict[int, float] = {}
+
+    def time_step(count: int) -> float:
+        known[count] = seconds = time_prefill(runner, count)
+        return seconds
+
     if config.max_num_batched_tokens == "auto":
         options: dict[str, Any] = {}
         if mode.stream.is_async:
             most = runner.info.max_num_batched_tokens
             options = {"target": GPU_TARGET_SECONDS, "highest": most, "repeats": 2}
-        measured = calibrate_token_budget(lambda count: time_prefill(runner, count), **options)
+        measured = calibrate_token_budget(time_step, **options)
         runner.set_token_budget(measured)
         logger.info("a step has at most %d tokens", measured)
     if config.async_scheduling is None and runner.can_run_ahead:
         most = min(runner.info.max_num_seqs, runner.info.max_num_batched_tokens)
-        found = ahead_from(lambda count: time_prefill(runner, count), most)
+        found = ahead_from(time_step, most, known)
         if found is not None:
             runner.run_ahead(found)
 

@@ -23,7 +23,7 @@ from asyncllm.gpu.ops.base import Attention, AttentionShape
 from asyncllm.gpu.ops.quantise import Conversion
 from asyncllm.gpu.ops.registry import make_attention, make_ops
 from asyncllm.gpu.ops.torch_ops import TorchOps
-from asyncllm.gpu.threads import available_cpus
+from asyncllm.gpu.threads import available_cpus, set_thread_count
 from asyncllm.gpu.transformers_model.build import (
     Plan,
     build_transformers_decoder,
@@ -65,6 +65,9 @@ def load_decoder(
     convert = quantisation(config, model, device, ops)
     if ops.packs_linear:
         warn_without_huge_pages()
+        if model.quantization is None:
+            # Its own threads pack; torch's would spin beside them behind every copy.
+            set_thread_count(1)
     if config.load_format == "dummy":
         weights = dummy_weights(model, dtype, device, progress)
     else:

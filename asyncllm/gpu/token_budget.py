@@ -3,7 +3,8 @@ beforehand."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 TARGET_SECONDS = 0.2
 """Of a step on a CPU."""
@@ -23,7 +24,11 @@ SHORT_SECONDS = 0.01
 WORTH_SECONDS = 0.0005
 """Of a step that begins behind the one before without the host."""
 
-_FIRST = 32
+_SIZES = 8, 32
+"""Tokens of the first steps that are timed. Where the first takes half of the target already, so
+would the second, and LOWEST is the budget: a model that slow is spared the longer step."""
+
+_NOTHING_KNOWN: Mapping[int, float] = MappingProxyType({})
 
 
 def calibrate_token_budget(
@@ -36,9 +41,9 @@ def calibrate_token_budget(
     """Tokens for which a prefill step takes about ``target`` seconds, so that with the growth of
     attention over a long context a full step stays within a quarter more.
 
-    Steps of doubling size are timed until one takes half of that: a shorter one would be
-    dominated by reading the weights, which a larger step does not do again. A step of one token
-    warms up.
+    Steps of 8 and 32 tokens, and then of doubling size, are timed until one takes half of that: a
+    shorter one would be dominated by reading the weights, which a larger step does not do again. A
+    step of one token warms up.
 
     Args:
         time_step: runs a step of so many tokens and returns its seconds.
@@ -53,17 +58,21 @@ def calibrate_token_budget(
     def time_best(count: int) -> float:
         return min(time_step(count) for _ in range(repeats))
 
-    size = _FIRST
+    size, second = _SIZES
     time_step(1)
     seconds = time_best(size)
     while seconds < target / 2 and size * 2 <= highest:
-        size *= 2
+        size = max(second, size * 2)
         seconds = time_best(size)
     tokens = int(size * target / max(seconds, 1e-9))
     return max(LOWEST, min(highest, tokens // MULTIPLE * MULTIPLE))
 
 
-def ahead_from(time_step: Callable[[int], float], max_num_seqs: int) -> int | None:
+def ahead_from(
+    time_step: Callable[[int], float],
+    max_num_seqs: int,
+    known: Mapping[int, float] = _NOTHING_KNOWN,
+) -> int | None:
     """Tokens of a step from which on it is worth having it begin on its own, behind the one before:
     as many as take half a millisecond, because a step that is shorter than the Python of the engine
     thread and the loop only waits for the GIL on another thread.
@@ -73,12 +82,15 @@ def ahead_from(time_step: Callable[[int], float], max_num_seqs: int) -> int | No
 
     Args:
         time_step: as for ``calibrate_token_budget``.
+        known: seconds of steps that were timed before, by their tokens: the step of eight tokens
+            is not run again.
 
     Returns:
         None where no second step should be in flight: one token of each sequence takes more than
         10 ms, the best of three.
     """
-    if time_step(min(8, max_num_seqs)) > SHORT_SECONDS:
+    few = min(_SIZES[0], max_num_seqs)
+    if (known[few] if few in known else time_step(few)) > SHORT_SECONDS:
         return None
     seconds = min(time_step(max_num_seqs) for _ in range(3))
     if seconds > SHORT_SECONDS:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncllm import validation as check
-from asyncllm.checkpoint.progress import Progress
+from asyncllm.checkpoint.progress import LoadStage, Progress
 from asyncllm.config import EngineConfig
+from asyncllm.core.engine_core import close_executor
 from asyncllm.core.executor import Executor
+from asyncllm.runtime.tokenizer_load import TokenizerLoad
 from asyncllm.structured.backends import Backends
 from asyncllm.structured.compiler import GrammarCompiler
 from asyncllm.structured.grammar import Vocabulary
@@ -79,8 +82,6 @@ def load_model(config: EngineConfig, progress: Progress) -> LoadedModel:
     from asyncllm.checkpoint.model_files import resolve_model, resolve_tokenizer
     from asyncllm.gpu.build import build_model_runner
     from asyncllm.gpu.transformers_model.config import read_config
-    from asyncllm.text.tokenizer import Tokenizer
-    from asyncllm.tools.response_format import ResponseFormats
 
     path = resolve_model(
         config.model,
@@ -93,10 +94,49 @@ def load_model(config: EngineConfig, progress: Progress) -> LoadedModel:
     if config.tokenizer is not None:
         tokenizer_path = resolve_tokenizer(config.tokenizer, progress=progress)
     model_config = read_config(path, config.model_impl, config.trust_remote_code)
-    tokenizer = Tokenizer.from_directory(tokenizer_path, trust_remote_code=config.trust_remote_code)
+    text = TokenizerLoad(partial(_read_tokenizer, tokenizer_path, config))
+    if not _may_read_aside(tokenizer_path, model_config):
+        text.result()
+    try:
+        executor = build_model_runner(config, model_config, partial(_report, text, progress))
+    except BaseException:
+        # Its own error is the first, as it would be were it read before.
+        text.result()
+        raise
+    try:
+        tokenizer, formats = text.result()
+    except BaseException:
+        close_executor(executor)
+        raise
+    return LoadedModel(executor, tokenizer, model_config, formats)
+
+
+def _report(
+    text: TokenizerLoad[Any],
+    progress: Progress,
+    done: int,
+    total: int,
+    stage: LoadStage = "weights",
+) -> None:
+    text.begin()
+    progress(done, total, stage)
+
+
+def _read_tokenizer(path: Path, config: EngineConfig) -> tuple[Tokenizer, ResponseFormats]:
+    from asyncllm.text.tokenizer import Tokenizer
+    from asyncllm.tools.response_format import ResponseFormats
+
+    tokenizer = Tokenizer.from_directory(path, trust_remote_code=config.trust_remote_code)
     # Here and not at the first chat, whose caller's loop would wait for it.
     tokenizer.chat_template.compile()
     formats = ResponseFormats.of_tokenizer(tokenizer, config)
     formats.prepare()
-    executor = build_model_runner(config, model_config, progress)
-    return LoadedModel(executor, tokenizer, model_config, formats)
+    return tokenizer, formats
+
+
+def _may_read_aside(path: Path, model_config: Any) -> bool:
+    """Whether a tokenizer may be read on another thread than the model: two threads that import
+    transformers may see modules of it that are half made."""
+    from asyncllm.checkpoint.model_config import ModelConfig
+
+    return isinstance(model_config, ModelConfig) and (path / "tokenizer.json").is_file()

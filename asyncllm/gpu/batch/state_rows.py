@@ -36,11 +36,14 @@ class StateRows:
         slots: ``[D]`` int64; None if there is no such batch.
         is_fresh: ``[D]`` bool, rows at position 0; None if there are none.
         spans: of the other rows, in the order of their tokens, behind the D.
+        apart: the D rows as spans, for a recurrence whose states are too large to be gathered; ()
+            on a device, where each would be launches of its own.
     """
 
     slots: Tensor | None
     is_fresh: Tensor | None
     spans: Sequence[RowSpan]
+    apart: Sequence[RowSpan] = ()
 
     @classmethod
     def of(cls, inputs: ModelInputs | DecodeInputs) -> StateRows:
@@ -51,12 +54,13 @@ class StateRows:
         ends, starts, slots = inputs.query_start_loc, inputs.starts, inputs.host_req_indices
         spans = [
             RowSpan(int(ends[row]), int(ends[row + 1]), int(slots[row]), not starts[row])
-            for row in range(batched, inputs.num_rows)
+            for row in range(inputs.num_rows)
         ]
         if not batched:
             return cls(None, None, spans)
         is_fresh = None if starts[:batched].all() else inputs.positions[:batched] == 0
-        return cls(inputs.req_indices[:batched], is_fresh, spans)
+        apart = spans[:batched] if inputs.positions.device.type == "cpu" else ()
+        return cls(inputs.req_indices[:batched], is_fresh, spans[batched:], apart)
 
     def gather(self, state: Tensor) -> Tensor:
         """The states ``[D, *shape]`` of the batch, from those of all slots: a copy, of zeros for a

@@ -86,7 +86,9 @@ def _normalised(x: Tensor) -> Tensor:
 
 
 class TorchGatedDelta:
-    """The rule in plain torch: token by token in decode rows, elsewhere in chunks."""
+    """The rule in plain torch: token by token in decode rows, elsewhere in chunks. On a CPU each
+    row changes its state in place, which fits the cache: those of 16 rows together, gathered and
+    copied back, would pass through memory a dozen times."""
 
     def __init__(self, shape: LinearAttentionConfig, biases: DeltaBiases) -> None:
         self.shape, self.biases = shape, biases
@@ -94,11 +96,11 @@ class TorchGatedDelta:
     def __call__(self, qkv: Tensor, gates: Tensor, state: Tensor, rows: StateRows) -> Tensor:
         shape, inputs = self.shape, _Inputs(self.shape, self.biases, qkv, gates)
         out = inputs.v.new_empty((len(qkv), shape.num_value_heads, shape.value_dim))
-        if rows.slots is not None:
+        if rows.slots is not None and not rows.apart:
             count, held = len(rows.slots), rows.gather(state)
             out[:count] = _one_token(held, *inputs.tokens(0, count))
             state.index_copy_(0, rows.slots, held)
-        for span in rows.spans:
+        for span in (*rows.apart, *rows.spans):
             held = state_of(state, span)
             for start in range(span.start, span.end, CHUNK):
                 end = min(start + CHUNK, span.end)
@@ -112,11 +114,13 @@ def _one_token(
 ) -> Tensor:
     """One token of each of D sequences, whose states ``[D, heads, key_dim, value_dim]`` are
     changed; the rest is ``[D, heads, ...]``."""
-    state.mul_(decay.exp()[..., None, None])
-    k = k.unsqueeze(-1)
-    change = (v - (state * k).sum(-2)) * beta.unsqueeze(-1)
-    state.addcmul_(k, change.unsqueeze(-2))
-    return (state * q.unsqueeze(-1)).sum(-2)
+    past = decay.exp().unsqueeze(-1)
+    # What k and q find in the state before the change, in one pass over it; behind the change q
+    # finds as much more of it as it has of k.
+    found_k, found_q = (torch.stack((k, q), -2) @ state).unbind(-2)
+    change = (v - found_k * past) * beta.unsqueeze(-1)
+    state.mul_(past.unsqueeze(-1)).addcmul_(k.unsqueeze(-1), change.unsqueeze(-2))
+    return found_q * past + (q * k).sum(-1, keepdim=True) * change
 
 
 def _chunk(state: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor) -> Tensor:

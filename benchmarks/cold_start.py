@@ -1,0 +1,93 @@
+"""From the start of a process to its engine's first token, with the parts of that.
+
+    python -m benchmarks.cold_start [--shape 0.6b] [--rounds 5] [--dtype bfloat16]
+
+The prompt has 128 tokens, and the checkpoint is in the file cache. A virtual machine may get its
+memory from the host when it is first touched, at a rate that is the machine's and not the engine's.
+So every round starts a process twice: once as it is, and once with as much memory touched and freed
+right before the weights are read; and measures that rate beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from asyncllm.checkpoint.model_files import weight_files
+from benchmarks import peer_checkpoint
+from benchmarks.cold_process import touch_huge_pages
+from benchmarks.common import Report, options
+from benchmarks.peers import ROOT
+
+TOUCHED = 256 << 20
+"""Bytes by which the rate of a first touch is measured."""
+
+SETTLE = 8.0
+"""Seconds before each process: Linux reports free memory to a host two seconds after it was freed,
+a part at a time."""
+
+AS_IT_IS, BACKED = "as it is", "with memory that the host has given"
+
+
+def weights_bytes(checkpoint: Path) -> int:
+    return sum(file.stat().st_size for file in weight_files(checkpoint))
+
+
+def start(checkpoint: Path, dtype: str, backed: int) -> dict[str, float]:
+    """Seconds of each part of a start, in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.cold_process", str(checkpoint), dtype]
+    command += [str(time.time()), str(backed)]
+    done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
+    found: dict[str, float] = json.loads(done.stdout)
+    named = sum(found[name] for name in ("import torch", "other imports", "weights", "calibration"))
+    found["the rest of loading"] = found.pop("loading") - named
+    return found
+
+
+def tell(report: Report, name: str, rounds: list[dict[str, float]]) -> None:
+    report.section(name)
+    for part in rounds[0]:
+        values = [found[part] for found in rounds]
+        note = f"{min(values):.2f} to {max(values):.2f}"
+        report.add(part, statistics.median(values), "s", note)
+
+
+def main() -> None:
+    parser = options(__doc__)
+    parser.add_argument("--shape", choices=peer_checkpoint.SHAPES, default="0.6b")
+    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "peers",
+                        help="where the checkpoint is made, and kept")  # fmt: skip
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--rounds", type=int, help="5 unless given, 2 with --quick")
+    arguments: argparse.Namespace = parser.parse_args()
+    checkpoint = peer_checkpoint.make(arguments.folder, arguments.shape)
+    report = Report(f"Cold start: {arguments.shape}, {arguments.dtype}")
+    num_bytes = weights_bytes(checkpoint)
+    backed = {AS_IT_IS: 0, BACKED: -(-num_bytes // TOUCHED) * TOUCHED}
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in backed}
+    rates: list[tuple[float, float]] = []
+    # The first reads the files into the cache.
+    start(checkpoint, arguments.dtype, 0)
+    for _ in range(arguments.rounds or (2 if arguments.quick else 5)):
+        for name, touched in backed.items():
+            time.sleep(SETTLE)
+            found[name].append(start(checkpoint, arguments.dtype, touched))
+        time.sleep(SETTLE)
+        first, again = touch_huge_pages(TOUCHED)
+        rates.append((TOUCHED / first / 1e9, TOUCHED / again / 1e9))
+    for name, rounds in found.items():
+        tell(report, name, rounds)
+    report.section("one thread touches memory of huge pages")
+    for name, values in zip(("for the first time", "again"), zip(*rates, strict=True), strict=True):
+        note = f"{min(values):.3g} to {max(values):.3g}"
+        report.add(name, statistics.median(values), "GB/s", note)
+    report.write(arguments.json)
+
+
+if __name__ == "__main__":
+    main()
