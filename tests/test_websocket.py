@@ -251,7 +251,7 @@ async def test_many_responses_share_a_number_of_frames():
 
 
 async def test_a_connection_that_ends_in_the_turn_of_a_request_leaves_nothing():
-    rig = fake()
+    rig = fake(step_time=0.01)
 
     class Connection:
         async def __aiter__(self):

@@ -31,7 +31,7 @@ from asyncllm.gpu.ops.triton.activation import silu_mul
 from asyncllm.gpu.ops.triton.launch_recorder import record
 from asyncllm.gpu.ops.triton.launcher import Form
 from asyncllm.gpu.ops.triton.norm import TritonRMSNorm, norm_kernel
-from asyncllm.gpu.ops.triton.recording import Recording
+from asyncllm.gpu.ops.triton.op_set import TritonOps
 from tests.hypothesis_settings import examples
 from tests.triton.test_launcher import STREAM, Driver, driving, mixed_step
 from tests.triton.test_warm_up import CPU, MODELS, make_step
@@ -254,7 +254,7 @@ def test_without_memory_for_it_steps_run_op_by_op(
     def refuse(*args: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(Recording, "load", refuse)
+    monkeypatch.setattr(TritonOps, "load_launches", refuse)
     step = make()
     for _ in range(2):
         mixed_step(step, 3, 9)

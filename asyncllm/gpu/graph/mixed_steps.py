@@ -69,7 +69,8 @@ class MixedSteps:
             logger.info(ONE_BY_ONE, found)
             return
         try:
-            self.program = found.load(self.capacity, self.decoder.embedding.device)
+            device = self.decoder.embedding.device
+            self.program = self.decoder.ops.load_launches(found, self.capacity, device)
         except torch.OutOfMemoryError as error:
             logger.warning(ONE_BY_ONE, explain(error))
 

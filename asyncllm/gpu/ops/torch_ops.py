@@ -226,6 +226,10 @@ class TorchOps:
         """
         return None
 
+    def load_launches(self, recording: Any, capacity: int, device: torch.device) -> Any:
+        """The program of a recording, for steps of ``capacity`` tokens at most, with its memory."""
+        raise NotImplementedError(f"the op set {self.name!r} has no programs of launches")
+
     def linear(self, weights: LinearWeights) -> Linear:
         """A linear layer that takes over ``weights``: unless they are shared, the caller drops
         its references, so that a packed copy replaces them.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from asyncllm.checkpoint.experts_config import ActivationConfig
@@ -20,6 +21,7 @@ from asyncllm.gpu.ops.triton.decode_inputs import decode_inputs
 from asyncllm.gpu.ops.triton.experts import TritonExperts
 from asyncllm.gpu.ops.triton.gated_delta import TritonGatedDelta
 from asyncllm.gpu.ops.triton.gated_norm import TritonGatedNorm
+from asyncllm.gpu.ops.triton.launch_program import LaunchProgram
 from asyncllm.gpu.ops.triton.launch_recorder import record
 from asyncllm.gpu.ops.triton.norm import TritonRMSNorm
 from asyncllm.gpu.ops.triton.recording import Recording
@@ -46,6 +48,11 @@ class TritonOps(TorchOps):
         self, run: Callable[[Sequence[ModelInputs]], Tensor], block_sizes: Sequence[int]
     ) -> Recording:
         return record(run, block_sizes)
+
+    def load_launches(
+        self, recording: Recording, capacity: int, device: torch.device
+    ) -> LaunchProgram:
+        return LaunchProgram(recording, capacity, device)
 
     def make_experts(self, weights: ExpertsWeights, config: ActivationConfig) -> TritonExperts:
         return TritonExperts(weights, config)

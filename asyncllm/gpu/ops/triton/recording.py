@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from asyncllm.gpu.ops.buffer_layout import Lifetime, lay_out
-
-if TYPE_CHECKING:
-    from asyncllm.gpu.ops.triton.launch_program import LaunchProgram
 
 BUFFER_ALIGNMENT = 512
 """Bytes; that of torch's allocator, so that products take the same kernels."""
@@ -147,12 +144,6 @@ class Recording:
     def num_bytes(self, capacity: int) -> int:
         """Of the activations."""
         return self.layout(capacity)[1]
-
-    def load(self, capacity: int, device: torch.device) -> LaunchProgram:
-        """The program of steps of at most so many tokens, with its memory."""
-        from asyncllm.gpu.ops.triton.launch_program import LaunchProgram
-
-        return LaunchProgram(self, capacity, device)
 
     def agrees(self, other: Recording) -> bool:
         return (self.ops, self.buffers, self.result) == (other.ops, other.buffers, other.result)
