@@ -64,8 +64,9 @@ RESOURCES = {
 """Registers per thread, bytes of shared memory and programs per multiprocessor of the kernels that
 launch shapes and numbers of splits are chosen for, as Triton 3.7 compiles them."""
 
-SPILLED = {("prefill-rare-head512", 100): 10}
-"""Bytes and instructions: one address, kept aside over the loop."""
+SPILLED = {("prefill-rare-head512", 100): 10, ("prefill-window", 80): 36}
+"""Bytes and instructions: one address, kept aside over the loop; and nine registers of heads of 128
+with a window, at the limit of 255."""
 
 
 def programs_per_sm(build: Build, warps: int, capability: int) -> int:
