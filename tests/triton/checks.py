@@ -320,7 +320,7 @@ def _check_cache(cache: Tensor, slots: Tensor, kv: Tensor, padded: int) -> None:
 
 
 def decode_rows(block_size: int, device: str) -> DecodeInputs:
-    """Slots out of order, tokens known and not, padding; whatever is computed is poison."""
+    """Slots out of order, tokens known and not, padding; what is computed is poison."""
     random = torch.Generator().manual_seed(block_size)
     width, num_slots = 5, 9
     table = torch.randint(1, 1 << 30, (num_slots + 1, width), generator=random, dtype=torch.int32)
@@ -450,7 +450,7 @@ def _explain(row: int, found: int, expected: int, arguments: tuple[Tensor, ...])
 
 
 def check_odd_rows(sample: Callable[..., None], device: str) -> None:
-    """Ties go to the first token; rows that are no numbers have no token, and harm nobody."""
+    """Ties go to the first token; rows that are no numbers have no token and affect no others."""
     vocab_size = 700
     logits = torch.zeros(8, vocab_size)
     logits[1, 300] = torch.nan

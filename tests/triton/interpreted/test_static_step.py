@@ -47,7 +47,7 @@ def triton_decoder(model: ModelConfig) -> Decoder:
 )
 def test_tokens_are_those_of_the_plain_path(name: str) -> None:
     """Decode steps padded to a bucket, of which the last ones need the host; blocks that
-    nobody wrote are full of NaN."""
+    were not written are full of NaN."""
     plain = make_runner(make_decoder(MODELS[name]), capturer=None, **SETTINGS)
     stream = LateStream()
     decoder = triton_decoder(MODELS[name])
