@@ -217,7 +217,7 @@ def load(path: Path, dtype: str, threads: int, keep: str) -> dict[str, float]:
     torch.set_num_threads(threads)
     if path.is_file():
         # The tokenizer of a GGUF file imports it in every engine.
-        import transformers.integrations.gguf.dequant  # noqa: F401
+        import transformers.integrations.gguf.dequant  # noqa: F401 - for what it loads
     model = ModelConfig.from_directory(path)
     start, cpu = time.perf_counter(), time.thread_time()
     with Peak() as peak:

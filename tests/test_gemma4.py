@@ -27,7 +27,7 @@ from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.gpu.weights import load_weights, weights_bytes
 from tests.families import TINY
 from tests.parity import check_fails
-from tests.test_dense_families import BACKEND, load_case  # noqa: F401
+from tests.test_dense_families import BACKEND, load_case  # noqa: F401 - a fixture, by its name
 
 # ``load_case`` is a fixture: pytest finds it by its name here, and an argument of that name
 # looks like another to a linter.
