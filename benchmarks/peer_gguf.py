@@ -1,9 +1,10 @@
-"""Writes a Qwen3 checkpoint as GGUF, without a vocabulary: prompts are token ids.
+"""Writes a Qwen3 or Qwen3.5 checkpoint as GGUF, without a vocabulary: prompts are token ids.
 
     python -m benchmarks.peer_gguf CHECKPOINT KIND TARGET
 
 Runs in llama.cpp's environment, which has gguf and numpy and need not have torch. KIND is bfloat16,
-float32, q8_0 or q4_0; norms are in float32 in each of them, as llama.cpp expects.
+float32, q8_0 or q4_0; norms are in float32 in each of them, as llama.cpp expects, and so are the
+convolutions, biases and decays of gated delta rules.
 """
 
 from __future__ import annotations
@@ -32,8 +33,19 @@ NAMES = {
     "mlp.down_proj": "ffn_down",
 }
 
+HYBRID_NAMES = NAMES | {
+    "post_attention_layernorm": "post_attention_norm",
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
+}
 
-def gguf_name(name: str) -> str:
+
+def gguf_name(name: str, names: dict[str, str]) -> str:
     """llama.cpp's name of a parameter of transformers."""
     top = {
         "model.embed_tokens.weight": "token_embd.weight",
@@ -43,7 +55,21 @@ def gguf_name(name: str) -> str:
     if name in top:
         return top[name]
     _, _, layer, rest = name.split(".", 3)
-    return f"blk.{layer}.{NAMES[rest.removesuffix('.weight')]}.weight"
+    # The two that are no weights of modules.
+    own = {"linear_attn.dt_bias": "ssm_dt.bias", "linear_attn.A_log": "ssm_a"}.get(rest)
+    return f"blk.{layer}.{own or names[rest.removesuffix('.weight')] + '.weight'}"
+
+
+def as_stored(name: str, values: np.ndarray) -> np.ndarray:
+    """A tensor of Qwen3.5 as llama.cpp has it: its norms' weights with the 1 that is added to them,
+    and the rate of decay in place of its logarithm."""
+    if name.endswith("A_log"):
+        return -np.exp(values)
+    if name.endswith("conv1d.weight"):
+        return values[:, 0]
+    if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+        return values + 1
+    return values
 
 
 def read_tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
@@ -73,7 +99,8 @@ def write(checkpoint: Path, kind: str, target: Path) -> None:
         "q4_0": gguf.GGMLQuantizationType.Q4_0,
     }[kind]
     partial = target.with_suffix(".partial")
-    writer = gguf.GGUFWriter(partial, "qwen3")
+    is_hybrid = config["model_type"] == "qwen3_5_text"
+    writer = gguf.GGUFWriter(partial, "qwen35" if is_hybrid else "qwen3")
     rope = config.get("rope_parameters") or {}
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
@@ -87,16 +114,43 @@ def write(checkpoint: Path, kind: str, target: Path) -> None:
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("none")
+    if is_hybrid:
+        add_gated_delta(writer, config)
+    names = HYBRID_NAMES if is_hybrid else NAMES
     for file in sorted(checkpoint.glob("*.safetensors")):
         for name, values in read_tensors(file):
-            stored = gguf.GGMLQuantizationType.F32 if values.ndim == 1 else quant
-            packed = gguf.quants.quantize(values, stored)
-            writer.add_tensor(gguf_name(name), packed, raw_dtype=stored)
+            own = as_stored(name, values) if is_hybrid else values
+            is_wide = own.ndim == 1 or "conv1d" in name
+            stored = gguf.GGMLQuantizationType.F32 if is_wide else quant
+            packed = gguf.quants.quantize(np.ascontiguousarray(own), stored)
+            writer.add_tensor(gguf_name(name, names), packed, raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     partial.rename(target)
+
+
+def add_gated_delta(writer: Any, config: dict[str, Any]) -> None:
+    """Sizes of gated delta rules, and the part of a head that RoPE turns.
+
+    Raises:
+        ValueError: key and value heads that differ in number or size; llama.cpp has their rows in
+            another order.
+    """
+    heads, size = config["linear_num_value_heads"], config["linear_value_head_dim"]
+    if (heads, size) != (config["linear_num_key_heads"], config["linear_key_head_dim"]):
+        raise ValueError("linear_num_key_heads: expected as many as value heads, of their size")
+    turned = int(config["head_dim"] * config["rope_parameters"]["partial_rotary_factor"])
+    writer.add_rope_dimension_count(turned)
+    # Of text all parts have the same positions.
+    writer.add_rope_dimension_sections([turned // 2, 0, 0, 0])
+    writer.add_full_attention_interval(config["layer_types"].index("full_attention") + 1)
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_ssm_inner_size(heads * size)
+    writer.add_ssm_state_size(size)
+    writer.add_ssm_time_step_rank(heads)
+    writer.add_ssm_group_count(heads)
 
 
 if __name__ == "__main__":

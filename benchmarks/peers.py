@@ -218,7 +218,7 @@ def main() -> int:
     )
     checkpoint = peer_checkpoint.make(arguments.folder, arguments.shape)
     report = Report(
-        f"Peers: Qwen3 of shape {arguments.shape}, {arguments.dtype}, "
+        f"Peers: {checkpoint.name}, {arguments.dtype}, "
         f"weights {arguments.weights or 'plain'}, {arguments.num_threads} threads"
     )
     engines: list[Engine] = []
