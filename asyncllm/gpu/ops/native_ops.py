@@ -42,7 +42,8 @@ from asyncllm.gpu.ops.program import DTYPES, rows_of
 from asyncllm.gpu.ops.recorder import Recorder
 from asyncllm.gpu.ops.routing import RouterWeights, Routing
 from asyncllm.gpu.ops.torch_ops import check_head_norm, norms_whole_projections
-from asyncllm.native import ARGS, Context, RopeArgs, fail
+from asyncllm.native.context import Context, fail
+from asyncllm.native.interface import ARGS, RopeArgs
 
 
 def parameter(x: Tensor) -> Tensor:

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from asyncllm.native import Context, Op, ProgramArgs, fail
+from asyncllm.native.context import Context, fail
+from asyncllm.native.interface import Op, ProgramArgs
 
 INVALID = 1
 """``STATUS_INVALID`` of the interface."""
