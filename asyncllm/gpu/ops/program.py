@@ -28,6 +28,17 @@ def rows_of(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 
+def parameter(x: Tensor) -> Tensor:
+    """A layer's parameter as ops hold its address: contiguous, on the CPU.
+
+    Raises:
+        ValueError: another device, or a dtype that no op reads.
+    """
+    if x.dtype not in DTYPES or x.device.type != "cpu":
+        raise ValueError(f"native ops: a parameter of {x.dtype} on {x.device}")
+    return x.contiguous()
+
+
 def _writes(name: str, op: Op) -> bool:
     """Whether an op is the last of its layer to write the KV cache or recurrent states. One that
     rotates queries alone has no cache."""
