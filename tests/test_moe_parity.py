@@ -237,7 +237,8 @@ def _no_gate(runner: ModelRunner) -> None:
 
 def _no_correction(runner: ModelRunner) -> None:
     for mlp in _mlps(runner):
-        mlp.routing.correction = None  # type: ignore[attr-defined]
+        routing: Any = mlp.routing
+        routing.correction = None
 
 
 MUTATIONS: dict[str, tuple[str, Callable[[ModelRunner], None]]] = {

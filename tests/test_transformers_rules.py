@@ -272,7 +272,7 @@ def test_auto_is_native_where_that_has_the_architecture(tmp_path):
 
 def test_model_impl_is_checked():
     with pytest.raises(InvalidRequestError) as caught:
-        EngineConfig(model_impl="vllm")  # type: ignore[arg-type]
+        EngineConfig(model_impl="vllm")  # pyright: ignore[reportArgumentType]
     assert caught.value.param == "model_impl"
 
 
