@@ -19,6 +19,9 @@ from typing import Any
 import numpy as np
 
 NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -35,15 +38,11 @@ NAMES = {
 
 def gguf_name(name: str) -> str:
     """llama.cpp's name of a parameter of transformers."""
-    top = {
-        "model.embed_tokens.weight": "token_embd.weight",
-        "model.norm.weight": "output_norm.weight",
-        "lm_head.weight": "output.weight",
-    }
-    if name in top:
-        return top[name]
-    _, _, layer, rest = name.split(".", 3)
-    return f"blk.{layer}.{NAMES[rest.removesuffix('.weight')]}.weight"
+    module, _, leaf = name.rpartition(".")
+    if module in NAMES:
+        return f"{NAMES[module]}.{leaf}"
+    _, _, layer, rest = module.split(".", 3)
+    return f"blk.{layer}.{NAMES[rest]}.{leaf}"
 
 
 def read_tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
