@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 from asyncllm import AsyncLLMEngine
+from asyncllm.core.request_group import RequestGroup
 
 
 class AbortWatch:
@@ -20,18 +20,18 @@ class AbortWatch:
         assert engine._thread is not None
         core = engine._thread.core
         abort, on_abort = core.abort, core.on_abort
-        began: dict[Any, float] = {}
+        began: dict[RequestGroup, float] = {}
         self.times: list[float] = []
 
-        def timed_abort(request: Any) -> None:
-            began.setdefault(request, time.perf_counter())
-            abort(request)
+        def timed_abort(group: RequestGroup) -> None:
+            began.setdefault(group, time.perf_counter())
+            abort(group)
 
-        def timed_on_abort(request: Any) -> None:
-            on_abort(request)
-            at = began.pop(request, None)
+        def timed_on_abort(group: RequestGroup) -> None:
+            on_abort(group)
+            at = began.pop(group, None)
             if at is not None:
                 self.times.append(time.perf_counter() - at)
 
-        core.abort = timed_abort  # type: ignore[method-assign]
-        core.on_abort = timed_on_abort  # type: ignore[method-assign]
+        core.abort = timed_abort
+        core.on_abort = timed_on_abort

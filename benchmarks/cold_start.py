@@ -21,7 +21,7 @@ from pathlib import Path
 from asyncllm.checkpoint.model_files import weight_files
 from benchmarks import peer_checkpoint
 from benchmarks.cold_process import touch_huge_pages
-from benchmarks.common import Report, options
+from benchmarks.common import Report
 from benchmarks.peers import ROOT
 
 TOUCHED = 256 << 20
@@ -58,12 +58,7 @@ def tell(report: Report, name: str, rounds: list[dict[str, float]]) -> None:
 
 
 def main() -> None:
-    parser = options(__doc__)
-    parser.add_argument("--shape", choices=peer_checkpoint.SHAPES, default="0.6b")
-    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "peers",
-                        help="where the checkpoint is made, and kept")  # fmt: skip
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    parser.add_argument("--rounds", type=int, help="5 unless given, 2 with --quick")
+    parser = peer_checkpoint.options(__doc__)
     arguments: argparse.Namespace = parser.parse_args()
     checkpoint = peer_checkpoint.make(arguments.folder, arguments.shape)
     report = Report(f"Cold start: {arguments.shape}, {arguments.dtype}")

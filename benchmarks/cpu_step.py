@@ -18,6 +18,7 @@ from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.config import EngineConfig
 from asyncllm.core.batch import RequestAssignment, StepBatch
 from asyncllm.gpu.build import build_model_runner
+from asyncllm.gpu.calibration import prefill_step
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.sampling_params import SamplingParams
 from benchmarks.common import Report, cpu_time_of, options
@@ -53,20 +54,14 @@ def prompts(rows: int, block_size: int, steps: int) -> StepBatch:
     """The step that prefills ``rows`` prompts, with the blocks of all steps behind it."""
     sampling = SamplingParams(temperature=0.0, seed=0).resolve({}, {}, lambda: 0)
     each = -(-(PROMPT + steps + 1) // block_size)
-    return StepBatch(
-        step=0,
-        req_indices=list(range(rows)),
-        starts=[0] * rows,
-        counts=[PROMPT] * rows,
-        samples=[True] * rows,
-        num_tokens=rows * PROMPT,
-        assignments=[
+    return prefill_step(
+        [
             RequestAssignment(
                 row, f"row-{row}", list(range(1 + row, 1 + row + PROMPT)), PROMPT,
                 (list(range(1 + row * each, 1 + (row + 1) * each)),), sampling,
             )
             for row in range(rows)
-        ],
+        ]
     )  # fmt: skip
 
 

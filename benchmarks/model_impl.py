@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from asyncllm.config import EngineConfig
+from asyncllm.config import Dtype, EngineConfig
 from asyncllm.core.batch import RequestAssignment, StepBatch
 from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.model_runner import ModelRunner
@@ -149,10 +149,10 @@ class Decoding:
         self.steps += 1
 
 
-def make(path: Path, backend: str, model_impl: str, dtype: str, rows: int) -> Decoding:
+def make(path: Path, backend: str, model_impl: str, dtype: Dtype, rows: int) -> Decoding:
     config = EngineConfig(
         device="cpu",
-        dtype=dtype,  # type: ignore[arg-type]
+        dtype=dtype,
         num_threads=1,
         max_num_seqs=16,
         max_num_batched_tokens=16 * CONTEXT,

@@ -20,8 +20,8 @@ from typing import Any
 
 from asyncllm import AsyncLLMEngine
 from benchmarks import peer_checkpoint
-from benchmarks.common import LagMeter, Report, options, percentile
-from benchmarks.peers import ROOT, draw_prompts
+from benchmarks.common import LagMeter, Report, percentile
+from benchmarks.peers import draw_prompts
 
 
 def spin() -> None:
@@ -211,12 +211,7 @@ def tell(report: Report, found: dict[str, list[float]]) -> None:
 
 
 def main() -> None:
-    parser = options(__doc__)
-    parser.add_argument("--shape", choices=peer_checkpoint.SHAPES, default="0.6b")
-    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "peers",
-                        help="where the checkpoint is made, and kept")  # fmt: skip
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    parser.add_argument("--rounds", type=int, help="5 unless given, 2 with --quick")
+    parser = peer_checkpoint.options(__doc__)
     arguments = parser.parse_args()
     arguments.rounds = arguments.rounds or (2 if arguments.quick else 5)
     checkpoint = peer_checkpoint.make(arguments.folder, arguments.shape)

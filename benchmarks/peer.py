@@ -28,8 +28,6 @@ from asyncllm.gpu.threads import set_thread_count
 from benchmarks import peer_checkpoint
 from benchmarks.common import Report, options
 
-ROOT = Path(__file__).parent.parent
-
 
 @dataclass(frozen=True, slots=True)
 class Workload:
@@ -170,7 +168,7 @@ def main() -> int:
     parser.add_argument("--shape", choices=peer_checkpoint.SHAPES,
                         help="a random checkpoint in the place of a model")  # fmt: skip
     parser.add_argument("--layers", type=int, help="of that checkpoint, if not all of the shape's")
-    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "peers",
+    parser.add_argument("--folder", type=Path, default=peer_checkpoint.FOLDER,
                         help="where that checkpoint is made, and kept")  # fmt: skip
     parser.add_argument("--streams", type=int, nargs="+", default=(1, 16, 64), metavar="N")
     parser.add_argument("--rounds", type=int, help="5 unless given, 2 with --quick")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import string
 from pathlib import Path
 from typing import Any
+
+from benchmarks import common
 
 COMMON: dict[str, Any] = {
     "max_position_embeddings": 4096,
@@ -15,6 +18,7 @@ COMMON: dict[str, Any] = {
     "eos_token_id": 0,
     "pad_token_id": 0,
 }
+FOLDER = Path(__file__).parent.parent / "build" / "peers"
 SHAPES: dict[str, dict[str, Any]] = {
     "0.6b": {
         "model_type": "qwen3",
@@ -62,6 +66,17 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 """As their makers publish them, but for the vocabulary of the last two, which would be half of the
 model."""
+
+
+def options(description: str | None) -> argparse.ArgumentParser:
+    """A command line of rounds on such a checkpoint."""
+    parser = common.options(description)
+    parser.add_argument("--shape", choices=SHAPES, default="0.6b")
+    parser.add_argument("--folder", type=Path, default=FOLDER,
+                        help="where the checkpoint is made, and kept")  # fmt: skip
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--rounds", type=int, help="5 unless given, 2 with --quick")
+    return parser
 
 
 def make(folder: Path, shape: str, layers: int | None = None) -> Path:

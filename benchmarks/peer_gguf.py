@@ -13,13 +13,16 @@ import json
 import mmap
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -45,19 +48,17 @@ HYBRID_NAMES = NAMES | {
 }
 
 
-def gguf_name(name: str, names: dict[str, str]) -> str:
+def gguf_name(name: str, names: Mapping[str, str] = NAMES) -> str:
     """llama.cpp's name of a parameter of transformers."""
-    top = {
-        "model.embed_tokens.weight": "token_embd.weight",
-        "model.norm.weight": "output_norm.weight",
-        "lm_head.weight": "output.weight",
-    }
-    if name in top:
-        return top[name]
-    _, _, layer, rest = name.split(".", 3)
-    # The two that are no weights of modules.
-    own = {"linear_attn.dt_bias": "ssm_dt.bias", "linear_attn.A_log": "ssm_a"}.get(rest)
-    return f"blk.{layer}.{own or names[rest.removesuffix('.weight')] + '.weight'}"
+    if name.endswith(("dt_bias", "A_log")):
+        # The parameters of gated delta rules that are no module's weight or bias.
+        _, _, layer, _, leaf = name.split(".")
+        return f"blk.{layer}.{'ssm_a' if leaf == 'A_log' else 'ssm_dt.bias'}"
+    module, _, leaf = name.rpartition(".")
+    if module in names:
+        return f"{names[module]}.{leaf}"
+    _, _, layer, rest = module.split(".", 3)
+    return f"blk.{layer}.{names[rest]}.{leaf}"
 
 
 def as_stored(name: str, values: np.ndarray) -> np.ndarray:

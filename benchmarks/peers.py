@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import peer_checkpoint
-from benchmarks.common import Report, options
+from benchmarks.common import Report
 
 ROOT = Path(__file__).parent.parent
 WORKLOADS = ("A", "B", "C", "D")
@@ -199,14 +199,9 @@ def tell(report: Report, engines: Sequence[Engine], missing: Mapping[str, str]) 
 
 
 def main() -> int:
-    parser = options(__doc__)
-    parser.add_argument("--shape", choices=peer_checkpoint.SHAPES, default="0.6b")
-    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "peers",
-                        help="where the checkpoint is made, and kept")  # fmt: skip
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser = peer_checkpoint.options(__doc__)
     parser.add_argument("--weights", choices=("int8", "int4"), help="quantised weights")
     parser.add_argument("--num-threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, help="5 unless given, 2 with --quick")
     parser.add_argument("--python", action="append", default=[], metavar="NAME=PATH",
                         help="the interpreter that has an engine")  # fmt: skip
     parser.add_argument("--only", metavar="NAME,…", help="these engines beside asyncllm")

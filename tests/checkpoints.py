@@ -6,12 +6,16 @@ a comparison of its greedy output would pass for any logits.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
+import asyncllm
+
+DEMO_MODEL = Path(asyncllm.__file__).parent / "demo_model"
 COMMON: dict[str, Any] = {
     "vocab_size": 256,
     "hidden_size": 64,
@@ -46,3 +50,9 @@ def make_checkpoint(
                 parameter.normal_(middle, 0.2, generator=generator)
     model.save_pretrained(path, max_shard_size=shard)
     return model
+
+
+def copy_tokenizer(path: Path) -> None:
+    """Gives a checkpoint the packaged model's tokenizer, of 2048 tokens, and its chat template."""
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(DEMO_MODEL / name, path / name)

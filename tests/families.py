@@ -8,19 +8,9 @@ from typing import Any
 import torch
 import transformers
 
-TINY: dict[str, Any] = {
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "eos_token_id": 255,
-    "bos_token_id": None,
-    "pad_token_id": None,
-    "tie_word_embeddings": False,
-}
+from tests.checkpoints import COMMON
+
+TINY: dict[str, Any] = {**COMMON, "eos_token_id": 255}
 SLIDING = {"sliding_window": 7}
 MIXED = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 MOE = {

@@ -10,22 +10,8 @@ import gguf
 import numpy as np
 import torch
 
-NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
+from benchmarks.peer_gguf import gguf_name
+
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
@@ -35,14 +21,6 @@ ARCHITECTURES = {
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 )
-
-
-def stored_name(name: str) -> str:
-    module, _, leaf = name.rpartition(".")
-    if module in NAMES:
-        return f"{NAMES[module]}.{leaf}"
-    _, _, layer, rest = module.split(".", 3)
-    return f"blk.{layer}.{NAMES[rest]}.{leaf}"
 
 
 def permute(weights: np.ndarray, heads: int) -> np.ndarray:
@@ -94,7 +72,7 @@ def write_gguf(
         add(key, value)
     meant: dict[str, torch.Tensor] = {}
     for full_name, tensor in tensors.items():
-        stored, values = stored_name(full_name), tensor.float().numpy()
+        stored, values = gguf_name(full_name), tensor.float().numpy()
         if full_name in (raw or {}):
             blocks, quant = raw[full_name]
             writer.add_tensor(stored, blocks, raw_dtype=quant)

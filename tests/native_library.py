@@ -11,8 +11,9 @@ import pytest
 
 from asyncllm.gpu.ops.cpu_ops import CpuOps
 from asyncllm.gpu.ops.native_ops import NativeOps
-from asyncllm.native import Context, Library, NativeUnavailableError
 from asyncllm.native.build import UNITS, BuildError, build, find_compiler
+from asyncllm.native.context import Context
+from asyncllm.native.library import Library, NativeUnavailableError
 
 OTHER_LIBRARY = "NATIVE_LIBRARY"
 """The environment variable that names another library to test."""

@@ -7,6 +7,7 @@ AutoAWQ's ``WQLinear_GEMM``, AutoGPTQ's ``QuantLinear.pack``, compressed-tensors
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -293,3 +294,10 @@ def quantise_checkpoint(path: Path, case: Case, model: torch.nn.Module | None = 
     if model is not None:
         model.load_state_dict(tensors)
     return tensors
+
+
+def repack(plain: Path, path: Path, case: Case) -> Path:
+    """A copy of the plain checkpoint in ``path``, packed as ``case`` says."""
+    shutil.copytree(plain, path, dirs_exist_ok=True)
+    quantise_checkpoint(path, case)
+    return path

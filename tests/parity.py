@@ -22,6 +22,7 @@ from asyncllm.gpu.transformers_model.config import read_config
 from asyncllm.gpu.weights import load_weights
 from tests.driver import Driver, Sequence
 from tests.families import noise
+from tests.native_library import context
 from tests.reference import Expected, Tally, compare, generate
 from tests.static_runner import CPU, LateStream, TraceRecorder, make_decoder, make_runner
 
@@ -138,11 +139,15 @@ def run_everything(case: Case, runner: ModelRunner, chunk: int = 7) -> None:
 
 
 def run_matrix(case: Case, backend: str, chunks: tuple[int, ...] = (3, 10)) -> None:
-    """Each prompt alone, one in chunks of every size, all in a batch, and with run-ahead.
+    """Each prompt alone, one in chunks of every size, all in a batch, and with run-ahead. Skips
+    where there are no native ops for a ``backend`` "native".
 
     Args:
         chunks: of the batches.
     """
+    if backend == "native":
+        context()
+    check_reference(case)
     runner = case.runner(attention_backend=backend)
     for index, prompt in enumerate(case.prompts):
         driver = Driver(runner)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import shutil
 import sys
 from contextlib import asynccontextmanager
@@ -18,7 +17,7 @@ from asyncllm.serving.http_server import HttpServer
 from asyncllm.testing import fake_engine
 from tests.app_clients import events_of, served_app, url_of, user
 from tests.test_app import CHAT, idle
-from tests.test_websocket_openai import OLD_CLIENT, OLD_WEBSOCKETS
+from tests.test_websocket_openai import OLD_CLIENT, environment_of
 
 BUILD = Path(__file__).parent.parent / "build"
 
@@ -108,11 +107,7 @@ async def test_curl_goes_away_in_the_middle(stream):
 @pytest.mark.asyncio
 @pytest.mark.parametrize("version", ["installed", "15"])
 async def test_versions_of_websockets_as_clients(version):
-    environment = dict(os.environ)
-    if version == "15":
-        if not OLD_WEBSOCKETS.is_dir():
-            pytest.skip(f"pip install --target {OLD_WEBSOCKETS.name} 'websockets>=15,<16' first")
-        environment["PYTHONPATH"] = str(OLD_WEBSOCKETS)
+    environment = environment_of(version)
     async with served_app(fake_engine("Hello, friend!")) as server:
         command = (sys.executable, "-c", OLD_CLIENT, server.port)
         status, out = await run(*command, environment=environment)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+from pydantic import BaseModel
 
 from asyncllm import AsyncLLMEngine
 from asyncllm.testing import fake_engine
@@ -45,6 +46,11 @@ async def client_of(engine, **options):
             yield client
 
 
+class Trip(BaseModel):
+    by: Literal["boat", "train"]
+    days: Literal[1, 2, 3]
+
+
 def test_the_openai_client_on_the_packaged_model():
     asyncio.run(speak_openai())
 
@@ -54,98 +60,83 @@ async def speak_openai():
     model = "asyncllm/demo"
     async with client_of(engine, token="secret") as client:
         assert [one.id async for one in client.models.list()] == [model]
-        sums = user("What is 12 + 7?")
-        chat = client.chat.completions
-        answer = await chat.create(model=model, messages=sums, temperature=0)
-        assert answer.choices[0].message.content == "12 + 7 = 19."
-        async with chat.stream(
-            model=model,
-            messages=sums,
-            temperature=0,
-            logprobs=True,
-            top_logprobs=2,
-            stream_options={"include_usage": True},
-        ) as stream:
-            kinds = {event.type async for event in stream}
-            whole = await stream.get_final_completion()
-        assert {"chunk", "content.delta", "content.done", "logprobs.content.delta"} <= kinds
-        assert whole.choices[0].message.content == "12 + 7 = 19."
-        assert whole.usage.completion_tokens == answer.usage.completion_tokens
-        logprobs = whole.choices[0].logprobs.content
-        # The end-of-sequence token is no text, and has a log-probability.
-        text = "".join(token.token for token in logprobs)
-        assert text.startswith("12 + 7 = 19.")
-        assert b"".join(bytes(token.bytes) for token in logprobs).decode() == text
-        assert all(
-            token.logprob <= 0 == token.top_logprobs[0].logprob - token.logprob
-            for token in logprobs
-        )
-
-        called = await chat.create(
-            model=model,
-            messages=user("What is the weather in Oslo?"),
-            tools=[TOOL],
-            temperature=0,
-        )
-        (choice,) = called.choices
-        (call,) = choice.message.tool_calls
-        assert choice.finish_reason == "tool_calls"
-        assert json.loads(call.function.arguments) == {"city": "Oslo"}
-        turn = choice.message.model_dump()
-        result = {"role": "tool", "tool_call_id": call.id, "content": "snow"}
-        told = await chat.create(
-            model=model,
-            messages=[*user("What is the weather in Oslo?"), turn, result],
-            tools=[TOOL],
-            temperature=0,
-        )
-        assert told.choices[0].message.content == "It is snow in Oslo."
-        async with chat.stream(
-            model=model,
-            messages=user("Who are you?"),
-            tools=[TOOL],
-            tool_choice="required",
-            temperature=0,
-        ) as stream:
-            forced = await stream.get_final_completion()
-        (call,) = forced.choices[0].message.tool_calls
-        assert (call.function.name, list(json.loads(call.function.arguments))) == (
-            "get_weather",
-            ["city"],
-        )
-
-        from pydantic import BaseModel
-
-        class Trip(BaseModel):
-            by: Literal["boat", "train"]
-            days: Literal[1, 2, 3]
-
-        parsed = await chat.parse(
+        await speak_chat(client.chat.completions, model)
+        await speak_tools(client.chat.completions, model)
+        parsed = await client.chat.completions.parse(
             model=model, messages=user("Plan a trip."), response_format=Trip, max_tokens=100
         )
         assert parsed.choices[0].message.parsed.by in ("boat", "train")
-
-        text = await client.completions.create(
-            model=model,
-            prompt=["Once upon a time", "One day"],
-            max_tokens=8,
-            temperature=0,
-            echo=True,
-        )
-        assert [one.text.startswith(("Once upon a time", "One day")) for one in text.choices] == [
-            True,
-            True,
-        ]
-        pieces = [
-            chunk.choices[0].text
-            async for chunk in await client.completions.create(
-                model=model, prompt="Once upon a time", max_tokens=8, temperature=0, stream=True
-            )
-        ]
-        assert "Once upon a time" + "".join(pieces) == text.choices[0].text
-
+        await speak_completions(client.completions, model)
         await speak_responses(client, model, Trip)
     assert engine.state == "closed"
+
+
+async def speak_chat(chat, model):
+    sums = user("What is 12 + 7?")
+    answer = await chat.create(model=model, messages=sums, temperature=0)
+    assert answer.choices[0].message.content == "12 + 7 = 19."
+    async with chat.stream(
+        model=model,
+        messages=sums,
+        temperature=0,
+        logprobs=True,
+        top_logprobs=2,
+        stream_options={"include_usage": True},
+    ) as stream:
+        kinds = {event.type async for event in stream}
+        whole = await stream.get_final_completion()
+    assert {"chunk", "content.delta", "content.done", "logprobs.content.delta"} <= kinds
+    assert whole.choices[0].message.content == "12 + 7 = 19."
+    assert whole.usage.completion_tokens == answer.usage.completion_tokens
+    logprobs = whole.choices[0].logprobs.content
+    # The end-of-sequence token is no text, and has a log-probability.
+    text = "".join(token.token for token in logprobs)
+    assert text.startswith("12 + 7 = 19.")
+    assert b"".join(bytes(token.bytes) for token in logprobs).decode() == text
+    assert all(
+        token.logprob <= 0 == token.top_logprobs[0].logprob - token.logprob for token in logprobs
+    )
+
+
+async def speak_tools(chat, model):
+    weather = user("What is the weather in Oslo?")
+    called = await chat.create(model=model, messages=weather, tools=[TOOL], temperature=0)
+    (choice,) = called.choices
+    (call,) = choice.message.tool_calls
+    assert choice.finish_reason == "tool_calls"
+    assert json.loads(call.function.arguments) == {"city": "Oslo"}
+    turn = choice.message.model_dump()
+    result = {"role": "tool", "tool_call_id": call.id, "content": "snow"}
+    told = await chat.create(
+        model=model, messages=[*weather, turn, result], tools=[TOOL], temperature=0
+    )
+    assert told.choices[0].message.content == "It is snow in Oslo."
+    async with chat.stream(
+        model=model,
+        messages=user("Who are you?"),
+        tools=[TOOL],
+        tool_choice="required",
+        temperature=0,
+    ) as stream:
+        forced = await stream.get_final_completion()
+    (call,) = forced.choices[0].message.tool_calls
+    assert call.function.name == "get_weather"
+    assert list(json.loads(call.function.arguments)) == ["city"]
+
+
+async def speak_completions(completions, model):
+    starts = ["Once upon a time", "One day"]
+    whole = await completions.create(
+        model=model, prompt=starts, max_tokens=8, temperature=0, echo=True
+    )
+    assert all(one.text.startswith(start) for one, start in zip(whole.choices, starts, strict=True))
+    pieces = [
+        chunk.choices[0].text
+        async for chunk in await completions.create(
+            model=model, prompt=starts[0], max_tokens=8, temperature=0, stream=True
+        )
+    ]
+    assert starts[0] + "".join(pieces) == whole.choices[0].text
 
 
 async def speak_responses(client, model, form):

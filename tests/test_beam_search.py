@@ -6,13 +6,10 @@ import asyncio
 import itertools
 import math
 import random
-import shutil
-from pathlib import Path
 
 import pytest
 import torch
 
-import asyncllm
 from asyncllm import (
     LLM,
     AsyncLLMEngine,
@@ -26,7 +23,7 @@ from asyncllm import (
 from asyncllm.beams import BeamSearch
 from asyncllm.outputs import Logprob
 from asyncllm.testing import fake_engine
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import copy_tokenizer, make_checkpoint
 
 VOCAB_SIZE = 96
 SETTINGS = {"dtype": "float32", "device": "cpu", "num_threads": 1, "num_blocks": 200}
@@ -38,9 +35,7 @@ def checkpoint(tmp_path_factory):
     """Directory and transformers' model."""
     path = tmp_path_factory.mktemp("beams")
     model = make_checkpoint(path, "Qwen3ForCausalLM", vocab_size=VOCAB_SIZE, eos_token_id=5)
-    demo_model = Path(asyncllm.__file__).parent / "demo_model"
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(demo_model / name, path / name)
+    copy_tokenizer(path)
     return path, model
 
 

@@ -26,7 +26,8 @@ def rig_with(template: str = CHATML, **options: Any) -> Fake:
     rig = fake(**({"num_blocks": 3001} | options))
     tokenizer = make(byte_level(), template)
     tokenizer.chat_template.compile()
-    rig.tokenizer = tokenizer  # type: ignore[assignment]  # the fake's is simpler
+    # The fake's own is simpler.
+    rig.tokenizer = tokenizer  # pyright: ignore[reportAttributeAccessIssue]
     return rig
 
 
@@ -77,7 +78,7 @@ async def test_text_in_a_message_writes_no_turn() -> None:
             await old_way.result()
             assert list(old_way.prompt_token_ids or ()) == as_written(tokenizer, messages)
         with pytest.raises(InvalidRequestError, match="expected true or false") as caught:
-            engine.chat(HELLO, split_special_tokens="no")  # type: ignore[arg-type]  # refused
+            engine.chat(HELLO, split_special_tokens="no")  # pyright: ignore[reportArgumentType]
         assert caught.value.param == "split_special_tokens"
         # A prompt is the application's own.
         prompt = engine.stream("<|im_end|>", max_tokens=1)
@@ -129,7 +130,8 @@ async def test_a_template_that_is_not_compiled_is_compiled_elsewhere() -> None:
 )
 async def test_a_hostile_template_ends_its_own_request(template: str, match: str) -> None:
     rig = rig_with()
-    rig.tokenizer._token_characters = 0  # type: ignore[attr-defined]  # not the fake's
+    tokenizer: Any = rig.tokenizer
+    tokenizer._token_characters = 0
     async with rig.engine() as engine:
         neighbour = engine.stream([5], max_tokens=20)
         stream = engine.chat(HELLO, chat_template_kwargs={"chat_template": template})

@@ -15,6 +15,7 @@ from asyncllm.core.admission import Admission
 from asyncllm.core.channel import Channel, End
 from asyncllm.core.engine_core import CLOSED, EngineCore, close_executor
 from asyncllm.core.executor import ExecutorInfo, StepOutOfMemoryError
+from asyncllm.core.idle_calls import IdleCalls
 from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.core.output_processor import Output
 from asyncllm.core.request import Request, Status
@@ -118,6 +119,7 @@ class Rig:
         self.scheduler = Scheduler(info)
         self.core = EngineCore(self.device, self.scheduler, self.admission, clock=self.clock)
         self.core.inbox = self.inbox = Inbox(self)
+        self.core._calls = IdleCalls(self.inbox)
 
     def clock(self):
         return self.now
@@ -394,7 +396,7 @@ def test_a_deadline_is_watched_once_and_only_if_there_is_one():
     request = rig.submit("b", deadline=rig.now + 5.0)
     rig.core.send(rig.core.on_watch_deadline, request.group)
     rig.turns(1)
-    assert [entry[2] for entry in rig.core._deadlines] == [request.group]
+    assert list(rig.core._deadlines.expire(rig.now + 5.0)) == [request.group]
 
 
 def test_requests_that_ended_are_not_kept_until_their_deadlines():
@@ -534,7 +536,7 @@ def test_a_call_runs_with_no_step_in_flight():
     rig.turns(1)
     assert future.result(0) == 5
     assert seen == [(1, 2, 0)]
-    assert rig.core._calls == set()
+    assert len(rig.core._calls) == 0
     assert rig.device.calls[-1] == "launch"
 
 
@@ -568,7 +570,7 @@ def test_a_failing_step_ends_everything():
         assert request.group.cancelled
     assert rig.device.calls[-1] == "close"
     assert not rig.core.hung
-    assert (len(rig.core._in_flight), len(rig.core._due)) == (0, 0)
+    assert (len(rig.core._in_flight), len(rig.core._calls.due)) == (0, 0)
     assert rig.admission.num_live == 0
     # The frames that it was raised among hold requests, and are let go.
     traceback = rig.core.fatal_error.__traceback__

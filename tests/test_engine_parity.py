@@ -7,12 +7,10 @@ import asyncio
 import gc
 import random
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
 
-import asyncllm
 from asyncllm import (
     AsyncLLMEngine,
     EngineError,
@@ -22,8 +20,9 @@ from asyncllm import (
     RequestError,
     SamplingParams,
 )
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import copy_tokenizer, make_checkpoint
 from tests.reference import GAP, generate
+from tests.sampling_ways import WAYS
 
 pytestmark = pytest.mark.asyncio(loop_factories=["asyncio"])
 
@@ -37,14 +36,12 @@ SETTINGS |= {"block_size": 8, "max_num_batched_tokens": 256}
 def checkpoint(tmp_path_factory):
     """Architecture to (directory, transformers' model): random weights, a real tokenizer."""
     made = {}
-    demo_model = Path(asyncllm.__file__).parent / "demo_model"
 
     def make(architecture):
         if architecture not in made:
             path = tmp_path_factory.mktemp(architecture)
             model = make_checkpoint(path, architecture, vocab_size=VOCAB_SIZE, shard="100KB")
-            for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-                shutil.copy(demo_model / name, path / name)
+            copy_tokenizer(path)
             made[architecture] = (path, model)
         return made[architecture]
 
@@ -98,20 +95,8 @@ def requests():
     """Prompts that share prefixes, sampled in every way there is."""
     draw = random.Random(11)
     shared = [draw.randrange(VOCAB_SIZE) for _ in range(24)]
-    ways = [
-        {"temperature": 0},
-        {"temperature": 1.0},
-        {"temperature": 0.7, "top_p": 0.9},
-        {"temperature": 1.2, "top_k": 40},
-        {"temperature": 1.0, "min_p": 0.02, "presence_penalty": 0.5},
-        {"temperature": 0.8, "repetition_penalty": 1.3, "frequency_penalty": 0.3},
-        {"temperature": 0, "logit_bias": {5: 3.0, 9: -100.0}, "logprobs": 2},
-        {"temperature": 1.0, "allowed_token_ids": list(range(50, 90))},
-        {"temperature": 0.9, "logits_processors": [lambda ids, row: row * (1 + len(ids) % 2)]},
-        {"temperature": 1.0, "min_tokens": 10, "stop_token_ids": list(range(0, 2048, 9))},
-    ]
     made = []
-    for i, way in enumerate(ways):
+    for i, way in enumerate(WAYS):
         prompt = shared[: draw.choice((0, 9, 16, 24))]
         prompt = prompt + [draw.randrange(VOCAB_SIZE) for _ in range(draw.randint(1, 20))]
         made.append((prompt, {"seed": 100 + i, "max_tokens": 20, "ignore_eos": True} | way))

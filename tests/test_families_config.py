@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import logging
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -21,14 +18,12 @@ from asyncllm.checkpoint.model_config import ModelConfig, has_native_decoder
 from asyncllm.checkpoint.rope_config import RopeConfig, read_rope
 from asyncllm.config import EngineConfig
 from asyncllm.errors import ModelLoadError
-from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.models.rope import inverse_frequencies, rope_table, rotary_order
 from asyncllm.gpu.transformers_model.config import read_config
-from tests.driver import Driver
 from tests.families import MIXED, TINY, YARN, draw_weights
 from tests.parity import OUTPUT, SETTINGS
-from tests.reference import Tally, compare, generate
 from tests.test_dense_families import BACKEND, LINEAR, LLAMA3, MINISTRAL
+from tests.text_part import check_text_part
 
 CPU = torch.device("cpu")
 
@@ -73,20 +68,8 @@ def test_the_text_part_of_a_multimodal_checkpoint(tmp_path, caplog, name, archit
     assert isinstance(config, ModelConfig)
     assert (config.architecture, config.is_text_part) == (architecture, True)
     assert config.tie_word_embeddings is tied
-    draw = random.Random(1)
-    prompt = [draw.randrange(250) for _ in range(40)]
-    expected = generate(model, prompt, OUTPUT)
-    assert len(set(expected.tokens)) >= 8
     settings = EngineConfig(**SETTINGS, attention_backend=BACKEND)
-    with caplog.at_level(logging.INFO, "asyncllm"):
-        driver = Driver(build_model_runner(settings, config))
-    stored = load_file(tmp_path / "model.safetensors")
-    towers = sum("language_model" not in each and "lm_head" not in each for each in stored)
-    assert towers > 0
-    assert f"text part alone, without {towers} of {len(stored)} tensors" in caplog.text
-    seq = driver.add(prompt, OUTPUT)
-    driver.run([seq], chunk=7)
-    compare(seq, expected, Tally())
+    check_text_part(model, config, settings, caplog, prompt_length=40, output=OUTPUT, distinct=8)
 
 
 def test_what_a_text_part_leaves_out_is_the_familys_default(tmp_path):

@@ -27,7 +27,7 @@ from asyncllm.gpu.weights import load_weights
 from tests.checkpoints import make_checkpoint
 from tests.driver import Driver
 from tests.live_bytes import LiveBytes
-from tests.packing import CASES, Case, compressed, quantise_checkpoint
+from tests.packing import CASES, Case, compressed, quantise_checkpoint, repack
 from tests.reference import Tally, compare, generate
 from tests.static_runner import make_decoder, make_runner
 
@@ -69,12 +69,6 @@ def test_tensors_are_those_of_the_unquantised_checkpoint(plain, case, tmp_path, 
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("plain")
     make_checkpoint(path, "Qwen3ForCausalLM", head_dim=32, num_hidden_layers=1)
-    return path
-
-
-def repack(plain: Path, path: Path, case: Case) -> Path:
-    shutil.copytree(plain, path, dirs_exist_ok=True)
-    quantise_checkpoint(path, case)
     return path
 
 

@@ -137,11 +137,7 @@ def test_the_static_step_equals_transformers(load_case, name):
 @pytest.mark.parametrize("backend", ["torch", "native"])
 @pytest.mark.parametrize("name", [*CASES, *VARIANTS])
 def test_matrix(load_case, name, backend):
-    if backend == "native":
-        context()
-    case = load_case(name)
-    check_reference(case)
-    run_matrix(case, backend)
+    run_matrix(load_case(name), backend)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -81,8 +82,8 @@ def test_the_attention_chooses_the_layout() -> None:
         def block_layout(self, block_size: int) -> BlockLayout:
             return BlockLayout((2, block_size, 2, 8), order=(1, 0, 2, 3, 4))
 
-    chosen = block_layout(BlocksFirst(), shape, 4)  # type: ignore[arg-type]  # layout only
-    default = block_layout(object(), shape, 4)  # type: ignore[arg-type]  # has no layout
+    attentions: list[Any] = [BlocksFirst(), object()]  # of which only the layout is asked
+    chosen, default = (block_layout(attention, shape, 4) for attention in attentions)
     assert default == BlockLayout((2, 4, 2, 8))
     spec = KVCacheSpec((0, 1), 4)
     for layout, contiguous in ((chosen, True), (default, False)):

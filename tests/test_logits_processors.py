@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ class Force(LogitsProcessor):
         assert isinstance(device, torch.device)
         assert not is_pin_memory
         self.max_num_seqs = config.max_num_seqs
-        self.requests: dict[int, tuple[dict[str, Any], list[int], list[int]]] = {}
+        self.requests: dict[int, tuple[Mapping[str, Any], list[int], Sequence[int]]] = {}
         self.updates: list[BatchUpdate | None] = []
         self.applied: list[list[int]] = []
 
@@ -74,7 +75,7 @@ class Force(LogitsProcessor):
             assert params.extra_args is not None
             if "update_raises" in params.extra_args:
                 raise SystemExit(4)
-            self.requests[index] = params.extra_args, list(prompt), output  # type: ignore[assignment]
+            self.requests[index] = params.extra_args, list(prompt), output
         assert len(self.requests) >= batch_update.batch_size
         assert not batch_update.moved
 

@@ -16,6 +16,7 @@ from asyncllm import DeadlineExceededError, EngineOverloadedError, InvalidReques
 from asyncllm.metrics import EngineMetrics
 from asyncllm.outputs import Usage
 from tests.fakes import fake
+from tests.missing_package import import_error
 
 pytestmark = pytest.mark.asyncio
 
@@ -394,16 +395,8 @@ async def test_scraping_while_requests_end_never_tears():
 
 
 async def test_without_the_extra_the_error_names_it():
-    code = """
-import sys
-sys.modules["prometheus_client"] = None
-try:
-    import asyncllm.metrics
-except ImportError as error:
-    print(error)
-"""
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert "pip install 'asyncllm[metrics]'" in out.stdout
+    said = import_error("asyncllm.metrics", without="prometheus_client")
+    assert "pip install 'asyncllm[metrics]'" in said
 
 
 async def test_importing_asyncllm_imports_no_client():

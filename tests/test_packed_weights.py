@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from tests.checkpoints import make_checkpoint
 from tests.driver import Driver
 from tests.live_bytes import LiveBytes
 from tests.native_library import isas
-from tests.packing import CASES, GROUP4, Case, compressed, packed_tensors, quantise_checkpoint
+from tests.packing import CASES, GROUP4, Case, compressed, packed_tensors, repack
 from tests.test_int4 import dequantised
 
 CPU = torch.device("cpu")
@@ -53,10 +52,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def repack(plain: Path, path: Path, case: Case) -> ModelConfig:
-    shutil.copytree(plain, path, dirs_exist_ok=True)
-    quantise_checkpoint(path, case)
-    return ModelConfig.from_directory(path)
+def repacked(plain: Path, path: Path, case: Case) -> ModelConfig:
+    return ModelConfig.from_directory(repack(plain, path, case))
 
 
 def loaded(model: ModelConfig, **settings: Any) -> dict[str, Tensor | LinearWeights]:
@@ -71,6 +68,10 @@ def bundles(weights: Iterable[tuple[str, Tensor | LinearWeights]]) -> dict[str, 
     return {name: each for name, each in weights if isinstance(each, LinearWeights)}
 
 
+def unpacked(weights: Mapping[str, Tensor | LinearWeights]) -> dict[str, Tensor]:
+    return {name: each for name, each in weights.items() if isinstance(each, Tensor)}
+
+
 def layers(names: Iterable[str]) -> set[str]:
     """The linear layers of "layers.0.qkv.weight" and its like."""
     return {name.split(".")[-2] for name in names}
@@ -80,8 +81,8 @@ def layers(names: Iterable[str]) -> set[str]:
 def test_packed_weights_are_what_is_otherwise_dequantised(plain, tmp_path, monkeypatch, name):
     """Stacked out of several tensors, and read in slices of a few rows."""
     monkeypatch.setattr(reader_module, "SLICE_ELEMENTS", 1500)
-    model = repack(plain, tmp_path, CASES[name])
-    expected, found = loaded(model), loaded(model, takes=takes)
+    model = repacked(plain, tmp_path, CASES[name])
+    expected, found = unpacked(loaded(model)), loaded(model, takes=takes)
     assert list(found) == list(expected)
     packed = bundles(found.items())
     if name not in PACKED:
@@ -91,20 +92,20 @@ def test_packed_weights_are_what_is_otherwise_dequantised(plain, tmp_path, monke
     scheme, block = PACKED[name]
     for each, tensor in expected.items():
         if each not in packed:
-            assert torch.equal(found[each], tensor)  # type: ignore[arg-type]
+            assert torch.equal(unpacked(found)[each], tensor)
             continue
         weights = packed[each]
         assert weights.scheme == scheme
         assert weights.scale_block == (block or (1, weights.shape[1]))
         exact = dequantised(weights)
-        torch.testing.assert_close(exact.float(), tensor, rtol=1e-6, atol=0.0)  # type: ignore[arg-type]
+        torch.testing.assert_close(exact.float(), tensor, rtol=1e-6, atol=0.0)
 
 
 @needs_native
 @pytest.mark.parametrize("name", ["awq", "gptq", "gptq-v2-8", "ct-pack-4", "ct-int"])
 def test_logits_are_those_of_the_dequantised_weights(plain, tmp_path, name):
     """But for inputs that are rounded to 8 bits, or to 16 with a scale per output channel."""
-    model = repack(plain, tmp_path, CASES[name])
+    model = repacked(plain, tmp_path, CASES[name])
     found = {}
     for attention in ("torch", "native"):
         config = EngineConfig(
@@ -153,7 +154,7 @@ def test_parts_of_different_forms_are_dequantised(plain, tmp_path):
 
     stored = [name for name in load_file(plain / "model.safetensors") if "_proj." in name]
     values = {index for index, name in enumerate(stored) if "v_proj" in name}
-    model = repack(plain, tmp_path, Case(config, pack))
+    model = repacked(plain, tmp_path, Case(config, pack))
     packed = bundles(loaded(model, takes=takes).items())
     assert layers(packed) == {"o", "gate_up", "down"}
 
@@ -187,7 +188,7 @@ def test_what_cannot_stay_packed():
 
 
 def test_one_line_says_what_stays_packed(plain, tmp_path, caplog):
-    model = repack(plain, tmp_path, CASES["awq"])
+    model = repacked(plain, tmp_path, CASES["awq"])
     with caplog.at_level(logging.INFO, logger="asyncllm"):
         held = loaded(model, takes=takes)
     (line,) = [record.getMessage() for record in caplog.records]
@@ -202,7 +203,7 @@ def test_one_line_says_what_stays_packed(plain, tmp_path, caplog):
 def test_less_is_held_than_dequantised(plain, tmp_path, monkeypatch):
     """Also while they are read."""
     monkeypatch.setattr(reader_module, "SLICE_ELEMENTS", 64)
-    model = repack(plain, tmp_path, CASES["awq"])
+    model = repacked(plain, tmp_path, CASES["awq"])
     with LiveBytes() as live:
         held = loaded(model, takes=takes)
         packed = bundles(held.items())

@@ -16,7 +16,7 @@ from asyncllm.config import EngineConfig
 from asyncllm.gpu.batch.input_batch import InputBatch
 from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.model_runner import ModelRunner
-from asyncllm.gpu.ops import torch_ops
+from asyncllm.gpu.ops import torch_rope
 from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from tests.checkpoints import make_checkpoint
@@ -291,14 +291,14 @@ def _shifted_mask(monkeypatch):
 
 
 def _swapped_kv_heads(monkeypatch):
-    write = torch_ops.write_kv
+    write = torch_rope.write_kv
 
     def swapped(cache, slot_mapping, kv):
         heads = cache.shape[-2]
         order = [*reversed(range(heads)), *range(heads, 2 * heads)]
         write(cache, slot_mapping, kv[:, order])
 
-    monkeypatch.setattr(torch_ops, "write_kv", swapped)
+    monkeypatch.setattr(torch_rope, "write_kv", swapped)
 
 
 def _wrong_slot(monkeypatch):

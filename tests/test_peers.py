@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from subprocess import Popen
+from unittest.mock import Mock
 
 import pytest
 from tokenizers import Tokenizer
@@ -29,7 +31,7 @@ def test_every_token_of_the_checkpoint_is_text(tmp_path):
 
 def test_ratios_are_of_the_same_round(capsys):
     """The machine was twice as slow in the second."""
-    ours, theirs = (peers.Engine(name, None) for name in ("asyncllm", "other"))  # type: ignore[arg-type]
+    ours, theirs = (peers.Engine(name, Mock(Popen)) for name in ("asyncllm", "other"))
     for slow in (1.0, 2.0, 1.0):
         for engine, factor in ((ours, slow), (theirs, slow * 3.0)):
             engine.rounds.append(
@@ -55,11 +57,12 @@ def test_the_same_prompts_for_every_engine():
 def test_one_command_measures_and_names_the_missing(tmp_path):
     """With an interpreter that has no packages for one of the engines."""
     report = tmp_path / "report.json"
+    base_executable = vars(sys)["_base_executable"]  # outside the virtual environment
     done = subprocess.run(
         [
             *(sys.executable, "-m", "benchmarks.peers", "--shape", "tiny", "--rounds", "1"),
             *("--folder", str(tmp_path), "--json", str(report), "--dtype", "float32"),
-            *("--python", f"openvino-genai={sys._base_executable}"),  # type: ignore[attr-defined]
+            *("--python", f"openvino-genai={base_executable}"),
         ],
         capture_output=True,
         text=True,

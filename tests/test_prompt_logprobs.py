@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import asyncllm
 from asyncllm import AsyncLLMEngine, SamplingParams
 from asyncllm.core.batch import PromptSpan
 from asyncllm.errors import DeadlineExceededError, RequestError
@@ -19,7 +17,7 @@ from asyncllm.gpu.graph.cuda_graphs import EagerCapturer
 from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.sample import prompt_logprobs as prompt_logprobs_module
 from asyncllm.outputs import TokenLogprobs
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import copy_tokenizer, make_checkpoint
 from tests.driver import Driver, Sequence
 from tests.fakes import fake
 from tests.static_runner import LateStream, make_decoder, make_runner
@@ -38,9 +36,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.nn.Module]:
     path = tmp_path_factory.mktemp("checkpoint")
-    demo_model = Path(asyncllm.__file__).parent / "demo_model"
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(demo_model / name, path / name)
+    copy_tokenizer(path)
     return path, make_checkpoint(path, "Qwen3ForCausalLM", head_dim=16, vocab_size=VOCAB_SIZE)
 
 

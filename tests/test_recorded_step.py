@@ -35,7 +35,7 @@ from asyncllm.gpu.ops.native_ops import NativeOps
 from asyncllm.gpu.ops.quantise import CONVERSIONS
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.profile import recorded_bytes
-from asyncllm.native import Context
+from asyncllm.native.context import Context
 from asyncllm.sampling_params import SamplingParams
 from tests import static_runner
 from tests.driver import GREEDY, Driver

@@ -28,17 +28,8 @@ from tests.driver import Driver, Sequence
 from tests.families import NEMOTRON_H, TINY, make
 from tests.reference import Expected, Tally, compare, generate
 from tests.static_runner import CPU, LateStream, TraceRecorder, run_late
+from tests.transformers_runner import SETTINGS, load
 
-SETTINGS: dict[str, Any] = {
-    "block_size": 4,
-    "num_blocks": 100,
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 128,
-    "dtype": "float32",
-    "device": "cpu",
-    "num_threads": 1,
-    "attention_backend": "torch",
-}
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [100, 3, 9, 9, 41, 7, 200, 12, 13, 14, 15], [77], [90, 91]]
 OUTPUT = 8
 
@@ -52,8 +43,7 @@ class Checkpoint:
         self.expected: list[Expected] = [generate(model, prompt, OUTPUT) for prompt in PROMPTS]
 
     def runner(self, **overrides: Any) -> ModelRunner:
-        model = TransformersConfig.from_directory(self.path)
-        return build_model_runner(EngineConfig(**SETTINGS | overrides), model)
+        return load(self.path, **overrides)
 
     def check(self, seqs: list[Sequence]) -> None:
         tally = Tally()
@@ -323,7 +313,7 @@ def test_settings_of_a_model_without_attention(tmp_path, name, value, accepted):
 def refusal(path: Path, name: str, **settings: Any) -> str:
     getattr(transformers, name)(**TINY | settings).save_pretrained(path)
     with pytest.raises(ModelLoadError) as caught:
-        build_model_runner(EngineConfig(**SETTINGS), TransformersConfig.from_directory(path))
+        load(path)
     return str(caught.value)
 
 

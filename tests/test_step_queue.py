@@ -15,6 +15,7 @@ from asyncllm.core.executor import StepOutOfMemoryError
 from asyncllm.gpu.launched_step import LaunchedStep
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.models.decoder import Decoder
+from asyncllm.gpu.ops.native_embedding import NativeTable
 from asyncllm.gpu.sample.sampler import NOT_FINITE
 from asyncllm.sampling_params import SamplingParams
 from tests.driver import Driver, Sequence, packed
@@ -64,7 +65,7 @@ def watch(runner: ModelRunner) -> list[bool]:
         found.append(queued.samples)
         return queued
 
-    queue.submit = watched  # type: ignore[method-assign]
+    queue.submit = watched
     return found
 
 
@@ -211,7 +212,7 @@ def test_short_steps_wait_for_the_host():
         launch(batch)
         started.append((batch.num_tokens, runner._steps[-1].started))
 
-    runner.launch = launched  # type: ignore[method-assign]
+    runner.launch = launched
     assert outputs(runner, ALONE["both"], 2) == expected
     assert any(begun for _, begun in started)
     assert not any(begun for num_tokens, begun in started if num_tokens < 3)
@@ -242,7 +243,7 @@ def test_the_forward_pass_of_a_masked_step_runs_while_its_masks_are_made():
         launch(batch)
         assert runner._steps[-1].started == bool(batch.masked_rows)
 
-    runner.launch = launched  # type: ignore[method-assign]
+    runner.launch = launched
     found = run(runner)
     assert [seq.outputs for seq in found] == [seq.outputs for seq in expected]
     assert submitted == [False] * 6
@@ -251,7 +252,9 @@ def test_the_forward_pass_of_a_masked_step_runs_while_its_masks_are_made():
 
 def test_a_row_without_numbers_fails_alone():
     decoder = make_decoder(QWEN3)
-    decoder.embedding.values[77] = torch.nan  # type: ignore[attr-defined]
+    embedding = decoder.embedding
+    assert isinstance(embedding, NativeTable)
+    embedding.values[77] = torch.nan
     runner = ahead(decoder)
     driver = Driver(runner)
     bad, good = (driver.add(p, 6, one) for p, one in (([3, 77], GREEDY), (PROMPTS[0], DRAWN)))

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import asyncllm
 from asyncllm import LLM, InvalidRequestError, RequestError
 from asyncllm.testing import fake_engine
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import DEMO_MODEL, copy_tokenizer, make_checkpoint
 from tests.structured import assert_valid, random_schema
 
-DEMO_MODEL = Path(asyncllm.__file__).parent / "demo_model"
 ARCHITECTURES = ["Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM"]
 
 
@@ -24,8 +21,7 @@ def checkpoint(path: Path, architecture: str) -> Path:
     vocab_size = json.loads((DEMO_MODEL / "config.json").read_text())["vocab_size"]
     path.mkdir()
     make_checkpoint(path, architecture, vocab_size=vocab_size, max_position_embeddings=512)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(DEMO_MODEL / name, path / name)
+    copy_tokenizer(path)
     return path
 
 

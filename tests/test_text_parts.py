@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import random
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from asyncllm.gpu.transformers_model.config import TransformersConfig, read_conf
 from tests.driver import Driver
 from tests.families import GATED_DELTA, MIXED, MOE, SLIDING, TINY, draw_weights
 from tests.reference import Tally, compare, generate
+from tests.text_part import check_text_part
 
 SETTINGS: dict[str, Any] = {
     "block_size": 4,
@@ -103,21 +102,10 @@ NATIVE = ("Gemma3", "Gemma4", "Qwen3VL", "Qwen3_5", "Qwen3_5Moe")
 @pytest.mark.parametrize("family", PARTS)
 def test_the_text_part_of_a_multimodal_checkpoint(tmp_path, caplog, family):
     model = make_multimodal(tmp_path, family)
-    draw = random.Random(1)
-    prompt = [draw.randrange(250) for _ in range(33)]
-    expected = generate(model, prompt, OUTPUT)
-    assert len(set(expected.tokens)) >= 6
     config = read_config(tmp_path, "auto")
     assert isinstance(config, ModelConfig if family in NATIVE else TransformersConfig)
-    with caplog.at_level(logging.INFO, "asyncllm"):
-        driver = Driver(build_model_runner(EngineConfig(**SETTINGS), config))
-    stored = load_file(tmp_path / "model.safetensors")
-    towers = sum("language_model" not in name and "lm_head" not in name for name in stored)
-    assert towers > 0
-    assert f"text part alone, without {towers} of {len(stored)} tensors" in caplog.text
-    seq = driver.add(prompt, OUTPUT)
-    driver.run([seq], chunk=7)
-    compare(seq, expected, Tally())
+    settings = EngineConfig(**SETTINGS)
+    check_text_part(model, config, settings, caplog, prompt_length=33, output=OUTPUT, distinct=6)
 
 
 def test_a_tied_head_is_the_wholes(tmp_path):

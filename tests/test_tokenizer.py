@@ -189,7 +189,7 @@ def test_bad_prompts(make: Callable[..., Path]) -> None:
     tokenizer = load(make())
     for prompt in (b"bytes", 7, None, ["a"], "lone \ud800", "lone \ud800" * LONG_TEXT):
         with pytest.raises(InvalidRequestError, match="prompt") as caught:
-            tokenizer.encode(prompt)  # type: ignore[arg-type]
+            tokenizer.encode(prompt)  # pyright: ignore[reportArgumentType]
         assert caught.value.param == "prompt"
 
 

@@ -11,11 +11,10 @@ import pytest
 
 from asyncllm import EngineConfig, ModelLoadError
 from asyncllm.gpu import build
-from asyncllm.runtime import loading
 from asyncllm.runtime.loading import LoadedModel, load_model
 from asyncllm.runtime.tokenizer_load import TokenizerLoad
 from asyncllm.text.tokenizer import Tokenizer
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import copy_tokenizer, make_checkpoint
 
 SECONDS = 20.0
 READ = Tokenizer.from_directory
@@ -146,9 +145,7 @@ def test_a_configuration_is_refused_before_anything_is_read_beside_it(monkeypatc
 
 def test_transformers_is_imported_by_one_thread(monkeypatch, tmp_path):
     make_checkpoint(tmp_path, "LlamaForCausalLM", num_hidden_layers=1)
-    source = Path(loading.__file__).parent.parent / "demo_model"
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / name).write_bytes((source / name).read_bytes())
+    copy_tokenizer(tmp_path)
     threads = []
 
     def read(path: Path, **options: Any) -> Tokenizer:

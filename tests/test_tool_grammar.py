@@ -79,7 +79,9 @@ def draw(grammar: Grammar, seed: int, most: int = 600) -> bytes | None:
 
 @pytest.mark.parametrize("family", TOOL_FAMILIES)
 def test_what_a_grammar_admits_its_parser_reads(family: str) -> None:
-    name = "xgrammar" if TOOL_FAMILIES[family].form.style != "json" else "llguidance"  # type: ignore[union-attr]
+    form = TOOL_FAMILIES[family].form
+    assert form is not None
+    name = "xgrammar" if form.style != "json" else "llguidance"
     backend = make_backend(name, byte_vocabulary())
     seen = set()
     for choice, parallel in (("required", True), ("required", False), (NAMED, True)):

@@ -44,7 +44,9 @@ def test_no_tools_and_none_chosen_offer_none() -> None:
     chosen = use([ADD], {"type": "function", "function": {"name": "add"}}, False)
     assert chosen is not None
     assert (chosen.choice, chosen.parallel) == ({"name": "add"}, False)
-    assert use([ADD], {"type": "function", "name": "add"}).choice == {"name": "add"}  # type: ignore[union-attr]
+    short = use([ADD], {"type": "function", "name": "add"})
+    assert short is not None
+    assert short.choice == {"name": "add"}
 
 
 CIRCLE = {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}
@@ -233,7 +235,7 @@ SCHEMAS = {
 def test_types(name: str) -> None:
     kind, expected = SCHEMAS[name]
 
-    def tool(x):  # type: ignore[no-untyped-def]
+    def tool(x):
         pass
 
     tool.__annotations__ = {"x": kind}
@@ -271,9 +273,10 @@ class Wrong:
 
 def positional(x: int, /) -> None: ...
 def collecting(*xs: int) -> None: ...
-def untyped(x) -> None: ...  # type: ignore[no-untyped-def]
+def untyped(x) -> None: ...
 def of_object(x: Wrong) -> None: ...
-def unresolved(x: Missing) -> None: ...  # type: ignore[name-defined] # noqa: F821
+# There is no such name.
+def unresolved(x: Missing) -> None: ...  # pyright: ignore[reportUndefinedVariable] # noqa: F821
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,8 @@ async def test_calls_come_as_fragments_and_whole() -> None:
     assert deltas[-1].finish_reason == stream.finish_reason == "tool_calls"
     assert completion.finish_reason == "tool_calls"
     assert completion.tool_calls[0].kwargs == {"a": 1, "b": 2}
-    assert len(completion.token_ids) == completion.usage.completion_tokens  # type: ignore[union-attr]
+    assert completion.usage is not None
+    assert len(completion.token_ids) == completion.usage.completion_tokens
     assert completion.message == {
         "role": "assistant",
         "content": "Let me see.",
@@ -287,7 +288,7 @@ async def test_a_parser_by_name() -> None:
             EngineConfig(**{field: "unknown"})
         assert caught.value.param == field
     with pytest.raises(InvalidRequestError):
-        EngineConfig(tool_parser=None)  # type: ignore[arg-type]
+        EngineConfig(tool_parser=None)  # pyright: ignore[reportArgumentType]
 
 
 # --- what a message brings ------------------------------------------------------------------

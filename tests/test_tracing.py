@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
 import threading
 import time
 
@@ -19,6 +17,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 from asyncllm import DeadlineExceededError, EngineDeadError, EngineOverloadedError, RequestError
 from asyncllm.tracing import EngineTracing, trace_engine
 from tests.fakes import fake
+from tests.missing_package import import_error
 
 pytestmark = pytest.mark.asyncio
 
@@ -319,13 +318,5 @@ async def test_without_a_provider_nothing_happens():
 
 
 async def test_without_the_extra_the_error_names_it():
-    code = """
-import sys
-sys.modules["opentelemetry"] = None
-try:
-    import asyncllm.tracing
-except ImportError as error:
-    print(error)
-"""
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert "pip install 'asyncllm[tracing]'" in out.stdout
+    said = import_error("asyncllm.tracing", without="opentelemetry")
+    assert "pip install 'asyncllm[tracing]'" in said

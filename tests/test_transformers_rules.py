@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,37 +13,20 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-import asyncllm
 from asyncllm import LLM, EngineConfig, InvalidRequestError, ModelLoadError
 from asyncllm.checkpoint.model_config import ModelConfig
-from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.transformers_model import families
 from asyncllm.gpu.transformers_model.check import Reference
 from asyncllm.gpu.transformers_model.config import TransformersConfig, read_config
 from asyncllm.gpu.transformers_model.probe import probe
 from tests import remote_code
+from tests.checkpoints import copy_tokenizer
 from tests.driver import Driver
 from tests.families import SLIDING, TINY, make
 from tests.reference import Tally, compare, generate
+from tests.transformers_runner import SETTINGS, load
 
-SETTINGS: dict[str, Any] = {
-    "block_size": 4,
-    "num_blocks": 100,
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 128,
-    "dtype": "float32",
-    "device": "cpu",
-    "num_threads": 1,
-    "attention_backend": "torch",
-}
 AND = ". transformers' modules run here only where that is sure to give the model's own results"
-
-
-def load(path: Path, *, trust_remote_code: bool = False, **overrides: Any):
-    config = EngineConfig(**SETTINGS | overrides)
-    return build_model_runner(
-        config, TransformersConfig.from_directory(path, trust_remote_code=trust_remote_code)
-    )
 
 
 def configure(path: Path, name: str, **settings: Any) -> Path:
@@ -272,7 +254,7 @@ def test_auto_is_native_where_that_has_the_architecture(tmp_path):
 
 def test_model_impl_is_checked():
     with pytest.raises(InvalidRequestError) as caught:
-        EngineConfig(model_impl="vllm")  # type: ignore[arg-type]
+        EngineConfig(model_impl="vllm")  # pyright: ignore[reportArgumentType]
     assert caught.value.param == "model_impl"
 
 
@@ -407,9 +389,7 @@ def test_rounded_weights_need_a_tested_architecture(tmp_path, monkeypatch):
 
 def test_the_engine_runs_it(tmp_path):
     model = make(tmp_path, "Gemma2", vocab_size=2048)
-    demo = Path(asyncllm.__file__).parent / "demo_model"
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(demo / name, tmp_path / name)
+    copy_tokenizer(tmp_path)
     prompt = list(range(100, 130))
     expected = generate(model, prompt, 12)
     stages = []

@@ -170,13 +170,18 @@ asyncio.run(main(sys.argv[1]))
 """
 
 
+def environment_of(version: str) -> dict[str, str]:
+    """For a process with that version of websockets; skips where it is not there."""
+    if version == "installed":
+        return dict(os.environ)
+    if not OLD_WEBSOCKETS.is_dir():
+        pytest.skip(f"pip install --target {OLD_WEBSOCKETS.name} 'websockets>=15,<16' first")
+    return os.environ | {"PYTHONPATH": str(OLD_WEBSOCKETS)}
+
+
 @pytest.mark.parametrize("version", ["installed", "15"])
 async def test_other_versions_of_websockets(version):
-    environment = dict(os.environ)
-    if version == "15":
-        if not OLD_WEBSOCKETS.is_dir():
-            pytest.skip(f"pip install --target {OLD_WEBSOCKETS.name} 'websockets>=15,<16' first")
-        environment["PYTHONPATH"] = str(OLD_WEBSOCKETS)
+    environment = environment_of(version)
     rig = fake()
     async with served(rig.engine()) as server:
         result = await asyncio.to_thread(

@@ -4,7 +4,6 @@ methods that say otherwise."""
 from __future__ import annotations
 
 import contextlib
-import heapq
 import math
 import os
 import queue
@@ -17,7 +16,9 @@ from functools import partial
 from typing import Any
 
 from asyncllm.core.admission import Admission
+from asyncllm.core.deadlines import Deadlines
 from asyncllm.core.executor import Executor, StepOutOfMemoryError
+from asyncllm.core.idle_calls import IdleCalls
 from asyncllm.core.output_processor import OutputProcessor, as_request_error, make_partial
 from asyncllm.core.request import Status
 from asyncllm.core.request_group import RequestGroup
@@ -83,10 +84,9 @@ class EngineCore:
         self.close_reason = CLOSED
         self._lock = threading.Lock()
         self._on_device_since: float | None = None
-        self._calls: set[Future[Any]] | None = set()
-        self._due: deque[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]] = deque()
+        self._calls = IdleCalls(self.inbox)
         self._in_flight: deque[tuple[ScheduledStep, float]] = deque()
-        self._deadlines: list[tuple[float, int, RequestGroup]] = []
+        self._deadlines = Deadlines()
         self._suspended = False
         self._closing_at: float | None = None
         self._only_paused_since: float | None = None
@@ -107,14 +107,7 @@ class EngineCore:
         future gets what it returns. It is completed in every case: if the loop ends first, with
         ``ending``."""
         self.check_waiting()
-        future: Future[Any] = Future()
-        with self._lock:
-            if self._calls is None:
-                future.set_exception(self.ending())
-                return future
-            self._calls.add(future)
-        self.send(self._due.append, (future, run, args))
-        return future
+        return self._calls.submit(run, args, self.ending)
 
     def check_waiting(self) -> None:
         """Raises RuntimeError on the engine thread, which would wait for itself for ever."""
@@ -209,9 +202,9 @@ class EngineCore:
             # The error is kept as long as the engine is, what it was raised among is not.
             clear_frames(error)
         finally:
-            self._fail_calls()
+            self._calls.close(self.ending)
             self._in_flight.clear()
-            self._due.clear()
+            self._calls.due.clear()
             with contextlib.suppress(_DeclaredHung):
                 self._on_device(close_executor, self.executor)
 
@@ -233,8 +226,9 @@ class EngineCore:
         self._drain()
         self._expire_deadlines()
         self._check_closing()
-        if self._due and not self._in_flight:
-            self._run_calls()
+        if self._calls.due and not self._in_flight:
+            # What a call raises ends the engine, as a step does that fails.
+            self._calls.run_due()
         launched = not self._closed and self._launch()
         self.output_processor.flush_wakeups()
         if self._closed:
@@ -266,7 +260,9 @@ class EngineCore:
         command()
 
     def _launch(self) -> bool:
-        if self._suspended or self._due or self._pipeline_full() or not self.scheduler.has_work():
+        if self._suspended or self._calls.due or self._pipeline_full():
+            return False
+        if not self.scheduler.has_work():
             return False
         step = self.scheduler.schedule()
         for request, error in self.scheduler.failed:
@@ -350,14 +346,14 @@ class EngineCore:
             self.on_abort(group)
             return
         if group.deadline < math.inf:
-            self._watch(group)
+            self._deadlines.add(group, self.admission.num_live)
         for request in group.members:
             self.scheduler.add(request)
 
     def on_watch_deadline(self, group: RequestGroup) -> None:
         """A group whose prompt is not known yet has a deadline all the same."""
         if any(member.status is Status.NEW for member in group.members):
-            self._watch(group)
+            self._deadlines.add(group, self.admission.num_live)
 
     def on_fail(self, group: RequestGroup, error: BaseException) -> None:
         """A group that turned out to be bad while it was prepared."""
@@ -369,17 +365,6 @@ class EngineCore:
     def on_drained(self, group: RequestGroup) -> None:
         """A stream that held its requests up was read down far enough."""
         self.output_processor.release(group)
-
-    def _run_calls(self) -> None:
-        """No step is in flight: the loop has collected them, so that a device that fails in
-        one of them kills the engine, as in any other. What a call raises does so too."""
-        while self._due:
-            future, run, args = self._due.popleft()
-            result = run(*args)
-            with self._lock:
-                assert self._calls is not None
-                self._calls.discard(future)
-            future.set_result(result)
 
     def suspend(self, suspended: bool) -> None:
         """Stops or resumes scheduling; through ``call``. A closing engine goes on: it
@@ -396,23 +381,11 @@ class EngineCore:
 
     # --- endings -----------------------------------------------------------------------
 
-    def _watch(self, group: RequestGroup) -> None:
-        deadlines = self._deadlines
-        if len(deadlines) > 64 and len(deadlines) > 4 * self.admission.num_live:
-            # Most ended long before their deadline; their prompts need not be kept till then.
-            deadlines[:] = [entry for entry in deadlines if entry[2].unfinished]
-            heapq.heapify(deadlines)
-        heapq.heappush(deadlines, (group.deadline, group.members[0].arrival_index, group))
-
     def _expire_deadlines(self) -> None:
-        deadlines = self._deadlines
-        if not deadlines:
+        if not self._deadlines:
             return
         now = self.clock()
-        while deadlines and (deadlines[0][0] <= now or not deadlines[0][2].unfinished):
-            group = heapq.heappop(deadlines)[2]
-            if not group.unfinished:
-                continue
+        for group in self._deadlines.expire(now):
             status = group.unfinished[0].status
             where = status.name.lower() if status else "being tokenised"
             error = DeadlineExceededError(
@@ -441,31 +414,22 @@ class EngineCore:
             self._closed = True
 
     def _time_to_next_event(self) -> float | None:
-        now = self.clock()
-        times = []
-        if self._deadlines:
-            times.append(self._deadlines[0][0])
+        """Seconds, an hour at most; None for no deadline and no closing."""
+        soonest = self._deadlines.soonest
         if self._closing_at is not None:
-            times.append(self._closing_at)
+            soonest = min(soonest, self._closing_at)
             if self._only_paused_since is not None:
-                times.append(self._only_paused_since + _PAUSED_GRACE)
-        soonest = min(times, default=math.inf)
-        return None if soonest == math.inf else min(soonest - now, 3600.0)
+                soonest = min(soonest, self._only_paused_since + _PAUSED_GRACE)
+        return None if soonest == math.inf else min(soonest - self.clock(), 3600.0)
 
     def _fail_all(self) -> None:
         """The engine is dead: fails every live request, in any state, and all
         later calls. On the engine thread, or on the one that declared it hung."""
-        self._fail_calls()
+        self._calls.close(self.ending)
         for group in self.admission.close(self.ending):
             for request in group.members[-1:]:
                 self.output_processor.close(request, self.ending())
         self.output_processor.flush_all_wakeups()
-
-    def _fail_calls(self) -> None:
-        with self._lock:
-            calls, self._calls = self._calls or set(), None
-        for future in calls:
-            future.set_exception(self.ending())
 
 
 def close_executor(executor: Executor) -> None:

@@ -50,20 +50,28 @@ def time_prefill(runner: ModelRunner, num_tokens: int) -> float:
     count = num_tokens // rows
     blocks = tuple(list(range(1, -(-count // g.block_size) + 1)) for g in info.kv_groups)
     sampling = SamplingParams(temperature=0.0, seed=0).resolve({}, {}, lambda: 0)
-    rows = min(rows, info.max_num_seqs)
-    batch = StepBatch(
-        step=0,
-        req_indices=list(range(rows)),
-        starts=[0] * rows,
-        counts=[count] * rows,
-        samples=[True] * rows,
-        num_tokens=rows * count,
-        assignments=[
+    batch = prefill_step(
+        [
             RequestAssignment(req_index, "warm-up", [0] * count, count, blocks, sampling)
-            for req_index in range(rows)
-        ],
+            for req_index in range(min(rows, info.max_num_seqs))
+        ]
     )
     start = time.perf_counter()
     runner.launch(batch)
     runner.collect()
     return time.perf_counter() - start
+
+
+def prefill_step(assignments: list[RequestAssignment]) -> StepBatch:
+    """The first step: it computes the prompts of ``assignments`` whole, and samples behind each."""
+    counts = [assignment.num_prompt_tokens for assignment in assignments]
+    rows = len(assignments)
+    return StepBatch(
+        step=0,
+        req_indices=[assignment.req_index for assignment in assignments],
+        starts=[0] * rows,
+        counts=counts,
+        samples=[True] * rows,
+        num_tokens=sum(counts),
+        assignments=assignments,
+    )

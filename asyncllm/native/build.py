@@ -20,6 +20,12 @@ from pathlib import Path
 SOURCES = Path(__file__).parent / "src"
 LIBRARY = Path(__file__).parent / "libasyncllm_ops.so"
 
+BASELINE = (
+    "library weights sequences memory routing experts recurrent sampler logits program pool queue "
+    "kernels_baseline"
+).split()
+"""Translation units that run on every processor of the machine's kind."""
+
 FLAGS = (
     "-std=c++17 -O2 -fPIC -ffp-contract=off -fno-math-errno -fno-strict-aliasing "
     "-fno-exceptions -fno-rtti -fvisibility=hidden -pthread -Wall -Wextra"
@@ -36,8 +42,7 @@ UNITS: dict[str, dict[str, Sequence[str]]] = {
     },
     "aarch64": {"neon": []},
 }
-"""Instruction sets beyond the baseline fallback, each a translation unit with flags of its own:
-what the rest is compiled with has to run on every processor of the machine's kind."""
+"""Instruction sets beyond the baseline, each a translation unit with flags of its own."""
 
 
 def fingerprint() -> str:
@@ -91,21 +96,8 @@ def build(
     sets = [name for name in wanted if _takes(command, units[name])]
     defines = [f'-DASYNCLLM_SOURCES="{fingerprint()}"']
     defines += [f"-DASYNCLLM_{name.upper()}" for name in sets]
-    sources: dict[str, Sequence[str]] = {
-        "library": defines,
-        "weights": [],
-        "sequences": [],
-        "memory": [],
-        "routing": [],
-        "experts": [],
-        "recurrent": [],
-        "sampler": [],
-        "logits": [],
-        "program": [],
-        "pool": [],
-        "queue": [],
-        "kernels_baseline": [],
-    }
+    sources: dict[str, Sequence[str]] = dict.fromkeys(BASELINE, ())
+    sources["library"] = defines
     sources |= {f"kernels_{name}": units[name] for name in sets}
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as threads:
 

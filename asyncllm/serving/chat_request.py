@@ -88,6 +88,15 @@ class Tool(TypedDict):
     function: Function
 
 
+Messages = Annotated[
+    list[Annotated[Message, BeforeValidator(few_fields)]],
+    Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
+]
+Tools = Annotated[
+    list[Annotated[Tool, BeforeValidator(few_fields)]], Field(max_length=MAX_TOOLS, fail_fast=True)
+]
+
+
 @with_config(FORBID)
 class NamedFunction(TypedDict):
     name: str
@@ -155,21 +164,12 @@ class ChatRequest(TemplateFields, Choices):
         "web_search_options": (),
     }
 
-    messages: Annotated[
-        list[Annotated[Message, BeforeValidator(few_fields)]],
-        Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
-    ]
+    messages: Messages
     max_tokens: Annotated[int, Field(ge=1, le=MAX_INTEGER)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_INTEGER)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_INTEGER)] | None = None
-    tools: (
-        Annotated[
-            list[Annotated[Tool, BeforeValidator(few_fields)]],
-            Field(max_length=MAX_TOOLS, fail_fast=True),
-        ]
-        | None
-    ) = None
+    tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     response_format: dict[str, Any] | None = None

@@ -5,23 +5,17 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import anyio.to_thread
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from asyncllm.engine import AsyncLLMEngine
-from asyncllm.serving.chat_request import (
-    MAX_MESSAGES,
-    Message,
-    TemplateFields,
-    Tool,
-    template_messages,
-)
+from asyncllm.serving.chat_request import Messages, TemplateFields, Tools, template_messages
 from asyncllm.serving.exchange import Exchange
 from asyncllm.serving.protocol_error import ProtocolError
-from asyncllm.serving.request_body import RequestBody, few_fields, parse_json
+from asyncllm.serving.request_body import RequestBody, parse_json
 from asyncllm.serving.serving import Serving
 from asyncllm.text.template_input import TemplateInput
 from asyncllm.tools.response_format import ResponseFormats
-from asyncllm.tools.tool_use import MAX_TOOLS, ToolUse
+from asyncllm.tools.tool_use import ToolUse
 from asyncllm.validation import MAX_ITEMS
 
 
@@ -31,20 +25,8 @@ class TokenizeRequest(TemplateFields):
     model: str | None = None
     prompt: str | None = None
     add_special_tokens: bool | None = None
-    messages: (
-        Annotated[
-            list[Annotated[Message, BeforeValidator(few_fields)]],
-            Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
-        ]
-        | None
-    ) = None
-    tools: (
-        Annotated[
-            list[Annotated[Tool, BeforeValidator(few_fields)]],
-            Field(max_length=MAX_TOOLS, fail_fast=True),
-        ]
-        | None
-    ) = None
+    messages: Messages | None = None
+    tools: Tools | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 import torch
 from torch import Tensor
@@ -56,12 +56,12 @@ def varlen_calls(inputs: PagedInputs, *, gather: bool) -> Calls:
     return [lambda number=number: call(number) for number in range(inputs.count)]
 
 
-def varlen_options(parameters: object) -> dict[str, object]:
+def varlen_options(parameters: Container[str]) -> dict[str, object]:
     """Options that later versions of ``varlen_attn`` need, as far as this one has them: one
     split, because several are silently wrong in some; and grouped heads, which earlier ones
     take as they are."""
     wanted: dict[str, object] = {"num_splits": 1, "enable_gqa": True}
-    return {name: value for name, value in wanted.items() if name in parameters}  # type: ignore[operator]
+    return {name: value for name, value in wanted.items() if name in parameters}
 
 
 def _gathered(inputs: PagedInputs, number: int, side: int, out: Tensor | None = None) -> Tensor:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,12 @@ from typing import Any
 import pytest
 import torch
 
-import asyncllm
 from asyncllm import AsyncLLMEngine, Completion, EngineError
 from asyncllm.errors import AsyncLLMError
 from asyncllm.gpu.graph.cuda_graphs import Part
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import copy_tokenizer, make_checkpoint
 from tests.gpu_turns import beside_others  # noqa: F401 - pytest finds a fixture by its name
+from tests.sampling_ways import WAYS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,7 +32,6 @@ pytestmark = [
 DEVICE = "cuda"
 GRAPHS = ("off", "lazy", "startup")
 ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM")
-DEMO_MODEL = Path(asyncllm.__file__).parent / "demo_model"
 VOCAB_SIZE = 2048
 
 NEAR = 1e-3
@@ -65,8 +63,7 @@ def checkpoint(tmp_path_factory):
             path = tmp_path_factory.mktemp(architecture)
             sizes = {"hidden_size": 128, "head_dim": 32, "vocab_size": VOCAB_SIZE}
             make_checkpoint(path, architecture, **sizes)
-            for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-                shutil.copy(DEMO_MODEL / name, path / name)
+            copy_tokenizer(path)
             made[architecture] = path
         return made[architecture]
 
@@ -100,23 +97,11 @@ def mixed_requests() -> list[Request]:
     """Prompts that share prefixes, sampled in every way there is: some need their token on
     the host before the next step, some never."""
     shared = draw_prompts([40], seed=11)[0]
-    ways: list[dict[str, Any]] = [
-        {"temperature": 0},
-        {"temperature": 1.0},
-        {"temperature": 0.7, "top_p": 0.9},
-        {"temperature": 1.2, "top_k": 40},
-        {"temperature": 1.0, "min_p": 0.02, "presence_penalty": 0.5},
-        {"temperature": 0.8, "repetition_penalty": 1.3, "frequency_penalty": 0.3},
-        {"temperature": 0, "logit_bias": {5: 3.0, 9: -100.0}, "logprobs": 2},
-        {"temperature": 1.0, "allowed_token_ids": list(range(50, 90))},
-        {"temperature": 0.9, "logits_processors": [lambda ids, row: row * (1 + len(ids) % 2)]},
-        {"temperature": 1.0, "min_tokens": 10, "stop_token_ids": list(range(0, 2048, 9))},
-    ]
     draw = random.Random(5)
-    tails = draw_prompts([draw.randint(1, 40) for _ in ways], seed=12)
+    tails = draw_prompts([draw.randint(1, 40) for _ in WAYS], seed=12)
     return [
         (shared[: (0, 17, 32, 40)[i % 4]] + tail, {"seed": 100 + i, "max_tokens": 24 + i, **way})
-        for i, (way, tail) in enumerate(zip(ways, tails, strict=True))
+        for i, (way, tail) in enumerate(zip(WAYS, tails, strict=True))
     ]
 
 

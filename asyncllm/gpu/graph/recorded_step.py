@@ -17,7 +17,7 @@ from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.models.language_model import LanguageModel
 from asyncllm.gpu.ops.program import Program
 from asyncllm.gpu.ops.recorder import STAND_INS, Recorder, Size, Unrecordable
-from asyncllm.native import ARGS
+from asyncllm.native.interface import ARGS
 
 NO_TOKENS = torch.empty(0, dtype=torch.int64, device="cpu")
 

@@ -14,7 +14,8 @@ from asyncllm.gpu.graph.recorded_step import RecordedStep, RowArrays, RowOrder, 
 from asyncllm.gpu.launched_step import LaunchedStep
 from asyncllm.gpu.ops.native_sampling import sample_args
 from asyncllm.gpu.sample.sampler import Sampler
-from asyncllm.native import JobArgs, fail
+from asyncllm.native.context import fail
+from asyncllm.native.interface import JobArgs
 
 DEPTH = 2
 """Steps in flight at most, the one that runs among them."""

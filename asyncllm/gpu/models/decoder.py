@@ -70,11 +70,7 @@ class Decoder:
         return few
 
     def forward(self, inputs: Sequence[ModelInputs], cache: KVCache) -> Tensor:
-        """Runs a step, whose inputs are given per KV group, and writes its KV.
-
-        Returns:
-            Hidden states ``[S, H]`` behind the final norm, at ``inputs.logits_indices``.
-        """
+        """See ``LanguageModel.forward``."""
         plans = [
             attention.plan(inputs[kind.kv_group], kind.window)
             for kind, attention in self.attention.items()
@@ -82,11 +78,7 @@ class Decoder:
         return self._run(inputs, plans, cache, inputs[0].logits_indices)
 
     def decode(self, inputs: Sequence[DecodeInputs], cache: KVCache) -> Tensor:
-        """Runs a decode step on buffers that stay where they are; reads nothing on the host.
-
-        Returns:
-            Hidden states ``[B, H]`` behind the final norm; undefined for padded rows.
-        """
+        """See ``LanguageModel.decode``."""
         plans = [
             attention.plan_decode(inputs[kind.kv_group], kind.window)
             for kind, attention in self.attention.items()
@@ -94,17 +86,7 @@ class Decoder:
         return self._run(inputs, plans, cache, None)
 
     def record(self, inputs: Sequence[ModelInputs], cache: KVCache) -> Tensor:
-        """Runs a step while a Recorder takes it down: nothing is computed.
-
-        Args:
-            inputs: the recorder's stand-ins, and arrays that are read when the program runs.
-
-        Returns:
-            The stand-in of the hidden states ``[E, H]``, at ``inputs.logits_indices``.
-
-        Raises:
-            Unrecordable: for what no native op does.
-        """
+        """See ``LanguageModel.record``."""
         plans: list[Any] = []
         for kind, attention in self.attention.items():
             plan = getattr(attention, "plan_recorded", None)

@@ -15,9 +15,11 @@ from asyncllm.gpu.batch.decode_inputs import DecodeInputs
 from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.ops.backend import AttentionRequest, Constraints
 from asyncllm.gpu.ops.base import AttentionShape
-from asyncllm.gpu.ops.native_ops import check_cache
+from asyncllm.gpu.ops.native_rope import check_cache
 from asyncllm.gpu.ops.program import DTYPES
-from asyncllm.native import AttentionArgs, Context, Library, NativeUnavailableError, fail
+from asyncllm.native.context import Context, fail
+from asyncllm.native.interface import AttentionArgs
+from asyncllm.native.library import Library, NativeUnavailableError
 
 REMEDY = "`python -m asyncllm.native.build` compiles them, with a C++ compiler"
 

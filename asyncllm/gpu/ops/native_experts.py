@@ -17,7 +17,8 @@ from asyncllm.gpu.ops.native_pointwise import GELU_TANH, SILU
 from asyncllm.gpu.ops.native_weights import stored_as
 from asyncllm.gpu.ops.program import DTYPES, rows_of
 from asyncllm.gpu.ops.routing import RouterWeights
-from asyncllm.native import ARGS, Context, ExpertsArgs, PackedWeights, RoutingArgs, fail
+from asyncllm.native.context import Context, PackedWeights, fail
+from asyncllm.native.interface import ARGS, ExpertsArgs, RoutingArgs
 
 
 class PackedLayer(Protocol):

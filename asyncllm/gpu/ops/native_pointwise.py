@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from asyncllm.gpu.ops.program import DTYPES, rows_of
-from asyncllm.native import ARGS, Context, fail
+from asyncllm.native.context import Context, fail
+from asyncllm.native.interface import ARGS
 
 SILU, GELU_TANH = 0, 1
 """``Activation`` of the interface."""

@@ -14,7 +14,8 @@ from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
 from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.ops.gated_delta import DeltaBiases
 from asyncllm.gpu.ops.program import DTYPES, rows_of
-from asyncllm.native import ARGS, Context, ConvArgs, DeltaArgs, StateRowsArgs, fail
+from asyncllm.native.context import Context, fail
+from asyncllm.native.interface import ARGS, ConvArgs, DeltaArgs, StateRowsArgs
 
 
 class NativeStateRows:

@@ -12,7 +12,8 @@ from asyncllm.gpu.batch.decode_inputs import SamplingTensors
 from asyncllm.gpu.batch.grammar_masks import num_words
 from asyncllm.gpu.batch.sampling_inputs import SamplingRows, Stages, TopLogprobs
 from asyncllm.gpu.ops.program import DTYPES
-from asyncllm.native import Context, LogitsArgs, SampleArgs, fail
+from asyncllm.native.context import Context, fail
+from asyncllm.native.interface import LogitsArgs, SampleArgs
 
 
 def address(name: str, tensor: Tensor, dtype: torch.dtype, count: int, *width: int) -> int:

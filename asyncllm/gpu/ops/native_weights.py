@@ -12,7 +12,8 @@ from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.ops.linear_weights import LinearWeights, WeightForm
 from asyncllm.gpu.ops.program import DTYPES
 from asyncllm.gpu.ops.quantise import GROUP, Conversion, check_even_inputs
-from asyncllm.native import Context, GroupedArgs, PackedWeights, RoundArgs, fail
+from asyncllm.native.context import Context, PackedWeights, fail
+from asyncllm.native.interface import GroupedArgs, RoundArgs
 
 INT8, UINT4, UINT8 = 3, 4, 5
 """Types of weights: with a scale per output, and in groups."""

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from asyncllm.native import Context, Op, ProgramArgs, fail
+from asyncllm.native.context import Context, fail
+from asyncllm.native.interface import Op, ProgramArgs
 
 INVALID = 1
 """``STATUS_INVALID`` of the interface."""
@@ -25,6 +26,17 @@ def rows_of(x: Tensor, dtype: torch.dtype) -> Tensor:
     if x.dtype != dtype or x.device.type != "cpu":
         raise ValueError(f"native ops: {x.dtype} on {x.device}, expected {dtype} on cpu")
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+
+
+def parameter(x: Tensor) -> Tensor:
+    """A layer's parameter as ops hold its address: contiguous, on the CPU.
+
+    Raises:
+        ValueError: another device, or a dtype that no op reads.
+    """
+    if x.dtype not in DTYPES or x.device.type != "cpu":
+        raise ValueError(f"native ops: a parameter of {x.dtype} on {x.device}")
+    return x.contiguous()
 
 
 def _writes(name: str, op: Op) -> bool:

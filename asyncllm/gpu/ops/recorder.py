@@ -23,7 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncllm.gpu.ops.buffer_layout import Lifetime, lay_out
 from asyncllm.gpu.ops.program import DTYPES, Program
-from asyncllm.native import ARGS, OP_KINDS, Context, Op
+from asyncllm.native.context import Context
+from asyncllm.native.interface import ARGS, OP_KINDS, Op
 
 ALIGNMENT = 64
 

@@ -83,7 +83,7 @@ class TransformersDecoder:
         return self
 
     def forward(self, inputs: Sequence[ModelInputs], cache: KVCache) -> Tensor:
-        """As ``Decoder.forward``."""
+        """See ``LanguageModel.forward``."""
         plans = {
             kind: attention.plan(inputs[kind.kv_group], kind.window)
             for kind, attention in self.attention.items()
@@ -93,7 +93,7 @@ class TransformersDecoder:
         return hidden if indices is None else hidden[indices]
 
     def decode(self, inputs: Sequence[DecodeInputs], cache: KVCache) -> Tensor:
-        """As ``Decoder.decode``."""
+        """See ``LanguageModel.decode``."""
         plans = {
             kind: attention.plan_decode(inputs[kind.kv_group], kind.window)
             for kind, attention in self.attention.items()

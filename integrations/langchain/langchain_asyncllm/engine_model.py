@@ -79,7 +79,9 @@ class EngineModel(BaseModel):
     def get_token_ids(self, text: str) -> list[int]:
         """Token ids that the engine makes of a plain prompt: its special tokens are among
         them. ``custom_get_token_ids`` comes first, as in every model."""
-        encode = self.custom_get_token_ids or self.engine.tokenizer.encode  # type: ignore[attr-defined]
+        # A field of LangChain's own model, the other base.
+        own = self.custom_get_token_ids  # pyright: ignore[reportAttributeAccessIssue]
+        encode = own or self.engine.tokenizer.encode
         return encode(text)
 
     def request_options(self, stop: list[str] | None, given: dict[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from langchain_asyncllm import AsyncLLM, ChatAsyncLLM
 from langchain_core.callbacks import AsyncCallbackHandler, UsageMetadataCallbackHandler
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, SystemMessage
 from langchain_core.output_parsers import StrOutputParser
+from langchain_core.outputs import ChatGeneration
 from langchain_core.prompts import ChatPromptTemplate
 
 from asyncllm import LLM, InvalidRequestError
@@ -94,7 +96,7 @@ async def test_parameters_of_a_call_win(llm: LLM) -> None:
         with pytest.raises(InvalidRequestError):
             await model.ainvoke(STORY, **refused)
     with pytest.raises(ValueError, match="api_key"):
-        ChatAsyncLLM(engine=llm, api_key="x")  # type: ignore[call-arg]
+        ChatAsyncLLM(engine=llm, api_key="x")  # pyright: ignore[reportCallIssue]
 
 
 async def test_log_probabilities(llm: LLM) -> None:
@@ -114,7 +116,8 @@ async def test_leaving_and_cancelling_abort(llm: LLM) -> None:
     stream = model.astream(STORY, ignore_eos=True)
     async for _ in stream:
         break
-    await stream.aclose()  # type: ignore[attr-defined]
+    assert isinstance(stream, AsyncGenerator)
+    await stream.aclose()
     await _until_idle(llm)
     assert llm.engine.stats().num_aborted == aborted + 1
     task = asyncio.ensure_future(model.ainvoke(STORY, ignore_eos=True))
@@ -232,7 +235,8 @@ async def test_several_outputs(llm: LLM) -> None:
         await asyncio.to_thread(chat.generate, [[HumanMessage(STORY)]], **options),
     ):
         assert [one.text for one in result.generations[0]] == texts
-        usages = [one.message.usage_metadata for one in result.generations[0]]  # type: ignore[union-attr]
+        made = [one.message for one in result.generations[0] if isinstance(one, ChatGeneration)]
+        usages = [one.usage_metadata for one in made if isinstance(one, AIMessage)]
         assert [usage and usage["output_tokens"] for usage in usages] == [36, None, None]
     plain = AsyncLLM(engine=llm)
     outputs = llm.generate(STORY, **options).outputs

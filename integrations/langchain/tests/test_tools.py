@@ -195,7 +195,7 @@ def test_blocks_with_calls_become_calls_once() -> None:
     for block in blocks:
         message = AIMessage(
             [{"type": "text", "text": "Let me see."}, block],
-            tool_calls=[{"type": "tool_call", **call}],  # type: ignore[list-item, typeddict-item]
+            tool_calls=[{"type": "tool_call", **call}],
         )
         [turn] = to_chat([message])
         assert turn == {"role": "assistant", "content": "Let me see.", "tool_calls": [expected]}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import pytest
 from pydantic import BaseModel
@@ -34,6 +34,7 @@ from pydantic_ai.messages import (
     UserPromptPart,
 )
 from pydantic_ai.models import ModelRequestParameters
+from pydantic_ai.settings import ModelSettings
 from pydantic_ai.tools import ToolDefinition
 from pydantic_ai.usage import UsageLimits
 from pydantic_ai_asyncllm import AsyncLLMModel, AsyncLLMModelSettings
@@ -215,8 +216,10 @@ async def test_thoughts_are_a_part_and_go_back() -> None:
         agent = Agent(AsyncLLMModel(llm))
         result = await agent.run("Will you?")
         response = result.all_messages()[-1]
-        parts = [(type(part), part.content) for part in response.parts]  # type: ignore[union-attr]
-        assert parts == [(ThinkingPart, "Two words."), (TextPart, "Of course.")]
+        thought, text = response.parts
+        assert isinstance(thought, ThinkingPart)
+        assert isinstance(text, TextPart)
+        assert (thought.content, text.content) == ("Two words.", "Of course.")
         async with agent.run_stream("Will you?") as streamed:
             assert await streamed.get_output() == "Of course."
         assert streamed.all_messages()[-1].parts == response.parts
@@ -229,7 +232,8 @@ async def test_settings_reach_the_engine(llm: LLM) -> None:
     model = AsyncLLMModel(llm)
 
     async def run(**settings: Any) -> ModelResponse:
-        response = (await Agent(model).run(OSLO, model_settings=settings)).all_messages()[-1]  # type: ignore[arg-type]
+        given = cast(ModelSettings, settings)
+        response = (await Agent(model).run(OSLO, model_settings=given)).all_messages()[-1]
         assert isinstance(response, ModelResponse)
         return response
 
@@ -243,7 +247,9 @@ async def test_settings_reach_the_engine(llm: LLM) -> None:
     assert seeded[0] == seeded[1]
     banned = llm.engine.tokenizer.encode(whole.text)[0]
     other = await run(temperature=0, max_tokens=1, logit_bias={str(banned): -100})
-    assert other.text != cut.text[: len(other.text or "")]  # type: ignore[index]
+    assert cut.text is not None
+    assert other.text is not None
+    assert other.text != cut.text[: len(other.text)]
     options = {"min_tokens": 6, "ignore_eos": True}
     long = await run(temperature=0, max_tokens=7, asyncllm_options=options)
     assert long.usage.output_tokens == 7
@@ -308,7 +314,7 @@ async def test_leaving_and_cancelling_abort(llm: LLM) -> None:
     async with agent.run_stream("Tell me a story.") as streamed:
         async for _ in streamed.stream_text(debounce_by=None):
             await streamed.cancel()
-    assert streamed.all_messages()[-1].state == "interrupted"  # type: ignore[union-attr]
+    assert streamed.all_messages()[-1].state == "interrupted"
     await until_idle()
     assert llm.engine.stats().num_aborted == aborted + 3
 
@@ -330,7 +336,7 @@ async def test_errors_are_those_that_a_fallback_knows(llm: LLM) -> None:
         raise EngineOverloadedError("full", retry_after=2.5)
 
     with fake_llm("Hello.") as busy:
-        busy.engine.chat = full  # type: ignore[method-assign]
+        busy.engine.chat = full
         with pytest.raises(ModelOverloadedError) as caught:
             await Agent(AsyncLLMModel(busy)).run("Hello!")
     assert caught.value.retry_after == 2.5

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from asyncllm.gpu.ops.base import AttentionShape
-from asyncllm.gpu.ops.torch_ops import check_head_norm, norms_whole_projections
+from asyncllm.gpu.ops.head_norms import check_head_norm, norms_whole_projections
 from asyncllm.gpu.ops.triton.launcher import launched
 from asyncllm.gpu.ops.triton.norm import TritonRMSNorm
 from asyncllm.gpu.ops.triton.tuning import cdiv, next_power_of_2

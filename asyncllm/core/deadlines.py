@@ -1,0 +1,45 @@
+"""Deadlines: groups in the order in which they expire."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator
+
+from asyncllm.core.request_group import RequestGroup
+
+
+class Deadlines:
+    """A heap of groups that have a deadline, of which those that ended before it are dropped late:
+    when they come to the top, or when they are most of it."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, RequestGroup]] = []
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    @property
+    def soonest(self) -> float:
+        """Seconds of the clock; infinity without any."""
+        return self._heap[0][0] if self._heap else math.inf
+
+    def add(self, group: RequestGroup, num_live: int) -> None:
+        """
+        Args:
+            num_live: requests of the engine that have not ended.
+        """
+        heap = self._heap
+        if len(heap) > 64 and len(heap) > 4 * num_live:
+            # Most ended long before their deadline; their prompts need not be kept till then.
+            heap[:] = [entry for entry in heap if entry[2].unfinished]
+            heapq.heapify(heap)
+        heapq.heappush(heap, (group.deadline, group.members[0].arrival_index, group))
+
+    def expire(self, now: float) -> Iterator[RequestGroup]:
+        """Removes the groups whose deadline has come, and yields those that have not ended."""
+        heap = self._heap
+        while heap and (heap[0][0] <= now or not heap[0][2].unfinished):
+            group = heapq.heappop(heap)[2]
+            if group.unfinished:
+                yield group

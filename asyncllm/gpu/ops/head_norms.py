@@ -1,0 +1,34 @@
+"""Norms of queries, keys and values by head, or over all heads: what their weights may be."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from asyncllm.gpu.ops.base import AttentionShape
+
+
+def check_head_norm(shape: AttentionShape, norm: Tensor, dtype: torch.dtype | None = None) -> None:
+    """Raises ValueError for a weight that is not of one head, or not of ``dtype``."""
+    if norm.shape != (shape.head_dim,) or norm.dtype != (dtype or norm.dtype):
+        expected = f"[{shape.head_dim}]" + (f" of {dtype}" if dtype else "")
+        raise ValueError(
+            f"norm of heads is {tuple(norm.shape)} of {norm.dtype}, expected {expected}"
+        )
+
+
+def norms_whole_projections(shape: AttentionShape, q_norm: Tensor, k_norm: Tensor) -> bool:
+    """Whether the norms' weights are of all heads together, and not of one.
+
+    Raises:
+        ValueError: weights of neither shape, or of two dtypes.
+    """
+    dim = shape.head_dim
+    found = tuple(q_norm.shape), tuple(k_norm.shape)
+    whole = (shape.num_heads * dim,), (shape.num_kv_heads * dim,)
+    if found not in (((dim,), (dim,)), whole) or q_norm.dtype != k_norm.dtype:
+        raise ValueError(
+            f"norms of q and k are {found} of {q_norm.dtype} and {k_norm.dtype}, expected [{dim}] "
+            f"or {whole} of one dtype"
+        )
+    return found == whole and found != ((dim,), (dim,))
