@@ -290,8 +290,8 @@ def test_inputs_that_are_not_aligned_take_the_path_of_the_jit(driver: Driver) ->
         mixed_step(step, 3, 9)
     run = step.mixed.program.run
 
-    def shifted(inputs: Sequence[Tensor], plans: Any) -> Tensor:
-        return run([torch.cat((each[:1], each))[1:] for each in inputs], plans)
+    def shifted(inputs: Sequence[Tensor], *rest: Any) -> Tensor:
+        return run([torch.cat((each[:1], each))[1:] for each in inputs], *rest)
 
     step.mixed.program.run = shifted
     driver.wrapped = 0

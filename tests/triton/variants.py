@@ -247,7 +247,7 @@ def sample(vocab_size: int, dtype: torch.dtype) -> Callable[[int], list[Launch]]
 
 def mixed_rows() -> TritonStateRows:
     """Of which some have one token."""
-    return TritonStateRows(longs(64), longs(4096), longs(65), 2048, True)
+    return TritonStateRows(longs(64), longs(4096), longs(65), True)
 
 
 def gated_delta_launches(
@@ -255,7 +255,7 @@ def gated_delta_launches(
 ) -> Callable[[int], list[Launch]]:
     """Qwen3-Next's layers: 16 key heads and 32 value heads of 128."""
     shape = LinearAttentionConfig((True,), 16, 32, 128, 128, 4)
-    rows = mixed_rows() if mixed else TritonStateRows(longs(64), longs(64), None, 1, True)
+    rows = mixed_rows() if mixed else TritonStateRows(longs(64), longs(64), longs(64), False)
 
     def launches(capability: int) -> list[Launch]:
         tokens = rows.positions.shape[0]

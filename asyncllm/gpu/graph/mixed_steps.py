@@ -59,8 +59,9 @@ class MixedSteps:
             attention.plan(inputs[kind.kv_group], kind.window)
             for kind, attention in self.decoder.attention.items()
         ]
+        rows = self.decoder.ops.state_rows(inputs[0]) if self.decoder.states else None
         slots = (each.slot_mapping for each in inputs)
-        return program.run((inputs[0].token_ids, inputs[0].positions, wanted, *slots), plans)
+        return program.run((inputs[0].token_ids, inputs[0].positions, wanted, *slots), plans, rows)
 
     def _record(self, block_sizes: Sequence[int]) -> None:
         self._is_recorded = True

@@ -24,6 +24,7 @@ from asyncllm.gpu.ops.triton.launcher import (
     is_observed,
 )
 from asyncllm.gpu.ops.triton.recording import (
+    Count,
     Fixed,
     Input,
     Operand,
@@ -34,6 +35,7 @@ from asyncllm.gpu.ops.triton.recording import (
     Size,
     View,
 )
+from asyncllm.gpu.ops.triton.state_rows import TritonStateRows
 
 WANTED_INPUT = 2
 """Of the program's inputs, as ``launch_recorder.record`` orders them."""
@@ -96,8 +98,9 @@ class Step:
     """The step that runs.
 
     Attributes:
-        sizes: by Size.
+        sizes: by Size; without those that no launch of the program has.
         plans: of attention.
+        inputs: addresses of the program's inputs, and behind them the sizes.
         repeats: by attention's class of launches, those that the next layer's are made from; None
             where they take the JIT's path.
         direct: launches that are known go to the driver as they are.
@@ -124,6 +127,11 @@ class Launch:
         slots = [operands.slot(each) for each in op.operands]
         self._values, self._get, self._numbers = operands.values, _getter(slots), op.numbers
         self._holes = [(place, slot) for place, slot in enumerate(slots) if slot < num_inputs]
+        self._holes += [
+            (place, num_inputs + number.size)
+            for place, number in enumerate(op.numbers, len(slots))
+            if isinstance(number, Count)
+        ]
         self.forget()
 
     def forget(self) -> None:
@@ -147,7 +155,10 @@ class Launch:
                 launch(step.sizes[self._size], *rest, *arguments)
 
     def _first(self, step: Step) -> None:
-        args = (*self._get(self._values), *self._numbers)
+        numbers = (
+            step.sizes[each.size] if isinstance(each, Count) else each for each in self._numbers
+        )
+        args: tuple[Any, ...] = (*self._get(self._values), *numbers)
         self._bound((step.sizes[self._size], *self._grid), *args)
         ready = self._bound.ready(*args) if step.direct else None
         if ready is None:
@@ -242,16 +253,19 @@ class LaunchProgram:
                 self._ops.append(Attend(op, operands, kind))
         launches = (op.bound for op in recording.ops if isinstance(op, RecordedLaunch))
         self._kernels = {each.launcher for each in launches if isinstance(each, BoundKernel)}
-        self._num_token_ops = sum(op.size is Size.TOKENS for op in recording.ops)
+        self._num_token_ops = sum(op.size is not Size.WANTED for op in recording.ops)
         self._stream: int | None = None
 
-    def run(self, inputs: Sequence[Tensor], plans: Sequence[Any]) -> Tensor:
+    def run(
+        self, inputs: Sequence[Tensor], plans: Sequence[Any], rows: TritonStateRows | None = None
+    ) -> Tensor:
         """Runs a step.
 
         Args:
             inputs: token ids and positions ``[T]``, the wanted tokens ``[E]``, and the slot mapping
                 ``[T]`` of each KV group, int64.
             plans: of each kind of attention.
+            rows: of a mixed step, for layers with recurrent states.
 
         Returns:
             Hidden states ``[E, H]``.
@@ -259,11 +273,14 @@ class LaunchProgram:
         sizes = len(inputs[0]), len(inputs[WANTED_INPUT])
         if max(sizes) > self.capacity:
             raise ValueError(f"{sizes} tokens and wanted ones: expected {self.capacity} at most")
+        if rows is not None:
+            inputs = *inputs, rows.slots, rows.query_start
+            sizes = *sizes, rows.num_rows, rows.num_tiles
         operands = self._operands
-        operands.enter(inputs, sizes)
+        operands.enter(inputs, sizes[: Size.ROWS])
         addresses = [each.data_ptr() for each in inputs]
         direct = self._is_direct() and not reduce(or_, addresses) % ALIGNMENT
-        step = Step(sizes, plans, addresses, direct=direct)
+        step = Step(sizes, plans, [*addresses, *sizes], direct=direct)
         try:
             for op in self._ops if sizes[Size.WANTED] else self._ops[: self._num_token_ops]:
                 op(step)

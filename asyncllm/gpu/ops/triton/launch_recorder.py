@@ -2,9 +2,9 @@
 
 The layers run on stand-ins, meta tensors of a few rows. A kernel's launch, a matrix product and
 attention are written into the recorder instead of being run; torch may make views and empty
-tensors besides. What an op is launched with may depend on the step in two ways: the grid's first
-dimension is the rows of the step, and addresses are those of its tensors. All else has to be the
-same on stand-ins of other sizes.
+tensors besides. What an op is launched with may depend on the step in three ways: the grid's first
+dimension is one of its sizes, so may be a number that its kernel is not specialised on, and
+addresses are those of its tensors. All else has to be the same on stand-ins of other sizes.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.ops.recorder import Unrecordable
 from asyncllm.gpu.ops.triton.recording import (
     Buffer,
+    Count,
     Fixed,
     Input,
     Operand,
@@ -33,11 +34,15 @@ from asyncllm.gpu.ops.triton.recording import (
     Size,
     View,
 )
+from asyncllm.gpu.ops.triton.state_rows import num_tiles
 
 aten = torch.ops.aten
 
-STAND_INS = (10_007, 5_003), (20_011, 7_001)
-"""Rows of the stand-ins of each run, by Size: primes that no model has as a dimension."""
+STAND_INS = tuple(
+    (tokens, wanted, rows, num_tiles(tokens, rows))
+    for tokens, wanted, rows in ((10_007, 5_003, 2_003), (20_021, 7_001, 2_011))
+)
+"""Sizes of each run: primes that no model has as a dimension."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +57,20 @@ class LaunchRecorder(TorchDispatchMode):
     """Takes down the ops that run while it is active.
 
     Args:
-        rows: of the stand-ins, by Size.
+        sizes: of the stand-ins, by Size.
 
     Raises:
         Unrecordable: from within the layers, for what a program has no op for.
     """
 
-    def __init__(self, rows: Sequence[int]) -> None:
+    def __init__(self, sizes: Sequence[int]) -> None:
         super().__init__()
         self.recording = Recording()
-        self._rows = tuple(rows)
+        self._sizes = tuple(sizes)
+        self._rows = self._sizes[: Size.ROWS]
+        rows = self._sizes[Size.ROWS]
+        self._state_rows = _stand_in(rows), _stand_in(rows + 1)
+        self._has_state_rows = False
         # Storages have no identity of their own in Python: held, so that no two have one address.
         self._held: list[Tensor] = []
         self._found: dict[int, int] = {}
@@ -88,11 +97,20 @@ class LaunchRecorder(TorchDispatchMode):
 
     def given(self) -> Tensor:
         """The stand-in of an input ``[T]`` int64."""
-        return self._given(Size.TOKENS)
+        return self._given(_stand_in(self._sizes[Size.TOKENS]))
 
     def wanted(self) -> Tensor:
         """The stand-in of an input ``[E]`` int64."""
-        return self._given(Size.WANTED)
+        return self._given(_stand_in(self._sizes[Size.WANTED]))
+
+    def state_rows(self) -> tuple[Tensor, Tensor]:
+        """The stand-ins of each row's slot of states ``[R]`` and first token ``[R + 1]``, int64,
+        inputs behind all others."""
+        if not self._has_state_rows:
+            self._has_state_rows = True
+            for stand_in in self._state_rows:
+                self._given(stand_in)
+        return self._state_rows
 
     def plan(self) -> RecordedPlan:
         """The stand-in of a plan of attention."""
@@ -102,13 +120,19 @@ class LaunchRecorder(TorchDispatchMode):
     def launch(
         self, bound: Any, grid: tuple[int, ...], tensors: Sequence[Tensor], numbers: tuple[Any, ...]
     ) -> None:
-        """Takes down a launch over the rows of its first tensor."""
-        if grid[0] not in self._rows:
+        """Takes down a launch."""
+        if grid[0] not in self._sizes:
             raise Unrecordable(f"a launch with the grid {grid} cannot be recorded")
         operands = tuple(map(self._operand, tensors))
-        rows, y, z = (*grid, 1, 1)[:3]
-        size = Size(self._rows.index(rows))
-        self._add(RecordedLaunch(bound, size, (y, z), operands, numbers), operands)
+        x, y, z = (*grid, 1, 1)[:3]
+        size = Size(self._sizes.index(x))
+        counted = tuple(
+            Count(Size(self._sizes.index(number)))
+            if number in self._sizes and bound.varies(len(tensors) + place)
+            else number
+            for place, number in enumerate(numbers)
+        )
+        self._add(RecordedLaunch(bound, size, (y, z), operands, counted), operands)
 
     def attend(
         self, attention: Any, plan: RecordedPlan, q: Tensor, cache: Tensor, sinks: Tensor | None
@@ -171,8 +195,7 @@ class LaunchRecorder(TorchDispatchMode):
 
     # --- the book ----------------------------------------------------------------------
 
-    def _given(self, size: Size) -> Tensor:
-        stand_in = torch.empty(self._rows[size], dtype=torch.int64, device="meta")
+    def _given(self, stand_in: Tensor) -> Tensor:
         self._found[_storage(stand_in)] = -1 - self.recording.num_inputs
         self.recording.num_inputs += 1
         self._held.append(stand_in)
@@ -198,7 +221,7 @@ class LaunchRecorder(TorchDispatchMode):
         found = self._found.get(_storage(value), 0)
         if found >= 0:
             return self._view(value)
-        if value.storage_offset() or value.dim() != 1 or value.shape[0] not in self._rows:
+        if value.numel() * value.itemsize != value.untyped_storage().nbytes():
             raise Unrecordable("a part of an input cannot be recorded")
         return Input(-1 - found)
 
@@ -212,7 +235,8 @@ class LaunchRecorder(TorchDispatchMode):
 
     def _add(self, op: RecordedOp, operands: Sequence[Operand]) -> None:
         recording = self.recording
-        if recording.ops and op.size < recording.ops[-1].size:
+        behind = bool(recording.ops) and recording.ops[-1].size is Size.WANTED
+        if behind and op.size is not Size.WANTED:
             raise Unrecordable("an op on all tokens behind one on those that are wanted")
         for operand in operands:
             if isinstance(operand, View):
@@ -231,6 +255,10 @@ _CALLS: Mapping[Any, Callable[..., Tensor]] = {
 _EMPTY = frozenset({
     aten.empty.memory_format, aten.new_empty.default, aten.empty_like.default,
 })  # fmt: skip
+
+
+def _stand_in(count: int) -> Tensor:
+    return torch.empty(count, dtype=torch.int64, device="meta")
 
 
 def _storage(tensor: Tensor) -> int:

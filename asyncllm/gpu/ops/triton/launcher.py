@@ -203,6 +203,10 @@ class BoundKernel:
         form = self._forms.get(key)
         return (form, arguments) if form is not None and usual else None
 
+    def varies(self, place: int) -> bool:
+        """Whether the argument of that place is a number that no form is specialised on."""
+        return self.launcher.kernel.params[place].do_not_specialize
+
     def _classified(
         self, tensors: tuple[Any, ...], numbers: tuple[Any, ...]
     ) -> tuple[tuple[Any, ...], tuple[Any, ...], bool]:
@@ -307,6 +311,10 @@ class InterpretedLaunch:
 
     def ready(self, *_args: Any) -> None:
         """It has no compiled form."""
+
+    def varies(self, _place: int) -> bool:
+        """Nor any that is specialised."""
+        return True
 
 
 def launched(kernel: Any) -> Any:

@@ -17,11 +17,13 @@ BUFFER_ALIGNMENT = 512
 
 
 class Size(IntEnum):
-    """First dimensions that a step decides: its tokens, and those whose hidden states are wanted
-    behind the last layer."""
+    """First dimensions that a step decides: its tokens, those whose hidden states are wanted behind
+    the last layer, and of kernels over recurrent states its rows and their tiles."""
 
     TOKENS = 0
     WANTED = 1
+    ROWS = 2
+    TILES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +73,16 @@ Operand = View | Input | Fixed
 
 
 @dataclass(frozen=True, slots=True)
+class Count:
+    """A size of the step as a number of a launch."""
+
+    size: Size
+
+
+@dataclass(frozen=True, slots=True)
 class RecordedLaunch:
-    """A launch over the rows of ``size``, with the rest of its grid, y and z."""
+    """A launch of as many programs as ``size``, with the rest of its grid, y and z; some of its
+    numbers may be Counts."""
 
     bound: Any
     size: Size
