@@ -118,11 +118,11 @@ def mixed_step(runner: DecodeRunner, inputs: InputBatch) -> None:
 @contextmanager
 def op_by_op(runner: DecodeRunner) -> Iterator[None]:
     """No step runs as a program."""
-    program, runner.mixed.program = runner.mixed.program, None
+    programs, runner.mixed.programs = runner.mixed.programs, ()
     try:
         yield
     finally:
-        runner.mixed.program = program
+        runner.mixed.programs = programs
 
 
 def products(count: int) -> None:

@@ -10,14 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asyncllm.checkpoint.experts_config import ActivationConfig
+from asyncllm.checkpoint.experts_config import ActivationConfig, RoutingConfig
 from asyncllm.gpu.batch.decode_inputs import DecodeInputs, SamplingTensors
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.experts import ExpertsWeights
 from asyncllm.gpu.ops.gumbel import NO_TOKEN_LEFT, exponentials, gumbel_keys, gumbel_sample
 from asyncllm.gpu.ops.linear_weights import LinearWeights
+from asyncllm.gpu.ops.routing import RouterWeights, TorchRouting
 from asyncllm.gpu.ops.triton import tuning
-from tests.exact_experts import exact_experts
+from tests.exact_experts import exact_experts, router_weights
 from tests.triton.paged import (
     AttentionCase,
     assert_close,
@@ -217,6 +218,21 @@ def check_experts(
     found = experts(*arguments).cpu()
     assert found[0].isnan().all()
     assert_close(found[1:], expected[1:], dtype)
+
+
+def check_routing(ops: Any, config: RoutingConfig, device: str) -> None:
+    """Against the same in plain torch, of logits that tie nowhere."""
+    weights = router_weights(config)
+    x = torch.randn(19, 40, generator=torch.Generator().manual_seed(4))
+    expected = TorchRouting(config, weights)(x)
+    there = RouterWeights(
+        _to(weights.rows, device),
+        *(None if w is None else w.to(device) for w in (weights.correction, weights.expert_scale)),
+    )
+    found = ops.routing(config, there)(x.to(device))
+    assert torch.equal(found[0].cpu(), expected[0])
+    torch.testing.assert_close(found[1].cpu(), expected[1], rtol=1e-5, atol=0)
+    assert ops.routing(config, there)(x[:0].to(device))[0].shape == (0, config.top_k)
 
 
 def _to(layer: LinearWeights, device: str) -> LinearWeights:

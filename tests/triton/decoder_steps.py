@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from asyncllm.checkpoint.experts_config import ExpertsConfig, RoutingConfig
 from asyncllm.checkpoint.families import AROUND
 from asyncllm.checkpoint.layer_config import LayerConfig, LayerInputConfig
 from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
@@ -94,6 +95,17 @@ def hybrid_fields(*linear: bool) -> dict[str, Any]:
         "norm_offset": 1.0,
         "wide_norms": True,
         "linear_attention": LinearAttentionConfig(linear, 1, 2, 8, 12, 4),
+    }
+
+
+def expert_fields(*layers: bool) -> dict[str, Any]:
+    """Experts where ``layers`` says so, beside a shared one with a gate; larger tiles from 22
+    tokens on."""
+    routing = RoutingConfig(4, 3, renormalise=True)
+    return {
+        "experts": ExpertsConfig(
+            layers, routing, intermediate_size=24, shared_size=40, shared_gate=True
+        )
     }
 
 

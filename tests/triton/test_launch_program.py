@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,7 +35,7 @@ from asyncllm.gpu.ops.triton.norm import TritonRMSNorm, norm_kernel
 from asyncllm.gpu.ops.triton.op_set import TritonOps
 from tests.hypothesis_settings import examples
 from tests.triton.test_launcher import STREAM, Driver, driving, mixed_step
-from tests.triton.test_warm_up import CPU, MODELS, make_step
+from tests.triton.test_warm_up import CPU, MODELS, MOE, make_step
 
 LIFETIMES = st.builds(
     lambda num_bytes, first, length: Lifetime(num_bytes, first, first + length),
@@ -82,7 +83,7 @@ def test_ops_of_a_step_are_taken_down() -> None:
         rows = x[inputs[0].logits_indices]
         return rows.mul_(2.0)
 
-    recording = record(run, [16])
+    recording = record(run, [16], 64)
     assert recording.num_inputs == 4
     ops: list[Any] = recording.ops
     kinds = [getattr(op, "function", None) or op.bound for op in ops]
@@ -123,7 +124,7 @@ def back_to_all(inputs: Sequence[ModelInputs]) -> Tensor:
     ("run", "message"),
     [
         (of_tokens, "depends on the number of tokens"),
-        (of_blocks, "a launch with the grid"),
+        (of_blocks, "depends on the number of tokens"),
         (back_to_all, "an op on all tokens behind"),
         (lambda inputs: hidden(inputs).softmax(1), "softmax"),
         (lambda inputs: hidden(inputs) + 1, "add"),
@@ -134,7 +135,7 @@ def back_to_all(inputs: Sequence[ModelInputs]) -> Tensor:
 )
 def test_what_cannot_be_recorded(run: Run, message: str) -> None:
     with pytest.raises(Unrecordable, match=message):
-        record(run, [16])
+        record(run, [16], 64)
 
 
 def test_meta_tensors_are_launched_by_a_recorder_alone() -> None:
@@ -210,8 +211,8 @@ def test_memory_of_the_program(driver: Driver) -> None:
     told = {count: program_bytes(step.decoder, groups_of(step), count) for count in (64, 10**6)}
     step.decoder.set_max_positions(4096)
     mixed_step(step, 3, 9)
-    assert step.mixed.program.capacity == mixed_steps.PROGRAM_TOKENS == 2048
-    assert step.mixed.program.memory.numel() == told[10**6] == 32 * told[64]
+    assert step.mixed.programs[-1].capacity == mixed_steps.PROGRAM_TOKENS == 2048
+    assert step.mixed.programs[-1].memory.numel() == told[10**6] == 32 * told[64]
     # In bfloat16, at attention: the residual, the norm behind which the rest lies, queries, keys
     # and values, and its output.
     model = step.decoder.model
@@ -223,7 +224,7 @@ def test_steps_beyond_the_program(driver: Driver) -> None:
     step, runs = make(), []
     decoder: Any = step.decoder
     mixed_step(step, 3, 9)
-    program, forward = step.mixed.program, decoder.forward
+    program, forward = step.mixed.programs[-1], decoder.forward
     decoder.forward = lambda *args: runs.append(1) or forward(*args)
     for prompt in (program.capacity - 3, program.capacity - 2):
         mixed_step(step, 3, prompt)
@@ -238,13 +239,31 @@ def test_a_runner_may_do_without(driver: Driver) -> None:
     args = found.decoder, found.cache, found.info, EagerCapturer(), ()
     step = DecodeRunner(*args, record_mixed=False)
     mixed_step(step, 3, 9)
-    assert step.mixed.program is None
+    assert step.mixed.programs == ()
+
+
+def test_programs_of_experts_share_their_memory(driver: Driver) -> None:
+    """Small tiles for up to 64 tokens, and larger ones."""
+    step, used = make(**MODELS["experts"]), []
+    mixed_step(step, 3, 9)
+    small, large = step.mixed.programs
+    assert (small.capacity, large.capacity) == (64, 2048)
+    assert small.memory is large.memory
+    assert small.num_bytes < large.num_bytes == large.memory.numel()
+    assert large.num_bytes == program_bytes(step.decoder, groups_of(step), 10**6)
+    for program in (small, large):
+        run = program.run
+        program.run = lambda *args, own=program, run=run: used.append(own.capacity) or run(*args)
+    for prompt in (61, 62):
+        mixed_step(step, 3, prompt)
+    assert used == [64, 2048]
 
 
 def test_models_that_do_more_run_op_by_op(driver: Driver) -> None:
-    step = make(**MODELS["experts"])
+    routing = replace(MOE.routing, num_groups=2, top_groups=1)
+    step = make(experts=replace(MOE, routing=routing))
     mixed_step(step, 3, 9)
-    assert step.mixed.program is None
+    assert step.mixed.programs == ()
     assert program_bytes(step.decoder, groups_of(step), 64) == 0
 
 
@@ -258,7 +277,7 @@ def test_without_memory_for_it_steps_run_op_by_op(
     step = make()
     for _ in range(2):
         mixed_step(step, 3, 9)
-    assert step.mixed.program is None
+    assert step.mixed.programs == ()
     assert [each.getMessage() for each in caplog.records] == [
         "mixed steps are launched op by op: OutOfMemoryError: CUDA out of memory"
     ]
@@ -288,12 +307,12 @@ def test_inputs_that_are_not_aligned_take_the_path_of_the_jit(driver: Driver) ->
     step = make()
     for _ in range(2):
         mixed_step(step, 3, 9)
-    run = step.mixed.program.run
+    run = step.mixed.programs[-1].run
 
     def shifted(inputs: Sequence[Tensor], *rest: Any) -> Tensor:
         return run([torch.cat((each[:1], each))[1:] for each in inputs], *rest)
 
-    step.mixed.program.run = shifted
+    step.mixed.programs[-1].run = shifted
     driver.wrapped = 0
     driver.launches.clear()
     mixed_step(step, 3, 9)
@@ -326,7 +345,7 @@ def test_hidden_states_of_prompts_outlive_the_next_step(driver: Driver) -> None:
     step.run(host, 2, batch.prepare(given, CPU, step.block_tables))
     assert host.prompt_hidden is not None
     assert host.prompt_hidden.shape == (3, step.decoder.model.hidden_size)
-    memory = step.mixed.program.memory
+    memory = step.mixed.programs[-1].memory
     memory.fill_(0)
     kept = host.prompt_hidden.clone()
     memory.fill_(255)

@@ -270,7 +270,11 @@ def test_launches_of_a_mixed_step(
         assert_as_the_jit_would(step, driver, monkeypatch, prefix, count)
 
 
-PROGRAMS = {"dense": {"num_layers": 2, "sliding_layers": ()}, "hybrid": MODELS["hybrid"]}
+PROGRAMS = {
+    "dense": {"num_layers": 2, "sliding_layers": ()},
+    "hybrid": MODELS["hybrid"],
+    "experts": MODELS["experts"],
+}
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -282,7 +286,7 @@ def test_a_program_launches_what_its_ops_do(driver: Driver, name: str) -> None:
         found = []
         for way in (nullcontext(), op_by_op(step)):
             mixed_step(step, decodes, prompt, prefix)
-            assert step.mixed.program is not None
+            assert step.mixed.programs
             with way:
                 mixed_step(step, decodes, prompt, prefix)
                 driver.launches.clear()
@@ -303,11 +307,14 @@ def is_address(argument: Any) -> bool:
     return isinstance(argument, int) and argument > 2**31
 
 
-def test_arguments_of_a_hybrid_step(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = make_step(4096, (), torch.bfloat16, **PROGRAMS["hybrid"])
+@pytest.mark.parametrize(("name", "launches"), [("hybrid", 7 + 9 + 1), ("experts", 2 * 12 + 1)])
+def test_arguments_of_a_program(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, name: str, launches: int
+) -> None:
+    step = make_step(4096, (), torch.bfloat16, **PROGRAMS[name])
     mixed_step(step, 63, 256)
     mixed_step(step, 63, 256)
-    assert_as_the_jit_would(step, driver, monkeypatch, launches=7 + 9 + 1)
+    assert_as_the_jit_would(step, driver, monkeypatch, launches=launches)
 
 
 @pytest.mark.parametrize("frozen", ["sizes", "addresses"])
@@ -317,8 +324,8 @@ def test_arguments_that_are_frozen_are_noticed(
     """A program that went on with a number of rows, or an input's address, of its first step."""
     step = make_step(4096, (), torch.bfloat16, **PROGRAMS["hybrid"])
     mixed_step(step, 63, 256)
-    num_inputs = step.mixed.program._num_inputs
-    for op in step.mixed.program._ops:
+    num_inputs = step.mixed.programs[-1]._num_inputs
+    for op in step.mixed.programs[-1]._ops:
         if isinstance(op, Launch):
             op._holes = [
                 hole for hole in op._holes if (hole[1] < num_inputs) == (frozen == "sizes")

@@ -216,7 +216,8 @@ def test_everything_is_compiled_before_the_first_step(
     kernels = {key.split()[0] for key in warm}
     plain = {"norm", "rope_cache", "decode", "prefill", "decode_inputs", "chunk", "choose"}
     expected = plain | ({"merge"} if max_len > 256 else set())
-    expected |= {"gate_up", "down"} if step.decoder.model.experts else {"gated_mul"}
+    of_experts = {"routing", "sort", "tiles", "gate_up", "down", "sum"}
+    expected |= of_experts if step.decoder.model.experts else {"gated_mul"}
     expected |= {"gated_mul"} if name == "experts" else set()
     if name == "hybrid":
         expected |= {"conv_token", "conv_chunk", "conv_state", "delta_token", "gated_norm"}
@@ -256,7 +257,8 @@ def test_a_small_mixed_step_leaves_large_experts_cold(monkeypatch: pytest.Monkey
     monkeypatch.setattr(step.decoder.ops, "expert_tokens", lambda *_: ())
     with compiling(monkeypatch) as warm:
         warm_up(step, lambda *_: None)
-    assert {key.split()[0] for key in every - warm} == {"gate_up_kernel", "down_kernel"}
+    cold = {key.split()[0] for key in every - warm}
+    assert cold == {"tiles_kernel", "gate_up_kernel", "down_kernel"}
     assert not warm - every
 
 

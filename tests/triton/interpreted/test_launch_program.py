@@ -23,7 +23,7 @@ from asyncllm.gpu.ops.triton.attention import TritonAttention
 from asyncllm.gpu.ops.triton.op_set import TritonOps
 from asyncllm.gpu.state_cache import StateCache
 from asyncllm.gpu.weights import dummy_weights
-from tests.triton.decoder_steps import hybrid_fields, small_model
+from tests.triton.decoder_steps import expert_fields, hybrid_fields, small_model
 
 CPU, BLOCKS, CAPACITY = torch.device("cpu"), 40, 24
 
@@ -37,6 +37,8 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "hybrid": hybrid_fields(False, True),
     "exact hybrid": hybrid_fields(True, False),
+    "experts": {**expert_fields(True, True), "sliding_layers": (), "sliding_window": None},
+    "hybrid experts": {**hybrid_fields(True, False), **expert_fields(False, True)},
 }  # fmt: skip
 
 STEPS: list[tuple[int, list[int], list[int], list[bool]]] = [
@@ -52,6 +54,9 @@ STATE_STEPS = [
     (0, [17], [1], [True]),
     (2, [2, 23, 16], [1, 1, 3], [True, True, True]),
 ]
+
+EXPERT_STEPS = [(1, [7, 0], [1, 21], [True, True])]
+QUICK = "window", "hybrid", "experts"
 
 
 def make(
@@ -82,10 +87,10 @@ def states_of(cache: KVCache) -> list[Tensor]:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=() if n in ("window", "hybrid") else pytest.mark.slow) for n in MODELS],
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in MODELS],
 )
 def test_hidden_states_are_those_of_the_ops_one_by_one(name: str) -> None:
-    dtype = torch.bfloat16 if name == "hybrid" else torch.float32
+    dtype = torch.bfloat16 if name in ("hybrid", "experts") else torch.float32
     decoder, specs, (own, plain) = make(replace(small_model(), **MODELS[name]), dtype)
     steps, batch = MixedSteps(decoder, own, CAPACITY), InputBatch(3, 128, specs)
     for group, table in enumerate(batch.tables):
@@ -93,7 +98,9 @@ def test_hidden_states_are_those_of_the_ops_one_by_one(name: str) -> None:
     tables = [torch.from_numpy(table.table) for table in batch.tables]
     batch.token_ids[:] = np.random.default_rng(0).integers(0, 300, batch.token_ids.shape)
     with torch.inference_mode():
-        for decodes, starts, counts, samples in STEPS + STATE_STEPS * bool(decoder.states):
+        kinds = STEPS + STATE_STEPS * bool(decoder.states)
+        kinds += EXPERT_STEPS * bool(decoder.model.experts)
+        for decodes, starts, counts, samples in kinds:
             rows = [2] if len(counts) == 1 else list(range(len(counts)))
             step = StepBatch(0, rows, starts, counts, samples, num_decodes=decodes)
             inputs = batch.prepare(step, CPU, tables)
@@ -103,11 +110,11 @@ def test_hidden_states_are_those_of_the_ops_one_by_one(name: str) -> None:
                 cache.load_states(loads)
                 for state in states_of(cache):
                     state[fresh] = torch.nan
-            if steps.program is not None:
+            for program in steps.programs:
                 # NaN, as what is left of an earlier step would not be.
-                steps.program.memory.fill_(255)
+                program.memory.fill_(255)
             found = steps.forward(inputs).clone()
-            assert steps.program is not None
+            assert steps.programs
             expected = decoder.forward(inputs, plain)
             assert found.shape == (sum(samples), decoder.model.hidden_size)
             assert torch.equal(found, expected), f"{decodes} decodes, {counts}"
@@ -115,3 +122,6 @@ def test_hidden_states_are_those_of_the_ops_one_by_one(name: str) -> None:
                 assert torch.equal(mine, other)
             for mine, other in zip(states_of(own), states_of(plain), strict=True):
                 assert torch.equal(mine[rows], other[rows])
+    # Of up to 21 tokens, with small tiles, and larger ones.
+    expected = [21, CAPACITY] if decoder.model.experts else [CAPACITY]
+    assert [program.capacity for program in steps.programs] == expected

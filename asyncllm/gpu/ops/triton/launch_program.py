@@ -81,13 +81,13 @@ class Operands:
     def enter(self, inputs: Sequence[Tensor], sizes: tuple[int, ...]) -> None:
         """Takes a step's inputs, and the views of its sizes."""
         self.values[: len(inputs)] = inputs
-        if sizes == self._sizes:
+        if sizes[: Size.ROWS] == self._sizes:
             return
         for slot, view, offset in self._views:
             shape = sizes[view.size], *view.tail
             memory = self._memories[view.dtype]
             self.values[slot] = memory.as_strided(shape, view.strides, offset)
-        self._sizes = sizes
+        self._sizes = sizes[: Size.ROWS]
 
     def leave(self, num_inputs: int) -> None:
         """Lets go of a step's inputs."""
@@ -98,7 +98,7 @@ class Step:
     """The step that runs.
 
     Attributes:
-        sizes: by Size; without those that no launch of the program has.
+        sizes: by Size, and those that the recording derives.
         plans: of attention.
         inputs: addresses of the program's inputs, and behind them the sizes.
         repeats: by attention's class of launches, those that the next layer's are made from; None
@@ -225,6 +225,7 @@ class LaunchProgram:
 
     Args:
         capacity: tokens of the largest step.
+        memory: another program's, of which one runs at a time; None for its own.
 
     Attributes:
         capacity: as given.
@@ -234,10 +235,18 @@ class LaunchProgram:
         torch.OutOfMemoryError: there is no room for the activations.
     """
 
-    def __init__(self, recording: Recording, capacity: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        recording: Recording,
+        capacity: int,
+        device: torch.device,
+        memory: Tensor | None = None,
+    ) -> None:
         self.capacity, self._num_inputs = capacity, recording.num_inputs
         starts, self.num_bytes = recording.layout(capacity)
-        self.memory = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
+        if memory is None:
+            memory = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
+        self.memory, self._all_sizes = memory, recording.sizes
         self._operands = operands = Operands(self.memory, starts, recording.num_inputs)
         assert recording.result is not None
         self._result = operands.slot(recording.result)
@@ -253,7 +262,7 @@ class LaunchProgram:
                 self._ops.append(Attend(op, operands, kind))
         launches = (op.bound for op in recording.ops if isinstance(op, RecordedLaunch))
         self._kernels = {each.launcher for each in launches if isinstance(each, BoundKernel)}
-        self._num_token_ops = sum(op.size is not Size.WANTED for op in recording.ops)
+        self._num_token_ops = recording.num_token_ops
         self._stream: int | None = None
 
     def run(
@@ -273,11 +282,12 @@ class LaunchProgram:
         sizes = len(inputs[0]), len(inputs[WANTED_INPUT])
         if max(sizes) > self.capacity:
             raise ValueError(f"{sizes} tokens and wanted ones: expected {self.capacity} at most")
+        of_rows = 0, 0
         if rows is not None:
             inputs = *inputs, rows.slots, rows.query_start
-            sizes = *sizes, rows.num_rows, rows.num_tiles
-        operands = self._operands
-        operands.enter(inputs, sizes[: Size.ROWS])
+            of_rows = rows.num_rows, rows.num_tiles
+        operands, sizes = self._operands, self._all_sizes((*sizes, *of_rows))
+        operands.enter(inputs, sizes)
         addresses = [each.data_ptr() for each in inputs]
         direct = self._is_direct() and not reduce(or_, addresses) % ALIGNMENT
         step = Step(sizes, plans, [*addresses, *sizes], direct=direct)

@@ -21,8 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.ops.recorder import Unrecordable
 from asyncllm.gpu.ops.triton.recording import (
+    Always,
     Buffer,
     Count,
+    Derived,
     Fixed,
     Input,
     Operand,
@@ -58,16 +60,18 @@ class LaunchRecorder(TorchDispatchMode):
 
     Args:
         sizes: of the stand-ins, by Size.
+        capacity: tokens of the largest step.
 
     Raises:
         Unrecordable: from within the layers, for what a program has no op for.
     """
 
-    def __init__(self, sizes: Sequence[int]) -> None:
+    def __init__(self, sizes: Sequence[int], capacity: int) -> None:
         super().__init__()
         self.recording = Recording()
-        self._sizes = tuple(sizes)
-        self._rows = self._sizes[: Size.ROWS]
+        self.capacity = capacity
+        self._sizes = list(sizes)
+        self._has_wanted = False
         rows = self._sizes[Size.ROWS]
         self._state_rows = _stand_in(rows), _stand_in(rows + 1)
         self._has_state_rows = False
@@ -117,22 +121,30 @@ class LaunchRecorder(TorchDispatchMode):
         self._plans += 1
         return RecordedPlan(self, self._plans - 1)
 
+    def usual_rows(self, rows: int) -> int:
+        """Rows that launch shapes are chosen for where a tensor has so many: those of the largest
+        step; few where they are of wanted tokens."""
+        return self.capacity if self._sizes.index(rows) == Size.TOKENS else 1
+
+    def derived(self, rows: int, rule: Callable[[int], int]) -> int:
+        """The stand-in of the size that follows from such rows by the rule."""
+        return self._sizes[self._derive(Derived(rule, Size(self._sizes.index(rows))))]
+
     def launch(
         self, bound: Any, grid: tuple[int, ...], tensors: Sequence[Tensor], numbers: tuple[Any, ...]
     ) -> None:
         """Takes down a launch."""
-        if grid[0] not in self._sizes:
-            raise Unrecordable(f"a launch with the grid {grid} cannot be recorded")
         operands = tuple(map(self._operand, tensors))
         x, y, z = (*grid, 1, 1)[:3]
-        size = Size(self._sizes.index(x))
         counted = tuple(
-            Count(Size(self._sizes.index(number)))
-            if number in self._sizes and bound.varies(len(tensors) + place)
+            Count(self._size_of(number))
+            if type(number) is int and bound.varies(len(tensors) + place)
             else number
             for place, number in enumerate(numbers)
         )
-        self._add(RecordedLaunch(bound, size, (y, z), operands, counted), operands)
+        counts = [each for each in counted if isinstance(each, Count)]
+        op = RecordedLaunch(bound, self._size_of(x), (y, z), operands, counted)
+        self._add(op, (*operands, *counts))
 
     def attend(
         self, attention: Any, plan: RecordedPlan, q: Tensor, cache: Tensor, sinks: Tensor | None
@@ -180,6 +192,11 @@ class LaunchRecorder(TorchDispatchMode):
         self._add(RecordedCall(torch.mul, view.size, (view, Fixed(factor)), view), (view,))
         return x
 
+    def _convert(self, x: Tensor, *, dtype: torch.dtype | None = None, **named: Any) -> Tensor:
+        if x.dim() != 2 or dtype is None or named:
+            raise Unrecordable("a copy of other than another dtype cannot be recorded")
+        return self._call(_copy, (x,), x, x.shape[1], dtype)
+
     def _call(
         self, function: Callable[..., Any], given: Sequence[Any], rows: Tensor, width: int,
         dtype: torch.dtype | None = None,
@@ -203,14 +220,14 @@ class LaunchRecorder(TorchDispatchMode):
 
     def _made(self, tensor: Tensor) -> Tensor:
         """Makes a buffer of an empty tensor."""
-        if not tensor.is_meta or tensor.dim() < 2 or tensor.shape[0] not in self._rows:
+        if not tensor.is_meta or tensor.dim() < 2 or not self._is_rows(tensor.shape[0]):
             raise Unrecordable(f"a tensor {tuple(tensor.shape)} does not have the step's tokens")
         if not tensor.is_contiguous():
             raise Unrecordable(f"a tensor with strides {tensor.stride()} cannot be recorded")
         recording, at = self.recording, len(self.recording.ops)
         self._found[_storage(tensor)] = len(recording.buffers)
         row_bytes = prod(tensor.shape[1:]) * tensor.itemsize
-        size = Size(self._rows.index(tensor.shape[0]))
+        size = self._size_of(tensor.shape[0])
         recording.buffers.append(Buffer(size, row_bytes, at, at))
         self._held.append(tensor)
         return tensor
@@ -227,17 +244,44 @@ class LaunchRecorder(TorchDispatchMode):
 
     def _view(self, tensor: Tensor) -> View:
         buffer = self._found.get(_storage(tensor), -1) if tensor.is_meta else -1
-        if buffer < 0 or not tensor.dim() or tensor.shape[0] not in self._rows:
+        if buffer < 0 or not tensor.dim() or not self._is_rows(tensor.shape[0]):
             raise Unrecordable(f"a tensor {tuple(tensor.shape)} that no recorded op made")
-        size = Size(self._rows.index(tensor.shape[0]))
+        size = self._size_of(tensor.shape[0])
         offset, tail = int(tensor.storage_offset()), tuple(tensor.shape[1:])
         return View(buffer, size, offset, tail, tensor.stride(), tensor.dtype)
 
-    def _add(self, op: RecordedOp, operands: Sequence[Operand]) -> None:
+    def _is_rows(self, count: int) -> bool:
+        """Whether it is the first dimension of a tensor of the step; 1 is of what all its rows have
+        in common."""
+        return count == 1 or count in self._sizes[: Size.ROWS]
+
+    def _size_of(self, count: int) -> int:
+        """The index of a stand-in's size; of any other number, that of one that stays."""
+        if count in self._sizes:
+            return self._sizes.index(count)
+        return self._derive(Derived(Always(count), None))
+
+    def _derive(self, derived: Derived) -> int:
+        found = self.recording.derived
+        if derived not in found:
+            found.append(derived)
+            self._sizes.append(derived.of(self._sizes))
+        return len(Size) + found.index(derived)
+
+    def _source(self, size: int) -> Size | None:
+        """The size of the step that it is or follows from."""
+        return Size(size) if size < len(Size) else self.recording.derived[size - len(Size)].source
+
+    def _add(self, op: RecordedOp, operands: Sequence[Operand | Count]) -> None:
         recording = self.recording
-        behind = bool(recording.ops) and recording.ops[-1].size is Size.WANTED
-        if behind and op.size is not Size.WANTED:
+        sizes = [op.size, *(each.size for each in operands if isinstance(each, View | Count))]
+        sources = map(self._source, sizes)
+        source = next((each for each in sources if each is not None), None)
+        if source == Size.WANTED:
+            self._has_wanted = True
+        elif self._has_wanted and source is not None:
             raise Unrecordable("an op on all tokens behind one on those that are wanted")
+        recording.num_token_ops += not self._has_wanted
         for operand in operands:
             if isinstance(operand, View):
                 recording.buffers[operand.buffer].last = len(recording.ops)
@@ -250,6 +294,7 @@ _CALLS: Mapping[Any, Callable[..., Tensor]] = {
     aten.index.Tensor: LaunchRecorder._index,
     aten.mul_.Tensor: LaunchRecorder._scale,
     aten.mul_.Scalar: LaunchRecorder._scale,
+    aten._to_copy.default: LaunchRecorder._convert,
 }
 
 _EMPTY = frozenset({
@@ -265,11 +310,17 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def _copy(x: Tensor, *, out: Tensor) -> Tensor:
+    return out.copy_(x)
+
+
 def _is_real(value: Any) -> bool:
     return isinstance(value, Tensor) and not value.is_meta
 
 
-def record(run: Callable[[Sequence[ModelInputs]], Tensor], block_sizes: Sequence[int]) -> Recording:
+def record(
+    run: Callable[[Sequence[ModelInputs]], Tensor], block_sizes: Sequence[int], capacity: int
+) -> Recording:
     """The recording of a step.
 
     Args:
@@ -277,20 +328,24 @@ def record(run: Callable[[Sequence[ModelInputs]], Tensor], block_sizes: Sequence
             wanted. The order of the program's inputs is token ids, positions, the wanted tokens,
             then the slot mapping of each group.
         block_sizes: of each KV group.
+        capacity: tokens of the largest step, which launch shapes are chosen for.
 
     Raises:
         Unrecordable: it cannot be recorded.
     """
-    first, second = (_recorded(run, block_sizes, rows) for rows in STAND_INS)
+    first, second = (
+        _recorded(run, block_sizes, LaunchRecorder(sizes, capacity)) for sizes in STAND_INS
+    )
     if not first.agrees(second):
         raise Unrecordable("what is launched depends on the number of tokens")
     return first
 
 
 def _recorded(
-    run: Callable[[Sequence[ModelInputs]], Tensor], block_sizes: Sequence[int], rows: Sequence[int]
+    run: Callable[[Sequence[ModelInputs]], Tensor],
+    block_sizes: Sequence[int],
+    recorder: LaunchRecorder,
 ) -> Recording:
-    recorder = LaunchRecorder(rows)
     token_ids, positions, wanted = recorder.given(), recorder.given(), recorder.wanted()
     nothing = torch.empty(0, dtype=torch.int64, device="cpu").numpy()
     inputs = [
