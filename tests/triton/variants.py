@@ -17,6 +17,7 @@ from asyncllm.gpu.ops.experts import ExpertsWeights
 from asyncllm.gpu.ops.gated_delta import DeltaBiases
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.routing import RouterWeights
+from asyncllm.gpu.ops.torch_ops import TorchLinear
 from asyncllm.gpu.ops.triton import (
     activation,
     causal_conv,
@@ -238,9 +239,8 @@ def routing_launches(capability: int) -> list[Launch]:
     config = RoutingConfig(512, 10, "sigmoid", renormalise=True)
     rows = LinearWeights(empty(512, 2048))
     with recording(routing) as found:
-        routing.TritonRouting(config, RouterWeights(rows, floats(512), floats(512)))(
-            empty(64, 2048)
-        )
+        weights = RouterWeights(rows, floats(512), floats(512))
+        routing.TritonRouting(config, weights, TorchLinear(rows))(empty(64, 2048))
     return found
 
 

@@ -64,12 +64,10 @@ class TritonOps(TorchOps):
         return LaunchProgram(recording, capacity, device, memory)
 
     def routing(self, config: RoutingConfig, weights: RouterWeights) -> Routing:
-        # Groups are chosen among by sorts of sorts, which torch has.
-        return (
-            super().routing(config, weights)
-            if config.num_groups > 1
-            else TritonRouting(config, weights)
-        )
+        # Of groups the best are sorts of sorts, which torch has.
+        if config.num_groups > 1:
+            return super().routing(config, weights)
+        return TritonRouting(config, weights, self.make_linear(weights.rows))
 
     def make_experts(self, weights: ExpertsWeights, config: ActivationConfig) -> TritonExperts:
         return TritonExperts(weights, config)

@@ -4,12 +4,12 @@
 # A type checker takes a kernel for the function that it is written as.
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from asyncllm.checkpoint.experts_config import RoutingConfig
+from asyncllm.gpu.ops.base import Linear
 from asyncllm.gpu.ops.routing import RouterWeights
 from asyncllm.gpu.ops.triton.launcher import launched
 from asyncllm.gpu.ops.triton.tuning import next_power_of_2
@@ -75,17 +75,20 @@ def routing_kernel(
 
 
 class TritonRouting:
-    """As ``TorchRouting``, without groups of experts."""
+    """As ``TorchRouting``, without groups of experts.
 
-    def __init__(self, config: RoutingConfig, weights: RouterWeights) -> None:
-        self.config = config
-        self.weight, self.bias = weights.rows.values, weights.rows.bias
+    Args:
+        router: the layer of the weights.
+    """
+
+    def __init__(self, config: RoutingConfig, weights: RouterWeights, router: Linear) -> None:
+        self.config, self.router, self.dtype = config, router, weights.rows.values.dtype
         self.correction = None if weights.correction is None else weights.correction.float()
         self.expert_scale = weights.expert_scale
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         config, (rows, _) = self.config, x.shape
-        logits = F.linear(x.to(self.weight.dtype), self.weight, self.bias)
+        logits = self.router(x.to(self.dtype))
         ids = x.new_empty((rows, config.top_k), dtype=torch.int32)
         weights = x.new_empty((rows, config.top_k), dtype=torch.float32)
         if rows:
