@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -141,14 +142,14 @@ def make_runner(family: str = "qwen3", num_layers: int | None = None) -> DecodeR
     return DecodeRunner(decoder, cache, info, EagerCapturer(), ())
 
 
-def mixed_step(runner: DecodeRunner, inputs: InputBatch) -> None:
+def mixed_step(runner: DecodeRunner, inputs: InputBatch, prompt: int = PROMPT) -> None:
     """From a batch to its last launch."""
     rows = DECODES + 1
     batch = StepBatch(
         step=0,
         req_indices=list(range(rows)),
         starts=[1000] * DECODES + [0],
-        counts=[1] * DECODES + [PROMPT],
+        counts=[1] * DECODES + [prompt],
         samples=[True] * rows,
         num_decodes=DECODES,
     )
@@ -204,12 +205,14 @@ def measure(report: Report, family: str, rounds: int) -> None:
         mixed_step(runner, inputs)
         report.add("kernels of ours", stub.launches - before, "launches")
         whole, direct, wrapped, multiplied = [], [], [], []
-        for _ in range(rounds):
-            whole.append(cpu_time_of(lambda: mixed_step(runner, inputs)))
+        for number in range(rounds):
+            # Steps of other sizes than the one before, as under traffic.
+            step = partial(mixed_step, runner, inputs, PROMPT - number % 2)
+            whole.append(cpu_time_of(step))
             with op_by_op(runner):
-                direct.append(cpu_time_of(lambda: mixed_step(runner, inputs)))
+                direct.append(cpu_time_of(step))
                 with through_the_jit():
-                    wrapped.append(cpu_time_of(lambda: mixed_step(runner, inputs)))
+                    wrapped.append(cpu_time_of(step))
             multiplied.append(cpu_time_of(lambda: products(ops.num_products)))
         report.add_times("a step, as a program", whole, "ms")
         report.add_times("a step, op by op, launched directly", direct, "ms")

@@ -9,7 +9,8 @@ step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from functools import reduce
 from operator import itemgetter, or_
 from typing import Any
@@ -52,17 +53,21 @@ class Operands:
     def __init__(self, memory: Tensor, starts: Sequence[int], num_inputs: int) -> None:
         self._memory, self._starts = memory, starts
         self._memories: dict[torch.dtype, Tensor] = {}
-        self._slots: dict[Operand, int] = {Input(index): index for index in range(num_inputs)}
+        self._slots: dict[Hashable, int] = {Input(index): index for index in range(num_inputs)}
         self._views: list[tuple[int, View, int]] = []
         self._sizes: tuple[int, ...] = ()
         self.values: list[Any] = [None] * num_inputs
         self.addresses = [0] * num_inputs
 
     def slot(self, operand: Operand) -> int:
-        """Its place among the values."""
-        found = self._slots.get(operand)
+        """Its place among the values. Buffers of different layers lie at the same place, so that
+        views of a few are those of all of them."""
+        key: Hashable = operand
+        if isinstance(operand, View):
+            key = replace(operand, buffer=0), self._starts[operand.buffer]
+        found = self._slots.get(key)
         if found is None:
-            found = self._slots[operand] = len(self.values)
+            found = self._slots[key] = len(self.values)
             self.values.append(operand.value if isinstance(operand, Fixed) else None)
             self.addresses.append(self._address(found, operand))
         return found
