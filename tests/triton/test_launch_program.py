@@ -29,10 +29,13 @@ from asyncllm.gpu.models.attention_kinds import kv_groups
 from asyncllm.gpu.ops.buffer_layout import Lifetime, lay_out
 from asyncllm.gpu.ops.recorder import Unrecordable
 from asyncllm.gpu.ops.triton.activation import silu_mul
+from asyncllm.gpu.ops.triton.expert_pairs import sort_kernel, sort_pairs
+from asyncllm.gpu.ops.triton.experts import ExpertTiles
 from asyncllm.gpu.ops.triton.launch_recorder import record
-from asyncllm.gpu.ops.triton.launcher import Form
+from asyncllm.gpu.ops.triton.launcher import Form, derived_rows, usual_rows
 from asyncllm.gpu.ops.triton.norm import TritonRMSNorm, norm_kernel
 from asyncllm.gpu.ops.triton.op_set import TritonOps
+from asyncllm.gpu.ops.triton.recording import RecordedCall, RecordedLaunch
 from tests.hypothesis_settings import examples
 from tests.triton.test_launcher import STREAM, Driver, driving, mixed_step
 from tests.triton.test_warm_up import CPU, MODELS, MOE, make_step
@@ -96,6 +99,41 @@ def test_ops_of_a_step_are_taken_down() -> None:
     assert recording.num_bytes(64) == 2 * 64 * 32
 
 
+def test_sizes_that_follow_from_those_of_a_step() -> None:
+    """Of all tokens, and of those that are wanted, for which launch shapes of few are chosen."""
+
+    def run(inputs: Sequence[ModelInputs]) -> Tensor:
+        part = hidden(inputs)
+        for wanted in (None, inputs[0].logits_indices):
+            part = part if wanted is None else part[wanted]
+            usual.append(usual_rows(part))
+            sort_pairs(part.new_empty((len(part), 2), dtype=torch.int32), 7, 16)
+            silu_mul(part.new_empty((len(part), 2)))
+            norm_kernel.bind(WIDTH=8, BLOCK=8, ADD=False, SCALED=False, SUM_SCALED=False)(
+                (derived_rows(part, ExpertTiles(2, 16, 7)), 3), part, part, part, WEIGHT, 1e-6,
+                1.0, 1.0, 8, 8, 8,
+            )  # fmt: skip
+        return part.to(torch.bfloat16)
+
+    usual: list[int] = []
+    recording = record(run, [16], 40)
+    assert usual == [40, 1] * 2
+    launches: list[Any] = [op for op in recording.ops if isinstance(op, RecordedLaunch)]
+    sizes = recording.sizes((100, 5, 0, 0))
+    grids = [(sizes[op.size], *op.grid) for op in launches]
+    assert grids == [
+        (7, 1, 1), (1, 1, 1), (100, 1, 1), (19, 3, 1),
+        (7, 1, 1), (1, 1, 1), (5, 1, 1), (7, 3, 1),
+    ]  # fmt: skip
+    sorts = [sizes[op.numbers[0].size] for op in launches if op.bound.launcher is sort_kernel]
+    assert sorts == [100, 5]
+    # An embedding, four launches, and the choice of rows is on wanted ones already.
+    assert recording.num_token_ops == 5
+    assert isinstance(recording.ops[-1], RecordedCall)
+    assert recording.result is not None
+    assert recording.result.dtype == torch.bfloat16
+
+
 def of_tokens(inputs: Sequence[ModelInputs]) -> Tensor:
     """A number among a kernel's that is the step's tokens."""
     x = hidden(inputs)
@@ -131,6 +169,7 @@ def back_to_all(inputs: Sequence[ModelInputs]) -> Tensor:
         (lambda inputs: hidden(inputs).mul_(WEIGHT), "by a tensor in place"),
         (lambda inputs: hidden(inputs).new_empty(3, 8), "does not have the step's tokens"),
         (lambda inputs: TABLE, "that no recorded op made"),
+        (lambda inputs: hidden(inputs)[None].to(torch.float16), "copy of other than"),
     ],
 )
 def test_what_cannot_be_recorded(run: Run, message: str) -> None:

@@ -11,7 +11,7 @@ from asyncllm.gpu.ops.triton import expert_pairs, experts
 from asyncllm.gpu.ops.triton.expert_pairs import sort_pairs
 from asyncllm.gpu.ops.triton.op_set import TritonOps
 from tests.exact_experts import ROUTINGS, SOFTMAX, router_weights
-from tests.triton.checks import check_experts, check_routing
+from tests.triton.checks import check_experts, check_routing, check_sort_pairs, check_sum_experts
 
 CASES = [
     {"tokens": 1},
@@ -38,12 +38,13 @@ def test_pairs_are_sorted_by_expert_and_their_tiles_counted() -> None:
     assert tile_ends.tolist() == [[1, 2, 2, 4, 5, 6, 6]]
 
 
-def test_pairs_beyond_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expert_pairs, "BLOCK_PAIRS", 8)
-    ids = torch.randint(0, 5, (11, 3), generator=torch.Generator().manual_seed(3)).int()
-    pairs, starts, _ = sort_pairs(ids, 5, 16)
-    assert torch.equal(pairs.flatten().long(), ids.flatten().argsort(stable=True))
-    assert starts[0].diff().tolist() == ids.flatten().bincount(minlength=5).tolist()
+def test_pairs_beyond_a_block() -> None:
+    check_sort_pairs(expert_pairs, expert_pairs.BLOCK_PAIRS // 3 + 50, 5, "cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sum(dtype: torch.dtype) -> None:
+    check_sum_experts(expert_pairs, dtype, "cpu")
 
 
 @pytest.mark.parametrize("name", [name for name in ROUTINGS if name != "groups"])

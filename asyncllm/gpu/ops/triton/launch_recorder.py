@@ -192,10 +192,10 @@ class LaunchRecorder(TorchDispatchMode):
         self._add(RecordedCall(torch.mul, view.size, (view, Fixed(factor)), view), (view,))
         return x
 
-    def _convert(self, x: Tensor, *, dtype: torch.dtype | None = None, **named: Any) -> Tensor:
-        if x.dim() != 2 or dtype is None or named:
-            raise Unrecordable("a copy of other than another dtype cannot be recorded")
-        return self._call(_copy, (x,), x, x.shape[1], dtype)
+    def _convert(self, x: Tensor, dtype: torch.dtype, *rest: Any, **named: Any) -> Tensor:
+        if x.dim() != 2 or rest or named:
+            raise Unrecordable("a copy of other than rows in another dtype cannot be recorded")
+        return x if x.dtype == dtype else self._call(_copy, (x,), x, x.shape[1], dtype)
 
     def _call(
         self, function: Callable[..., Any], given: Sequence[Any], rows: Tensor, width: int,
@@ -294,7 +294,7 @@ _CALLS: Mapping[Any, Callable[..., Tensor]] = {
     aten.index.Tensor: LaunchRecorder._index,
     aten.mul_.Tensor: LaunchRecorder._scale,
     aten.mul_.Scalar: LaunchRecorder._scale,
-    aten._to_copy.default: LaunchRecorder._convert,
+    aten.to.dtype: LaunchRecorder._convert,
 }
 
 _EMPTY = frozenset({
