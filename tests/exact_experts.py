@@ -1,14 +1,44 @@
-"""Experts in float64, as the definition says."""
+"""Experts in float64, as the definition says, and kinds of routing."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.nn.functional import gelu
 
-from asyncllm.checkpoint.experts_config import ActivationConfig
+from asyncllm.checkpoint.experts_config import ActivationConfig, RoutingConfig
 from asyncllm.gpu.ops.experts import ExpertsWeights
 from asyncllm.gpu.ops.linear_weights import LinearWeights
+from asyncllm.gpu.ops.routing import RouterWeights
+
+SOFTMAX = RoutingConfig(12, 3)
+ROUTINGS = {
+    "softmax": SOFTMAX,
+    "renormalised": replace(SOFTMAX, renormalise=True),
+    "all of them": replace(SOFTMAX, top_k=12, renormalise=True),
+    "router with a bias": replace(SOFTMAX, bias=True, renormalise=True),
+    "sigmoid": replace(SOFTMAX, scoring="sigmoid", scale=2.5),
+    "correction": replace(SOFTMAX, scoring="sigmoid", correction=True, renormalise=True),
+    "scaled experts": replace(SOFTMAX, renormalise=True, scale=1.5, expert_scale=True),
+    "groups": RoutingConfig(
+        12, 4, "sigmoid", renormalise=True, scale=1.8, num_groups=4, top_groups=2, correction=True
+    ),
+}
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def router_weights(config: RoutingConfig, dtype: torch.dtype = torch.float32) -> RouterWeights:
+    count = config.num_experts
+    bias = randn(count, seed=2).to(dtype) if config.bias else None
+    correction = randn(count, seed=3) * 0.3 if config.correction else None
+    rows = LinearWeights(randn(count, 40, seed=1).to(dtype) * 0.3, bias)
+    scale = 1 + randn(count, seed=11) * 0.3 if config.expert_scale else None
+    return RouterWeights(rows, correction, scale)
 
 
 def exact_experts(

@@ -16,26 +16,13 @@ from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.quantise import quantise_int4, quantise_int8
 from asyncllm.gpu.ops.routing import RouterWeights
 from asyncllm.gpu.ops.torch_ops import TorchOps
-from tests.exact_experts import exact_experts
+from tests.exact_experts import ROUTINGS, SOFTMAX, exact_experts, randn, router_weights
 from tests.native_library import isas
 from tests.test_ops import BACKENDS, TOLERANCE, make, quantised
 
 NATIVE = [f"native-{isa}" for isa in isas()]
 SILU, CLAMPED = ActivationConfig(), ActivationConfig(limit=1.5, alpha=1.7)
 GELU = ActivationConfig(gelu=True)
-SOFTMAX = RoutingConfig(12, 3)
-ROUTINGS = {
-    "softmax": SOFTMAX,
-    "renormalised": replace(SOFTMAX, renormalise=True),
-    "all of them": replace(SOFTMAX, top_k=12, renormalise=True),
-    "router with a bias": replace(SOFTMAX, bias=True, renormalise=True),
-    "sigmoid": replace(SOFTMAX, scoring="sigmoid", scale=2.5),
-    "correction": replace(SOFTMAX, scoring="sigmoid", correction=True, renormalise=True),
-    "scaled experts": replace(SOFTMAX, renormalise=True, scale=1.5, expert_scale=True),
-    "groups": RoutingConfig(
-        12, 4, "sigmoid", renormalise=True, scale=1.8, num_groups=4, top_groups=2, correction=True
-    ),
-}
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -46,20 +33,7 @@ def ops(request: pytest.FixtureRequest) -> TorchOps:
     return make(request.param)
 
 
-def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
 # --- routing ------------------------------------------------------------------------------
-
-
-def router_weights(config: RoutingConfig, dtype: torch.dtype = torch.float32) -> RouterWeights:
-    count = config.num_experts
-    bias = randn(count, seed=2).to(dtype) if config.bias else None
-    correction = randn(count, seed=3) * 0.3 if config.correction else None
-    rows = LinearWeights(randn(count, 40, seed=1).to(dtype) * 0.3, bias)
-    scale = 1 + randn(count, seed=11) * 0.3 if config.expert_scale else None
-    return RouterWeights(rows, correction, scale)
 
 
 def routed(config: RoutingConfig, weights: RouterWeights, x: list[float]) -> dict[int, float]:

@@ -14,14 +14,17 @@ from asyncllm.gpu.ops.triton import (
     activation,
     decode_attention,
     decode_inputs,
+    expert_pairs,
     experts,
     norm,
     prefill_attention,
     rope_cache,
     sampling,
 )
+from asyncllm.gpu.ops.triton.op_set import TritonOps
 from benchmarks.gpu.goals import Goal
 from benchmarks.gpu.stage import Stage
+from tests.exact_experts import ROUTINGS
 from tests.triton import checks
 from tests.triton.cases import (
     DECODE,
@@ -152,6 +155,20 @@ def experts_family(device: str) -> Family:
                 dtype=dtype,
             )
         )  # fmt: skip
+    for tokens, count in ((1, 4), (700, 128), (8192, 512)):
+        family.cases[f"{tokens} tokens sorted by {count} experts"] = (
+            lambda tokens=tokens, count=count: checks.check_sort_pairs(
+                expert_pairs, tokens, count, device
+            )
+        )
+    for name in ("renormalised", "correction", "scaled experts"):
+        family.cases[f"routing, {name}"] = lambda name=name: checks.check_routing(
+            TritonOps(), ROUTINGS[name], device
+        )
+    for dtype in DTYPES:
+        family.cases[f"sum, {dtype}"] = lambda dtype=dtype: checks.check_sum_experts(
+            expert_pairs, dtype, device
+        )
     return family
 
 

@@ -10,14 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asyncllm.checkpoint.experts_config import ActivationConfig
+from asyncllm.checkpoint.experts_config import ActivationConfig, RoutingConfig
 from asyncllm.gpu.batch.decode_inputs import DecodeInputs, SamplingTensors
 from asyncllm.gpu.ops.base import AttentionShape
-from asyncllm.gpu.ops.experts import ExpertsWeights
+from asyncllm.gpu.ops.experts import ExpertsWeights, add_shared
 from asyncllm.gpu.ops.gumbel import NO_TOKEN_LEFT, exponentials, gumbel_keys, gumbel_sample
 from asyncllm.gpu.ops.linear_weights import LinearWeights
+from asyncllm.gpu.ops.routing import RouterWeights, TorchRouting
 from asyncllm.gpu.ops.triton import tuning
-from tests.exact_experts import exact_experts
+from tests.exact_experts import exact_experts, router_weights
 from tests.triton.paged import (
     AttentionCase,
     assert_close,
@@ -217,6 +218,51 @@ def check_experts(
     found = experts(*arguments).cpu()
     assert found[0].isnan().all()
     assert_close(found[1:], expected[1:], dtype)
+
+
+def check_sort_pairs(module: ModuleType, tokens: int, num_experts: int, device: str) -> None:
+    """By expert, of one in their order; the tiles of each; one has none."""
+    random = torch.Generator().manual_seed(tokens)
+    ids = torch.randint(1, num_experts, (tokens, 3), generator=random).int()
+    pairs, starts, tile_ends = (
+        each.flatten().cpu() for each in module.sort_pairs(ids.to(device), num_experts, 16)
+    )
+    assert torch.equal(pairs.long(), ids.flatten().argsort(stable=True))
+    counts = ids.flatten().bincount(minlength=num_experts)
+    assert torch.equal(starts[1:].long(), counts.cumsum(0))
+    assert starts[0] == 0
+    assert torch.equal(tile_ends.long(), ((counts + 15) // 16).cumsum(0))
+
+
+def check_sum_experts(module: ModuleType, dtype: torch.dtype, device: str) -> None:
+    """A token's experts, and a shared one that is a part of wider rows, with a gate or without."""
+    random = torch.Generator().manual_seed(5)
+    tokens, top_k, width = 5, 3, 1100
+    x = torch.randn(tokens, top_k * width, generator=random)
+    shared = torch.randn(tokens, width + 7, generator=random).to(dtype)[:, 7:]
+    gate = torch.randn(tokens, 2, generator=random).mul(3).to(dtype)[:, 1:]
+    summed = x.view(tokens, top_k, width).double().sum(1)
+    for given in ((None, None), (shared, None), (shared, gate)):
+        expected = add_shared(summed, *(None if each is None else each.double() for each in given))
+        out = torch.full((tokens, width), torch.nan, dtype=dtype, device=device)
+        there = [None if each is None else each.to(device) for each in given]
+        module.sum_experts(out, x.to(device), top_k, *there)
+        assert_close(out, expected, dtype)
+
+
+def check_routing(ops: Any, config: RoutingConfig, device: str) -> None:
+    """Against the same in plain torch, of logits that tie nowhere."""
+    weights = router_weights(config)
+    x = torch.randn(19, 40, generator=torch.Generator().manual_seed(4))
+    expected = TorchRouting(config, weights)(x)
+    there = RouterWeights(
+        _to(weights.rows, device),
+        *(None if w is None else w.to(device) for w in (weights.correction, weights.expert_scale)),
+    )
+    found = ops.routing(config, there)(x.to(device))
+    assert torch.equal(found[0].cpu(), expected[0])
+    torch.testing.assert_close(found[1].cpu(), expected[1], rtol=1e-4, atol=0)
+    assert ops.routing(config, there)(x[:0].to(device))[0].shape == (0, config.top_k)
 
 
 def _to(layer: LinearWeights, device: str) -> LinearWeights:

@@ -10,8 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from asyncllm.checkpoint.experts_config import ExpertsConfig, RoutingConfig
 from asyncllm.checkpoint.families import AROUND
 from asyncllm.checkpoint.layer_config import LayerConfig, LayerInputConfig
+from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
 from asyncllm.checkpoint.model_config import ModelConfig, RopeConfig
 from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.gpu.batch.step_inputs import ModelInputs
@@ -77,6 +79,33 @@ def wide_fields(num_kv_heads: int) -> dict[str, Any]:
         "layer_scalar": True,
         "attention_scale": 1.0,
         "logits_softcap": 30.0,
+    }
+
+
+def hybrid_fields(*linear: bool) -> dict[str, Any]:
+    """Qwen3.5's layers in small: a gated delta rule where ``linear`` says so, else attention whose
+    output has a gate."""
+    return {
+        "num_layers": len(linear),
+        "num_heads": 2,
+        "num_kv_heads": 1,
+        "sliding_layers": (),
+        "sliding_window": None,
+        "gated_attention": True,
+        "norm_offset": 1.0,
+        "wide_norms": True,
+        "linear_attention": LinearAttentionConfig(linear, 1, 2, 8, 12, 4),
+    }
+
+
+def expert_fields(*layers: bool) -> dict[str, Any]:
+    """Experts where ``layers`` says so, by a router in float32, beside a shared one with a gate;
+    larger tiles from 22 tokens on."""
+    routing = RoutingConfig(4, 3, renormalise=True, float32=True)
+    return {
+        "experts": ExpertsConfig(
+            layers, routing, intermediate_size=24, shared_size=40, shared_gate=True
+        )
     }
 
 

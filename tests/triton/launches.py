@@ -61,10 +61,11 @@ class Build:
 
 
 @contextmanager
-def recording(module: ModuleType) -> Iterator[list[Launch]]:
-    """Notes how the kernels of a module are launched, in place of launching them."""
+def recording(*modules: ModuleType) -> Iterator[list[Launch]]:
+    """Notes how the kernels of modules are launched, in place of launching them."""
     launches: list[Launch] = []
-    kernels = [kernel for kernel in vars(module).values() if isinstance(kernel, Launcher)]
+    found = [value for module in modules for value in vars(module).values()]
+    kernels = [kernel for kernel in found if isinstance(kernel, Launcher)]
     launch = BoundKernel.__call__
 
     def noted(self: BoundKernel, grid: tuple[int, ...], *args: Any) -> None:

@@ -17,11 +17,15 @@ from triton.backends.nvidia import driver as nvidia
 from asyncllm.gpu.batch.input_batch import InputBatch
 from asyncllm.gpu.ops.triton.launch_program import Attend, Launch, Step
 from benchmarks.mixed_step import DECODES, make_runner, mixed_step, through_the_jit
-from benchmarks.stub_cuda import stub_cuda
+from benchmarks.stub_cuda import StubDriver, stub_cuda
 
-LAYERS = 2
-A_STEP = 6 * LAYERS + 4
-"""Launches: of each layer, and around them."""
+LAYERS = {
+    "qwen3": [6, 6],
+    "qwen3.5": [9, 9, 9, 7],
+    "qwen3-moe": [11, 11],
+    "qwen3.5-moe": [15, 15, 15, 13],
+}
+"""Launches of each layer, in a step of each family; four more are around them."""
 
 
 class Annotations(list[Any]):
@@ -90,22 +94,28 @@ def compared(handed: Handed) -> Iterator[list[int]]:
             op.__call__ = call
 
 
-def main() -> None:
-    runner = make_runner(LAYERS)
+def check(family: str, stub: StubDriver, handed: Handed) -> None:
+    a_step = sum(LAYERS[family]) + 4
+    runner = make_runner(family, len(LAYERS[family]))
     inputs = InputBatch(DECODES + 1, 4096, runner.info.kv_groups)
+    for _ in range(2):
+        mixed_step(runner, inputs)
+    before = stub.launches
+    mixed_step(runner, inputs)
+    assert stub.launches - before == a_step, stub.launches - before
+    with compared(handed) as count:
+        mixed_step(runner, inputs)
+    assert count[0] == a_step - 3, count
+
+
+def main() -> None:
     with stub_cuda() as stub, torch.inference_mode():
         active: Any = triton.runtime.driver.active
         utils = active.utils
         handed = utils.launch = Handed(utils.launch)
         nvidia.annotate_arguments = Annotations
-        for _ in range(2):
-            mixed_step(runner, inputs)
-        before = stub.launches
-        mixed_step(runner, inputs)
-        assert stub.launches - before == A_STEP, stub.launches - before
-        with compared(handed) as count:
-            mixed_step(runner, inputs)
-        assert count[0] == A_STEP - 3, count
+        for family in LAYERS:
+            check(family, stub, handed)
     print("same")
 
 

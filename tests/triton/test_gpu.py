@@ -22,6 +22,7 @@ from asyncllm.gpu.ops.triton import (
     activation,
     decode_attention,
     decode_inputs,
+    expert_pairs,
     experts,
     norm,
     prefill_attention,
@@ -30,6 +31,7 @@ from asyncllm.gpu.ops.triton import (
 )
 from asyncllm.gpu.ops.triton.op_set import TritonOps
 from tests import recurrent_checks
+from tests.exact_experts import ROUTINGS
 from tests.gpu_turns import beside_others  # noqa: F401 - pytest finds a fixture by its name
 from tests.triton import checks
 from tests.triton.cases import (
@@ -119,6 +121,21 @@ def test_experts(tokens: int, clamped: bool, dtype: torch.dtype) -> None:
     """Nine tokens have small tiles, seventy large ones."""
     options = {"tokens": tokens, "clamped": clamped, "biased": clamped, "count": 4}
     checks.check_experts(experts, "cuda", dtype=dtype, **options)
+
+
+@pytest.mark.parametrize("name", [name for name in ROUTINGS if name != "groups"])
+def test_routing(name: str) -> None:
+    checks.check_routing(TritonOps(), ROUTINGS[name], "cuda")
+
+
+@pytest.mark.parametrize(("tokens", "num_experts"), [(1, 4), (700, 128), (8192, 512)])
+def test_pairs_of_experts(tokens: int, num_experts: int) -> None:
+    checks.check_sort_pairs(expert_pairs, tokens, num_experts, "cuda")
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float32], ids=str)
+def test_sum_of_experts(dtype: torch.dtype) -> None:
+    checks.check_sum_experts(expert_pairs, dtype, "cuda")
 
 
 @pytest.mark.parametrize("block_size", [16, 256])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,13 +29,16 @@ from asyncllm.gpu.models.attention_kinds import kv_groups
 from asyncllm.gpu.ops.buffer_layout import Lifetime, lay_out
 from asyncllm.gpu.ops.recorder import Unrecordable
 from asyncllm.gpu.ops.triton.activation import silu_mul
+from asyncllm.gpu.ops.triton.expert_pairs import sort_kernel, sort_pairs
+from asyncllm.gpu.ops.triton.experts import ExpertTiles
 from asyncllm.gpu.ops.triton.launch_recorder import record
-from asyncllm.gpu.ops.triton.launcher import Form
+from asyncllm.gpu.ops.triton.launcher import Form, derived_rows, usual_rows
 from asyncllm.gpu.ops.triton.norm import TritonRMSNorm, norm_kernel
 from asyncllm.gpu.ops.triton.op_set import TritonOps
+from asyncllm.gpu.ops.triton.recording import RecordedCall, RecordedLaunch
 from tests.hypothesis_settings import examples
 from tests.triton.test_launcher import STREAM, Driver, driving, mixed_step
-from tests.triton.test_warm_up import CPU, MODELS, make_step
+from tests.triton.test_warm_up import CPU, MODELS, MOE, make_step
 
 LIFETIMES = st.builds(
     lambda num_bytes, first, length: Lifetime(num_bytes, first, first + length),
@@ -82,7 +86,7 @@ def test_ops_of_a_step_are_taken_down() -> None:
         rows = x[inputs[0].logits_indices]
         return rows.mul_(2.0)
 
-    recording = record(run, [16])
+    recording = record(run, [16], 64)
     assert recording.num_inputs == 4
     ops: list[Any] = recording.ops
     kinds = [getattr(op, "function", None) or op.bound for op in ops]
@@ -93,6 +97,41 @@ def test_ops_of_a_step_are_taken_down() -> None:
     assert [op.size for op in recording.ops] == [0, 0, 0, 1, 1]
     # Two buffers are in use at once, of 8 floats a token.
     assert recording.num_bytes(64) == 2 * 64 * 32
+
+
+def test_sizes_that_follow_from_those_of_a_step() -> None:
+    """Of all tokens, and of those that are wanted, for which launch shapes of few are chosen."""
+
+    def run(inputs: Sequence[ModelInputs]) -> Tensor:
+        part = hidden(inputs)
+        for wanted in (None, inputs[0].logits_indices):
+            part = part if wanted is None else part[wanted]
+            usual.append(usual_rows(part))
+            sort_pairs(part.new_empty((len(part), 2), dtype=torch.int32), 7, 16)
+            silu_mul(part.new_empty((len(part), 2)))
+            norm_kernel.bind(WIDTH=8, BLOCK=8, ADD=False, SCALED=False, SUM_SCALED=False)(
+                (derived_rows(part, ExpertTiles(2, 16, 7)), 3), part, part, part, WEIGHT, 1e-6,
+                1.0, 1.0, 8, 8, 8,
+            )  # fmt: skip
+        return part.to(torch.bfloat16)
+
+    usual: list[int] = []
+    recording = record(run, [16], 40)
+    assert usual == [40, 1] * 2
+    launches: list[Any] = [op for op in recording.ops if isinstance(op, RecordedLaunch)]
+    sizes = recording.sizes((100, 5, 0, 0))
+    grids = [(sizes[op.size], *op.grid) for op in launches]
+    assert grids == [
+        (7, 1, 1), (1, 1, 1), (100, 1, 1), (19, 3, 1),
+        (7, 1, 1), (1, 1, 1), (5, 1, 1), (7, 3, 1),
+    ]  # fmt: skip
+    sorts = [sizes[op.numbers[0].size] for op in launches if op.bound.launcher is sort_kernel]
+    assert sorts == [100, 5]
+    # An embedding, four launches, and the choice of rows is on wanted ones already.
+    assert recording.num_token_ops == 5
+    assert isinstance(recording.ops[-1], RecordedCall)
+    assert recording.result is not None
+    assert recording.result.dtype == torch.bfloat16
 
 
 def of_tokens(inputs: Sequence[ModelInputs]) -> Tensor:
@@ -123,18 +162,19 @@ def back_to_all(inputs: Sequence[ModelInputs]) -> Tensor:
     ("run", "message"),
     [
         (of_tokens, "depends on the number of tokens"),
-        (of_blocks, "a launch with the grid"),
+        (of_blocks, "depends on the number of tokens"),
         (back_to_all, "an op on all tokens behind"),
         (lambda inputs: hidden(inputs).softmax(1), "softmax"),
         (lambda inputs: hidden(inputs) + 1, "add"),
         (lambda inputs: hidden(inputs).mul_(WEIGHT), "by a tensor in place"),
         (lambda inputs: hidden(inputs).new_empty(3, 8), "does not have the step's tokens"),
         (lambda inputs: TABLE, "that no recorded op made"),
+        (lambda inputs: hidden(inputs)[None].to(torch.float16), "copy of other than"),
     ],
 )
 def test_what_cannot_be_recorded(run: Run, message: str) -> None:
     with pytest.raises(Unrecordable, match=message):
-        record(run, [16])
+        record(run, [16], 64)
 
 
 def test_meta_tensors_are_launched_by_a_recorder_alone() -> None:
@@ -210,8 +250,8 @@ def test_memory_of_the_program(driver: Driver) -> None:
     told = {count: program_bytes(step.decoder, groups_of(step), count) for count in (64, 10**6)}
     step.decoder.set_max_positions(4096)
     mixed_step(step, 3, 9)
-    assert step.mixed.program.capacity == mixed_steps.PROGRAM_TOKENS == 2048
-    assert step.mixed.program.memory.numel() == told[10**6] == 32 * told[64]
+    assert step.mixed.programs[-1].capacity == mixed_steps.PROGRAM_TOKENS == 2048
+    assert step.mixed.programs[-1].memory.numel() == told[10**6] == 32 * told[64]
     # In bfloat16, at attention: the residual, the norm behind which the rest lies, queries, keys
     # and values, and its output.
     model = step.decoder.model
@@ -223,7 +263,7 @@ def test_steps_beyond_the_program(driver: Driver) -> None:
     step, runs = make(), []
     decoder: Any = step.decoder
     mixed_step(step, 3, 9)
-    program, forward = step.mixed.program, decoder.forward
+    program, forward = step.mixed.programs[-1], decoder.forward
     decoder.forward = lambda *args: runs.append(1) or forward(*args)
     for prompt in (program.capacity - 3, program.capacity - 2):
         mixed_step(step, 3, prompt)
@@ -238,13 +278,31 @@ def test_a_runner_may_do_without(driver: Driver) -> None:
     args = found.decoder, found.cache, found.info, EagerCapturer(), ()
     step = DecodeRunner(*args, record_mixed=False)
     mixed_step(step, 3, 9)
-    assert step.mixed.program is None
+    assert step.mixed.programs == ()
+
+
+def test_programs_of_experts_share_their_memory(driver: Driver) -> None:
+    """Small tiles for up to 64 tokens, and larger ones."""
+    step, used = make(**MODELS["experts"]), []
+    mixed_step(step, 3, 9)
+    small, large = step.mixed.programs
+    assert (small.capacity, large.capacity) == (64, 2048)
+    assert small.memory is large.memory
+    assert small.num_bytes < large.num_bytes == large.memory.numel()
+    assert large.num_bytes == program_bytes(step.decoder, groups_of(step), 10**6)
+    for program in (small, large):
+        run = program.run
+        program.run = lambda *args, own=program, run=run: used.append(own.capacity) or run(*args)
+    for prompt in (61, 62):
+        mixed_step(step, 3, prompt)
+    assert used == [64, 2048]
 
 
 def test_models_that_do_more_run_op_by_op(driver: Driver) -> None:
-    step = make(**MODELS["experts"])
+    routing = replace(MOE.routing, num_groups=2, top_groups=1)
+    step = make(experts=replace(MOE, routing=routing))
     mixed_step(step, 3, 9)
-    assert step.mixed.program is None
+    assert step.mixed.programs == ()
     assert program_bytes(step.decoder, groups_of(step), 64) == 0
 
 
@@ -258,7 +316,7 @@ def test_without_memory_for_it_steps_run_op_by_op(
     step = make()
     for _ in range(2):
         mixed_step(step, 3, 9)
-    assert step.mixed.program is None
+    assert step.mixed.programs == ()
     assert [each.getMessage() for each in caplog.records] == [
         "mixed steps are launched op by op: OutOfMemoryError: CUDA out of memory"
     ]
@@ -288,12 +346,12 @@ def test_inputs_that_are_not_aligned_take_the_path_of_the_jit(driver: Driver) ->
     step = make()
     for _ in range(2):
         mixed_step(step, 3, 9)
-    run = step.mixed.program.run
+    run = step.mixed.programs[-1].run
 
-    def shifted(inputs: Sequence[Tensor], plans: Any) -> Tensor:
-        return run([torch.cat((each[:1], each))[1:] for each in inputs], plans)
+    def shifted(inputs: Sequence[Tensor], *rest: Any) -> Tensor:
+        return run([torch.cat((each[:1], each))[1:] for each in inputs], *rest)
 
-    step.mixed.program.run = shifted
+    step.mixed.programs[-1].run = shifted
     driver.wrapped = 0
     driver.launches.clear()
     mixed_step(step, 3, 9)
@@ -326,7 +384,7 @@ def test_hidden_states_of_prompts_outlive_the_next_step(driver: Driver) -> None:
     step.run(host, 2, batch.prepare(given, CPU, step.block_tables))
     assert host.prompt_hidden is not None
     assert host.prompt_hidden.shape == (3, step.decoder.model.hidden_size)
-    memory = step.mixed.program.memory
+    memory = step.mixed.programs[-1].memory
     memory.fill_(0)
     kept = host.prompt_hidden.clone()
     memory.fill_(255)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,8 +28,9 @@ from asyncllm.gpu.graph.decode_runner import DecodeRunner
 from asyncllm.gpu.ops.triton import launcher
 from asyncllm.gpu.ops.triton.launch_program import Attend, Launch, Step
 from asyncllm.gpu.ops.triton.launcher import BoundKernel, Launcher, launched
+from benchmarks.mixed_step import op_by_op
 from tests.hypothesis_settings import examples
-from tests.triton.test_warm_up import make_step
+from tests.triton.test_warm_up import MODELS, make_step
 
 CPU = torch.device("cpu")
 DEVICE, STREAM = 4343, 17
@@ -265,7 +266,74 @@ def test_launches_of_a_mixed_step(
             ["norm_kernel", "decode_inputs_kernel", "chunk_kernel", "choose_kernel"]
         )
         assert Counter(name for name, *_ in driver.launches) == expected
-        assert_as_the_jit_would(step, driver, monkeypatch, prefix)
+        count = layers * (7 if prefix else 6) + 1
+        assert_as_the_jit_would(step, driver, monkeypatch, prefix, count)
+
+
+PROGRAMS = {
+    "dense": {"num_layers": 2, "sliding_layers": ()},
+    "hybrid": MODELS["hybrid"],
+    "experts": MODELS["experts"],
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_launches_what_its_ops_do(driver: Driver, name: str) -> None:
+    """In each step the same kernels, in the same order, with grids and numbers of that step, none
+    of them through the JIT."""
+    step = make_step(4096, (), torch.bfloat16, **PROGRAMS[name])
+    for decodes, prompt, prefix in ((63, 256, 0), (0, 9, 0), (5, 1, 40), (62, 240, 3000)):
+        found = []
+        for way in (nullcontext(), op_by_op(step)):
+            mixed_step(step, decodes, prompt, prefix)
+            assert step.mixed.programs
+            with way:
+                mixed_step(step, decodes, prompt, prefix)
+                driver.launches.clear()
+                driver.wrapped = 0
+                mixed_step(step, decodes, prompt, prefix)
+            found.append([apart_from_addresses(launch) for launch in driver.launches])
+            assert driver.wrapped == 0
+        assert found[0] == found[1]
+
+
+def apart_from_addresses(launch: tuple[Any, ...]) -> tuple[Any, ...]:
+    name, key, grid, stream, args = launch
+    return name, key, grid, stream, [each for each in args if not is_address(each)]
+
+
+def is_address(argument: Any) -> bool:
+    """No count or stride is as large."""
+    return isinstance(argument, int) and argument > 2**31
+
+
+@pytest.mark.parametrize(("name", "launches"), [("hybrid", 7 + 9 + 1), ("experts", 2 * 12 + 1)])
+def test_arguments_of_a_program(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, name: str, launches: int
+) -> None:
+    step = make_step(4096, (), torch.bfloat16, **PROGRAMS[name])
+    mixed_step(step, 63, 256)
+    mixed_step(step, 63, 256)
+    assert_as_the_jit_would(step, driver, monkeypatch, launches=launches)
+
+
+@pytest.mark.parametrize("frozen", ["sizes", "addresses"])
+def test_arguments_that_are_frozen_are_noticed(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, frozen: str
+) -> None:
+    """A program that went on with a number of rows, or an input's address, of its first step."""
+    step = make_step(4096, (), torch.bfloat16, **PROGRAMS["hybrid"])
+    mixed_step(step, 63, 256)
+    num_inputs = step.mixed.programs[-1]._num_inputs
+    for op in step.mixed.programs[-1]._ops:
+        if isinstance(op, Launch):
+            op._holes = [
+                hole for hole in op._holes if (hole[1] < num_inputs) == (frozen == "sizes")
+            ]
+            op.forget()
+    mixed_step(step, 63, 256)
+    with pytest.raises(AssertionError, match="launched"):
+        assert_as_the_jit_would(step, driver, monkeypatch, launches=7 + 9 + 1)
 
 
 @pytest.mark.parametrize("prefix", [0, 3000])
@@ -290,7 +358,11 @@ def test_launches_op_by_op(driver: Driver, monkeypatch: pytest.MonkeyPatch, pref
 
 
 def assert_as_the_jit_would(
-    step: DecodeRunner, driver: Driver, monkeypatch: pytest.MonkeyPatch, prefix: int
+    step: DecodeRunner,
+    driver: Driver,
+    monkeypatch: pytest.MonkeyPatch,
+    prefix: int = 0,
+    launches: int = 0,
 ) -> None:
     """Each op of the program launches what it does when the JIT looks at it."""
     compared = 0
@@ -308,7 +380,7 @@ def assert_as_the_jit_would(
             with monkeypatch.context() as patch:
                 patch.setattr(BoundKernel, "__call__", through_the_jit)
                 call(self, slow)
-            assert driver.launches[first:] == direct * 2
+            assert driver.launches[first:] == direct * 2, "launched otherwise"
             compared += len(direct)
 
         return run
@@ -317,8 +389,7 @@ def assert_as_the_jit_would(
         monkeypatch.setattr(op, "__call__", compare(op, op.__call__))
     driver.wrapped = 0
     mixed_step(step, 62, 240, prefix)
-    layers = step.decoder.model.num_layers
-    assert compared == driver.wrapped == layers * (7 if prefix else 6) + 1
+    assert compared == driver.wrapped == launches
 
 
 def test_numbers_of_a_launch(driver: Driver) -> None:

@@ -34,8 +34,9 @@ from asyncllm.gpu.models.attention_kinds import attention_kinds, kv_groups
 from asyncllm.gpu.models.dense import build_decoder
 from asyncllm.gpu.ops.triton.attention import TritonAttention
 from asyncllm.gpu.ops.triton.op_set import TritonOps
+from asyncllm.gpu.state_cache import StateCache
 from asyncllm.gpu.weights import dummy_weights
-from tests.triton.decoder_steps import small_model, wide_fields
+from tests.triton.decoder_steps import hybrid_fields, small_model, wide_fields
 
 CPU = torch.device("cpu")
 H200 = {"capability": 90, "num_sms": 132}
@@ -91,6 +92,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "wide heads": wide_fields(8),
     "whole norms": {"norms_whole_projections": True, "sliding_layers": (), "sliding_window": None},
+    "hybrid": hybrid_fields(True, False),
 }
 
 
@@ -98,7 +100,7 @@ def make_step(
     max_len: int, sizes: tuple[int, ...], dtype: torch.dtype, **fields: Any
 ) -> DecodeRunner:
     sizes_of = {"num_heads": 16, "num_kv_heads": 8, "max_position_embeddings": max_len}
-    model = replace(small_model(), **sizes_of, **fields)
+    model = replace(small_model(), **{**fields, **sizes_of})
     attention = {
         kind: TritonAttention(kind.shape, dtype, CPU, **H200) for kind in attention_kinds(model)
     }
@@ -114,7 +116,9 @@ def make_step(
         max_num_batched_tokens=8192,
         pipeline_depth=2,
     )
-    return DecodeRunner(decoder, KVCache(groups, 32, dtype, CPU), info, EagerCapturer(), sizes)
+    states = StateCache(decoder.states, ROWS, dtype, CPU) if decoder.states else None
+    cache = KVCache(groups, 32, dtype, CPU, states)
+    return DecodeRunner(decoder, cache, info, EagerCapturer(), sizes)
 
 
 def run_everything(step: DecodeRunner) -> None:
@@ -192,6 +196,8 @@ def draw_for_the_host(step: DecodeRunner) -> None:
         pytest.param("wide heads", 4096, (1, 64), torch.bfloat16, marks=pytest.mark.slow),
         pytest.param("whole norms", 1024, (1, 64), torch.bfloat16, marks=pytest.mark.slow),
         pytest.param("experts", 1024, (), torch.float32, marks=pytest.mark.slow),
+        ("hybrid", 1024, (1, 64), torch.bfloat16),
+        pytest.param("hybrid", 4096, (), torch.float32, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -210,8 +216,12 @@ def test_everything_is_compiled_before_the_first_step(
     kernels = {key.split()[0] for key in warm}
     plain = {"norm", "rope_cache", "decode", "prefill", "decode_inputs", "chunk", "choose"}
     expected = plain | ({"merge"} if max_len > 256 else set())
-    expected |= {"gate_up", "down"} if step.decoder.model.experts else {"gated_mul"}
+    of_experts = {"routing", "sort", "tiles", "gate_up", "down", "sum"}
+    expected |= of_experts if step.decoder.model.experts else {"gated_mul"}
     expected |= {"gated_mul"} if name == "experts" else set()
+    if name == "hybrid":
+        expected |= {"conv_token", "conv_chunk", "conv_state", "delta_token", "gated_norm"}
+        expected |= {"sigmoid_mul"} | ({"delta_chunk"} if dtype != torch.float32 else set())
     expected |= {"softcap"} if name in ("groups", "wide heads") else set()
     assert kernels == {f"{kernel}_kernel" for kernel in expected}
     if step.decoder.model.experts:
@@ -247,7 +257,8 @@ def test_a_small_mixed_step_leaves_large_experts_cold(monkeypatch: pytest.Monkey
     monkeypatch.setattr(step.decoder.ops, "expert_tokens", lambda *_: ())
     with compiling(monkeypatch) as warm:
         warm_up(step, lambda *_: None)
-    assert {key.split()[0] for key in every - warm} == {"gate_up_kernel", "down_kernel"}
+    cold = {key.split()[0] for key in every - warm}
+    assert cold == {"tiles_kernel", "gate_up_kernel", "down_kernel"}
     assert not warm - every
 
 

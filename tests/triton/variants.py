@@ -9,18 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asyncllm.checkpoint.experts_config import ActivationConfig
+from asyncllm.checkpoint.experts_config import ActivationConfig, RoutingConfig
 from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
 from asyncllm.gpu.batch.decode_inputs import DecodeInputs, SamplingTensors
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.experts import ExpertsWeights
 from asyncllm.gpu.ops.gated_delta import DeltaBiases
 from asyncllm.gpu.ops.linear_weights import LinearWeights
+from asyncllm.gpu.ops.routing import RouterWeights
+from asyncllm.gpu.ops.torch_ops import TorchLinear
 from asyncllm.gpu.ops.triton import (
     activation,
     causal_conv,
     decode_attention,
     decode_inputs,
+    expert_pairs,
     experts,
     gated_delta,
     gated_norm,
@@ -28,6 +31,7 @@ from asyncllm.gpu.ops.triton import (
     norm,
     prefill_attention,
     rope_cache,
+    routing,
     sampling,
     tuning,
 )
@@ -220,13 +224,24 @@ def experts_launches(tokens: int, dtype: torch.dtype, **options: Any) -> Callabl
             LinearWeights(empty(count * 2 * inner, width, dtype=dtype), biases[0]),
             LinearWeights(empty(count * width, inner, dtype=dtype), biases[1]),
         )
-        with recording(experts) as found:
+        with recording(experts, expert_pairs) as found:
             experts.TritonExperts(weights, ActivationConfig(**options))(
-                empty(tokens, width, dtype=dtype), ints(tokens, top_k), floats(tokens, top_k)
-            )
+                empty(tokens, width, dtype=dtype), ints(tokens, top_k), floats(tokens, top_k),
+                empty(tokens, width, dtype=dtype), empty(tokens, 1, dtype=dtype),
+            )  # fmt: skip
         return found
 
     return launches
+
+
+def routing_launches(capability: int) -> list[Launch]:
+    """Qwen3-Next's, with all that others have beside."""
+    config = RoutingConfig(512, 10, "sigmoid", renormalise=True)
+    rows = LinearWeights(empty(512, 2048))
+    with recording(routing) as found:
+        weights = RouterWeights(rows, floats(512), floats(512))
+        routing.TritonRouting(config, weights, TorchLinear(rows))(empty(64, 2048))
+    return found
 
 
 def sample(vocab_size: int, dtype: torch.dtype) -> Callable[[int], list[Launch]]:
@@ -247,7 +262,7 @@ def sample(vocab_size: int, dtype: torch.dtype) -> Callable[[int], list[Launch]]
 
 def mixed_rows() -> TritonStateRows:
     """Of which some have one token."""
-    return TritonStateRows(longs(64), longs(4096), longs(65), 2048, True)
+    return TritonStateRows(longs(64), longs(4096), longs(65), True)
 
 
 def gated_delta_launches(
@@ -255,7 +270,7 @@ def gated_delta_launches(
 ) -> Callable[[int], list[Launch]]:
     """Qwen3-Next's layers: 16 key heads and 32 value heads of 128."""
     shape = LinearAttentionConfig((True,), 16, 32, 128, 128, 4)
-    rows = mixed_rows() if mixed else TritonStateRows(longs(64), longs(64), None, 1, True)
+    rows = mixed_rows() if mixed else TritonStateRows(longs(64), longs(64), longs(64), False)
 
     def launches(capability: int) -> list[Launch]:
         tokens = rows.positions.shape[0]
@@ -380,6 +395,10 @@ def variants() -> list[Variant]:
                 experts_launches(tokens, torch.bfloat16),
                 *where,
             )
+    for kernel in ("sort_kernel", "tiles_kernel", "sum_kernel"):
+        launches = experts_launches(16, torch.bfloat16)
+        add(f"experts-{kernel.removesuffix('_kernel')}", kernel, launches, 90)
+    add("experts-routing", "routing_kernel", routing_launches, 90)
     clamped = experts_launches(1024, half, limit=7.0)
     add("experts-clamped", "gate_up_kernel", clamped, 80, 90)
     add("experts-biased", "down_kernel", clamped, 90)

@@ -12,6 +12,7 @@ from asyncllm.gpu.batch.input_batch import InputBatch
 from asyncllm.gpu.batch.sampling_inputs import Stages
 from asyncllm.gpu.graph.cuda_graphs import GraphKey
 from asyncllm.gpu.graph.decode_runner import DecodeRunner
+from asyncllm.gpu.graph.mixed_steps import expert_changes
 
 PROMPT = 2
 """Tokens of a prefill."""
@@ -55,13 +56,9 @@ def _sample_processed(decode: DecodeRunner) -> None:
 
 def _expert_tokens(decode: DecodeRunner) -> list[int]:
     """Tokens of the prefills for which experts have kernels that smaller ones do not."""
-    info, experts = decode.info, getattr(decode.decoder.model, "experts", None)
-    if experts is None:
-        return []
-    routing = experts.routing
+    info = decode.info
     most = min(info.max_num_batched_tokens, info.max_num_seqs * info.max_model_len) - 1
-    changes = decode.decoder.ops.expert_tokens(routing.num_experts, routing.top_k)
-    return [count - 1 for count in changes if PROMPT < count - 1 <= most]
+    return [count - 1 for count in expert_changes(decode.decoder) if PROMPT < count - 1 <= most]
 
 
 def _run_mixed(decode: DecodeRunner, prefix: int, num_tokens: int = PROMPT) -> None:

@@ -100,7 +100,10 @@ class TorchOps:
         return None
 
     def record_launches(
-        self, run: Callable[[Sequence[ModelInputs]], Tensor], block_sizes: Sequence[int]
+        self,
+        run: Callable[[Sequence[ModelInputs]], Tensor],
+        block_sizes: Sequence[int],
+        capacity: int,
     ) -> Any:
         """A step's launches as ``launch_recorder.record`` takes them down; None where the op set
         has no programs of them.
@@ -110,8 +113,11 @@ class TorchOps:
         """
         return None
 
-    def load_launches(self, recording: Any, capacity: int, device: torch.device) -> Any:
-        """The program of a recording, for steps of ``capacity`` tokens at most, with its memory."""
+    def load_launches(
+        self, recording: Any, capacity: int, device: torch.device, memory: Tensor | None = None
+    ) -> Any:
+        """The program of a recording, for steps of ``capacity`` tokens at most, with memory of its
+        own or in that of a larger one."""
         raise NotImplementedError(f"the op set {self.name!r} has no programs of launches")
 
     def linear(self, weights: LinearWeights) -> Linear:

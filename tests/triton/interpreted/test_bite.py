@@ -9,10 +9,13 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from triton.runtime.errors import InterpreterError
 
 import asyncllm.gpu.ops.triton
 from asyncllm.gpu.ops.base import AttentionShape
+from tests import recurrent_checks
+from tests.exact_experts import ROUTINGS
 from tests.triton import checks
 from tests.triton.cases import DECODE, PREFILL
 
@@ -47,6 +50,18 @@ MUTATIONS = [
     ("top_k", "(order >= lowest_order)", "(order > lowest_order)", "top_k"),
     ("sampling", "(mass >= top_p * total)", "(mass > total)", "sampling"),
     ("sampling", "winner = tl.min(tl.where(score", "winner = tl.max(tl.where(score", "ties"),
+    ("expert_pairs", "found < expert", "found < expert - 1", "pairs"),
+    ("expert_pairs", "(count + (ROWS - 1)) // ROWS", "count // ROWS", "pairs"),
+    ("expert_pairs", "(row * TOP_K + place) * width", "row * TOP_K * width", "sum"),
+    ("expert_pairs", "* factor", "* 1.0", "sum"),
+    ("routing", "left = left & (experts != expert)", "left = left", "routing"),
+    ("routing", "chosen *= scale", "chosen *= 1.0", "scaled routing"),
+    ("routing", "where(experts == expert, scores", "where(experts == expert, choice", "routing"),
+    ("causal_conv", "first // TOKENS - row)", "first // TOKENS)", "conv"),
+    ("causal_conv", "if (count == 1) |", "if (count == 0) |", "conv"),
+    ("causal_conv", "at < 0) & (fresh == 0)", "at < 0)", "conv"),
+    ("gated_delta", "GROUP) * KEYS + keys[None", "GROUP) * KEYS * 0 + keys[None", "delta"),
+    ("gated_delta", "(not LONG) and (count != 1)", "(not LONG) and (count == 0)", "delta"),
     ("decode_inputs", "number < num_changes", "number < num_changes - 1", "state"),
     ("decode_inputs", "first + tl.arange", "tl.arange", "state"),
     ("decode_inputs", "position % BLOCK_SIZE", "(position + 1) % BLOCK_SIZE", "state"),
@@ -71,6 +86,14 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "sampling": lambda m: checks.check_sampling(m.sample, checks.sampling_rows(20, 700), "cpu"),
     "top_k": lambda m: checks.check_top_k(m.sample, "cpu"),
     "ties": lambda m: checks.check_odd_rows(m.sample, "cpu"),
+    "pairs": lambda m: checks.check_sort_pairs(m, 40, 5, "cpu"),
+    "sum": lambda m: checks.check_sum_experts(m, torch.float32, "cpu"),
+    "routing": lambda m: checks.check_routing(m.TritonOps(), ROUTINGS["correction"], "cpu"),
+    "scaled routing": lambda m: checks.check_routing(m.TritonOps(), ROUTINGS["sigmoid"], "cpu"),
+    "conv": lambda m: recurrent_checks.check_causal_conv(m.TritonOps(), 37, 4, torch.float32, 2e-5),
+    "delta": lambda m: recurrent_checks.check_gated_delta(
+        m.TritonOps(), (2, 4, 9, 12), torch.bfloat16
+    ),
 }
 
 MODULES = {
@@ -87,6 +110,12 @@ MODULES = {
     "sampling": "sampling",
     "top_k": "sampling",
     "ties": "sampling",
+    "pairs": "expert_pairs",
+    "sum": "expert_pairs",
+    "routing": "op_set",
+    "scaled routing": "op_set",
+    "conv": "op_set",
+    "delta": "op_set",
 }
 
 

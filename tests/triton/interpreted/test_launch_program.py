@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.core.batch import StepBatch
@@ -20,10 +21,11 @@ from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.models.dense import build_decoder
 from asyncllm.gpu.ops.triton.attention import TritonAttention
 from asyncllm.gpu.ops.triton.op_set import TritonOps
+from asyncllm.gpu.state_cache import StateCache
 from asyncllm.gpu.weights import dummy_weights
-from tests.triton.decoder_steps import small_model
+from tests.triton.decoder_steps import expert_fields, hybrid_fields, small_model
 
-CPU, BLOCKS, CAPACITY = torch.device("cpu"), 40, 6
+CPU, BLOCKS, CAPACITY = torch.device("cpu"), 40, 24
 
 MODELS: dict[str, dict[str, Any]] = {
     "window": {},
@@ -33,6 +35,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "norms_whole_projections": True, "sliding_layers": (), "sliding_window": None,
         "activation": "gelu_tanh", "residual_multiplier": 0.5,
     },
+    "hybrid": hybrid_fields(True, False),
+    "exact hybrid": hybrid_fields(True, False),
+    "experts": {**expert_fields(True, True), "sliding_layers": (), "sliding_window": None},
+    "hybrid experts": {**hybrid_fields(False, True), **expert_fields(False, True)},
 }  # fmt: skip
 
 STEPS: list[tuple[int, list[int], list[int], list[bool]]] = [
@@ -42,50 +48,80 @@ STEPS: list[tuple[int, list[int], list[int], list[bool]]] = [
     # Nothing is sampled: the last layer writes its KV, and no more.
     (0, [4], [2], [False]),
 ]
+STATE_STEPS = [
+    # One prompt, then its last token; a chunk behind a checkpoint, which is loaded, beside decodes.
+    (0, [0], [17], [True]),
+    (0, [17], [1], [True]),
+    (2, [2, 23, 16], [1, 1, 3], [True, True, True]),
+]
+
+EXPERT_STEPS = [(1, [7, 0], [1, 21], [True, True])]
+QUICK, HALF = ("window", "hybrid experts"), ("hybrid", "experts", "hybrid experts")
 
 
-def make(model: ModelConfig) -> tuple[Decoder, list[KVCacheSpec], list[KVCache]]:
+def make(
+    model: ModelConfig, dtype: torch.dtype
+) -> tuple[Decoder, list[KVCacheSpec], list[KVCache]]:
     """The decoder, its KV groups, and the same cache for each of two ways."""
     attention = {
-        kind: TritonAttention(kind.shape, torch.float32, CPU, capability=80, num_sms=16)
+        kind: TritonAttention(kind.shape, dtype, CPU, capability=80, num_sms=16)
         for kind in attention_kinds(model)
     }
-    weights = dummy_weights(model, torch.float32, CPU)
+    weights = dummy_weights(model, dtype, CPU)
     decoder = build_decoder(model, TritonOps(), attention, weights)
     decoder.set_max_positions(128)
-    groups = kv_groups(model, attention, 16)
-    caches = [KVCache(groups, BLOCKS, torch.float32, CPU) for _ in range(2)]
-    caches[0].tensor.normal_(generator=torch.Generator().manual_seed(1))
-    caches[1].tensor.copy_(caches[0].tensor)
+    groups, caches = kv_groups(model, attention, 16), []
+    for _ in range(2):
+        generator = torch.Generator().manual_seed(1)
+        states = StateCache(decoder.states, 3, dtype, CPU, num_checkpoints=1)
+        for state in states.tensors:
+            state.normal_(generator=generator)
+        caches.append(KVCache(groups, BLOCKS, dtype, CPU, states))
+        caches[-1].tensor.normal_(generator=generator)
     return decoder, [group.spec for group in groups], caches
+
+
+def states_of(cache: KVCache) -> list[Tensor]:
+    return cache.states.tensors if cache.states else []
 
 
 @pytest.mark.parametrize(
     "name",
-    [
-        next(iter(MODELS)),
-        *(pytest.param(n, marks=pytest.mark.slow) for n in MODELS if n != "window"),
-    ],
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in MODELS],
 )
 def test_hidden_states_are_those_of_the_ops_one_by_one(name: str) -> None:
-    decoder, specs, (own, plain) = make(replace(small_model(), **MODELS[name]))
+    dtype = torch.bfloat16 if name in HALF else torch.float32
+    decoder, specs, (own, plain) = make(replace(small_model(), **MODELS[name]), dtype)
     steps, batch = MixedSteps(decoder, own, CAPACITY), InputBatch(3, 128, specs)
     for group, table in enumerate(batch.tables):
         table.table[:] = 1 + (np.arange(24).reshape(3, 8) * 3 + group) % (BLOCKS - 1)
     tables = [torch.from_numpy(table.table) for table in batch.tables]
     batch.token_ids[:] = np.random.default_rng(0).integers(0, 300, batch.token_ids.shape)
     with torch.inference_mode():
-        for decodes, starts, counts, samples in STEPS:
+        kinds = STEPS + STATE_STEPS * bool(decoder.states)
+        kinds += EXPERT_STEPS * bool(decoder.model.experts)
+        for decodes, starts, counts, samples in kinds:
             rows = [2] if len(counts) == 1 else list(range(len(counts)))
             step = StepBatch(0, rows, starts, counts, samples, num_decodes=decodes)
             inputs = batch.prepare(step, CPU, tables)
-            if steps.program is not None:
+            loads = [(rows[-1], 1)] if starts[-1] == 16 else []
+            fresh = [row for row, start in zip(rows, starts, strict=True) if not start]
+            for cache in (own, plain):
+                cache.load_states(loads)
+                for state in states_of(cache):
+                    state[fresh] = torch.nan
+            for program in steps.programs:
                 # NaN, as what is left of an earlier step would not be.
-                steps.program.memory.fill_(255)
+                program.memory.fill_(255)
             found = steps.forward(inputs).clone()
-            assert steps.program is not None
+            assert steps.programs
             expected = decoder.forward(inputs, plain)
             assert found.shape == (sum(samples), decoder.model.hidden_size)
             assert torch.equal(found, expected), f"{decodes} decodes, {counts}"
             for mine, other in zip(own.layers, plain.layers, strict=True):
                 assert torch.equal(mine, other)
+            for mine, other in zip(states_of(own), states_of(plain), strict=True):
+                assert torch.equal(mine[rows], other[rows])
+    # Of up to 21 tokens, with small tiles, and larger ones.
+    expected = [21, CAPACITY] if decoder.model.experts else [CAPACITY]
+    assert [program.capacity for program in steps.programs] == expected

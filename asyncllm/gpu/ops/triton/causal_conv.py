@@ -9,11 +9,11 @@ import triton.language as tl
 from torch import Tensor
 
 from asyncllm.gpu.ops.triton.launcher import launched
-from asyncllm.gpu.ops.triton.state_rows import TritonStateRows
+from asyncllm.gpu.ops.triton.prefill_attention import find_sequence
+from asyncllm.gpu.ops.triton.state_rows import TILE_TOKENS, TritonStateRows
 from asyncllm.gpu.ops.triton.tuning import cdiv
 
 BLOCK_CHANNELS = 256
-BLOCK_TOKENS = 8
 
 
 @triton.jit
@@ -65,7 +65,7 @@ def conv_token_kernel(
 
 
 @launched
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def conv_chunk_kernel(
     out,
     x,
@@ -75,19 +75,21 @@ def conv_chunk_kernel(
     positions,
     query_start,
     stride_x,
+    num_rows,
     CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Grid ``(rows, blocks of tokens, blocks of channels)``: rows of several tokens."""
-    row = tl.program_id(0).to(tl.int64)
+    """Grid ``(tiles, blocks of channels)``: TOKENS tokens of a row of several."""
+    tile = tl.program_id(0)
+    row = find_sequence(query_start, num_rows, tile, TOKENS)
     first = tl.load(query_start + row)
     count = tl.load(query_start + row + 1) - first
-    start = tl.program_id(1) * TOKENS
+    start = (tile - first // TOKENS - row) * TOKENS
     if (count == 1) | (start >= count):
         return
-    columns = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = columns[None, :] < CHANNELS
     tokens = start + tl.arange(0, TOKENS)
     fresh = tl.load(positions + first) == 0
@@ -152,14 +154,13 @@ class TritonCausalConv:
         shape = {"CHANNELS": channels, "WIDTH": width, "BLOCK": BLOCK_CHANNELS, "num_warps": 4}
         blocks, count = cdiv(channels, BLOCK_CHANNELS), rows.num_rows
         of_rows = rows.slots, rows.positions, rows.query_start, x.stride(0)
-        if rows.has_single and count:
+        if count:
             conv_token_kernel[(count, blocks)](
-                out, x, state, self.weight, *of_rows, MIXED=rows.longest > 1, **shape
+                out, x, state, self.weight, *of_rows, MIXED=rows.is_mixed, **shape
             )
-        if rows.longest > 1:
-            grid = (count, cdiv(rows.longest, BLOCK_TOKENS), blocks)
-            conv_chunk_kernel[grid](
-                out, x, state, self.weight, *of_rows, TOKENS=BLOCK_TOKENS, **shape
+        if rows.is_mixed:
+            conv_chunk_kernel[(rows.num_tiles, blocks)](
+                out, x, state, self.weight, *of_rows, count, TOKENS=TILE_TOKENS, **shape
             )
             conv_state_kernel[(count, blocks)](x, state, *of_rows, **shape)
         return out

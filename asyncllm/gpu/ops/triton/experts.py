@@ -8,15 +8,18 @@ activation is fused into the first product, the weight of a token's expert into 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
 # A type checker takes a kernel for the function that it is written as.
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from asyncllm.checkpoint.experts_config import ActivationConfig
-from asyncllm.gpu.ops.experts import ExpertsWeights, add_shared
+from asyncllm.gpu.ops.experts import ExpertsWeights
 from asyncllm.gpu.ops.triton.activation import activated
-from asyncllm.gpu.ops.triton.launcher import launched
+from asyncllm.gpu.ops.triton.expert_pairs import sort_pairs, sum_experts
+from asyncllm.gpu.ops.triton.launcher import derived_rows, launched, usual_rows
 from asyncllm.gpu.ops.triton.tuning import ProductTiles, cdiv, product_tiles
 
 
@@ -155,6 +158,20 @@ def down_kernel(
     tl.store(out_at, result, mask=real[:, None] & in_columns[None, :])
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertTiles:
+    """Tiles of a step's tokens, at most: every expert may have one that is not full, and no tile is
+    empty."""
+
+    top_k: int
+    rows: int
+    num_experts: int
+
+    def __call__(self, tokens: int) -> int:
+        num_pairs = tokens * self.top_k
+        return min(num_pairs, num_pairs // self.rows + self.num_experts)
+
+
 class TritonExperts:
     """Experts on plain weights, for one CUDA device. Nothing is read on the host.
 
@@ -177,15 +194,14 @@ class TritonExperts:
         gate: Tensor | None = None,
     ) -> Tensor:
         tokens, top_k = ids.shape
+        summed = x.new_empty((tokens, self.width))
         if not tokens:
-            return add_shared(torch.empty_like(x), shared, gate)
-        num_pairs = tokens * top_k
-        shape = product_tiles(num_pairs, self.num_experts, x.element_size())
+            return summed
+        shape = product_tiles(usual_rows(x) * top_k, self.num_experts, x.element_size())
         plan = sort_pairs(ids, self.num_experts, shape.rows)
-        # Every expert may have a tile that is not full, and no tile is empty.
-        tiles = min(num_pairs, num_pairs // shape.rows + self.num_experts)
-        inner = x.new_empty((num_pairs, self.inner))
-        out = x.new_empty((num_pairs, self.width), dtype=torch.float32)
+        tiles = derived_rows(x, ExpertTiles(top_k, shape.rows, self.num_experts))
+        inner = x.new_empty((tokens, top_k * self.inner))
+        out = x.new_empty((tokens, top_k * self.width), dtype=torch.float32)
         self._multiply_gate_up(
             inner, x, plan, top_k, (tiles, cdiv(self.inner, shape.columns)), shape
         )
@@ -206,9 +222,8 @@ class TritonExperts:
             num_warps=shape.warps,
             num_stages=shape.stages,
         )
-        # In the order of a token's ids: a sum is the same in any batch.
-        summed = out.view(tokens, top_k, self.width).sum(1)
-        return add_shared(summed.to(x.dtype), shared, gate)
+        sum_experts(summed, out, top_k, shared, gate)
+        return summed
 
     def _multiply_gate_up(
         self,
@@ -243,23 +258,3 @@ class TritonExperts:
             num_warps=shape.warps,
             num_stages=shape.stages,
         )
-
-
-def sort_pairs(ids: Tensor, num_experts: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Pairs of token and expert by expert.
-
-    Args:
-        ids: ``[T, top_k]``, each below ``num_experts``.
-        rows: of a tile.
-
-    Returns:
-        int32: pairs ``[T * top_k]`` as ``token * top_k + place``; where each expert's begin
-        ``[num_experts + 1]``; and where its tiles end ``[num_experts]``.
-    """
-    experts, order = ids.flatten().sort(stable=True)
-    ones = torch.ones_like(experts, dtype=torch.int32)
-    counts = torch.zeros(num_experts + 1, dtype=torch.int32, device=ids.device)
-    # Behind a zero: where the next begins.
-    counts.scatter_add_(0, experts.long() + 1, ones)
-    tile_ends = ((counts[1:] + (rows - 1)) // rows).cumsum(0, dtype=torch.int32)
-    return order.to(torch.int32), counts.cumsum(0, dtype=torch.int32), tile_ends

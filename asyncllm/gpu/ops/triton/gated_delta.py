@@ -203,17 +203,16 @@ class TritonGatedDelta:
             return rows.num_rows, shape.num_value_heads, cdiv(shape.value_dim, values)
 
         exact = qkv.dtype == torch.float32
-        if rows.num_rows and (rows.has_single or exact):
-            long = exact and rows.longest > 1
+        if rows.num_rows:
             delta_token_kernel[grid(TOKEN_VALUES)](
                 *arguments,
                 **sizes,
                 BLOCK_V=TOKEN_VALUES,
-                LONG=long,
-                MIXED=rows.longest > 1,
+                LONG=exact and rows.is_mixed,
+                MIXED=rows.is_mixed,
                 num_warps=8,
             )
-        if rows.longest > 1 and not exact:
+        if rows.is_mixed and not exact:
             delta_chunk_kernel[grid(CHUNK_VALUES)](
                 *arguments, **sizes, BLOCK_V=CHUNK_VALUES, TOKENS=CHUNK, num_warps=4
             )

@@ -9,7 +9,8 @@ step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from functools import reduce
 from operator import itemgetter, or_
 from typing import Any
@@ -24,6 +25,7 @@ from asyncllm.gpu.ops.triton.launcher import (
     is_observed,
 )
 from asyncllm.gpu.ops.triton.recording import (
+    Count,
     Fixed,
     Input,
     Operand,
@@ -34,6 +36,7 @@ from asyncllm.gpu.ops.triton.recording import (
     Size,
     View,
 )
+from asyncllm.gpu.ops.triton.state_rows import TritonStateRows
 
 WANTED_INPUT = 2
 """Of the program's inputs, as ``launch_recorder.record`` orders them."""
@@ -50,17 +53,21 @@ class Operands:
     def __init__(self, memory: Tensor, starts: Sequence[int], num_inputs: int) -> None:
         self._memory, self._starts = memory, starts
         self._memories: dict[torch.dtype, Tensor] = {}
-        self._slots: dict[Operand, int] = {Input(index): index for index in range(num_inputs)}
+        self._slots: dict[Hashable, int] = {Input(index): index for index in range(num_inputs)}
         self._views: list[tuple[int, View, int]] = []
         self._sizes: tuple[int, ...] = ()
         self.values: list[Any] = [None] * num_inputs
         self.addresses = [0] * num_inputs
 
     def slot(self, operand: Operand) -> int:
-        """Its place among the values."""
-        found = self._slots.get(operand)
+        """Its place among the values. Buffers of different layers lie at the same place, so that
+        views of a few are those of all of them."""
+        key: Hashable = operand
+        if isinstance(operand, View):
+            key = replace(operand, buffer=0), self._starts[operand.buffer]
+        found = self._slots.get(key)
         if found is None:
-            found = self._slots[operand] = len(self.values)
+            found = self._slots[key] = len(self.values)
             self.values.append(operand.value if isinstance(operand, Fixed) else None)
             self.addresses.append(self._address(found, operand))
         return found
@@ -79,13 +86,13 @@ class Operands:
     def enter(self, inputs: Sequence[Tensor], sizes: tuple[int, ...]) -> None:
         """Takes a step's inputs, and the views of its sizes."""
         self.values[: len(inputs)] = inputs
-        if sizes == self._sizes:
+        if sizes[: Size.ROWS] == self._sizes:
             return
         for slot, view, offset in self._views:
             shape = sizes[view.size], *view.tail
             memory = self._memories[view.dtype]
             self.values[slot] = memory.as_strided(shape, view.strides, offset)
-        self._sizes = sizes
+        self._sizes = sizes[: Size.ROWS]
 
     def leave(self, num_inputs: int) -> None:
         """Lets go of a step's inputs."""
@@ -96,8 +103,9 @@ class Step:
     """The step that runs.
 
     Attributes:
-        sizes: by Size.
+        sizes: by Size, and those that the recording derives.
         plans: of attention.
+        inputs: addresses of the program's inputs, and behind them the sizes.
         repeats: by attention's class of launches, those that the next layer's are made from; None
             where they take the JIT's path.
         direct: launches that are known go to the driver as they are.
@@ -124,6 +132,11 @@ class Launch:
         slots = [operands.slot(each) for each in op.operands]
         self._values, self._get, self._numbers = operands.values, _getter(slots), op.numbers
         self._holes = [(place, slot) for place, slot in enumerate(slots) if slot < num_inputs]
+        self._holes += [
+            (place, num_inputs + number.size)
+            for place, number in enumerate(op.numbers, len(slots))
+            if isinstance(number, Count)
+        ]
         self.forget()
 
     def forget(self) -> None:
@@ -147,7 +160,10 @@ class Launch:
                 launch(step.sizes[self._size], *rest, *arguments)
 
     def _first(self, step: Step) -> None:
-        args = (*self._get(self._values), *self._numbers)
+        numbers = (
+            step.sizes[each.size] if isinstance(each, Count) else each for each in self._numbers
+        )
+        args: tuple[Any, ...] = (*self._get(self._values), *numbers)
         self._bound((step.sizes[self._size], *self._grid), *args)
         ready = self._bound.ready(*args) if step.direct else None
         if ready is None:
@@ -214,6 +230,7 @@ class LaunchProgram:
 
     Args:
         capacity: tokens of the largest step.
+        memory: another program's, of which one runs at a time; None for its own.
 
     Attributes:
         capacity: as given.
@@ -223,10 +240,18 @@ class LaunchProgram:
         torch.OutOfMemoryError: there is no room for the activations.
     """
 
-    def __init__(self, recording: Recording, capacity: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        recording: Recording,
+        capacity: int,
+        device: torch.device,
+        memory: Tensor | None = None,
+    ) -> None:
         self.capacity, self._num_inputs = capacity, recording.num_inputs
         starts, self.num_bytes = recording.layout(capacity)
-        self.memory = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
+        if memory is None:
+            memory = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
+        self.memory, self._all_sizes = memory, recording.sizes
         self._operands = operands = Operands(self.memory, starts, recording.num_inputs)
         assert recording.result is not None
         self._result = operands.slot(recording.result)
@@ -242,16 +267,19 @@ class LaunchProgram:
                 self._ops.append(Attend(op, operands, kind))
         launches = (op.bound for op in recording.ops if isinstance(op, RecordedLaunch))
         self._kernels = {each.launcher for each in launches if isinstance(each, BoundKernel)}
-        self._num_token_ops = sum(op.size is Size.TOKENS for op in recording.ops)
+        self._num_token_ops = recording.num_token_ops
         self._stream: int | None = None
 
-    def run(self, inputs: Sequence[Tensor], plans: Sequence[Any]) -> Tensor:
+    def run(
+        self, inputs: Sequence[Tensor], plans: Sequence[Any], rows: TritonStateRows | None = None
+    ) -> Tensor:
         """Runs a step.
 
         Args:
             inputs: token ids and positions ``[T]``, the wanted tokens ``[E]``, and the slot mapping
                 ``[T]`` of each KV group, int64.
             plans: of each kind of attention.
+            rows: of a mixed step, for layers with recurrent states.
 
         Returns:
             Hidden states ``[E, H]``.
@@ -259,11 +287,15 @@ class LaunchProgram:
         sizes = len(inputs[0]), len(inputs[WANTED_INPUT])
         if max(sizes) > self.capacity:
             raise ValueError(f"{sizes} tokens and wanted ones: expected {self.capacity} at most")
-        operands = self._operands
+        of_rows = 0, 0
+        if rows is not None:
+            inputs = *inputs, rows.slots, rows.query_start
+            of_rows = rows.num_rows, rows.num_tiles
+        operands, sizes = self._operands, self._all_sizes((*sizes, *of_rows))
         operands.enter(inputs, sizes)
         addresses = [each.data_ptr() for each in inputs]
         direct = self._is_direct() and not reduce(or_, addresses) % ALIGNMENT
-        step = Step(sizes, plans, addresses, direct=direct)
+        step = Step(sizes, plans, [*addresses, *sizes], direct=direct)
         try:
             for op in self._ops if sizes[Size.WANTED] else self._ops[: self._num_token_ops]:
                 op(step)

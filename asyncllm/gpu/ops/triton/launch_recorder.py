@@ -2,9 +2,9 @@
 
 The layers run on stand-ins, meta tensors of a few rows. A kernel's launch, a matrix product and
 attention are written into the recorder instead of being run; torch may make views and empty
-tensors besides. What an op is launched with may depend on the step in two ways: the grid's first
-dimension is the rows of the step, and addresses are those of its tensors. All else has to be the
-same on stand-ins of other sizes.
+tensors besides. What an op is launched with may depend on the step in three ways: the grid's first
+dimension is one of its sizes, so may be a number that its kernel is not specialised on, and
+addresses are those of its tensors. All else has to be the same on stand-ins of other sizes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.ops.recorder import Unrecordable
 from asyncllm.gpu.ops.triton.recording import (
+    Always,
     Buffer,
+    Count,
+    Derived,
     Fixed,
     Input,
     Operand,
@@ -33,11 +36,15 @@ from asyncllm.gpu.ops.triton.recording import (
     Size,
     View,
 )
+from asyncllm.gpu.ops.triton.state_rows import num_tiles
 
 aten = torch.ops.aten
 
-STAND_INS = (10_007, 5_003), (20_011, 7_001)
-"""Rows of the stand-ins of each run, by Size: primes that no model has as a dimension."""
+STAND_INS = tuple(
+    (tokens, wanted, rows, num_tiles(tokens, rows))
+    for tokens, wanted, rows in ((10_007, 5_003, 2_003), (20_021, 7_001, 2_011))
+)
+"""Sizes of each run: primes that no model has as a dimension."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +59,22 @@ class LaunchRecorder(TorchDispatchMode):
     """Takes down the ops that run while it is active.
 
     Args:
-        rows: of the stand-ins, by Size.
+        sizes: of the stand-ins, by Size.
+        capacity: tokens of the largest step.
 
     Raises:
         Unrecordable: from within the layers, for what a program has no op for.
     """
 
-    def __init__(self, rows: Sequence[int]) -> None:
+    def __init__(self, sizes: Sequence[int], capacity: int) -> None:
         super().__init__()
         self.recording = Recording()
-        self._rows = tuple(rows)
+        self.capacity = capacity
+        self._sizes = list(sizes)
+        self._has_wanted = False
+        rows = self._sizes[Size.ROWS]
+        self._state_rows = _stand_in(rows), _stand_in(rows + 1)
+        self._has_state_rows = False
         # Storages have no identity of their own in Python: held, so that no two have one address.
         self._held: list[Tensor] = []
         self._found: dict[int, int] = {}
@@ -88,27 +101,50 @@ class LaunchRecorder(TorchDispatchMode):
 
     def given(self) -> Tensor:
         """The stand-in of an input ``[T]`` int64."""
-        return self._given(Size.TOKENS)
+        return self._given(_stand_in(self._sizes[Size.TOKENS]))
 
     def wanted(self) -> Tensor:
         """The stand-in of an input ``[E]`` int64."""
-        return self._given(Size.WANTED)
+        return self._given(_stand_in(self._sizes[Size.WANTED]))
+
+    def state_rows(self) -> tuple[Tensor, Tensor]:
+        """The stand-ins of each row's slot of states ``[R]`` and first token ``[R + 1]``, int64,
+        inputs behind all others."""
+        if not self._has_state_rows:
+            self._has_state_rows = True
+            for stand_in in self._state_rows:
+                self._given(stand_in)
+        return self._state_rows
 
     def plan(self) -> RecordedPlan:
         """The stand-in of a plan of attention."""
         self._plans += 1
         return RecordedPlan(self, self._plans - 1)
 
+    def usual_rows(self, rows: int) -> int:
+        """Rows that launch shapes are chosen for where a tensor has so many: those of the largest
+        step; few where they are of wanted tokens."""
+        return self.capacity if self._sizes.index(rows) == Size.TOKENS else 1
+
+    def derived(self, rows: int, rule: Callable[[int], int]) -> int:
+        """The stand-in of the size that follows from such rows by the rule."""
+        return self._sizes[self._derive(Derived(rule, Size(self._sizes.index(rows))))]
+
     def launch(
         self, bound: Any, grid: tuple[int, ...], tensors: Sequence[Tensor], numbers: tuple[Any, ...]
     ) -> None:
-        """Takes down a launch over the rows of its first tensor."""
-        if grid[0] not in self._rows:
-            raise Unrecordable(f"a launch with the grid {grid} cannot be recorded")
+        """Takes down a launch."""
         operands = tuple(map(self._operand, tensors))
-        rows, y, z = (*grid, 1, 1)[:3]
-        size = Size(self._rows.index(rows))
-        self._add(RecordedLaunch(bound, size, (y, z), operands, numbers), operands)
+        x, y, z = (*grid, 1, 1)[:3]
+        counted = tuple(
+            Count(self._size_of(number))
+            if type(number) is int and bound.varies(len(tensors) + place)
+            else number
+            for place, number in enumerate(numbers)
+        )
+        counts = [each for each in counted if isinstance(each, Count)]
+        op = RecordedLaunch(bound, self._size_of(x), (y, z), operands, counted)
+        self._add(op, (*operands, *counts))
 
     def attend(
         self, attention: Any, plan: RecordedPlan, q: Tensor, cache: Tensor, sinks: Tensor | None
@@ -156,6 +192,11 @@ class LaunchRecorder(TorchDispatchMode):
         self._add(RecordedCall(torch.mul, view.size, (view, Fixed(factor)), view), (view,))
         return x
 
+    def _convert(self, x: Tensor, dtype: torch.dtype, *rest: Any, **named: Any) -> Tensor:
+        if x.dim() != 2 or rest or named:
+            raise Unrecordable("a copy of other than rows in another dtype cannot be recorded")
+        return x if x.dtype == dtype else self._call(_copy, (x,), x, x.shape[1], dtype)
+
     def _call(
         self, function: Callable[..., Any], given: Sequence[Any], rows: Tensor, width: int,
         dtype: torch.dtype | None = None,
@@ -171,8 +212,7 @@ class LaunchRecorder(TorchDispatchMode):
 
     # --- the book ----------------------------------------------------------------------
 
-    def _given(self, size: Size) -> Tensor:
-        stand_in = torch.empty(self._rows[size], dtype=torch.int64, device="meta")
+    def _given(self, stand_in: Tensor) -> Tensor:
         self._found[_storage(stand_in)] = -1 - self.recording.num_inputs
         self.recording.num_inputs += 1
         self._held.append(stand_in)
@@ -180,14 +220,14 @@ class LaunchRecorder(TorchDispatchMode):
 
     def _made(self, tensor: Tensor) -> Tensor:
         """Makes a buffer of an empty tensor."""
-        if not tensor.is_meta or tensor.dim() < 2 or tensor.shape[0] not in self._rows:
+        if not tensor.is_meta or tensor.dim() < 2 or not self._is_rows(tensor.shape[0]):
             raise Unrecordable(f"a tensor {tuple(tensor.shape)} does not have the step's tokens")
         if not tensor.is_contiguous():
             raise Unrecordable(f"a tensor with strides {tensor.stride()} cannot be recorded")
         recording, at = self.recording, len(self.recording.ops)
         self._found[_storage(tensor)] = len(recording.buffers)
         row_bytes = prod(tensor.shape[1:]) * tensor.itemsize
-        size = Size(self._rows.index(tensor.shape[0]))
+        size = self._size_of(tensor.shape[0])
         recording.buffers.append(Buffer(size, row_bytes, at, at))
         self._held.append(tensor)
         return tensor
@@ -198,22 +238,50 @@ class LaunchRecorder(TorchDispatchMode):
         found = self._found.get(_storage(value), 0)
         if found >= 0:
             return self._view(value)
-        if value.storage_offset() or value.dim() != 1 or value.shape[0] not in self._rows:
+        if value.numel() * value.itemsize != value.untyped_storage().nbytes():
             raise Unrecordable("a part of an input cannot be recorded")
         return Input(-1 - found)
 
     def _view(self, tensor: Tensor) -> View:
         buffer = self._found.get(_storage(tensor), -1) if tensor.is_meta else -1
-        if buffer < 0 or not tensor.dim() or tensor.shape[0] not in self._rows:
+        if buffer < 0 or not tensor.dim() or not self._is_rows(tensor.shape[0]):
             raise Unrecordable(f"a tensor {tuple(tensor.shape)} that no recorded op made")
-        size = Size(self._rows.index(tensor.shape[0]))
+        size = self._size_of(tensor.shape[0])
         offset, tail = int(tensor.storage_offset()), tuple(tensor.shape[1:])
         return View(buffer, size, offset, tail, tensor.stride(), tensor.dtype)
 
-    def _add(self, op: RecordedOp, operands: Sequence[Operand]) -> None:
+    def _is_rows(self, count: int) -> bool:
+        """Whether it is the first dimension of a tensor of the step; 1 is of what all its rows have
+        in common."""
+        return count == 1 or count in self._sizes[: Size.ROWS]
+
+    def _size_of(self, count: int) -> int:
+        """The index of a stand-in's size; of any other number, that of one that stays."""
+        if count in self._sizes:
+            return self._sizes.index(count)
+        return self._derive(Derived(Always(count), None))
+
+    def _derive(self, derived: Derived) -> int:
+        found = self.recording.derived
+        if derived not in found:
+            found.append(derived)
+            self._sizes.append(derived.of(self._sizes))
+        return len(Size) + found.index(derived)
+
+    def _source(self, size: int) -> Size | None:
+        """The size of the step that it is or follows from."""
+        return Size(size) if size < len(Size) else self.recording.derived[size - len(Size)].source
+
+    def _add(self, op: RecordedOp, operands: Sequence[Operand | Count]) -> None:
         recording = self.recording
-        if recording.ops and op.size < recording.ops[-1].size:
+        sizes = [op.size, *(each.size for each in operands if isinstance(each, View | Count))]
+        sources = map(self._source, sizes)
+        source = next((each for each in sources if each is not None), None)
+        if source == Size.WANTED:
+            self._has_wanted = True
+        elif self._has_wanted and source is not None:
             raise Unrecordable("an op on all tokens behind one on those that are wanted")
+        recording.num_token_ops += not self._has_wanted
         for operand in operands:
             if isinstance(operand, View):
                 recording.buffers[operand.buffer].last = len(recording.ops)
@@ -226,6 +294,7 @@ _CALLS: Mapping[Any, Callable[..., Tensor]] = {
     aten.index.Tensor: LaunchRecorder._index,
     aten.mul_.Tensor: LaunchRecorder._scale,
     aten.mul_.Scalar: LaunchRecorder._scale,
+    aten.to.dtype: LaunchRecorder._convert,
 }
 
 _EMPTY = frozenset({
@@ -233,15 +302,25 @@ _EMPTY = frozenset({
 })  # fmt: skip
 
 
+def _stand_in(count: int) -> Tensor:
+    return torch.empty(count, dtype=torch.int64, device="meta")
+
+
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
+
+
+def _copy(x: Tensor, *, out: Tensor) -> Tensor:
+    return out.copy_(x)
 
 
 def _is_real(value: Any) -> bool:
     return isinstance(value, Tensor) and not value.is_meta
 
 
-def record(run: Callable[[Sequence[ModelInputs]], Tensor], block_sizes: Sequence[int]) -> Recording:
+def record(
+    run: Callable[[Sequence[ModelInputs]], Tensor], block_sizes: Sequence[int], capacity: int
+) -> Recording:
     """The recording of a step.
 
     Args:
@@ -249,20 +328,24 @@ def record(run: Callable[[Sequence[ModelInputs]], Tensor], block_sizes: Sequence
             wanted. The order of the program's inputs is token ids, positions, the wanted tokens,
             then the slot mapping of each group.
         block_sizes: of each KV group.
+        capacity: tokens of the largest step, which launch shapes are chosen for.
 
     Raises:
         Unrecordable: it cannot be recorded.
     """
-    first, second = (_recorded(run, block_sizes, rows) for rows in STAND_INS)
+    first, second = (
+        _recorded(run, block_sizes, LaunchRecorder(sizes, capacity)) for sizes in STAND_INS
+    )
     if not first.agrees(second):
         raise Unrecordable("what is launched depends on the number of tokens")
     return first
 
 
 def _recorded(
-    run: Callable[[Sequence[ModelInputs]], Tensor], block_sizes: Sequence[int], rows: Sequence[int]
+    run: Callable[[Sequence[ModelInputs]], Tensor],
+    block_sizes: Sequence[int],
+    recorder: LaunchRecorder,
 ) -> Recording:
-    recorder = LaunchRecorder(rows)
     token_ids, positions, wanted = recorder.given(), recorder.given(), recorder.wanted()
     nothing = torch.empty(0, dtype=torch.int64, device="cpu").numpy()
     inputs = [

@@ -203,6 +203,10 @@ class BoundKernel:
         form = self._forms.get(key)
         return (form, arguments) if form is not None and usual else None
 
+    def varies(self, place: int) -> bool:
+        """Whether the argument of that place is a number that no form is specialised on."""
+        return self.launcher.kernel.params[place].do_not_specialize
+
     def _classified(
         self, tensors: tuple[Any, ...], numbers: tuple[Any, ...]
     ) -> tuple[tuple[Any, ...], tuple[Any, ...], bool]:
@@ -272,10 +276,28 @@ def record_launch(
     Raises:
         TypeError: meta tensors that are no recorder's.
     """
-    recorder: Any = _get_current_dispatch_mode()
-    if not hasattr(recorder, "launch"):
+    recorder = _recorder()
+    if recorder is None:
         raise TypeError("a launch on meta tensors: expected a recorder to be active")
     recorder.launch(bound, grid, tensors, numbers)
+
+
+def _recorder() -> Any:
+    """The LaunchRecorder that is active."""
+    mode = _get_current_dispatch_mode()
+    return mode if hasattr(mode, "launch") else None
+
+
+def usual_rows(x: Tensor) -> int:
+    """Rows that launch shapes are chosen for: those of x, or what a recorder says of its steps."""
+    recorder = _recorder() if x.is_meta else None
+    return len(x) if recorder is None else recorder.usual_rows(len(x))
+
+
+def derived_rows(x: Tensor, rule: Callable[[int], int]) -> int:
+    """``rule`` of the rows of x; of a recorder's stand-in a size that each step derives by it."""
+    recorder = _recorder() if x.is_meta else None
+    return rule(len(x)) if recorder is None else recorder.derived(len(x), rule)
 
 
 class InterpretedKernel:
@@ -307,6 +329,10 @@ class InterpretedLaunch:
 
     def ready(self, *_args: Any) -> None:
         """It has no compiled form."""
+
+    def varies(self, _place: int) -> bool:
+        """Nor any that is specialised."""
+        return True
 
 
 def launched(kernel: Any) -> Any:

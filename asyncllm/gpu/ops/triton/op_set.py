@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from asyncllm.checkpoint.experts_config import ActivationConfig
+from asyncllm.checkpoint.experts_config import ActivationConfig, RoutingConfig
 from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
 from asyncllm.gpu.batch.decode_inputs import DecodeInputs
 from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.experts import ExpertsWeights
 from asyncllm.gpu.ops.gated_delta import DeltaBiases
+from asyncllm.gpu.ops.routing import RouterWeights, Routing
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.ops.triton.activation import gelu_mul, sigmoid_mul, silu_mul, softcap
 from asyncllm.gpu.ops.triton.causal_conv import TritonCausalConv
@@ -26,6 +27,7 @@ from asyncllm.gpu.ops.triton.launch_recorder import record
 from asyncllm.gpu.ops.triton.norm import TritonRMSNorm
 from asyncllm.gpu.ops.triton.recording import Recording
 from asyncllm.gpu.ops.triton.rope_cache import TritonRope, TritonRopeAndCache
+from asyncllm.gpu.ops.triton.routing import TritonRouting
 from asyncllm.gpu.ops.triton.sampling import sample
 from asyncllm.gpu.ops.triton.state_rows import TritonStateRows
 from asyncllm.gpu.ops.triton.tuning import FEW_ROWS
@@ -45,14 +47,27 @@ class TritonOps(TorchOps):
     sample = staticmethod(sample)
 
     def record_launches(
-        self, run: Callable[[Sequence[ModelInputs]], Tensor], block_sizes: Sequence[int]
+        self,
+        run: Callable[[Sequence[ModelInputs]], Tensor],
+        block_sizes: Sequence[int],
+        capacity: int,
     ) -> Recording:
-        return record(run, block_sizes)
+        return record(run, block_sizes, capacity)
 
     def load_launches(
-        self, recording: Recording, capacity: int, device: torch.device
+        self,
+        recording: Recording,
+        capacity: int,
+        device: torch.device,
+        memory: Tensor | None = None,
     ) -> LaunchProgram:
-        return LaunchProgram(recording, capacity, device)
+        return LaunchProgram(recording, capacity, device, memory)
+
+    def routing(self, config: RoutingConfig, weights: RouterWeights) -> Routing:
+        # Of groups the best are sorts of sorts, which torch has.
+        if config.num_groups > 1:
+            return super().routing(config, weights)
+        return TritonRouting(config, weights, self.make_linear(weights.rows))
 
     def make_experts(self, weights: ExpertsWeights, config: ActivationConfig) -> TritonExperts:
         return TritonExperts(weights, config)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -17,11 +17,35 @@ BUFFER_ALIGNMENT = 512
 
 
 class Size(IntEnum):
-    """First dimensions that a step decides: its tokens, and those whose hidden states are wanted
-    behind the last layer."""
+    """First dimensions that a step decides: its tokens, those whose hidden states are wanted behind
+    the last layer, and of kernels over recurrent states its rows and their tiles. Sizes behind
+    these are a recording's own, which are derived from them."""
 
     TOKENS = 0
     WANTED = 1
+    ROWS = 2
+    TILES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Derived:
+    """A size that follows from another by a rule; from none of them if it is always the same."""
+
+    rule: Callable[[int], int]
+    source: Size | None
+
+    def of(self, sizes: Sequence[int]) -> int:
+        return self.rule(0 if self.source is None else sizes[self.source])
+
+
+@dataclass(frozen=True, slots=True)
+class Always:
+    """The rule of a size that no step decides."""
+
+    count: int
+
+    def __call__(self, _: int) -> int:
+        return self.count
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +57,7 @@ class View:
     """
 
     buffer: int
-    size: Size
+    size: int
     offset: int
     tail: tuple[int, ...]
     strides: tuple[int, ...]
@@ -71,11 +95,19 @@ Operand = View | Input | Fixed
 
 
 @dataclass(frozen=True, slots=True)
+class Count:
+    """A size of the step as a number of a launch."""
+
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
 class RecordedLaunch:
-    """A launch over the rows of ``size``, with the rest of its grid, y and z."""
+    """A launch of as many programs as ``size``, with the rest of its grid, y and z; some of its
+    numbers may be Counts."""
 
     bound: Any
-    size: Size
+    size: int
     grid: tuple[int, int]
     operands: tuple[Operand, ...]
     numbers: tuple[Any, ...]
@@ -86,7 +118,7 @@ class RecordedCall:
     """``function(*operands, out=out)`` of torch."""
 
     function: Callable[..., Any]
-    size: Size
+    size: int
     operands: tuple[Operand, ...]
     out: View
 
@@ -103,7 +135,7 @@ class RecordedAttention:
     sinks: Fixed
 
     @property
-    def size(self) -> Size:
+    def size(self) -> int:
         return self.out.size
 
 
@@ -114,7 +146,7 @@ RecordedOp = RecordedLaunch | RecordedCall | RecordedAttention
 class Buffer:
     """An activation ``[rows, ...]``, and the ops between which it is in use."""
 
-    size: Size
+    size: int
     row_bytes: int
     first: int
     last: int
@@ -125,18 +157,27 @@ class Recording:
     """What a recorder took down.
 
     Attributes:
+        num_token_ops: ops before the first on wanted tokens alone.
+        derived: sizes behind those of Size, in their order.
         result: the view that was kept.
     """
 
     ops: list[RecordedOp] = field(default_factory=list)
+    num_token_ops: int = 0
+    derived: list[Derived] = field(default_factory=list)
     buffers: list[Buffer] = field(default_factory=list)
     num_inputs: int = 0
     result: View | None = None
 
+    def sizes(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        """All sizes of a step, from those by Size."""
+        return (*sizes, *(each.of(sizes) for each in self.derived))
+
     def layout(self, capacity: int) -> tuple[list[int], int]:
         """The first byte of each buffer in a step of so many tokens, and the bytes of all."""
+        sizes = self.sizes([capacity] * len(Size))
         lifetimes = [
-            Lifetime(capacity * buffer.row_bytes, buffer.first, buffer.last)
+            Lifetime(sizes[buffer.size] * buffer.row_bytes, buffer.first, buffer.last)
             for buffer in self.buffers
         ]
         return lay_out(lifetimes, BUFFER_ALIGNMENT)
@@ -146,4 +187,7 @@ class Recording:
         return self.layout(capacity)[1]
 
     def agrees(self, other: Recording) -> bool:
-        return (self.ops, self.buffers, self.result) == (other.ops, other.buffers, other.result)
+        return self._taken_down() == other._taken_down()
+
+    def _taken_down(self) -> tuple[Any, ...]:
+        return self.ops, self.buffers, self.derived, self.result

@@ -3,45 +3,60 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from asyncllm.gpu.batch.decode_inputs import DecodeInputs
 from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.h2d import copy_to_device
 
+TILE_TOKENS = 8
+"""Of a row, that a program of a kernel over tokens computes."""
+
+
+def num_tiles(tokens: int, rows: int) -> int:
+    """Tiles of a step: never fewer than its rows need, whatever their lengths."""
+    return tokens // TILE_TOKENS + rows
+
 
 @dataclass(frozen=True, slots=True)
 class TritonStateRows:
-    """A step's rows on the device. Rows of one token and longer ones have kernels of their own,
-    each of which passes over the other's.
+    """A step's rows on the device. In a mixed step those of one token and longer ones have kernels
+    of their own, each of which passes over the other's, so that what is launched depends on the
+    numbers of rows and tokens alone.
 
     Attributes:
         slots: ``[R]`` int64.
         positions: ``[T]`` int64.
         query_start: ``[R + 1]`` int64, each row's first token; not read where each has one.
-        longest: tokens of the longest row.
-        has_single: whether a row has one token.
+        is_mixed: rows may have several tokens.
     """
 
     slots: Tensor
     positions: Tensor
     query_start: Tensor
-    longest: int
-    has_single: bool
+    is_mixed: bool
 
     @classmethod
     def of(cls, inputs: ModelInputs | DecodeInputs) -> TritonStateRows:
         if isinstance(inputs, DecodeInputs):
             slots = inputs.state_indices()
-            return cls(slots, inputs.positions, slots, 1, True)
-        starts, counts = inputs.query_start_loc, inputs.seq_lens - inputs.starts
+            return cls(slots, inputs.positions, slots, False)
+        if inputs.positions.is_meta:
+            recorder: Any = _get_current_dispatch_mode()
+            slots, query_start = recorder.state_rows()
+            return cls(slots, inputs.positions, query_start, True)
         if inputs.num_decodes == inputs.num_rows:
-            return cls(inputs.req_indices, inputs.positions, inputs.req_indices, 1, True)
-        on_device = copy_to_device(starts, inputs.positions.device)
-        longest, single = int(counts.max()), bool((counts == 1).any())
-        return cls(inputs.req_indices, inputs.positions, on_device, longest, single)
+            return cls(inputs.req_indices, inputs.positions, inputs.req_indices, False)
+        query_start = copy_to_device(inputs.query_start_loc, inputs.positions.device)
+        return cls(inputs.req_indices, inputs.positions, query_start, True)
 
     @property
     def num_rows(self) -> int:
         return self.slots.shape[0]
+
+    @property
+    def num_tiles(self) -> int:
+        return num_tiles(self.positions.shape[0], self.num_rows)

@@ -1,0 +1,147 @@
+"""Pairs of a token and one of its experts: sorted by expert, and summed by token.
+
+Neither reads anything on the host, and no two programs write one place, so that the order of equal
+ones, and of a token's sum, is the same in each run.
+"""
+
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
+# A type checker takes a kernel for the function that it is written as.
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from asyncllm.gpu.ops.triton.launcher import launched
+from asyncllm.gpu.ops.triton.tuning import cdiv, next_power_of_2
+
+BLOCK_PAIRS, BLOCK_COLUMNS = 1024, 1024
+
+
+# The number of tokens is a step's: specialised on it, the kernel would be compiled again in the
+# middle of serving.
+@launched
+@triton.jit(do_not_specialize=["num_tokens"])
+def sort_kernel(
+    pairs,
+    starts,
+    ids,
+    num_tokens,
+    EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid ``(experts,)``: the pairs of an expert in their order, behind those of the experts
+    before it. Each program reads all ids, which are few, twice."""
+    expert = tl.program_id(0)
+    count = num_tokens * TOP_K
+    before = 0
+    for first in range(0, count, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        found = tl.load(ids + at, mask=at < count, other=EXPERTS)
+        before += tl.sum((found < expert).to(tl.int32), 0)
+    tl.store(starts + expert, before)
+    for first in range(0, count, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        own = tl.load(ids + at, mask=at < count, other=EXPERTS) == expert
+        place = before + tl.cumsum(own.to(tl.int32), 0) - 1
+        tl.store(pairs + place, at, mask=own)
+        before += tl.sum(own.to(tl.int32), 0)
+    if expert == EXPERTS - 1:
+        tl.store(starts + EXPERTS, before)
+
+
+@launched
+@triton.jit
+def tiles_kernel(tile_ends, starts, EXPERTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Grid ``(1,)``: where each expert's tiles end."""
+    experts = tl.arange(0, BLOCK)
+    real = experts < EXPERTS
+    count = tl.load(starts + experts + 1, mask=real, other=0)
+    count -= tl.load(starts + experts, mask=real, other=0)
+    tl.store(tile_ends + experts, tl.cumsum((count + (ROWS - 1)) // ROWS, 0), mask=real)
+
+
+@launched
+@triton.jit
+def sum_kernel(
+    out,
+    x,
+    shared,
+    gate,
+    width,
+    stride_shared,
+    stride_gate,
+    TOP_K: tl.constexpr,
+    SHARED: tl.constexpr,
+    GATE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid ``(rows, blocks of width)``: a token's experts in the order of its ids, and what all
+    tokens have beside them."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    real = columns < width
+    total = tl.zeros((BLOCK,), tl.float32)
+    for place in range(TOP_K):
+        total += tl.load(x + (row * TOP_K + place) * width + columns, mask=real, other=0.0)
+    # Rounded between the steps, as the reference is.
+    result = total.to(out.dtype.element_ty)
+    if SHARED:
+        beside = tl.load(shared + row * stride_shared + columns, mask=real, other=0.0)
+        if GATE:
+            logit = tl.load(gate + row * stride_gate).to(tl.float32)
+            factor = (1.0 / (1.0 + tl.exp(-logit))).to(out.dtype.element_ty).to(tl.float32)
+            beside = (beside.to(tl.float32) * factor).to(out.dtype.element_ty)
+        result = (result.to(tl.float32) + beside.to(tl.float32)).to(out.dtype.element_ty)
+    tl.store(out + row * width + columns, result, mask=real)
+
+
+def sort_pairs(ids: Tensor, num_experts: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Pairs of token and expert by expert.
+
+    Args:
+        ids: ``[T, top_k]`` int32, each below ``num_experts``.
+        rows: of a tile.
+
+    Returns:
+        int32: pairs ``[T, top_k]`` as ``token * top_k + place``; where each expert's begin
+        ``[1, num_experts + 1]``; and where its tiles end ``[1, num_experts]``.
+    """
+    tokens, top_k = ids.shape
+    pairs = ids.new_empty((tokens, top_k))
+    starts, tile_ends = (ids.new_empty((1, num_experts + more)) for more in (1, 0))
+    sort_kernel[(num_experts,)](
+        pairs, starts, ids, tokens, EXPERTS=num_experts, TOP_K=top_k, BLOCK=BLOCK_PAIRS,
+        num_warps=4,
+    )  # fmt: skip
+    tiles_kernel[(1,)](
+        tile_ends, starts, EXPERTS=num_experts, ROWS=rows, BLOCK=next_power_of_2(num_experts),
+        num_warps=4,
+    )  # fmt: skip
+    return pairs, starts, tile_ends
+
+
+def sum_experts(
+    out: Tensor, x: Tensor, top_k: int, shared: Tensor | None, gate: Tensor | None
+) -> None:
+    """Sums the experts of each token into ``out [T, H]``.
+
+    Args:
+        x: ``[T, top_k * H]`` float32, times the experts' weights.
+        shared, gate: as Experts has them.
+    """
+    tokens, width = out.shape
+    sum_kernel[(tokens, cdiv(width, BLOCK_COLUMNS))](
+        out,
+        x,
+        out if shared is None else shared,
+        out if gate is None else gate,
+        width,
+        0 if shared is None else shared.stride(0),
+        0 if gate is None else gate.stride(0),
+        TOP_K=top_k,
+        SHARED=shared is not None,
+        GATE=gate is not None,
+        BLOCK=BLOCK_COLUMNS,
+        num_warps=4,
+    )

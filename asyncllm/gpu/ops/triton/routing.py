@@ -1,0 +1,114 @@
+"""The choice of each token's experts: see ``gpu/ops/routing.py``."""
+
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
+# A type checker takes a kernel for the function that it is written as.
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from asyncllm.checkpoint.experts_config import RoutingConfig
+from asyncllm.gpu.ops.base import Linear
+from asyncllm.gpu.ops.routing import RouterWeights
+from asyncllm.gpu.ops.triton.launcher import launched
+from asyncllm.gpu.ops.triton.tuning import next_power_of_2
+
+
+@launched
+@triton.jit
+def routing_kernel(
+    ids,
+    weights,
+    logits,
+    correction,
+    expert_scale,
+    stride,
+    scale,
+    least_sum,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    CORRECTION: tl.constexpr,
+    EXPERT_SCALE: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+):
+    """Grid ``(rows,)``: the best experts one after the other, of equal ones the first."""
+    row = tl.program_id(0).to(tl.int64)
+    experts = tl.arange(0, BLOCK)
+    real = experts < EXPERTS
+    logit = tl.load(logits + row * stride + experts, mask=real, other=-float("inf"))
+    logit = logit.to(tl.float32)
+    if SIGMOID:
+        scores = 1.0 / (1.0 + tl.exp(-logit))
+    else:
+        scores = tl.exp(logit - tl.max(logit, 0))
+        scores = scores / tl.sum(scores, 0)
+    choice = scores
+    if CORRECTION:
+        choice += tl.load(correction + experts, mask=real, other=0.0)
+    # Chosen first, as by torch: what is no number has to show, and ids have to be experts.
+    choice = tl.where(choice == choice, choice, float("inf"))
+    choice = tl.where(real, choice, -float("inf"))
+    places = tl.arange(0, BLOCK_K)
+    chosen = tl.zeros((BLOCK_K,), tl.float32)
+    found = tl.zeros((BLOCK_K,), tl.int32)
+    left = real
+    for place in range(TOP_K):
+        best = tl.max(tl.where(left, choice, -float("inf")), 0)
+        expert = tl.min(tl.where(left & (choice == best), experts, BLOCK), 0)
+        score = tl.sum(tl.where(experts == expert, scores, 0.0), 0)
+        chosen = tl.where(places == place, score, chosen)
+        found = tl.where(places == place, expert, found)
+        left = left & (experts != expert)
+    if RENORMALISE:
+        total = tl.sum(chosen, 0)
+        chosen = chosen / tl.where(total < least_sum, least_sum, total)
+    chosen *= scale
+    if EXPERT_SCALE:
+        chosen *= tl.load(expert_scale + found)
+    wanted = places < TOP_K
+    tl.store(ids + row * TOP_K + places, found, mask=wanted)
+    tl.store(weights + row * TOP_K + places, chosen, mask=wanted)
+
+
+class TritonRouting:
+    """As ``TorchRouting``, without groups of experts.
+
+    Args:
+        router: the layer of the weights.
+    """
+
+    def __init__(self, config: RoutingConfig, weights: RouterWeights, router: Linear) -> None:
+        self.config, self.router, self.dtype = config, router, weights.rows.values.dtype
+        self.correction = None if weights.correction is None else weights.correction.float()
+        self.expert_scale = weights.expert_scale
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        config, (rows, _) = self.config, x.shape
+        logits = self.router(x.to(self.dtype))
+        ids = x.new_empty((rows, config.top_k), dtype=torch.int32)
+        weights = x.new_empty((rows, config.top_k), dtype=torch.float32)
+        if rows:
+            routing_kernel[(rows,)](
+                ids,
+                weights,
+                logits,
+                weights if self.correction is None else self.correction,
+                weights if self.expert_scale is None else self.expert_scale,
+                logits.stride(0),
+                config.scale,
+                config.least_sum,
+                EXPERTS=config.num_experts,
+                BLOCK=next_power_of_2(config.num_experts),
+                TOP_K=config.top_k,
+                BLOCK_K=next_power_of_2(config.top_k),
+                SIGMOID=config.scoring == "sigmoid",
+                CORRECTION=self.correction is not None,
+                EXPERT_SCALE=self.expert_scale is not None,
+                RENORMALISE=config.renormalise,
+                num_warps=1,
+            )
+        return ids, weights
