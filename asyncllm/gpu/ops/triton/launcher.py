@@ -231,20 +231,19 @@ class Repeated:
     Args:
         args: of the launch that is repeated.
         tensors: those of them, each of which may be at several places; None is none.
-        shifts: bytes of each behind the address that is given.
     """
 
     __slots__ = ("_arguments", "_launch", "_nested", "_places", "_rest")
 
     def __init__(
         self, ready: tuple[Form, tuple[Any, ...]], grid: tuple[int, int, int], args: Sequence[Any],
-        tensors: Sequence[Tensor | None], shifts: Sequence[int],
+        tensors: Sequence[Tensor | None],
     ) -> None:  # fmt: skip
         form, arguments = ready
         self._launch, self._nested, self._arguments = form.launch, form.nested, list(arguments)
         self._rest = *grid, current_stream(args[0].get_device()), *form.head
         self._places = [
-            (place, index, shifts[index])
+            (place, index)
             for index, tensor in enumerate(tensors)
             for place, arg in enumerate(args)
             if tensor is not None and arg is tensor
@@ -252,8 +251,8 @@ class Repeated:
 
     def __call__(self, addresses: Sequence[int]) -> None:
         arguments = self._arguments
-        for place, index, shift in self._places:
-            arguments[place] = addresses[index] + shift
+        for place, index in self._places:
+            arguments[place] = addresses[index]
         if self._nested:
             self._launch(*self._rest, tuple(arguments))
         else:
