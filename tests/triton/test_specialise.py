@@ -17,7 +17,13 @@ from triton.runtime.jit import create_function_from_signature
 from asyncllm.gpu.batch.decode_inputs import SamplingTensors
 from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.ops.base import AttentionShape
-from asyncllm.gpu.ops.triton import decode_attention, merge_attention, prefill_attention, sampling
+from asyncllm.gpu.ops.triton import (
+    decode_attention,
+    merge_attention,
+    prefill_attention,
+    rope_cache,
+    sampling,
+)
 from asyncllm.gpu.ops.triton.attention import TritonAttention
 from asyncllm.gpu.ops.triton.tuning import decode_tiles
 from tests.triton.launches import Launch, recording
@@ -91,6 +97,16 @@ def test_attention_of_mixed_steps(shape: AttentionShape, width: int, prefix: int
     for of_prefills in (False, True):
         chosen = [each for each in merges if each.arguments["PREFILL"] is of_prefills]
         check_one_of_each(chosen, {"merge_kernel"} if prefix else set())
+
+
+def test_rotation_of_queries_alone() -> None:
+    rope = rope_cache.TritonRope(AttentionShape(3, 1, 18, 1.0), None, 1e-6)
+    table = torch.zeros((64, 18), dtype=torch.bfloat16)
+    with recording(rope_cache) as launches:
+        for tokens in (1, 2, 3, 8, 16):
+            q = torch.zeros((tokens, 54), dtype=torch.bfloat16)
+            rope(q, (table, torch.arange(tokens)))
+    check_one_of_each(launches, {"rope_cache_kernel"})
 
 
 def test_split_attention() -> None:

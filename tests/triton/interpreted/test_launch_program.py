@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from asyncllm.checkpoint.layer_config import LayerConfig
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.core.batch import StepBatch
 from asyncllm.core.kv_cache_spec import KVCacheSpec
@@ -32,6 +33,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "whole norms": {
         "norms_whole_projections": True, "sliding_layers": (), "sliding_window": None,
         "activation": "gelu_tanh", "residual_multiplier": 0.5,
+    },
+    # The second layer reads the keys and values of the first.
+    "lent": {
+        "layers": (LayerConfig(2, 32, 160), LayerConfig(2, 32, 160, kv_layer=0)),
+        "sliding_layers": (), "sliding_window": None,
     },
 }  # fmt: skip
 
