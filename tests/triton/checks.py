@@ -66,17 +66,21 @@ def shuffle_table(block_table: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_prefill(module: ModuleType, case: AttentionCase, device: str, capability: int) -> None:
-    """Prefill attention against float64; what is padding keeps its poison."""
+    """Prefill attention against float64; what is padding keeps its poison, and so do the rows of
+    decodes before it."""
     batch = make_batch(case, device)
     scale = case.head_dim**-0.5
     shuffled, table = shuffle_table(batch.block_table)
-    out, indexed = torch.full(
-        (2, *batch.q.shape), torch.nan, dtype=case.dtype, device=device
-    ).unbind(0)
+    decodes = 3
+    q = torch.cat((batch.q[:1].expand(decodes, -1, -1) * torch.nan, batch.q))
+    out, behind = (torch.full_like(each, torch.nan) for each in (batch.q, q))
     in_order = torch.arange(len(table), device=device)
-    for found, lines, blocks in ((out, in_order, batch.block_table), (indexed, shuffled, table)):
+    for queries, found, lines, blocks in (
+        (batch.q, out, in_order, batch.block_table),
+        (q, behind, shuffled, table),
+    ):
         module.prefill_attention(
-            batch.q,
+            queries,
             batch.cache,
             blocks,
             lines,
@@ -89,8 +93,10 @@ def check_prefill(module: ModuleType, case: AttentionCase, device: str, capabili
             window=case.window,
             sinks=batch.sinks,
             out=found,
+            first_row=len(queries) - len(batch.q),
         )
-    assert torch.equal(indexed.nan_to_num(-7.0), out.nan_to_num(-7.0))
+    assert behind[:decodes].isnan().all()
+    assert torch.equal(behind[decodes:].nan_to_num(-7.0), out.nan_to_num(-7.0))
     starts = batch.query_start_loc.tolist()
     for row, expected in enumerate(expected_rows(case, batch, scale)):
         assert_close(out[starts[row] : starts[row + 1]], expected, case.dtype, f"row {row}")

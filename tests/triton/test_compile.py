@@ -57,7 +57,7 @@ RESOURCES = {
     ("decode-head512", 90): (215, 83_200, 2),
     ("decode-shares-head512", 90): (226, 83_200, 2),
     ("merge-head512", 90): (40, 0, 12),
-    ("prefill-head512", 90): (252, 196_608, 1),
+    ("prefill-head512", 90): (251, 196_608, 1),
     ("prefill-splits-head512", 90): (254, 196_608, 1),
     ("sample-choose-fp32", 90): (111, 8_192, 4),
 }

@@ -204,6 +204,19 @@ def test_rare_arguments_take_the_path_of_the_jit(driver: Driver) -> None:
     assert wrapped(*usual) == 0
 
 
+def test_equal_numbers_of_other_types_have_forms_of_their_own(driver: Driver) -> None:
+    """2 and 2.0 are one key of a dictionary, but an integer and a float to a kernel."""
+    x = MEMORY.view(torch.float32)
+    for scale in (2, 2.0, 1, 1.0, True) * 2:
+        toy_kernel[(1,)](x, x, 5, 16, scale, WIDTH=8)
+        toy_kernel.kernel[(1,)](x, x, 5, 16, scale, WIDTH=8)
+        direct, wrapped = driver.launches[-2:]
+        assert direct == wrapped
+        assert type(direct[-1][-1]) is type(scale)
+    bound = {id(toy_kernel.bind(WIDTH=width)) for width in (1, 1.0, True)}
+    assert len(bound) == 3
+
+
 def test_forms_are_bounded(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher, "MAX_FORMS", 3)
     x = MEMORY.view(torch.float32)

@@ -17,7 +17,13 @@ from triton.runtime.jit import create_function_from_signature
 from asyncllm.gpu.batch.decode_inputs import SamplingTensors
 from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.ops.base import AttentionShape
-from asyncllm.gpu.ops.triton import decode_attention, merge_attention, prefill_attention, sampling
+from asyncllm.gpu.ops.triton import (
+    decode_attention,
+    merge_attention,
+    prefill_attention,
+    rope_cache,
+    sampling,
+)
 from asyncllm.gpu.ops.triton.attention import TritonAttention
 from asyncllm.gpu.ops.triton.tuning import decode_tiles
 from tests.triton.launches import Launch, recording
@@ -37,8 +43,8 @@ def compiled_for(launch: Launch) -> str:
     return f"{kernel.fn.__name__} {specialised}"
 
 
-def mixed_step(decodes: int, counts: list[int], width: int) -> ModelInputs:
-    """Decode rows, then rows of so many tokens, with nothing before them."""
+def mixed_step(decodes: int, counts: list[int], width: int, prefix: int = 0) -> ModelInputs:
+    """Decode rows, then rows of so many tokens, behind so many others."""
     tokens = np.array([1] * decodes + counts, dtype=np.int64)
     ends = np.cumsum(tokens)
     positions = torch.zeros(int(ends[-1]), dtype=torch.int64)
@@ -51,8 +57,8 @@ def mixed_step(decodes: int, counts: list[int], width: int) -> ModelInputs:
         req_indices=torch.arange(len(tokens)),
         host_req_indices=np.arange(len(tokens)),
         query_start_loc=np.concatenate((np.zeros(1, dtype=np.int64), ends)),
-        seq_lens=tokens,
-        starts=np.zeros_like(tokens),
+        seq_lens=tokens + prefix,
+        starts=np.full_like(tokens, prefix),
         slot_mapping=positions,
         host_table=table,
         device_table=torch.from_numpy(table),
@@ -66,18 +72,41 @@ def check_one_of_each(launches: list[Launch], names: set[str]) -> None:
     assert {key.split()[0] for key in keys} == names
 
 
+@pytest.mark.parametrize("prefix", [0, 4000])
 @pytest.mark.parametrize("width", [16, 17])
-def test_attention_of_mixed_steps(width: int) -> None:
-    attention = TritonAttention(SHAPE, torch.bfloat16, CPU, capability=90, num_sms=132)
-    cache = torch.zeros((2, 4, BLOCK_SIZE, 2, 64), dtype=torch.bfloat16)
-    with recording(decode_attention) as decoding, recording(prefill_attention) as prefilling:
-        for decodes in range(6):
+@pytest.mark.parametrize("shape", [SHAPE, AttentionShape(3, 1, 18, 1.0)], ids=str)
+def test_attention_of_mixed_steps(shape: AttentionShape, width: int, prefix: int) -> None:
+    """Also where prefill rows begin at an address that the number of decode rows decides: a row of
+    three heads of 18 has 108 bytes."""
+    attention = TritonAttention(shape, torch.bfloat16, CPU, capability=90, num_sms=132)
+    heads, size = shape.num_kv_heads, shape.head_dim
+    cache = torch.zeros((2, 4, BLOCK_SIZE, heads, size), dtype=torch.bfloat16)
+    modules = decode_attention, prefill_attention, merge_attention
+    with (
+        recording(modules[0]) as decodes,
+        recording(modules[1]) as prefills,
+        recording(modules[2]) as merges,
+    ):
+        for count in range(6):
             for rows in (1, 2, 3, 5):
-                inputs = mixed_step(decodes, [20] * rows, width)
-                q = torch.zeros((inputs.num_tokens, 14, 64), dtype=torch.bfloat16)
+                inputs = mixed_step(count, [20] * rows, width, prefix)
+                q = torch.zeros((inputs.num_tokens, shape.num_heads, size), dtype=torch.bfloat16)
                 attention(q, q, q, cache, attention.plan(inputs, None))
-    check_one_of_each(decoding, {"decode_kernel"})
-    check_one_of_each(prefilling, {"prefill_kernel"})
+    check_one_of_each(decodes, {"decode_kernel"})
+    check_one_of_each(prefills, {"prefill_kernel"})
+    for of_prefills in (False, True):
+        chosen = [each for each in merges if each.arguments["PREFILL"] is of_prefills]
+        check_one_of_each(chosen, {"merge_kernel"} if prefix else set())
+
+
+def test_rotation_of_queries_alone() -> None:
+    rope = rope_cache.TritonRope(AttentionShape(3, 1, 18, 1.0), None, 1e-6)
+    table = torch.zeros((64, 18), dtype=torch.bfloat16)
+    with recording(rope_cache) as launches:
+        for tokens in (1, 2, 3, 8, 16):
+            q = torch.zeros((tokens, 54), dtype=torch.bfloat16)
+            rope(q, (table, torch.arange(tokens)))
+    check_one_of_each(launches, {"rope_cache_kernel"})
 
 
 def test_split_attention() -> None:

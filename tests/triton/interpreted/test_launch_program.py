@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from asyncllm.checkpoint.layer_config import LayerConfig
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.core.batch import StepBatch
 from asyncllm.core.kv_cache_spec import KVCacheSpec
@@ -39,6 +40,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "exact hybrid": hybrid_fields(True, False),
     "experts": {**expert_fields(True, True), "sliding_layers": (), "sliding_window": None},
     "hybrid experts": {**hybrid_fields(False, True), **expert_fields(False, True)},
+    # The second layer reads the keys and values of the first.
+    "lent": {
+        "layers": (LayerConfig(2, 32, 160), LayerConfig(2, 32, 160, kv_layer=0)),
+        "sliding_layers": (), "sliding_window": None,
+    },
 }  # fmt: skip
 
 STEPS: list[tuple[int, list[int], list[int], list[bool]]] = [

@@ -258,8 +258,7 @@ class TritonAttention:
         if plan.decode is not None:
             plan.decode(q, cache, out, sinks)
         if plan.prefill is not None:
-            first = plan.num_decodes
-            plan.prefill(q[first:], cache, out[first:], sinks)
+            plan.prefill(q, cache, out, sinks)
 
     def repeats(
         self, q: Tensor, cache: Tensor, out: Tensor, plan: TritonPlan, sinks: Tensor | None
@@ -270,18 +269,15 @@ class TritonAttention:
 
         if not plan.is_bound:
             self._bind(plan, q.shape[0], cache.shape[2], has_sinks=sinks is not None)
-        first, found = plan.num_decodes, []
-        parts = [(plan.decode, q, out, 0), (plan.prefill, q[first:], out[first:], first)]
-        for attention, queries, into, start in parts:
+        found, tensors = [], (q, cache, out, sinks)
+        for attention in (plan.decode, plan.prefill):
             if attention is None:
                 continue
-            shifts = [start * each.stride(0) * each.itemsize for each in (q, out)]
-            for kernel, grid, args in attention.launches(queries, cache, into, sinks):
+            for kernel, grid, args in attention.launches(*tensors):
                 ready = kernel.ready(*args)
                 if ready is None:
                     return None
-                tensors = queries, cache, into, sinks
-                found.append(Repeated(ready, grid, args, tensors, (shifts[0], 0, shifts[1], 0)))
+                found.append(Repeated(ready, grid, args, tensors))
         return found
 
     def _bind(self, plan: TritonPlan, tokens: int, block_size: int, *, has_sinks: bool) -> None:
@@ -302,9 +298,11 @@ class TritonAttention:
                 extra_shares=plan.extra_shares, **options,
             )  # fmt: skip
         if plan.query_start_loc is not None:
+            # Its rows are found by their number: where they begin is aligned for some numbers of
+            # decode rows alone, if a row's bytes are no multiple of 16.
             plan.prefill = self._prefill(
                 sizes, block_size, tokens - decodes, plan.block_table, plan.table_rows[decodes:],
                 plan.seq_lens[decodes:], plan.query_start_loc, tiles=self.prefill_tiles,
-                splits=plan.tile_splits, **options,
+                first_row=decodes, splits=plan.tile_splits, **options,
             )  # fmt: skip
         plan.is_bound = True

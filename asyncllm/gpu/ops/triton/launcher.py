@@ -40,11 +40,11 @@ class Launcher:
     """A kernel whose arguments are tensors, then numbers, then constants by name.
 
     What a compiled kernel is kept by is at least as fine as what the JIT specialises on: the
-    device; of tensors the dtype; of numbers their values, where the kernel does not say
-    ``do_not_specialize``; constants and options as they are. The JIT's own path is taken by the
-    first launch of each kind, and by every one that is rare: with a pointer that is not aligned and
-    not exempt from it, a number beyond 32 bits that is not kept by its value, or hooks of a
-    profiler.
+    device; of tensors the dtype; of numbers their types and values, where the kernel does not say
+    ``do_not_specialize`` (2 and 2.0 are equal, but an integer and a float to a kernel); constants
+    and options likewise. The JIT's own path is taken by the first launch of each kind, and by every
+    one that is rare: with a pointer that is not aligned and not exempt from it, a number beyond 32
+    bits that is not kept by its value, or hooks of a profiler.
 
     Args:
         kernel: its unspecialised numbers have to be integers.
@@ -65,7 +65,8 @@ class Launcher:
 
     def bind(self, **constants: Any) -> BoundKernel:
         """The kernel with its constants and options, which looks its forms up by the rest."""
-        key = (*constants, *constants.values())
+        values = constants.values()
+        key = (*constants, *values, *map(type, values))
         bound = self._bound.get(key)
         if bound is None:
             if len(self._bound) >= MAX_FORMS:
@@ -213,8 +214,8 @@ class BoundKernel:
         """What a form is kept by, from the device on, the arguments of its launch, and whether they
         are usual."""
         launcher = self.launcher
-        addresses = tuple(map(_address, tensors))
-        key = (tensors[0].get_device(), *map(_dtype, tensors), *launcher.kept(numbers))
+        addresses, kept = tuple(map(_address, tensors)), launcher.kept(numbers)
+        key = (tensors[0].get_device(), *map(_dtype, tensors), *kept, *map(type, kept))
         usual = not (reduce(or_, launcher.aligned(addresses)) % ALIGNMENT) and not (
             launcher.is_rare(numbers)
         )
@@ -234,20 +235,19 @@ class Repeated:
     Args:
         args: of the launch that is repeated.
         tensors: those of them, each of which may be at several places; None is none.
-        shifts: bytes of each behind the address that is given.
     """
 
     __slots__ = ("_arguments", "_launch", "_nested", "_places", "_rest")
 
     def __init__(
         self, ready: tuple[Form, tuple[Any, ...]], grid: tuple[int, int, int], args: Sequence[Any],
-        tensors: Sequence[Tensor | None], shifts: Sequence[int],
+        tensors: Sequence[Tensor | None],
     ) -> None:  # fmt: skip
         form, arguments = ready
         self._launch, self._nested, self._arguments = form.launch, form.nested, list(arguments)
         self._rest = *grid, current_stream(args[0].get_device()), *form.head
         self._places = [
-            (place, index, shifts[index])
+            (place, index)
             for index, tensor in enumerate(tensors)
             for place, arg in enumerate(args)
             if tensor is not None and arg is tensor
@@ -255,8 +255,8 @@ class Repeated:
 
     def __call__(self, addresses: Sequence[int]) -> None:
         arguments = self._arguments
-        for place, index, shift in self._places:
-            arguments[place] = addresses[index] + shift
+        for place, index in self._places:
+            arguments[place] = addresses[index]
         if self._nested:
             self._launch(*self._rest, tuple(arguments))
         else:

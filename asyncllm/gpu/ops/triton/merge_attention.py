@@ -54,7 +54,7 @@ def share_keys(seq_lens, num_rows, extra, KEYS: tl.constexpr, LINES: tl.constexp
 # middle of serving.
 @launched
 @triton.jit(
-    do_not_specialize=["splits", "window"],
+    do_not_specialize=["splits", "first_row", "window"],
     do_not_specialize_on_alignment=["partial_sum", "seq_lens"],
 )
 def merge_kernel(
@@ -64,6 +64,7 @@ def merge_kernel(
     partial_sum,
     seq_lens,
     splits,
+    first_row,
     window,
     stride_out_row,
     stride_out_head,
@@ -80,6 +81,7 @@ def merge_kernel(
     Args:
         seq_lens: of decode rows; with PREFILL the number of query tokens, padding excluded.
         splits: of a row; with LINES the shares beyond one per row.
+        first_row: of out.
     """
     row = tl.program_id(0)
     head = tl.program_id(1)
@@ -121,7 +123,7 @@ def merge_kernel(
         acc = acc * decay + tl.sum(accs * weights[:, None], 0)
         total_max = new_max
     result = acc / tl.where(used > 0, total_sum, 1.0)
-    out_at = out + row.to(tl.int64) * stride_out_row + head * stride_out_head + dims
+    out_at = out + (row.to(tl.int64) + first_row) * stride_out_row + head * stride_out_head + dims
     tl.store(out_at, result.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
 
 
@@ -161,7 +163,7 @@ class Partials:
             workspace[ends[1] : ends[2]],
         )
         self._seq_lens, self._num_heads = seq_lens, num_heads
-        self._numbers = splits, window or 0
+        self._splits, self._window = splits, window or 0
         self._kernel = merge_kernel.bind(
             HEAD_DIM=head_dim,
             BLOCK_DIM=block_dim,
@@ -174,9 +176,10 @@ class Partials:
         )
 
     def merge(
-        self, out: Tensor, rows: int, strides: tuple[int, ...]
+        self, out: Tensor, rows: int, strides: tuple[int, ...], first_row: int = 0
     ) -> tuple[Any, tuple[int, int, int], tuple[Any, ...]]:
-        """The kernel, grid and arguments that write the first rows of ``out [T, Hq, D]``, whose
+        """The kernel, grid and arguments that write so many rows of ``out [T, Hq, D]``, whose
         strides these are."""
-        args = out, *self.tensors, self._seq_lens, *self._numbers, *strides
+        numbers = self._splits, first_row, self._window
+        args = out, *self.tensors, self._seq_lens, *numbers, *strides
         return self._kernel, (rows, self._num_heads, 1), args

@@ -46,7 +46,7 @@ def find_sequence(query_start_loc, num_seqs, tile, TOKENS: tl.constexpr):
 # are: specialised on it, the kernel would be compiled again in the middle of serving.
 @launched
 @triton.jit(
-    do_not_specialize=["num_seqs", "window"],
+    do_not_specialize=["num_seqs", "first_row", "window"],
     do_not_specialize_on_alignment=["partial_sum", "table_rows", "seq_lens", "query_start_loc"],
 )
 def prefill_kernel(
@@ -62,6 +62,7 @@ def prefill_kernel(
     query_start_loc,
     sinks,
     num_seqs,
+    first_row,
     score_scale,
     softcap,
     window,
@@ -88,7 +89,8 @@ def prefill_kernel(
     ONE_SPLIT: tl.constexpr,
 ):
     """Grid ``(tiles, kv_heads, splits)``; a tile is ``ROWS / GROUP_ROWS`` tokens of one sequence.
-    Partials are ``[tokens, heads, splits]``, the accumulators with BLOCK_DIM more.
+    Tokens are counted from row ``first_row`` of q and out. Partials are ``[tokens, heads,
+    splits]``, the accumulators with BLOCK_DIM more.
 
     A token has GROUP_ROWS rows, the next power of two from GROUP: divisions by any other
     number cost registers that a full tile does not have.
@@ -113,6 +115,7 @@ def prefill_kernel(
     in_tile = (rows % GROUP_ROWS < GROUP) & (tokens < num_queries)
     real = in_tile[:, None] & (dims < HEAD_DIM)[None, :]
     at = (first_query + tokens).to(tl.int64)
+    q += first_row.to(tl.int64) * stride_q_row
     queries = tl.load(
         q + at[:, None] * stride_q_row + heads[:, None] * stride_q_head + dims[None, :],
         mask=real,
@@ -164,6 +167,7 @@ def prefill_kernel(
         )  # fmt: skip
     if ONE_SPLIT:
         result = (acc / row_sum[:, None]).to(out.dtype.element_ty)
+        out += first_row.to(tl.int64) * stride_out_row
         out_at = out + at[:, None] * stride_out_row + heads[:, None] * stride_out_head
         tl.store(out_at + dims[None, :], result, mask=real)
     else:
@@ -180,6 +184,7 @@ class PrefillAttention:
     Args:
         shape: ``(query heads, key/value heads, head size)``.
         num_tokens: T, padding included.
+        first_row: of q and out; the rows before it belong to others.
         block_table, table_rows, seq_lens, query_start_loc, options: as for ``prefill_attention``.
         has_sinks: each call brings its layer's.
     """
@@ -196,6 +201,7 @@ class PrefillAttention:
         *,
         scale: float,
         tiles: Tiles,
+        first_row: int = 0,
         splits: int = 1,
         softcap: float | None = None,
         window: int | None = None,
@@ -207,7 +213,7 @@ class PrefillAttention:
         group_rows = next_power_of_2(group)
         if group_rows > tiles.rows:
             raise ValueError(f"{group} query heads per key/value head: at most {tiles.rows}")
-        self._num_tokens = num_tokens
+        self._num_tokens, self._first_row = num_tokens, first_row
         self._grid = (num_tiles(num_tokens, num_seqs, group, tiles), kv_heads, splits)
         self._partials: Partials | None = None
         if splits > 1:
@@ -216,7 +222,7 @@ class PrefillAttention:
                 splits, keys=tiles.keys, prefill=True,
             )  # fmt: skip
         self._rows = block_table, table_rows, seq_lens, query_start_loc
-        self._numbers = (num_seqs, *score_factors(scale, softcap), window or 0)
+        self._numbers = (num_seqs, first_row, *score_factors(scale, softcap), window or 0)
         self._stride_table = block_table.stride(0)
         self._kernel = prefill_kernel.bind(
             GROUP=group,
@@ -235,7 +241,7 @@ class PrefillAttention:
         )
 
     def __call__(self, q: Tensor, cache: Tensor, out: Tensor, sinks: Tensor | None) -> None:
-        """Attention of ``q [T, Hq, D]`` into ``out``."""
+        """Attention of T rows of ``q`` into those of ``out``, ``[first_row + T, Hq, D]`` each."""
         for kernel, grid, args in self.launches(q, cache, out, sinks):
             kernel(grid, *args)
 
@@ -260,7 +266,7 @@ class PrefillAttention:
         )
         launches = [(self._kernel, self._grid, args)]
         if partials is not None:
-            launches.append(partials.merge(out, self._num_tokens, out_strides))
+            launches.append(partials.merge(out, self._num_tokens, out_strides, self._first_row))
         return launches
 
 
@@ -274,40 +280,45 @@ def prefill_attention(
     *,
     sinks: Tensor | None = None,
     out: Tensor | None = None,
+    first_row: int = 0,
     **options: Any,
 ) -> Tensor:
     """Causal attention of the last tokens of each sequence over its cached keys and values.
 
     Args:
-        q: ``[T, Hq, D]``, the last dimension contiguous; D up to 512.
+        q: ``[first_row + T, Hq, D]``, the last dimension contiguous; D up to 512.
         cache: ``[2, num_blocks, block_size, Hk, D]``, any strides; ``block_size`` a multiple
             of 16. The queries' own keys are in it already.
         block_table: ``[N, W]`` int32.
         table_rows: ``[R]``, each row's line of ``block_table``.
         seq_lens: ``[R]`` int32 or int64, tokens of each sequence up to its last query.
-        query_start_loc: ``[R + 1]`` int32 or int64, ascending, the first query of each row;
-            rows may be empty, and tokens from the last entry on are padding.
+        query_start_loc: ``[R + 1]`` int32 or int64, ascending from 0, the first query of each row,
+            counted from ``first_row``; rows may be empty, and tokens from the last entry on are
+            padding.
         sinks: as in ``decode_attention``.
-        out: ``[T, Hq, D]``, the last dimension contiguous; made here if None. Padding tokens
-            keep what they hold.
+        out: as q; made here if None. Padding tokens, and rows before ``first_row``, keep what they
+            hold.
+        first_row: of q and out. Rows that are sliced off instead may leave pointers that are not
+            aligned, for which the kernel is compiled anew.
         options: ``splits``, programs per tile and key/value head, from ``num_tile_splits``;
             ``scale``, ``tiles``, ``softcap``, ``window`` and ``workspace`` as in
             ``decode_attention``.
 
     Returns:
-        ``[T, Hq, D]`` in the dtype of ``q``.
+        ``[first_row + T, Hq, D]`` in the dtype of ``q``.
 
     Raises:
         ValueError: more query heads per key/value head than a tile has rows.
     """
-    num_tokens, num_heads, head_dim = q.shape
+    num_heads, head_dim = q.shape[1:]
+    num_tokens = q.shape[0] - first_row
     block_size, kv_heads = cache.shape[2:4]
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if num_tokens:
         attention = PrefillAttention(
             (num_heads, kv_heads, head_dim), block_size, num_tokens, block_table, table_rows,
-            seq_lens, query_start_loc, has_sinks=sinks is not None, **options,
+            seq_lens, query_start_loc, has_sinks=sinks is not None, first_row=first_row, **options,
         )  # fmt: skip
         attention(q, cache, out, sinks)
     return out

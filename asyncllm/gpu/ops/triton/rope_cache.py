@@ -231,6 +231,9 @@ class TritonRope:
 
     def __call__(self, q: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         """``[T, Hq * D] -> [T, Hq, D]``, in place; ``rotary`` as in TritonRopeAndCache."""
-        # Of no key/value heads nothing is written, and no slot's content is used.
-        cache = q.view(1, 1, 1, 1, -1).expand(2, -1, -1, -1, -1)
-        return self.rope(q, rotary, cache, rotary[1])[0]
+        # Of no key/value heads nothing is written, and no slot's content is used. The strides of
+        # what stands for a cache are numbers of the launch: those of q would be a step's own.
+        table, positions = rotary
+        return self.rope(q, rotary, table.as_strided((2, 1, 1, 1, 1), (0, 0, 0, 0, 1)), positions)[
+            0
+        ]
