@@ -13,6 +13,7 @@ from typing import Any
 import tokenizers
 
 from asyncllm.errors import InvalidRequestError
+from asyncllm.text.any_of import any_of
 
 _FIRST_SURROGATE = 0xD800
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
@@ -54,8 +55,7 @@ class ControlTokens:
         # know fields and roles by words.
         self._delimiters = [sign for sign in surrogates if not _in_words(sign)]
         self._words = [text for text, sign in signs.items() if _in_words(sign)]
-        longest_first = sorted(self._ids, key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._pattern = any_of(self._ids)
         normalizers = {step["type"] for step in steps_of(backend.normalizer)}
         self._rewrites = not normalizers <= {"NFC", "Prepend", "Replace"}
         self._add_marks(backend, added)
