@@ -60,8 +60,7 @@ class ControlTokens:
         self._rewrites = not normalizers <= {"NFC", "Prepend", "Replace"}
         self._add_marks(backend, added)
         # What stands for characters that the model does not know is a part of ordinary text.
-        unknown = self._marking.encode("\U0010fffd\ufffe", add_special_tokens=False).ids
-        self._controls = frozenset(self._ids.values()).difference(unknown)
+        self._controls = frozenset(self._ids.values()).difference(_unknown(self._marking))
 
     def _add_marks(
         self, backend: tokenizers.Tokenizer, added: list[tuple[int, tokenizers.AddedToken]]
@@ -223,6 +222,15 @@ def steps_of(part: Any) -> list[dict[str, Any]]:
         return [part]
     inner = next(value for value in part.values() if isinstance(value, list))
     return [step for one in inner for step in steps_of(one)]
+
+
+def _unknown(backend: tokenizers.Tokenizer) -> list[int]:
+    """Ids that stand for characters that the model does not know; none where those are an error,
+    which is then that of the text that has them."""
+    try:
+        return backend.encode("\U0010fffd\ufffe", add_special_tokens=False).ids
+    except Exception:  # the library raises no other
+        return []
 
 
 def _delimiter(text: str) -> str:
