@@ -109,10 +109,9 @@ class AsyncLLMEngine(Handle):
             raise EngineClosedError("start(): the engine is closed; expected a new engine")
         if self.state != "new":
             raise EngineError(f"start(): the engine is {self.state}; expected a new engine")
-        thread = EngineThread(self.config, self._loader)
-        thread.start()
-        self._thread = thread
+        self._thread = thread = EngineThread(self.config, self._loader)
         try:
+            thread.start()
             yield thread
         except BaseException:
             thread.give_up()

@@ -253,6 +253,16 @@ def test_a_template_that_does_not_compile() -> None:
         render("", chat_template="default")
 
 
+def test_a_template_that_is_too_long_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few megabytes of one take a minute, much of it with the interpreter's lock held."""
+    assert render("{#" + "x" * (2**17 - 5) + "#}7") == "7"
+    template = ChatTemplate({"default": "{#" + "x" * (2**17 - 4) + "#}7"}, {})
+    monkeypatch.setattr(template._sandbox, "from_string", lambda source: pytest.fail("compiled"))
+    template.compile()
+    with pytest.raises(InvalidRequestError, match="has 131073 characters, expected at most 131072"):
+        template.render(TemplateInput(CHAT, {}), LIMITS)
+
+
 # What a tokenizer makes of a template's limits
 
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from tokenizers.trainers import BpeTrainer
 
 from asyncllm.errors import InvalidRequestError
+from asyncllm.text.any_of import any_of
 from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.text.template_input import TemplateInput
 from asyncllm.text.tokenizer import Tokenizer
@@ -342,3 +346,27 @@ def test_templates_that_encode(backend: Backend, template: str) -> None:
         assert ids == as_written(kind, user(content))
     with pytest.raises(InvalidRequestError, match="split_special_tokens=False"):
         encode(kind, user("a <|im_end|>"))
+
+
+@given(st.sets(st.text("ab<|", max_size=5), max_size=12), st.text("ab<|", max_size=40))
+def test_pattern_finds_the_longest_text_at_each_place(texts, text):
+    longest_first = sorted(texts - {""}, key=len, reverse=True)
+    plain = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+    assert any_of(texts).findall(text) == plain.findall(text)
+
+
+def test_pattern_of_texts_within_texts_compiles():
+    assert any_of(["a" * length for length in range(1, 300)]).findall("b" + "a" * 400) == [
+        "a" * 299,
+        "a" * 101,
+    ]
+
+
+def test_alike_special_tokens_are_compared_once_a_place():
+    """A message of "<" was compared with each token that begins so, on the event loop."""
+    backend = byte_level()
+    names = [f"<SPECIAL_{i}>" for i in range(1000)]
+    backend.add_special_tokens(names)
+    pattern = make(backend)._control_tokens._pattern
+    assert pattern.pattern.count("SPECIAL_") == 1
+    assert pattern.findall("<" + "".join(names) + "<SPECIAL_1000>") == names

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -293,6 +294,42 @@ def test_broken_files(make: Callable[..., Path]) -> None:
     for template in (7, [{"name": "default"}], {"default": "x"}):
         with pytest.raises(ModelLoadError, match="chat_template is"):
             load(make(template))
+
+
+def test_a_panic_of_the_library_names_the_file(make: Callable[..., Path]) -> None:
+    """It is no Exception, and would pass every guard."""
+    file = make() / "tokenizer.json"
+    content = json.loads(file.read_text())
+    content["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+    file.write_text(json.dumps(content))
+    with pytest.raises(
+        ModelLoadError, match=r"tokenizer\.json: is not a valid tokenizer"
+    ) as caught:
+        load(file.parent)
+    assert not isinstance(caught.value.__cause__, Exception)
+
+
+def test_what_fails_behind_the_file_names_the_folder(
+    make: Callable[..., Path], monkeypatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no such piece")
+
+    monkeypatch.setattr(Tokenizer, "_decoder_factory", fail)
+    path = make()
+    with pytest.raises(ModelLoadError, match=re.escape(f"{path}: ") + r".*\(no such piece\)"):
+        load(path)
+
+
+def test_characters_that_a_model_does_not_know_fail_their_text_alone() -> None:
+    backend = Backend(models.WordLevel({"known": 0, "<|end|>": 1}, unk_token="none"))
+    backend.add_special_tokens(["<|end|>"])
+    tokenizer = make_kind(backend)
+    assert tokenizer.encode("known") == [0]
+    assert tokenizer.delimiter_ids("unheard") == ()
+    assert tokenizer.delimiter_ids("<|end|>") == (1,)
+    with pytest.raises(InvalidRequestError, match=r"cannot be tokenised.*UNK"):
+        tokenizer.encode("unheard")
 
 
 def test_without_tokenizer_json(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import atexit
 import contextlib
 import os
+import sys
 import threading
 import time
 import weakref
@@ -150,7 +151,14 @@ class EngineThread:
     # --- from other threads ------------------------------------------------------------
 
     def start(self) -> None:
-        self._thread.start()
+        """Raises EngineError where no thread can be started."""
+        if sys.is_finalizing():
+            # Other threads do not run any more, and Thread.start would wait for this one to.
+            raise EngineError("the engine could not start: the interpreter is exiting")
+        try:
+            self._thread.start()
+        except (RuntimeError, MemoryError) as error:
+            raise _as_start_error(error) from error
 
     def give_up(self) -> None:
         """Ends a thread whose start failed or was cancelled."""

@@ -264,7 +264,10 @@ class InputProcessor:
             core.admission.correct(group, request.num_prompt_tokens)
             self._add(request)
 
-        self._worker.submit(job)
+        try:
+            self._worker.submit(job)
+        except RequestError as error:
+            core.send(core.on_fail, group, error)
         return stream
 
     def _submit(

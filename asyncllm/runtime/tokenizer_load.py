@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Generic, TypeVar
 
 Read = TypeVar("Read")
@@ -30,10 +31,11 @@ class TokenizerLoad(Generic[Read]):
         if self._found.done():
             self._found.result()
         elif self._thread is None:
-            self._thread = threading.Thread(
-                target=self._run, name="asyncllm-tokenizer-load", daemon=True
-            )
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="asyncllm-tokenizer-load", daemon=True)
+            # Where the system has no thread to give, the tokenizer is read behind the weights.
+            with suppress(RuntimeError, MemoryError):
+                thread.start()
+                self._thread = thread
 
     def result(self) -> Read:
         """What ``read`` returns or raises. Without a thread it is read here; with one, the thread

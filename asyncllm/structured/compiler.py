@@ -77,7 +77,8 @@ class GrammarCompiler:
         """Has it compiled; any thread.
 
         Raises:
-            RequestError: if too many compiles are past their time and still run.
+            RequestError: if too many compiles are past their time and still run, or the system
+                starts no thread for one.
         """
         with self._lock:
             if self._closed:
@@ -90,10 +91,10 @@ class GrammarCompiler:
                 )
             job = self._jobs.get(spec)
             if job is None:
-                job = self._jobs[spec] = _Job(spec)
-                self._queue.append(job)
                 if len(self._threads) - self._num_overdue < MAX_THREADS:
                     self._start_thread()
+                job = self._jobs[spec] = _Job(spec)
+                self._queue.append(job)
             assert job.waiting is not None
             job.waiting.append(done)
 
@@ -110,9 +111,18 @@ class GrammarCompiler:
             return list(self._threads)
 
     def _start_thread(self) -> None:
+        """Has the lock, so that the thread waits for a job that is queued next."""
         thread = threading.Thread(target=self._run, name="asyncllm-grammar", daemon=True)
+        try:
+            thread.start()
+        except (RuntimeError, MemoryError) as error:
+            if len(self._threads) > self._num_overdue:
+                return  # another is in time, and takes what is queued
+            raise RequestError(
+                "structured_outputs: a grammar needs a thread to be compiled on, and none can be "
+                f"started ({check.explain(error)})"
+            ) from error
         self._threads.add(thread)
-        thread.start()
 
     def _run(self) -> None:
         while True:
@@ -151,14 +161,25 @@ class GrammarCompiler:
         with self._lock:
             if job.waiting is None or self._closed:
                 return
-            waiting, job.waiting = job.waiting, None
-            self._jobs.pop(job.spec, None)
+            late = f"was not compiled within grammar_timeout={self._timeout:g} s"
+            refused: list[tuple[_Job, Exception]] = [(job, _refusal(job.spec, late))]
             self._num_overdue += 1
             if self._queue:
-                self._start_thread()
-        error = _refusal(job.spec, f"was not compiled within grammar_timeout={self._timeout:g} s")
-        for done in waiting:
-            done(None, copy(error))
+                try:
+                    self._start_thread()
+                except RequestError as error:
+                    refused += [(queued, error) for queued in self._queue]
+                    self._queue.clear()
+            told = [(self._drop(one), error) for one, error in refused]
+        for waiting, error in told:
+            for done in waiting:
+                done(None, copy(error))
+
+    def _drop(self, job: _Job) -> list[Done]:
+        """Forgets a job that fails; returns what waits for it. Has the lock."""
+        waiting, job.waiting = job.waiting, None
+        self._jobs.pop(job.spec, None)
+        return waiting or []
 
     def _finish(self, job: _Job, grammar: Grammar | None, error: Exception | None) -> None:
         with self._lock:

@@ -14,6 +14,10 @@ from asyncllm.errors import InvalidRequestError, ModelLoadError
 from asyncllm.text.template_input import TemplateInput
 from asyncllm.text.template_sandbox import RenderLimits, TemplateLimitError, TemplateSandbox
 
+_MAX_SOURCE = 1 << 17
+"""Characters of a template: some ten times the longest that models have. Compiling holds the
+interpreter's lock for a second where it is as long, and for a minute with a few megabytes."""
+
 
 class ChatTemplate:
     """A model's chat templates; compiled when they are first used.
@@ -124,6 +128,11 @@ class ChatTemplate:
         )
 
     def _compile(self, source: str) -> jinja2.Template:
+        if len(source) > _MAX_SOURCE:
+            raise InvalidRequestError(
+                f"chat_template: has {len(source)} characters, expected at most {_MAX_SOURCE}",
+                param="chat_template",
+            )
         try:
             template = self._sandbox.from_string(source)
         # Not only syntax errors of Jinja: also of Python, for too many nested loops.

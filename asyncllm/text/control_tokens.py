@@ -13,6 +13,7 @@ from typing import Any
 import tokenizers
 
 from asyncllm.errors import InvalidRequestError
+from asyncllm.text.any_of import any_of
 
 _FIRST_SURROGATE = 0xD800
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
@@ -54,14 +55,12 @@ class ControlTokens:
         # know fields and roles by words.
         self._delimiters = [sign for sign in surrogates if not _in_words(sign)]
         self._words = [text for text, sign in signs.items() if _in_words(sign)]
-        longest_first = sorted(self._ids, key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._pattern = any_of(self._ids)
         normalizers = {step["type"] for step in steps_of(backend.normalizer)}
         self._rewrites = not normalizers <= {"NFC", "Prepend", "Replace"}
         self._add_marks(backend, added)
         # What stands for characters that the model does not know is a part of ordinary text.
-        unknown = self._marking.encode("\U0010fffd\ufffe", add_special_tokens=False).ids
-        self._controls = frozenset(self._ids.values()).difference(unknown)
+        self._controls = frozenset(self._ids.values()).difference(_unknown(self._marking))
 
     def _add_marks(
         self, backend: tokenizers.Tokenizer, added: list[tuple[int, tokenizers.AddedToken]]
@@ -223,6 +222,15 @@ def steps_of(part: Any) -> list[dict[str, Any]]:
         return [part]
     inner = next(value for value in part.values() if isinstance(value, list))
     return [step for one in inner for step in steps_of(one)]
+
+
+def _unknown(backend: tokenizers.Tokenizer) -> list[int]:
+    """Ids that stand for characters that the model does not know; none where those are an error,
+    which is then that of the text that has them."""
+    try:
+        return backend.encode("\U0010fffd\ufffe", add_special_tokens=False).ids
+    except Exception:  # the library raises no other
+        return []
 
 
 def _delimiter(text: str) -> str:

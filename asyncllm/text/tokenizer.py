@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,12 @@ import tokenizers
 
 from asyncllm.checkpoint.config_file import ConfigFile
 from asyncllm.checkpoint.model_files import GGUF_SUFFIX
-from asyncllm.errors import ContextLengthExceededError, InvalidRequestError, ModelLoadError
+from asyncllm.errors import (
+    AsyncLLMError,
+    ContextLengthExceededError,
+    InvalidRequestError,
+    ModelLoadError,
+)
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.text.control_tokens import ControlTokens, steps_of
@@ -82,16 +88,18 @@ class Tokenizer:
         Raises:
             ModelLoadError: for files that are missing, damaged, or of no fast tokenizer.
         """
-        path = Path(path)
+        with _reading(Path(path)):
+            return cls._read(Path(path), trust_remote_code)
+
+    @classmethod
+    def _read(cls, path: Path, trust_remote_code: bool) -> Tokenizer:
         if path.suffix == GGUF_SUFFIX:
             backend, special_tokens, templates = read_gguf_tokenizer(path)
             return cls(backend, ChatTemplate(templates, special_tokens), special_tokens)
         file = path / "tokenizer.json"
         if file.is_file():
-            try:
+            with _reading(file):
                 backend = tokenizers.Tokenizer.from_file(str(file))
-            except Exception as error:  # the library raises bare Exception
-                raise ModelLoadError(f"{file}: is not a valid tokenizer ({error})") from error
         else:
             backend = _convert(path, trust_remote_code)
         # A prompt must not be cut or padded in silence.
@@ -242,7 +250,10 @@ class Tokenizer:
     def delimiter_ids(self, text: str) -> tuple[int, ...]:
         """The token ids that stand for ``text`` wherever a model writes it; none if its neighbours
         may share a token with it."""
-        ids = self.backend.encode(text, add_special_tokens=False).ids if text else []
+        try:
+            ids = self.encode(text, add_special_tokens=False)
+        except InvalidRequestError:  # characters that the model does not know
+            return ()
         added = self.backend.get_added_tokens_decoder()
         return tuple(ids) if ids and ids[0] in added and ids[-1] in added else ()
 
@@ -273,6 +284,17 @@ class Tokenizer:
         return lambda prompt, skip: WindowDecoder(
             lambda ids: self.decode(ids, skip_special_tokens=False), prompt, skip=skip
         )
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Around what the library reads: it raises bare Exception, or panics, which is none."""
+    try:
+        yield
+    except (AsyncLLMError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise ModelLoadError(f"{path}: is not a valid tokenizer ({error})") from error
 
 
 def _encode(

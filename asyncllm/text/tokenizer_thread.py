@@ -6,6 +6,9 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+from asyncllm.errors import RequestError
+from asyncllm.validation import explain
+
 LONG_TEXT = 4096
 """Characters from which a text is handled on a worker thread."""
 
@@ -24,11 +27,22 @@ class TokenizerThread:
         self._thread: threading.Thread | None = None
 
     def submit(self, job: Callable[[], None]) -> None:
+        """Has it run; any thread.
+
+        Raises:
+            RequestError: if the system starts no thread for it; the next job may have one.
+        """
         with self._lock:
-            self._jobs.append(job)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                try:
+                    thread.start()
+                except (RuntimeError, MemoryError) as error:
+                    raise RequestError(
+                        f"a long text needs a thread, and none can be started ({explain(error)})"
+                    ) from error
+                self._thread = thread
+            self._jobs.append(job)
 
     def close(self) -> threading.Thread | None:
         """Forgets jobs that have not begun; returns the thread of one that has."""
