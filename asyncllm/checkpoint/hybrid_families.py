@@ -21,9 +21,7 @@ def _linear_layers(config: ConfigFile, sizes: Sizes) -> tuple[bool, ...]:
     if kinds is None:
         interval = config.integer("full_attention_interval", 4)
         if interval > count:
-            accepted = (
-                f"at most num_hidden_layers={count} (4 without it): some layer has attention"
-            )
+            accepted = f"at most num_hidden_layers={count} (4 without it): some layer has attention"
             raise config.bad("full_attention_interval", accepted)
         return every(interval, sizes)
     if not isinstance(kinds, list) or len(kinds) != count:
