@@ -329,6 +329,8 @@ MOE.pop("intermediate_size")
         (QWEN, {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim is 1, expected .* 2"),
         (QWEN, {"attn_output_gate": False}, "attn_output_gate is False, expected true"),
         (QWEN, {"full_attention_interval": 0}, "full_attention_interval is 0, expected"),
+        (QWEN, {"full_attention_interval": 4}, "interval is 4, expected .* num_hidden_layers=3"),
+        (MOE, {"full_attention_interval": None}, "interval is missing, expected at most num_hid"),
         (QWEN, {"layer_types": [LINEAR] * 3}, "layer_types is .*full_attention, at least once"),
         (QWEN, {"layer_types": [FULL]}, "layer_types is .*num_hidden_layers=3"),
         (QWEN, {"layer_types": [FULL, "mamba", FULL]}, "layer_types is .*expected a list of full"),

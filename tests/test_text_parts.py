@@ -132,6 +132,23 @@ def test_a_missing_tensor_of_the_text_part(tmp_path):
         build_model_runner(EngineConfig(**SETTINGS), ModelConfig.from_directory(tmp_path))
 
 
+@pytest.mark.parametrize("model_impl", ["native", "transformers"])
+def test_a_text_model_that_is_said_to_be_a_part(tmp_path, model_impl):
+    """A file of a text model alone beside the configuration of the whole."""
+    from safetensors.torch import save_file
+
+    make_multimodal(tmp_path, "Qwen3_5")
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path).items()
+    plain = {name.replace("model.language_model.", "model."): each for name, each in tensors}
+    save_file({k: v for k, v in plain.items() if "visual" not in k}, path, {"format": "pt"})
+    with pytest.raises(ModelLoadError) as caught:
+        build_model_runner(EngineConfig(**SETTINGS), read_config(tmp_path, model_impl))
+    told = str(caught.value)
+    assert told.startswith(f"{path}: no tensor is of the text part of a multimodal model")
+    assert "is 'lm_head.weight', expected names like 'model.language_model.norm.weight'" in told
+
+
 def test_names_of_a_text_part():
     names = {
         "model.language_model.layers.0.x": "model.layers.0.x",

@@ -297,6 +297,11 @@ def test_damaged_file(copy, damage):
     assert "not a whole safetensors file" in message
 
 
+def test_a_file_without_tensors(copy):
+    edit(copy, lambda tensors: tensors.clear())
+    assert refused(copy) == f"{copy.path}: its safetensors files have no tensor"
+
+
 def test_no_file_at_all(copy):
     (copy.path / "model.safetensors").unlink()
     assert "model.safetensors" in refused(copy)

@@ -17,10 +17,13 @@ MAX_HEADS, MAX_HEAD_DIM, MAX_CONV_WIDTH = 1024, 1024, 16
 def _linear_layers(config: ConfigFile, sizes: Sizes) -> tuple[bool, ...]:
     """True for each layer that ``layer_types`` calls linear; without it all but every
     ``full_attention_interval``-th."""
-    kinds = config.values.get("layer_types")
+    kinds, count = config.values.get("layer_types"), sizes.num_layers
     if kinds is None:
-        return every(config.integer("full_attention_interval", 4), sizes)
-    count = sizes.num_layers
+        interval = config.integer("full_attention_interval", 4)
+        if interval > count:
+            accepted = f"at most num_hidden_layers={count} (4 without it): some layer has attention"
+            raise config.bad("full_attention_interval", accepted)
+        return every(interval, sizes)
     if not isinstance(kinds, list) or len(kinds) != count:
         raise config.bad("layer_types", f"a list of num_hidden_layers={count} names")
     if any(kind not in (FULL, LINEAR) for kind in kinds) or FULL not in kinds:

@@ -28,7 +28,8 @@ class SafetensorsReader:
     were read last, so that no more of a checkpoint is in memory beside what is made of it.
 
     Raises:
-        ModelLoadError: a file is missing or damaged, or two have a tensor of the same name.
+        ModelLoadError: a file is missing or damaged, two have a tensor of the same name, or none
+            has any.
     """
 
     label = ignored = ""
@@ -38,6 +39,8 @@ class SafetensorsReader:
         self._files: dict[Path, Any] = {}
         for path in weight_files(directory):
             self._open(path)
+        if not self.tensors:
+            raise ModelLoadError(f"{directory}: its safetensors files have no tensor")
 
     def _open(self, path: Path) -> None:
         try:

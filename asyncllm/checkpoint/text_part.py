@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from asyncllm.checkpoint.reader import CheckpointReader, TensorInfo
+from asyncllm.errors import ModelLoadError
 from asyncllm.logger import get_logger
 
 if TYPE_CHECKING:
@@ -35,6 +36,9 @@ class TextPart:
 
     Args:
         architecture: for the log.
+
+    Raises:
+        ModelLoadError: there are none but a head; the reader is closed.
     """
 
     def __init__(self, reader: CheckpointReader, architecture: str) -> None:
@@ -46,6 +50,15 @@ class TextPart:
         self.tensors: Mapping[str, TensorInfo] = {
             known: reader.tensors[name] for known, name in self._names.items()
         }
+        if not any(known.startswith("model.") for known in self._names):
+            reader.close()
+            places = ", ".join(sorted({str(info.file) for info in reader.tensors.values()}))
+            first = min(reader.tensors)
+            raise ModelLoadError(
+                f"{places}: no tensor is of the text part of a multimodal model, as config.json "
+                f"describes it: the first of {len(reader.tensors)} is {first!r}, "
+                "expected names like 'model.language_model.norm.weight'"
+            )
         logger.info(
             "%s: the text part alone, without %d of %d tensors, which are of other towers",
             architecture, len(reader.tensors) - len(self.tensors), len(reader.tensors),
