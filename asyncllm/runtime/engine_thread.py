@@ -137,7 +137,7 @@ class EngineThread:
         )
 
     def _exit(self) -> None:
-        """The thread has nothing more to do, or is given up as stuck; whichever is first."""
+        """Completes ``exited``: the thread has nothing more to do, or is stuck; the first wins."""
         atexit.unregister(self._at_exit)
         with contextlib.suppress(InvalidStateError):
             self.exited.set_result(None)
