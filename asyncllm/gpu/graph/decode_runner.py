@@ -244,7 +244,7 @@ class DecodeRunner:
             torch.where(tokens < 0, sampled, tokens, out=tokens)
 
     def run_padding(self, key: GraphKey) -> None:
-        """Queues what a graph holds, without the graph, on rows that are padding all of them."""
+        """Queues the work of a graph eagerly, on padded rows alone."""
         self._receive(next(self.host_buffers))
         self._decode(key)
 
