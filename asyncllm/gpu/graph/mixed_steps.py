@@ -76,15 +76,14 @@ class MixedSteps:
 
 
 def record(decoder: LanguageModel, cache: KVCache, block_sizes: Sequence[int]) -> Any:
-    """The recording of a step's launches, as ``ops.record_launches`` makes it, or the reason why
-    there is none."""
+    """What its steps launch, as ``ops.record_launches`` has it, or why that is no program."""
 
     def run(inputs: Sequence[ModelInputs]) -> Tensor:
         return decoder.record(inputs, cache)
 
     try:
         found = decoder.ops.record_launches(run, block_sizes)
-    # A layer may use a stand-in for a tensor as nothing allows; its steps run op by op then.
+    # Layers may do anything with what stands for tensors; they run as they are then.
     except Exception as reason:
         return explain(reason)
     return found or f"the op set {decoder.ops.name!r} has no programs of launches"
