@@ -15,16 +15,19 @@ from typing import Any
 import pytest
 from tokenizers import (
     AddedToken,
+    decoders,
+    models,
     normalizers,
     pre_tokenizers,
     processors,
+    trainers,
 )
 from tokenizers import Tokenizer as Backend
 
 from asyncllm.errors import InvalidRequestError, ModelLoadError
 from asyncllm.text.tokenizer import Tokenizer
 from asyncllm.text.tokenizer_thread import LONG_TEXT
-from tests.tokenizer_kinds import KINDS, train_byte_level
+from tests.tokenizer_kinds import KINDS
 from tests.tokenizer_kinds import make as make_kind
 
 SPECIAL = ["<|begin|>", "<|end|>", "<|im_start|>", "<|im_end|>"]
@@ -93,7 +96,16 @@ STRICT = """\
 
 
 def make_backend() -> Backend:
-    backend = train_byte_level(SENTENCES * 3, 330, SPECIAL)
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=330,
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=SPECIAL,
+    )
+    backend.train_from_iterator(SENTENCES * 3, trainer)
     backend.post_processor = processors.TemplateProcessing(
         single="<|begin|> $A", special_tokens=[("<|begin|>", 0)]
     )
