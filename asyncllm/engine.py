@@ -177,8 +177,7 @@ class AsyncLLMEngine(Handle):
         return thread
 
     def _clean_up(self, thread: EngineThread) -> list[threading.Thread]:
-        """Drops the mailboxes and ends the tokenizer thread. Returns the threads that have still
-        to end."""
+        """Drops the mailboxes and closes the input processor. Returns the threads to join."""
         assert self._intake is not None
         self._mailboxes.clear()
         leftovers = (thread.leftover, *self._intake.close())
@@ -364,8 +363,8 @@ class AsyncLLMEngine(Handle):
     # --- the engine as a whole ---------------------------------------------------------
 
     async def pause(self) -> None:
-        """Stops scheduling and keeps everything: streams wait, KV stays, deadlines run on.
-        Returns when no step is in flight. ``resume`` goes on."""
+        """Stops scheduling, and returns when no step is in flight. Streams wait, requests keep
+        their KV blocks, deadlines run on. ``resume`` goes on."""
         await self._suspend(True)
 
     async def resume(self) -> None:
@@ -377,13 +376,13 @@ class AsyncLLMEngine(Handle):
         await wait_for(core.call(core.suspend, suspended))
 
     async def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes. False, with nothing done, while requests hold KV."""
+        """Evicts all cached prefixes. False, with nothing done, while requests hold KV blocks."""
         core = self._running().core
         return await wait_for(core.call(core.scheduler.kv.reset_prefix_cache))
 
     async def execution_report(self) -> ExecutionReport:
-        """Which ops run here, on how many threads, and how fast memory is for them. On a CPU no
-        step runs for some tenths of a second meanwhile.
+        """The ops, threads and attention backends of this engine, and on a CPU its memory
+        bandwidth, for whose measurement no step runs for some tenths of a second.
 
         Raises:
             EngineError: an executor that does not tell.
@@ -394,7 +393,7 @@ class AsyncLLMEngine(Handle):
             raise EngineError(f"a {type(core.executor).__name__} has no report of its execution")
 
         def run() -> ExecutionReport | Exception:
-            # What a call raises would kill the engine.
+            # Returned and not raised: an exception of a call kills the engine.
             try:
                 return report()
             except Exception as error:
@@ -412,7 +411,7 @@ class AsyncLLMEngine(Handle):
         return self._running().core.stats()
 
     def add_observer(self, observer: Observer) -> None:
-        """Tells ``observer`` of every request accepted from now on, and of its end; see
+        """Registers an observer of every request accepted from now on, and of its end; see
         ``asyncllm.observer.Observer``. In any state of the engine, any thread.
 
         Raises:
@@ -421,8 +420,8 @@ class AsyncLLMEngine(Handle):
         self._observers.add(observer)
 
     def remove_observer(self, observer: Observer) -> None:
-        """Tells it of no further request; it still hears of the end of those it knows.
-        One that was never added is ignored."""
+        """Unregisters an observer, which still hears of the end of the requests it knows. One that
+        was never added is ignored."""
         self._observers.remove(observer)
 
     @property
@@ -437,11 +436,11 @@ class AsyncLLMEngine(Handle):
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of prompt and output that fit into one request: ``EngineConfig.max_model_len``,
-        or what it came to where it was left out."""
+        """Longest sequence in tokens, prompt and output: ``EngineConfig.max_model_len``, or what
+        was chosen at the start where that is None."""
         return self._started().loaded.executor.info.max_model_len
 
-    # --- inside ------------------------------------------------------------------------
+    # --- checks of the state -----------------------------------------------------------
 
     def _started(self) -> EngineThread:
         """The engine thread, which may have ended since."""

@@ -47,29 +47,8 @@ def write_gguf(
     config = json.loads((checkpoint / "config.json").read_text())
     name = config["architectures"][0]
     writer = gguf.GGUFWriter(path, ARCHITECTURES[name])
+    add_metadata(writer, config, metadata or {})
     heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(groups)
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
-    writer.add_rope_dimension_count(head_dim)
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
-    add_tokenizer(writer, config["vocab_size"])
-    for key, value in (metadata or {}).items():
-        if isinstance(value, list):
-            writer.kv_data[0].pop(key, None)
-            writer.add_array(key, value)
-            continue
-        # One that is there already is another now.
-        writer.kv_data[0].pop(key, None)
-        add = {str: writer.add_string, bool: writer.add_bool}.get(type(value), writer.add_uint32)
-        add(key, value)
     meant: dict[str, torch.Tensor] = {}
     for full_name, tensor in tensors.items():
         stored, values = gguf_name(full_name), tensor.float().numpy()
@@ -93,6 +72,31 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return meant
+
+
+def add_metadata(writer: gguf.GGUFWriter, config: dict[str, Any], metadata: dict[str, Any]) -> None:
+    """The sizes of ``config`` and a tokenizer; then ``metadata``, which wins."""
+    heads = config["num_attention_heads"]
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    add_tokenizer(writer, config["vocab_size"])
+    for key, value in metadata.items():
+        # The writer refuses a key that it has already.
+        writer.kv_data[0].pop(key, None)
+        kinds: dict[type, Any] = {
+            list: writer.add_array, str: writer.add_string, bool: writer.add_bool,
+        }  # fmt: skip
+        kinds.get(type(value), writer.add_uint32)(key, value)
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, vocab_size: int) -> None:

@@ -20,22 +20,12 @@ from asyncllm.serving import create_app
 from asyncllm.serving.connections import _Answer
 from asyncllm.testing import fake_engine
 from tests.app_clients import RawRequest, app_client, events_of, served_app, url_of, user
+from tests.idle import idle
 
 pytestmark = pytest.mark.asyncio
 
 CHAT = "/v1/chat/completions"
 BODY = {"messages": user("Hi")}
-
-
-async def idle(engine):
-    """Returns when the engine holds nothing any more."""
-    async with asyncio.timeout(10):
-        while True:
-            stats = engine.stats()
-            if stats.num_running == stats.num_waiting == stats.num_paused == 0:
-                assert stats.num_free_blocks == stats.num_blocks
-                return stats
-            await asyncio.sleep(0.001)
 
 
 # --- what is served ---------------------------------------------------------------------

@@ -16,7 +16,8 @@ from asyncllm.serving import create_app
 from asyncllm.serving.http_server import HttpServer
 from asyncllm.testing import fake_engine
 from tests.app_clients import events_of, served_app, url_of, user
-from tests.test_app import CHAT, idle
+from tests.idle import idle
+from tests.test_app import CHAT
 from tests.test_websocket_openai import OLD_CLIENT, environment_of
 
 BUILD = Path(__file__).parent.parent / "build"

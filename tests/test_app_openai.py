@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from asyncllm import AsyncLLMEngine
 from asyncllm.testing import fake_engine
 from tests.app_clients import served_app, url_of, user
-from tests.test_app import idle
+from tests.idle import idle
 
 openai = pytest.importorskip("openai")
 

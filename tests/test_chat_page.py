@@ -23,7 +23,7 @@ from websockets.http11 import Response
 from asyncllm import EngineStats
 from asyncllm.serving.websocket import serve
 from tests.fakes import FakeTokenizer, WordDecoder, fake
-from tests.test_websocket import idle
+from tests.idle import idle
 
 ROOT = Path(__file__).parent.parent
 SERVER = ROOT / "examples" / "websocket_chat" / "server.py"

@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import DecodeStream
 
@@ -19,6 +19,7 @@ from asyncllm.text.detokenizer import Detokenizer, StopMatcher
 from asyncllm.text.text_decoder import ByteFallbackDecoder, ByteLevelDecoder, WindowDecoder
 from asyncllm.text.tokenizer import Tokenizer
 from tests.hypothesis_settings import examples
+from tests.tokenizer_kinds import train_byte_level
 
 REPLACEMENT = "\ufffd"
 SENTENCES = [
@@ -32,16 +33,7 @@ FUZZ = examples(300)
 
 @cache
 def byte_level() -> Tokenizer:
-    backend = Backend(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=420,
-        show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=["<|end|>", "<|pad|>"],
-    )
-    backend.train_from_iterator(SENTENCES * 3, trainer)
+    backend = train_byte_level(SENTENCES * 3, 420, ["<|end|>", "<|pad|>"])
     # Within the byte alphabet, outside of it, and a mixture: all stand for themselves or not
     # by the library's own rule.
     added = ["<think>", "日本", "éÿ", "ĠĊ", "🙂tool"]

@@ -5,13 +5,12 @@ from __future__ import annotations
 import ast
 import asyncio
 import inspect
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.example_process import run_example
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
@@ -36,17 +35,8 @@ def test_every_example_is_listed() -> None:
 
 @pytest.mark.parametrize("name", sorted(EXPECTED))
 def test_example(name: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(EXAMPLES / name)],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-        # More threads than idle cores make a small model slow.
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert re.fullmatch(EXPECTED[name], done.stdout), done.stdout
+    told = run_example(EXAMPLES / name, "-W", "error")
+    assert re.fullmatch(EXPECTED[name], told), told
 
 
 @pytest.mark.parametrize(

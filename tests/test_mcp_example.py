@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +10,7 @@ import pytest
 
 from asyncllm import ToolCall
 from asyncllm.testing import fake_engine
+from tests.example_process import run_example
 
 mcp = pytest.importorskip("mcp")
 
@@ -20,16 +18,7 @@ FOLDER = Path(__file__).resolve().parent.parent / "examples" / "mcp_tools"
 
 
 def test_it_runs_as_it_stands() -> None:
-    done = subprocess.run(
-        [sys.executable, str(FOLDER / "agent.py")],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == (
+    assert run_example(FOLDER / "agent.py") == (
         'What is the weather in Oslo?\n  get_weather({"city": "Oslo"}) -> snow\n'
         'It is snow in Oslo.\nWhat is 12 + 30?\n  add({"a": 12, "b": 30}) -> 42\n'
         "The answer is 42.\n"

@@ -23,19 +23,10 @@ from asyncllm.serving.response_request import ResponseRequest
 from asyncllm.serving.response_session import ResponseSession
 from asyncllm.serving.websocket import serve
 from tests.fakes import fake
+from tests.idle import idle
 from tests.websocket_clients import ENDS, client_of, served, text_of
 
 pytestmark = pytest.mark.asyncio
-
-
-async def idle(engine):
-    """Returns when the engine holds nothing any more."""
-    while True:
-        stats = engine.stats()
-        if stats.num_running == stats.num_waiting == stats.num_paused == 0:
-            assert stats.num_free_blocks == stats.num_blocks
-            return stats
-        await asyncio.sleep(0.001)
 
 
 async def closed_with(client):

@@ -14,7 +14,8 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from asyncllm.serving.websocket import MAX_REFUSING
 from tests.fakes import fake
-from tests.test_websocket import MALFORMED, idle
+from tests.idle import idle
+from tests.test_websocket import MALFORMED
 from tests.websocket_clients import client_of, served, text_of
 
 pytestmark = pytest.mark.asyncio

@@ -14,7 +14,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from asyncllm import AsyncLLMEngine
 from tests.fakes import fake
-from tests.test_websocket import idle
+from tests.idle import idle
 from tests.websocket_clients import served
 
 pytestmark = pytest.mark.asyncio

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
@@ -25,13 +25,26 @@ CHATML = (
 SPECIAL = ["<s>", "</s>", "<unk>", "<|im_start|>", "<|im_end|>", "<|user|>", "[INST]"]
 
 
-def byte_level() -> Backend:
+def train_byte_level(
+    sentences: Sequence[str], vocab_size: int, special: Sequence[str] = ()
+) -> Backend:
+    """Byte-level BPE of all bytes and the pairs that are frequent in ``sentences``; the tokens of
+    ``special`` come first."""
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = BpeTrainer(vocab_size=330, show_progress=False, initial_alphabet=alphabet)
-    backend.train_from_iterator(SENTENCES * 3, trainer)
+    trainer = BpeTrainer(
+        vocab_size=vocab_size,
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=list(special),
+    )
+    backend.train_from_iterator(sentences, trainer)
+    return backend
+
+
+def byte_level() -> Backend:
+    backend = train_byte_level(SENTENCES * 3, 330)
     backend.add_special_tokens([AddedToken(text, normalized=False) for text in SPECIAL])
     backend.add_tokens(["<think>", "</think>"])
     backend.post_processor = processors.TemplateProcessing(

@@ -19,7 +19,7 @@ from asyncllm.validation import describe, type_name
 
 @dataclass(slots=True)
 class RequestAssignment:
-    """A request enters a slot, at its start or after a preemption or a pause.
+    """A request as it enters a slot: at its start, or after a preemption or a pause.
 
     Attributes:
         req_index: index from 0 to ``max_num_seqs - 1``; the request keeps it while it runs.

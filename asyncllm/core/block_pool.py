@@ -16,7 +16,8 @@ NULL_BLOCK_ID = 0
 
 
 class Block:
-    """One KV block. Made once, with the pool; only the pool changes it."""
+    """One KV block: its number, reference count, hash and place in the free list. Made once, with
+    the pool; only the pool changes it."""
 
     __slots__ = ("block_id", "hash", "next", "prev", "ref_count")
 
@@ -134,8 +135,8 @@ class BlockPool:
         return self._by_hash.get(block_hash)
 
     def allocate(self, count: int) -> list[Block]:
-        """Takes ``count`` blocks from the head of the free list; the least recently used
-        cached block loses its contents only now.
+        """Takes ``count`` blocks from the head of the free list, where the least recently used are.
+        A cached block is evicted here, and not when it is freed.
 
         Raises:
             IndexError: if fewer are free; nothing is taken then.
@@ -150,15 +151,16 @@ class BlockPool:
         return taken
 
     def touch(self, block: Block) -> None:
-        """One more request holds a block that it found by its hash."""
+        """Takes a reference to a block that was found by its hash; a free one leaves the free
+        list."""
         if block.ref_count == 0:
             self._free.remove(block)
         block.ref_count += 1
 
     def release(self, blocks: Sequence[Block]) -> None:
-        """One request less holds each of ``blocks``, given in order of position. They are
-        freed from the last to the first, so that the tail of a prefix is evicted before its
-        head, without which the tail could not be found."""
+        """Drops a reference to each of ``blocks``, given in order of position. They are freed from
+        the last to the first, so that the tail of a prefix is evicted before its head, without
+        which the tail could not be found."""
         for block in reversed(blocks):
             if block.ref_count <= 0:
                 raise ValueError(f"{block} is released more often than it was taken")
@@ -170,7 +172,7 @@ class BlockPool:
                     self._free.append(block)
 
     def publish(self, block: Block, block_hash: bytes) -> bool:
-        """Makes a held block findable. False if another block has these contents already:
+        """Enters a held block into the prefix cache. False if another block has this hash already:
         that one stays, and this one is reused first once it is free."""
         if block.hash is not None:
             raise ValueError(f"{block} is published already")
@@ -180,7 +182,7 @@ class BlockPool:
         return True
 
     def unpublish(self, block: Block) -> None:
-        """The contents of a block do not count any more. A free block goes to the head."""
+        """Removes a block from the prefix cache; a free one goes to the head of the free list."""
         if block.hash is None:
             return
         del self._by_hash[block.hash]

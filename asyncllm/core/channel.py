@@ -1,7 +1,7 @@
-"""Channel: one request's output on its way from the engine thread to its reader.
+"""Channel: a lock-free queue of one request's output, from the engine thread to its reader.
 
-No lock lies on this way, for it is taken with every token. Two threads share a channel, the
-engine thread and that of the reader, and a third may end it. What makes that exact:
+It has no lock because every token passes through it. Two threads share a channel, the engine
+thread and the reader's, and a third may end it. Why that is correct:
 
 **One writer, one reader.** Only the engine thread adds to ``items``, only the reader removes from
 it, from the left. So its last item, if there is one, is what the engine thread put there last,
@@ -9,7 +9,7 @@ and ``items[-1] = pending`` is a compare-and-swap: it replaces that item, or rai
 because the reader has taken it. An item that takes in another token never leaves the deque, so
 the reader cannot overtake what is being merged. A ``PendingDelta`` shares growing lists with the
 one that it replaces, and each says how many entries are its own: what was appended for a swap
-that failed is beyond the count of the item that the reader took. A token costs O(1) so.
+that failed is beyond the count of the item that the reader took. So a token costs O(1).
 
 **One end.** Apart from the engine thread, those that declare it hung end channels. The first end
 that is offered is the end: an append to a list settles which. Each thread that offers one then
@@ -48,7 +48,7 @@ OnSlow = Literal["coalesce", "pause", "abort"]
 
 
 class End(NamedTuple):
-    """How a request ended that has a finish reason.
+    """End of a request with a finish reason; one that fails ends with an exception instead.
 
     Attributes:
         text: what was held back until the end.
@@ -92,7 +92,8 @@ class Mailbox(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Channel:
-    """Output of one request group. Only neighbours of one index merge.
+    """Output of one request group. Unread tokens merge with the one before them if both are of one
+    sequence of the group.
 
     Attributes:
         max_unread: tokens that may be unread before ``on_slow`` applies.
@@ -130,7 +131,8 @@ class Channel:
         return self.final is not None
 
     def put(self, token_id: int, text: str, logprobs: TokenLogprobs | None, index: int = 0) -> None:
-        """Engine thread. A token that is not its request's last; after the end it is dropped."""
+        """Writes a token that is not its request's last; after the end it is dropped. Engine
+        thread."""
         if self.final is not None:
             return
         items = self.items
@@ -139,14 +141,14 @@ class Channel:
         self.num_written += 1
 
     def append(self, last: Delta) -> None:
-        """Engine thread. The last delta of a request whose group goes on."""
+        """Writes the last delta of a request whose group goes on. Engine thread."""
         if self.final is None:
             self.items.append(last)
             self.num_written += len(last.token_ids)
 
     def _merge(self, token_id: int, text: str, logprobs: TokenLogprobs | None, index: int) -> bool:
-        """Has the last unread item take the token in; False if that is full, another
-        request's, or read by now."""
+        """Merges a token into the last unread item; False if that is full, another request's, or
+        read by now."""
         items = self.items
         try:
             last = items[-1]
@@ -169,8 +171,8 @@ class Channel:
         return True
 
     def offer_end(self, final: End | BaseException) -> bool:
-        """Any thread. Whether ``final`` is the first end, which is the one that ``end`` makes
-        readable."""
+        """Proposes ``final`` as the end; any thread. True for the first one, which is what ``end``
+        makes readable."""
         offer = (final,)
         self._ends.append(offer)
         if self._ends[0] is not offer:
@@ -180,7 +182,8 @@ class Channel:
         return True
 
     def end(self) -> None:
-        """Any thread, after ``offer_end``. Nothing is written or read after the end."""
+        """Makes the first offered end readable; any thread, after ``offer_end``. Nothing is written
+        or read behind it."""
         (self.final,) = self._ends[0]
 
 

@@ -44,7 +44,7 @@ logger = get_logger("asyncllm")
 
 
 class _DeclaredHung(BaseException):
-    """The engine thread came back from a call that it was given up in."""
+    """Unwinds the engine thread when it returns from a call in which it was declared hung."""
 
 
 class EngineCore:
@@ -58,8 +58,8 @@ class EngineCore:
 
     Attributes:
         fatal_error: what killed the engine.
-        thread: the engine thread, which is refused to wait for itself.
-        hung: it died because the engine thread did not come back from the executor.
+        thread: the engine thread, on which ``check_waiting`` raises.
+        hung: it died because a call of the executor did not return in time.
         close_reason: what closed it; CLOSED is the application's own ``aclose``.
     """
 
@@ -199,7 +199,7 @@ class EngineCore:
         except BaseException as error:
             self.fatal_error = error
             self._fail_all()
-            # The error is kept as long as the engine is, what it was raised among is not.
+            # The error lives as long as the engine; what its frames refer to need not.
             clear_frames(error)
         finally:
             self._calls.close(self.ending)
@@ -285,8 +285,8 @@ class EngineCore:
         return True
 
     def _send_masks(self) -> None:
-        """The second half of a step with grammars: its forward pass has begun, and all tokens
-        before it are known once it is the oldest in flight."""
+        """Queues the second half of a step with grammars, whose forward pass has begun: once it is
+        the oldest in flight, all tokens that its masks depend on are known."""
         step = self._in_flight[0][0] if self._in_flight else None
         if step is None or not step.is_masked or step.batch.step == self._masked_step:
             return
@@ -317,8 +317,8 @@ class EngineCore:
         self._send_masks()
 
     def _retry_smaller(self, error: StepOutOfMemoryError) -> None:
-        """Takes back every step in flight and schedules less next time. A step of a single
-        row cannot be made smaller: its request ends."""
+        """Rolls back every step in flight and shrinks the token budget. A step of a single token
+        cannot be made smaller: its request fails."""
         steps = [step for step, _ in self._in_flight]
         self._in_flight.clear()
         self._on_device(self.executor.discard)
@@ -339,7 +339,7 @@ class EngineCore:
     # --- commands ----------------------------------------------------------------------
 
     def on_add(self, group: RequestGroup) -> None:
-        """A group with its prompt. It may have been aborted before it got here."""
+        """Queues a group, which has its prompt and may have been aborted meanwhile."""
         if all(member.status is not Status.NEW for member in group.members):
             return
         if group.cancelled:
@@ -351,24 +351,24 @@ class EngineCore:
             self.scheduler.add(request)
 
     def on_watch_deadline(self, group: RequestGroup) -> None:
-        """A group whose prompt is not known yet has a deadline all the same."""
+        """Watches the deadline of a group whose prompt is still being tokenised."""
         if any(member.status is Status.NEW for member in group.members):
             self._deadlines.add(group, self.admission.num_live)
 
     def on_fail(self, group: RequestGroup, error: BaseException) -> None:
-        """A group that turned out to be bad while it was prepared."""
+        """Fails a group whose prompt or grammar could not be prepared."""
         self.output_processor.fail(group, as_request_error(group, error))
 
     def on_abort(self, group: RequestGroup) -> None:
         self.output_processor.abort(group)
 
     def on_drained(self, group: RequestGroup) -> None:
-        """A stream that held its requests up was read down far enough."""
+        """Resumes a group under backpressure whose stream has been read down far enough."""
         self.output_processor.release(group)
 
     def suspend(self, suspended: bool) -> None:
-        """Stops or resumes scheduling; through ``call``. A closing engine goes on: it
-        cannot be resumed any more."""
+        """Stops or resumes scheduling; run through ``call``. A closing engine is not stopped: it
+        could not be resumed."""
         self._suspended = suspended and self._closing_at is None
 
     def on_close(self, drain: float | None) -> None:
@@ -423,8 +423,8 @@ class EngineCore:
         return None if soonest == math.inf else min(soonest - self.clock(), 3600.0)
 
     def _fail_all(self) -> None:
-        """The engine is dead: fails every live request, in any state, and all
-        later calls. On the engine thread, or on the one that declared it hung."""
+        """Fails every live request of a dead engine, in any state, and all later calls. On the
+        engine thread, or on the one that declared it hung."""
         self._calls.close(self.ending)
         for group in self.admission.close(self.ending):
             for request in group.members[-1:]:

@@ -1,4 +1,4 @@
-"""ExecutionReport: the path that an engine's steps take, and the floor of their time."""
+"""ExecutionReport: the path that an engine's steps take, and a lower bound of their time."""
 
 from __future__ import annotations
 

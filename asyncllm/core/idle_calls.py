@@ -30,7 +30,7 @@ class IdleCalls:
         self._unfinished: set[Future[Any]] | None = set()
 
     def __len__(self) -> int:
-        """Calls whose future is not completed."""
+        """Calls whose future has not been completed."""
         return len(self._unfinished or ())
 
     def submit(

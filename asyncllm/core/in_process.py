@@ -13,7 +13,7 @@ from asyncllm.sampling_params import RequestLogitsProcessor, SamplingParams
 
 @dataclass(slots=True, eq=False)
 class InProcess:
-    """Objects that do not travel: callables, and exceptions with their causes.
+    """Objects that cannot be pickled: callables, and exceptions with their causes.
 
     The executor makes one, as its attribute ``in_process``, and the scheduler fills it in. An
     executor in another process has none: its errors arrive as text.
@@ -38,8 +38,8 @@ class InProcess:
 
 
 def plain(sampling: SamplingParams) -> SamplingParams:
-    """Parameters that travel: no callable, no mapping that the engine has as well, and no
-    grammar, of which the executor gets the masks."""
+    """Parameters as an assignment carries them: without callables, mappings shared with the
+    engine, or the grammar, of which the executor gets masks."""
     if (
         not sampling.logits_processors
         and not sampling.logit_bias

@@ -11,7 +11,7 @@ from asyncllm.core.request import NEVER, Request
 from asyncllm.core.state_checkpoints import StateCheckpoints
 
 Trim = tuple[int, int, int]
-"""A KV group, and the first entry and the one behind the last of a table that it has trimmed."""
+"""KV group, first entry and end of a range of its block table that became the null block."""
 
 
 class FullAttentionGroup:
@@ -30,7 +30,7 @@ class FullAttentionGroup:
         self._suffix = index.to_bytes(index > 0, "big")
 
     def first_seen(self, num_computed: int) -> int:
-        """The first entry of a table that a query behind ``num_computed`` tokens reads."""
+        """The first entry of a block table that the query at position ``num_computed`` reads."""
         return 0
 
     def find_prefix(self, request: Request, num_tokens: int) -> list[Block]:
@@ -51,8 +51,8 @@ class FullAttentionGroup:
         return found[: num_tokens // self.block_size]
 
     def publish(self, request: Request, end: int, published: list[Block]) -> None:
-        """Makes the blocks findable that are full with ``end`` tokens and were not before.
-        Those that no other block's contents were equal to are added to ``published``."""
+        """Publishes the hashes of the blocks that have become full with ``end`` tokens. Blocks that
+        are no duplicates of cached ones are added to ``published``."""
         blocks = request.blocks[self.index]
         hashes = request.extend_hashes(self.block_size)
         for i in range(self._first_unpublished(request), end // self.block_size):
@@ -135,10 +135,10 @@ class KVCacheManager:
         num_state_checkpoints: of a model with recurrent states whose prefixes are cached.
 
     Attributes:
-        watermark: blocks that an admission beside running requests leaves free for them to
-            grow into (vLLM's share of a hundredth), or it would be their first victim.
-        states: checkpoints of recurrent states, without which a cached prefix is worth nothing to
-            such a model; None for one without states, and where prefixes are not cached.
+        watermark: blocks that stay free when a request is admitted beside running ones (1 % of the
+            pool, vLLM's share), or it would be preempted in their next step.
+        states: checkpoints of recurrent states, without which a cached prefix is of no use to a
+            model that has any; None for one without states, and where prefixes are not cached.
     """
 
     def __init__(
@@ -187,10 +187,9 @@ class KVCacheManager:
         return missing
 
     def find_prefix(self, request: Request) -> tuple[list[Block], ...]:
-        """The longest cached prefix that all groups have, as a table per group. It leaves at
-        least one token to compute: a step without one yields no logits. No longer than the
-        request may use: ``Request.max_cached_tokens``. It ends at a checkpoint of a model with
-        states."""
+        """The longest prefix that all groups have in the cache, as a block table per group. It has
+        at most ``Request.max_cached_tokens``, so that a token with logits to sample from is left
+        to compute. With recurrent states it ends at a checkpoint."""
         if not self.enable_prefix_caching:
             return tuple([] for _ in self.groups)
         length = request.max_cached_tokens
@@ -221,11 +220,11 @@ class KVCacheManager:
     def admit(
         self, request: Request, num_tokens: int, prefix: tuple[list[Block], ...], reserve: int = 0
     ) -> bool:
-        """Gives a request without blocks the cached ``prefix`` and new blocks for the rest
-        of ``num_tokens``. The sequence gets at once all blocks that it will hold at once, so that
-        a prompt admitted in chunks need not preempt another to go on (it may, once a window has
-        left blocks behind that others still share). False, with nothing taken, if they do not fit
-        with ``reserve`` blocks to spare."""
+        """Gives a request without blocks the cached ``prefix`` and new blocks for the rest of
+        ``num_tokens``: as many as it holds at any one time, so that a prompt that is prefilled in
+        chunks need not preempt another to go on. (It may with a window, whose blocks do not come
+        free while others share them.) False, with nothing taken, if they do not fit with
+        ``reserve`` blocks to spare."""
         num_computed = len(prefix[0]) * self.groups[0].block_size
         missing = self._missing(prefix, num_tokens, num_computed)
         num_taken = sum(missing)
@@ -252,8 +251,8 @@ class KVCacheManager:
         return True
 
     def trim(self, request: Request) -> list[Trim]:
-        """Gives back the blocks that no query to come sees; their contents stay findable. A step
-        in flight may still read them: steps run in order, so a new owner writes later.
+        """Frees the blocks before the window of every query to come; their contents stay cached. A
+        step in flight may still read them: steps run in order, so a new owner writes later.
 
         Returns:
             What became the null block in the request's tables.
@@ -273,9 +272,9 @@ class KVCacheManager:
     def grow(
         self, request: Request, num_tokens: int, reserve: int = 0
     ) -> tuple[list[int], ...] | None:
-        """Block ids per group appended so that the tables hold ``num_tokens``, or all that are
-        known; None if the pool has too few, with ``reserve`` blocks to spare. ``trim`` comes
-        before."""
+        """Appends blocks until the tables hold ``num_tokens``, or all known tokens if those are
+        more, and returns their ids per group; None, with nothing taken, if the pool has too few
+        with ``reserve`` blocks to spare. ``trim`` comes before."""
         if num_tokens < len(request.token_ids):
             num_tokens = len(request.token_ids)
         missing = self._missing(request.blocks, num_tokens, request.num_computed_tokens)
@@ -304,8 +303,8 @@ class KVCacheManager:
         return appended
 
     def publish(self, request: Request) -> list[Block]:
-        """Makes the request's full blocks findable whose tokens are all known and whose KV
-        is computed by steps launched or about to be. Returns those newly findable."""
+        """Publishes the hashes of full blocks whose tokens are all known and whose KV is computed
+        by steps that are launched or about to be. Returns those that are new in the cache."""
         end, known = request.num_computed_tokens, len(request.token_ids)
         if end > known:
             end = known
@@ -322,7 +321,7 @@ class KVCacheManager:
         request.publish_at = (num_tokens // self._publish_every + 1) * self._publish_every
 
     def withdraw(self, published: list[Block], checkpoints: list[Block]) -> None:
-        """Takes back what became findable on the strength of a step that failed."""
+        """Removes from the caches what was published for a step that failed."""
         for block in published:
             self.pool.unpublish(block)
         for block in checkpoints:
@@ -341,7 +340,7 @@ class KVCacheManager:
         return True
 
     def free(self, request: Request) -> None:
-        """Gives back all blocks of the request; their contents stay findable."""
+        """Frees all blocks of the request; their contents stay cached."""
         for blocks, first in zip(request.blocks, request.num_trimmed, strict=False):
             self.pool.release(blocks[first:])
         request.blocks = ()

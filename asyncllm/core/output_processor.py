@@ -1,4 +1,4 @@
-"""OutputProcessor: sampled tokens to deltas in a request's channel, and every request's end."""
+"""OutputProcessor: detokenises sampled tokens into a request's channel, and ends requests."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Detokenizer(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Output:
-    """A request's way from tokens to text.
+    """Detokenisation of one request.
 
     Attributes:
         decode: token ids to text, whole.
@@ -47,8 +47,8 @@ class Output:
 
 
 class OutputProcessor:
-    """Results to deltas, and ends. On the engine thread; ``close`` and ``flush_all_wakeups`` on
-    the threads that watch it as well, which it may come back to meet.
+    """Turns token events into deltas, and ends requests. On the engine thread; ``close`` and
+    ``flush_all_wakeups`` also on a thread that declares it hung, and then maybe on both at once.
 
     Attributes:
         num_finished, num_aborted, num_failed: requests that ended in that way.
@@ -109,8 +109,9 @@ class OutputProcessor:
         self._admission.leave(request)
 
     def _detokenize(self, request: Request, detokenizer: Detokenizer, token_id: int) -> str:
-        """The new text. A stop token's own text is left out, as in vLLM, unless asked for;
-        a stop string ends the request here, in the middle of a token if need be."""
+        """The new text. A stop token's own text is left out unless
+        ``include_stop_str_in_output`` is set, as in vLLM; a stop string ends the request here,
+        even in the middle of a token."""
         sampling = request.sampling
         by_token = request.status is Status.FINISHED and request.finish_reason == "stop"
         if by_token and request.structured_output is not None:
@@ -133,7 +134,8 @@ class OutputProcessor:
         return text
 
     def _apply_backpressure(self, group: RequestGroup, channel: Channel) -> None:
-        """For a stream that is not read: aborts the group, or pauses it until it is read."""
+        """Applies ``on_slow`` to a stream that is not read: aborts the group, or pauses it until
+        the stream is read."""
         if channel.on_slow == "abort":
             self.abort(group)
             return
@@ -147,9 +149,9 @@ class OutputProcessor:
             self.release(group)
 
     def close(self, request: Request, error: Exception | None, last: Delta | None = None) -> None:
-        """Ends the channel of a group with its last member, ``request``, which the scheduler
-        has finished or which ends with the engine. Of several threads that do so, the first
-        says how, counts it and reports it; each has the reader woken, for the others may be
+        """Ends the channel of a group with its last member, ``request``, which the scheduler has
+        finished or which ends with the engine. If several threads do so, the first decides how it
+        ends, counts it and tells the observers; each wakes the reader, for the others may be
         stuck."""
         group = request.group
         channel = group.channel
@@ -217,7 +219,7 @@ class OutputProcessor:
                 self.abort(group)
 
     def flush_all_wakeups(self) -> None:
-        """``flush_wakeups`` for an engine that is dead: a loop that is gone matters no more."""
+        """``flush_wakeups`` of a dead engine: nothing is aborted where a loop is gone."""
         for channel in self._to_wake.copy():
             if channel.mailbox is not None:
                 channel.mailbox.notify((channel,))

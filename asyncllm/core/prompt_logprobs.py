@@ -1,8 +1,8 @@
-"""Prompt log-probabilities: what a step is asked for, and what it brought.
+"""Prompt log-probabilities: the positions that a step computes them at, and their way back.
 
 A chunk of the prompt brings those of its own positions, so that they come in order. A position
-whose KV is in the prefix cache has no logits: a request reads no further in it than it has
-log-probabilities already, which are none until it is preempted.
+whose KV comes from the prefix cache has no logits. So a request takes only as long a prefix from
+the cache as it has log-probabilities of: none at first, and more after a preemption.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def prompt_spans(step: ScheduledStep, vocab_size: int) -> dict[int, PromptSpan]:
         if request.prompt_logprobs is None:
             continue
         start = batch.starts[row]
-        # A prompt that is computed again after a preemption brings what it did not before.
+        # After a preemption the prompt is computed again, and has a part of them already.
         first = max(start, len(request.prompt_logprobs))
         end = min(start + batch.counts[row], request.num_prompt_tokens - 1)
         if first < end:

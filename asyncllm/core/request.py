@@ -58,25 +58,25 @@ class Request:
         sampling: resolved: every field with a neutral value is set, and ``seed``.
         arrival_index: order of submission; ties in every policy are broken by it.
         max_total_tokens: prompt and output together at most.
-        run_ahead_end: tokens, those in flight included, at which a token in flight is waited
-            for: ``max_total_tokens``, or with ``needs_host`` any number.
+        run_ahead_end: tokens, placeholders included, from which on it is not scheduled before its
+            token in flight is known: ``max_total_tokens``, and 0 with ``needs_host``.
         num_computed_tokens: tokens whose KV is computed by steps already launched; chases
             ``len(token_ids) + num_placeholders``.
         num_placeholders: sampled tokens of steps in flight, whose values are not known yet.
         epoch: bumped when in-flight results become void, by preemption or rollback.
         blocks: per KV group the blocks held, in order of position; empty if none are. With
             the next five, the KV cache manager's.
-        num_trimmed: per KV group the leading entries of ``blocks`` that are the null block: their
-            tokens lie before the group's window.
+        num_trimmed: per KV group the leading entries of ``blocks`` that are the null block, because
+            their tokens lie before the group's window.
         block_hashes: by block size, of the full blocks of ``token_ids``, as far as computed.
-        num_slots: tokens that the tables will do for: every group has blocks for them, and at most
-            one to give back before.
+        num_slots: tokens up to which the tables need no change: every group has blocks for them,
+            and at most one to trim before.
         num_published: leading tokens whose full blocks were offered to the pool.
         publish_at: tokens with which the next block is full and can be offered.
         checkpoint_at: tokens with which its recurrent state is saved, at a row's end; of a model
             without states they are never reached. With the next two, StateCheckpoints'.
-        num_shared_tokens: leading tokens that the KV groups had in their cache when it was last
-            looked up, whether or not there was a state behind them.
+        num_shared_tokens: leading tokens whose KV was cached at the last look-up, with or without a
+            state behind them.
         output_checkpoint: the newest one of its output, and the hash that it got.
         bad_words: token sequences that may not occur in the output.
         claimed_by: numbers of the engine's logits processors that have a part in it.
@@ -84,8 +84,8 @@ class Request:
             until it is known; see SamplingLimits.
         output: its tokens' way to text; the core only passes it along.
         reasoning: of a model that thinks; set with the prompt.
-        first: the member that it has the prompt and the salt of, and so the hashes of its
-            blocks; None if that is itself.
+        first: the member of its group whose prompt and salt, and so whose block hashes, it shares;
+            None for that member itself.
         structured_output: the grammar that its tokens follow; None without.
         prompt_logprobs: of the prompt's tokens from the second on, as far as they have come; None
             if ``sampling`` does not ask for them. Only the engine thread appends, as to
@@ -176,8 +176,8 @@ class Request:
 
     @property
     def max_cached_tokens(self) -> int:
-        """Leading tokens whose KV may come from the prefix cache: not the last, whose logits
-        are sampled from, nor one whose logits have yet to say how likely the next one was."""
+        """Leading tokens whose KV may come from the prefix cache: not the last, whose logits are
+        sampled from, nor one whose logits prompt log-probabilities still need."""
         found = self.prompt_logprobs
         if found is None or len(found) >= self.num_prompt_tokens - 1:
             return len(self.token_ids) - 1
@@ -185,8 +185,8 @@ class Request:
 
     @property
     def whole_prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
-        """A place for each token of the prompt, None for the first. None in all if it does not
-        ask for them, or before they have all come."""
+        """An entry for each token of the prompt, None for the first; or None if the request does
+        not ask for them, and until all have come."""
         found = self.prompt_logprobs
         if found is None or len(found) != self.num_prompt_tokens - 1:
             return None

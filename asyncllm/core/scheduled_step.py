@@ -13,10 +13,15 @@ from asyncllm.core.request import Request
 
 @dataclass(slots=True)
 class ScheduledStep:
-    """A step and the requests behind its rows. A row's result counts only while the request
-    still has the epoch it was scheduled under. ``admitted`` are the requests that got a slot,
-    ``published`` and ``checkpoints`` the KV blocks and the states that became findable on the
-    strength of this step; ``is_masked`` says that a row which samples follows a grammar."""
+    """A step and the requests behind its rows.
+
+    Attributes:
+        requests, epochs: by row. A result counts only while its request has that epoch.
+        admitted: requests that got a slot with this step.
+        published, checkpoints: KV blocks and states that entered the prefix cache because of this
+            step, and are withdrawn if it fails.
+        is_masked: a row that samples has a grammar.
+    """
 
     batch: StepBatch
     requests: list[Request] = field(default_factory=list)
@@ -27,7 +32,7 @@ class ScheduledStep:
     is_masked: bool = False
 
     def order_decodes_first(self) -> None:
-        """Rows of one token that is sampled come first, as ``StepBatch`` has them."""
+        """Moves the decode rows to the front, as ``StepBatch`` has them."""
         batch = self.batch
         rows = range(len(batch))
         decodes = [i for i in rows if batch.counts[i] == 1 and batch.samples[i]]
@@ -64,7 +69,7 @@ class ScheduledStep:
             )
 
     def _check_counts(self, result: StepResult, most: int) -> None:
-        """For a result that is anything but one token of each sampling row."""
+        """Checks a result with drafts, errors, or counts that do not fit."""
         number, rows = self.batch.step, len(self.requests)
         if len(result.counts) != rows:
             raise ValueError(f"step {number} has {rows} rows, its result {len(result.counts)}")

@@ -29,7 +29,8 @@ it. A plain tuple: one is made with every token, and a NamedTuple takes five tim
 
 
 class Scheduler:
-    """Decides which requests compute how many tokens, and keeps the accounts.
+    """Decides which requests compute how many tokens, and accounts for blocks, slots and tokens in
+    flight.
 
     Args:
         info: the executor's limits.
@@ -170,7 +171,7 @@ class Scheduler:
         scheduled: dict[Request, int],
         grown: dict[Request, tuple[tuple[list[int], ...], list[Trim]]],
     ) -> tuple[int, bool]:
-        """Chooses running requests in order; preempts where blocks run out. Returns the
+        """Gives tokens to running requests in order, and preempts where blocks run out. Returns the
         budget left and whether a request was preempted."""
         budget = self.budget.tokens
         lookahead = self.num_lookahead_tokens
@@ -220,9 +221,9 @@ class Scheduler:
             if request is None or len(awaiting) > most:
                 break
             if request.num_placeholders or (states is not None and states.is_saving(request)):
-                # Its last token is still in flight: it can enter a slot only when that is
-                # known, which is at most a step away, and holds up no other meanwhile. So it
-                # is with the state of its prefix.
+                # It can enter a slot only once its last token is known, which is at most a step
+                # away, and holds up no other meanwhile. A step that saves the state of its prefix
+                # is worth the same wait.
                 self.waiting.discard(request)
                 awaiting.append(request)
                 continue
@@ -241,7 +242,7 @@ class Scheduler:
             self.waiting.push(request)
 
     def _admit(self, request: Request) -> bool:
-        # Idle holders are a reserve already: they lose their blocks before those that run.
+        # Requests that hold blocks without running are a reserve: they lose theirs first.
         others_idle = len(self._evictable_requests) > (request in self._evictable_requests)
         reserve = self.kv.watermark if self.running and not others_idle else 0
         while not self._take_blocks(request, reserve):
@@ -272,7 +273,7 @@ class Scheduler:
         return min(len(request.token_ids) + self.num_lookahead_tokens, self.info.max_model_len)
 
     def _commit(self, request: Request, count: int, step: ScheduledStep) -> None:
-        """Adds a row. From here on the accounts assume that the step will have run."""
+        """Adds a row. From here on the request counts its tokens as computed."""
         batch = step.batch
         start = request.num_computed_tokens
         end = start + count
@@ -323,9 +324,9 @@ class Scheduler:
     # --- results -----------------------------------------------------------------------
 
     def update(self, step: ScheduledStep, result: StepResult) -> Iterator[TokenEvent]:
-        """Takes the results of a step in, token by token, as the events are iterated over.
-        A request that ends by a token is finished here. One that the caller ends for its text,
-        or for anything else, before the next event gets none of its row's later tokens.
+        """Applies the results of a step, token by token, as the events are iterated over. A request
+        whose token ends it is finished here. One that the caller ends before the next event, for
+        a stop string for example, gets none of its row's later tokens.
 
         Raises:
             ValueError: if the result does not fit the step: the executor is broken.
@@ -382,8 +383,8 @@ class Scheduler:
                 request.num_computed_tokens += 1
 
     def rollback(self, steps: Iterable[ScheduledStep]) -> None:
-        """None of ``steps``, which are all that were in flight, counts: what they published
-        is withdrawn, and every request that was in them or in a slot starts over."""
+        """Undoes ``steps``, which are all that were in flight: withdraws what they published, and
+        resets every request that was in them or in a slot for recomputation."""
         steps = list(steps)
         for step in steps:
             self.kv.withdraw(step.published, step.checkpoints)
@@ -401,7 +402,7 @@ class Scheduler:
         return self._evictable_victim() or max(self.running, key=lambda r: r.sort_key)
 
     def _evictable_victim(self, besides: Request | None = None) -> Request | None:
-        """The request that loses its blocks before any running one: paused ones first."""
+        """The request that is preempted before any running one; paused ones come first."""
         candidates = [r for r in self._evictable_requests if r is not besides]
         return max(candidates, key=lambda r: (r.status is Status.PAUSED, r.sort_key), default=None)
 
@@ -411,7 +412,7 @@ class Scheduler:
         self._reset_for_recompute(request)
 
     def _reset_for_recompute(self, request: Request) -> None:
-        """Takes blocks and results in flight away; the tokens known so far stay. A running
+        """Frees the request's blocks and voids its results in flight; known tokens stay. A running
         request goes back to waiting, where its arrival index puts it ahead of later ones."""
         if request.status is Status.RUNNING:
             self._leave(request)

@@ -17,15 +17,14 @@ if TYPE_CHECKING:
 
 
 class GrammarMatcher(Protocol):
-    """One output's place in a compiled grammar; used by one thread at a time.
+    """State of one output in a compiled grammar; used by one thread at a time.
 
-    It knows tokens as text, and special tokens where the grammar names them. What ends a request,
-    EOS and its stop tokens, is not its business. Any method may raise, which ends its request
-    alone.
+    It knows tokens as text, and special tokens where the grammar names them. EOS and stop tokens
+    are StructuredOutput's. Any method may raise, which ends its request alone.
     """
 
     def accept(self, token_id: int) -> bool:
-        """Goes on by a token; False if the grammar does not allow it here."""
+        """Advances by a token; False if the grammar does not allow it here."""
         ...
 
     def rollback(self, num_tokens: int) -> None:
@@ -95,7 +94,7 @@ class StructuredOutput:
         return self._ended(reason)
 
     def _advance_by_named(self, request: Request, token_id: int) -> FinishReason | None:
-        """Goes on by a stop token where the grammar cannot end: the mask has it only if the
+        """Advances by a stop token where the grammar cannot end: the mask allows it only if the
         grammar names it."""
         if not self.matcher.accept(token_id):
             raise _does_not_follow(request, token_id)
@@ -122,11 +121,11 @@ class StructuredOutput:
                 self.num_opening = None
 
     def mask(self, request: Request) -> bytes | None:
-        """The tokens that may come next: all, told by no bytes, while the model thinks; None if
-        the output has to end here without one.
+        """Bitmask of the next token; empty, which allows all, while the model thinks; None if the
+        output is complete and no token can follow.
 
-        Stop tokens are allowed where the grammar may end, and not before ``min_tokens``, or where
-        it names them; where it cannot go on it ends before that.
+        Stop tokens are allowed where the grammar may end, from ``min_tokens`` on, and where the
+        grammar names them. A grammar that cannot go on ends the output before ``min_tokens``.
 
         Raises:
             RequestError: if nothing may come, and the output is not complete.

@@ -11,13 +11,14 @@ _STEPS_TO_RECOVER = 32
 
 
 class TokenBudget:
-    """The most tokens that a step computes.
+    """Token budget of a step: halved when one runs out of memory, and doubled again after every 32
+    that do not, up to ``limit``.
 
     Args:
-        limit: where no step has run out of memory.
+        limit: ``max_num_batched_tokens``.
 
     Attributes:
-        tokens: of the next step.
+        tokens: the budget of the next step.
     """
 
     def __init__(self, limit: int) -> None:
@@ -35,7 +36,7 @@ class TokenBudget:
         return []
 
     def recover(self) -> None:
-        """Called after each step that succeeded: doubles a shrunken budget now and then."""
+        """Called after each step that succeeded."""
         if self.tokens < self.limit:
             self._steps_since_shrink += 1
             if self._steps_since_shrink >= _STEPS_TO_RECOVER:

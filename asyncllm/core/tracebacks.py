@@ -1,4 +1,4 @@
-"""Tracebacks that outlive what their frames refer to."""
+"""Tracebacks of exceptions that are kept, without the objects that their frames keep alive."""
 
 from __future__ import annotations
 

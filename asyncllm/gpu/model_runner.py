@@ -39,35 +39,33 @@ from asyncllm.logits_processor import LogitsProcessor
 
 
 class ModelRunner:
-    """Executor for one model.
+    """Executor of one model. Steps run in the order in which they were launched.
 
-    Steps run in the order in which they were launched. On a synchronous stream ``launch``
-    only queues; ``collect`` starts the oldest step and runs it. Recorded steps run ahead there
-    too, on a thread of the native library, if several may be in flight: whole, or up to their
-    logits if their rows ask for more than the draw, or await masks. The forward pass of a step
-    that awaits masks runs while these are made, at pipeline depth 1 too.
+    **On a synchronous stream** (the CPU) ``launch`` only queues; ``collect`` runs the oldest step.
+    With a pipeline depth of 2, recorded steps run ahead on a thread of the native library: whole,
+    or up to their logits if their rows ask for more than the draw, or await masks. The forward pass
+    of a step that awaits masks runs while these are made, at pipeline depth 1 too.
 
-    On an asynchronous one ``launch`` starts the step: its work is queued on the device behind
-    the step before it, whose tokens it finds there. Rows that need the host (logits processors,
-    rules of no fixed size) are sampled by ``collect``, from copies of all that they depend on; a
-    step that goes on from one of their tokens starts only then, and the scheduler makes no such
-    step. Of a step that awaits masks the forward pass is queued; ``sample`` queues the rest, and
-    what is behind it. A late result is written back only if the
-    request index still has the step's epoch, so that a finished request's token cannot reach the
-    next one.
+    **On an asynchronous stream** ``launch`` queues the step's work on the device, behind the step
+    before it, whose sampled tokens it reads there. Of a step that awaits masks the forward pass is
+    queued; ``sample`` queues the rest, and the steps behind it. Rows that need the host (logits
+    processors, rules of no fixed size) are sampled by ``collect``, from copies of all that they
+    depend on. A step that continues such a row could start only then, and the scheduler makes none.
+
+    A result is written back only if the request index still has the step's epoch, so that a late
+    token of a finished request cannot reach the next one at that index.
 
     Args:
         stream: where work is queued; None is synchronous.
-        decode: the state between steps on the device, which an asynchronous stream needs; None
+        decode: the batch's persistent state on the device, which an asynchronous stream needs; None
             keeps it on the host.
-        num_logprobs: per token, that a step keeps room for.
+        num_logprobs: log-probabilities per token for which a step has buffers.
         logits_processors: of the engine.
 
     Attributes:
         info: limits for the scheduler.
-        dtype: of weights and KV.
-        device: where they are.
-        execution: how the model's part of a step runs, in words.
+        dtype, device: of weights and KV.
+        execution: how the model's part of a step runs, as a phrase for the log.
     """
 
     def __init__(
@@ -145,13 +143,13 @@ class ModelRunner:
             self._stream.synchronize()
 
     def report(self) -> ExecutionReport:
-        """The path of the steps, and the floor of their time; no step may be in flight."""
+        """See ``ExecutionReport``; no step may be in flight."""
         self._enter_thread()
         state = self._open()
         return execution_report(state.decoder, state.cache, self.info, self._num_threads)
 
     def set_token_budget(self, max_num_batched_tokens: int) -> None:
-        """The largest step from now on, before the first of them."""
+        """Sets the token budget, before the first step."""
         self.info = replace(self.info, max_num_batched_tokens=max_num_batched_tokens)
         state = self._open()
         if isinstance(state, HostSteps) and state.recorded is not None:
@@ -159,13 +157,13 @@ class ModelRunner:
 
     @property
     def can_run_ahead(self) -> bool:
-        """Whether steps on the host's state run without the host."""
+        """Whether recorded steps can run on the native library's thread."""
         state = self._open()
         return isinstance(state, HostSteps) and state.queue is not None
 
     def run_ahead(self, num_tokens: int) -> None:
-        """Two steps may be in flight from now on, before the first of them: those of at least
-        ``num_tokens`` begin without the host."""
+        """Sets the pipeline depth to 2, before the first step: steps of at least ``num_tokens``
+        begin on the native library's thread."""
         self.info = replace(self.info, pipeline_depth=2)
         self._ahead_from = num_tokens
 
@@ -212,7 +210,7 @@ class ModelRunner:
                     self._apply(step)
                 result = self._finish(step)
         except (RuntimeError, MemoryError) as error:
-            # An exception that is kept would keep the model, which its frames refer to.
+            # The engine keeps the exception, whose frames refer to the model.
             clear_frames(error)
             if is_out_of_memory(error):
                 raise step.memory_error(error) from error
@@ -252,8 +250,8 @@ class ModelRunner:
         return state
 
     def _enter_thread(self) -> None:
-        """Sets thread count and time slice on the thread that runs the steps: they are per thread,
-        and the engine may start its own late."""
+        """Sets the calling thread's thread count and time slice, both of which are per thread,
+        before the first step that it runs."""
         thread = get_ident()
         if thread == self._thread:
             return
@@ -265,9 +263,9 @@ class ModelRunner:
     # --- a step ------------------------------------------------------------------------
 
     def _start_steps(self) -> None:
-        """Starts the steps that can run now. One that failed, or that awaits a token of the host
-        or its masks, holds up those behind it. An error is raised where the step is collected: the
-        one before it may have gone well."""
+        """Starts the steps that can run now. One that failed, or that awaits its masks or a token
+        that the host samples, holds up those behind it. An error is raised when its own step is
+        collected: the steps before that may have gone well."""
         for number, step in enumerate(self._steps):
             if not step.started:
                 before = islice(self._steps, number)
@@ -282,7 +280,8 @@ class ModelRunner:
 
     def _begins_alone(self, batch: StepBatch) -> bool:
         """Whether a step is begun before it is collected: it is long enough, or its masks are made
-        meanwhile. States are copied by the host, and so is the step between."""
+        meanwhile. One that loads or saves states is not: the host copies them before or behind
+        it."""
         if batch.state_loads or batch.state_saves:
             return False
         enough = self.info.pipeline_depth > 1 and batch.num_tokens >= self._ahead_from
@@ -313,7 +312,7 @@ class ModelRunner:
 
     @contextlib.contextmanager
     def _errors_kept(self, step: LaunchedStep) -> Iterator[None]:
-        """Queues work of a step; ``collect`` raises what fails."""
+        """Keeps an error of a step's queued work for ``collect`` to raise."""
         try:
             with torch.inference_mode(), self._stream.context():
                 yield
@@ -368,8 +367,8 @@ class ModelRunner:
         return result
 
     def _write_back(self, step: LaunchedStep, tokens: np.ndarray) -> None:
-        """Writes tokens to the batch, where their request still has its index. One that failed
-        becomes a token that the embedding has: results computed from it are void."""
+        """Writes tokens to the batch, where their request still has its index. That of a failed
+        row becomes one that the embedding has: what is computed from it is void."""
         inputs = self._open().inputs
         same = inputs.epochs[step.req_indices] == step.epochs
         at = step.req_indices[same], step.positions[same]

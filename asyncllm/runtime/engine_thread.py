@@ -138,7 +138,7 @@ class EngineThread:
         )
 
     def _exit(self) -> None:
-        """The thread has nothing more to do, or is given up as stuck; whichever is first."""
+        """Completes ``exited``: the thread has nothing more to do, or is stuck; the first wins."""
         atexit.unregister(self._at_exit)
         with contextlib.suppress(InvalidStateError):
             self.exited.set_result(None)
@@ -167,9 +167,9 @@ class EngineThread:
             self.close(0.0)
 
     def close(self, drain: float | None, reason: str = CLOSED) -> None:
-        """Takes no more requests, and ends the loop after ``drain`` seconds. A destructor
-        calls it from within anything: it sets what it has to and puts a command, and takes
-        no lock. ``reason`` is for ``error``; the first to close has it."""
+        """Ends the loop after ``drain`` seconds; from now on requests are refused. It sets a flag
+        and sends a command, and takes no lock: a destructor may call it in the middle of anything.
+        The first call's ``reason`` is that of ``error``."""
         if not self.closing:
             self.closing, self.core.close_reason = True, reason
         self.core.send(self.core.on_close, drain)
@@ -184,7 +184,7 @@ class EngineThread:
 
     @property
     def leftover(self) -> threading.Thread | None:
-        """The thread, for its last instructions once ``exited`` is done; None if it is stuck."""
+        """The thread, to be joined once ``exited`` is done; None if it is stuck."""
         return None if self.core.hung else self._thread
 
     def in_own_process(self) -> bool:

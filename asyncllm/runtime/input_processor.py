@@ -165,7 +165,7 @@ class InputProcessor:
     def _request(
         self, params: SamplingParams | None, sampling: dict[str, Any], options: RequestOptions
     ) -> Request:
-        """The first member of a group that is valid but for its prompt."""
+        """Makes the group and its first member, checked but for the prompt."""
         if options.priority and self.config.scheduling_policy == "fcfs":
             accepted = '0 with scheduling_policy="fcfs"; "priority" honours it'
             raise check.invalid("priority", options.priority, accepted)
@@ -283,7 +283,8 @@ class InputProcessor:
         return stream
 
     def _add(self, request: Request) -> None:
-        """Sends the group on, once its grammar is compiled. Others run meanwhile."""
+        """Sends the group to the engine thread, once its grammar is compiled; other requests are
+        not held up meanwhile."""
         core, group, spec = self.core, request.group, request.sampling.structured_outputs
         if spec is None:
             core.send(core.on_add, group)
@@ -343,7 +344,7 @@ class InputProcessor:
             member.set_prompt(token_ids if member is request else token_ids.copy())
 
     def _delimiters(self, form: ResponseFormat) -> DelimiterTokens:
-        """As tokens; kept, because each conversation asks for them."""
+        """A format's delimiters as tokens; cached, because each conversation asks for them."""
         found = self._delimiter_tokens.get(form)
         if found is None:
             found = DelimiterTokens.of(form, self.loaded.tokenizer)
@@ -365,7 +366,7 @@ class InputProcessor:
         num_tokens: int,
         parser: MessageParser | None = None,
     ) -> TokenStream:
-        """Takes a place in the queue for the request, and announces it."""
+        """Reserves the group's place in the queue, and tells the observers of it."""
         group = request.group
         self.observers.watch(group)
         self.core.admission.reserve(group, num_tokens)

@@ -55,8 +55,8 @@ class ThreadMailbox:
     watchdog: Callable[[], None]
 
     def wait(self, waiter: threading.Event) -> None:
-        """Until ``waiter`` is set. Without an event loop no background task calls the watchdog:
-        after an interval this does, and returns."""
+        """Waits until ``waiter`` is set. After ``interval`` it calls the watchdog and returns, for
+        there is no event loop whose background task would call it."""
         if not waiter.wait(self.interval):
             self.watchdog()
 

@@ -1,4 +1,4 @@
-"""CudaGraphCapturer: capture through torch, whose failures stay harmless."""
+"""CudaGraphCapturer: graph capture through torch, after whose failure both can go on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""compiling_alone: the turns of a process's engines at compiling kernels."""
+"""compiling_alone: one engine of the process at a time compiles kernels."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _COMPILING = threading.Lock()
 
 @contextmanager
 def compiling_alone() -> Iterator[None]:
-    """Within it, steps are run for the first time. Engines that start at once take turns, so that
-    the second finds the kernels of the first. One that hangs there does not hold up the others for
-    good: after ``COMPILE_SECONDS`` they go on, at the price of compiling the same twice."""
+    """Context of an engine's first steps, which compile kernels. Engines that start at once take
+    turns, so that the second finds the kernels of the first. An engine that hangs there holds up
+    the others for ``COMPILE_SECONDS`` at most; then they compile the same kernels again."""
     held = _COMPILING.acquire(timeout=COMPILE_SECONDS)
     try:
         yield

@@ -192,7 +192,7 @@ class DecodeRunner:
     def _set_apart(
         self, host_rows: HostRows, num_rows: int, logits: Tensor | None, stages: Stages
     ) -> None:
-        """Leaves the rows out of the sampling that follows."""
+        """Excludes the rows from the sampling that follows."""
         if logits is None:
             assert self._logits is not None
             logits = self._logits[:num_rows]
@@ -201,7 +201,7 @@ class DecodeRunner:
         self.buffer.req_indices.index_fill_(0, index, -1)
 
     def prepare_host(self, host: PinnedStepBuffer) -> None:
-        """Makes what the buffer's stages need of it."""
+        """Allocates the masks and the log-probabilities of a host buffer whose stages need them."""
         info, cpu, pinned = self.info, torch.device("cpu"), self.device.type == "cuda"
         if host.stages & Stages.MASKS and host.masks is None:
             host.masks = GrammarMasks(info.max_num_seqs, info.vocab_size, cpu, pinned=pinned)
@@ -244,7 +244,7 @@ class DecodeRunner:
             torch.where(tokens < 0, sampled, tokens, out=tokens)
 
     def run_padding(self, key: GraphKey) -> None:
-        """Queues what a graph holds, without the graph, on rows that are padding all of them."""
+        """Queues the work of a graph eagerly, on padded rows alone."""
         self._receive(next(self.host_buffers))
         self._decode(key)
 

@@ -51,7 +51,7 @@ class StepOutput(NamedTuple):
 
 
 class RowArrays:
-    """Arrays that a step's rows are written into, at addresses that stay.
+    """Static arrays into which a step's rows are written.
 
     Attributes:
         lines, starts, counts: ``[R]`` int64, of each row: its request index, the position of its
@@ -157,7 +157,7 @@ class RecordedStep:
         self.num_bytes = recorder.layout(self._capacity)[1]
 
     def load(self) -> None:
-        """Takes its memory.
+        """Allocates the activations, and makes the program.
 
         Raises:
             MemoryError: there is not enough.

@@ -22,7 +22,7 @@ DEPTH = 2
 
 
 class _Buffer(RowArrays):
-    """A step from its launch to its end, at addresses that stay.
+    """Static buffers of a step, from its launch to its end.
 
     Attributes:
         lines_of, positions: ``[S]`` int64, of the rows that are sampled, in their order: request
