@@ -29,16 +29,16 @@ CPU, BLOCKS, CAPACITY = torch.device("cpu"), 40, 24
 
 MODELS: dict[str, dict[str, Any]] = {
     "window": {},
+    "hybrid": hybrid_fields(True, False),
+    "exact hybrid": hybrid_fields(True, False),
+    "experts": {**expert_fields(True, True), "sliding_layers": (), "sliding_window": None},
+    "hybrid experts": {**hybrid_fields(False, True), **expert_fields(False, True)},
     "sinks": {"sinks": True, "qk_norm": False, "attention_bias": True, "output_bias": True},
     "gated": {"gated_attention": True, "embedding_multiplier": 3.0, "tie_word_embeddings": False},
     "whole norms": {
         "norms_whole_projections": True, "sliding_layers": (), "sliding_window": None,
         "activation": "gelu_tanh", "residual_multiplier": 0.5,
     },
-    "hybrid": hybrid_fields(True, False),
-    "exact hybrid": hybrid_fields(True, False),
-    "experts": {**expert_fields(True, True), "sliding_layers": (), "sliding_window": None},
-    "hybrid experts": {**hybrid_fields(False, True), **expert_fields(False, True)},
 }  # fmt: skip
 
 STEPS: list[tuple[int, list[int], list[int], list[bool]]] = [
@@ -49,14 +49,16 @@ STEPS: list[tuple[int, list[int], list[int], list[bool]]] = [
     (0, [4], [2], [False]),
 ]
 STATE_STEPS = [
-    # One prompt, then its last token; a chunk behind a checkpoint, which is loaded, beside decodes.
+    # A prompt, then a chunk of one token; a chunk behind a checkpoint, which is loaded, and decodes.
     (0, [0], [17], [True]),
     (0, [17], [1], [True]),
     (2, [2, 23, 16], [1, 1, 3], [True, True, True]),
 ]
-
 EXPERT_STEPS = [(1, [7, 0], [1, 21], [True, True])]
-QUICK, HALF = ("window", "hybrid experts"), ("hybrid", "experts", "hybrid experts")
+
+QUICK = "window", "hybrid experts"
+HALF = "hybrid", "experts", "hybrid experts"
+"""In bfloat16, in which chunks are products."""
 
 
 def make(
