@@ -49,9 +49,10 @@ STEPS: list[tuple[int, list[int], list[int], list[bool]]] = [
     (0, [4], [2], [False]),
 ]
 STATE_STEPS = [
-    # A prompt, then a chunk of one token; a chunk behind a checkpoint that is loaded, and decodes.
+    # A prompt, then chunks of one token; a chunk behind a checkpoint that is loaded, and decodes.
     (0, [0], [17], [True]),
     (0, [17], [1], [True]),
+    (1, [18, 40], [1, 1], [True, False]),
     (2, [2, 23, 16], [1, 1, 3], [True, True, True]),
 ]
 EXPERT_STEPS = [(1, [7, 0], [1, 21], [True, True])]
