@@ -100,8 +100,8 @@ def hybrid_fields(*linear: bool) -> dict[str, Any]:
 
 def expert_fields(*layers: bool) -> dict[str, Any]:
     """Experts where ``layers`` says so, by a router in float32, beside a shared one with a gate;
-    larger tiles from 22 tokens on."""
-    routing = RoutingConfig(4, 3, renormalise=True, float32=True)
+    larger tiles from 17 tokens on."""
+    routing = RoutingConfig(3, 3, renormalise=True, float32=True)
     return {
         "experts": ExpertsConfig(
             layers, routing, intermediate_size=24, shared_size=40, shared_gate=True

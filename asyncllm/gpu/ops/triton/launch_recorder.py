@@ -326,7 +326,8 @@ def record(
     Args:
         run: the layers of a step, from its inputs per KV group to the hidden states that are
             wanted. The order of the program's inputs is token ids, positions, the wanted tokens,
-            then the slot mapping of each group.
+            the slot mapping of each group, then, for layers with recurrent states, each row's slot
+            of them and first token.
         block_sizes: of each KV group.
         capacity: tokens of the largest step, which launch shapes are chosen for.
 

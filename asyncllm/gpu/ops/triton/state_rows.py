@@ -17,7 +17,7 @@ TILE_TOKENS = 8
 
 
 def num_tiles(tokens: int, rows: int) -> int:
-    """Tiles of a step: never fewer than its rows need, whatever their lengths."""
+    """Tiles of a step: never fewer than its rows need, of any lengths."""
     return tokens // TILE_TOKENS + rows
 
 
