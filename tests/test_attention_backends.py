@@ -24,7 +24,14 @@ from asyncllm.gpu.ops.backend import AttentionBackend, AttentionRequest, Constra
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.native_attention import NativeAttention
 from asyncllm.gpu.ops.native_ops import NativeOps
-from asyncllm.gpu.ops.registry import BUILTIN, GROUP, make_attention, make_ops
+from asyncllm.gpu.ops.registry import (
+    BUILTIN,
+    GROUP,
+    NativeChoice,
+    make_attention,
+    make_ops,
+    ops_without_attention,
+)
 from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.ops.triton import toolchain
@@ -208,6 +215,19 @@ def test_the_runner_takes_the_backends_own_block_size(monkeypatch):
         load_format="dummy", device="cpu", max_num_batched_tokens=64, attention_backend="torch"
     )
     assert build_model_runner(settings, MODEL).info.block_size == 48
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_the_op_set_of_a_model_without_attention(monkeypatch, runs, caplog):
+    """The one that goes with the backend which a model with attention would have."""
+    context()
+    choice = NativeChoice(runs, "for want of a compiler", can_be_built=not runs)
+    monkeypatch.setattr(registry, "choose_native", lambda: choice)
+    expected = {"auto": "native" if runs else "onednn", "native": "native", "torch": "onednn"}
+    for name, op_set in expected.items():
+        assert ops_without_attention(name, CPU.device, 1).name == op_set
+    assert [each.message for each in caplog.records] == ["for want of a compiler"] * (not runs)
+    assert type(ops_without_attention("auto", GPU.device, 1)) is TorchOps
 
 
 def test_nothing_of_another_backend_is_imported():

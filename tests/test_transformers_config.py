@@ -43,6 +43,9 @@ def with_fields(source: Path, target: Path, **fields: Any) -> Path:
         ("num_hidden_layers", 10**400, "expected an integer from 0 to 1024"),
         ("num_experts", 2**31, "expected an integer from 0 to 1024"),
         ("text_config", {"num_hidden_layers": 2**31}, "expected an integer from 0 to 1024"),
+        ("dtype", "5", "dtype is '5', expected 'float32'"),
+        ("torch_dtype", [1], "torch_dtype is [1], expected 'float32'"),
+        ("text_config", {"dtype": 1e308}, "dtype is 1e+308, expected 'float32'"),
         ("hidden_size", -1, "transformers cannot build GemmaForCausalLM"),
     ],
 )

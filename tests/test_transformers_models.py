@@ -70,17 +70,33 @@ def test_every_tested_architecture_has_a_case(load_case):
 def test_matrix(load_case, name, backend):
     if backend == "native" and native_library() is None:
         pytest.skip("no C++ compiler to build the native ops with")
-    if backend == "native" and name == "Mamba2":
-        pytest.skip("it has no attention")
     run_matrix(load_case(name), backend)
 
 
-@pytest.mark.parametrize("name", ["Gemma2", "GptOss", "DeepseekV3", "Qwen3_5"])
+@pytest.mark.parametrize("name", ["Gemma2", "GptOss", "DeepseekV3", "Mamba2", "Qwen3_5"])
 def test_native_ops(load_case, name):
     if native_library() is None:
         pytest.skip("no C++ compiler to build the native ops with")
     case = load_case(name)
-    run_everything(case, case.runner(attention_backend="native"))
+    runner = case.runner(attention_backend="native")
+    assert runner.report().op_set == "native"
+    run_everything(case, runner)
+
+
+def test_linear_layers_of_a_model_without_attention_are_rounded(load_case):
+    if native_library() is None:
+        pytest.skip("no C++ compiler to build the native ops with")
+    case, found = load_case("Mamba2"), []
+    for name in (None, "int8"):
+        runner = case.runner(attention_backend="native", quantization=name)
+        driver = Driver(runner)
+        seq = driver.add(case.prompts[1], 1)
+        driver.run([seq])
+        found.append((seq.logprobs[0].sampled, runner.report().weight_bytes))
+    (plain, whole), (rounded, fewer) = found
+    assert plain.token_id == rounded.token_id
+    assert 1e-5 < abs(plain.logprob - rounded.logprob) < 0.1
+    assert fewer < 0.6 * whole
 
 
 @pytest.mark.parametrize(

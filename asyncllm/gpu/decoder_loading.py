@@ -21,7 +21,7 @@ from asyncllm.gpu.models.layers import AttentionKind
 from asyncllm.gpu.ops.backend import AttentionRequest
 from asyncllm.gpu.ops.base import Attention, AttentionShape
 from asyncllm.gpu.ops.quantise import Conversion
-from asyncllm.gpu.ops.registry import make_attention, make_ops
+from asyncllm.gpu.ops.registry import make_attention, make_ops, ops_without_attention
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.threads import available_cpus, set_thread_count
 from asyncllm.gpu.transformers_model.build import (
@@ -86,10 +86,13 @@ def _load_transformers(
 ) -> tuple[TransformersDecoder, list[KVGroup], int]:
     """As ``load_decoder``, through transformers' modules."""
     plan = Plan.of(model)
-    if not plan.kinds:
-        _refuse_without_attention(config)
     attention, block_size = _make_attention(config, plan.kinds, dtype, device, num_threads)
-    ops = make_ops(device, next(iter(attention.values()), None))
+    if attention:
+        ops = make_ops(device, next(iter(attention.values())))
+    else:
+        _refuse_without_attention(config, device)
+        name, threads = config.attention_backend, num_threads or available_cpus()
+        ops = ops_without_attention(name, device, threads)
     groups = plan.kv_groups(attention, block_size)
     free_at_start = 0
     if device.type == "cuda":
@@ -116,9 +119,10 @@ def _load_transformers(
     return decoder, groups, free_at_start
 
 
-def _refuse_without_attention(config: EngineConfig) -> None:
+def _refuse_without_attention(config: EngineConfig, device: torch.device) -> None:
     """Raises InvalidRequestError for settings that mean nothing to a model without attention."""
-    accepted = {"attention_backend": ("auto", "torch"), "kv_cache_memory": (None,)}
+    op_sets = ("auto", "torch", "native") if device.type == "cpu" else ("auto", "torch")
+    accepted = {"attention_backend": op_sets, "kv_cache_memory": (None,)}
     for name, values in accepted.items():
         if getattr(config, name) not in values:
             choices = " or ".join(map(repr, values))

@@ -37,6 +37,18 @@ class StepRows:
     held: tuple[Any, ...]
 
 
+def native_context(num_threads: int) -> Context:
+    """The threads of an engine's native ops.
+
+    Raises:
+        EngineError: the library is missing or does not work here.
+    """
+    try:
+        return Context(Library(), num_threads)
+    except NativeUnavailableError as error:
+        raise EngineError(f'attention_backend="native": {error}; {REMEDY}') from error
+
+
 class NativeAttention:
     """Attention of decode rows and chunks of prompts alike.
 
@@ -63,11 +75,7 @@ class NativeAttention:
         peer = request.peer
         if isinstance(peer, NativeAttention):
             return cls(peer.context, request.shape, request.dtype)
-        try:
-            context = Context(Library(), request.num_threads)
-        except NativeUnavailableError as error:
-            raise EngineError(f'attention_backend="native": {error}; {REMEDY}') from error
-        return cls(context, request.shape, request.dtype)
+        return cls(native_context(request.num_threads), request.shape, request.dtype)
 
     def __init__(
         self, context: Context, shape: AttentionShape, dtype: torch.dtype,

@@ -14,7 +14,7 @@ from asyncllm.gpu.ops.base import Attention
 from asyncllm.gpu.ops.cpu_ops import CpuOps
 from asyncllm.gpu.ops.flash_attention_2 import FlashAttention2
 from asyncllm.gpu.ops.flash_attention_3 import FlashAttention3
-from asyncllm.gpu.ops.native_attention import REMEDY, NativeAttention
+from asyncllm.gpu.ops.native_attention import REMEDY, NativeAttention, native_context
 from asyncllm.gpu.ops.native_ops import NativeOps
 from asyncllm.gpu.ops.onednn_ops import OneDNNOps, onednn_works
 from asyncllm.gpu.ops.torch_attention import TorchAttention
@@ -77,12 +77,17 @@ def resolve(name: str, request: AttentionRequest) -> str:
         return name
     if request.device.type == "cuda":
         return "triton"
+    if not _chooses_native() or any(NativeAttention.constraints.unmet(request)):
+        return "torch"
+    return "native"
+
+
+def _chooses_native() -> bool:
+    """As ``choose_native``; a warning says what a build would change."""
     choice = choose_native()
     if choice.can_be_built:
         logger.warning("%s", choice.reason)
-    if any(NativeAttention.constraints.unmet(request)) or not choice.runs:
-        return "torch"
-    return "native"
+    return choice.runs
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -144,8 +149,7 @@ def make_ops(device: torch.device, attention: Attention | None) -> TorchOps:
     """The op set for everything but attention.
 
     On CUDA these are Triton kernels, unless attention is plain torch: then nothing needs a
-    compiler. Native ops go with native attention, and share its threads. A model without attention
-    has torch's.
+    compiler. Native ops go with native attention, and share its threads.
 
     Raises:
         EngineError: Triton cannot compile kernels here.
@@ -166,6 +170,21 @@ def make_ops(device: torch.device, attention: Attention | None) -> TorchOps:
         return OneDNNOps()
     logger.warning("this build of torch has no packed linear layers: decoding will be slower")
     return CpuOps()
+
+
+def ops_without_attention(name: str, device: torch.device, num_threads: int) -> TorchOps:
+    """The op set of a model without attention: on a CPU the one that goes with the backend that
+    ``name`` would be for other models, elsewhere torch's.
+
+    Args:
+        name: "auto", "torch" or, on a CPU, "native".
+
+    Raises:
+        EngineError: native ops are asked for and cannot be had.
+    """
+    if device.type == "cpu" and (name == "native" or (name == "auto" and _chooses_native())):
+        return NativeOps(native_context(num_threads))
+    return make_ops(device, None)
 
 
 def _load(entry: EntryPoint) -> AttentionBackend:

@@ -36,6 +36,8 @@ _COUNTS = (
 ).split()
 """Fields whose value transformers makes as many modules, or entries of a list, of."""
 
+_DTYPES = ("float32", "bfloat16", "float16")
+
 
 @dataclass(frozen=True, slots=True)
 class TransformersConfig:
@@ -93,7 +95,7 @@ class TransformersConfig:
     ) -> TransformersConfig:
         generation = ConfigFile.read_if_present(directory / "generation_config.json")
         quantization = quant_method(file)
-        _check_counts(file)
+        _check_fields(file)
         whole = _read(directory, file, trust_remote_code)
         config = copy.deepcopy(whole.get_text_config(decoder=True))
         # The whole model ties its head by its own field, which a part may contradict.
@@ -186,14 +188,18 @@ def build_skeleton(path: Path, model_class: Any, config: Any) -> nn.Module:
         return model_class(copy.deepcopy(config)).eval()
 
 
-def _check_counts(file: ConfigFile) -> None:
+def _check_fields(file: ConfigFile) -> None:
     """Raises ModelLoadError for more layers or experts than any model has, which transformers would
-    count to, in the file or an object in it."""
+    count to, in the file or an object in it, and for a data type that it would look up without
+    naming the field."""
     parts = [file.section(name) for name, value in file.values.items() if isinstance(value, dict)]
     for part in (file, *parts):
         for name in _COUNTS:
             if isinstance(part.values.get(name), int):
                 part.integer(name, low=0, high=MAX_LAYERS)
+    for part in (file, file.section("text_config")):
+        for name in ("dtype", "torch_dtype"):
+            part.choice(name, _DTYPES, _DTYPES[0])
 
 
 def _read(directory: Path, file: ConfigFile, trust_remote_code: bool) -> Any:
@@ -258,5 +264,4 @@ def _dtype(file: ConfigFile, config: Any, whole: Any) -> str:
     if found is None:
         return "float32"
     name = str(found).removeprefix("torch.")
-    choices = ("float32", "bfloat16", "float16")
-    return ConfigFile(file.path, {"dtype": name}).choice("dtype", choices)
+    return ConfigFile(file.path, {"dtype": name}).choice("dtype", _DTYPES)
