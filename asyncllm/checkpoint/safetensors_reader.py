@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +24,30 @@ MAPPED = 2
 """Files at once: a layer may begin in one and end in the next."""
 
 
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Around what the system may refuse, which torch reports as a RuntimeError."""
+    try:
+        yield
+    except (OSError, RuntimeError, MemoryError) as error:
+        raise ModelLoadError(f"{path}: cannot be read ({error})") from error
+
+
+def _version(path: Path) -> tuple[int, int]:
+    """Size and time: of files that are mapped one after the other, others may have been written
+    meanwhile, which would give a mixture of two checkpoints; and what was cut short while it is
+    mapped ends the process where it is read."""
+    found = path.stat()
+    return found.st_size, found.st_mtime_ns
+
+
 class SafetensorsReader:
     """CheckpointReader for the safetensors files of a model directory, which it maps: those that
     were read last, so that no more of a checkpoint is in memory beside what is made of it.
 
     Raises:
-        ModelLoadError: a file is missing or damaged, or two have a tensor of the same name.
+        ModelLoadError: a file is missing or damaged, or changes while it is loaded, or two have a
+            tensor of the same name.
     """
 
     label = ignored = ""
@@ -36,18 +55,22 @@ class SafetensorsReader:
     def __init__(self, directory: Path) -> None:
         self.tensors: dict[str, TensorInfo] = {}
         self._files: dict[Path, Any] = {}
+        self._versions: dict[Path, tuple[int, int]] = {}
         for path in weight_files(directory):
             self._open(path)
 
     def _open(self, path: Path) -> None:
+        with _reading(path):
+            self._versions[path] = size, _ = _version(path)
         try:
             # Checks the header against the length of the file.
-            self._map(path)
-            with path.open("rb") as file:
-                header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        except (SafetensorError, OSError, ValueError) as error:
+            with _reading(path):
+                self._map(path)
+                with path.open("rb") as file:
+                    header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        except (SafetensorError, ValueError) as error:
             raise ModelLoadError(
-                f"{path}: not a whole safetensors file ({path.stat().st_size} bytes): {error}"
+                f"{path}: not a whole safetensors file ({size} bytes): {error}"
             ) from error
         header.pop("__metadata__", None)
         for name, entry in header.items():
@@ -58,6 +81,9 @@ class SafetensorsReader:
             self.tensors[name] = TensorInfo(path, shape, entry["dtype"], end - start)
 
     def _map(self, path: Path) -> Any:
+        with suppress(FileNotFoundError):  # what is mapped outlives its name
+            if _version(path) != self._versions[path]:
+                raise ModelLoadError(f"{path}: was changed while it was loaded")
         file = self._files.pop(path, None)
         if file is None:
             file = safe_open(path, framework="pt", device="cpu")
@@ -70,8 +96,9 @@ class SafetensorsReader:
         """A view of the mapped file."""
         path = self.tensors[name].file
         try:
-            return self._map(path).get_tensor(name)
-        except (SafetensorError, OSError) as error:
+            with _reading(path):
+                return self._map(path).get_tensor(name)
+        except SafetensorError as error:
             raise ModelLoadError(f"{path}: tensor {name!r} cannot be read: {error}") from error
 
     def slices(self, name: str) -> Iterator[Tensor]:
