@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
+from asyncllm.checkpoint.file_version import FileVersion
 from asyncllm.checkpoint.model_files import weight_files
 from asyncllm.checkpoint.reader import TensorInfo
 from asyncllm.errors import ModelLoadError
@@ -33,14 +34,6 @@ def _reading(path: Path) -> Iterator[None]:
         raise ModelLoadError(f"{path}: cannot be read ({error})") from error
 
 
-def _version(path: Path) -> tuple[int, int]:
-    """Size and time: of files that are mapped one after the other, others may have been written
-    meanwhile, which would give a mixture of two checkpoints; and what was cut short while it is
-    mapped ends the process where it is read."""
-    found = path.stat()
-    return found.st_size, found.st_mtime_ns
-
-
 class SafetensorsReader:
     """CheckpointReader for the safetensors files of a model directory, which it maps: those that
     were read last, so that no more of a checkpoint is in memory beside what is made of it.
@@ -55,13 +48,13 @@ class SafetensorsReader:
     def __init__(self, directory: Path) -> None:
         self.tensors: dict[str, TensorInfo] = {}
         self._files: dict[Path, Any] = {}
-        self._versions: dict[Path, tuple[int, int]] = {}
+        self._versions: dict[Path, FileVersion] = {}
         for path in weight_files(directory):
             self._open(path)
 
     def _open(self, path: Path) -> None:
         with _reading(path):
-            self._versions[path] = size, _ = _version(path)
+            version = self._versions[path] = FileVersion(path)
         try:
             # Checks the header against the length of the file.
             with _reading(path):
@@ -70,7 +63,7 @@ class SafetensorsReader:
                     header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
         except (SafetensorError, ValueError) as error:
             raise ModelLoadError(
-                f"{path}: not a whole safetensors file ({size} bytes): {error}"
+                f"{path}: not a whole safetensors file ({version.size} bytes): {error}"
             ) from error
         header.pop("__metadata__", None)
         for name, entry in header.items():
@@ -81,9 +74,7 @@ class SafetensorsReader:
             self.tensors[name] = TensorInfo(path, shape, entry["dtype"], end - start)
 
     def _map(self, path: Path) -> Any:
-        with suppress(FileNotFoundError):  # what is mapped outlives its name
-            if _version(path) != self._versions[path]:
-                raise ModelLoadError(f"{path}: was changed while it was loaded")
+        self._versions[path].check()
         file = self._files.pop(path, None)
         if file is None:
             file = safe_open(path, framework="pt", device="cpu")
