@@ -200,12 +200,14 @@ class EngineConfig:
         check.field(self, check.choice, "tool_parser", ("auto", *TOOL_FAMILIES))
         if self.reasoning_parser is not None:
             families = ("auto", *REASONING_FAMILIES)
-            check.choice("reasoning_parser", self.reasoning_parser, families, optional=True)
+            found = check.choice("reasoning_parser", self.reasoning_parser, families, optional=True)
+            object.__setattr__(self, "reasoning_parser", found)
         check.field(self, check.string, "attention_backend")
         check.field(self, check.string, "revision")
-        device: Any = self.device
-        if not check.is_a(device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", device):
-            raise check.invalid("device", device, "auto, cpu, cuda or cuda:N")
+        device = check.plain_text(self.device)
+        if device is None or not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", device):
+            raise check.invalid("device", self.device, "auto, cpu, cuda or cuda:N")
+        object.__setattr__(self, "device", device)
         for name in ("model", "tokenizer"):
             self._check_path(name)
 

@@ -51,6 +51,40 @@ def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("redirected", "code", "says"),
+    [
+        ("<&- >&-", 0, ""),
+        ("<&- >&- 2>&-", 0, ""),
+        (">/dev/full", 1, "asyncllm: [Errno 28] No space left on device\n"),
+    ],
+)
+def test_standard_streams_that_are_closed_or_full(redirected: str, code: int, says: str) -> None:
+    """The command is that of a server's supervisor, or of a script on a full disk."""
+    stand_in = (
+        "import sys, types\n"
+        "import asyncllm.cli, asyncllm.cli.arguments as arguments\n"
+        "def run(_):\n"
+        "    import os\n"
+        "    assert not sys.stdin.isatty() and not sys.stdout.isatty()\n"
+        "    print('x')\n"
+        "    assert sys.stdin.read() == ''\n"
+        "    assert os.open(os.devnull, 0) > 2\n"
+        "    return 0\n"
+        "arguments.parse = lambda argv: types.SimpleNamespace(run=run)\n"
+        "sys.exit(asyncllm.cli.main())\n"
+    )
+    command = f'exec "$0" -c "$1" {redirected}'
+    done = subprocess.run(
+        ["/bin/sh", "-c", command, sys.executable, stand_in],
+        capture_output=True,
+        text=True,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
+    assert (done.returncode, done.stderr) == (code, says)
+
+
+@pytest.mark.parametrize(
     ("arguments", "named"),
     [
         (["demo", "--temperature", "-1"], "temperature=-1.0"),

@@ -427,6 +427,20 @@ def test_without_gguf_py_the_extra_is_named(plain, tmp_path, monkeypatch):
         open_checkpoint(path, torch.float32)
 
 
+def test_a_file_that_is_cut_short_while_it_is_mapped_is_not_read(plain, tmp_path):
+    """A read behind its end would end the process."""
+    path = tmp_path / "model.gguf"
+    write(path, plain)
+    with closing(open_checkpoint(path, torch.float32)) as reader:
+        first, *rest = reader.tensors
+        reader.tensor(first)
+        with path.open("r+b") as file:
+            file.truncate(8)
+        for name in (first, *rest):
+            with pytest.raises(ModelLoadError, match=r"model\.gguf: was changed while"):
+                reader.tensor(name)
+
+
 def test_a_truncated_file_is_refused_wherever_it_ends(whole, tmp_path):
     path = tmp_path / "model.gguf"
     path.write_bytes(whole)

@@ -107,7 +107,11 @@ def test_subclasses_become_plain() -> None:
     assert [type(one) for one in params.stop] == [str]
     assert type(SamplingParams(stop=values["text"]).stop[0]) is str
     assert type(SamplingParams(bad_words=values["of texts"]).bad_words[0]) is str
-    assert type(EngineConfig(model=type("Text", (str,), {})("a")).model) is str
+    text = type("Text", (str,), {})
+    config = EngineConfig(model=text("a"), device=text("cuda:1"), reasoning_parser=text("qwen3"))
+    assert {type(config.model), type(config.device), type(config.reasoning_parser)} == {str}
+    with pytest.raises(InvalidRequestError, match="device="):
+        EngineConfig(device="cuda:\N{FULLWIDTH DIGIT ONE}")
 
 
 @pytest.mark.parametrize("name", ["model", "tokenizer"])

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
@@ -275,6 +276,15 @@ def test_no_directory(
     with pytest.raises(ModelLoadError, match="expected a directory"):
         resolve_model(Path("absent"))
     assert hub.requests == []
+
+
+@pytest.mark.parametrize("resolve", [resolve_model, resolve_tokenizer])
+@pytest.mark.parametrize("name", ["x" * 5000, "./" + "x" * 5000, "y/" * 3000])
+def test_a_question_that_the_system_refuses_is_no_answer(resolve: Any, name: str) -> None:
+    with pytest.raises(ModelLoadError, match=r"cannot be read \(File name too long\)") as caught:
+        resolve(name)
+    assert str(caught.value).startswith(name[:200])
+    assert len(str(caught.value)) < 400
 
 
 def test_incomplete_directory(tmp_path: Path) -> None:

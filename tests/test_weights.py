@@ -302,6 +302,63 @@ def test_a_file_without_tensors(copy):
     assert refused(copy) == f"{copy.path}: its safetensors files have no tensor"
 
 
+def shards(path: Path, value: float) -> None:
+    """Five files of a tensor each."""
+    path.mkdir(exist_ok=True)
+    for i in range(5):
+        save_file({f"t{i}": torch.full((4, 4), value)}, path / f"part{i}.safetensors")
+    files = {f"t{i}": f"part{i}.safetensors" for i in range(5)}
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+
+
+@pytest.mark.parametrize("read", [1, 5])
+def test_another_checkpoint_in_its_place_is_not_mixed_with_it(tmp_path, read):
+    """Valid files of the same tensors, as of a training that goes on: mapped or not."""
+    shards(tmp_path / "model", 1.0)
+    shards(tmp_path / "next", 2.0)
+    reader = SafetensorsReader(tmp_path / "model")
+    for i in range(read):
+        assert reader.tensor(f"t{i}").eq(1.0).all()
+    for file in (tmp_path / "next").glob("*.safetensors"):
+        file.replace(tmp_path / "model" / file.name)
+    for i in range(5):
+        with pytest.raises(ModelLoadError, match=rf"part{i}\.safetensors: was changed while"):
+            reader.tensor(f"t{i}")
+    reader.close()
+
+
+def test_what_is_cut_short_while_it_is_mapped_is_not_read(tmp_path):
+    """A read behind its end would end the process."""
+    shards(tmp_path, 1.0)
+    reader = SafetensorsReader(tmp_path)
+    assert reader.tensor("t0").eq(1.0).all()
+    with (tmp_path / "part0.safetensors").open("r+b") as file:
+        file.truncate(8)
+    with pytest.raises(ModelLoadError, match=r"part0\.safetensors: was changed while"):
+        reader.tensor("t0")
+    reader.close()
+
+
+def test_what_is_mapped_outlives_its_name(tmp_path):
+    shards(tmp_path, 1.0)
+    reader = SafetensorsReader(tmp_path)
+    for file in tmp_path.glob("*.safetensors"):
+        file.unlink()
+    assert reader.tensor("t4").eq(1.0).all()
+    with pytest.raises(ModelLoadError, match=r"part0\.safetensors: cannot be read \(No such file"):
+        reader.tensor("t0")
+    reader.close()
+
+
+def test_what_the_system_refuses_names_the_file(copy, monkeypatch):
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("unable to mmap 4 bytes")  # torch's, of an errno
+
+    monkeypatch.setattr("asyncllm.checkpoint.safetensors_reader.safe_open", refuse)
+    message = refused(copy)
+    assert f"{copy.path / 'model.safetensors'}: cannot be read (unable to mmap" in message
+
+
 def test_no_file_at_all(copy):
     (copy.path / "model.safetensors").unlink()
     assert "model.safetensors" in refused(copy)

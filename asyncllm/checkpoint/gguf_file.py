@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from asyncllm.checkpoint.file_version import FileVersion
 from asyncllm.errors import ModelLoadError
 
 MAX_ENTRIES = 2**17
@@ -91,6 +92,7 @@ class GGUFFile:
         metadata: values by key; an array of more than ``MAX_ARRAY`` elements, or of strings, is
             its length.
         tensors: by name.
+        version: of the file, as the header was read from it.
 
     Raises:
         ModelLoadError: the file cannot be read, is no such file, or says something that its
@@ -100,6 +102,7 @@ class GGUFFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
+            self.version = FileVersion(path)
             with (
                 path.open("rb") as file,
                 mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,

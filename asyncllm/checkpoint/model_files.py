@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.resources
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -70,19 +72,20 @@ def resolve_model(
     """
     patterns = _CONFIG_PATTERNS + _TOKENIZER_PATTERNS + (_WEIGHT_PATTERNS if weights else ())
     patterns += ("*.py",) if code else ()
-    if model is None:
-        directory = _bundled_model()
-        _refuse_revision("the model in the package", revision)
-    else:
-        directory = _resolve(model, revision, patterns, hub)
-    directory = _gguf_file(directory, directory / _SINGLE_FILE, directory / _INDEX_FILE)
-    if directory.suffix == GGUF_SUFFIX:
+    with _looking_at(model):
+        if model is None:
+            directory = _bundled_model()
+            _refuse_revision("the model in the package", revision)
+        else:
+            directory = _resolve(model, revision, patterns, hub)
+        directory = _gguf_file(directory, directory / _SINGLE_FILE, directory / _INDEX_FILE)
+        if directory.suffix == GGUF_SUFFIX:
+            return directory
+        if not (directory / "config.json").is_file():
+            raise ModelLoadError(f"{directory}: config.json is missing; {_contents(directory)}")
+        if weights:
+            weight_files(directory)
         return directory
-    if not (directory / "config.json").is_file():
-        raise ModelLoadError(f"{directory}: config.json is missing; {_contents(directory)}")
-    if weights:
-        weight_files(directory)
-    return directory
 
 
 def resolve_tokenizer(
@@ -92,15 +95,28 @@ def resolve_tokenizer(
     ``resolve_model``."""
     # config.json tells transformers the class of a tokenizer that has no tokenizer.json.
     patterns = ("config.json", *_TOKENIZER_PATTERNS)
-    directory = _resolve(tokenizer, revision, patterns, hub)
-    directory = _gguf_file(directory, *(directory / name for name in _TOKENIZER_FILES))
-    if directory.suffix == GGUF_SUFFIX:
+    with _looking_at(tokenizer):
+        directory = _resolve(tokenizer, revision, patterns, hub)
+        directory = _gguf_file(directory, *(directory / name for name in _TOKENIZER_FILES))
+        if directory.suffix == GGUF_SUFFIX:
+            return directory
+        if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
+            raise ModelLoadError(
+                f"{directory}: holds no tokenizer, expected tokenizer.json; {_contents(directory)}"
+            )
         return directory
-    if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
+
+
+@contextmanager
+def _looking_at(location: str | os.PathLike[str] | None) -> Iterator[None]:
+    """Around questions to the file system: one that it refuses to answer, as of a folder that may
+    not be read or of a name that is too long, is neither yes nor no."""
+    try:
+        yield
+    except OSError as error:
         raise ModelLoadError(
-            f"{directory}: holds no tokenizer, expected tokenizer.json; {_contents(directory)}"
-        )
-    return directory
+            f"{location!s:.300}: cannot be read ({error.strerror or error})"
+        ) from error
 
 
 def _gguf_file(directory: Path, *instead: Path) -> Path:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
+from asyncllm.checkpoint.file_version import FileVersion
 from asyncllm.checkpoint.model_files import weight_files
 from asyncllm.checkpoint.reader import TensorInfo
 from asyncllm.errors import ModelLoadError
@@ -23,13 +25,22 @@ MAPPED = 2
 """Files at once: a layer may begin in one and end in the next."""
 
 
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Around what the system may refuse, which torch reports as a RuntimeError."""
+    try:
+        yield
+    except (OSError, RuntimeError, MemoryError) as error:
+        raise ModelLoadError(f"{path}: cannot be read ({error})") from error
+
+
 class SafetensorsReader:
     """CheckpointReader for the safetensors files of a model directory, which it maps: those that
     were read last, so that no more of a checkpoint is in memory beside what is made of it.
 
     Raises:
-        ModelLoadError: a file is missing or damaged, two have a tensor of the same name, or none
-            has any.
+        ModelLoadError: a file is missing or damaged, or changes while it is loaded, two have a
+            tensor of the same name, or none has any.
     """
 
     label = ignored = ""
@@ -37,20 +48,24 @@ class SafetensorsReader:
     def __init__(self, directory: Path) -> None:
         self.tensors: dict[str, TensorInfo] = {}
         self._files: dict[Path, Any] = {}
+        self._versions: dict[Path, FileVersion] = {}
         for path in weight_files(directory):
             self._open(path)
         if not self.tensors:
             raise ModelLoadError(f"{directory}: its safetensors files have no tensor")
 
     def _open(self, path: Path) -> None:
+        with _reading(path):
+            version = self._versions[path] = FileVersion(path)
         try:
             # Checks the header against the length of the file.
-            self._map(path)
-            with path.open("rb") as file:
-                header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        except (SafetensorError, OSError, ValueError) as error:
+            with _reading(path):
+                self._map(path)
+                with path.open("rb") as file:
+                    header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        except (SafetensorError, ValueError) as error:
             raise ModelLoadError(
-                f"{path}: not a whole safetensors file ({path.stat().st_size} bytes): {error}"
+                f"{path}: not a whole safetensors file ({version.size} bytes): {error}"
             ) from error
         header.pop("__metadata__", None)
         for name, entry in header.items():
@@ -61,6 +76,7 @@ class SafetensorsReader:
             self.tensors[name] = TensorInfo(path, shape, entry["dtype"], end - start)
 
     def _map(self, path: Path) -> Any:
+        self._versions[path].check()
         file = self._files.pop(path, None)
         if file is None:
             file = safe_open(path, framework="pt", device="cpu")
@@ -73,8 +89,9 @@ class SafetensorsReader:
         """A view of the mapped file."""
         path = self.tensors[name].file
         try:
-            return self._map(path).get_tensor(name)
-        except (SafetensorError, OSError) as error:
+            with _reading(path):
+                return self._map(path).get_tensor(name)
+        except SafetensorError as error:
             raise ModelLoadError(f"{path}: tensor {name!r} cannot be read: {error}") from error
 
     def slices(self, name: str) -> Iterator[Tensor]:

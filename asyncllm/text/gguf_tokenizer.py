@@ -10,6 +10,7 @@ from typing import Any
 import tokenizers
 
 from asyncllm.checkpoint.gguf_file import GGUFFile
+from asyncllm.checkpoint.importing import importing_transformers
 from asyncllm.errors import ModelLoadError
 from asyncllm.validation import explain
 
@@ -25,18 +26,19 @@ def read_gguf_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str
             make.
     """
     metadata = GGUFFile(path).metadata  # raises before transformers reads unchecked lengths
-    _check_split(path, metadata)
-    from transformers import PreTrainedTokenizerFast
+    with importing_transformers():
+        _check_split(path, metadata)
+        from transformers import PreTrainedTokenizerFast
 
-    try:
-        loaded: Any = PreTrainedTokenizerFast.from_pretrained(
-            str(path.parent), gguf_file=path.name, local_files_only=True
-        )
-        backend = _within(loaded.backend_tokenizer, metadata["tokenizer.ggml.tokens"])
-    except Exception as error:  # it raises what its many builders raise
-        raise ModelLoadError(
-            f"{path}: transformers makes no tokenizer of it ({explain(error)})"
-        ) from error
+        try:
+            loaded: Any = PreTrainedTokenizerFast.from_pretrained(
+                str(path.parent), gguf_file=path.name, local_files_only=True
+            )
+            backend = _within(loaded.backend_tokenizer, metadata["tokenizer.ggml.tokens"])
+        except Exception as error:  # it raises what its many builders raise
+            raise ModelLoadError(
+                f"{path}: transformers makes no tokenizer of it ({explain(error)})"
+            ) from error
     backend.no_truncation()
     backend.no_padding()
     named = {

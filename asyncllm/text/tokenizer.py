@@ -11,6 +11,7 @@ from typing import Any
 import tokenizers
 
 from asyncllm.checkpoint.config_file import ConfigFile
+from asyncllm.checkpoint.importing import importing_transformers
 from asyncllm.checkpoint.model_files import GGUF_SUFFIX
 from asyncllm.errors import (
     AsyncLLMError,
@@ -373,12 +374,13 @@ def _special_tokens(path: Path) -> dict[str, str]:
 
 def _convert(path: Path, trust_remote_code: bool) -> tokenizers.Tokenizer:
     """Lets transformers make a fast tokenizer of other files."""
-    from transformers import AutoTokenizer
-
     try:
-        loaded = AutoTokenizer.from_pretrained(
-            str(path), use_fast=True, trust_remote_code=trust_remote_code, local_files_only=True
-        )
+        with importing_transformers():
+            from transformers import AutoTokenizer
+
+            loaded = AutoTokenizer.from_pretrained(
+                str(path), use_fast=True, trust_remote_code=trust_remote_code, local_files_only=True
+            )
     except Exception as error:  # it raises what its many backends raise
         raise ModelLoadError(
             f"{path}: no tokenizer.json, and transformers makes no tokenizer of the other files "

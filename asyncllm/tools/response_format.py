@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from asyncllm.checkpoint.importing import importing_transformers
 from asyncllm.errors import InvalidRequestError, ModelLoadError
 from asyncllm.tools.call_reader import CallReader, RegionCallReader
 from asyncllm.tools.delimiters import Delimiters, Found, literals_or_pattern
@@ -228,7 +229,8 @@ class ResponseFormats:
     def prepare(self) -> None:
         """Imports what parsing takes, for a start: no event loop has to wait for it later."""
         if self._calling is not None and _json_syntax(self._calling.calls) is None:
-            importlib.import_module("transformers.utils.chat_parsing")
+            with importing_transformers():
+                importlib.import_module("transformers.utils.chat_parsing")
 
     def of(self, with_tools: bool) -> ResponseFormat | None:
         """The format of an answer; None if it is text and nothing else.
@@ -284,7 +286,8 @@ def _checked(template: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
     Raises:
         ModelLoadError: for one that transformers refuses, or that looks back in the text.
     """
-    from transformers.utils.chat_parsing.response_templates import load_response_template
+    with importing_transformers():
+        from transformers.utils.chat_parsing.response_templates import load_response_template
 
     try:
         load_response_template(dict(template))

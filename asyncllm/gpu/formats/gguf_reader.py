@@ -63,6 +63,7 @@ class GGUFReader:
 
     def __init__(self, path: Path, dtype: torch.dtype) -> None:
         file = GGUFFile(path)
+        self._version = file.version
         config = gguf_config(file)
         self.path, self.dtype = path, dtype
         self.tensors: dict[str, TensorInfo] = {}
@@ -87,6 +88,7 @@ class GGUFReader:
         self.label = f"gguf, {', '.join(self.types)}" if is_quantised(file) else ""
         packed = {t.type for t in self._stored.values()} - PLAIN
         self._dequantise = _dequantiser(path, sorted(packed))
+        self._version.check()
         # Private pages: torch takes no array that cannot be written to.
         self._data: np.memmap[Any, Any] | None = np.memmap(path, np.uint8, mode="c")
 
@@ -131,6 +133,7 @@ class GGUFReader:
         """``(start, stop)`` to the bytes of these rows, in the order of transformers."""
         stored, data = self._stored[name], self._data
         assert data is not None
+        self._version.check()
         raw = data[stored.start : stored.start + stored.num_bytes].reshape(rows, -1)
         order = _row_order(self.path, name, rows, self._heads.get(name))
         if order is None:

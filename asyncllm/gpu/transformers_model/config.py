@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncllm.checkpoint.config_file import ConfigFile
+from asyncllm.checkpoint.importing import importing_transformers
 from asyncllm.checkpoint.model_config import (
     MAX_LAYERS,
     MAX_POSITIONS,
@@ -86,7 +87,10 @@ class TransformersConfig:
         """
         directory = Path(path)
         file = ConfigFile.read(directory / "config.json")
-        with transformers_errors(file.path, "transformers cannot read it"):
+        with (
+            transformers_errors(file.path, "transformers cannot read it"),
+            importing_transformers(),
+        ):
             return cls._read(directory, file, trust_remote_code)
 
     @classmethod
