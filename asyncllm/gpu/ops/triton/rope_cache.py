@@ -14,6 +14,7 @@ from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.torch_ops import check_head_norm, norms_whole_projections
 from asyncllm.gpu.ops.triton.launcher import launched
 from asyncllm.gpu.ops.triton.norm import TritonRMSNorm
+from asyncllm.gpu.ops.triton.operands import row_stride
 from asyncllm.gpu.ops.triton.tuning import cdiv, next_power_of_2
 
 TILE_ELEMENTS = 1024
@@ -188,7 +189,7 @@ class TritonRopeAndCache:
                 cache,
                 slot_mapping,
                 self.eps,
-                qkv.stride(0),
+                row_stride("qkv", qkv),
                 table.stride(0),
                 shape.head_dim,
                 *cache.stride(),
