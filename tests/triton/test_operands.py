@@ -96,6 +96,21 @@ def test_attention(attend: Callable[..., Tensor], changed: dict[str, Any], messa
         attend(**changed)
 
 
+@pytest.mark.parametrize("attend", [decode, prefill])
+def test_offsets_beyond_32_bits(attend: Callable[..., Tensor]) -> None:
+    """Kernels count heads of a row, and elements of a head, in 32 bits; all else in 64."""
+    rows = ROWS if attend is decode else TOKENS
+    heads = torch.empty_strided((rows, 4, 16), (16, 2**29, 1), device="meta")
+    with pytest.raises(ValueError, match="q has heads 536870912 elements apart"):
+        attend(q=heads, out=torch.zeros(rows, 4, 16))
+    spread = torch.empty_strided((2, 4, 16, 2, 16), (1, 2, 8, 128, 2**27), device="meta")
+    with pytest.raises(ValueError, match="elements of a head 134217728 apart"):
+        attend(cache=spread)
+    rope = rope_cache.TritonRopeAndCache(AttentionShape(4, 2, 16, 1.0), None, None, 1e-6)
+    with pytest.raises(ValueError, match="elements of a head 134217728 apart"):
+        rope(torch.zeros(TOKENS, 128), (torch.zeros(9, 16), LINES), spread, LINES)
+
+
 def test_starts_of_prefills() -> None:
     with pytest.raises(ValueError, match=r"query_start_loc has shape \(3,\).*expected \(4,\)"):
         prefill(query_start_loc=torch.arange(3))

@@ -19,6 +19,7 @@ from asyncllm.gpu.ops.triton.attention_tile import LOG2_E, attend_tile, score_fa
 from asyncllm.gpu.ops.triton.launcher import launched
 from asyncllm.gpu.ops.triton.merge_attention import Partials, share_keys, split_keys
 from asyncllm.gpu.ops.triton.operands import (
+    cache_strides,
     check_attention,
     check_rows,
     check_tensors,
@@ -229,7 +230,7 @@ class DecodeAttention:
             *self._numbers,
             *out_strides,
             *head_strides("q", q),
-            *cache.stride(),
+            *cache_strides(cache),
             self._stride_table,
         )
         launches = [(self._kernel, self._grid, args)]
@@ -253,8 +254,8 @@ def decode_attention(
 
     Args:
         q: ``[B, Hq, D]``, the last dimension contiguous; D up to 512.
-        cache: ``[2, num_blocks, block_size, Hk, D]``, any strides; ``block_size`` a multiple
-            of 16. The row's own key is in it already.
+        cache: ``[2, num_blocks, block_size, Hk, D]``, any strides but a head within 2**31
+            elements; ``block_size`` a multiple of 16. The row's own key is in it already.
         block_table: ``[N, W]`` int32; entries past a sequence are never read.
         table_rows: ``[B]``, each row's line of ``block_table``; as all metadata contiguous.
         seq_lens: ``[B]`` int32 or int64, the row's own token included; 0 for a padded row,

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from asyncllm.gpu.ops.triton.tuning import INT32
+
 
 def row_stride(name: str, x: Tensor) -> int:
     """Elements from a row of ``x [T, N]`` to the next.
@@ -22,12 +24,29 @@ def head_strides(name: str, x: Tensor) -> tuple[int, int]:
     """Elements from a row of ``x [T, heads, D]`` to the next, and from a head to the next.
 
     Raises:
-        ValueError: a head is not contiguous.
+        ValueError: a head is not contiguous, or a row is longer than 32 bits can count.
     """
     row, head, inner = x.stride()
     if inner != 1 and x.shape[2] > 1:
         raise ValueError(f"{name} has strides {x.stride()}: expected contiguous heads")
+    if head * x.shape[1] >= INT32:
+        raise ValueError(f"{name} has heads {head} elements apart: expected them within 2**31")
     return row, head
+
+
+def cache_strides(cache: Tensor) -> tuple[int, ...]:
+    """Elements between neighbours in each dimension of ``cache [2, N, S, Hk, D]``. Kernels count
+    64 bits of all but the last.
+
+    Raises:
+        ValueError: a head is spread over more than 32 bits can count.
+    """
+    strides = cache.stride()
+    if strides[4] * cache.shape[4] >= INT32:
+        raise ValueError(
+            f"a cache with elements of a head {strides[4]} apart: expected them within 2**31"
+        )
+    return strides
 
 
 def check_attention(

@@ -21,6 +21,7 @@ from asyncllm.gpu.ops.triton.attention_tile import LOG2_E, attend_tile, score_fa
 from asyncllm.gpu.ops.triton.launcher import launched
 from asyncllm.gpu.ops.triton.merge_attention import Partials
 from asyncllm.gpu.ops.triton.operands import (
+    cache_strides,
     check_attention,
     check_rows,
     check_tensors,
@@ -270,7 +271,7 @@ class PrefillAttention:
             *self._numbers,
             *out_strides,
             *head_strides("q", q),
-            *cache.stride(),
+            *cache_strides(cache),
             self._stride_table,
         )
         launches = [(self._kernel, self._grid, args)]
@@ -296,8 +297,8 @@ def prefill_attention(
 
     Args:
         q: ``[first_row + T, Hq, D]``, the last dimension contiguous; D up to 512.
-        cache: ``[2, num_blocks, block_size, Hk, D]``, any strides; ``block_size`` a multiple
-            of 16. The queries' own keys are in it already.
+        cache: ``[2, num_blocks, block_size, Hk, D]``, any strides but a head within 2**31
+            elements; ``block_size`` a multiple of 16. The queries' own keys are in it already.
         block_table: ``[N, W]`` int32.
         table_rows: ``[R]``, each row's line of ``block_table``; as all metadata contiguous.
         seq_lens: ``[R]`` int32 or int64, tokens of each sequence up to its last query.
