@@ -6,6 +6,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable
 from math import prod
+from typing import Any
 
 import pytest
 import torch
@@ -124,9 +125,10 @@ def attended(place: Place) -> list[Tensor]:
     q, cache, found = heads(drawn(ROWS, 32)), drawn(2, 9, 16, 1, 16, seed=1), []
     table = place(torch.arange(ROWS * 2, dtype=torch.int32).view(ROWS, 2) + 1)
     lengths = torch.tensor([3, 20, 17, 32], dtype=torch.int32)
-    rows = {"table_rows": LINES, "seq_lens": lengths, "scale": 1.0}
+    rows: dict[str, Any] = {"table_rows": LINES, "seq_lens": lengths, "scale": 1.0}
+    shared: list[dict[str, Any]] = [{}, {"splits": 2}, {"extra_shares": 3}]
     tiles = tuning.decode_tiles(90, 16, 4)
-    for sharing in ({}, {"splits": 2}, {"extra_shares": 3}):
+    for sharing in shared:
         out = heads(torch.zeros(ROWS, 32))
         found.append(
             decode_attention.decode_attention(
