@@ -193,14 +193,14 @@ def held(slot: int) -> list[Tensor]:
 
 
 def weighed(expert: int) -> list[Tensor]:
-    """Experts of 2 * 640 * 16 elements and half as many."""
-    gate_up, down = at(expert, drawn(1280, 16), drawn(16, 640, seed=1))
+    """Experts of 2**20 and of 2**19 elements."""
+    gate_up, down = at(expert, drawn(128, 8192), drawn(8192, 64, seed=1))
     weights = ExpertsWeights(
         expert + 1, LinearWeights(gate_up.flatten(0, 1)), LinearWeights(down.flatten(0, 1))
     )
     ids = torch.full((2, 1), expert, dtype=torch.int32)
     layer = experts.TritonExperts(weights, ActivationConfig())
-    return [layer(drawn(2, 16, seed=2), ids, torch.ones(2, 1))]
+    return [layer(drawn(2, 8192, seed=2), ids, torch.ones(2, 1))]
 
 
 def looked_up(width: int) -> list[Tensor]:
@@ -222,7 +222,7 @@ def looked_up(width: int) -> list[Tensor]:
     [
         (cached, 1, LARGE // 512 + 1),
         (held, 1, LARGE // 16 + 1),
-        (weighed, 1, LARGE // (640 * 16) + 1),
+        pytest.param(weighed, 1, LARGE // 2**19 + 1, marks=pytest.mark.slow),
         (looked_up, 3, LARGE // 2),
     ],
 )
