@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from asyncllm.gpu.ops.triton.launcher import launched
+from asyncllm.gpu.ops.triton.operands import row_stride
 from asyncllm.gpu.ops.triton.tuning import cdiv
 
 BLOCK = 1024
@@ -57,8 +58,8 @@ def gated_mul(gate_up: Tensor, up: Tensor | None = None, *, gelu: bool) -> Tenso
     rows, out = len(gate), gate.new_empty((len(gate), width))
     if rows:
         gated_mul_kernel[(rows, cdiv(width, BLOCK))](
-            out, gate, up, width, out.stride(0), gate.stride(0), up.stride(0), GELU=gelu,
-            BLOCK=BLOCK, num_warps=4,
+            out, gate, up, width, out.stride(0), row_stride("gate", gate), row_stride("up", up),
+            GELU=gelu, BLOCK=BLOCK, num_warps=4,
         )  # fmt: skip
     return out
 
@@ -87,7 +88,14 @@ def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
     out = x.new_empty((rows, width))
     if rows:
         sigmoid_mul_kernel[(rows, cdiv(width, BLOCK))](
-            out, x, gate, width, x.stride(0), gate.stride(0), BLOCK=BLOCK, num_warps=4
+            out,
+            x,
+            gate,
+            width,
+            row_stride("x", x),
+            row_stride("gate", gate),
+            BLOCK=BLOCK,
+            num_warps=4,
         )
     return out
 
@@ -110,6 +118,6 @@ def softcap(x: Tensor, cap: float) -> Tensor:
     rows, width = x.shape
     if rows:
         softcap_kernel[(rows, cdiv(width, BLOCK))](
-            x, width, cap, x.stride(0), BLOCK=BLOCK, num_warps=4
+            x, width, cap, row_stride("x", x), BLOCK=BLOCK, num_warps=4
         )
     return x

@@ -127,7 +127,7 @@ def conv_state_kernel(
     row = tl.program_id(0).to(tl.int64)
     first = tl.load(query_start + row)
     count = tl.load(query_start + row + 1) - first
-    if count == 1:
+    if count <= 1:
         return
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = columns < CHANNELS

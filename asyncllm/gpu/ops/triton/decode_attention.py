@@ -18,6 +18,13 @@ from torch import Tensor
 from asyncllm.gpu.ops.triton.attention_tile import LOG2_E, attend_tile, score_factors
 from asyncllm.gpu.ops.triton.launcher import launched
 from asyncllm.gpu.ops.triton.merge_attention import Partials, share_keys, split_keys
+from asyncllm.gpu.ops.triton.operands import (
+    cache_strides,
+    check_attention,
+    check_rows,
+    check_tensors,
+    head_strides,
+)
 from asyncllm.gpu.ops.triton.tuning import Tiles, block_dim_of, cdiv, next_power_of_2
 
 
@@ -166,13 +173,15 @@ class DecodeAttention:
         if extra_shares and window is not None:
             raise ValueError(f"extra_shares={extra_shares}: expected 0 with a window")
         num_heads, kv_heads, head_dim = shape
+        check_attention(num_heads, kv_heads, splits, window, block_table)
+        check_rows(len(seq_lens), table_rows=table_rows, seq_lens=seq_lens)
         batch, group = seq_lens.shape[0], num_heads // kv_heads
         row_tiles, lines = cdiv(group, tiles.rows), 0
         self._grid = (batch, kv_heads * row_tiles, splits)
         if extra_shares:
             self._grid = (batch + extra_shares, kv_heads * row_tiles, 1)
-            # Not by the batch, for whose every power of two there would be another kernel.
-            lines = next_power_of_2(block_table.shape[0])
+            # By the batch alone there would be another kernel for its every power of two.
+            lines = next_power_of_2(max(block_table.shape[0], batch))
         self._partials: Partials | None = None
         if splits > 1 or extra_shares:
             count = self._grid[0] * self._grid[2]
@@ -210,7 +219,7 @@ class DecodeAttention:
     ) -> list[tuple[Any, tuple[int, int, int], tuple[Any, ...]]]:
         """Kernels, grids and arguments of the same."""
         partials = self._partials
-        out_strides = out.stride()[:2]
+        out_strides = head_strides("out", out)
         args = (
             out,
             *((out, out, out) if partials is None else partials.tensors),
@@ -220,8 +229,8 @@ class DecodeAttention:
             out if sinks is None else sinks,
             *self._numbers,
             *out_strides,
-            *q.stride()[:2],
-            *cache.stride(),
+            *head_strides("q", q),
+            *cache_strides(cache),
             self._stride_table,
         )
         launches = [(self._kernel, self._grid, args)]
@@ -245,10 +254,10 @@ def decode_attention(
 
     Args:
         q: ``[B, Hq, D]``, the last dimension contiguous; D up to 512.
-        cache: ``[2, num_blocks, block_size, Hk, D]``, any strides; ``block_size`` a multiple
-            of 16. The row's own key is in it already.
+        cache: ``[2, num_blocks, block_size, Hk, D]``, any strides but a head within 2**31
+            elements; ``block_size`` a multiple of 16. The row's own key is in it already.
         block_table: ``[N, W]`` int32; entries past a sequence are never read.
-        table_rows: ``[B]``, each row's line of ``block_table``.
+        table_rows: ``[B]``, each row's line of ``block_table``; as all metadata contiguous.
         seq_lens: ``[B]`` int32 or int64, the row's own token included; 0 for a padded row,
             whose output is zero.
         sinks: ``[Hq]`` float32, a logit per head that takes part in the softmax.
@@ -266,11 +275,12 @@ def decode_attention(
         ``[B, Hq, D]`` in the dtype of ``q``.
 
     Raises:
-        ValueError: shares with a window.
+        ValueError: shares with a window, or operands that do not fit one another.
     """
     block_size, kv_heads = cache.shape[2:4]
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    check_tensors(q, cache, out)
     if q.shape[0]:
         shape = q.shape[1], kv_heads, q.shape[2]
         has_sinks = sinks is not None

@@ -65,6 +65,9 @@ def delta_token_kernel(
         count = (tl.load(query_start + row + 1) - first).to(tl.int32)
     if (not LONG) and (count != 1):
         return
+    # What a row without tokens would take for its first is another row's, or past the end.
+    if LONG and (count == 0):
+        return
     keys = tl.arange(0, BLOCK_K)
     values = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     own = (keys[:, None] < KEYS) & (values[None, :] < VALUES)
@@ -122,7 +125,7 @@ def delta_chunk_kernel(
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first = tl.load(query_start + row)
     count = tl.load(query_start + row + 1) - first
-    if count == 1:
+    if count <= 1:
         return
     keys = tl.arange(0, BLOCK_K)
     values = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)

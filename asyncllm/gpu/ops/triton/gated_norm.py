@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from asyncllm.gpu.ops.triton.launcher import launched
+from asyncllm.gpu.ops.triton.operands import row_stride
 from asyncllm.gpu.ops.triton.tuning import next_power_of_2, row_warps
 
 
@@ -55,7 +56,7 @@ class TritonGatedNorm:
         out = x.new_empty((rows, width))
         if rows:
             gated_norm_kernel[(rows, width // size)](
-                out, x, gate, self.weight, self.eps, x.stride(0), gate.stride(0),
+                out, x, gate, self.weight, self.eps, row_stride("x", x), row_stride("gate", gate),
                 HEADS=width // size, SIZE=size, BLOCK=next_power_of_2(size),
                 num_warps=row_warps(size),
             )  # fmt: skip

@@ -24,10 +24,10 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from asyncllm.gpu.ops.triton.tuning import INT32
+
 ALIGNMENT = 16
 """Bytes; Triton compiles for pointers that are multiples of it, or for any."""
-
-INT32 = 2**31
 
 MAX_FORMS = 1024
 """That a kernel is kept in at most, of all engines of the process."""

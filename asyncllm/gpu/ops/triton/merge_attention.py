@@ -136,6 +136,9 @@ class Partials:
 
     Attributes:
         tensors: accumulators ``[count * heads * BLOCK_DIM]``, maxima and sums ``[count * heads]``.
+
+    Raises:
+        ValueError: the workspace is too small.
     """
 
     def __init__(
@@ -157,6 +160,10 @@ class Partials:
             workspace = torch.empty(size, dtype=torch.float32, device=seq_lens.device)
         size, block_dim = count * num_heads, block_dim_of(head_dim)
         ends = size * block_dim, size * (block_dim + 1), size * (block_dim + 2)
+        if workspace.numel() < ends[2]:
+            raise ValueError(
+                f"a workspace of {workspace.numel()} elements: expected at least {ends[2]}"
+            )
         self.tensors = (
             workspace[: ends[0]],
             workspace[ends[0] : ends[1]],

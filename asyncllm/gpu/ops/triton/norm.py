@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from asyncllm.gpu.ops.triton.launcher import launched
+from asyncllm.gpu.ops.triton.operands import row_stride
 from asyncllm.gpu.ops.triton.tuning import next_power_of_2, row_warps
 
 
@@ -68,6 +69,9 @@ class TritonRMSNorm:
         weight: of the dtype of ``x``, or in float32.
         multiplier: of ``x`` in ``add``.
         scale: of the sum in ``add``, behind its rounding.
+
+    Raises:
+        ValueError: from a call, for rows of another length than the weight, or with gaps.
     """
 
     def __init__(
@@ -112,13 +116,15 @@ class TritonRMSNorm:
                 self.multiplier,
                 self.scale,
                 out.stride(0),
-                x.stride(0),
-                residual.stride(0),
+                row_stride("x", x),
+                row_stride("residual", residual),
             )
         return out
 
     def _bind(self, width: int, add: bool) -> Any:
         """The kernel for rows of that width, with or without a residual."""
+        if len(self.weight) != width:
+            raise ValueError(f"rows of {width} elements: expected {len(self.weight)}")
         self._width = width
         self._alone, self._adding = (
             norm_kernel.bind(

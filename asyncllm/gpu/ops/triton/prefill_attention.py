@@ -20,6 +20,13 @@ from torch import Tensor
 from asyncllm.gpu.ops.triton.attention_tile import LOG2_E, attend_tile, score_factors
 from asyncllm.gpu.ops.triton.launcher import launched
 from asyncllm.gpu.ops.triton.merge_attention import Partials
+from asyncllm.gpu.ops.triton.operands import (
+    cache_strides,
+    check_attention,
+    check_rows,
+    check_tensors,
+    head_strides,
+)
 from asyncllm.gpu.ops.triton.tuning import Tiles, block_dim_of, next_power_of_2, num_tiles
 
 
@@ -209,7 +216,10 @@ class PrefillAttention:
         workspace: Tensor | None = None,
     ) -> None:
         num_heads, kv_heads, head_dim = shape
+        check_attention(num_heads, kv_heads, splits, window, block_table)
         num_seqs, group = seq_lens.shape[0], num_heads // kv_heads
+        check_rows(num_seqs, table_rows=table_rows, seq_lens=seq_lens)
+        check_rows(num_seqs + 1, query_start_loc=query_start_loc)
         group_rows = next_power_of_2(group)
         if group_rows > tiles.rows:
             raise ValueError(f"{group} query heads per key/value head: at most {tiles.rows}")
@@ -250,7 +260,7 @@ class PrefillAttention:
     ) -> list[tuple[Any, tuple[int, int, int], tuple[Any, ...]]]:
         """Kernels, grids and arguments of the same."""
         partials = self._partials
-        out_strides = out.stride()[:2]
+        out_strides = head_strides("out", out)
         args = (
             out,
             *((out, out, out) if partials is None else partials.tensors),
@@ -260,8 +270,8 @@ class PrefillAttention:
             out if sinks is None else sinks,
             *self._numbers,
             *out_strides,
-            *q.stride()[:2],
-            *cache.stride(),
+            *head_strides("q", q),
+            *cache_strides(cache),
             self._stride_table,
         )
         launches = [(self._kernel, self._grid, args)]
@@ -287,10 +297,10 @@ def prefill_attention(
 
     Args:
         q: ``[first_row + T, Hq, D]``, the last dimension contiguous; D up to 512.
-        cache: ``[2, num_blocks, block_size, Hk, D]``, any strides; ``block_size`` a multiple
-            of 16. The queries' own keys are in it already.
+        cache: ``[2, num_blocks, block_size, Hk, D]``, any strides but a head within 2**31
+            elements; ``block_size`` a multiple of 16. The queries' own keys are in it already.
         block_table: ``[N, W]`` int32.
-        table_rows: ``[R]``, each row's line of ``block_table``.
+        table_rows: ``[R]``, each row's line of ``block_table``; as all metadata contiguous.
         seq_lens: ``[R]`` int32 or int64, tokens of each sequence up to its last query.
         query_start_loc: ``[R + 1]`` int32 or int64, ascending from 0, the first query of each row,
             counted from ``first_row``; rows may be empty, and tokens from the last entry on are
@@ -308,13 +318,15 @@ def prefill_attention(
         ``[first_row + T, Hq, D]`` in the dtype of ``q``.
 
     Raises:
-        ValueError: more query heads per key/value head than a tile has rows.
+        ValueError: more query heads per key/value head than a tile has rows, or operands that do
+            not fit one another.
     """
     num_heads, head_dim = q.shape[1:]
     num_tokens = q.shape[0] - first_row
     block_size, kv_heads = cache.shape[2:4]
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    check_tensors(q, cache, out)
     if num_tokens:
         attention = PrefillAttention(
             (num_heads, kv_heads, head_dim), block_size, num_tokens, block_table, table_rows,

@@ -14,6 +14,7 @@ from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.head_norms import check_head_norm, norms_whole_projections
 from asyncllm.gpu.ops.triton.launcher import launched
 from asyncllm.gpu.ops.triton.norm import TritonRMSNorm
+from asyncllm.gpu.ops.triton.operands import cache_strides, row_stride
 from asyncllm.gpu.ops.triton.tuning import cdiv, next_power_of_2
 
 TILE_ELEMENTS = 1024
@@ -162,7 +163,8 @@ class TritonRopeAndCache:
             rotary: the table ``[max_positions, D]``, cosines, then sines, of half a head each, or
                 ``[max_positions, 2, D]``, those of queries before those of keys; and the positions
                 ``[T]`` int32 or int64.
-            cache: ``[2, num_blocks, block_size, Hk, D]``, any strides.
+            cache: ``[2, num_blocks, block_size, Hk, D]``, any strides but a head within 2**31
+                elements.
             slot_mapping: ``[T]``, ``block * block_size + offset``; 0, in the null block, for
                 padding.
         """
@@ -188,10 +190,10 @@ class TritonRopeAndCache:
                 cache,
                 slot_mapping,
                 self.eps,
-                qkv.stride(0),
+                row_stride("qkv", qkv),
                 table.stride(0),
                 shape.head_dim,
-                *cache.stride(),
+                *cache_strides(cache),
             )
         split = qkv.view(rows, num_q + 2 * num_k, shape.head_dim)
         return split[:, :num_q], split[:, num_q : num_q + num_k], split[:, num_q + num_k :]

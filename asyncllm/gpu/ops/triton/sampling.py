@@ -25,6 +25,7 @@ from torch import Tensor
 from asyncllm.gpu.batch.decode_inputs import SamplingTensors
 from asyncllm.gpu.ops import gumbel
 from asyncllm.gpu.ops.triton.launcher import launched
+from asyncllm.gpu.ops.triton.operands import row_stride
 from asyncllm.gpu.ops.triton.top_k import (
     SCANNED,
     SORTED,
@@ -311,7 +312,7 @@ def sample(
     candidates = torch.empty((rows, SORTED.value), dtype=torch.int64, device=logits.device)
     chunks = (*floats, indices[0])
     of_rows = (logits, sampling.states, positions, sampling.temperature)
-    sizes = (vocab_size, num_chunks, logits.stride(0))
+    sizes = (vocab_size, num_chunks, row_stride("logits", logits))
     limits = (sampling.top_k, sampling.top_p, sampling.min_p)
     chunk_kernel[(rows, cdiv(num_chunks, 4 * COUNTERS.value))](
         *chunks, *of_rows, *limits, req_indices, *sizes, num_warps=4

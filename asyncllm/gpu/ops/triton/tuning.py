@@ -10,6 +10,9 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+INT32 = 2**31
+"""The first number that 32 bits do not hold."""
+
 SPLIT_TOKENS = 256
 """Fewest tokens of a sequence that a split of decode attention is worth."""
 

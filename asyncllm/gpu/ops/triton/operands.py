@@ -1,0 +1,93 @@
+"""What kernels take for granted of their operands, checked: a kernel that is given a column with
+gaps, or fewer lengths than it has rows, computes something else or reads another's memory."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from asyncllm.gpu.ops.triton.tuning import INT32
+
+
+def row_stride(name: str, x: Tensor) -> int:
+    """Elements from a row of ``x [T, N]`` to the next.
+
+    Raises:
+        ValueError: a row is not contiguous.
+    """
+    stride, inner = x.stride()
+    if inner != 1 and x.shape[1] > 1:
+        raise ValueError(f"{name} has strides {x.stride()}: expected contiguous rows")
+    return stride
+
+
+def head_strides(name: str, x: Tensor) -> tuple[int, int]:
+    """Elements from a row of ``x [T, heads, D]`` to the next, and from a head to the next.
+
+    Raises:
+        ValueError: a head is not contiguous, or a row is longer than 32 bits can count.
+    """
+    row, head, inner = x.stride()
+    if inner != 1 and x.shape[2] > 1:
+        raise ValueError(f"{name} has strides {x.stride()}: expected contiguous heads")
+    if head * x.shape[1] >= INT32:
+        raise ValueError(f"{name} has heads {head} elements apart: expected them within 2**31")
+    return row, head
+
+
+def cache_strides(cache: Tensor) -> tuple[int, ...]:
+    """Elements between neighbours in each dimension of ``cache [2, N, S, Hk, D]``. Kernels count
+    64 bits of all but the last.
+
+    Raises:
+        ValueError: a head is spread over more than 32 bits can count.
+    """
+    strides = cache.stride()
+    if strides[4] * cache.shape[4] >= INT32:
+        raise ValueError(
+            f"a cache with elements of a head {strides[4]} apart: expected them within 2**31"
+        )
+    return strides
+
+
+def check_attention(
+    num_heads: int, num_kv_heads: int, splits: int, window: int | None, block_table: Tensor
+) -> None:
+    """Checks what a call of paged attention is planned by.
+
+    Raises:
+        ValueError: it is not what a kernel takes.
+    """
+    if num_kv_heads < 1 or num_heads % num_kv_heads:
+        raise ValueError(f"{num_heads} heads: expected a multiple of the cache's {num_kv_heads}")
+    if splits < 1:
+        raise ValueError(f"splits={splits}: expected at least 1")
+    if window is not None and window < 1:
+        raise ValueError(f"window={window}: expected at least 1")
+    row_stride("block_table", block_table)
+
+
+def check_rows(count: int, **tensors: Tensor) -> None:
+    """Checks metadata of so many rows.
+
+    Raises:
+        ValueError: a tensor is not ``[count]``, or has gaps.
+    """
+    for name, tensor in tensors.items():
+        if tensor.shape != (count,) or not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}: expected "
+                f"({count},) without gaps"
+            )
+
+
+def check_tensors(q: Tensor, cache: Tensor, out: Tensor) -> None:
+    """Checks ``q`` and ``out [T, Hq, D]`` beside ``cache [2, N, S, Hk, D]``.
+
+    Raises:
+        ValueError: they do not fit one another.
+    """
+    if cache.shape[4] != q.shape[2] or out.shape != q.shape:
+        raise ValueError(
+            f"q is {tuple(q.shape)}, out {tuple(out.shape)}, the cache {tuple(cache.shape)}: "
+            "expected heads of one size, and out like q"
+        )
