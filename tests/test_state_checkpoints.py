@@ -267,6 +267,22 @@ def test_a_paused_request_goes_on_from_its_newest_state():
     rig.expect(first)
 
 
+def test_a_request_that_is_paused_again_and_again_computes_a_block_anew():
+    """As with a reader that takes one token at a time: not all of its output so far."""
+    rig = StateRig(max_num_seqs=1, num_blocks=40)
+    first, counts = rig.add(range(6), max_tokens=40), []
+    while not first.finished:
+        had = len(first.token_ids)
+        counts.append(sum(rig.step().values()))
+        if len(first.token_ids) > had:
+            rig.scheduler.pause(first)
+            rig.scheduler.resume(first)
+    rig.expect(first)
+    assert max(counts) == 4
+    assert sum(counts) <= 4 * len(first.token_ids)
+    assert rig.states.pool.num_cached == 2
+
+
 def test_resetting_the_cache_forgets_states():
     rig = StateRig(interval=4)
     rig.run(range(9))

@@ -40,7 +40,8 @@ class StateCheckpoints:
     - where the KV groups had more of its tokens than there is a state for: the first request that
       shows a shared prefix saves its state, and the next ones find it;
     - at the last full block of its prompt, before its last token;
-    - every ``interval`` tokens of its output, of which the newest alone is kept.
+    - every ``interval`` tokens of its output, and at the last full block of output that is
+      computed anew, of which the newest alone is kept.
 
     A row ends at a checkpoint, because a state is that of the row's end. The executor saves it
     behind the step's forward pass, so that it counts from the next step on, if the request still
@@ -155,16 +156,17 @@ class StateCheckpoints:
         request.output_checkpoint = save.block, key
 
     def _next(self, request: Request) -> int:
-        """Tokens with which the request comes to its next checkpoint. Of output that is computed
-        anew the last one alone is worth a row's end."""
+        """Tokens with which the request comes to its next checkpoint. Output that is computed anew
+        has one behind all of it: a request that was paused or preempted may be so again."""
         computed = request.num_computed_tokens
         last = (request.num_prompt_tokens - 1) // self._unit * self._unit
         if computed < last:
             shared = request.num_shared_tokens
             return shared if computed < shared < last else last
-        passed = (computed - last) // self._interval + 1
-        known = (len(request.token_ids) - 1 - last) // self._interval
-        return last + max(passed, known) * self._interval
+        known = (len(request.token_ids) - 1) // self._unit * self._unit
+        if computed < known:
+            return known
+        return last + ((computed - last) // self._interval + 1) * self._interval
 
     def reset(self) -> None:
         """Forgets every checkpoint; no step may be in flight."""
