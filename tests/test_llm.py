@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import io
 import sys
@@ -192,14 +193,19 @@ def test_a_batch_that_has_not_begun_is_refused(make):
     rig = fake(max_num_seqs=1)
     rig.executor.gate = threading.Semaphore(0)
     llm = make(rig, max_queued_requests=1)
-    held = []
-    with pytest.raises(EngineOverloadedError) as caught:
-        while True:
+    held = [llm.stream([1], max_tokens=1)]
+    while len(held) < 2:
+        # There is room once the first one runs.
+        with contextlib.suppress(EngineOverloadedError):
             held.append(llm.stream([1], max_tokens=1))
+        time.sleep(0.001)
+    before = llm.stats().num_rejected
+    with pytest.raises(EngineOverloadedError) as caught:
+        llm.stream([1], max_tokens=1)
     assert caught.value.retry_after > 0
     with pytest.raises(EngineOverloadedError):
         llm.generate([[2], [3]])
-    assert llm.stats().num_rejected == 2
+    assert llm.stats().num_rejected - before == 2
     assert llm.stats().num_requests == len(held)
     rig.executor.gate.release(10)
     assert {stream.result().finish_reason for stream in held} == {"length"}
