@@ -25,7 +25,7 @@ from asyncllm.gpu.ops.onednn_ops import OneDNNOps
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.sample.sampler import Sampler
 from asyncllm.native.context import Context
-from asyncllm.native.library import Library
+from asyncllm.native.shared_library import Library
 from asyncllm.sampling_params import SamplingParams
 from benchmarks.common import Report, options
 

@@ -13,7 +13,7 @@ from asyncllm.gpu.ops.cpu_ops import CpuOps
 from asyncllm.gpu.ops.native_ops import NativeOps
 from asyncllm.native.build import UNITS, BuildError, build, find_compiler
 from asyncllm.native.context import Context
-from asyncllm.native.library import Library, NativeUnavailableError
+from asyncllm.native.shared_library import Library, NativeUnavailableError
 
 OTHER_LIBRARY = "NATIVE_LIBRARY"
 """The environment variable that names another library to test."""

@@ -36,7 +36,7 @@ from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.ops.triton import toolchain
 from asyncllm.gpu.ops.triton.attention import TritonAttention
-from asyncllm.native.library import NativeUnavailableError
+from asyncllm.native.shared_library import NativeUnavailableError
 from tests import flash_attn_standin
 from tests.driver import Driver
 from tests.native_library import context

@@ -28,7 +28,7 @@ from asyncllm.gpu.ops.native_ops import NativeOps
 from asyncllm.gpu.ops.quantise import quantise_int4, quantise_int8
 from asyncllm.gpu.threads import available_cpus
 from asyncllm.native.build import FLAGS, LIBRARY, SOURCES, UNITS, BuildError, build, find_compiler
-from asyncllm.native.library import Library, NativeUnavailableError
+from asyncllm.native.shared_library import Library, NativeUnavailableError
 from tests.native_library import OTHER_LIBRARY, build_emulated, context, isas
 
 ISAS = isas()

@@ -6,7 +6,7 @@ import weakref
 from typing import Any, NoReturn
 
 from asyncllm.native.interface import GroupedArgs
-from asyncllm.native.library import Library, NativeUnavailableError
+from asyncllm.native.shared_library import Library, NativeUnavailableError
 
 _STATUS = {
     1: "shapes, strides or an alignment that no kernel takes",

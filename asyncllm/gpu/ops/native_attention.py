@@ -19,7 +19,7 @@ from asyncllm.gpu.ops.native_rope import check_cache
 from asyncllm.gpu.ops.program import DTYPES
 from asyncllm.native.context import Context, fail
 from asyncllm.native.interface import AttentionArgs
-from asyncllm.native.library import Library, NativeUnavailableError
+from asyncllm.native.shared_library import Library, NativeUnavailableError
 
 REMEDY = "`python -m asyncllm.native.build` compiles them, with a C++ compiler"
 

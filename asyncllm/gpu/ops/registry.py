@@ -21,7 +21,7 @@ from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.ops.triton.attention import TritonAttention
 from asyncllm.logger import get_logger
-from asyncllm.native.library import Library, NativeUnavailableError
+from asyncllm.native.shared_library import Library, NativeUnavailableError
 
 logger = get_logger(__name__)
 
