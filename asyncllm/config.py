@@ -76,8 +76,8 @@ class EngineConfig:
         attention_backend: "auto" ("triton" on CUDA, "native" or "torch" on a CPU), "torch",
             "native", "triton", "flash_attn", "flash_attn_3", or one that another distribution
             registers.
-        cuda_graphs: "auto" (lazy), "startup", "lazy" or "off", which launches every step op by
-            op, those with a prefill too.
+        cuda_graphs: "auto" (lazy), "startup", "lazy" or "off", which launches decode steps op by
+            op, as those with a prefill always are.
         cuda_graph_sizes: batch sizes to capture; None is the default set.
         async_scheduling: run one step ahead of the results; None is True on a GPU, and
             on a CPU where native ops take at most 10 ms for a full decode step, measured when the

@@ -519,8 +519,7 @@ def test_few_layers_take_as_much_as_all_of_them():
 @pytest.mark.parametrize("has_states", [False, True])
 def test_sizing_measures_the_step_that_the_scheduler_will_make(monkeypatch, has_states):
     """On a simulated GPU: the budget, the sequences and the length of the configuration, and
-    a first run outside the pool. Room is kept for the program of mixed steps. Recurrent states are
-    there already, beside the weights."""
+    a first run outside the pool. Recurrent states are there already, beside the weights."""
     states = StateCache([StateSpec((8,))], 4, torch.bfloat16, CPU) if has_states else None
     asked = []
     passed = {}
@@ -533,8 +532,6 @@ def test_sizing_measures_the_step_that_the_scheduler_will_make(monkeypatch, has_
     monkeypatch.setattr(cache_sizing, "cpu_cache_bytes", lambda: 1 / 0)
     monkeypatch.setattr(cache_sizing, "cuda_cache_bytes", measure)
     monkeypatch.setattr(cache_sizing, "profile_run", lambda decoder, groups, **kw: asked.append(kw))
-    programs = {(64, states): 5}
-    monkeypatch.setattr(cache_sizing, "program_bytes", lambda decoder, groups, *of: programs[of])
     decoder = make_decoder()
     embedding: Any = OnGPU(torch.bfloat16)  # of which nothing but dtype and device is asked
     decoder.embedding = embedding
@@ -559,7 +556,7 @@ def test_sizing_measures_the_step_that_the_scheduler_will_make(monkeypatch, has_
     assert passed == {
         "free_at_start": 10,
         "weights_bytes": decoder_loading.weights_bytes(MODEL, torch.bfloat16) + 80 * has_states,
-        "graph_reserve": 7 + 5,
+        "graph_reserve": 7,
         "least": 8 * block_bytes(kv_groups(MODEL, 16), torch.bfloat16),
     }
 

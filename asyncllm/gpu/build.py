@@ -126,15 +126,8 @@ def _make_runner(
     decode, most = None, config.max_logprobs
     num_logprobs = min(most, MAX_FUSED) if most >= 0 else DEFAULT_FUSED
     if mode.make_capturer is not None:
-        decode = DecodeRunner(
-            decoder,
-            cache,
-            info,
-            mode.make_capturer(),
-            graphs,
-            num_logprobs,
-            record_mixed=config.cuda_graphs != "off",
-        )
+        capturer = mode.make_capturer()
+        decode = DecodeRunner(decoder, cache, info, capturer, graphs, num_logprobs)
     return ModelRunner(
         decoder,
         cache,

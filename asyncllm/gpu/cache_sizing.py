@@ -10,7 +10,6 @@ from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.config import EngineConfig
 from asyncllm.gpu.decoder_loading import model_bytes
 from asyncllm.gpu.execution_mode import ExecutionMode, graph_reserve
-from asyncllm.gpu.graph.mixed_steps import program_bytes
 from asyncllm.gpu.kv_cache import (
     KVCacheSize,
     KVGroup,
@@ -65,7 +64,6 @@ def choose_cache_size(
         graph_reserve=graph_reserve(graphs, max_num_seqs, model.vocab_size, dtype.itemsize),
         token_budget=token_budget,
         max_num_seqs=max_num_seqs,
-        has_program=config.cuda_graphs != "off",
     )
     size = size_cache(
         config,
@@ -92,7 +90,6 @@ def available_cache_bytes(
     graph_reserve: int,
     token_budget: int,
     max_num_seqs: int,
-    has_program: bool = True,
 ) -> int:
     """Bytes for the KV cache beside the weights and ``states``; 0, with nothing measured, where the
     configuration sets its size."""
@@ -103,8 +100,6 @@ def available_cache_bytes(
         largest = {"max_num_batched_tokens": token_budget, "max_num_seqs": max_num_seqs}
         reserve = recorded_bytes(decoder, groups, states=states, **largest)
         return cpu_cache_bytes(reserve + (states.num_bytes if states else 0))
-    if has_program:
-        graph_reserve += program_bytes(decoder, groups, token_budget, states)
     context = model.max_position_embeddings
     longest = min(config.max_model_len or context, context)
     decoder.set_max_positions(longest)

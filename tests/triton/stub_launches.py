@@ -5,8 +5,6 @@ Run as a program by ``test_stub_driver.py``: libcuda stays loaded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,18 +12,13 @@ import triton
 from torch import Tensor
 from triton.backends.nvidia import driver as nvidia
 
-from asyncllm.gpu.batch.input_batch import InputBatch
-from asyncllm.gpu.ops.triton.launch_program import Attend, Launch, Step
-from benchmarks.mixed_step import DECODES, make_runner, mixed_step, through_the_jit
-from benchmarks.stub_cuda import StubDriver, stub_cuda
+from asyncllm.gpu.ops.triton.launcher import BoundKernel
+from tests.triton.stub_cuda import StubDriver, stub_cuda
+from tests.triton.test_launcher import mixed_step
+from tests.triton.test_warm_up import MODELS, make_step
 
-LAYERS = {
-    "qwen3": [6, 6],
-    "qwen3.5": [9, 9, 9, 7],
-    "qwen3-moe": [11, 11],
-    "qwen3.5-moe": [15, 15, 15, 13],
-}
-"""Launches of each layer, in a step of each family; four more are around them."""
+LAUNCHES = {"window": 2 * 6 + 5, "hybrid": 7 + 9 + 4, "experts": 2 * 12 + 5}
+"""Of a step of each model."""
 
 
 class Annotations(list[Any]):
@@ -67,45 +60,28 @@ class Handed:
         self._launch(*args)
 
 
-@contextmanager
-def compared(handed: Handed) -> Iterator[list[int]]:
-    """Each op of a program runs a second time, through the JIT; yields how many launches were."""
-    count = [0]
-
-    def compare(call: Any) -> Any:
-        def run(self: Any, now: Step) -> None:
-            first = len(handed.launches)
-            call(self, now)
-            direct = handed.launches[first:]
-            with through_the_jit():
-                call(self, Step(now.sizes, now.plans, now.inputs, direct=False))
-            assert handed.launches[first:] == direct * 2, (direct, handed.launches[first:])
-            count[0] += len(direct)
-
-        return run
-
-    calls: dict[Any, Any] = {op: op.__call__ for op in (Launch, Attend)}
-    for op, call in calls.items():
-        op.__call__ = compare(call)
-    try:
-        yield count
-    finally:
-        for op, call in calls.items():
-            op.__call__ = call
-
-
-def check(family: str, stub: StubDriver, handed: Handed) -> None:
-    a_step = sum(LAYERS[family]) + 4
-    runner = make_runner(family, len(LAYERS[family]))
-    inputs = InputBatch(DECODES + 1, 4096, runner.info.kv_groups)
-    for _ in range(2):
-        mixed_step(runner, inputs)
+def check(name: str, stub: StubDriver, handed: Handed) -> None:
+    """After a step of other sizes, each launch and the same one through the JIT."""
+    step = make_step(4096, (), torch.bfloat16, **MODELS[name])
+    mixed_step(step, 63, 256)
     before = stub.launches
-    mixed_step(runner, inputs)
-    assert stub.launches - before == a_step, stub.launches - before
-    with compared(handed) as count:
-        mixed_step(runner, inputs)
-    assert count[0] == a_step - 3, count
+    mixed_step(step, 62, 240)
+    assert stub.launches - before == LAUNCHES[name], stub.launches - before
+    direct, count = BoundKernel.__call__, 0
+
+    def twice(self: BoundKernel, grid: tuple[int, ...], *args: Any) -> None:
+        nonlocal count
+        direct(self, grid, *args)
+        self.launcher.kernel[grid](*args, **self.constants)
+        assert handed.launches[-2] == handed.launches[-1], handed.launches[-2:]
+        count += 1
+
+    BoundKernel.__call__ = twice
+    try:
+        mixed_step(step, 61, 230)
+    finally:
+        BoundKernel.__call__ = direct
+    assert count == LAUNCHES[name], count
 
 
 def main() -> None:
@@ -114,8 +90,8 @@ def main() -> None:
         utils = active.utils
         handed = utils.launch = Handed(utils.launch)
         nvidia.annotate_arguments = Annotations
-        for family in LAYERS:
-            check(family, stub, handed)
+        for name in LAUNCHES:
+            check(name, stub, handed)
     print("same")
 
 

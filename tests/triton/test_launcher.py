@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,9 +26,7 @@ from asyncllm.core.batch import StepBatch
 from asyncllm.gpu.batch.input_batch import InputBatch
 from asyncllm.gpu.graph.decode_runner import DecodeRunner
 from asyncllm.gpu.ops.triton import launcher
-from asyncllm.gpu.ops.triton.launch_program import Attend, Launch, Step
-from asyncllm.gpu.ops.triton.launcher import BoundKernel, Launcher, launched
-from benchmarks.mixed_step import op_by_op
+from asyncllm.gpu.ops.triton.launcher import BoundKernel, Form, Launcher, launched
 from tests.hypothesis_settings import examples
 from tests.triton.test_warm_up import MODELS, make_step
 
@@ -239,6 +237,53 @@ def test_arguments_in_another_order_are_refused() -> None:
         Launcher(toy_kernel.kernel)[(1,)](MEMORY, 5, MEMORY, 16, 1.0, WIDTH=8)
 
 
+class Nested:
+    """Triton's launcher, with the arguments of a kernel in one tuple."""
+
+    global_scratch_size = profile_scratch_size = 0
+
+    def __init__(self) -> None:
+        self.handed: list[tuple[Any, ...]] = []
+        self.launch: Callable[..., None] = lambda *args: self.handed.append(args)
+
+    def __call__(self, x: int, y: int, z: int, stream: int, function: int, *rest: Any) -> None:
+        metadata, _, enter, leave, *args = rest
+        self.launch(
+            x, y, z, stream, function, True, metadata, enter, leave, None, b"i", tuple(args)
+        )
+
+
+class Flat(Nested):
+    def __call__(self, x: int, y: int, z: int, stream: int, function: int, *rest: Any) -> None:
+        self.launch(x, y, z, stream, function, True, None, *rest)
+
+
+class Scratch(Nested):
+    global_scratch_size = 64
+
+
+class Other(Nested):
+    """Of an order that is not known."""
+
+    def __call__(self, x: int, y: int, z: int, stream: int, function: int, *rest: Any) -> None:
+        self.launch(stream, function, x, y, z, *rest)
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_direct"), [(Nested, True), (Flat, True), (Scratch, False), (Other, False)]
+)
+def test_a_form_hands_on_what_the_launcher_does(kind: type[Nested], is_direct: bool) -> None:
+    run, arguments = kind(), (10**9, 7, 0.5, None)
+    compiled: Any = SimpleNamespace(run=run, function=5, packed_metadata=(4, 1, 0))
+    form = Form.of(compiled, arguments)
+    assert not run.handed, "it was launched"
+    assert (form.launch is run.launch) == is_direct
+    others = (10**9 + 16, 8, 0.25, None)
+    form.launch(9, 8, 1, 17, *form.rest(others))
+    run(9, 8, 1, 17, 5, (4, 1, 0), None, None, None, *others)
+    assert run.handed[0] == run.handed[1]
+
+
 def mixed_step(step: DecodeRunner, decodes: int, prompt: int, prefix: int = 0) -> None:
     """Queues a step of so many decodes and a prompt behind a prefix."""
     batch = InputBatch(decodes + 1, step.info.max_model_len, step.info.kv_groups)
@@ -254,6 +299,22 @@ def mixed_step(step: DecodeRunner, decodes: int, prompt: int, prefix: int = 0) -
     step.run(host, decodes + 1, batch.prepare(given, CPU, step.block_tables))
 
 
+@contextmanager
+def compared(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """Each launch is made once more by the JIT; yields how many there were of each kernel."""
+    direct, found = BoundKernel.__call__, Counter[str]()
+
+    def twice(self: BoundKernel, grid: tuple[int, ...], *args: Any) -> None:
+        direct(self, grid, *args)
+        self.launcher.kernel[grid](*args, **self.constants)
+        assert driver.launches[-2] == driver.launches[-1], "launched otherwise"
+        found[self.launcher.kernel.fn.__name__] += 1
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BoundKernel, "__call__", twice)
+        yield found
+
+
 @pytest.mark.parametrize(
     ("layers", "prefix", "nested"), [(28, 0, True), (3, 3000, True), (2, 3000, False)]
 )
@@ -261,7 +322,7 @@ def test_launches_of_a_mixed_step(
     monkeypatch: pytest.MonkeyPatch, layers: int, prefix: int, nested: bool
 ) -> None:
     """63 decodes and 256 prompt tokens: one launch of each kernel a layer, none of them through the
-    JIT once there was such a step, and each as the JIT would make it."""
+    JIT once there was such a step, and in a step of other sizes each as the JIT would make it."""
     with driving(nested=nested) as driver:
         step = make_step(4096, (), torch.bfloat16, num_layers=layers, sliding_layers=())
         mixed_step(step, 63, 256, prefix)
@@ -279,130 +340,24 @@ def test_launches_of_a_mixed_step(
             ["norm_kernel", "decode_inputs_kernel", "chunk_kernel", "choose_kernel"]
         )
         assert Counter(name for name, *_ in driver.launches) == expected
-        count = layers * (7 if prefix else 6) + 1
-        assert_as_the_jit_would(step, driver, monkeypatch, prefix, count)
+        with compared(driver, monkeypatch) as found:
+            mixed_step(step, 62, 240, prefix)
+        assert found == expected
+        assert driver.wrapped == sum(found.values())
 
 
-PROGRAMS = {
-    "dense": {"num_layers": 2, "sliding_layers": ()},
-    "hybrid": MODELS["hybrid"],
-    "experts": MODELS["experts"],
-}
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_a_program_launches_what_its_ops_do(driver: Driver, name: str) -> None:
-    """In each step the same kernels, in the same order, with grids and numbers of that step, none
-    of them through the JIT."""
-    step = make_step(4096, (), torch.bfloat16, **PROGRAMS[name])
-    for decodes, prompt, prefix in ((63, 256, 0), (0, 9, 0), (5, 1, 40), (62, 240, 3000)):
-        found = []
-        for way in (nullcontext(), op_by_op(step)):
-            mixed_step(step, decodes, prompt, prefix)
-            assert step.mixed.programs
-            with way:
-                mixed_step(step, decodes, prompt, prefix)
-                driver.launches.clear()
-                driver.wrapped = 0
-                mixed_step(step, decodes, prompt, prefix)
-            found.append([apart_from_addresses(launch) for launch in driver.launches])
-            assert driver.wrapped == 0
-        assert found[0] == found[1]
-
-
-def apart_from_addresses(launch: tuple[Any, ...]) -> tuple[Any, ...]:
-    name, key, grid, stream, args = launch
-    return name, key, grid, stream, [each for each in args if not is_address(each)]
-
-
-def is_address(argument: Any) -> bool:
-    """No count or stride is as large."""
-    return isinstance(argument, int) and argument > 2**31
-
-
-@pytest.mark.parametrize(("name", "launches"), [("hybrid", 7 + 9 + 1), ("experts", 2 * 12 + 1)])
-def test_arguments_of_a_program(
+@pytest.mark.parametrize(("name", "launches"), [("hybrid", 7 + 9 + 4), ("experts", 2 * 12 + 5)])
+def test_launches_of_other_layers(
     driver: Driver, monkeypatch: pytest.MonkeyPatch, name: str, launches: int
 ) -> None:
-    step = make_step(4096, (), torch.bfloat16, **PROGRAMS[name])
+    """The first step has all that later ones need, of any sizes. The model with experts has two KV
+    groups, each with inputs of its own."""
+    step = make_step(4096, (), torch.bfloat16, **MODELS[name])
     mixed_step(step, 63, 256)
-    mixed_step(step, 63, 256)
-    assert_as_the_jit_would(step, driver, monkeypatch, launches=launches)
-
-
-@pytest.mark.parametrize("frozen", ["sizes", "addresses"])
-def test_arguments_that_are_frozen_are_noticed(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch, frozen: str
-) -> None:
-    """A program that went on with a number of rows, or an input's address, of its first step."""
-    step = make_step(4096, (), torch.bfloat16, **PROGRAMS["hybrid"])
-    mixed_step(step, 63, 256)
-    num_inputs = step.mixed.programs[-1]._num_inputs
-    for op in step.mixed.programs[-1]._ops:
-        if isinstance(op, Launch):
-            op._holes = [
-                hole for hole in op._holes if (hole[1] < num_inputs) == (frozen == "sizes")
-            ]
-            op.forget()
-    mixed_step(step, 63, 256)
-    with pytest.raises(AssertionError, match="launched"):
-        assert_as_the_jit_would(step, driver, monkeypatch, launches=7 + 9 + 1)
-
-
-@pytest.mark.parametrize("prefix", [0, 3000])
-def test_launches_op_by_op(driver: Driver, monkeypatch: pytest.MonkeyPatch, prefix: int) -> None:
-    """Those of a step that is no program: a larger one, or of a model that cannot be one."""
-    step = make_step(4096, (), torch.bfloat16, num_layers=2, sliding_layers=())
-    step.mixed.capacity = 256
-    direct, launches = BoundKernel.__call__, 0
-
-    def compared(self: BoundKernel, grid: tuple[int, ...], *args: Any) -> None:
-        nonlocal launches
-        direct(self, grid, *args)
-        self.launcher.kernel[grid](*args, **self.constants)
-        assert driver.launches[-2] == driver.launches[-1]
-        launches += 1
-
-    mixed_step(step, 63, 256, prefix)
-    monkeypatch.setattr(BoundKernel, "__call__", compared)
     driver.wrapped = 0
-    mixed_step(step, 62, 240, prefix)
-    assert driver.wrapped == launches == (2 * 6 + 4 if not prefix else 2 * 7 + 4)
-
-
-def assert_as_the_jit_would(
-    step: DecodeRunner,
-    driver: Driver,
-    monkeypatch: pytest.MonkeyPatch,
-    prefix: int = 0,
-    launches: int = 0,
-) -> None:
-    """Each op of the program launches what it does when the JIT looks at it."""
-    compared = 0
-
-    def through_the_jit(self: BoundKernel, grid: tuple[int, ...], *args: Any) -> None:
-        self.launcher.kernel[grid](*args, **self.constants)
-
-    def compare(op: Any, call: Any) -> Any:
-        def run(self: Any, now: Step) -> None:
-            nonlocal compared
-            first = len(driver.launches)
-            call(self, now)
-            direct = driver.launches[first:]
-            slow = Step(now.sizes, now.plans, now.inputs, direct=False)
-            with monkeypatch.context() as patch:
-                patch.setattr(BoundKernel, "__call__", through_the_jit)
-                call(self, slow)
-            assert driver.launches[first:] == direct * 2, "launched otherwise"
-            compared += len(direct)
-
-        return run
-
-    for op in (Launch, Attend):
-        monkeypatch.setattr(op, "__call__", compare(op, op.__call__))
-    driver.wrapped = 0
-    mixed_step(step, 62, 240, prefix)
-    assert compared == driver.wrapped == launches
+    with compared(driver, monkeypatch) as found:
+        mixed_step(step, 62, 240)
+    assert driver.wrapped == sum(found.values()) == launches
 
 
 def test_numbers_of_a_launch(driver: Driver) -> None:

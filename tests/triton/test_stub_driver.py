@@ -1,4 +1,4 @@
-"""A program's launches reach the driver as those do that the JIT makes."""
+"""Direct launches reach the driver as those do that the JIT makes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="the stub of libcuda is compiled")
-def test_a_program_under_the_real_launch_path() -> None:
+def test_launches_under_the_real_launch_path() -> None:
     """In a process of its own, which keeps the stub of libcuda. Kernels are compiled for an H200,
     which takes seconds each where Triton's cache has none."""
     command = [sys.executable, "-m", "tests.triton.stub_launches"]

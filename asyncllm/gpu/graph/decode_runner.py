@@ -23,7 +23,6 @@ from asyncllm.gpu.batch.sampling_inputs import (
 from asyncllm.gpu.batch.step_buffers import PinnedStepBuffer, StepBuffer
 from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.graph.cuda_graphs import GraphCapturer, GraphKey, Part, StepGraphs
-from asyncllm.gpu.graph.mixed_steps import MixedSteps
 from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.models.language_model import LanguageModel
@@ -44,7 +43,6 @@ class DecodeRunner:
         capturer: makes a graph of a decode step.
         sizes: batch sizes that get one.
         num_logprobs: per token, in a step with log-probabilities.
-        record_mixed: run the model's part of mixed steps as a recorded program.
 
     Attributes:
         host_buffers: where the host writes a step. One more than there are steps in flight take
@@ -57,7 +55,6 @@ class DecodeRunner:
         logprobs: of the last step, by row; likewise.
         tables: lines of the rules and penalties; the sampler's.
         graphs: of the decode step.
-        mixed: the model's part of mixed steps.
     """
 
     def __init__(
@@ -68,8 +65,6 @@ class DecodeRunner:
         capturer: GraphCapturer,
         sizes: tuple[int, ...],
         num_logprobs: int = 20,
-        *,
-        record_mixed: bool = True,
     ) -> None:
         self.decoder, self.cache, self.info = decoder, cache, info
         self.device = device = decoder.embedding.device
@@ -100,7 +95,6 @@ class DecodeRunner:
         self._logits: Tensor | None = None
         self._mixed_logits: Tensor | None = None
         self.graphs = StepGraphs(self._decode, capturer, sizes)
-        self.mixed = MixedSteps(decoder, cache, info.max_num_batched_tokens, record=record_mixed)
         # Inputs without rows, by which tables are changed alone.
         self._table_changes = self._inputs(0)
         # Of attention that has a form for skewed batches.
@@ -150,10 +144,9 @@ class DecodeRunner:
             for changes in self._table_changes:
                 self.decoder.ops.decode_inputs(changes)
             self._insert_sampled(inputs[0])
-            hidden = self.mixed.forward(inputs)
+            hidden = self.decoder.forward(inputs, self.cache)
             if len(hidden) > num_rows:
-                # The next step writes there before these are looked at.
-                hidden, host.prompt_hidden = hidden[:num_rows], hidden[num_rows:].clone()
+                hidden, host.prompt_hidden = hidden[:num_rows], hidden[num_rows:]
             self._mixed_logits = self.decoder.logits(hidden)
             return
         if self._logits is None:

@@ -12,7 +12,7 @@ from asyncllm.gpu.batch.input_batch import InputBatch
 from asyncllm.gpu.batch.sampling_inputs import Stages
 from asyncllm.gpu.graph.cuda_graphs import GraphKey
 from asyncllm.gpu.graph.decode_runner import DecodeRunner
-from asyncllm.gpu.graph.mixed_steps import expert_changes
+from asyncllm.gpu.models.language_model import LanguageModel
 
 PROMPT = 2
 """Tokens of a prefill."""
@@ -52,6 +52,14 @@ def _sample_processed(decode: DecodeRunner) -> None:
     """Logits that have passed through stages are in float32."""
     logits = torch.zeros((1, decode.info.vocab_size), device=decode.device)
     decode.sample_logits(logits, Stages.NONE)
+
+
+def expert_changes(decoder: LanguageModel) -> tuple[int, ...]:
+    """Numbers of tokens from which on experts have kernels that smaller steps do not."""
+    experts = getattr(decoder.model, "experts", None)
+    if experts is None:
+        return ()
+    return decoder.ops.expert_tokens(experts.routing.num_experts, experts.routing.top_k)
 
 
 def _expert_tokens(decode: DecodeRunner) -> list[int]:

@@ -6,7 +6,7 @@ with as few torch calls as it takes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -98,27 +98,6 @@ class TorchOps:
     def recorder(self) -> Recorder | None:
         """Recorder of a step as a program of the op set's own; None where it has none."""
         return None
-
-    def record_launches(
-        self,
-        run: Callable[[Sequence[ModelInputs]], Tensor],
-        block_sizes: Sequence[int],
-        capacity: int,
-    ) -> Any:
-        """A step's launches as ``launch_recorder.record`` takes them down; None where the op set
-        has no programs of them.
-
-        Raises:
-            Unrecordable: the step does something that such a program cannot.
-        """
-        return None
-
-    def load_launches(
-        self, recording: Any, capacity: int, device: torch.device, memory: Tensor | None = None
-    ) -> Any:
-        """The program of a recording, for steps of ``capacity`` tokens at most, with memory of its
-        own or in that of a larger one."""
-        raise NotImplementedError(f"the op set {self.name!r} has no programs of launches")
 
     def linear(self, weights: LinearWeights) -> Linear:
         """A linear layer that takes over ``weights``: unless they are shared, the caller drops

@@ -5,14 +5,12 @@ Triton itself is imported with the kernels, when the attention is made.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from asyncllm.errors import InvalidRequestError
 from asyncllm.gpu.batch.decode_inputs import DecodeInputs
@@ -20,8 +18,6 @@ from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.ops.backend import CUDA, HALF, AttentionRequest, Constraints
 from asyncllm.gpu.ops.base import AttentionShape
-from asyncllm.gpu.ops.recorder import Unrecordable
-from asyncllm.gpu.ops.triton.launch_recorder import LaunchRecorder, RecordedPlan
 from asyncllm.gpu.ops.triton.toolchain import check_triton
 from asyncllm.gpu.ops.triton.tuning import (
     MAX_HEAD_DIM,
@@ -39,7 +35,6 @@ from asyncllm.gpu.ops.triton.tuning import (
 
 if TYPE_CHECKING:
     from asyncllm.gpu.ops.triton.decode_attention import DecodeAttention
-    from asyncllm.gpu.ops.triton.launcher import Repeated
     from asyncllm.gpu.ops.triton.prefill_attention import PrefillAttention
 
 
@@ -201,13 +196,6 @@ class TritonAttention:
         self._make_workspace(plan, shares)
         return plan
 
-    def plan_recorded(self, inputs: ModelInputs, window: int | None) -> RecordedPlan:
-        """A stand-in for the plans of a LaunchProgram's steps."""
-        recorder = _get_current_dispatch_mode()
-        if not isinstance(recorder, LaunchRecorder):
-            raise Unrecordable(f"attention {self.name!r} has no native kernel")
-        return recorder.plan()
-
     def _plan_decodes(self, plan: TritonPlan, max_len: int, balanced: bool) -> int:
         """Chooses how keys are shared; returns the partial results per head."""
         batch = plan.num_decodes
@@ -238,15 +226,12 @@ class TritonAttention:
         k: Tensor,
         v: Tensor,
         cache: Tensor,
-        plan: TritonPlan | RecordedPlan,
+        plan: TritonPlan,
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Attention of ``q [T, Hq, D]``; ``k`` and ``v`` are read from the cache."""
-        if isinstance(plan, RecordedPlan):
-            out = plan.recorder.attend(self, plan, q, cache, sinks)
-        else:
-            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-            self.attend(q, cache, out, plan, sinks)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        self.attend(q, cache, out, plan, sinks)
         return out.view(q.shape[0], -1)
 
     def attend(
@@ -259,26 +244,6 @@ class TritonAttention:
             plan.decode(q, cache, out, sinks)
         if plan.prefill is not None:
             plan.prefill(q, cache, out, sinks)
-
-    def repeats(
-        self, q: Tensor, cache: Tensor, out: Tensor, plan: TritonPlan, sinks: Tensor | None
-    ) -> Sequence[Repeated] | None:
-        """The launches of ``attend``, each to be called with the addresses of q, cache, out and
-        sinks of a layer whose tensors are alike; None where they take the JIT's path."""
-        from asyncllm.gpu.ops.triton.launcher import Repeated
-
-        if not plan.is_bound:
-            self._bind(plan, q.shape[0], cache.shape[2], has_sinks=sinks is not None)
-        found, tensors = [], (q, cache, out, sinks)
-        for attention in (plan.decode, plan.prefill):
-            if attention is None:
-                continue
-            for kernel, grid, args in attention.launches(*tensors):
-                ready = kernel.ready(*args)
-                if ready is None:
-                    return None
-                found.append(Repeated(ready, grid, args, tensors))
-        return found
 
     def _bind(self, plan: TritonPlan, tokens: int, block_size: int, *, has_sinks: bool) -> None:
         """Makes the launches that the layers of a step have in common."""

@@ -211,16 +211,10 @@ class DecodeAttention:
 
     def __call__(self, q: Tensor, cache: Tensor, out: Tensor, sinks: Tensor | None) -> None:
         """Attention of the first rows of ``q [T, Hq, D]`` into those of ``out``."""
-        for kernel, grid, args in self.launches(q, cache, out, sinks):
-            kernel(grid, *args)
-
-    def launches(
-        self, q: Tensor, cache: Tensor, out: Tensor, sinks: Tensor | None
-    ) -> list[tuple[Any, tuple[int, int, int], tuple[Any, ...]]]:
-        """Kernels, grids and arguments of the same."""
         partials = self._partials
         out_strides = head_strides("out", out)
-        args = (
+        self._kernel(
+            self._grid,
             out,
             *((out, out, out) if partials is None else partials.tensors),
             q,
@@ -233,10 +227,8 @@ class DecodeAttention:
             *cache_strides(cache),
             self._stride_table,
         )
-        launches = [(self._kernel, self._grid, args)]
         if partials is not None:
-            launches.append(partials.merge(out, self._numbers[0], out_strides))
-        return launches
+            partials.merge(out, self._numbers[0], out_strides)
 
 
 def decode_attention(

@@ -8,8 +8,6 @@ activation is fused into the first product, the weight of a token's expert into 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
 # A type checker takes a kernel for the function that it is written as.
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -19,7 +17,7 @@ from asyncllm.checkpoint.experts_config import ActivationConfig
 from asyncllm.gpu.ops.experts import ExpertsWeights
 from asyncllm.gpu.ops.triton.activation import activated
 from asyncllm.gpu.ops.triton.expert_pairs import sort_pairs, sum_experts
-from asyncllm.gpu.ops.triton.launcher import derived_rows, launched, usual_rows
+from asyncllm.gpu.ops.triton.launcher import launched
 from asyncllm.gpu.ops.triton.tuning import ProductTiles, cdiv, product_tiles
 
 
@@ -158,20 +156,6 @@ def down_kernel(
     tl.store(out_at, result, mask=real[:, None] & in_columns[None, :])
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertTiles:
-    """Tiles of a step's tokens, at most: every expert may have one that is not full, and no tile is
-    empty."""
-
-    top_k: int
-    rows: int
-    num_experts: int
-
-    def __call__(self, tokens: int) -> int:
-        num_pairs = tokens * self.top_k
-        return min(num_pairs, num_pairs // self.rows + self.num_experts)
-
-
 class TritonExperts:
     """Experts on plain weights, for one CUDA device. Nothing is read on the host.
 
@@ -197,9 +181,11 @@ class TritonExperts:
         summed = x.new_empty((tokens, self.width))
         if not tokens:
             return summed
-        shape = product_tiles(usual_rows(x) * top_k, self.num_experts, x.element_size())
+        num_pairs = tokens * top_k
+        shape = product_tiles(num_pairs, self.num_experts, x.element_size())
         plan = sort_pairs(ids, self.num_experts, shape.rows)
-        tiles = derived_rows(x, ExpertTiles(top_k, shape.rows, self.num_experts))
+        # Every expert may have a tile that is not full, and no tile is empty.
+        tiles = min(num_pairs, num_pairs // shape.rows + self.num_experts)
         inner = x.new_empty((tokens, top_k * self.inner))
         out = x.new_empty((tokens, top_k * self.width), dtype=torch.float32)
         self._multiply_gate_up(

@@ -3,14 +3,11 @@
 That wrapper classifies every argument of every launch anew, about 15 µs of Python, and a mixed step
 has some 150 launches. An engine's launches differ in few ways, so their compiled kernels are kept
 by all that the wrapper classifies, and found with one look-up.
-
-On stand-ins, which are meta tensors, a launch is written into the recorder that is active (see
-``launch_recorder``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
 from functools import reduce
@@ -18,8 +15,6 @@ from operator import attrgetter, itemgetter, or_
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -93,22 +88,15 @@ class Launcher:
         return count
 
     def is_rare(self, numbers: tuple[Any, ...]) -> bool:
+        runtime = knobs.runtime
+        enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+        # Chains, empty ones as a rule.
         return bool(
-            is_observed()
+            (enter is not None and getattr(enter, "calls", True))
+            or (leave is not None and getattr(leave, "calls", True))
             or self.kernel.pre_run_hooks
             or max(self.varied(numbers), default=0) >= INT32
         )
-
-
-def is_observed() -> bool:
-    """Whether a profiler's hooks look at launches."""
-    runtime = knobs.runtime
-    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-    # Chains, empty ones as a rule.
-    return bool(
-        (enter is not None and getattr(enter, "calls", True))
-        or (leave is not None and getattr(leave, "calls", True))
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,10 +168,14 @@ class BoundKernel:
         if count is None:
             count = launcher.take_in(args)
         tensors, numbers = args[:count], args[count:]
-        if tensors[0].is_meta:
-            record_launch(self, grid, tensors, numbers)
-            return
-        key, arguments, usual = self._classified(tensors, numbers)
+        addresses, kept = tuple(map(_address, tensors)), launcher.kept(numbers)
+        device = tensors[0].get_device()
+        key = (device, *map(_dtype, tensors), *kept, *map(type, kept))
+        # Constants are part of the compiled kernel.
+        arguments = (*addresses, *numbers, *launcher.unused)
+        usual = not (reduce(or_, launcher.aligned(addresses)) % ALIGNMENT) and not (
+            launcher.is_rare(numbers)
+        )
         form = self._forms.get(key)
         if form is None or not usual:
             compiled = launcher.kernel[grid](*args, **self.constants)
@@ -192,112 +184,14 @@ class BoundKernel:
                 self._keep(key, Form.of(compiled, arguments))
             return
         x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
-        form.launch(x, y, z, current_stream(key[0]), *form.rest(arguments))
-
-    def ready(self, *args: Any) -> tuple[Form, tuple[Any, ...]] | None:
-        """The form that a launch with these arguments takes, and what the driver gets of them; None
-        where it takes the path of the JIT."""
-        count = self.launcher.num_tensors
-        if count is None:
-            return None
-        key, arguments, usual = self._classified(args[:count], args[count:])
-        form = self._forms.get(key)
-        return (form, arguments) if form is not None and usual else None
-
-    def varies(self, place: int) -> bool:
-        """Whether the argument of that place is a number that no form is specialised on."""
-        return self.launcher.kernel.params[place].do_not_specialize
-
-    def _classified(
-        self, tensors: tuple[Any, ...], numbers: tuple[Any, ...]
-    ) -> tuple[tuple[Any, ...], tuple[Any, ...], bool]:
-        """What a form is kept by, from the device on, the arguments of its launch, and whether they
-        are usual."""
-        launcher = self.launcher
-        addresses, kept = tuple(map(_address, tensors)), launcher.kept(numbers)
-        key = (tensors[0].get_device(), *map(_dtype, tensors), *kept, *map(type, kept))
-        usual = not (reduce(or_, launcher.aligned(addresses)) % ALIGNMENT) and not (
-            launcher.is_rare(numbers)
-        )
-        # Constants are part of the compiled kernel.
-        return key, (*addresses, *numbers, *launcher.unused), usual
+        active: Any = driver.active
+        stream = active.get_current_stream(device)
+        form.launch(x, y, z, stream, *form.rest(arguments))
 
     def _keep(self, key: tuple[Any, ...], form: Form) -> None:
         if len(self._forms) >= MAX_FORMS:
             self._forms.clear()
         self._forms[key] = form
-
-
-class Repeated:
-    """A launch that is made again with other addresses in the places of some of its tensors, which
-    are aligned alike.
-
-    Args:
-        args: of the launch that is repeated.
-        tensors: those of them, each of which may be at several places; None is none.
-    """
-
-    __slots__ = ("_arguments", "_launch", "_nested", "_places", "_rest")
-
-    def __init__(
-        self, ready: tuple[Form, tuple[Any, ...]], grid: tuple[int, int, int], args: Sequence[Any],
-        tensors: Sequence[Tensor | None],
-    ) -> None:  # fmt: skip
-        form, arguments = ready
-        self._launch, self._nested, self._arguments = form.launch, form.nested, list(arguments)
-        self._rest = *grid, current_stream(args[0].get_device()), *form.head
-        self._places = [
-            (place, index)
-            for index, tensor in enumerate(tensors)
-            for place, arg in enumerate(args)
-            if tensor is not None and arg is tensor
-        ]
-
-    def __call__(self, addresses: Sequence[int]) -> None:
-        arguments = self._arguments
-        for place, index in self._places:
-            arguments[place] = addresses[index]
-        if self._nested:
-            self._launch(*self._rest, tuple(arguments))
-        else:
-            self._launch(*self._rest, *arguments)
-
-
-def current_stream(device: int) -> int:
-    active: Any = driver.active
-    return active.get_current_stream(device)
-
-
-def record_launch(
-    bound: Any, grid: tuple[int, ...], tensors: tuple[Any, ...], numbers: tuple[Any, ...]
-) -> None:
-    """Has a launch on stand-ins taken down.
-
-    Raises:
-        TypeError: meta tensors that are no recorder's.
-    """
-    recorder = _recorder()
-    if recorder is None:
-        raise TypeError("a launch on meta tensors: expected a recorder to be active")
-    recorder.launch(bound, grid, tensors, numbers)
-
-
-def _recorder() -> Any:
-    """The LaunchRecorder that is active."""
-    mode = _get_current_dispatch_mode()
-    return mode if hasattr(mode, "launch") else None
-
-
-def usual_rows(x: Tensor) -> int:
-    """Rows that launch shapes are chosen for: those of x, or what a recorder says of its steps."""
-    recorder = _recorder() if x.is_meta else None
-    return len(x) if recorder is None else recorder.usual_rows(len(x))
-
-
-def derived_rows(x: Tensor, rule: Callable[[int], int]) -> int:
-    """``rule`` of the rows of x; of a recorder's stand-in a size that each step derives by it."""
-    recorder = _recorder() if x.is_meta else None
-    return rule(len(x)) if recorder is None else recorder.derived(len(x), rule)
 
 
 class InterpretedKernel:
@@ -307,32 +201,10 @@ class InterpretedKernel:
         self.kernel = kernel
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return lambda *args, **constants: self.bind(**constants)(grid, *args)
+        return self.kernel[grid]
 
-    def bind(self, **constants: Any) -> InterpretedLaunch:
-        return InterpretedLaunch(self.kernel, constants)
-
-
-@dataclass(frozen=True, slots=True)
-class InterpretedLaunch:
-    """A kernel that is interpreted, with its constants."""
-
-    kernel: Any
-    constants: dict[str, Any]
-
-    def __call__(self, grid: tuple[int, ...], *args: Any) -> None:
-        if not args[0].is_meta:
-            self.kernel[grid](*args, **self.constants)
-            return
-        count = sum(isinstance(arg, Tensor) for arg in args)
-        record_launch(self, grid, args[:count], args[count:])
-
-    def ready(self, *_args: Any) -> None:
-        """It has no compiled form."""
-
-    def varies(self, _place: int) -> bool:
-        """Nor any that is specialised."""
-        return True
+    def bind(self, **constants: Any) -> Callable[..., None]:
+        return lambda grid, *args: self.kernel[grid](*args, **constants)
 
 
 def launched(kernel: Any) -> Any:

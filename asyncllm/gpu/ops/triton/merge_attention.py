@@ -11,8 +11,6 @@ one a single one; and the tiles of a prefill in equally many splits.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -182,11 +180,8 @@ class Partials:
             num_warps=4,
         )
 
-    def merge(
-        self, out: Tensor, rows: int, strides: tuple[int, ...], first_row: int = 0
-    ) -> tuple[Any, tuple[int, int, int], tuple[Any, ...]]:
-        """The kernel, grid and arguments that write so many rows of ``out [T, Hq, D]``, whose
-        strides these are."""
+    def merge(self, out: Tensor, rows: int, strides: tuple[int, ...], first_row: int = 0) -> None:
+        """Writes so many rows of ``out [T, Hq, D]``, whose strides these are."""
+        grid = (rows, self._num_heads, 1)
         numbers = self._splits, first_row, self._window
-        args = out, *self.tensors, self._seq_lens, *numbers, *strides
-        return self._kernel, (rows, self._num_heads, 1), args
+        self._kernel(grid, out, *self.tensors, self._seq_lens, *numbers, *strides)

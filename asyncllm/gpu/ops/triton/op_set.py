@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
-import torch
 from torch import Tensor
 
 from asyncllm.checkpoint.experts_config import ActivationConfig, RoutingConfig
@@ -22,10 +19,7 @@ from asyncllm.gpu.ops.triton.decode_inputs import decode_inputs
 from asyncllm.gpu.ops.triton.experts import TritonExperts
 from asyncllm.gpu.ops.triton.gated_delta import TritonGatedDelta
 from asyncllm.gpu.ops.triton.gated_norm import TritonGatedNorm
-from asyncllm.gpu.ops.triton.launch_program import LaunchProgram
-from asyncllm.gpu.ops.triton.launch_recorder import record
 from asyncllm.gpu.ops.triton.norm import TritonRMSNorm
-from asyncllm.gpu.ops.triton.recording import Recording
 from asyncllm.gpu.ops.triton.rope_cache import TritonRope, TritonRopeAndCache
 from asyncllm.gpu.ops.triton.routing import TritonRouting
 from asyncllm.gpu.ops.triton.sampling import sample
@@ -45,23 +39,6 @@ class TritonOps(TorchOps):
     softcap = staticmethod(softcap)
     decode_inputs = staticmethod(decode_inputs)
     sample = staticmethod(sample)
-
-    def record_launches(
-        self,
-        run: Callable[[Sequence[ModelInputs]], Tensor],
-        block_sizes: Sequence[int],
-        capacity: int,
-    ) -> Recording:
-        return record(run, block_sizes, capacity)
-
-    def load_launches(
-        self,
-        recording: Recording,
-        capacity: int,
-        device: torch.device,
-        memory: Tensor | None = None,
-    ) -> LaunchProgram:
-        return LaunchProgram(recording, capacity, device, memory)
 
     def routing(self, config: RoutingConfig, weights: RouterWeights) -> Routing:
         # Of groups the best are sorts of sorts, which torch has.

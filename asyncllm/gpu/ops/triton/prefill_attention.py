@@ -252,16 +252,10 @@ class PrefillAttention:
 
     def __call__(self, q: Tensor, cache: Tensor, out: Tensor, sinks: Tensor | None) -> None:
         """Attention of T rows of ``q`` into those of ``out``, ``[first_row + T, Hq, D]`` each."""
-        for kernel, grid, args in self.launches(q, cache, out, sinks):
-            kernel(grid, *args)
-
-    def launches(
-        self, q: Tensor, cache: Tensor, out: Tensor, sinks: Tensor | None
-    ) -> list[tuple[Any, tuple[int, int, int], tuple[Any, ...]]]:
-        """Kernels, grids and arguments of the same."""
         partials = self._partials
         out_strides = head_strides("out", out)
-        args = (
+        self._kernel(
+            self._grid,
             out,
             *((out, out, out) if partials is None else partials.tensors),
             q,
@@ -274,10 +268,8 @@ class PrefillAttention:
             *cache_strides(cache),
             self._stride_table,
         )
-        launches = [(self._kernel, self._grid, args)]
         if partials is not None:
-            launches.append(partials.merge(out, self._num_tokens, out_strides, self._first_row))
-        return launches
+            partials.merge(out, self._num_tokens, out_strides, self._first_row)
 
 
 def prefill_attention(

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from asyncllm.gpu.batch.decode_inputs import DecodeInputs
 from asyncllm.gpu.batch.step_inputs import ModelInputs
@@ -14,11 +12,6 @@ from asyncllm.gpu.h2d import copy_to_device
 
 TILE_TOKENS = 8
 """Of a row, that a program of a kernel over tokens computes."""
-
-
-def num_tiles(tokens: int, rows: int) -> int:
-    """Tiles of a step: never fewer than its rows need, of any lengths."""
-    return tokens // TILE_TOKENS + rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +37,6 @@ class TritonStateRows:
         if isinstance(inputs, DecodeInputs):
             slots = inputs.state_indices()
             return cls(slots, inputs.positions, slots, False)
-        if inputs.positions.is_meta:
-            recorder: Any = _get_current_dispatch_mode()
-            slots, query_start = recorder.state_rows()
-            return cls(slots, inputs.positions, query_start, True)
         if inputs.num_decodes == inputs.num_rows:
             return cls(inputs.req_indices, inputs.positions, inputs.req_indices, False)
         query_start = copy_to_device(inputs.query_start_loc, inputs.positions.device)
@@ -59,4 +48,5 @@ class TritonStateRows:
 
     @property
     def num_tiles(self) -> int:
-        return num_tiles(self.positions.shape[0], self.num_rows)
+        """Never fewer than the rows need, of any lengths."""
+        return self.positions.shape[0] // TILE_TOKENS + self.num_rows
