@@ -16,14 +16,13 @@ from asyncllm.gpu.calibration import calibrate
 from asyncllm.gpu.decoder_loading import load_decoder
 from asyncllm.gpu.devices import resolve_device, set_current_device
 from asyncllm.gpu.execution_mode import ExecutionMode, execution_mode_for, graph_sizes
-from asyncllm.gpu.graph.decode_runner import DecodeRunner
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.memory import release
-from asyncllm.gpu.model_runner import ModelRunner
+from asyncllm.gpu.model_runner import Graphs, ModelRunner
 from asyncllm.gpu.models.architectures import is_small
 from asyncllm.gpu.models.language_model import LanguageModel
 from asyncllm.gpu.sample.batched_processors import make_processors
-from asyncllm.gpu.sample.logprobs import DEFAULT_FUSED, MAX_FUSED
+from asyncllm.gpu.sample.logprobs import DEFAULT_FUSED
 from asyncllm.gpu.state_cache import slot_bytes
 from asyncllm.gpu.threads import set_thread_count
 from asyncllm.gpu.transformers_model.config import TransformersConfig
@@ -123,11 +122,9 @@ def _make_runner(
 ) -> ModelRunner:
     limits = {"max_num_seqs": info.max_num_seqs, "max_model_len": info.max_model_len}
     processors = make_processors(config.with_overrides(limits), mode.device)
-    decode, most = None, config.max_logprobs
-    num_logprobs = min(most, MAX_FUSED) if most >= 0 else DEFAULT_FUSED
+    graphs_of_decodes, most = None, config.max_logprobs
     if mode.make_capturer is not None:
-        capturer = mode.make_capturer()
-        decode = DecodeRunner(decoder, cache, info, capturer, graphs, num_logprobs)
+        graphs_of_decodes = Graphs(mode.make_capturer(), graphs)
     return ModelRunner(
         decoder,
         cache,
@@ -135,8 +132,8 @@ def _make_runner(
         # Native ops have threads of their own, and torch's would spin beside them.
         num_threads=1 if decoder.ops.name == "native" else num_threads,
         stream=mode.stream,
-        decode=decode,
-        num_logprobs=num_logprobs,
+        graphs=graphs_of_decodes,
+        num_logprobs=most if most >= 0 else DEFAULT_FUSED,
         logits_processors=processors,
     )
 

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
+from torch import Tensor
 
 from asyncllm.core.batch import GrammarMask, StepBatch
 from asyncllm.core.executor import StepOutOfMemoryError
 from asyncllm.gpu.batch.block_table import NO_BLOCKS
+from asyncllm.gpu.batch.host_buffer import HostBuffer, TableChange
 from asyncllm.gpu.batch.sampling_inputs import Stages
-from asyncllm.gpu.batch.step_buffers import PinnedStepBuffer
-from asyncllm.gpu.graph.streams import Event
+from asyncllm.gpu.batch.step_buffer import StepSizes
+from asyncllm.gpu.models.language_model import StepOutput
 from asyncllm.gpu.ops.gumbel import NO_TOKEN_LEFT
 from asyncllm.gpu.sample.host_rows import HostRows
 from asyncllm.gpu.sample.logprobs import token_logprobs
-from asyncllm.gpu.sample.sampler import NONE_LEFT, NOT_FINITE, SampleOutput
+from asyncllm.gpu.sample.sample_output import NONE_LEFT, NOT_FINITE, SampleOutput
+from asyncllm.gpu.sample.sampling_state import LineUpdate
 from asyncllm.validation import explain
 
-if TYPE_CHECKING:
-    from asyncllm.gpu.graph.step_queue import QueuedStep
+
+class Event(Protocol):
+    """A point in a stream's work."""
+
+    def synchronize(self) -> None:
+        """Waits until the work before it is done."""
+        ...
 
 
 class LaunchedStep:
@@ -27,22 +35,31 @@ class LaunchedStep:
 
     Attributes:
         is_decode: every row is a decode.
-        rows: ``[S]``, rows of the batch that are sampled.
+        rows: ``[S]``, rows of the batch that are sampled; in the order in which they are.
         req_indices, positions: ``[S]``, of these rows, and where their tokens will be.
+        num_logits: of these rows, how many need their logits; the others are behind them, and take
+            the token of the largest one.
         epochs: ``[S]``, of the request indices.
-        blocks_to_zero: KV blocks to clear before it runs.
-        masks: of its masked rows, once they have come.
-        started: its changes have been applied, and its work queued if it can run ahead.
-        queued: of a step that the native library's thread runs.
-        host: of a step that runs ahead: its buffer.
-        event: its end, once it is queued.
-        error: raised when it was to be started.
-        failures: by row, errors of requests that could not be assigned.
         row_stages, row_logprobs: ``[S]``, of the request indices: Stages, and how many
             log-probabilities, -1 for none.
-        host_rows: of a step that runs ahead, those that are sampled with the host.
+        stages: of sampling, that any row without the host needs.
+        blocks_to_zero: KV blocks to clear before it runs.
+        updates: lines of the LogitsTables to write before it runs.
+        overflow: table changes that found no room in the buffer.
+        masks: of its masked rows, once they have come.
+        started: its changes have been applied, and its work begun.
+        is_drawn: its tokens will be there without the host; later steps may begin behind it.
+        buffer, sizes: once it has begun: its sections in host memory, and their sizes.
+        output: of the model, once that is queued.
+        prompt_hidden: hidden states ``[E, H]`` at the positions of its prompt log-probabilities.
         prompt_tokens: by row, the prompt's tokens of its PromptSpan.
+        host_rows: rows that are sampled with the host.
+        event: its end, once it is queued.
+        error: raised when it was to be started.
+        failures: by row, errors of requests that could not be assigned, or sampled.
     """
+
+    buffer: HostBuffer
 
     def __init__(self, batch: StepBatch) -> None:
         self.batch = batch
@@ -56,29 +73,43 @@ class LaunchedStep:
             self.rows = np.flatnonzero(batch.samples)
             self.req_indices = req_indices[self.rows]
             self.positions = (starts + np.array(batch.counts, dtype=np.int64))[self.rows]
+        self.num_logits = len(self.rows)
         self.epochs = self.blocks_to_zero = self.row_stages = self.row_logprobs = NO_BLOCKS
+        self.stages = Stages.NONE
+        self.updates: list[LineUpdate] = []
+        self.overflow: list[TableChange] = []
         self.masks: GrammarMask | None = None
-        self.started = False
-        self.queued: QueuedStep | None = None
-        self.host: PinnedStepBuffer | None = None
+        self.started = self.is_drawn = False
+        self.sizes: StepSizes | None = None
+        self.output: StepOutput | None = None
+        self.prompt_hidden: Tensor | None = None
+        self.prompt_tokens: dict[int, np.ndarray] = {}
+        self.host_rows: HostRows | None = None
         self.event: Event | None = None
         self.error: Exception | None = None
         self.failures: dict[int, Exception] = {}
-        self.host_rows: HostRows | None = None
-        self.prompt_tokens: dict[int, np.ndarray] = {}
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the draw is all that its rows ask for."""
+        apart = self.batch.masked_rows or self.stages or self.batch.prompt_logprobs
+        return not apart and self.host_rows is None
 
     @property
     def awaits_masks(self) -> bool:
         return bool(self.batch.masked_rows) and self.masks is None
 
-    @property
-    def masked_places(self) -> np.ndarray:
-        """Places of the masked rows among those that are sampled."""
-        return (
-            np.searchsorted(self.rows, self.batch.masked_rows)
-            if self.batch.masked_rows
-            else NO_BLOCKS
-        )
+    def put_first(self, needed: np.ndarray) -> None:
+        """Orders the sampled rows: those whose logits are needed come first.
+
+        Args:
+            needed: ``[S]`` bool.
+        """
+        self.num_logits = int(np.count_nonzero(needed))
+        if self.num_logits not in (0, len(needed)):
+            order = np.argsort(~needed, kind="stable")
+            self.rows, self.req_indices = self.rows[order], self.req_indices[order]
+            self.positions = self.positions[order]
 
     def awaits_tokens_of(self, step: LaunchedStep) -> bool:
         """Whether it goes on from a token that the host draws in ``step``."""
@@ -87,30 +118,34 @@ class LaunchedStep:
         later = set(self.batch.req_indices).difference(self.batch.released)
         return not later.isdisjoint(step.host_rows.req_indices.tolist())
 
+    def places_of(self, rows: list[int]) -> list[int]:
+        """The places of rows of the batch among those that are sampled."""
+        place_of = {row: place for place, row in enumerate(self.rows.tolist())}
+        return [place_of[row] for row in rows]
+
     def masks_by_place(self) -> dict[int, bytes]:
         """The masks by their row's place among those that are sampled."""
         if self.masks is None:
             return {}
-        places = np.searchsorted(self.rows, self.masks.rows).tolist()
-        return dict(zip(places, self.masks.masks, strict=True))
+        return dict(zip(self.places_of(self.masks.rows), self.masks.masks, strict=True))
 
-    def fused_output(self, host: PinnedStepBuffer) -> SampleOutput:
-        """Tokens that the device sampled, -1 for the host's rows."""
-        tokens = host.tokens[: len(self.rows)].numpy().copy()
+    def drawn_output(self) -> SampleOutput:
+        """The tokens in the buffer, and the errors and log-probabilities of their rows. What rows
+        of the host have is void."""
+        tokens = self.buffer.tokens[: len(self.rows)].numpy().copy()
         output = SampleOutput(tokens)
         failed, asked = tokens < 0, self.row_logprobs >= 0
         if self.host_rows is not None:
             failed[self.host_rows.places] = asked[self.host_rows.places] = False
-        for place in np.flatnonzero(failed).tolist():
-            restricted = (
-                self.row_stages[place] & Stages.RULES.value or place in self.masks_by_place()
-            )
-            none_left = tokens[place] == NO_TOKEN_LEFT and restricted
-            output.errors[place] = ValueError(NONE_LEFT if none_left else NOT_FINITE)
+        if failed.any():
+            masked = self.masks_by_place()
+            for place in np.flatnonzero(failed).tolist():
+                restricted = self.row_stages[place] & Stages.RULES.value or place in masked
+                none_left = tokens[place] == NO_TOKEN_LEFT and restricted
+                output.errors[place] = ValueError(NONE_LEFT if none_left else NOT_FINITE)
         asked = np.flatnonzero(asked & (tokens >= 0))
         if len(asked):
-            top = host.logprobs
-            assert top is not None
+            top = self.buffer.logprobs
             values, ids = top.values.numpy()[asked], top.ids.numpy()[asked]
             found = token_logprobs(values, ids, tokens[asked], self.row_logprobs[asked])
             output.logprobs = dict(zip(asked.tolist(), found, strict=True))

@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from threading import get_ident
 
-import numpy as np
 import torch
 
 from asyncllm.core.batch import GrammarMask, RowError, StepBatch, StepResult
@@ -17,25 +16,37 @@ from asyncllm.core.execution_report import ExecutionReport
 from asyncllm.core.executor import ExecutorInfo, SamplingLimits
 from asyncllm.core.in_process import InProcess
 from asyncllm.core.tracebacks import clear_frames
-from asyncllm.gpu.batch.input_batch import InputBatch
+from asyncllm.errors import EngineError
 from asyncllm.gpu.batch.sampling_inputs import MAX_BIAS, MAX_STOP_IDS
-from asyncllm.gpu.device_steps import DeviceSteps
 from asyncllm.gpu.execution_report import execution_report
 from asyncllm.gpu.graph.compile_turn import compiling_alone
-from asyncllm.gpu.graph.cuda_graphs import StepGraphs
-from asyncllm.gpu.graph.decode_runner import DecodeRunner
+from asyncllm.gpu.graph.cuda_graphs import GraphCapturer, StepGraphs
+from asyncllm.gpu.graph.graph_replay import GraphReplay
+from asyncllm.gpu.graph.recorded_step import record_step
+from asyncllm.gpu.graph.step_queue import StepQueue
 from asyncllm.gpu.graph.streams import Stream, SyncStream
 from asyncllm.gpu.graph.warm_up import warm_up
-from asyncllm.gpu.host_steps import HostSteps
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.launched_step import LaunchedStep
 from asyncllm.gpu.memory import is_out_of_memory, release
 from asyncllm.gpu.models.language_model import LanguageModel
 from asyncllm.gpu.sample.logprobs import MAX_FUSED
-from asyncllm.gpu.sample.sampler import Sampler
 from asyncllm.gpu.step_runner import StepRunner
 from asyncllm.gpu.threads import set_thread_count
 from asyncllm.logits_processor import LogitsProcessor
+
+
+@dataclass(frozen=True, slots=True)
+class Graphs:
+    """Graphs of decode steps.
+
+    Attributes:
+        capturer: makes them.
+        sizes: batch sizes that get one.
+    """
+
+    capturer: GraphCapturer
+    sizes: Sequence[int]
 
 
 class ModelRunner:
@@ -57,8 +68,8 @@ class ModelRunner:
 
     Args:
         stream: where work is queued; None is synchronous.
-        decode: the batch's persistent state on the device, which an asynchronous stream needs; None
-            keeps it on the host.
+        graphs: of decode steps, with the batch's state on the device; None keeps that on the host,
+            and an asynchronous stream needs them.
         num_logprobs: log-probabilities per token for which a step has buffers.
         logits_processors: of the engine.
 
@@ -70,52 +81,69 @@ class ModelRunner:
 
     def __init__(
         self,
-        decoder: LanguageModel,
+        model: LanguageModel,
         cache: KVCache,
         info: ExecutorInfo,
         *,
         num_threads: int | None = None,
         stream: Stream | None = None,
-        decode: DecodeRunner | None = None,
+        graphs: Graphs | None = None,
         num_logprobs: int = 20,
         logits_processors: Sequence[LogitsProcessor] = (),
     ) -> None:
         self.info = info
         self.in_process = InProcess(logits_processors=logits_processors)
-        self.dtype = decoder.embedding.dtype
-        self.device = decoder.embedding.device
+        self.dtype = model.embedding.dtype
+        self.device = model.embedding.device
         self._stream = SyncStream() if stream is None else stream
-        if self._stream.is_async and decode is None:
-            raise ValueError("an asynchronous stream needs a DecodeRunner")
-        has_decode = decode is not None
-        inputs = InputBatch(
-            info.max_num_seqs, info.max_model_len, info.kv_groups, tracks_tables=has_decode
-        )
-        limits = info.max_num_seqs, info.vocab_size
-        if decode is not None:
-            num_logprobs = decode.num_logprobs
+        if self._stream.is_async and graphs is None:
+            raise ValueError("an asynchronous stream needs graphs: its state is on the device")
         with self._stream.context():
-            fused = min(num_logprobs, MAX_FUSED)
-            sampler = Sampler(*limits, inputs, self.device, decoder.ops, fused, logits_processors)
+            runner = StepRunner(
+                model, cache, info, self._stream, self.in_process,
+                on_device=graphs is not None, num_logprobs=min(num_logprobs, MAX_FUSED),
+            )  # fmt: skip
         if self._stream.is_async:
-            held = SamplingLimits(MAX_BIAS, MAX_STOP_IDS, sampler.state.num_logprobs)
+            held = SamplingLimits(MAX_BIAS, MAX_STOP_IDS, runner.sampler.state.num_logprobs)
             self.info = replace(info, sampling_limits=held)
-        self._state: StepRunner | None
-        if decode is None:
-            self._state = HostSteps(decoder, cache, inputs, sampler)
-            self.execution = self._state.record(info)
-        else:
-            self._state = DeviceSteps(decoder, cache, inputs, sampler, decode, self._stream)
-            self.execution = "graphs of decode steps"
+        self._runner: StepRunner | None = runner
         self._steps: deque[LaunchedStep] = deque()
-        self._ahead_from = 1
         self._num_threads = num_threads
         self._thread: int | None = None
+        if graphs is None:
+            self._record()
+        else:
+            memory, sizes = runner.memory, graphs.sizes
+            runner.replay = GraphReplay(model, cache, memory, graphs.capturer, sizes, runner.draw)
+        self.execution = runner.replay.description
+
+    def _record(self) -> None:
+        """Records the step where all of it can be; else its ops are called one by one.
+
+        Raises:
+            EngineError: there is no memory for the largest step.
+        """
+        runner = self._open()
+        memory = runner.memory
+        try:
+            found = record_step(runner.model, runner.cache, runner.inputs, memory.buffer)
+            if isinstance(found, str):
+                self.execution = f"{runner.replay.description}: {found}"
+                return
+            found.load()
+        except MemoryError as error:
+            raise EngineError(
+                f"max_num_batched_tokens={self.info.max_num_batched_tokens}: the activations of "
+                "such a step cannot be allocated, lower it or max_num_seqs"
+            ) from error
+        runner.replay, self.execution = found, found.description
+        runner.stream = self._stream = StepQueue(found, memory, runner.inputs, runner.sampler)
 
     @property
     def graphs(self) -> StepGraphs | None:
         """The graphs of decode steps; None where there are none, and once it is closed."""
-        return self._state.decode.graphs if isinstance(self._state, DeviceSteps) else None
+        replay = None if self._runner is None else self._runner.replay
+        return replay.graphs if isinstance(replay, GraphReplay) else None
 
     def warm_up(self, progress: Callable[[int, int], None] = lambda *_: None) -> None:
         """Compiles the kernels of all steps to come; before the first of them.
@@ -123,11 +151,11 @@ class ModelRunner:
         Args:
             progress: called with (steps run, steps in all).
         """
-        state = self._open()
-        if isinstance(state, DeviceSteps):
+        runner = self._open()
+        if isinstance(runner.replay, GraphReplay):
             with compiling_alone():
                 with torch.inference_mode(), self._stream.context():
-                    warm_up(state.decode, progress)
+                    warm_up(runner, runner.replay, progress)
                 self._stream.synchronize()
 
     def capture_graphs(self, progress: Callable[[int, int], None] = lambda *_: None) -> None:
@@ -145,40 +173,38 @@ class ModelRunner:
     def report(self) -> ExecutionReport:
         """See ``ExecutionReport``; no step may be in flight."""
         self._enter_thread()
-        state = self._open()
-        return execution_report(state.decoder, state.cache, self.info, self._num_threads)
+        runner = self._open()
+        return execution_report(runner.model, runner.cache, self.info, self._num_threads)
 
     def set_token_budget(self, max_num_batched_tokens: int) -> None:
         """Sets the token budget, before the first step."""
         self.info = replace(self.info, max_num_batched_tokens=max_num_batched_tokens)
-        state = self._open()
-        if isinstance(state, HostSteps) and state.recorded is not None:
-            self.execution = state.record(self.info)
+        runner = self._open()
+        if isinstance(self._stream, StepQueue):
+            runner.resize(self.info)
+            self._record()
 
     @property
     def can_run_ahead(self) -> bool:
         """Whether recorded steps can run on the native library's thread."""
-        state = self._open()
-        return isinstance(state, HostSteps) and state.queue is not None
+        return isinstance(self._stream, StepQueue)
 
     def run_ahead(self, num_tokens: int) -> None:
         """Sets the pipeline depth to 2, before the first step: steps of at least ``num_tokens``
         begin on the native library's thread."""
+        assert isinstance(self._stream, StepQueue)
         self.info = replace(self.info, pipeline_depth=2)
-        self._ahead_from = num_tokens
+        self._stream.least_tokens = num_tokens
 
     # --- the executor ------------------------------------------------------------------
 
     def launch(self, batch: StepBatch) -> None:
         self._open()
         self._steps.append(LaunchedStep(batch))
-        if self._stream.is_async:
-            self._start_steps()
-        elif self._begins_alone(batch):
-            self._submit_steps()
+        self._begin_steps()
 
     def sample(self, masks: GrammarMask) -> None:
-        self._open()
+        runner = self._open()
         step = next((step for step in self._steps if step.awaits_masks), None)
         if step is None or step.batch.step != masks.step:
             expected = "none" if step is None else f"those of step {step.batch.step}"
@@ -188,13 +214,13 @@ class ModelRunner:
                 f"masks of rows {masks.rows} came; expected some of {step.batch.masked_rows}"
             )
         step.masks = masks
-        if step.host is not None:
+        if step.started and self._stream.is_async:
             with self._errors_kept(step):
-                self._device_steps().sample_ahead(step)
-            self._start_steps()
+                runner.sample(step)
+            self._begin_steps()
 
     def collect(self) -> StepResult:
-        self._open()
+        runner = self._open()
         if not self._steps:
             raise RuntimeError("no step is in flight")
         if self._steps[0].awaits_masks and self._steps[0].error is None:
@@ -207,47 +233,42 @@ class ModelRunner:
         try:
             with torch.inference_mode(), self._stream.context():
                 if not step.started:
-                    self._apply(step)
-                result = self._finish(step)
+                    runner.begin(step, ahead=False)
+                result = self._finish(runner, step)
         except (RuntimeError, MemoryError) as error:
             # The engine keeps the exception, whose frames refer to the model.
             clear_frames(error)
             if is_out_of_memory(error):
                 raise step.memory_error(error) from error
             raise
-        if self._stream.is_async:
-            self._start_steps()
-        elif self._steps and self._begins_alone(self._steps[0].batch):
-            self._submit_steps()
+        self._begin_steps()
         return result
 
     def discard(self) -> None:
-        if self._steps and self._state is not None:
+        if self._steps and self._runner is not None:
             self._stream.synchronize()
-            self._drain_queue()
         self._steps.clear()
 
     def close(self) -> None:
-        if self._state is None:
+        if self._runner is None:
             return
         # Steps are not waited for on a GPU: one that hangs would never finish them.
-        self._drain_queue()
+        if not self._stream.is_async:
+            self._stream.synchronize()
         self._steps.clear()
-        graphs, self._state = self.graphs, None
+        graphs, self._runner = self.graphs, None
+        if not self._stream.is_async:
+            # A queue refers to the model.
+            self._stream = SyncStream()
         if graphs is not None:
             graphs.close()
         with contextlib.suppress(RuntimeError), self._stream.context():
             release(self.device)
 
     def _open(self) -> StepRunner:
-        if self._state is None:
+        if self._runner is None:
             raise RuntimeError("the model runner is closed")
-        return self._state
-
-    def _device_steps(self) -> DeviceSteps:
-        state = self._open()
-        assert isinstance(state, DeviceSteps)
-        return state
+        return self._runner
 
     def _enter_thread(self) -> None:
         """Sets the calling thread's thread count and time slice, both of which are per thread,
@@ -258,57 +279,24 @@ class ModelRunner:
         self._thread = thread
         if self._num_threads is not None:
             set_thread_count(self._num_threads)
-        self._open().decoder.ops.enter_thread()
+        self._open().model.ops.enter_thread()
 
     # --- a step ------------------------------------------------------------------------
 
-    def _start_steps(self) -> None:
-        """Starts the steps that can run now. One that failed, or that awaits its masks or a token
-        that the host samples, holds up those behind it. An error is raised when its own step is
-        collected: the steps before that may have gone well."""
+    def _begin_steps(self) -> None:
+        """Begins the steps that the stream takes ahead of their collection. One that failed, or
+        whose tokens the host has a part in, holds up those behind it. An error is raised when its
+        own step is collected: the steps before that may have gone well."""
+        runner = self._open()
         for number, step in enumerate(self._steps):
             if not step.started:
-                before = islice(self._steps, number)
-                if any(step.awaits_tokens_of(one) for one in before):
+                if not self._stream.takes(step, islice(self._steps, number)):
                     return
                 step.started = True
                 with self._errors_kept(step):
-                    self._apply(step)
-                    self._device_steps().queue_step(step)
-            if step.event is None and len(step.batch):
+                    runner.begin(step, ahead=True)
+            if not step.is_drawn:
                 return
-
-    def _begins_alone(self, batch: StepBatch) -> bool:
-        """Whether a step is begun before it is collected: it is long enough, or its masks are made
-        meanwhile. One that loads or saves states is not: the host copies them before or behind
-        it."""
-        if batch.state_loads or batch.state_saves:
-            return False
-        enough = self.info.pipeline_depth > 1 and batch.num_tokens >= self._ahead_from
-        return enough or bool(batch.masked_rows)
-
-    def _submit_steps(self) -> None:
-        """Starts the steps that can run now on the native library's thread. One that is sampled
-        with the host holds up those behind it."""
-        state = self._open()
-        queue = state.queue if isinstance(state, HostSteps) else None
-        if queue is None:
-            return
-        for number, step in enumerate(self._steps):
-            if not step.started:
-                alone = len(step.batch) and self._begins_alone(step.batch)
-                if not alone or not queue.takes(step, islice(self._steps, number)):
-                    return
-                step.started = True
-                with self._errors_kept(step):
-                    self._apply(step)
-                    step.queued = queue.submit(step)
-            if step.queued is None or not step.queued.samples:
-                return
-
-    def _drain_queue(self) -> None:
-        if isinstance(self._state, HostSteps) and self._state.queue is not None:
-            self._state.queue.drain()
 
     @contextlib.contextmanager
     def _errors_kept(self, step: LaunchedStep) -> Iterator[None]:
@@ -319,37 +307,14 @@ class ModelRunner:
         except Exception as error:
             step.error = step.memory_error(error) if is_out_of_memory(error) else error
 
-    def _apply(self, step: LaunchedStep) -> None:
-        """Applies the step's changes of the batch."""
-        state, batch = self._open(), step.batch
-        unfilled = state.inputs.apply(batch)
-        if state.decoder.needs_zeroed_blocks:
-            step.blocks_to_zero = unfilled
-        for req_index in batch.released:
-            state.sampler.release(req_index)
-        for assignment in batch.assignments:
-            state.sampler.assign(self.in_process.with_processors(assignment))
-        if isinstance(state, HostSteps):
-            state.sampler.write_updates()
-        step.epochs = state.inputs.epochs[step.req_indices]
-        step.row_stages = state.sampler.state.stages[step.req_indices]
-        step.row_logprobs = state.sampler.state.logprobs[step.req_indices]
-        if failures := state.sampler.failures:
-            # Kept with the step: its indices may have other requests when it is collected.
-            step.failures = {
-                row: failures[req_index]
-                for row, req_index in enumerate(batch.req_indices)
-                if req_index in failures
-            }
-
-    def _finish(self, step: LaunchedStep) -> StepResult:
+    def _finish(self, runner: StepRunner, step: LaunchedStep) -> StepResult:
         """Waits for the step's tokens, and keeps them for later steps."""
         result = StepResult(step.batch.step, [], [int(one) for one in step.batch.samples])
         if not len(step.batch):
             return result
-        output = self._open().run(step)
-        self._write_back(step, output.token_ids)
-        row_of, result.token_ids = step.rows.tolist(), output.token_ids.tolist()
+        output = runner.finish(step)
+        runner.write_back(step, output.token_ids)
+        row_of = step.rows.tolist()
         if output.logprobs:
             result.logprobs = {row_of[i]: (value,) for i, value in output.logprobs.items()}
         if output.errors or step.failures:
@@ -359,17 +324,9 @@ class ModelRunner:
                 result.errors[row] = RowError.of(error)
                 result.counts[row] = 0
                 clear_frames(error)
-            tokens = zip(row_of, result.token_ids, strict=True)
-            result.token_ids = [token for row, token in tokens if row not in errors]
+        tokens = dict(zip(row_of, output.token_ids.tolist(), strict=True))
+        result.token_ids = [tokens[row] for row in sorted(tokens) if row not in result.errors]
         if output.prompt_logprobs:
             found = output.prompt_logprobs.items()
             result.prompt_logprobs = {row: one for row, one in found if row not in result.errors}
         return result
-
-    def _write_back(self, step: LaunchedStep, tokens: np.ndarray) -> None:
-        """Writes tokens to the batch, where their request still has its index. That of a failed
-        row becomes one that the embedding has: what is computed from it is void."""
-        inputs = self._open().inputs
-        same = inputs.epochs[step.req_indices] == step.epochs
-        at = step.req_indices[same], step.positions[same]
-        inputs.token_ids[at] = np.maximum(tokens[same], 0)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from asyncllm.core.batch import StepBatch
 from asyncllm.gpu.batch.input_batch import InputBatch
-from asyncllm.gpu.batch.step_buffers import StepBuffer
-from asyncllm.gpu.batch.step_inputs import ModelInputs
+from asyncllm.gpu.batch.sampling_table import scalar_sections
+from asyncllm.gpu.batch.sections import Sections
+from asyncllm.gpu.batch.step_buffer import StepBuffer, StepLimits, step_inputs
+from asyncllm.gpu.batch.step_inputs import StepInputs
 from asyncllm.gpu.graph.compile_turn import compiling_alone
 from asyncllm.gpu.graph.recorded_step import record_step
 from asyncllm.gpu.kv_cache import KVCache, KVGroup
@@ -39,10 +42,8 @@ def profile_run(
         for num_decodes, counts in largest_rows(
             max_num_batched_tokens, max_num_seqs, max_model_len
         ):
-            inputs = _inputs(
-                groups, num_decodes, counts, max_num_seqs, max_model_len, weight.device
-            )
-            _sample(decoder, few.logits(few.forward(inputs, cache)))
+            step = _step(groups, num_decodes, counts, max_num_seqs, max_model_len, weight.device)
+            _sample(decoder, few.forward(step, cache).logits)
 
 
 def recorded_bytes(
@@ -58,10 +59,9 @@ def recorded_bytes(
     decoder.set_max_positions(1)
     specs, weight = [group.spec for group in groups], decoder.embedding
     cache = KVCache(groups, 1, weight.dtype, weight.device, states)
-    inputs = InputBatch(1, 1, specs)
-    found = record_step(
-        decoder, cache, inputs, max_tokens=max_num_batched_tokens, max_rows=max_num_seqs
-    )
+    limits = StepLimits(max_num_seqs, max(max_num_seqs, max_num_batched_tokens), len(specs))
+    buffer = StepBuffer(limits, torch.device("cpu"))
+    found = record_step(decoder, cache, InputBatch(1, 1, specs), buffer)
     return 0 if isinstance(found, str) else found.num_bytes
 
 
@@ -83,14 +83,14 @@ def largest_rows(
     return steps
 
 
-def _inputs(
+def _step(
     groups: Sequence[KVGroup],
     num_decodes: int,
     counts: np.ndarray,
     max_num_seqs: int,
     max_model_len: int,
     device: torch.device,
-) -> Sequence[ModelInputs]:
+) -> StepInputs:
     """The step's inputs. As many logits are wanted as sequences can be sampled, whether or
     not this step has as many rows."""
     rows = len(counts)
@@ -103,22 +103,21 @@ def _inputs(
         num_decodes=num_decodes,
     )
     persistent = InputBatch(rows, max_model_len, [group.spec for group in groups])
-    tables = [torch.from_numpy(table.table).to(device) for table in persistent.tables]
-    inputs = persistent.prepare(batch, device, tables)
-    if num_decodes != rows:
-        for each in inputs:
-            each.logits_indices = torch.arange(min(max_num_seqs, each.num_tokens), device=device)
-    return inputs
+    step = step_inputs(batch, persistent, device)
+    if num_decodes == rows:
+        return step
+    wanted = torch.arange(min(max_num_seqs, step.num_tokens), device=device)
+    return replace(step, wanted=wanted, num_logits=len(wanted))
 
 
 def _sample(decoder: LanguageModel, logits: torch.Tensor) -> None:
     """Samples every row, with top_k and top_p at work."""
     count = logits.shape[0]
-    buffer = StepBuffer(count, 0, logits.device)
-    rows, sampling = torch.arange(count, device=logits.device), buffer.sampling
-    sampling.temperature.fill_(1.0)
-    sampling.top_k.fill_(64)
-    sampling.top_p.fill_(0.9)
-    sampling.min_p.fill_(0.05)
-    out = torch.empty_like(rows)
-    decoder.ops.sample(logits, sampling, rows, rows, rows.new_empty(count + 1), out)
+    rows = torch.arange(count, device=logits.device)
+    scalars = Sections(scalar_sections(count + 1), logits.device).tensors
+    scalars["temperature"].fill_(1.0)
+    scalars["top_k"].fill_(64)
+    scalars["top_p"].fill_(0.9)
+    decoder.ops.sample(
+        logits, scalars, rows, rows, rows.new_empty(count + 1), torch.empty_like(rows)
+    )

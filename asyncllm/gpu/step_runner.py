@@ -1,42 +1,250 @@
-"""StepRunner: the base of HostSteps and DeviceSteps."""
+"""StepRunner: runs the steps of one model."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from functools import partial
+from itertools import cycle
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from asyncllm.gpu.batch.input_batch import InputBatch
+from asyncllm.core.executor import ExecutorInfo
+from asyncllm.core.in_process import InProcess
+from asyncllm.gpu.batch.input_batch import PLACEHOLDER_TOKEN, InputBatch
+from asyncllm.gpu.batch.sampling_inputs import Stages, TopLogprobs
+from asyncllm.gpu.graph.replay import EagerReplay, Replay
+from asyncllm.gpu.graph.streams import Stream
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.launched_step import LaunchedStep
 from asyncllm.gpu.models.language_model import LanguageModel
-from asyncllm.gpu.sample.prompt_logprobs import gather_prompt_logprobs
-from asyncllm.gpu.sample.sampler import SampleOutput, Sampler
+from asyncllm.gpu.sample.host_rows import HostRows
+from asyncllm.gpu.sample.prompt_logprobs import gather_prompt_logprobs, prompt_tokens
+from asyncllm.gpu.sample.sample_output import SampleOutput
+from asyncllm.gpu.sample.sampler import Sampler
+from asyncllm.gpu.step_memory import StepMemory
 
 
-class StepRunner(ABC):
-    """Runs the steps of one model, and has all state that holds memory, so that closing drops it
-    whole.
+class StepRunner:
+    """Runs steps, and has all state that holds memory, so that closing drops it whole.
+
+    A step is applied to the persistent batch and written to a buffer; its copy, its forward pass
+    and its sampling are queued on the stream; its tokens are waited for. Devices differ in three
+    parts: the stream, the memory that steps share, and the replay of the model's part.
+
+    Args:
+        on_device: the batch's state lies on the device, see StepMemory.
+        in_process: has the logits processors.
+        num_logprobs: log-probabilities per token for which a step has buffers.
 
     Attributes:
-        device: of weights and KV.
+        stream: where work is queued; the native library's queue once it is there.
+        replay: runs the model's part of a step.
+        memory: that steps share.
     """
 
     def __init__(
-        self, decoder: LanguageModel, cache: KVCache, inputs: InputBatch, sampler: Sampler
-    ) -> None:
-        self.decoder, self.cache, self.inputs, self.sampler = decoder, cache, inputs, sampler
-        self.device = decoder.embedding.device
+        self, model: LanguageModel, cache: KVCache, info: ExecutorInfo, stream: Stream,
+        in_process: InProcess, *, on_device: bool, num_logprobs: int,
+    ) -> None:  # fmt: skip
+        self.model, self.cache, self.info, self.stream = model, cache, info, stream
+        self._in_process = in_process
+        self.device = model.embedding.device
+        self.inputs = InputBatch(
+            info.max_num_seqs, info.max_model_len, info.kv_groups, tracks_tables=on_device
+        )
+        self.sampler = Sampler(
+            info.max_num_seqs, info.vocab_size, self.inputs, model.ops, num_logprobs,
+            in_process.logits_processors,
+        )  # fmt: skip
+        self._on_device = on_device
+        self.memory: StepMemory
+        self.replay: Replay
+        self.resize(info)
 
-    @abstractmethod
-    def run(self, step: LaunchedStep) -> SampleOutput:
-        """The tokens of a step whose changes of the batch have been applied."""
+    def resize(self, info: ExecutorInfo) -> None:
+        """Makes the memory of steps anew, as large as ``info`` lets them be; before the first."""
+        self.info = info
+        self.memory = StepMemory(
+            info, self.inputs, self.sampler.state, self.model.ops, self.device,
+            on_device=self._on_device,
+        )  # fmt: skip
+        self._buffers = cycle(self.memory.host_buffers)
+        self.replay = EagerReplay(self.model, self.cache, self.memory)
 
-    def gather_prompt_logprobs(
-        self, step: LaunchedStep, hidden: Tensor, output: SampleOutput
-    ) -> None:
-        """Adds the log-probabilities of prompts, of their positions' hidden states ``[E, H]``."""
-        decoder, spans = self.decoder, step.batch.prompt_logprobs
-        found = gather_prompt_logprobs(spans, step.prompt_tokens, hidden, decoder)
+    # --- a step --------------------------------------------------------------------------
+
+    def begin(self, step: LaunchedStep, *, ahead: bool) -> None:
+        """Applies the step's changes and begins its work: all of it, or up to its logits if it
+        awaits masks.
+
+        Args:
+            ahead: of its collection.
+        """
+        self._apply(step)
+        if not len(step.batch):
+            step.is_drawn = True
+            return
+        if step.batch.prompt_logprobs:
+            step.prompt_tokens = prompt_tokens(step.batch, self.inputs)
+        if ahead and self.stream.submit(step):
+            return
+        step.buffer = next(self._buffers)
+        self.memory.write(step)
+        if not self.replay.derives(step):
+            self.memory.derive(step)
+        self._prepare_sampling(step)
+        if self.memory.on_device:
+            # From here on only the device knows these tokens.
+            self.inputs.token_ids[step.req_indices, step.positions] = PLACEHOLDER_TOKEN
+        self.stream.run(partial(self._forward, step))
+        if not step.awaits_masks:
+            self.sample(step)
+
+    def sample(self, step: LaunchedStep) -> None:
+        """Queues the sampling of a step, whose masks have come if it has any."""
+        if step.masks is not None:
+            errors = step.buffer.masks.set(step.masks_by_place())
+            step.failures |= {int(step.rows[place]): error for place, error in errors.items()}
+            step.stages |= Stages.MASKS
+        self.stream.run(partial(self._sample, step))
+        step.event, step.is_drawn = self.stream.record(), True
+
+    def finish(self, step: LaunchedStep) -> SampleOutput:
+        """Waits for a step's tokens, and draws those of its rows that need the host."""
+        self.stream.wait(step)
+        if not step.is_drawn:
+            self._keep_hidden(step)
+            self._prepare_sampling(step)
+            self.sample(step)
+        output = step.drawn_output()
+        if step.host_rows is not None or step.prompt_hidden is not None:
+            with self.stream.aside():
+                if step.host_rows is not None:
+                    output.take_in(step.host_rows.places, step.host_rows.sample())
+                if step.prompt_hidden is not None:
+                    self._gather_prompt_logprobs(step, output)
+        return output
+
+    def write_back(self, step: LaunchedStep, tokens: np.ndarray) -> None:
+        """Writes tokens to the batch, where their request still has its index. That of a failed
+        row becomes one that the embedding has: what is computed from it is void."""
+        same = self.inputs.epochs[step.req_indices] == step.epochs
+        at = step.req_indices[same], step.positions[same]
+        self.inputs.token_ids[at] = np.maximum(tokens[same], 0)
+
+    # --- its parts -----------------------------------------------------------------------
+
+    def _apply(self, step: LaunchedStep) -> None:
+        """Applies the step's changes of the batch."""
+        batch, sampler, state = step.batch, self.sampler, self.sampler.state
+        unfilled = self.inputs.apply(batch)
+        if self.model.needs_zeroed_blocks:
+            step.blocks_to_zero = unfilled
+        for req_index in batch.released:
+            sampler.release(req_index)
+        for assignment in batch.assignments:
+            sampler.assign(self._in_process.with_processors(assignment))
+        step.updates = sampler.take_updates()
+        if self.replay.finds_largest:
+            needed = sampler.needing_logits(step.req_indices)
+            if batch.masked_rows:
+                needed[step.places_of(batch.masked_rows)] = True
+            step.put_first(needed)
+        step.epochs = self.inputs.epochs[step.req_indices]
+        step.row_stages = state.stages[step.req_indices]
+        step.row_logprobs = state.logprobs[step.req_indices]
+        if failures := sampler.failures:
+            # Kept with the step: its indices may have other requests when it is collected.
+            step.failures = {
+                row: failures[req_index]
+                for row, req_index in enumerate(batch.req_indices)
+                if req_index in failures
+            }
+
+    def _prepare_sampling(self, step: LaunchedStep) -> None:
+        """Sets its stages, and its rows that need the host."""
+        places = self.sampler.state.needing_host(step.req_indices)
+        if len(places):
+            at = step.req_indices[places], step.positions[places]
+            step.host_rows = HostRows(self.sampler, places, *at)
+        step.stages |= Stages(int(np.bitwise_or.reduce(step.row_stages, initial=0)))
+        if step.stages and not self.memory.on_device:
+            self.memory.write_previous(step, self.memory.buffer)
+
+    def _forward(self, step: LaunchedStep) -> None:
+        """The model's part, between the copies that come before and behind it."""
+        self.cache.clear(step.blocks_to_zero)
+        self.cache.load_states(step.batch.state_loads)
+        self.memory.receive(step)
+        step.output = self.replay.forward(step)
+        self.cache.save_states(step.batch.state_saves)
+        self._keep_hidden(step)
+
+    def _keep_hidden(self, step: LaunchedStep) -> None:
+        """Keeps the hidden states that prompt log-probabilities are of."""
+        if step.batch.prompt_logprobs:
+            assert step.output is not None
+            hidden = step.output.hidden[len(step.rows) :]
+            # The next step writes there before these are looked at.
+            step.prompt_hidden = hidden.clone() if self.memory.on_device else hidden
+
+    def _sample(self, step: LaunchedStep) -> None:
+        """From logits to tokens in the step's buffer; host rows take what they need along."""
+        assert step.output is not None
+        memory, count, (logits, _, largest) = self.memory, step.num_logits, step.output
+        memory.prepare_sampling(step.stages, step.buffer)
+        num_apart = 0
+        if step.host_rows is not None:
+            rows = memory.sampling_rows(count)
+            index = step.host_rows.take(logits, rows, memory.scalars, step.stages)
+            rows.req_indices.index_fill_(0, index, -1)
+            num_apart = len(step.host_rows.places)
+        if num_apart < count and not self.replay.sample(step):
+            self._draw_rows(step, logits)
+        if len(largest):
+            memory.sampled[count : count + len(largest)] = largest
+        memory.return_tokens(step)
+
+    def draw(self, logits: Tensor, stages: Stages) -> None:
+        """Draws the tokens of the first rows of the step that was received last."""
+        memory, count = self.memory, len(logits)
+        top = memory.logprobs if stages & Stages.LOGPROBS else None
+        tokens, rows = memory.sampled[:count], memory.sampling_rows(count)
+        self.sampler.sample(logits, rows, memory.scalars, stages, tokens, top)
+
+    def _draw_rows(self, step: LaunchedStep, logits: Tensor) -> None:
+        """On a CPU rows with stages are drawn apart from those without: the stages of all rows
+        would take longer."""
+        memory, count = self.memory, step.num_logits
+        some = np.empty(0) if memory.on_device else self._rows_with_stages(step)
+        if len(some) in (0, count):
+            self.draw(logits, step.stages)
+            return
+        index, rows, tokens = torch.from_numpy(some), memory.sampling_rows(count), memory.sampled
+        own, found, top = rows.at(index), tokens[index], None
+        if step.stages & Stages.LOGPROBS:
+            top = TopLogprobs(len(some), self.sampler.state.num_logprobs, self.device)
+        self.sampler.sample(logits[index], own, memory.scalars, step.stages, found, top)
+        rows.req_indices.index_fill_(0, index, -1)
+        self.draw(logits, Stages.NONE)
+        tokens[index] = found
+        if top is not None and memory.logprobs is not None:
+            memory.logprobs.values[index], memory.logprobs.ids[index] = top.values, top.ids
+
+    def _rows_with_stages(self, step: LaunchedStep) -> np.ndarray:
+        """Places of rows with stages or masks, those of host rows left out."""
+        staged = step.row_stages[: step.num_logits] != 0
+        if step.masks is not None:
+            staged[step.places_of(step.masks.rows)] = True
+        if step.host_rows is not None:
+            staged[step.host_rows.places] = False
+        return np.flatnonzero(staged)
+
+    def _gather_prompt_logprobs(self, step: LaunchedStep, output: SampleOutput) -> None:
+        """Adds the log-probabilities of prompts, of their positions' hidden states."""
+        assert step.prompt_hidden is not None
+        spans = step.batch.prompt_logprobs
+        found = gather_prompt_logprobs(spans, step.prompt_tokens, step.prompt_hidden, self.model)
         output.prompt_logprobs, errors = found
         step.failures = errors | step.failures

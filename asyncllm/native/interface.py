@@ -9,6 +9,9 @@ from typing import Any
 
 _P, _I, _N, _F = c_void_p, c_int64, c_int32, c_float
 
+NUM_DRAW_SCALARS = 5
+"""Of ``gpu.batch.sampling_table.DRAW``, whose order is that of their pointers in SampleArgs."""
+
 
 def _fields(*groups: tuple[Any, str]) -> list[tuple[str, Any]]:
     """The fields of a structure from their types and names."""
@@ -54,14 +57,11 @@ class RopeArgs(ctypes.Structure):
 class SampleArgs(ctypes.Structure):
     """``SampleArgs`` of the interface."""
 
-    _fields_ = _fields(
-        (_P, "logits"),
-        (_I, "row_stride rows vocab_size"),
-        (_P, "req_indices positions states temperature top_k top_p min_p"),
-        (_I, "lines"),
-        (_P, "last_sampled out"),
-        (_N, "dtype"),
-    )
+    _fields_ = [
+        *_fields((_P, "logits"), (_I, "row_stride rows vocab_size"), (_P, "req_indices positions")),
+        ("scalars", _P * NUM_DRAW_SCALARS),
+        *_fields((_I, "lines"), (_P, "last_sampled out"), (_N, "dtype")),
+    ]
 
 
 class LogitsArgs(ctypes.Structure):
@@ -229,7 +229,6 @@ OP_KINDS = (
 """In the order of ``OpKind``."""
 
 NUM_SIZES = 5
-MAX_COPIES = 4
 
 
 class _AnyArgs(ctypes.Union):
@@ -252,20 +251,13 @@ class ProgramArgs(ctypes.Structure):
     ]
 
 
-class Copy(ctypes.Structure):
-    """``Copy`` of the interface."""
-
-    _fields_ = _fields((_P, "to source"), (_I, "num_bytes"))
-
-
 class JobArgs(ctypes.Structure):
     """``Job`` of the interface."""
 
     _fields_ = [
         ("program", POINTER(ProgramArgs)),
         ("sizes", _I * NUM_SIZES),
-        ("copies", Copy * MAX_COPIES),
-        ("num_copies", _I),
+        *_fields((_P, "to source"), (_I, "num_bytes")),
         ("draw", SampleArgs),
         *_fields(
             (_P, "greedy"),

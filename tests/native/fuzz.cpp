@@ -218,7 +218,8 @@ void attention(Context* context, int32_t dtype) {
   std::vector<int32_t> table(rows * width);
   // Blocks are shared at will; those that no row has are NaN.
   cache.values.fill_nan();
-  std::vector<int64_t> starts = {0}, lengths;
+  std::vector<int64_t> starts = {0};
+  std::vector<int32_t> lengths;
   auto fill = [&](int64_t kv, int64_t slot) {
     for (int64_t head = 0; head < kv_heads; ++head)
       for (int64_t i = 0; i < dim; ++i) cache.values.set(cache.at(kv, slot, head) + i, normal());
@@ -233,7 +234,7 @@ void attention(Context* context, int32_t dtype) {
         fill(kv, table[row * width + key / cache.block_size] * cache.block_size +
                      key % cache.block_size);
     starts.push_back(starts.back() + tokens);
-    lengths.push_back(length);
+    lengths.push_back(int32_t(length));
   }
   int64_t tokens = starts.back(), head_stride = dim + draw(0, 2);
   int64_t token_stride = heads * head_stride + draw(0, 5);

@@ -13,7 +13,8 @@ struct Layer {
   Array table, rope, x, residual, normed_x, qkv, mixed, o, picked, rest, wide, mlp, last, logits;
   Array weight, q_norm, embedding;
   std::vector<int32_t> token_table, blocks;
-  std::vector<int64_t> row_lines, starts, counts, wanted, ids, positions, slots, query_start, lens;
+  std::vector<int64_t> row_lines, starts, counts, wanted, ids, positions, slots, query_start;
+  std::vector<int32_t> lens;
   std::vector<int64_t> largest;
   std::vector<Weights*> packed;
   std::vector<Op> ops;
@@ -139,8 +140,8 @@ void job(Context* context, Layer& layer, int64_t rows, int64_t tokens,
   int64_t sizes[NUM_SIZES] = {rows, tokens, rows, 0, rows};
   for (int i = 0; i < NUM_SIZES; ++i) job.sizes[i] = sizes[i];
   layer.counts.assign(counts.size(), -1);
-  job.copies[0] = {layer.counts.data(), counts.data(), rows * int64_t(sizeof(int64_t))};
-  job.num_copies = 1;
+  job.to = layer.counts.data(), job.from = counts.data();
+  job.bytes = rows * int64_t(sizeof(int64_t));
   job.greedy = layer.largest.data(), job.num_tokens = rows, job.tokens = found.data();
   job.lines = layer.row_lines.data(), job.positions = positions.data();
   job.table = layer.token_table.data(), job.table_lines = layer.lines;

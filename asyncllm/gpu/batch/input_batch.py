@@ -1,18 +1,14 @@
-"""InputBatch: the persistent batch, and a step's index arithmetic."""
+"""InputBatch: the persistent batch of requests on the host."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from asyncllm.core.batch import RequestAssignment, StepBatch
 from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.gpu.batch.block_table import NO_BLOCKS, BlockTable
-from asyncllm.gpu.batch.step_inputs import ModelInputs
-from asyncllm.gpu.h2d import copy_to_device
 
 PLACEHOLDER_TOKEN = -1
 
@@ -97,60 +93,6 @@ class InputBatch:
     def output_token_ids(self, req_index: int, end: int) -> np.ndarray:
         """Output tokens before position ``end``: a view ``[n]`` int32."""
         return self.token_ids[req_index, self.num_prompt_tokens[req_index] : end]
-
-    def prepare(
-        self, batch: StepBatch, device: torch.device, device_tables: Sequence[Tensor] | None = None
-    ) -> tuple[ModelInputs, ...]:
-        """The step's inputs per KV group. Queues their copies to ``device``.
-
-        Args:
-            device_tables: per KV group, where the device has the block tables.
-        """
-        req_indices = np.array(batch.req_indices, dtype=np.int64)
-        starts = np.array(batch.starts, dtype=np.int64)
-        counts = np.array(batch.counts, dtype=np.int64)
-        query_start_loc = np.zeros(len(req_indices) + 1, dtype=np.int64)
-        np.cumsum(counts, out=query_start_loc[1:])
-        lines, positions, logits_indices = req_indices, starts, None
-        if batch.num_decodes != len(req_indices):
-            lines = np.repeat(req_indices, counts)
-            positions = np.arange(query_start_loc[-1]) + np.repeat(
-                starts - query_start_loc[:-1], counts
-            )
-            wanted = query_start_loc[1:][np.array(batch.samples, dtype=bool)] - 1
-            if batch.prompt_logprobs:
-                wanted = np.concatenate((wanted, *span_indices(batch, query_start_loc)))
-            logits_indices = copy_to_device(wanted, device)
-        token_ids = copy_to_device(self.token_ids[lines, positions].astype(np.int64), device)
-        device_positions = copy_to_device(positions, device)
-        device_req_indices = copy_to_device(req_indices, device)
-        seq_lens = starts + counts
-        return tuple(
-            ModelInputs(
-                num_decodes=batch.num_decodes,
-                token_ids=token_ids,
-                positions=device_positions,
-                logits_indices=logits_indices,
-                req_indices=device_req_indices,
-                host_req_indices=req_indices,
-                query_start_loc=query_start_loc,
-                seq_lens=seq_lens,
-                starts=starts,
-                slot_mapping=copy_to_device(table.slot_mapping(lines, positions), device),
-                host_table=table.table,
-                device_table=None if device_tables is None else device_tables[group],
-                block_size=table.block_size,
-            )
-            for group, table in enumerate(self.tables)
-        )
-
-
-def span_indices(batch: StepBatch, query_start_loc: np.ndarray) -> list[np.ndarray]:
-    """The step's tokens at the positions of the spans that prompt log-probabilities are of."""
-    return [
-        np.arange(span.first, span.end) + (query_start_loc[row] - batch.starts[row])
-        for row, span in batch.prompt_logprobs.items()
-    ]
 
 
 def _span(batch: StepBatch, row: int | None) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,9 +16,6 @@ MAX_BIAS = 1024
 
 MAX_STOP_IDS = 128
 """Token ids that a device suppresses for ``min_tokens``; more are suppressed on the host."""
-
-UNCOUNTED = 2**63 - 1
-"""``counted_from`` of a request index without penalties."""
 
 
 class Stages(enum.Flag):
@@ -35,32 +33,9 @@ class Stages(enum.Flag):
 LOGITS_STAGES = Stages.MASKS | Stages.RULES | Stages.PENALTIES
 
 
-@dataclass(frozen=True, slots=True)
-class RuleTensors:
-    """Scalars of the rules and penalties by request index, ``[N + 1]`` each.
-
-    Attributes:
-        restricted: int32, 1 if the index has a line in ``LogitsTables.allowed``.
-        num_bias, num_stop_ids: int32, entries of its lines of those tables.
-        min_end: int64, position from which on its stop ids may be sampled.
-        counted_from: int64, position of the first token that is not in its counts yet;
-            UNCOUNTED without penalties.
-        repetition, frequency, presence: float32.
-    """
-
-    restricted: Tensor
-    num_bias: Tensor
-    num_stop_ids: Tensor
-    min_end: Tensor
-    counted_from: Tensor
-    repetition: Tensor
-    frequency: Tensor
-    presence: Tensor
-
-
 class LogitsTables:
     """Lines of the rules and penalties by request index, made when a request first needs them,
-    and then at fixed addresses. A line that no scalar of RuleTensors refers to is stale.
+    and then at fixed addresses. A line that no scalar of RULES refers to is stale.
 
     Attributes:
         allowed: ``[N + 1, W]`` int32, a bit per token.
@@ -107,7 +82,8 @@ class SamplingRows:
         positions: ``[S]`` int64, of the token before the one that is sampled.
         host_token_ids: ``[S]`` int64, that token; -1 where it is in ``last_sampled_tokens``.
         last_sampled_tokens: ``[N + 1]`` int64, by request index.
-        rules, tables: by request index.
+        rules: the scalars of RULES, ``[N + 1]`` each.
+        tables: by request index.
         mask_slots, mask_words: see GrammarMasks; None without MASKS.
     """
 
@@ -115,7 +91,7 @@ class SamplingRows:
     positions: Tensor
     host_token_ids: Tensor
     last_sampled_tokens: Tensor
-    rules: RuleTensors
+    rules: Mapping[str, Tensor]
     tables: LogitsTables
     mask_slots: Tensor | None = None
     mask_words: Tensor | None = None

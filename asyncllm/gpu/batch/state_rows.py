@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from asyncllm.gpu.batch.decode_inputs import DecodeInputs
-from asyncllm.gpu.batch.step_inputs import ModelInputs
+from asyncllm.gpu.batch.step_inputs import StepInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,21 +45,23 @@ class StateRows:
     apart: Sequence[RowSpan] = ()
 
     @classmethod
-    def of(cls, inputs: ModelInputs | DecodeInputs) -> StateRows:
-        if isinstance(inputs, DecodeInputs):
-            return cls(inputs.state_indices(), inputs.positions == 0, ())
+    def of(cls, step: StepInputs) -> StateRows:
+        if step.host is None:
+            return cls(step.lines(), step.positions == 0, ())
         # One row alone needs no gathering.
-        batched = inputs.num_decodes if inputs.num_decodes > 1 else 0
-        ends, starts, slots = inputs.query_start_loc, inputs.starts, inputs.host_req_indices
+        batched = step.num_decodes if step.num_decodes > 1 else 0
+        ends, starts, slots = (
+            step.host.query_start_loc, step.host.starts, step.host.req_indices,
+        )  # fmt: skip
         spans = [
             RowSpan(int(ends[row]), int(ends[row + 1]), int(slots[row]), not starts[row])
-            for row in range(inputs.num_rows)
+            for row in range(step.num_rows)
         ]
         if not batched:
             return cls(None, None, spans)
-        is_fresh = None if starts[:batched].all() else inputs.positions[:batched] == 0
-        apart = spans[:batched] if inputs.positions.device.type == "cpu" else ()
-        return cls(inputs.req_indices[:batched], is_fresh, spans[batched:], apart)
+        is_fresh = None if starts[:batched].all() else step.positions[:batched] == 0
+        apart = spans[:batched] if step.positions.device.type == "cpu" else ()
+        return cls(step.req_indices[:batched], is_fresh, spans[batched:], apart)
 
     def gather(self, state: Tensor) -> Tensor:
         """The states ``[D, *shape]`` of the batch, from those of all slots: a copy, of zeros for a

@@ -1,52 +1,101 @@
-"""ModelInputs: the inputs of a step that the host prepares."""
+"""StepInputs: the rows of a step as the model and attention read them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 
-@dataclass(slots=True)
-class ModelInputs:
-    """A step's rows, flattened to T tokens; R rows, decodes first.
-
-    The tensors are what the model reads on its device. The arrays are on the host, where
-    attention plans the step from them. A step has one of these per KV group: they share
-    all fields but the KV slots and the tables.
+@dataclass(frozen=True, slots=True)
+class RowArrays:
+    """R rows of a step on the host.
 
     Attributes:
-        num_decodes: leading rows of one token each.
-        token_ids: ``[T]`` int64; PLACEHOLDER_TOKEN where only the device has the token.
-        positions: ``[T]`` int64, position of each token in its sequence.
-        logits_indices: ``[S]`` int64, tokens whose logits are wanted, those that are sampled from
-            first; None if all are.
         req_indices: ``[R]`` int64, each row's line in the block tables.
-        host_req_indices: the same on the host.
-        query_start_loc: ``[R + 1]`` int64, first token of each row, T last.
-        seq_lens: ``[R]`` int64, tokens of each sequence up to this step's last.
         starts: ``[R]`` int64, position of each row's first token.
-        slot_mapping: ``[T]`` int64, KV slot of each token.
-        host_table: ``[N, W]`` int32 by request index; what lies beyond a sequence is undefined, and
-            before the group's window it is the null block.
-        device_table: the same on the device, where a DecodeRunner keeps it; None elsewhere.
+        query_start_loc: ``[R + 1]`` int64, first token of each row, T last.
+        seq_lens: ``[R]`` int32, tokens of each sequence up to this step's last.
+    """
+
+    req_indices: np.ndarray
+    starts: np.ndarray
+    query_start_loc: np.ndarray
+    seq_lens: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class GroupInputs:
+    """The part of a step that belongs to one KV group.
+
+    Attributes:
+        slot_mapping: ``[T]`` int64, KV slot of each token; slot 0 of the null block for padding.
+        block_table: ``[N, W]`` int32 by request index, on the step's device. Entries beyond a
+            sequence are undefined, entries before the group's window are the null block.
+        host_table: the same on the host.
         block_size: tokens per KV block.
+        table_changes: ``[C]`` int64, indices into the flat table, and ``[C]`` int32, their new
+            values, for ``decode_inputs``. An index that is there twice has the same value each
+            time; padding is an index of the dummy line. None where the host writes the table.
+    """
+
+    slot_mapping: Tensor
+    block_table: Tensor
+    host_table: np.ndarray
+    block_size: int
+    table_changes: tuple[Tensor, Tensor] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """A step's rows, flattened to T tokens; R rows, decodes first; N request indices.
+
+    In a step that is captured only the device knows the values: ``host`` is None, and ``max_len``
+    bounds the lengths. Index N is a dummy for padded rows, which may write its line; no other row
+    reads it.
+
+    Attributes:
+        num_decodes: leading rows of one token each, padded ones included.
+        token_ids: ``[T]`` int64.
+        positions: ``[T]`` int64, position of each token in its sequence; 0 for padding.
+        req_indices: ``[R]`` int64; -1 for a padded row.
+        seq_lens: ``[R]`` int32, as in RowArrays; 0 in a padded row.
+        query_start_loc: ``[R + 1]`` int64, as in RowArrays.
+        prefill_start_loc: ``[R - num_decodes + 1]`` int32, first token of each row behind the
+            decodes, counted from the first of these tokens.
+        groups: one per KV group.
+        max_num_seqs: N.
+        max_len: the largest of ``seq_lens``; in a captured step the largest that there may be.
+        num_logits: the first tokens of ``wanted`` whose logits are computed.
+        num_greedy: tokens of ``wanted`` behind these whose largest logit is computed.
+        wanted: ``[E]`` int64, tokens whose hidden states are returned; None for all.
+        host: the rows on the host.
+        balanced: decode attention shares the keys out by the rows' lengths, which differ much.
+        previous_tokens: ``[R]`` int64, the token from which a decode row goes on; -1 where only
+            ``last_sampled_tokens`` has it.
+        last_sampled_tokens: ``[N + 1]`` int64, by request index.
     """
 
     num_decodes: int
     token_ids: Tensor
     positions: Tensor
-    logits_indices: Tensor | None
     req_indices: Tensor
-    host_req_indices: np.ndarray
-    query_start_loc: np.ndarray
-    seq_lens: np.ndarray
-    starts: np.ndarray
-    slot_mapping: Tensor
-    host_table: np.ndarray
-    device_table: Tensor | None
-    block_size: int
+    seq_lens: Tensor
+    query_start_loc: Tensor
+    prefill_start_loc: Tensor
+    groups: Sequence[GroupInputs]
+    max_num_seqs: int
+    max_len: int
+    num_logits: int
+    num_greedy: int = 0
+    wanted: Tensor | None = None
+    host: RowArrays | None = None
+    balanced: bool = False
+    previous_tokens: Tensor | None = None
+    last_sampled_tokens: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -54,14 +103,14 @@ class ModelInputs:
 
     @property
     def num_rows(self) -> int:
-        return len(self.starts)
+        return int(self.req_indices.shape[0])
 
-    @property
-    def table_width(self) -> int:
-        """Blocks of the longest row."""
-        return -(-int(self.seq_lens.max()) // self.block_size)
+    def lines(self) -> Tensor:
+        """``[R]`` int64: each row's request index, N for a padded row."""
+        return torch.where(self.req_indices < 0, self.max_num_seqs, self.req_indices)
 
-    @property
-    def block_table(self) -> np.ndarray:
-        """``[R, table_width]`` int32, each row's blocks, gathered on the host."""
-        return self.host_table[self.host_req_indices, : self.table_width]
+    def tables(self, group: int) -> Tensor:
+        """``[R, W]`` int32: each row's block table in a KV group, as wide as ``max_len`` takes."""
+        own = self.groups[group]
+        table = own.block_table[:, : -(-self.max_len // own.block_size)]
+        return table.index_select(0, self.lines())

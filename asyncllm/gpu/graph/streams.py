@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
+
+from asyncllm.gpu.launched_step import Event, LaunchedStep
 
 HIGH = -1
 """Of CUDA's priorities; 0 is the default, and any lower number torch's high one."""
 
 
 class SyncStream:
-    """The stream of a CPU, its own event: work is done once it is queued. ``CudaStream`` has the
-    same methods.
+    """The stream of a CPU: work is done once it is queued. The other streams have its methods.
 
     Attributes:
         is_async: queueing returns before the work is done, so that a second step can be queued
@@ -32,15 +33,38 @@ class SyncStream:
         here. The caller waits for it before it lets go of the tensors."""
         return nullcontext()
 
-    def record(self) -> SyncStream:
+    def takes(self, step: LaunchedStep, before: Iterable[LaunchedStep]) -> bool:
+        """Whether a step can begin before it is collected, behind those in flight."""
+        return False
+
+    def submit(self, step: LaunchedStep) -> bool:
+        """Queues a whole step that has been applied, on a stream that runs steps by itself; False
+        where the work of a step is queued piece by piece."""
+        return False
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Queues a piece of work of a step."""
+        work()
+
+    def record(self) -> Event:
         """An event behind everything that was queued."""
-        return self
+        return Done()
+
+    def wait(self, step: LaunchedStep) -> None:
+        """Waits for the work of a step that has begun."""
 
     def synchronize(self) -> None:
         """Waits, without the GIL, for everything that was queued before."""
 
 
-class CudaStream:
+class Done:
+    """The end of work that is done."""
+
+    def synchronize(self) -> None:
+        """Waits for nothing."""
+
+
+class CudaStream(SyncStream):
     """A CUDA stream beside the host application's own, so that neither waits for the other.
 
     Of torch's pool of high priority: torch hands out 32 streams per priority in turn, and what the
@@ -68,16 +92,21 @@ class CudaStream:
             finally:
                 self._aside.synchronize()
 
-    def record(self) -> torch.cuda.Event:
+    def takes(self, step: LaunchedStep, before: Iterable[LaunchedStep]) -> bool:
+        return not any(step.awaits_tokens_of(one) for one in before)
+
+    def record(self) -> Event:
         # torch.Event ignores ``blocking`` and would spin.
         event = torch.cuda.Event(blocking=True)
         event.record(self._stream)
         return event
 
+    def wait(self, step: LaunchedStep) -> None:
+        if step.event is not None:
+            step.event.synchronize()
+
     def synchronize(self) -> None:
         self._stream.synchronize()
 
 
-Stream = SyncStream | CudaStream
-Event = SyncStream | torch.cuda.Event
-"""A point in a stream's work, whose ``synchronize`` waits until the work before it is done."""
+Stream = SyncStream

@@ -10,15 +10,17 @@ import torch
 from asyncllm.core.batch import StepBatch
 from asyncllm.gpu.batch.input_batch import InputBatch
 from asyncllm.gpu.batch.sampling_inputs import Stages
+from asyncllm.gpu.batch.step_buffer import step_inputs
 from asyncllm.gpu.graph.cuda_graphs import GraphKey
-from asyncllm.gpu.graph.decode_runner import DecodeRunner
+from asyncllm.gpu.graph.graph_replay import GraphReplay
 from asyncllm.gpu.models.language_model import LanguageModel
+from asyncllm.gpu.step_runner import StepRunner
 
 PROMPT = 2
 """Tokens of a prefill."""
 
 
-def warm_up(decode: DecodeRunner, progress: Callable[[int, int], None]) -> None:
+def warm_up(runner: StepRunner, replay: GraphReplay, progress: Callable[[int, int], None]) -> None:
     """Runs a decode step of the smallest and one of the largest bucket, one for a skewed batch if
     there can be any, the sampling behind other stages, and mixed steps: two small ones, and one of
     each number of tokens from which on experts have other kernels. Triton compiles a kernel at its
@@ -32,26 +34,26 @@ def warm_up(decode: DecodeRunner, progress: Callable[[int, int], None]) -> None:
     Args:
         progress: called with (steps run, steps in all).
     """
-    sizes = decode.graphs.buckets or (1, decode.info.max_num_seqs)
+    info = runner.info
+    sizes = replay.graphs.buckets or (1, info.max_num_seqs)
     rows = sorted({sizes[0], sizes[-1]})
-    steps = [*(partial(decode.run_padding, GraphKey(count)) for count in rows)]
-    if decode.can_balance:
-        steps.append(partial(decode.run_padding, GraphKey(rows[-1], balanced=True)))
-    most = decode.info.max_model_len
-    prefixes = sorted({0, max(0, most - PROMPT)})
-    steps += [partial(_sample_processed, decode)]
-    steps += [partial(_run_mixed, decode, prefix) for prefix in prefixes]
-    steps += [partial(_run_mixed, decode, 0, count) for count in _expert_tokens(decode)]
+    steps = [*(partial(replay.run_padding, GraphKey(count)) for count in rows)]
+    if replay.can_balance:
+        steps.append(partial(replay.run_padding, GraphKey(rows[-1], balanced=True)))
+    prefixes = sorted({0, max(0, info.max_model_len - PROMPT)})
+    steps += [partial(_sample_processed, runner)]
+    steps += [partial(_run_mixed, runner, prefix) for prefix in prefixes]
+    steps += [partial(_run_mixed, runner, 0, count) for count in _expert_tokens(runner)]
     progress(0, len(steps))
     for done, step in enumerate(steps, 1):
         step()
         progress(done, len(steps))
 
 
-def _sample_processed(decode: DecodeRunner) -> None:
+def _sample_processed(runner: StepRunner) -> None:
     """Logits that have passed through stages are in float32."""
-    logits = torch.zeros((1, decode.info.vocab_size), device=decode.device)
-    decode.sample_logits(logits, Stages.NONE)
+    logits = torch.zeros((1, runner.info.vocab_size), device=runner.device)
+    runner.draw(logits, Stages.NONE)
 
 
 def expert_changes(decoder: LanguageModel) -> tuple[int, ...]:
@@ -62,17 +64,17 @@ def expert_changes(decoder: LanguageModel) -> tuple[int, ...]:
     return decoder.ops.expert_tokens(experts.routing.num_experts, experts.routing.top_k)
 
 
-def _expert_tokens(decode: DecodeRunner) -> list[int]:
+def _expert_tokens(runner: StepRunner) -> list[int]:
     """Tokens of the prefills for which experts have kernels that smaller ones do not."""
-    info = decode.info
+    info = runner.info
     most = min(info.max_num_batched_tokens, info.max_num_seqs * info.max_model_len) - 1
-    return [count - 1 for count in expert_changes(decode.decoder) if PROMPT < count - 1 <= most]
+    return [count - 1 for count in expert_changes(runner.model) if PROMPT < count - 1 <= most]
 
 
-def _run_mixed(decode: DecodeRunner, prefix: int, num_tokens: int = PROMPT) -> None:
+def _run_mixed(runner: StepRunner, prefix: int, num_tokens: int = PROMPT) -> None:
     """A decode row and prefills of so many tokens in all, the first behind a prefix, in the null
     block."""
-    info = decode.info
+    info = runner.info
     full, rest = divmod(num_tokens, info.max_model_len)
     counts = [1] + [info.max_model_len] * full + [rest] * (rest > 0)
     batch = StepBatch(
@@ -84,6 +86,6 @@ def _run_mixed(decode: DecodeRunner, prefix: int, num_tokens: int = PROMPT) -> N
         num_decodes=1,
     )
     rows = InputBatch(len(counts), info.max_model_len, info.kv_groups)
-    inputs = rows.prepare(batch, decode.device, decode.block_tables)
-    # Its rows are sampled as padding.
-    decode.run(next(decode.host_buffers), min(2, info.max_num_seqs), inputs)
+    output = runner.model.forward(step_inputs(batch, rows, runner.device), runner.cache)
+    # Sampled as padding.
+    runner.draw(output.logits[: info.max_num_seqs], Stages.NONE)

@@ -5,19 +5,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor
 
 from asyncllm.checkpoint.model_config import ModelConfig
-from asyncllm.gpu.batch.decode_inputs import DecodeInputs
-from asyncllm.gpu.batch.step_inputs import ModelInputs
+from asyncllm.gpu.batch.step_inputs import StepInputs
 from asyncllm.gpu.kv_cache import KVCache
+from asyncllm.gpu.models.language_model import NO_TOKENS, StepOutput
 from asyncllm.gpu.models.layer_inputs import LayerInputs
 from asyncllm.gpu.models.layers import AttentionKind, Layer, StepContext
 from asyncllm.gpu.models.rope import RopeSpec, rope_table
 from asyncllm.gpu.ops.base import ArgmaxLinear, Attention, Embedding, Linear, RMSNorm
-from asyncllm.gpu.ops.recorder import Unrecordable
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.state_cache import StateSpec
 
@@ -69,31 +67,14 @@ class Decoder:
         few.layers = [layers[index] for index in sorted(kept | {len(layers) - 1})]
         return few
 
-    def forward(self, inputs: Sequence[ModelInputs], cache: KVCache) -> Tensor:
+    def forward(self, step: StepInputs, cache: KVCache) -> StepOutput:
         """See ``LanguageModel.forward``."""
-        plans = [
-            attention.plan(inputs[kind.kv_group], kind.window)
-            for kind, attention in self.attention.items()
-        ]
-        return self._run(inputs, plans, cache, inputs[0].logits_indices)
-
-    def decode(self, inputs: Sequence[DecodeInputs], cache: KVCache) -> Tensor:
-        """See ``LanguageModel.decode``."""
-        plans = [
-            attention.plan_decode(inputs[kind.kv_group], kind.window)
-            for kind, attention in self.attention.items()
-        ]
-        return self._run(inputs, plans, cache, None)
-
-    def record(self, inputs: Sequence[ModelInputs], cache: KVCache) -> Tensor:
-        """See ``LanguageModel.record``."""
-        plans: list[Any] = []
-        for kind, attention in self.attention.items():
-            plan = getattr(attention, "plan_recorded", None)
-            if plan is None:
-                raise Unrecordable(f"attention {attention.name!r} has no native kernel")
-            plans.append(plan(inputs[kind.kv_group], kind.window))
-        return self._run(inputs, plans, cache, inputs[0].logits_indices)
+        hidden, first = self._hidden(step, cache), step.num_logits
+        tokens = NO_TOKENS
+        if step.num_greedy:
+            assert self.argmax is not None
+            tokens = self.argmax(hidden[first : first + step.num_greedy])
+        return StepOutput(self.logits(hidden[:first]), hidden, tokens)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``[S, H] -> [S, vocab_size]`` in the model's dtype."""
@@ -109,34 +90,31 @@ class Decoder:
             return None
         return self.lm_head.argmax
 
-    def _run(
-        self,
-        inputs: Sequence[ModelInputs] | Sequence[DecodeInputs],
-        plans: Sequence[Any],
-        cache: KVCache,
-        rows: Tensor | None,
-    ) -> Tensor:
+    def _hidden(self, step: StepInputs, cache: KVCache) -> Tensor:
         if self.rope_tables is None:
             raise RuntimeError("set_max_positions has to come first")
-        positions = inputs[0].positions
-        step = StepContext(
+        positions = step.positions
+        context = StepContext(
             positions=positions,
-            slot_mappings=[inputs[kind.kv_group].slot_mapping for kind in self.attention],
-            plans=plans,
+            slot_mappings=[step.groups[kind.kv_group].slot_mapping for kind in self.attention],
+            plans=[
+                attention.plan(step, kind.window, kind.kv_group)
+                for kind, attention in self.attention.items()
+            ],
             rotary=[self.ops.rotary(table, positions) for table in self.rope_tables],
             kv=cache.layers,
         )
         if self.states:
             assert cache.states is not None
-            step.states = cache.states.tensors
-            step.state_rows = self.ops.state_rows(inputs[0])
-        x, residual = self.embedding(inputs[0].token_ids), None
+            context.states = cache.states.tensors
+            context.state_rows = self.ops.state_rows(step)
+        x, residual = self.embedding(step.token_ids), None
         if self.layer_inputs is not None:
-            step.inputs = self.layer_inputs(inputs[0].token_ids, x)
+            context.inputs = self.layer_inputs(step.token_ids, x)
         for layer in self.layers:
             if layer is self.layers[-1]:
                 # Past the last KV write only the rows that are sampled matter.
-                step.rows = rows
-            x, residual = layer(x, residual, step)
+                context.rows = step.wanted
+            x, residual = layer(x, residual, context)
         assert residual is not None
         return self.norm.add(x, residual)[0]

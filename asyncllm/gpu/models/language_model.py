@@ -1,22 +1,37 @@
-"""LanguageModel: what a runner asks of a model, the engine's own decoder or another."""
+"""LanguageModel: the protocol between a runner and a model, the engine's own decoder or another."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from asyncllm.gpu.batch.decode_inputs import DecodeInputs
-from asyncllm.gpu.batch.step_inputs import ModelInputs
+from asyncllm.gpu.batch.step_inputs import StepInputs
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.models.layers import AttentionKind
 from asyncllm.gpu.ops.base import Attention
 from asyncllm.gpu.state_cache import StateSpec
 
+NO_TOKENS = torch.empty(0, dtype=torch.int64, device="cpu")
 
-class Residence(Protocol):
+
+class StepOutput(NamedTuple):
+    """Output of the model's part of a step.
+
+    Attributes:
+        logits: ``[num_logits, vocab_size]`` in the model's dtype.
+        hidden: ``[E, H]`` behind the final norm, at ``StepInputs.wanted``.
+        tokens: ``[num_greedy]`` int64, see ``ArgmaxLinear``.
+    """
+
+    logits: Tensor
+    hidden: Tensor
+    tokens: Tensor = NO_TOKENS
+
+
+class HasDtypeAndDevice(Protocol):
     """Dtype and device of a model."""
 
     @property
@@ -45,7 +60,7 @@ class LanguageModel(Protocol):
         ...
 
     @property
-    def embedding(self) -> Residence: ...
+    def embedding(self) -> HasDtypeAndDevice: ...
 
     @property
     def states(self) -> Sequence[StateSpec]:
@@ -68,36 +83,15 @@ class LanguageModel(Protocol):
         ...
 
     def with_few_layers(self) -> LanguageModel:
-        """A model whose steps take as much memory, and perhaps less time."""
+        """The same model cut to a few layers, for the memory profile run."""
         ...
 
-    def forward(self, inputs: Sequence[ModelInputs], cache: KVCache) -> Tensor:
-        """Runs a step, whose inputs are given per KV group, and writes its KV.
-
-        Returns:
-            Hidden states ``[S, H]`` behind the final norm, at ``inputs.logits_indices``.
-        """
-        ...
-
-    def decode(self, inputs: Sequence[DecodeInputs], cache: KVCache) -> Tensor:
-        """Runs a decode step on buffers that stay where they are; reads nothing on the host.
-
-        Returns:
-            Hidden states ``[B, H]`` behind the final norm; undefined for padded rows.
-        """
-        ...
-
-    def record(self, inputs: Sequence[ModelInputs], cache: KVCache) -> Tensor:
-        """Runs a step while a Recorder takes it down: nothing is computed.
-
-        Args:
-            inputs: the recorder's stand-ins, and arrays that are read when the program runs.
-
-        Returns:
-            The stand-in of the hidden states ``[E, H]``, at ``inputs.logits_indices``.
+    def forward(self, step: StepInputs, cache: KVCache) -> StepOutput:
+        """Runs a step, and writes its KV. While a CUDA graph is captured, or a Recorder is active,
+        nothing is read on the host; rows of padding are undefined.
 
         Raises:
-            Unrecordable: for what no native op does.
+            Unrecordable: while a Recorder is active, for an op that is not native.
         """
         ...
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from asyncllm.errors import EngineError
-from asyncllm.gpu.batch.decode_inputs import DecodeInputs
-from asyncllm.gpu.batch.step_inputs import ModelInputs
+from asyncllm.gpu.batch.step_inputs import GroupInputs, RowArrays, StepInputs
 from asyncllm.gpu.ops.backend import AttentionRequest
 from asyncllm.gpu.ops.base import Attention, AttentionShape
 from asyncllm.gpu.ops.torch_attention import TorchAttention
@@ -74,7 +73,7 @@ class _Step:
     q: Tensor
     cache: Tensor
     slots: Tensor
-    inputs: ModelInputs | DecodeInputs
+    inputs: StepInputs
 
     def error(self, attention: Attention, window: int | None) -> float:
         """The largest error of a row's head, by its norm; infinity where anything is not finite,
@@ -91,11 +90,7 @@ class _Step:
         return float(((found - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max())
 
     def _run(self, attention: Attention, q: Tensor, cache: Tensor, window: int | None) -> Tensor:
-        inputs = self.inputs
-        if isinstance(inputs, DecodeInputs):
-            plan = attention.plan_decode(inputs, window)
-        else:
-            plan = attention.plan(inputs, window)
+        plan = attention.plan(self.inputs, window, 0)
         k, v = cache.flatten(1, 2)[:, self.slots]
         return attention(q, k, v, cache, plan)
 
@@ -117,7 +112,7 @@ def _make_step(name: str, rows: _Rows, request: AttentionRequest) -> _Step:
         own = rows.slots(row, 0)
         cache.flatten(1, 2)[:, own] = torch.randn(2, len(own), *pair, generator=random)
     slots = np.concatenate([rows.slots(row, int(at)) for row, at in enumerate(rows.starts)])
-    inputs = rows.decode_inputs(device) if name == "decode" else rows.model_inputs(device)
+    inputs = rows.captured(device) if name == "decode" else rows.planned(device)
     # Queries are a slice of a wider projection, as they are in the model.
     heads = shape.num_heads + 2 * shape.num_kv_heads
     count = len(slots) + (PADDED if name == "decode" else 0)
@@ -148,42 +143,36 @@ class _Rows:
         positions = np.arange(first, int(self.lengths[row]))
         return self.blocks[row, positions // self.size] * self.size + positions % self.size
 
-    def model_inputs(self, device: torch.device) -> ModelInputs:
-        tokens = torch.zeros(int(self.counts.sum()), dtype=torch.int64, device=device)
-        return ModelInputs(
-            num_decodes=int((self.counts == 1).sum()),
-            token_ids=tokens,
-            positions=tokens,
-            logits_indices=None,
-            req_indices=torch.from_numpy(self.lines).to(device),
-            host_req_indices=self.lines,
-            query_start_loc=np.concatenate(([0], np.cumsum(self.counts))),
-            seq_lens=self.lengths,
-            starts=self.starts,
-            slot_mapping=tokens,
-            host_table=self.table,
-            device_table=torch.from_numpy(self.table).to(device),
-            block_size=self.size,
+    def planned(self, device: torch.device) -> StepInputs:
+        """The step with its lengths on the host."""
+        return self._inputs(device, 0)
+
+    def captured(self, device: torch.device) -> StepInputs:
+        """The same rows with PADDED ones behind them, as in a step that is captured."""
+        return replace(
+            self._inputs(device, PADDED), max_len=self.table.shape[1] * self.size, host=None
         )
 
-    def decode_inputs(self, device: torch.device) -> DecodeInputs:
-        """With PADDED rows behind the others."""
-        padding = np.zeros(PADDED, dtype=np.int64)
+    def _inputs(self, device: torch.device, padded: int) -> StepInputs:
+        def there(array: np.ndarray, dtype: torch.dtype, padding: int = 0) -> Tensor:
+            padded_rows = np.concatenate((array, np.full(padded, padding)))
+            return torch.from_numpy(padded_rows).to(device, dtype)
 
-        def there(*parts: np.ndarray) -> Tensor:
-            return torch.from_numpy(np.concatenate(parts)).to(device)
-
-        tokens = there(np.zeros_like(self.lines), padding)
-        return DecodeInputs(
-            req_indices=there(self.lines, padding - 1),
-            host_token_ids=tokens,
-            positions=there(self.starts, padding),
-            block_table=there(self.table),
-            table_changes=(tokens[:0], tokens[:0].int()),
+        starts = np.concatenate(([0], np.cumsum(self.counts)))
+        decodes = int((self.counts == 1).sum())
+        tokens = torch.zeros(int(starts[-1]) + padded, dtype=torch.int64, device=device)
+        table = torch.from_numpy(self.table).to(device)
+        return StepInputs(
+            num_decodes=decodes + padded,
             token_ids=tokens,
-            seq_lens=there(self.lengths, padding).int(),
-            slot_mapping=tokens,
-            last_sampled_tokens=torch.zeros(len(self.table), dtype=torch.int64, device=device),
-            block_size=self.size,
-            max_len=self.table.shape[1] * self.size,
+            positions=tokens,
+            req_indices=there(self.lines, torch.int64, -1),
+            seq_lens=there(self.lengths, torch.int32),
+            query_start_loc=torch.from_numpy(starts).to(device),
+            prefill_start_loc=torch.from_numpy(starts[decodes:] - decodes).int().to(device),
+            groups=[GroupInputs(tokens, table, self.table, self.size)],
+            max_num_seqs=len(self.lines),
+            max_len=int(self.lengths.max()),
+            num_logits=0,
+            host=RowArrays(self.lines, self.starts, starts, self.lengths.astype(np.int32)),
         )

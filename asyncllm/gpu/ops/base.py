@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncllm.gpu.batch.decode_inputs import DecodeInputs
-from asyncllm.gpu.batch.step_inputs import ModelInputs
+from asyncllm.gpu.batch.step_inputs import StepInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +145,8 @@ class Attention(Protocol):
     blocks where it is not ``[2, num_blocks, block_size, Hk, D]`` in that order. Plain torch
     ops write K and V in that order only; the Triton ops take any.
 
-    A method ``plan_recorded(inputs, window)`` is optional as well, for a step that is recorded: the
-    plan for inputs whose arrays stay where they are and whose tensors are stand-ins.
+    An attribute ``is_recordable`` is optional as well: its calls write themselves into a Recorder,
+    and its plan only refers to the step's arrays, which are read when the program runs.
 
     Attributes:
         needs_zeroed_blocks: it reads past the end of a sequence in its last block and masks
@@ -157,16 +156,18 @@ class Attention(Protocol):
     name: str
     needs_zeroed_blocks: bool
 
-    def plan(self, inputs: ModelInputs, window: int | None) -> Any:
-        """The plan that all layers with this ``window`` share in a step; made once per step."""
-        ...
+    def plan(self, step: StepInputs, window: int | None, group: int) -> Any:
+        """The plan that all layers with this window in a KV group share in a step; made once per
+        step.
 
-    def plan_decode(self, rows: DecodeInputs, window: int | None) -> Any:
-        """The plan of a decode step on tensors at fixed addresses.
+        While a CUDA graph is captured ``step.host`` is None, and the plan is made once per graph:
+        no tensor may be read on the host, what is computed on the device is part of the graph, and
+        a choice that depends on lengths has to be made for ``step.max_len``. All rows of such a
+        step are decodes.
 
-        Called while a CUDA graph is captured, once per graph: no tensor may be read on the
-        host, and what is computed on the device is part of the graph. A choice that
-        depends on lengths has to be made for ``rows.max_len``.
+        Args:
+            window: keys that a query sees, itself included; None is all.
+            group: index of the KV group in ``step.groups``.
         """
         ...
 
@@ -178,7 +179,8 @@ class Attention(Protocol):
 
 @runtime_checkable
 class BalancedAttention(Protocol):
-    """Attention whose ``plan_decode`` has a second form, for rows of very different lengths."""
+    """Attention that has a second form for captured decode rows of very different lengths, planned
+    where ``StepInputs.balanced`` is set."""
 
     def balances(self, max_len: int, window: int | None) -> bool:
         """Whether there may be such rows, of sequences of at most ``max_len`` tokens."""
@@ -190,7 +192,7 @@ class BalancedAttention(Protocol):
         Args:
             batch: rows of the launch, padding included.
             lengths: ``[B]``, tokens of each sequence.
-            max_len: longest sequence that ``plan_decode`` chooses for.
+            max_len: longest sequence that the captured plan is made for.
         """
         ...
 

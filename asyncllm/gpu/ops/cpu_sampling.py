@@ -8,10 +8,11 @@ more spans are taken.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
-from asyncllm.gpu.batch.decode_inputs import SamplingTensors
 from asyncllm.gpu.ops.gumbel import (
     CHUNK,
     MIN_TEMPERATURE,
@@ -38,7 +39,7 @@ SPANS = (64, 512)
 
 def sample(
     logits: Tensor,
-    sampling: SamplingTensors,
+    sampling: Mapping[str, Tensor],
     req_indices: Tensor,
     positions: Tensor,
     last_sampled_tokens: Tensor,
@@ -49,12 +50,13 @@ def sample(
     width = -(-logits.shape[1] // CHUNK) * CHUNK
     for rows in torch.nonzero(req_indices >= 0).flatten().split(max(1, BLOCK // width)):
         lines = req_indices[rows]
-        temperature = sampling.temperature[lines]
+        temperature = sampling["temperature"][lines]
         scaled = logits.new_full((len(rows), width), -torch.inf, dtype=torch.float32)
         factors = temperature_factors(temperature).unsqueeze(1)
         torch.mul(logits[rows].float(), factors, out=scaled[:, : logits.shape[1]])
-        keys = gumbel_keys(sampling.states[lines], positions[rows] + 1)
-        limits = (sampling.top_k[lines], sampling.top_p[lines], sampling.min_p[lines])
+        keys = gumbel_keys(sampling["states"][lines], positions[rows] + 1)
+        top_k, top_p, min_p = (sampling[name][lines] for name in ("top_k", "top_p", "min_p"))
+        limits = top_k, top_p, min_p
         tokens = _sample_rows(scaled, keys, temperature, limits, logits.shape[1])
         out[rows] = tokens
         last_sampled_tokens[lines] = tokens.clamp(min=0)

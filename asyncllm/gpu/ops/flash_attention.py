@@ -14,11 +14,10 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from asyncllm.gpu.batch.decode_inputs import DecodeInputs
-from asyncllm.gpu.batch.step_inputs import ModelInputs
-from asyncllm.gpu.h2d import copy_to_device
+from asyncllm.gpu.batch.step_inputs import StepInputs
 from asyncllm.gpu.ops.attention_check import check_attention
 from asyncllm.gpu.ops.backend import CUDA, HALF, AttentionRequest, Constraints
 from asyncllm.gpu.ops.base import AttentionShape
@@ -102,36 +101,23 @@ class FlashAttention(ABC):
         self.shape = shape
         self.softcap = shape.softcap or 0.0
 
-    def plan(self, inputs: ModelInputs, window: int | None) -> FlashPlan:
-        """One copy to the device for the step's lengths and starts.
-
-        The rows' block tables are gathered there, cut to the step's longest row, because the
-        libraries take their width for the longest sequence.
-        """
-        rows, decodes, device = inputs.num_rows, inputs.num_decodes, inputs.token_ids.device
-        lengths = inputs.seq_lens
-        query_starts = inputs.query_start_loc[decodes:] - decodes
-        key_starts = np.concatenate(([0], np.cumsum(lengths[decodes:])))
-        flat = np.concatenate((lengths, query_starts, key_starts)).astype(np.int32)
-        sizes = [rows, len(query_starts), len(key_starts)]
-        seq_lens, starts, keys = copy_to_device(flat, device).split(sizes)
-        assert inputs.device_table is not None
-        table = inputs.device_table[:, : inputs.table_width]
-        blocks = table.index_select(0, inputs.req_indices)
+    def plan(self, step: StepInputs, window: int | None, group: int) -> FlashPlan:
+        """The rows' block tables are gathered on the device, cut to the step's longest row, because
+        the libraries take their width for the longest sequence."""
+        decodes, blocks = step.num_decodes, step.tables(group)
         prefill = None
-        if decodes < rows:
+        if decodes < step.num_rows:
+            assert step.host is not None  # captured rows are decodes
+            seq_lens = step.seq_lens[decodes:]
             prefill = PrefillRows(
-                seq_lens=seq_lens[decodes:],
+                seq_lens=seq_lens,
                 block_table=blocks[decodes:],
-                query_starts=starts,
-                key_starts=keys,
-                max_queries=int(np.diff(query_starts).max()),
-                max_keys=int(lengths[decodes:].max()),
+                query_starts=step.prefill_start_loc,
+                key_starts=F.pad(seq_lens.cumsum(0, dtype=torch.int32), (1, 0)),
+                max_queries=int(np.diff(step.host.query_start_loc[decodes:]).max()),
+                max_keys=int(step.host.seq_lens[decodes:].max()),
             )
-        return FlashPlan(decodes, seq_lens[:decodes], blocks[:decodes], prefill, _span(window))
-
-    def plan_decode(self, rows: DecodeInputs, window: int | None) -> FlashPlan:
-        return FlashPlan(rows.num_rows, rows.seq_lens, rows.tables(), None, _span(window))
+        return FlashPlan(decodes, step.seq_lens[:decodes], blocks[:decodes], prefill, _span(window))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, plan: FlashPlan) -> Tensor:
         """Attention of ``q [T, Hq, D]``; ``k`` and ``v`` are read from the cache."""

@@ -84,14 +84,14 @@ def _process(logits: Tensor, rows: SamplingRows, stages: Stages) -> None:
 def _apply_rules(logits: Tensor, lines: Tensor, rows: SamplingRows) -> None:
     rules, tables = rows.rules, rows.tables
     entry = torch.arange(MAX_BIAS, device=logits.device)
-    active = entry < rules.num_bias[lines].unsqueeze(1)
+    active = entry < rules["num_bias"][lines].unsqueeze(1)
     ids = torch.where(active, tables.bias_ids[lines], 0).long()
     logits.scatter_add_(1, ids, torch.where(active, tables.bias_values[lines], 0.0))
     allowed = unpack_bits(tables.allowed[lines], logits.shape[1])
-    allowed |= (rules.restricted[lines] == 0).unsqueeze(1)
+    allowed |= (rules["restricted"][lines] == 0).unsqueeze(1)
     logits.masked_fill_(allowed.logical_not_(), -torch.inf)
-    early = rows.positions + 1 < rules.min_end[lines]
-    active = entry[:MAX_STOP_IDS] < rules.num_stop_ids[lines].unsqueeze(1)
+    early = rows.positions + 1 < rules["min_end"][lines]
+    active = entry[:MAX_STOP_IDS] < rules["num_stop_ids"][lines].unsqueeze(1)
     active &= early.unsqueeze(1)
     ids = torch.where(active, tables.stop_ids[lines], 0).long()
     # The least of the logit and infinity is the logit: entries that are not active do nothing.
@@ -104,7 +104,7 @@ def _count(lines: Tensor, rows: SamplingRows) -> None:
     last = torch.where(
         rows.host_token_ids < 0, rows.last_sampled_tokens[lines], rows.host_token_ids
     )
-    new = (rows.positions >= rows.rules.counted_from[lines]) & (rows.req_indices >= 0)
+    new = (rows.positions >= rows.rules["counted_from"][lines]) & (rows.req_indices >= 0)
     counts.view(-1).index_add_(0, lines * counts.shape[1] + last.clamp(min=0), new.to(counts.dtype))
 
 
@@ -113,13 +113,13 @@ def _penalise(logits: Tensor, lines: Tensor, rows: SamplingRows) -> None:
     used = counts > 0
     seen = unpack_bits(rows.tables.in_prompt[lines], logits.shape[1])
     seen |= used
-    repetition = rules.repetition[lines].unsqueeze(1)
+    repetition = rules["repetition"][lines].unsqueeze(1)
     scaled = logits * repetition
     torch.where(logits > 0, logits / repetition, scaled, out=scaled)
     torch.where(seen, scaled, logits, out=logits)
     del scaled, seen
-    logits -= rules.frequency[lines].unsqueeze(1) * counts
-    logits -= rules.presence[lines].unsqueeze(1) * used
+    logits -= rules["frequency"][lines].unsqueeze(1) * counts
+    logits -= rules["presence"][lines].unsqueeze(1) * used
 
 
 def top_logprobs(logits: Tensor, tokens: Tensor, out: TopLogprobs) -> None:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import Any, ClassVar, NoReturn, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from asyncllm.errors import EngineError
-from asyncllm.gpu.batch.decode_inputs import DecodeInputs
-from asyncllm.gpu.batch.step_inputs import ModelInputs
+from asyncllm.gpu.batch.step_inputs import StepInputs
 from asyncllm.gpu.ops.backend import AttentionRequest, Constraints
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.native_rope import check_cache
@@ -60,6 +59,7 @@ class NativeAttention:
     """
 
     name = "native"
+    is_recordable = True
     needs_zeroed_blocks = False
     constraints: ClassVar = Constraints(
         device_types=frozenset({"cpu"}), dtypes=frozenset(DTYPES), max_head_dim=512, sinks=True
@@ -86,33 +86,30 @@ class NativeAttention:
         if self.sinks is not None and self.sinks.shape != (shape.num_heads,):
             raise ValueError(f"sinks {tuple(self.sinks.shape)}: expected ({shape.num_heads},)")
 
-    def plan(self, inputs: ModelInputs, window: int | None) -> StepRows:
-        table = np.ascontiguousarray(inputs.block_table, dtype=np.int32)
-        starts = np.ascontiguousarray(inputs.query_start_loc, dtype=np.int64)
-        lengths = np.ascontiguousarray(inputs.seq_lens, dtype=np.int64)
-        args = self._args(table, starts, lengths, window)
-        args.rows, args.num_tokens = len(lengths), int(starts[-1])
-        return StepRows(args, (table, starts, lengths))
-
-    def plan_recorded(self, inputs: ModelInputs, window: int | None) -> StepRows:
-        """The plan of a step that is recorded: its arrays stay where they are, and are read when
-        the program runs."""
-        table, lines = inputs.host_table, inputs.host_req_indices
-        args = self._args(table, inputs.query_start_loc, inputs.seq_lens, window)
-        args.lines, args.table_lines = lines.ctypes.data, len(table)
-        args.num_tokens = inputs.num_tokens
-        return StepRows(args, (table, inputs.query_start_loc, inputs.seq_lens, lines))
-
-    def _args(
-        self, table: np.ndarray, starts: np.ndarray, lengths: np.ndarray, window: int | None
-    ) -> AttentionArgs:
+    def plan(self, step: StepInputs, window: int | None, group: int) -> StepRows:
+        """The plan of a step, or of a trace of one: the arrays stay where they are, and are read
+        when the op runs."""
+        rows, table = step.host, step.groups[group].host_table
+        if rows is None:
+            raise NotImplementedError("native attention reads lengths on the host: no CUDA graphs")
+        held = (
+            np.ascontiguousarray(table, np.int32),
+            np.ascontiguousarray(rows.query_start_loc, np.int64),
+            np.ascontiguousarray(rows.seq_lens, np.int32),
+            np.ascontiguousarray(rows.req_indices, np.int64),
+        )
+        blocks, starts, lengths, lines = held
         shape, sinks = self.shape, self.sinks
-        return AttentionArgs(
-            block_table=table.ctypes.data,
-            table_stride=table.shape[1],
-            table_width=table.shape[1],
+        args = AttentionArgs(
+            block_table=blocks.ctypes.data,
+            table_stride=blocks.shape[1],
+            table_width=blocks.shape[1],
             query_start=starts.ctypes.data,
             seq_lens=lengths.ctypes.data,
+            lines=lines.ctypes.data,
+            table_lines=len(blocks),
+            rows=len(lines),
+            num_tokens=step.num_tokens,
             heads=shape.num_heads,
             kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
@@ -122,9 +119,7 @@ class NativeAttention:
             sinks=None if sinks is None else sinks.data_ptr(),
             dtype=DTYPES[self.dtype],
         )
-
-    def plan_decode(self, rows: DecodeInputs, window: int | None) -> NoReturn:
-        raise NotImplementedError("native attention reads lengths on the host: no CUDA graphs")
+        return StepRows(args, held)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, plan: StepRows,

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from asyncllm.checkpoint.experts_config import ActivationConfig, RoutingConfig
 from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
-from asyncllm.gpu.batch.decode_inputs import DecodeInputs
-from asyncllm.gpu.batch.step_inputs import ModelInputs
+from asyncllm.gpu.batch.step_inputs import StepInputs
 from asyncllm.gpu.ops.base import AttentionShape, Embedding, RMSNorm, Rope, RopeAndCache
 from asyncllm.gpu.ops.cpu_ops import CpuOps
 from asyncllm.gpu.ops.experts import Experts, ExpertsWeights
@@ -85,9 +84,8 @@ class NativeOps(CpuOps):
     def make_experts(self, weights: ExpertsWeights, config: ActivationConfig) -> Experts:
         return NativeExperts(self.context, weights, config, self.make_linear)
 
-    def state_rows(self, inputs: ModelInputs | DecodeInputs) -> NativeStateRows:
-        assert isinstance(inputs, ModelInputs)  # the host knows every row of a step on a CPU
-        return NativeStateRows(inputs)
+    def state_rows(self, step: StepInputs) -> NativeStateRows:
+        return NativeStateRows(step)
 
     def causal_conv(self, weight: Tensor) -> NativeCausalConv:
         return NativeCausalConv(self.context, weight)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
-from asyncllm.gpu.batch.step_inputs import ModelInputs
+from asyncllm.gpu.batch.step_inputs import StepInputs
 from asyncllm.gpu.ops.gated_delta import DeltaBiases
 from asyncllm.gpu.ops.program import DTYPES, rows_of
 from asyncllm.native.context import Context, fail
@@ -22,10 +22,12 @@ class NativeStateRows:
     """A step's rows, at addresses that stay while it runs: those of a recorded step are read when
     its program is."""
 
-    def __init__(self, inputs: ModelInputs) -> None:
-        arrays = inputs.host_req_indices, inputs.starts, inputs.query_start_loc
+    def __init__(self, step: StepInputs) -> None:
+        rows = step.host
+        assert rows is not None  # the host knows every row of a step on a CPU
+        arrays = rows.req_indices, rows.starts, rows.query_start_loc
         self.arrays = [np.ascontiguousarray(array, np.int64) for array in arrays]
-        self.count, self.num_tokens = inputs.num_rows, inputs.num_tokens
+        self.count, self.num_tokens = len(rows.starts), step.num_tokens
 
     def args(self, state: Tensor) -> StateRowsArgs:
         """For an op on the states of all slots."""

@@ -4,13 +4,14 @@ of a context."""
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from asyncllm.gpu.batch.decode_inputs import SamplingTensors
 from asyncllm.gpu.batch.grammar_masks import num_words
 from asyncllm.gpu.batch.sampling_inputs import SamplingRows, Stages, TopLogprobs
+from asyncllm.gpu.batch.sampling_table import DRAW, RULES
 from asyncllm.gpu.ops.program import DTYPES
 from asyncllm.native.context import Context, fail
 from asyncllm.native.interface import LogitsArgs, SampleArgs
@@ -47,7 +48,7 @@ def logits_rows(logits: Tensor) -> Tensor:
 
 def sample_args(
     logits: Tensor,
-    sampling: SamplingTensors,
+    sampling: Mapping[str, Tensor],
     req_indices: Tensor,
     positions: Tensor,
     last_sampled_tokens: Tensor,
@@ -56,7 +57,7 @@ def sample_args(
     """The arguments of a draw, as ``TorchOps.sample`` has them, for all rows of ``logits``. They
     hold none of the tensors."""
     rows = len(logits)
-    lines = min(len(sampling.states), len(last_sampled_tokens))
+    lines = min(len(last_sampled_tokens), *(len(sampling[name]) for name in DRAW))
     return SampleArgs(
         logits=logits.data_ptr(),
         row_stride=logits.stride(0),
@@ -64,11 +65,9 @@ def sample_args(
         vocab_size=logits.shape[1],
         req_indices=address("req_indices", req_indices, torch.int64, rows),
         positions=address("positions", positions, torch.int64, rows),
-        states=address("states", sampling.states, torch.int64, lines),
-        temperature=address("temperature", sampling.temperature, torch.float32, lines),
-        top_k=address("top_k", sampling.top_k, torch.int32, lines),
-        top_p=address("top_p", sampling.top_p, torch.float32, lines),
-        min_p=address("min_p", sampling.min_p, torch.float32, lines),
+        scalars=(ctypes.c_void_p * len(DRAW))(
+            *(address(name, sampling[name], each.dtype, lines) for name, each in DRAW.items())
+        ),
         lines=lines,
         last_sampled=address("last_sampled_tokens", last_sampled_tokens, torch.int64, lines),
         out=address("out", out, torch.int64, rows),
@@ -89,7 +88,7 @@ class NativeSample:
     def __call__(
         self,
         logits: Tensor,
-        sampling: SamplingTensors,
+        sampling: Mapping[str, Tensor],
         req_indices: Tensor,
         positions: Tensor,
         last_sampled_tokens: Tensor,
@@ -113,7 +112,11 @@ class NativeProcessLogits:
         logits, context = logits_rows(logits), self.context
         count, vocab_size = logits.shape
         out = torch.empty((count, vocab_size), dtype=torch.float32, device="cpu")
-        lines = min(len(rows.last_sampled_tokens), len(rows.rules.restricted), rows.tables.lines)
+        lines = min(
+            len(rows.last_sampled_tokens),
+            *(len(rows.rules[name]) for name in RULES),
+            rows.tables.lines,
+        )
         last = rows.last_sampled_tokens
         args = LogitsArgs(
             logits=logits.data_ptr(),
@@ -150,11 +153,9 @@ def _set_masks(args: LogitsArgs, rows: SamplingRows) -> None:
 
 
 def _set_rules(args: LogitsArgs, rows: SamplingRows) -> None:
-    rules, tables, lines = rows.rules, rows.tables, args.lines
+    tables, lines = rows.tables, args.lines
     args.rules = 1
-    for name in ("restricted", "num_bias", "num_stop_ids"):
-        setattr(args, name, address(name, getattr(rules, name), torch.int32, lines))
-    args.min_end = address("min_end", rules.min_end, torch.int64, lines)
+    _set_scalars(args, rows, "restricted", "num_bias", "num_stop_ids", "min_end")
     args.max_bias, args.max_stop_ids = tables.bias_ids.shape[1], tables.stop_ids.shape[1]
     args.allowed = address("allowed", tables.allowed, torch.int32, lines, args.words)
     args.bias_ids = address("bias_ids", tables.bias_ids, torch.int32, lines, args.max_bias)
@@ -165,13 +166,16 @@ def _set_rules(args: LogitsArgs, rows: SamplingRows) -> None:
 
 
 def _set_penalties(args: LogitsArgs, rows: SamplingRows) -> None:
-    rules, tables, lines = rows.rules, rows.tables, args.lines
+    tables, lines = rows.tables, args.lines
     args.penalties = 1
-    args.counted_from = address("counted_from", rules.counted_from, torch.int64, lines)
-    for name in ("repetition", "frequency", "presence"):
-        setattr(args, name, address(name, getattr(rules, name), torch.float32, lines))
+    _set_scalars(args, rows, "counted_from", "repetition", "frequency", "presence")
     args.counts = address("counts", tables.counts, torch.int32, lines, args.vocab_size)
     args.in_prompt = address("in_prompt", tables.in_prompt, torch.int32, lines, args.words)
+
+
+def _set_scalars(args: LogitsArgs, rows: SamplingRows, *names: str) -> None:
+    for name in names:
+        setattr(args, name, address(name, rows.rules[name], RULES[name].dtype, args.lines))
 
 
 class NativeTopLogprobs:

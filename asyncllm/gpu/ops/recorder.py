@@ -1,10 +1,9 @@
-"""Recorder: a step of the model as a program of native ops, from one run of its layers.
+"""Recorder: a trace of the model's step, from one run of its layers on fake tensors.
 
-The layers run once on stand-ins, tensors of a few rows. An op of the native op set writes itself
-into the recorder of its context instead of computing; torch may do nothing but make views and
-pick rows by an index. What comes of it is a ``Program``: the ops with their addresses, over
-buffers that have room for the largest step and are shared by values that are not needed at the
-same time.
+Fake tensors have a few rows. An op of the native op set writes itself into the recorder of its
+context instead of computing; torch may do nothing but make views and pick rows by an index. The
+result is a ``Program``: the ops with their addresses, over buffers that have room for the largest
+step and are shared by values that are not needed at the same time.
 """
 
 from __future__ import annotations
@@ -43,19 +42,19 @@ class Size(IntEnum):
     GREEDY = 4
 
 
-STAND_INS = {Size.ROWS: 2, Size.TOKENS: 7, Size.WANTED: 5, Size.SAMPLED: 3, Size.GREEDY: 4}
-"""Rows of a stand-in: by them a tensor's size is known."""
+FAKE_SIZES = {Size.ROWS: 2, Size.TOKENS: 11, Size.WANTED: 8, Size.SAMPLED: 3, Size.GREEDY: 4}
+"""Rows of a fake tensor, which tell its Size; wanted rows hold the sampled and greedy ones."""
 
 
 @dataclass(slots=True, eq=False)
 class _Buffer:
-    """A buffer of the program, and its stand-in.
+    """A buffer of the program, and the memory of its fake tensor.
 
     Attributes:
         row_bytes: of a row.
-        memory: the stand-in's, held so that no two have one address.
-        address: of it.
-        array: what it stands for, at an address of its own; None lies with the activations.
+        memory: of the fake tensor, held so that no two have one address.
+        address: of that memory.
+        array: the real memory where it has an address of its own; None lies with the activations.
         first, last: the ops between which it is in use.
     """
 
@@ -87,7 +86,7 @@ class _RecordedOp:
 
 
 class Recorder(TorchDispatchMode):
-    """Takes down the ops that run while it is active.
+    """Records the ops that run while it is active.
 
     Raises:
         Unrecordable: from within the layers, for an op of torch, or a tensor that no op made.
@@ -128,17 +127,17 @@ class Recorder(TorchDispatchMode):
     # --- what ops say ------------------------------------------------------------------
 
     def given(self, array: np.ndarray, size: Size) -> Tensor:
-        """The stand-in of ``array``, which the step's inputs are written into."""
-        stand_in = np.zeros(STAND_INS[size], dtype=array.dtype)
-        insort(self._buffers, _Buffer(size, array.itemsize, stand_in, array), key=_address)
+        """The fake tensor of ``array``, into which the step's inputs are written."""
+        fake = np.zeros(FAKE_SIZES[size], dtype=array.dtype)
+        insort(self._buffers, _Buffer(size, array.itemsize, fake, array), key=_address)
         self._held.append(array)
-        return torch.from_numpy(stand_in)
+        return torch.from_numpy(fake)
 
     def empty(self, like: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
         """An output ``[T, width]``, of the size and, unless given, the dtype of ``like``."""
         size, dtype = self._size_of(like), dtype or like.dtype
         row_bytes = width * dtype.itemsize
-        memory = np.zeros(STAND_INS[size] * row_bytes, dtype=np.uint8)
+        memory = np.zeros(FAKE_SIZES[size] * row_bytes, dtype=np.uint8)
         at = len(self._ops)
         insort(self._buffers, _Buffer(size, row_bytes, memory, None, at, at), key=_address)
         return torch.from_numpy(memory).view(dtype).view(-1, width)
@@ -152,7 +151,7 @@ class Recorder(TorchDispatchMode):
         holds: Sequence[object] = (),
         x_size: int = -1,
     ) -> None:
-        """Takes down an op.
+        """Records an op.
 
         Args:
             like: has the size of its output.
@@ -191,7 +190,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _size_of(self, tensor: Tensor) -> Size:
-        for size, rows in STAND_INS.items():
+        for size, rows in FAKE_SIZES.items():
             if tensor.dim() and tensor.shape[0] == rows:
                 return size
         raise Unrecordable(f"a tensor {tuple(tensor.shape)} does not have the step's tokens")
@@ -203,13 +202,16 @@ class Recorder(TorchDispatchMode):
         buffer = self._buffers[index] if index >= 0 else None
         if buffer is None or at >= buffer.address + buffer.memory.nbytes:
             raise Unrecordable(f"{name} reads a tensor that no native op made")
-        offset, rows = at - buffer.address, STAND_INS[buffer.size]
+        offset, rows = at - buffer.address, FAKE_SIZES[buffer.size]
+        if name == "argmax":
+            # The program begins behind the rows with logits, of which a step has any number.
+            offset -= FAKE_SIZES[Size.SAMPLED] * buffer.row_bytes
         adjacent = tensor.stride(0) * tensor.itemsize == buffer.row_bytes
-        if offset >= buffer.row_bytes or tensor.shape[0] > rows or not adjacent:
+        if not 0 <= offset < buffer.row_bytes or tensor.shape[0] > rows or not adjacent:
             raise Unrecordable(f"{name} reads some rows of a tensor")
         return buffer, offset
 
-    # --- what comes of it --------------------------------------------------------------
+    # --- the program -------------------------------------------------------------------
 
     def layout(self, capacity: Sequence[int]) -> tuple[dict[int, int], int]:
         """Where activations lie: by the buffer's id its first byte, and the bytes of all."""

@@ -17,8 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from asyncllm.gpu.batch.decode_inputs import DecodeInputs
-from asyncllm.gpu.batch.step_inputs import ModelInputs
+from asyncllm.gpu.batch.step_inputs import RowArrays, StepInputs
 from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.ops.backend import AttentionRequest, Constraints
 from asyncllm.gpu.ops.base import AttentionShape
@@ -90,22 +89,26 @@ class TorchAttention:
         self.token_bytes = 2 * shape.num_kv_heads * shape.head_dim * dtype.itemsize
         self._workspace: Tensor | None = None
 
-    def plan(self, inputs: ModelInputs, window: int | None) -> list[AttentionGroup]:
-        first_keys = np.zeros_like(inputs.starts)
+    def plan(
+        self, step: StepInputs, window: int | None, group: int
+    ) -> list[AttentionGroup] | FixedPlan:
+        if step.host is None:
+            return self._fixed(step, window, group)
+        rows, block_size = step.host, step.groups[group].block_size
+        first_keys = np.zeros_like(rows.starts)
         if window is not None:
-            first_keys = np.maximum(inputs.starts - window + 1, 0) // inputs.block_size
-            first_keys *= inputs.block_size
-        lengths = inputs.seq_lens - first_keys
-        groups = []
-        for rows in self._split(inputs, lengths):
-            groups.append(self._group(inputs, rows, first_keys[rows], lengths[rows], window))
-        return groups
+            first_keys = np.maximum(rows.starts - window + 1, 0) // block_size * block_size
+        lengths = rows.seq_lens - first_keys
+        return [
+            self._group(_Rows(step, rows, group, some), first_keys[some], lengths[some], window)
+            for some in self._split(step, rows, lengths, block_size)
+        ]
 
-    def plan_decode(self, rows: DecodeInputs, window: int | None) -> FixedPlan:
+    def _fixed(self, step: StepInputs, window: int | None, group: int) -> FixedPlan:
         """Every row gathers its whole table, which costs what the longest sequence would."""
-        blocks = rows.tables().long()
-        keys = torch.arange(blocks.shape[1] * rows.block_size, device=blocks.device)
-        ends = rows.seq_lens.long().unsqueeze(1)
+        blocks = step.tables(group).long()
+        keys = torch.arange(blocks.shape[1] * step.groups[group].block_size, device=blocks.device)
+        ends = step.seq_lens.long().unsqueeze(1)
         hidden = keys >= ends
         if window is not None:
             hidden = hidden | (keys < ends - window)
@@ -164,13 +167,14 @@ class TorchAttention:
         """Whether torch's own attention computes it."""
         return self.shape.softcap is None and not self.shape.sinks
 
-    def _split(self, inputs: ModelInputs, lengths: np.ndarray) -> list[np.ndarray]:
+    def _split(
+        self, step: StepInputs, host: RowArrays, lengths: np.ndarray, block: int
+    ) -> list[np.ndarray]:
         """Row indices of each group, in ascending order."""
-        decodes, rows = inputs.num_decodes, inputs.num_rows
-        counts = np.diff(inputs.query_start_loc)
+        decodes, rows = step.num_decodes, len(host.starts)
+        counts = np.diff(host.query_start_loc)
         groups = []
         if decodes:
-            block = inputs.block_size
             padded = -(-lengths[:decodes] // block) * block
             groups += split_by_length(padded, GROUP_BYTES // self.token_bytes)
         joined: list[list[int]] = []
@@ -182,46 +186,20 @@ class TorchAttention:
         return groups + [np.array(sorted(each)) for each in joined]
 
     def _group(
-        self,
-        inputs: ModelInputs,
-        rows: np.ndarray,
-        first_keys: np.ndarray,
-        lengths: np.ndarray,
-        window: int | None,
+        self, rows: _Rows, first_keys: np.ndarray, lengths: np.ndarray, window: int | None
     ) -> AttentionGroup:
-        first_tokens = inputs.query_start_loc[rows]
-        counts = inputs.query_start_loc[rows + 1] - first_tokens
-        num_rows, num_queries, length = len(rows), int(counts.max()), int(lengths.max())
-        device = inputs.token_ids.device
-        tokens, outputs = _token_index(first_tokens, counts, device)
-        whole = num_rows == 1 and inputs.starts[rows[0]] == 0
+        first_tokens, counts, starts = rows.first_tokens, rows.counts, rows.starts
+        num_rows, num_queries, length = len(counts), int(counts.max()), int(lengths.max())
+        tokens, outputs = _token_index(first_tokens, counts, rows.device)
+        whole = num_rows == 1 and starts[0] == 0
         if whole and (window is None or length <= window):
             return AttentionGroup(1, num_queries, tokens, None, length, None, None)
-        blocks = _block_index(inputs, rows, first_keys, lengths)
+        blocks = rows.block_index(first_keys, lengths)
         mask = None
         if num_rows > 1 or num_queries > 1 or window is not None:
-            mask = self._mask(inputs, rows, first_keys, lengths, num_queries, window)
+            mask = _mask(starts - first_keys, lengths, num_queries, window)
+            mask = copy_to_device(mask, rows.device).unsqueeze(1).to(self.dtype)
         return AttentionGroup(num_rows, num_queries, tokens, blocks, length, mask, outputs)
-
-    def _mask(
-        self,
-        inputs: ModelInputs,
-        rows: np.ndarray,
-        first_keys: np.ndarray,
-        lengths: np.ndarray,
-        num_queries: int,
-        window: int | None,
-    ) -> Tensor:
-        """0 where a query sees a key, minus infinity elsewhere."""
-        queries = (inputs.starts[rows] - first_keys)[:, None] + np.arange(num_queries)
-        # Padding queries repeat the last one, so that no row of the softmax is empty.
-        queries = np.minimum(queries, (lengths - 1)[:, None])[:, :, None]
-        keys = np.arange(int(lengths.max()))
-        hidden = keys > queries
-        if window is not None:
-            hidden |= keys <= queries - window
-        mask = np.where(hidden, np.float32(-math.inf), np.float32(0.0))
-        return copy_to_device(mask, inputs.token_ids.device).unsqueeze(1).to(self.dtype)
 
     def _attend(
         self,
@@ -362,14 +340,39 @@ def _token_index(
     return tokens, (copy_to_device(valid, device), copy_to_device(index[valid], device))
 
 
-def _block_index(
-    inputs: ModelInputs, rows: np.ndarray, first_keys: np.ndarray, lengths: np.ndarray
-) -> Tensor:
-    """Blocks of each row from its first key on; the null block where a row has no more."""
-    block = inputs.block_size
-    width = -(-int(lengths.max()) // block)
-    columns = np.arange(width)
-    used = columns < -(-lengths[:, None] // block)
-    columns = np.minimum(columns + (first_keys // block)[:, None], inputs.host_table.shape[1] - 1)
-    blocks = np.where(used, inputs.host_table[inputs.host_req_indices[rows, None], columns], 0)
-    return copy_to_device(blocks.reshape(-1).astype(np.int64), inputs.token_ids.device)
+def _mask(
+    offsets: np.ndarray, lengths: np.ndarray, num_queries: int, window: int | None
+) -> np.ndarray:
+    """0 where a query sees a key, minus infinity elsewhere: ``[rows, num_queries, keys]``.
+
+    Args:
+        offsets: ``[rows]``, of each row's first query from its first key.
+    """
+    queries = offsets[:, None] + np.arange(num_queries)
+    # Padding queries repeat the last one, so that no row of the softmax is empty.
+    queries = np.minimum(queries, (lengths - 1)[:, None])[:, :, None]
+    keys = np.arange(int(lengths.max()))
+    hidden = keys > queries
+    if window is not None:
+        hidden |= keys <= queries - window
+    return np.where(hidden, np.float32(-math.inf), np.float32(0.0))
+
+
+class _Rows:
+    """Some rows of a step in one KV group."""
+
+    def __init__(self, step: StepInputs, host: RowArrays, group: int, rows: np.ndarray) -> None:
+        self.device = step.token_ids.device
+        self.first_tokens = host.query_start_loc[rows]
+        self.counts = host.query_start_loc[rows + 1] - self.first_tokens
+        self.starts = host.starts[rows]
+        self._lines, self._inputs = host.req_indices[rows], step.groups[group]
+
+    def block_index(self, first_keys: np.ndarray, lengths: np.ndarray) -> Tensor:
+        """Blocks of each row from its first key on; the null block where a row has no more."""
+        block, table = self._inputs.block_size, self._inputs.host_table
+        columns = np.arange(-(-int(lengths.max()) // block))
+        used = columns < -(-lengths[:, None] // block)
+        columns = np.minimum(columns + (first_keys // block)[:, None], table.shape[1] - 1)
+        blocks = np.where(used, table[self._lines[:, None], columns], 0)
+        return copy_to_device(blocks.reshape(-1).astype(np.int64), self.device)

@@ -18,9 +18,9 @@ from torch import Tensor
 from asyncllm.checkpoint.experts_config import ActivationConfig, RoutingConfig
 from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
 from asyncllm.errors import ModelLoadError
-from asyncllm.gpu.batch.decode_inputs import DecodeInputs, SamplingTensors
+from asyncllm.gpu.batch.sampling_table import DRAW
 from asyncllm.gpu.batch.state_rows import StateRows
-from asyncllm.gpu.batch.step_inputs import ModelInputs
+from asyncllm.gpu.batch.step_inputs import GroupInputs, StepInputs
 from asyncllm.gpu.ops.base import (
     AttentionShape,
     Embedding,
@@ -234,9 +234,9 @@ class TorchOps:
         cos, sin = (rows.unsqueeze(1) if rows.dim() == 2 else rows).chunk(2, -1)
         return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
-    def state_rows(self, inputs: ModelInputs | DecodeInputs) -> Any:
+    def state_rows(self, step: StepInputs) -> Any:
         """A step's rows for ``causal_conv`` and ``gated_delta``, shared by all layers."""
-        return StateRows.of(inputs)
+        return StateRows.of(step)
 
     def causal_conv(self, weight: Tensor) -> CausalConv:
         """A depthwise convolution of weight ``[C, W]``, that of the oldest input first."""
@@ -274,21 +274,25 @@ class TorchOps:
         return x.copy_(torch.tanh(x.float() / cap).mul_(cap))
 
     @staticmethod
-    def decode_inputs(rows: DecodeInputs) -> None:
-        """Changes the table, and fills ``token_ids``, ``seq_lens`` and ``slot_mapping`` from the
-        rest of ``rows``."""
-        changed, new_blocks = rows.table_changes
-        rows.block_table.view(-1)[changed] = new_blocks
-        lines, padded = rows.state_indices(), rows.req_indices < 0
-        tokens = torch.where(
-            rows.host_token_ids < 0, rows.last_sampled_tokens[lines], rows.host_token_ids
-        )
-        columns = rows.positions // rows.block_size
-        blocks = rows.block_table[lines, columns].long()
-        slots = blocks * rows.block_size + rows.positions % rows.block_size
-        rows.token_ids.copy_(tokens.masked_fill(padded, 0))
-        rows.seq_lens.copy_((rows.positions + 1).masked_fill(padded, 0))
-        rows.slot_mapping.copy_(slots.masked_fill(padded, 0))
+    def decode_inputs(step: StepInputs, group: GroupInputs) -> None:
+        """Derives the inputs of decode rows on the device: changes the group's table, and fills
+        ``token_ids``, ``seq_lens`` and the group's ``slot_mapping``. Without rows it changes the
+        table alone."""
+        assert group.table_changes is not None
+        changed, new_blocks = group.table_changes
+        group.block_table.view(-1)[changed] = new_blocks
+        if not step.num_rows:
+            return
+        assert step.previous_tokens is not None
+        assert step.last_sampled_tokens is not None
+        lines, padded, size = step.lines(), step.req_indices < 0, group.block_size
+        sampled = step.last_sampled_tokens[lines]
+        tokens = torch.where(step.previous_tokens < 0, sampled, step.previous_tokens)
+        blocks = group.block_table[lines, step.positions // size].long()
+        slots = blocks * size + step.positions % size
+        step.token_ids.copy_(tokens.masked_fill(padded, 0))
+        step.seq_lens.copy_((step.positions + 1).masked_fill(padded, 0))
+        group.slot_mapping.copy_(slots.masked_fill(padded, 0))
 
     process_logits = staticmethod(process_logits)
     top_logprobs = staticmethod(top_logprobs)
@@ -296,7 +300,7 @@ class TorchOps:
     @staticmethod
     def sample(
         logits: Tensor,
-        sampling: SamplingTensors,
+        sampling: Mapping[str, Tensor],
         req_indices: Tensor,
         positions: Tensor,
         last_sampled_tokens: Tensor,
@@ -306,6 +310,7 @@ class TorchOps:
 
         Args:
             logits: ``[S, vocab_size]``, not changed.
+            sampling: the scalars of DRAW, ``[N + 1]`` each.
             req_indices: ``[S]`` int64, each row's line in ``sampling``; -1 for a padded row.
             positions: ``[S]`` int64, of the token before the one that is sampled.
             last_sampled_tokens: ``[N + 1]`` int64; the token is written to the row's line, as 0
@@ -315,14 +320,7 @@ class TorchOps:
         """
         padded = req_indices < 0
         lines = torch.where(padded, len(last_sampled_tokens) - 1, req_indices)
-        tokens = gumbel_sample(
-            logits,
-            sampling.states[lines],
-            positions + 1,
-            sampling.temperature[lines],
-            sampling.top_k[lines],
-            sampling.top_p[lines],
-            sampling.min_p[lines],
-        )
+        own = {name: sampling[name][lines] for name in DRAW}
+        tokens = gumbel_sample(logits, positions=positions + 1, **own)
         last_sampled_tokens.index_copy_(0, lines, tokens.masked_fill(padded, 0).clamp_(min=0))
         out.copy_(tokens.masked_fill(padded, -1))

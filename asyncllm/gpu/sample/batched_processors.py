@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
@@ -18,26 +17,10 @@ from asyncllm.config import EngineConfig
 from asyncllm.core.batch import RequestAssignment
 from asyncllm.errors import EngineError
 from asyncllm.gpu.h2d import copy_to_device
+from asyncllm.gpu.sample.claim import Claim
 from asyncllm.gpu.sample.host_rules import check_storage, kind_of
 from asyncllm.logits_processor import ENTRY_POINTS, BatchUpdate, LogitsProcessor
 from asyncllm.validation import explain
-
-
-@dataclass(slots=True, eq=False)
-class Claim:
-    """A request that processors have claimed, while it has its request index.
-
-    Attributes:
-        processors: their numbers.
-        assignment: what it entered with.
-        output: tokens so far, which the processors see grow.
-        error: of a processor that has lost track of it.
-    """
-
-    processors: tuple[int, ...]
-    assignment: RequestAssignment
-    output: list[int]
-    error: Exception | None = None
 
 
 class BatchedProcessors:
@@ -71,7 +54,6 @@ class BatchedProcessors:
         self,
         processed: Tensor,
         claims: Mapping[int, Claim],
-        place_of: Mapping[int, int],
         num_changes: int,
         errors: dict[int, Exception],
     ) -> None:
@@ -80,7 +62,6 @@ class BatchedProcessors:
         Args:
             processed: ``[S, vocab_size]``.
             claims: by row, their outputs up to date.
-            place_of: by row, where it is in ``processed``.
             num_changes: those that come before this step.
             errors: by row; rows of a processor that fails are added, and those that are in it are
                 left alone.
@@ -95,8 +76,7 @@ class BatchedProcessors:
             rows = [row for row in rows if row not in errors]
             if not rows:
                 continue
-            places = np.array([place_of[row] for row in rows], dtype=np.int64)
-            index = copy_to_device(places, processed.device)
+            index = copy_to_device(np.array(rows, dtype=np.int64), processed.device)
             indices = [claims[row].assignment.req_index for row in rows]
             try:
                 processed[index] = members.apply(processed[index], indices)

@@ -1,51 +1,70 @@
-"""HostRows: the rows of a step that runs ahead whose tokens are drawn with the host."""
+"""HostRows: the rows of a step whose tokens are drawn with the host."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from asyncllm.gpu.batch.decode_inputs import SamplingTensors
-from asyncllm.gpu.batch.sampling_inputs import SamplingRows, Stages
+from asyncllm.gpu.batch.sampling_inputs import LOGITS_STAGES, SamplingRows, Stages, TopLogprobs
+from asyncllm.gpu.batch.sampling_table import DRAW
 from asyncllm.gpu.h2d import copy_to_device
-from asyncllm.gpu.sample.sampler import EagerStep, SampleOutput, Sampler
+from asyncllm.gpu.ops.gumbel import NO_TOKEN_LEFT
+from asyncllm.gpu.sample.batched_processors import Claim
+from asyncllm.gpu.sample.host_rules import (
+    apply_bias,
+    apply_processors,
+    hide_bad_words,
+    hide_stop_tokens,
+)
+from asyncllm.gpu.sample.logprobs import logprobs_of_row, token_logprobs
+from asyncllm.gpu.sample.sample_output import NONE_LEFT, NOT_FINITE, SampleOutput
+from asyncllm.gpu.sample.sampler import Sampler
 
 
 class HostRows:
     """K rows of a step that are sampled apart from the others, in two halves.
 
-    ``take`` is queued behind the forward pass, where the device has the state of this step, and
-    copies all that the rows are sampled from: the next step may be queued, and run, before the
-    host comes to them, and their request indices may have other requests by then. ``sample``
-    applies what needs the host, and draws; the step's end has to be waited for first.
+    ``take`` is queued behind the forward pass and copies all that the rows are sampled from: the
+    next step may be queued, and run, before the host comes to them, and their request indices may
+    have other requests by then. ``sample`` applies the rules of no fixed size and the logits
+    processors, and draws; the step's end has to be waited for first.
 
     Args:
         places: ``[K]``, their places among the rows that are sampled.
-        req_indices, positions: ``[K]``; all tokens before ``positions`` are known.
+        req_indices, positions: ``[K]``, and of the tokens that are sampled; all tokens before
+            ``positions`` are known.
     """
 
     def __init__(
-        self,
-        sampler: Sampler,
-        places: np.ndarray,
-        req_indices: np.ndarray,
-        positions: np.ndarray,
+        self, sampler: Sampler, places: np.ndarray, req_indices: np.ndarray, positions: np.ndarray
     ) -> None:
         self.places, self.req_indices = places, req_indices
-        self._sampler = sampler
-        self._rules = sampler.snapshot(req_indices, positions)
-        self._step: EagerStep | None = None
-        self._logits = self._processed = torch.empty(0)
+        self._sampler, self._positions = sampler, positions.tolist()
+        state, indices = sampler.state, req_indices.tolist()
+        self._stages, self._num_logprobs = state.stages[req_indices], state.logprobs[req_indices]
+        self._host_logprobs = [state.host_logprobs.get(index) for index in indices]
+        self._rules = {
+            row: state.host[index] for row, index in enumerate(indices) if index in state.host
+        }
+        self._outputs = {
+            row: sampler.inputs.output_token_ids(indices[row], self._positions[row]).copy()
+            for row in self._rules
+        }
+        self._num_changes = sampler.batched.num_changes
+        self._logits = self._processed = self._at = torch.empty(0)
+        self._scalars: dict[str, Tensor] = {}
 
     def take(
-        self, logits: Tensor, rows: SamplingRows, sampling: SamplingTensors, stages: Stages
+        self, logits: Tensor, rows: SamplingRows, scalars: Mapping[str, Tensor], stages: Stages
     ) -> Tensor:
-        """Queues the first half.
+        """Queues the first half. Nothing is read on the host.
 
         Args:
             logits: ``[S, vocab_size]`` of the whole step, as are ``rows``.
-            sampling: by request index.
+            scalars: of DRAW, by request index.
             stages: of the whole step.
 
         Returns:
@@ -53,30 +72,75 @@ class HostRows:
         """
         index = copy_to_device(self.places, logits.device)
         own = rows.at(index)
-        self._logits = logits[index]
-        self._rules.stages |= (stages & Stages.MASKS).value
         # A line for each row, and one behind them for padding.
         lines = torch.cat((own.lines(), own.lines()[:1]))
-        by_row = SamplingTensors(
-            sampling.states[lines],
-            sampling.temperature[lines],
-            sampling.top_k[lines],
-            sampling.top_p[lines],
-            sampling.min_p[lines],
-        )
-        self._step = EagerStep(self._rules, by_row, own)
-        every = np.arange(len(self.places))
-        self._processed = self._sampler.process_on_device(self._logits, self._step, every, {})
+        self._scalars = {name: scalars[name][lines] for name in DRAW}
+        self._logits, self._at = logits[index], own.positions
+        raw = self._logits
+        if any(rules.bias is not None for rules in self._rules.values()):
+            raw = raw.to(torch.float32, copy=True)
+            for row, rules in self._rules.items():
+                apply_bias(raw[row], rules)
+        needed = Stages(int(np.bitwise_or.reduce(self._stages))) | (stages & Stages.MASKS)
+        self._processed = self._sampler.ops.process_logits(raw, own, needed & LOGITS_STAGES)
+        for row, rules in self._rules.items():
+            hide_stop_tokens(self._processed[row], rules, self._positions[row])
         return index
 
     def sample(self) -> SampleOutput:
         """The second half: a token for each row, in the order of ``places``."""
-        assert self._step is not None
         errors: dict[int, Exception] = {}
-        every = np.arange(len(self.places))
-        self._sampler.process_on_host(self._processed, self._rules, every, errors)
-        positions = self._step.rows.positions
-        lines = torch.arange(len(every), device=positions.device)
+        self._process(errors)
+        lines = torch.arange(len(self.places), device=self._at.device)
         last, tokens = torch.zeros_like(torch.cat((lines, lines[:1]))), torch.empty_like(lines)
-        self._sampler.draw(self._processed, self._step.sampling, lines, positions, last, tokens)
-        return self._sampler.output_of(self._logits, self._rules, tokens, errors)
+        self._sampler.ops.sample(self._processed, self._scalars, lines, self._at, last, tokens)
+        output = SampleOutput(tokens.cpu().numpy(), errors=errors)
+        self._explain(output)
+        output.token_ids[list(errors)] = -1
+        self._gather_logprobs(output)
+        return output
+
+    def _process(self, errors: dict[int, Exception]) -> None:
+        """The stages on the host, in place."""
+        processed, claims = self._processed, dict[int, Claim]()
+        for row, rules in self._rules.items():
+            output = self._outputs[row]
+            hide_bad_words(processed[row], rules, output)
+            if (claim := rules.claim) is not None:
+                claim.output += output[len(claim.output) :].tolist()
+                claims[row] = claim
+        if claims:
+            self._sampler.batched.apply(processed, claims, self._num_changes, errors)
+        for row, rules in self._rules.items():
+            if rules.processors and row not in errors:
+                try:
+                    apply_processors(processed[row], rules, self._outputs[row])
+                except Exception as error:
+                    errors[row] = error
+
+    def _explain(self, output: SampleOutput) -> None:
+        """The errors of rows without a token."""
+        for row in np.flatnonzero(output.token_ids < 0).tolist():
+            if row in output.errors:
+                continue
+            if not bool(torch.isfinite(self._logits[row].max())):
+                message = NOT_FINITE
+            elif output.token_ids[row] == NO_TOKEN_LEFT:
+                message = NONE_LEFT
+            else:
+                message = "a logits processor returned logits that are not finite"
+            output.errors[row] = ValueError(message)
+
+    def _gather_logprobs(self, output: SampleOutput) -> None:
+        tokens, counts, device = output.token_ids, self._num_logprobs, self._logits.device
+        asked = np.flatnonzero((counts >= 0) & (tokens >= 0))
+        if len(asked):
+            top = TopLogprobs(len(asked), self._sampler.state.num_logprobs, device)
+            chosen = self._logits[copy_to_device(asked, device)]
+            self._sampler.ops.top_logprobs(chosen, copy_to_device(tokens[asked], device), top)
+            values, ids = top.values.cpu().numpy(), top.ids.cpu().numpy()
+            found = token_logprobs(values, ids, tokens[asked], counts[asked])
+            output.logprobs.update(zip(asked.tolist(), found, strict=True))
+        for row, count in enumerate(self._host_logprobs):
+            if count is not None and tokens[row] >= 0:
+                output.logprobs[row] = logprobs_of_row(self._logits[row], int(tokens[row]), count)

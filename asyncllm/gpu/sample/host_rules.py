@@ -2,13 +2,40 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from asyncllm.gpu.h2d import copy_to_device
-from asyncllm.gpu.sample.sampling_state import HostRules
+from asyncllm.gpu.sample.claim import Claim
+from asyncllm.sampling_params import RequestLogitsProcessor
 from asyncllm.validation import describe
+
+IdsAndValues = tuple[np.ndarray, np.ndarray]
+
+
+@dataclass(slots=True)
+class HostRules:
+    """Sampling parameters of a request that have no fixed size, or need the host.
+
+    Attributes:
+        bias: token ids and the numbers added to their logits, if there are too many for the
+            device.
+        stop_ids: tokens that ``min_tokens`` suppresses, likewise.
+        min_end: position from which on they may be sampled.
+        bad_words: sequences of two tokens or more, of which the last may not follow the others.
+        processors: the request's own, in order.
+        claim: of the engine's processors that have a part in it.
+    """
+
+    bias: IdsAndValues | None
+    stop_ids: np.ndarray | None
+    min_end: int
+    bad_words: tuple[tuple[int, ...], ...]
+    processors: tuple[RequestLogitsProcessor, ...]
+    claim: Claim | None = None
 
 
 def apply_bias(row: Tensor, rules: HostRules) -> None:

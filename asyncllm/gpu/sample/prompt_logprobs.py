@@ -14,7 +14,7 @@ from asyncllm.gpu.batch.sampling_inputs import TopLogprobs
 from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.models.language_model import LanguageModel
 from asyncllm.gpu.sample.logprobs import token_logprobs
-from asyncllm.gpu.sample.sampler import NOT_FINITE
+from asyncllm.gpu.sample.sample_output import NOT_FINITE
 from asyncllm.outputs import TokenLogprobs
 
 SLICE_ELEMENTS = 1 << 24

@@ -3,56 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from asyncllm.core.batch import RequestAssignment
-from asyncllm.gpu.batch.decode_inputs import SamplingTensors
 from asyncllm.gpu.batch.grammar_masks import num_words
 from asyncllm.gpu.batch.sampling_inputs import (
     MAX_BIAS,
     MAX_STOP_IDS,
-    UNCOUNTED,
     LogitsTables,
-    RuleTensors,
     Stages,
 )
+from asyncllm.gpu.batch.sampling_table import SCALARS, scalar_sections
+from asyncllm.gpu.batch.sections import Sections
 from asyncllm.gpu.h2d import copy_to_device
+from asyncllm.gpu.sample.host_rules import HostRules, IdsAndValues
 from asyncllm.gpu.sample.rng import mix_seed
-from asyncllm.sampling_params import RequestLogitsProcessor
-
-if TYPE_CHECKING:
-    from asyncllm.gpu.sample.batched_processors import Claim
 
 _MAX_TOP_K = 2**31 - 1
 
 NO_ROWS = np.empty(0, dtype=np.int64)
-
-IdsAndValues = tuple[np.ndarray, np.ndarray]
-
-
-@dataclass(slots=True)
-class HostRules:
-    """Sampling parameters of a request that have no fixed size, or need the host.
-
-    Attributes:
-        bias: token ids and the numbers added to their logits, if there are too many for the
-            device.
-        stop_ids: tokens that ``min_tokens`` suppresses, likewise.
-        min_end: position from which on they may be sampled.
-        bad_words: sequences of two tokens or more, of which the last may not follow the others.
-        processors: the request's own, in order.
-        claim: of the engine's processors that have a part in it.
-    """
-
-    bias: IdsAndValues | None
-    stop_ids: np.ndarray | None
-    min_end: int
-    bad_words: tuple[tuple[int, ...], ...]
-    processors: tuple[RequestLogitsProcessor, ...]
-    claim: Claim | None = None
 
 
 @dataclass(slots=True)
@@ -100,10 +72,8 @@ class SamplingState:
     """Sampling parameters by request index, set when a request enters, in the dtypes that steps
     compute with: a value that does not fit raises then, for its request, and not in a step.
 
-    The arrays are as SamplingTensors and RuleTensors describe them, a line for padding included.
-
     Attributes:
-        seeds: ``[N + 1]`` uint64, mixed.
+        sections: of SCALARS, ``[N + 1]`` each, the line for padding included.
         logprobs: ``[N + 1]`` int64, -1 for none; at most ``num_logprobs``.
         stages: ``[N + 1]`` int64, the bits of Stages that an index needs.
         host: by request index, for those that have any.
@@ -114,38 +84,15 @@ class SamplingState:
     def __init__(self, max_num_seqs: int, vocab_size: int, num_logprobs: int) -> None:
         lines = max_num_seqs + 1
         self.vocab_size, self.num_logprobs = vocab_size, num_logprobs
-        self.temperature = np.ones(lines, dtype=np.float32)
-        self.top_p = np.ones(lines, dtype=np.float32)
-        self.min_p = np.zeros(lines, dtype=np.float32)
-        self.top_k = np.zeros(lines, dtype=np.int32)
-        self.seeds = np.zeros(lines, dtype=np.uint64)
-        self.restricted = np.zeros(lines, dtype=np.int32)
-        self.num_bias = np.zeros(lines, dtype=np.int32)
-        self.num_stop_ids = np.zeros(lines, dtype=np.int32)
-        self.min_end = np.zeros(lines, dtype=np.int64)
-        self.counted_from = np.full(lines, UNCOUNTED, dtype=np.int64)
-        self.repetition = np.ones(lines, dtype=np.float32)
-        self.frequency = np.zeros(lines, dtype=np.float32)
-        self.presence = np.zeros(lines, dtype=np.float32)
+        self.sections = Sections(scalar_sections(lines), torch.device("cpu"))
+        self._scalars = self.sections.arrays
+        for name, scalar in SCALARS.items():
+            self._scalars[name].fill(scalar.neutral)
         self.logprobs = np.full(lines, -1, dtype=np.int64)
         self.stages = np.zeros(lines, dtype=np.int64)
         self.host: dict[int, HostRules] = {}
         self.host_logprobs: dict[int, int] = {}
         self.version = 0
-
-    def arrays(self) -> tuple[np.ndarray, ...]:
-        """The arrays that a step reads, in the order of SamplingTensors and RuleTensors."""
-        seeds = self.seeds.view(np.int64)
-        return (
-            *(seeds, self.temperature, self.top_k, self.top_p, self.min_p),
-            *(self.restricted, self.num_bias, self.num_stop_ids, self.min_end),
-            *(self.counted_from, self.repetition, self.frequency, self.presence),
-        )
-
-    def tensors(self) -> tuple[SamplingTensors, RuleTensors]:
-        """The arrays, whose memory they share."""
-        found = [torch.from_numpy(array) for array in self.arrays()]
-        return SamplingTensors(*found[:5]), RuleTensors(*found[5:])
 
     def assign(self, assignment: RequestAssignment) -> LineUpdate | None:
         """Sets the parameters of a request. Raises for a value that no array holds; the index has
@@ -157,16 +104,14 @@ class SamplingState:
         req_index = assignment.req_index
         self.version += 1
         params: Any = assignment.sampling
+        scalars = self._scalars
         with np.errstate(over="raise", invalid="raise"):
-            self.temperature[req_index] = params.temperature
-            self.presence[req_index] = params.presence_penalty
-            self.frequency[req_index] = params.frequency_penalty
-            self.repetition[req_index] = params.repetition_penalty
-            self.top_p[req_index] = params.top_p
-            self.min_p[req_index] = params.min_p
+            for name, scalar in SCALARS.items():
+                if scalar.parameter:
+                    scalars[name][req_index] = getattr(params, scalar.parameter)
         # No vocabulary is as large as the largest of these.
-        self.top_k[req_index] = min(params.top_k, _MAX_TOP_K)
-        self.seeds[req_index] = mix_seed(params.seed)
+        scalars["top_k"][req_index] = min(params.top_k, _MAX_TOP_K)
+        scalars["states"][req_index] = np.uint64(mix_seed(params.seed)).view(np.int64)
         update = LineUpdate(req_index, Stages.NONE)
         self._assign_logprobs(update, params.logprobs)
         self._assign_rules(update, assignment)
@@ -190,20 +135,20 @@ class SamplingState:
         bias, stop_ids = self._bias(params.logit_bias), None
         if params.min_tokens:
             stop_ids = self._ids([*assignment.eos_token_ids, *params.stop_token_ids])
-            self.min_end[req_index] = assignment.num_prompt_tokens + params.min_tokens
+            self._scalars["min_end"][req_index] = assignment.num_prompt_tokens + params.min_tokens
         allowed = self._allowed(params.allowed_token_ids, assignment.bad_words)
         host = HostRules(
             bias if bias is not None and len(bias[0]) > MAX_BIAS else None,
             stop_ids if stop_ids is not None and len(stop_ids) > MAX_STOP_IDS else None,
-            int(self.min_end[req_index]),
+            int(self._scalars["min_end"][req_index]),
             tuple(words for words in assignment.bad_words if len(words) > 1),
             tuple(params.logits_processors),
         )
         if host.bias is None and bias is not None:
-            update.bias, self.num_bias[req_index] = bias, len(bias[0])
+            update.bias, self._scalars["num_bias"][req_index] = bias, len(bias[0])
         if host.stop_ids is None and stop_ids is not None:
-            update.stop_ids, self.num_stop_ids[req_index] = stop_ids, len(stop_ids)
-        update.allowed, self.restricted[req_index] = allowed, allowed is not None
+            update.stop_ids, self._scalars["num_stop_ids"][req_index] = stop_ids, len(stop_ids)
+        update.allowed, self._scalars["restricted"][req_index] = allowed, allowed is not None
         if allowed is not None or update.bias is not None or update.stop_ids is not None:
             update.stages |= Stages.RULES
         if host.bias or host.stop_ids is not None or host.bad_words or host.processors:
@@ -220,7 +165,7 @@ class SamplingState:
         update.counts = ids, counts.astype(np.int32)
         update.in_prompt = self._packed(tokens[:prompt])
         update.stages |= Stages.PENALTIES
-        self.counted_from[req_index] = len(tokens)
+        self._scalars["counted_from"][req_index] = len(tokens)
 
     def _bias(self, bias: Any) -> IdsAndValues | None:
         if not bias:
@@ -250,11 +195,9 @@ class SamplingState:
 
     def release(self, req_index: int) -> None:
         """Sets neutral values, with which a row needs no stage but the draw."""
-        self.temperature[req_index] = self.repetition[req_index] = self.top_p[req_index] = 1.0
-        self.presence[req_index] = self.frequency[req_index] = self.min_p[req_index] = 0.0
-        self.top_k[req_index], self.logprobs[req_index] = 0, -1
-        self.restricted[req_index] = self.num_bias[req_index] = self.num_stop_ids[req_index] = 0
-        self.min_end[req_index], self.counted_from[req_index] = 0, UNCOUNTED
+        for name, scalar in SCALARS.items():
+            self._scalars[name][req_index] = scalar.neutral
+        self.logprobs[req_index] = -1
         self.stages[req_index] = 0
         self.host.pop(req_index, None)
         self.host_logprobs.pop(req_index, None)

@@ -4,7 +4,7 @@ compared with when it is loaded."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from asyncllm.core.batch import RequestAssignment, StepBatch
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.batch.input_batch import InputBatch
+from asyncllm.gpu.batch.step_buffer import step_inputs
 from asyncllm.gpu.kv_cache import KVCache, KVGroup
 from asyncllm.gpu.state_cache import StateCache
 from asyncllm.gpu.transformers_model.config import TransformersConfig
@@ -153,13 +154,9 @@ class Reference:
         for index, counts in enumerate(STEPS):
             step = self._step(index, starts, list(counts), blocks)
             batch.apply(step)
-            tables = None
-            if device.type != "cpu":
-                tables = [torch.from_numpy(table.table).to(device) for table in batch.tables]
-            inputs = batch.prepare(step, device, tables)
-            for each in inputs:
-                each.logits_indices = None
-            logits = decoder.logits(decoder.forward(inputs, cache)).float().cpu()
+            inputs = step_inputs(step, batch, device)
+            inputs = replace(inputs, wanted=None, num_logits=inputs.num_tokens)
+            logits = decoder.forward(inputs, cache).logits.float().cpu()
             rows = logits.log_softmax(-1).split(step.counts)
             for row, expected, start in zip(rows, self.expected, starts, strict=True):
                 part = expected[start : start + len(row)]

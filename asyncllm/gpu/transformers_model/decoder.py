@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from asyncllm.gpu.batch.decode_inputs import DecodeInputs
 from asyncllm.gpu.batch.state_rows import StateRows
-from asyncllm.gpu.batch.step_inputs import ModelInputs
+from asyncllm.gpu.batch.step_inputs import StepInputs
 from asyncllm.gpu.kv_cache import KVCache
+from asyncllm.gpu.models.language_model import StepOutput
 from asyncllm.gpu.models.layers import AttentionKind
 from asyncllm.gpu.ops.base import Attention
-from asyncllm.gpu.ops.recorder import Unrecordable
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.state_cache import StateSpec
 from asyncllm.gpu.transformers_model.attention import Step
@@ -82,48 +81,32 @@ class TransformersDecoder:
         """Itself: the modules run all of their layers."""
         return self
 
-    def forward(self, inputs: Sequence[ModelInputs], cache: KVCache) -> Tensor:
+    def forward(self, step: StepInputs, cache: KVCache) -> StepOutput:
         """See ``LanguageModel.forward``."""
-        plans = {
-            kind: attention.plan(inputs[kind.kv_group], kind.window)
-            for kind, attention in self.attention.items()
-        }
-        hidden = self._run(inputs, plans, cache)
-        indices = inputs[0].logits_indices
-        return hidden if indices is None else hidden[indices]
-
-    def decode(self, inputs: Sequence[DecodeInputs], cache: KVCache) -> Tensor:
-        """See ``LanguageModel.decode``."""
-        plans = {
-            kind: attention.plan_decode(inputs[kind.kv_group], kind.window)
-            for kind, attention in self.attention.items()
-        }
-        return self._run(inputs, plans, cache)
-
-    def record(self, inputs: Sequence[ModelInputs], cache: KVCache) -> NoReturn:
-        """Raises Unrecordable: torch computes what is between the engine's ops."""
-        raise Unrecordable("transformers' modules compute with torch between the engine's ops")
+        hidden = self._hidden(step, cache)
+        if step.wanted is not None:
+            hidden = hidden[step.wanted]
+        return StepOutput(self.logits(hidden[: step.num_logits]), hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``[S, H] -> [S, vocab_size]`` in the model's dtype."""
         return logits_of(self.head, hidden)
 
-    def _run(
-        self,
-        inputs: Sequence[ModelInputs] | Sequence[DecodeInputs],
-        plans: dict[AttentionKind, Any],
-        cache: KVCache,
-    ) -> Tensor:
+    def _hidden(self, inputs: StepInputs, cache: KVCache) -> Tensor:
         step = self.step
-        step.slot_mappings = [each.slot_mapping for each in inputs]
-        step.plans, step.kv = plans, cache.layers
+        step.slot_mappings = [group.slot_mapping for group in inputs.groups]
+        step.plans = {
+            kind: attention.plan(inputs, kind.window, kind.kv_group)
+            for kind, attention in self.attention.items()
+        }
+        step.kv = cache.layers
         if self.states:
             assert cache.states is not None
-            step.states, step.rows = cache.states.tensors, StateRows.of(inputs[0])
+            step.states, step.rows = cache.states.tensors, StateRows.of(inputs)
         try:
             output = self.base(
-                input_ids=inputs[0].token_ids.unsqueeze(0),
-                position_ids=inputs[0].positions.unsqueeze(0),
+                input_ids=inputs.token_ids.unsqueeze(0),
+                position_ids=inputs.positions.unsqueeze(0),
                 use_cache=False,
             )
         finally:

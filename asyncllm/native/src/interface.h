@@ -39,7 +39,7 @@ typedef struct AttentionArgs {
   const int32_t* block_table;
   int64_t table_stride, table_width;
   const int64_t* query_start;  // [rows + 1]
-  const int64_t* seq_lens;     // [rows]
+  const int32_t* seq_lens;     // [rows]
   const int64_t* lines;        // [rows], of the block table's table_lines; null is a row's own index
   int64_t table_lines;
   int64_t rows, num_tokens, heads, kv_heads, head_dim, num_blocks, block_size;
@@ -79,7 +79,8 @@ typedef struct SampleArgs {
   int64_t row_stride, rows, vocab_size;
   const int64_t* req_indices;  // [rows], each row's line; negative for one that is left out
   const int64_t* positions;    // [rows], of the token before
-  const int64_t* states;       // [lines], as the rest
+  // Scalars [lines], in the order of DRAW in gpu/batch/sampling_table.py.
+  const int64_t* states;
   const float* temperature;
   const int32_t* top_k;
   const float* top_p;
@@ -129,7 +130,7 @@ typedef struct TokensArgs {
   int64_t table_lines, table_width;
   int64_t *token_ids, *positions;  // [tokens]
   int64_t* query_start;            // [rows + 1]
-  int64_t* seq_lens;               // [rows]
+  int32_t* seq_lens;               // [rows]
 } TokensArgs;
 
 // KV slots of the same tokens, in the blocks that each sequence's line of the table names.
@@ -388,21 +389,14 @@ typedef struct Program {
   int64_t capacity[NUM_SIZES];  // rows that the buffers of each Size have
 } Program;
 
-// Values that a job puts in their place before its program runs.
-typedef struct Copy {
-  void* to;
-  const void* from;
-  int64_t bytes;
-} Copy;
-enum { MAX_COPIES = 4 };
-
 // A step for the thread of a queue: what the program reads, the program, and its tokens.
 // Everything that it points at stays as it is until the job has been waited for.
 typedef struct Job {
   const Program* program;
   int64_t sizes[NUM_SIZES];
-  Copy copies[MAX_COPIES];
-  int64_t num_copies;
+  void* to;  // what the program reads of the step, copied there before it runs
+  const void* from;
+  int64_t bytes;
   // The draw from the logits; without rows none is made.
   SampleArgs draw;
   // [SIZE_GREEDY], the largest outputs that the program finds.

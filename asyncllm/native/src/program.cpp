@@ -34,7 +34,7 @@ int32_t run_tokens(const TokensArgs& a, int64_t rows, int64_t tokens) {
       a.positions[at] = position;
     }
     a.query_start[row + 1] = at;
-    a.seq_lens[row] = end;
+    a.seq_lens[row] = int32_t(end);
   }
   return STATUS_OK;
 }

@@ -20,8 +20,7 @@ int32_t keep_tokens(const Job& job) {
 }
 
 int32_t run_job(Context* context, Job* job) {
-  for (int64_t i = 0; i < job->num_copies; ++i)
-    memcpy(job->copies[i].to, job->copies[i].from, job->copies[i].bytes);
+  memcpy(job->to, job->from, job->bytes);
   int32_t status = asyncllm_run(context, job->program, job->sizes, &job->failed);
   if (!status && job->draw.rows) status = asyncllm_sample(context, &job->draw);
   if (status || !job->num_tokens) return status;
@@ -91,7 +90,7 @@ void Queue::serve() {
 API int32_t asyncllm_submit(Context* context, Job* job) {
   if (!is_open(context)) return STATUS_CLOSED;
   const Job& j = *job;
-  if (j.num_copies < 0 || j.num_copies > MAX_COPIES || j.draw.rows < 0 || j.num_tokens < 0 ||
+  if (j.bytes < 0 || (j.bytes && (!j.to || !j.from)) || j.draw.rows < 0 || j.num_tokens < 0 ||
       (j.num_tokens && (!j.lines || !j.positions || !j.tokens || !j.table || !j.greedy ||
                         j.num_tokens != j.draw.rows + j.sizes[SIZE_GREEDY])))
     return STATUS_INVALID;

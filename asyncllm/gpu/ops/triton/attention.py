@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 
 from asyncllm.errors import InvalidRequestError
-from asyncllm.gpu.batch.decode_inputs import DecodeInputs
-from asyncllm.gpu.batch.step_inputs import ModelInputs
-from asyncllm.gpu.h2d import copy_to_device
+from asyncllm.gpu.batch.step_inputs import StepInputs
 from asyncllm.gpu.ops.backend import CUDA, HALF, AttentionRequest, Constraints
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.triton.toolchain import check_triton
@@ -166,33 +164,25 @@ class TritonAttention:
         places = self.per_sm * self.num_sms
         return is_skewed(longest, int(lengths.sum()), splits, kv_heads, places)
 
-    def plan(self, inputs: ModelInputs, window: int | None) -> TritonPlan:
-        """One copy to the device for the step's lengths and starts; the block tables are there
-        already."""
-        rows, decodes = inputs.num_rows, inputs.num_decodes
-        starts = inputs.query_start_loc[decodes:] - decodes
-        packed = np.concatenate((inputs.seq_lens, starts)).astype(np.int32)
-        seq_lens, query_start_loc = copy_to_device(packed, self.device).split((rows, len(starts)))
-        assert inputs.device_table is not None
-        plan = TritonPlan(decodes, seq_lens, inputs.device_table, inputs.req_indices, window=window)
-        shares = 0
+    def plan(self, step: StepInputs, window: int | None, group: int) -> TritonPlan:
+        rows, decodes = step.num_rows, step.num_decodes
+        plan = TritonPlan(
+            decodes, step.seq_lens, step.groups[group].block_table, step.req_indices, window=window
+        )
+        host, shares = step.host, 0
         if decodes:
-            lengths = inputs.seq_lens[:decodes]
-            max_len = int(lengths.max())
-            balanced = self.is_skewed(decodes, lengths, max_len, window)
+            max_len, balanced = step.max_len, step.balanced and window is None
+            if host is not None:
+                lengths = host.seq_lens[:decodes]
+                max_len = int(lengths.max())
+                balanced = self.is_skewed(decodes, lengths, max_len, window)
             shares = self._plan_decodes(plan, max_len, balanced)
         if decodes < rows:
-            plan.query_start_loc = query_start_loc
-            tokens, max_len = int(starts[-1]), int(inputs.seq_lens[decodes:].max())
+            assert host is not None  # captured rows are decodes
+            plan.query_start_loc = step.prefill_start_loc
+            tokens = int(host.query_start_loc[rows]) - decodes
+            max_len = int(host.seq_lens[decodes:].max())
             shares = max(shares, self._plan_tiles(plan, tokens, rows - decodes, max_len))
-        self._make_workspace(plan, shares)
-        return plan
-
-    def plan_decode(self, rows: DecodeInputs, window: int | None) -> TritonPlan:
-        plan = TritonPlan(
-            rows.num_rows, rows.seq_lens, rows.block_table, rows.req_indices, window=window
-        )
-        shares = self._plan_decodes(plan, rows.max_len, rows.balanced and window is None)
         self._make_workspace(plan, shares)
         return plan
 

@@ -7,7 +7,7 @@ tables are brought up to date in the same launch."""
 import triton
 import triton.language as tl
 
-from asyncllm.gpu.batch.decode_inputs import DecodeInputs
+from asyncllm.gpu.batch.step_inputs import GroupInputs, StepInputs
 from asyncllm.gpu.ops.triton.launcher import launched
 from asyncllm.gpu.ops.triton.tuning import cdiv
 
@@ -62,27 +62,27 @@ def decode_inputs_kernel(
     tl.store(slot_mapping + rows, slot, mask=real)
 
 
-def decode_inputs(rows: DecodeInputs) -> None:
-    """Changes the table, and fills ``token_ids``, ``seq_lens`` and ``slot_mapping`` of a decode
-    step. Without rows it changes the table alone."""
-    count, (changed, new_blocks) = rows.num_rows, rows.table_changes
+def decode_inputs(step: StepInputs, group: GroupInputs) -> None:
+    """See ``TorchOps.decode_inputs``."""
+    assert group.table_changes is not None
+    count, (changed, new_blocks) = step.num_rows, group.table_changes
     if not count and not len(changed):
         return
     decode_inputs_kernel[(max(1, cdiv(count, BLOCK)),)](
-        rows.token_ids,
-        rows.seq_lens,
-        rows.slot_mapping,
-        rows.req_indices,
-        rows.host_token_ids,
-        rows.positions,
-        rows.last_sampled_tokens,
-        rows.block_table,
+        step.token_ids,
+        step.seq_lens,
+        group.slot_mapping,
+        step.req_indices,
+        step.previous_tokens,
+        step.positions,
+        step.last_sampled_tokens,
+        group.block_table,
         changed,
         new_blocks,
         count,
         len(changed),
-        rows.block_table.stride(0),
-        BLOCK_SIZE=rows.block_size,
+        group.block_table.stride(0),
+        BLOCK_SIZE=group.block_size,
         BLOCK=BLOCK,
         num_warps=4,
     )

@@ -6,8 +6,7 @@ from torch import Tensor
 
 from asyncllm.checkpoint.experts_config import ActivationConfig, RoutingConfig
 from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
-from asyncllm.gpu.batch.decode_inputs import DecodeInputs
-from asyncllm.gpu.batch.step_inputs import ModelInputs
+from asyncllm.gpu.batch.step_inputs import StepInputs
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.experts import ExpertsWeights
 from asyncllm.gpu.ops.gated_delta import DeltaBiases
@@ -49,8 +48,8 @@ class TritonOps(TorchOps):
     def make_experts(self, weights: ExpertsWeights, config: ActivationConfig) -> TritonExperts:
         return TritonExperts(weights, config)
 
-    def state_rows(self, inputs: ModelInputs | DecodeInputs) -> TritonStateRows:
-        return TritonStateRows.of(inputs)
+    def state_rows(self, step: StepInputs) -> TritonStateRows:
+        return TritonStateRows.of(step)
 
     def causal_conv(self, weight: Tensor) -> TritonCausalConv:
         return TritonCausalConv(weight)

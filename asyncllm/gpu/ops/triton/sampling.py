@@ -17,12 +17,13 @@ the tokens of the one that wins. Otherwise:
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
 # A type checker takes a kernel for the function that it is written as.
 
+from collections.abc import Mapping
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from asyncllm.gpu.batch.decode_inputs import SamplingTensors
 from asyncllm.gpu.ops import gumbel
 from asyncllm.gpu.ops.triton.launcher import launched
 from asyncllm.gpu.ops.triton.operands import row_stride
@@ -293,7 +294,7 @@ def choose_kernel(
 
 def sample(
     logits: Tensor,
-    sampling: SamplingTensors,
+    sampling: Mapping[str, Tensor],
     req_indices: Tensor,
     positions: Tensor,
     last_sampled_tokens: Tensor,
@@ -311,9 +312,9 @@ def sample(
     indices = torch.empty((2, rows, num_chunks), dtype=torch.int32, device=logits.device)
     candidates = torch.empty((rows, SORTED.value), dtype=torch.int64, device=logits.device)
     chunks = (*floats, indices[0])
-    of_rows = (logits, sampling.states, positions, sampling.temperature)
+    of_rows = (logits, sampling["states"], positions, sampling["temperature"])
     sizes = (vocab_size, num_chunks, row_stride("logits", logits))
-    limits = (sampling.top_k, sampling.top_p, sampling.min_p)
+    limits = (sampling["top_k"], sampling["top_p"], sampling["min_p"])
     chunk_kernel[(rows, cdiv(num_chunks, 4 * COUNTERS.value))](
         *chunks, *of_rows, *limits, req_indices, *sizes, num_warps=4
     )

@@ -6,9 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from asyncllm.gpu.batch.decode_inputs import DecodeInputs
-from asyncllm.gpu.batch.step_inputs import ModelInputs
-from asyncllm.gpu.h2d import copy_to_device
+from asyncllm.gpu.batch.step_inputs import StepInputs
 
 TILE_TOKENS = 8
 """Of a row, that a program of a kernel over tokens computes."""
@@ -33,14 +31,12 @@ class TritonStateRows:
     is_mixed: bool
 
     @classmethod
-    def of(cls, inputs: ModelInputs | DecodeInputs) -> TritonStateRows:
-        if isinstance(inputs, DecodeInputs):
-            slots = inputs.state_indices()
-            return cls(slots, inputs.positions, slots, False)
-        if inputs.num_decodes == inputs.num_rows:
-            return cls(inputs.req_indices, inputs.positions, inputs.req_indices, False)
-        query_start = copy_to_device(inputs.query_start_loc, inputs.positions.device)
-        return cls(inputs.req_indices, inputs.positions, query_start, True)
+    def of(cls, step: StepInputs) -> TritonStateRows:
+        if step.host is None:
+            slots = step.lines()
+            return cls(slots, step.positions, slots, False)
+        is_mixed = step.num_decodes != step.num_rows
+        return cls(step.req_indices, step.positions, step.query_start_loc, is_mixed)
 
     @property
     def num_rows(self) -> int:

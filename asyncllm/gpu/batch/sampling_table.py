@@ -1,0 +1,64 @@
+"""Scalars of sampling by name: dtype, neutral value, and the parameter that each one holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+
+from asyncllm.gpu.batch.sections import Table
+
+UNCOUNTED = 2**63 - 1
+"""``counted_from`` of a request index without penalties."""
+
+
+class Scalar(NamedTuple):
+    """A number that a step keeps for each request index.
+
+    Attributes:
+        neutral: the value without effect.
+        parameter: the field of SamplingParams with the value; "" where the value is derived.
+    """
+
+    dtype: torch.dtype
+    neutral: float
+    parameter: str = ""
+
+
+DRAW: Mapping[str, Scalar] = MappingProxyType(
+    {
+        "states": Scalar(torch.int64, 0),
+        "temperature": Scalar(torch.float32, 1.0, "temperature"),
+        "top_k": Scalar(torch.int32, 0),
+        "top_p": Scalar(torch.float32, 1.0, "top_p"),
+        "min_p": Scalar(torch.float32, 0.0, "min_p"),
+    }
+)
+"""Scalars of the draw, in the order of ``SampleArgs`` in ``native/src/interface.h``. ``states`` are
+the bits of the seeds' 64-bit states; ``top_k`` is 0 for all tokens."""
+
+RULES: Mapping[str, Scalar] = MappingProxyType(
+    {
+        "restricted": Scalar(torch.int32, 0),
+        "num_bias": Scalar(torch.int32, 0),
+        "num_stop_ids": Scalar(torch.int32, 0),
+        "min_end": Scalar(torch.int64, 0),
+        "counted_from": Scalar(torch.int64, UNCOUNTED),
+        "repetition": Scalar(torch.float32, 1.0, "repetition_penalty"),
+        "frequency": Scalar(torch.float32, 0.0, "frequency_penalty"),
+        "presence": Scalar(torch.float32, 0.0, "presence_penalty"),
+    }
+)
+"""Scalars of the stages before the draw. ``restricted`` is 1 if the index has a line in
+``LogitsTables.allowed``; ``num_bias`` and ``num_stop_ids`` count the entries of its lines there;
+``min_end`` is the position from which on stop ids may be sampled; ``counted_from`` is the position
+of the first token that is not in ``LogitsTables.counts`` yet."""
+
+SCALARS: Mapping[str, Scalar] = MappingProxyType({**DRAW, **RULES})
+
+
+def scalar_sections(lines: int) -> Table:
+    """A section of ``lines`` elements for each of SCALARS."""
+    return {name: (scalar.dtype, lines) for name, scalar in SCALARS.items()}

@@ -1,0 +1,49 @@
+"""Sections: named arrays that lie in one allocation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_ALIGNMENT = 16
+
+Table = Mapping[str, tuple[torch.dtype, int]]
+"""Dtype and number of elements of each section, by name, in their order in memory."""
+
+
+class Sections:
+    """Arrays in one allocation, so that one copy moves all of them.
+
+    Attributes:
+        memory: the allocation, uint8.
+        tensors: the sections by name.
+        ends: by name, the first byte behind the section.
+    """
+
+    def __init__(self, table: Table, device: torch.device, *, pinned: bool = False) -> None:
+        spans: dict[str, tuple[int, int]] = {}
+        end = 0
+        for name, (dtype, count) in table.items():
+            start = -(-end // _ALIGNMENT) * _ALIGNMENT
+            end = start + count * dtype.itemsize
+            spans[name] = start, end
+        self.memory = torch.zeros(end, dtype=torch.uint8, device=device, pin_memory=pinned)
+        self.tensors: dict[str, Tensor] = {
+            name: self.memory[start:end].view(table[name][0])
+            for name, (start, end) in spans.items()
+        }
+        self.ends = {name: end for name, (_, end) in spans.items()}
+
+    @cached_property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The sections of an allocation on the host, which share its memory."""
+        return {name: tensor.numpy() for name, tensor in self.tensors.items()}
+
+    def copy_from(self, source: Sections, last: str) -> None:
+        """Queues the copy of the sections up to ``last``, from one with the same table."""
+        end = self.ends[last]
+        self.memory[:end].copy_(source.memory[:end], non_blocking=True)

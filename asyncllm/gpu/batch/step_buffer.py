@@ -1,0 +1,220 @@
+"""StepBuffer: the sections of a step, which the host writes and the device reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncllm.core.batch import StepBatch
+from asyncllm.core.executor import ExecutorInfo
+from asyncllm.gpu.batch.input_batch import InputBatch
+from asyncllm.gpu.batch.sampling_table import scalar_sections
+from asyncllm.gpu.batch.sections import Sections, Table
+from asyncllm.gpu.batch.step_inputs import GroupInputs, RowArrays, StepInputs
+
+ROWS = "sampled_positions"
+"""The last section that a decode step on a device needs."""
+
+
+class StepSizes(NamedTuple):
+    """Sizes of a step, in the order of ``Size`` in ``native/src/interface.h``.
+
+    Attributes:
+        wanted: tokens whose hidden states are returned: of the sampled rows, then of prompt
+            log-probabilities.
+        logits: sampled rows whose logits are computed; they come first.
+        greedy: sampled rows behind these, of which the largest logit is all that counts.
+    """
+
+    rows: int
+    tokens: int
+    wanted: int
+    logits: int
+    greedy: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """Sizes of the largest step.
+
+    Attributes:
+        lines: of the scalars of sampling, one per request index and one for padding; 0 where steps
+            read these, and the block tables, from the host's memory.
+    """
+
+    rows: int
+    tokens: int
+    num_groups: int
+    lines: int = 0
+
+    @classmethod
+    def of(cls, info: ExecutorInfo, *, on_device: bool) -> StepLimits:
+        rows, tokens = info.max_num_seqs, info.max_num_batched_tokens
+        lines = rows + 1 if on_device else 0
+        return cls(rows, max(rows, tokens), len(info.kv_groups), lines)
+
+    def table(self) -> Table:
+        """The sections. A copy of a step moves a prefix: rows and what is sent for each come
+        first, tokens last."""
+        table: dict[str, tuple[torch.dtype, int]] = {}
+        rows, tokens = self.rows, self.tokens
+        if self.lines:
+            table |= scalar_sections(self.lines)
+            for group in range(self.num_groups):
+                table[f"changed_{group}"] = torch.int64, rows
+                table[f"new_blocks_{group}"] = torch.int32, rows
+        names = ("req_indices", "starts", "counts", "sampled_req_indices", "previous_tokens", ROWS)
+        table |= dict.fromkeys(names, (torch.int64, rows))
+        table["wanted"] = torch.int64, tokens
+        table["query_start_loc"] = torch.int64, rows + 1
+        table["prefill_start_loc"] = torch.int32, rows + 1
+        table["seq_lens"] = torch.int32, rows
+        names = ("token_ids", "positions", *(f"slots_{i}" for i in range(self.num_groups)))
+        return table | dict.fromkeys(names, (torch.int64, tokens))
+
+
+class StepBuffer(Sections):
+    """The sections of a step.
+
+    *Given* sections are written by ``write``: of each row ``req_indices``, ``starts`` and
+    ``counts``; of each sampled row ``sampled_req_indices``, and the token before the sampled one:
+    ``sampled_positions``, its position, and ``previous_tokens``, -1 where only the device has it;
+    and ``wanted``. *Derived* sections are the others of StepInputs. ``derive`` computes them on the
+    host, or an op of the op set does on the device, where the tokens of the step before arrive.
+    CUDA graphs and native programs hold the addresses of the buffer on the device; on a CPU where
+    nothing runs ahead the host writes into that one.
+    """
+
+    def __init__(self, limits: StepLimits, device: torch.device, *, pinned: bool = False) -> None:
+        super().__init__(limits.table(), device, pinned=pinned)
+        self.limits = limits
+        for name in ("req_indices", "sampled_req_indices"):
+            self.tensors[name].fill_(-1)
+
+    def write(
+        self, batch: StepBatch, rows: np.ndarray, req_indices: np.ndarray, positions: np.ndarray,
+        num_logits: int,
+    ) -> StepSizes:  # fmt: skip
+        """Writes the given sections, padded by rows of request index -1.
+
+        Args:
+            rows: ``[S]``, the sampled rows, those that need logits first.
+            req_indices, positions: ``[S]``, of these rows, and of the tokens that they sample.
+        """
+        arrays, count, sampled = self.arrays, len(batch), len(rows)
+        for name, values, padding in (
+            ("req_indices", batch.req_indices, -1),
+            ("starts", batch.starts, 0),
+            ("counts", batch.counts, 0),
+        ):
+            arrays[name][:count], arrays[name][count:] = values, padding
+        for name, values, padding in (
+            ("sampled_req_indices", req_indices, -1),
+            (ROWS, positions - 1, 0),
+        ):
+            arrays[name][:sampled], arrays[name][sampled:] = values, padding
+        wanted, counts = sampled, arrays["counts"][:count]
+        if batch.num_decodes == count:
+            arrays["wanted"][:sampled] = rows
+        else:
+            ends = counts.cumsum()
+            arrays["wanted"][:sampled] = ends[rows] - 1
+            if batch.prompt_logprobs:
+                spans = np.concatenate(_span_indices(batch, ends - counts))
+                wanted += len(spans)
+                arrays["wanted"][sampled:wanted] = spans
+        return StepSizes(count, batch.num_tokens, wanted, num_logits, sampled - num_logits)
+
+    def derive(self, inputs: InputBatch, sizes: StepSizes, num_decodes: int) -> None:
+        """Computes the derived sections from the given ones and the persistent batch."""
+        arrays, (rows, tokens, *_) = self.arrays, sizes
+        starts, counts = arrays["starts"][:rows], arrays["counts"][:rows]
+        first = arrays["query_start_loc"][: rows + 1]
+        np.cumsum(counts, out=first[1:])
+        arrays["prefill_start_loc"][: rows - num_decodes + 1] = first[num_decodes:] - num_decodes
+        arrays["seq_lens"][:rows] = starts + counts
+        lines, positions = arrays["req_indices"][:rows], starts
+        if tokens != rows:
+            lines = np.repeat(lines, counts)
+            positions = np.arange(tokens) + np.repeat(starts - first[:-1], counts)
+        arrays["token_ids"][:tokens] = inputs.token_ids[lines, positions]
+        arrays["positions"][:tokens] = positions
+        for group, table in enumerate(inputs.tables):
+            arrays[f"slots_{group}"][:tokens] = table.slot_mapping(lines, positions)
+
+    def rows(self, count: int) -> RowArrays:
+        """The first rows on the host."""
+        arrays = self.arrays
+        return RowArrays(
+            arrays["req_indices"][:count],
+            arrays["starts"][:count],
+            arrays["query_start_loc"][: count + 1],
+            arrays["seq_lens"][:count],
+        )
+
+    def inputs(
+        self, batch: InputBatch, sizes: StepSizes, num_decodes: int,
+        tables: Sequence[Tensor], host: StepBuffer,
+    ) -> StepInputs:  # fmt: skip
+        """The step whose sections are here, and on the host in ``host``.
+
+        Args:
+            tables: per KV group the block tables on the device.
+        """
+        rows, tokens, wanted, num_logits, num_greedy = sizes
+        tensors, own = self.tensors, host.rows(rows)
+        # In their own order, in which decode rows are the tokens.
+        every = num_decodes == rows and 0 in (num_logits, num_greedy)
+        return StepInputs(
+            num_decodes=num_decodes,
+            token_ids=tensors["token_ids"][:tokens],
+            positions=tensors["positions"][:tokens],
+            req_indices=tensors["req_indices"][:rows],
+            seq_lens=tensors["seq_lens"][:rows],
+            query_start_loc=tensors["query_start_loc"][: rows + 1],
+            prefill_start_loc=tensors["prefill_start_loc"][: rows - num_decodes + 1],
+            groups=[
+                GroupInputs(
+                    tensors[f"slots_{group}"][:tokens], tables[group], table.table, table.block_size
+                )
+                for group, table in enumerate(batch.tables)
+            ],
+            max_num_seqs=self.limits.rows,
+            max_len=int(own.seq_lens.max()),
+            num_logits=num_logits,
+            num_greedy=num_greedy,
+            wanted=None if every else tensors["wanted"][:wanted],
+            host=own,
+        )
+
+
+def step_inputs(batch: StepBatch, inputs: InputBatch, device: torch.device) -> StepInputs:
+    """A step on ``device`` apart from any runner: in sections of its own, with the tables copied
+    from the persistent batch, and the logits of every sampled row."""
+    rows = np.flatnonzero(batch.samples)
+    req_indices = np.array(batch.req_indices, dtype=np.int64)[rows]
+    positions = (np.array(batch.starts, dtype=np.int64) + batch.counts)[rows]
+    num_tokens = sum(batch.counts)
+    limits = StepLimits(len(batch), max(len(batch), num_tokens), len(inputs.tables))
+    host = StepBuffer(limits, torch.device("cpu"))
+    sizes = host.write(batch, rows, req_indices, positions, len(rows))
+    sizes = sizes._replace(tokens=num_tokens)
+    host.derive(inputs, sizes, batch.num_decodes)
+    own = host if device.type == "cpu" else StepBuffer(limits, device)
+    if own is not host:
+        own.copy_from(host, next(reversed(own.tensors)))
+    tables = [torch.from_numpy(table.table).to(device) for table in inputs.tables]
+    return own.inputs(inputs, sizes, batch.num_decodes, tables, host)
+
+
+def _span_indices(batch: StepBatch, first_tokens: np.ndarray) -> list[np.ndarray]:
+    """The step's tokens at the positions of the spans of prompt log-probabilities."""
+    return [
+        np.arange(span.first, span.end) + (first_tokens[row] - batch.starts[row])
+        for row, span in batch.prompt_logprobs.items()
+    ]

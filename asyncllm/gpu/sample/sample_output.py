@@ -1,0 +1,36 @@
+"""SampleOutput: the tokens that a step sampled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from asyncllm.outputs import TokenLogprobs
+
+NOT_FINITE = "the model's logits are not finite numbers"
+NONE_LEFT = (
+    "no token is left to sample: the grammar, allowed_token_ids, bad_words, min_tokens and logits "
+    "processors exclude all of them"
+)
+
+
+@dataclass(slots=True)
+class SampleOutput:
+    """Sampled tokens by place among the rows that are sampled.
+
+    Attributes:
+        token_ids: ``[S]`` int64, negative where the row is in ``errors``.
+        prompt_logprobs: by row of the step.
+    """
+
+    token_ids: np.ndarray
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    errors: dict[int, Exception] = field(default_factory=dict)
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+
+    def take_in(self, places: np.ndarray, other: SampleOutput) -> None:
+        """Fills in the rows at ``places``, which ``other`` has."""
+        self.token_ids[places] = other.token_ids
+        self.logprobs |= {int(places[row]): found for row, found in other.logprobs.items()}
+        self.errors |= {int(places[row]): error for row, error in other.errors.items()}

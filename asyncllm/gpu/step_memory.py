@@ -1,0 +1,213 @@
+"""StepMemory: the memory that a device's steps share, at fixed addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from asyncllm.core.executor import ExecutorInfo
+from asyncllm.gpu.batch.grammar_masks import GrammarMasks
+from asyncllm.gpu.batch.host_buffer import HostBuffer
+from asyncllm.gpu.batch.input_batch import InputBatch
+from asyncllm.gpu.batch.sampling_inputs import LogitsTables, SamplingRows, Stages, TopLogprobs
+from asyncllm.gpu.batch.step_buffer import ROWS, StepBuffer, StepLimits
+from asyncllm.gpu.batch.step_inputs import GroupInputs, StepInputs
+from asyncllm.gpu.h2d import copy_to_device
+from asyncllm.gpu.launched_step import LaunchedStep
+from asyncllm.gpu.ops.torch_ops import TorchOps
+from asyncllm.gpu.sample.sampling_state import SamplingState
+
+
+class StepMemory:
+    """The sections of the step that runs, and the state of the batch that it reads.
+
+    With ``on_device`` the batch's state lies on the device and is changed there, in the order of
+    the steps; without, steps read the host's own arrays in place, and nothing is copied.
+
+    Attributes:
+        buffer: sections of the step that runs; the host writes them itself unless ``on_device``.
+        block_tables: ``[N, W]`` int32 per KV group, by request index; with a dummy line behind them
+            if ``on_device``.
+        last_sampled_tokens: ``[N + 1]`` int64, by request index.
+        scalars: of sampling, ``[N + 1]`` each.
+        tables: lines of the rules and penalties.
+        sampled: ``[N]`` int64, the tokens of the last step, by row.
+        masks, logprobs: of the step that is sampled, by row; None before the first step that has
+            any.
+    """
+
+    def __init__(
+        self, info: ExecutorInfo, batch: InputBatch, state: SamplingState, ops: TorchOps,
+        device: torch.device, *, on_device: bool,
+    ) -> None:  # fmt: skip
+        self.info, self.device, self.on_device = info, device, on_device
+        self._batch, self._ops, self._state = batch, ops, state
+        limits, rows = StepLimits.of(info, on_device=on_device), info.max_num_seqs
+        self.last_sampled_tokens = torch.zeros(rows + 1, dtype=torch.int64, device=device)
+        self.tables = LogitsTables(rows, info.vocab_size, device)
+        self.masks: GrammarMasks | None = None
+        self.logprobs: TopLogprobs | None = None
+        self.scalars: Mapping[str, Tensor]
+        self.buffer: StepBuffer
+        if not on_device:
+            self.block_tables = [torch.from_numpy(table.table) for table in batch.tables]
+            own = self.buffer = HostBuffer(limits, info.vocab_size, state.num_logprobs)
+            self.scalars, self.sampled = state.sections.tensors, own.tokens
+            self.host_buffers = [own]
+            return
+        widths = [table.table.shape[1] for table in batch.tables]
+        self.block_tables = [
+            torch.zeros((rows + 1, width), dtype=torch.int32, device=device) for width in widths
+        ]
+        padding, pinned = [rows * width for width in widths], device.type == "cuda"
+        self.buffer = StepBuffer(limits, device)
+        for group, index in enumerate(padding):
+            self.buffer.tensors[f"changed_{group}"].fill_(index)
+        self.scalars = self.buffer.tensors
+        self.scalars["top_p"].fill_(1.0)
+        self.sampled = torch.full((rows,), -1, dtype=torch.int64, device=device)
+        # One more than there are steps in flight: a queued copy reads the host's memory late.
+        self.host_buffers = [
+            HostBuffer(limits, info.vocab_size, state.num_logprobs, padding, pinned=pinned)
+            for _ in range(info.pipeline_depth + 1)
+        ]
+
+    # --- a step on its way to the device -----------------------------------------------
+
+    def write(self, step: LaunchedStep) -> None:
+        """Writes a step whose changes of the batch have been applied to its host buffer."""
+        host = step.buffer
+        step.sizes = host.write(
+            step.batch, step.rows, step.req_indices, step.positions, step.num_logits
+        )
+        if not self.on_device:
+            return
+        self.write_previous(step, host)
+        host.set_scalars(self._state)
+        changes = [table.take_changes() for table in self._batch.tables]
+        step.overflow = host.set_table_changes(changes)
+
+    def write_previous(self, step: LaunchedStep, buffer: StepBuffer) -> None:
+        """Writes the tokens before those that the step samples, as far as the host has them."""
+        tokens = self._batch.token_ids[step.req_indices, step.positions - 1]
+        buffer.arrays["previous_tokens"][: len(tokens)] = tokens
+
+    def receive(self, step: LaunchedStep) -> None:
+        """Queues the step's copy to the device, and its changes of the state there."""
+        for update in step.updates:
+            update.write(self.tables)
+        if not self.on_device:
+            return
+        tokens_end = next(reversed(self.buffer.tensors))
+        self.buffer.copy_from(step.buffer, ROWS if step.is_decode else tokens_end)
+        for group, indices, values in step.overflow:
+            changes = copy_to_device(indices, self.device), copy_to_device(values, self.device)
+            self._change_table(group, changes)
+        if not step.is_decode:
+            for group in range(len(self.block_tables)):
+                self._change_table(group, self._table_changes(group))
+
+    def prepare_sampling(self, stages: Stages, host: HostBuffer) -> None:
+        """Queues the copy of the step's masks, and allocates what its stages write."""
+        if stages & Stages.LOGPROBS and self.logprobs is None:
+            sizes = self.info.max_num_seqs, self._state.num_logprobs
+            own = TopLogprobs(*sizes, self.device) if self.on_device else host.logprobs
+            self.logprobs = own
+        if stages & Stages.MASKS:
+            if not self.on_device:
+                self.masks = host.masks
+                return
+            if self.masks is None:
+                sizes = self.info.max_num_seqs, self.info.vocab_size
+                self.masks = GrammarMasks(*sizes, self.device)
+            self.masks.copy_from(host.masks)
+
+    def return_tokens(self, step: LaunchedStep) -> None:
+        """Queues the copy of the step's tokens and log-probabilities to its host buffer."""
+        host, count = step.buffer, len(step.rows)
+        if host is self.buffer:
+            return
+        host.tokens[:count].copy_(self.sampled[:count], non_blocking=True)
+        if step.stages & Stages.LOGPROBS:
+            assert self.logprobs is not None
+            host.logprobs.copy_from(self.logprobs, count)
+
+    def derive(self, step: LaunchedStep) -> None:
+        """Computes the derived sections on the host."""
+        assert step.sizes is not None
+        step.buffer.derive(self._batch, step.sizes, step.batch.num_decodes)
+
+    def inputs(self, step: LaunchedStep) -> StepInputs:
+        """The inputs of a step whose derived sections are there."""
+        assert step.sizes is not None
+        decodes = step.batch.num_decodes
+        found = self.buffer.inputs(self._batch, step.sizes, decodes, self.block_tables, step.buffer)
+        if self.on_device and decodes:
+            # Only the device knows the tokens of the step before.
+            tokens = found.token_ids[:decodes]
+            sampled = self.last_sampled_tokens[found.req_indices[:decodes]]
+            torch.where(tokens < 0, sampled, tokens, out=tokens)
+        return found
+
+    # --- fixed addresses, for a capture ------------------------------------------------
+
+    def decode_inputs(self, num_rows: int, *, balanced: bool = False) -> StepInputs:
+        """The inputs of ``num_rows`` decode rows, padding included, whose values only the device
+        knows; derived by an op of the op set."""
+        tensors = self.buffer.tensors
+        rows, none = slice(num_rows), tensors["prefill_start_loc"][:0]
+        return StepInputs(
+            num_decodes=num_rows,
+            token_ids=tensors["token_ids"][rows],
+            positions=tensors["starts"][rows],
+            req_indices=tensors["req_indices"][rows],
+            seq_lens=tensors["seq_lens"][rows],
+            query_start_loc=none,
+            prefill_start_loc=none,
+            groups=[
+                GroupInputs(
+                    tensors[f"slots_{group}"][rows],
+                    self.block_tables[group],
+                    table.table,
+                    table.block_size,
+                    self._table_changes(group),
+                )
+                for group, table in enumerate(self._batch.tables)
+            ],
+            max_num_seqs=self.info.max_num_seqs,
+            max_len=self.info.max_model_len,
+            num_logits=num_rows,
+            balanced=balanced,
+            previous_tokens=tensors["previous_tokens"][rows],
+            last_sampled_tokens=self.last_sampled_tokens,
+        )
+
+    def derive_decodes(self, inputs: StepInputs) -> None:
+        """Queues the op that derives such inputs."""
+        for group in inputs.groups:
+            self._ops.decode_inputs(inputs, group)
+
+    def sampling_rows(self, count: int) -> SamplingRows:
+        """The first sampled rows of the step that was received last."""
+        tensors, masks, rows = self.buffer.tensors, self.masks, slice(count)
+        return SamplingRows(
+            req_indices=tensors["sampled_req_indices"][rows],
+            positions=tensors[ROWS][rows],
+            host_token_ids=tensors["previous_tokens"][rows],
+            last_sampled_tokens=self.last_sampled_tokens,
+            rules=self.scalars,
+            tables=self.tables,
+            mask_slots=None if masks is None else masks.slots[rows],
+            mask_words=None if masks is None else masks.words,
+        )
+
+    def _table_changes(self, group: int) -> tuple[Tensor, Tensor]:
+        tensors = self.buffer.tensors
+        return tensors[f"changed_{group}"], tensors[f"new_blocks_{group}"]
+
+    def _change_table(self, group: int, changes: tuple[Tensor, Tensor]) -> None:
+        none = self.decode_inputs(0)
+        self._ops.decode_inputs(none, replace(none.groups[group], table_changes=changes))
