@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,12 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.kv_cache_spec import KVCacheSpec
-from asyncllm.gpu.batch.step_buffers import PinnedStepBuffer
-from asyncllm.gpu.batch.step_inputs import ModelInputs
+from asyncllm.gpu.batch.step_inputs import StepInputs
 from asyncllm.gpu.graph.cuda_graphs import GraphCapturer, default_sizes
-from asyncllm.gpu.graph.decode_runner import DecodeRunner
+from asyncllm.gpu.graph.graph_replay import GraphReplay
+from asyncllm.gpu.graph.streams import CudaStream
 from asyncllm.gpu.kv_cache import KVCache, KVGroup
-from asyncllm.gpu.model_runner import ModelRunner
+from asyncllm.gpu.launched_step import LaunchedStep
+from asyncllm.gpu.model_runner import Graphs, ModelRunner
 from asyncllm.gpu.models.attention_kinds import attention_kinds
 from asyncllm.gpu.models.attention_kinds import kv_groups as own_kv_groups
 from asyncllm.gpu.models.decoder import Decoder
@@ -33,6 +33,7 @@ from asyncllm.gpu.ops.base import BlockLayout
 from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.state_cache import StateCache
+from asyncllm.gpu.step_runner import StepRunner
 from asyncllm.gpu.weights import dummy_weights
 from asyncllm.logits_processor import LogitsProcessor
 from asyncllm.sampling_params import SamplingParams
@@ -53,14 +54,13 @@ class LateEvent:
             self._stream.advance()
 
 
-class LateStream:
-    """Work runs in order, as late as it may: when an event of it is waited for.
+class LateStream(CudaStream):
+    """Work runs in order, as late as it may: when an event of it is waited for. A step then finds
+    in the host's memory what was changed after it was queued, as on a GPU.
 
-    The work is a DecodeRunner's, behind a LateDecodeRunner. ``most`` is how many steps were
-    queued at once.
+    Only what attention plans from is of the moment: a plan is made on the host, at launch.
+    ``most`` is how many steps were queued at once.
     """
-
-    is_async = True
 
     def __init__(self) -> None:
         self._queue: deque[Callable[[], None] | LateEvent] = deque()
@@ -72,7 +72,7 @@ class LateStream:
     def aside(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def queue(self, work: Callable[[], None]) -> None:
+    def run(self, work: Callable[[], None]) -> None:
         self._queue.append(work)
 
     def record(self) -> LateEvent:
@@ -92,47 +92,6 @@ class LateStream:
     def synchronize(self) -> None:
         while self._queue:
             self.advance()
-
-
-class LateDecodeRunner:
-    """A DecodeRunner on a LateStream: a step reads the host's memory when it runs, and finds
-    there what was changed after it was queued, as on a GPU.
-
-    Only what attention plans from is of the moment: a plan is made on the host, at launch.
-    """
-
-    def __init__(self, runner: DecodeRunner, stream: LateStream) -> None:
-        self._runner, self._stream = runner, stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._runner, name)
-
-    def run(
-        self, host: PinnedStepBuffer, num_rows: int, inputs: tuple[ModelInputs, ...] | None
-    ) -> None:
-        self._stream.queue(partial(self._runner.run, host, num_rows, _planned(inputs)))
-
-    def forward(
-        self, host: PinnedStepBuffer, num_rows: int, inputs: tuple[ModelInputs, ...] | None
-    ) -> None:
-        self._stream.queue(partial(self._runner.forward, host, num_rows, _planned(inputs)))
-
-    def sample(self, host: PinnedStepBuffer, num_rows: int) -> None:
-        self._stream.queue(partial(self._runner.sample, host, num_rows))
-
-
-def _planned(inputs: tuple[ModelInputs, ...] | None) -> tuple[ModelInputs, ...] | None:
-    """Inputs that keep what attention plans from."""
-    return inputs and tuple(replace(i, host_table=i.host_table.copy()) for i in inputs)
-
-
-def run_late(runner: ModelRunner, stream: LateStream) -> ModelRunner:
-    """The same runner, whose steps run late on ``stream``."""
-    state = runner._state
-    assert state is not None
-    late: Any = LateDecodeRunner(decode_step(runner), stream)
-    state.decode = late
-    return runner
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,10 +256,9 @@ def make_runner(
     )
     states = StateCache(decoder.states, max_num_seqs, torch.float32, CPU)
     cache = KVCache(groups, num_blocks + 1, torch.float32, CPU, states)
-    decode = None
+    graphs = None
     if capturer is not None:
-        graphs = default_sizes(max_num_seqs) if sizes is None else sizes
-        decode = DecodeRunner(decoder, cache, info, capturer, graphs)
+        graphs = Graphs(capturer, default_sizes(max_num_seqs) if sizes is None else sizes)
     runner = ModelRunner(
         decoder,
         cache,
@@ -308,10 +266,25 @@ def make_runner(
         # torch's second thread would spin beside the tests of the other worker.
         num_threads=1,
         stream=stream,
-        decode=decode,
+        graphs=graphs,
         logits_processors=processors,
     )
-    return runner if stream is None else run_late(runner, stream)
+    return runner if stream is None else run_late(runner)
+
+
+def run_late(runner: ModelRunner) -> ModelRunner:
+    """The same runner, on a LateStream. Attention plans a step from the tables as they are at its
+    launch."""
+    steps = steps_of(runner)
+    derive = steps.memory.derive
+
+    def copied(step: LaunchedStep) -> StepInputs:
+        inputs = derive(step)
+        groups = [replace(g, host_table=g.host_table.copy()) for g in inputs.groups]
+        return replace(inputs, groups=groups)
+
+    steps.memory.derive = copied
+    return runner
 
 
 def kv_groups(model: ModelConfig, block_size: int, *layers: tuple[int, ...]) -> list[KVGroup]:
@@ -329,8 +302,8 @@ class SentBytes(TorchDispatchMode):
     def __init__(self, runner: ModelRunner) -> None:
         super().__init__()
         self.total = 0
-        buffers = decode_step(runner).host_buffers
-        self._buffers = {next(buffers).memory.data_ptr() for _ in range(6)}
+        buffers = steps_of(runner).memory.host_buffers
+        self._buffers = {buffer.memory.data_ptr() for buffer in buffers}
 
     def __enter__(self) -> SentBytes:
         self._patch = pytest.MonkeyPatch()
@@ -368,8 +341,12 @@ def sent_in_a_mixed_step(runner: ModelRunner, stream: LateStream) -> int:
     return sent.total
 
 
-def decode_step(runner: ModelRunner) -> DecodeRunner:
-    state = runner._state
-    assert state is not None
-    assert state.decode is not None
-    return state.decode
+def steps_of(runner: ModelRunner) -> StepRunner:
+    assert runner._runner is not None
+    return runner._runner
+
+
+def replay_of(runner: ModelRunner) -> GraphReplay:
+    replay = steps_of(runner).replay
+    assert isinstance(replay, GraphReplay)
+    return replay

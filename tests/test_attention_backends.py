@@ -130,12 +130,12 @@ def test_native_layers_share_one_pool_and_leave_torch_one_thread():
         max_num_batched_tokens=64,
     )
     runner = build_model_runner(settings, model)
-    state = runner._state
+    state = runner._runner
     assert state is not None
-    first, second = state.decoder.attention.values()
+    first, second = state.model.attention.values()
     assert isinstance(first, NativeAttention)
     assert first is not second
-    ops = state.decoder.ops
+    ops = state.model.ops
     assert isinstance(ops, NativeOps)
     assert ops.context is first.context is second.context is not own
     assert ops.context.num_threads == 3
@@ -191,7 +191,7 @@ def test_each_kind_of_layer_has_its_own_attention(monkeypatch):
     layers = (True, False, True, False)
     model = replace(MODEL, num_layers=4, sliding_window=24, sliding_layers=layers)
     settings = EngineConfig(load_format="dummy", device="cpu", max_num_batched_tokens=64)
-    decoder = build_model_runner(settings, model)._state.decoder
+    decoder = build_model_runner(settings, model)._runner.model
     assert [request.windows for request in requests] == [frozenset({24}), frozenset({None})]
     near, full = decoder.attention.values()
     assert near is not full

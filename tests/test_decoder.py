@@ -16,9 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from asyncllm.checkpoint.model_config import ModelConfig, RopeConfig
+from asyncllm.gpu.batch.step_inputs import StepInputs
 from asyncllm.gpu.graph.cuda_graphs import EagerCapturer
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.models.decoder import Decoder
+from asyncllm.gpu.models.language_model import StepOutput
 from asyncllm.gpu.models.layers import (
     AttentionKind,
     AttentionMixer,
@@ -117,15 +119,12 @@ class CappedAttention:
     def __init__(self, shape: AttentionShape) -> None:
         self.shape = shape
 
-    def plan(self, inputs: Any, window: int | None) -> Any:
-        ends = inputs.query_start_loc.tolist()
-        tables = torch.from_numpy(inputs.block_table).long()
-        lengths = inputs.seq_lens.tolist()
+    def plan(self, step: StepInputs, window: int | None, group: int) -> Any:
+        ends = range(step.num_rows + 1)
+        if step.host is not None:
+            ends = step.host.query_start_loc.tolist()
+        tables, lengths = step.tables(group).long(), step.seq_lens.tolist()
         return list(zip(map(slice, ends, ends[1:]), tables, lengths, strict=True)), window
-
-    def plan_decode(self, rows: Any, window: int | None) -> Any:
-        tokens = [slice(row, row + 1) for row in range(rows.num_rows)]
-        return list(zip(tokens, rows.tables().long(), rows.seq_lens.tolist(), strict=True)), window
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, plan: Any) -> Tensor:
         out = torch.zeros_like(q, memory_format=torch.contiguous_format)
@@ -298,17 +297,22 @@ def test_descriptions_are_plain_data():
 
 
 def straight_line(
-    decoder: Decoder, groups: Any, plans: dict[int | None, Any], cache: Any, rows: Tensor | None
+    decoder: Decoder,
+    inputs: StepInputs,
+    plans: dict[int | None, Any],
+    cache: Any,
+    rows: Tensor | None,
 ) -> Tensor:
     """Token ids to logits in one function, in the order of ops that the layers have to keep."""
-    ops, (table,), inputs = decoder.ops, decoder.rope_tables, groups[0]
+    assert decoder.rope_tables is not None
+    ops, (table,) = decoder.ops, decoder.rope_tables
     rotary = ops.rotary(table, inputs.positions)
     residual = decoder.embedding(inputs.token_ids)
     normed = decoder.layers[0].input_norm(residual)
     last = len(decoder.layers) - 1
     for index, layer in enumerate(decoder.layers):
         mixer, store = layer.mixer, cache.layers[index]
-        slots = groups[layer.kind.kv_group].slot_mapping
+        slots = inputs.groups[layer.kind.kv_group].slot_mapping
         q, k, v = mixer.rope_and_cache(mixer.qkv(normed), rotary, store, slots)
         mixed = mixer.attention(q, k, v, store, plans[layer.kind.window])
         if index == last and rows is not None:
@@ -340,29 +344,23 @@ def test_head_and_layers_apart_give_the_same_bits(monkeypatch, static):
     decoder = make_decoder(replace(model, architecture="Qwen3ForCausalLM"))
     shapes = []
 
-    def checked(method: str, plan: str) -> Any:
-        run = getattr(Decoder, method)
+    forward = Decoder.forward
 
-        def forward(self: Decoder, groups: Any, cache: Any) -> Tensor:
-            other = copied(cache)
-            plans = {
-                kind.window: getattr(attention, plan)(groups[kind.kv_group], kind.window)
-                for kind, attention in self.attention.items()
-            }
-            inputs = groups[0]
-            rows = getattr(inputs, "logits_indices", None)
-            expected = straight_line(self, groups, plans, other, rows)
-            hidden = run(self, groups, cache)
-            found = self.logits(hidden)
-            assert torch.equal(found, expected)
-            assert all(map(torch.equal, cache.layers, other.layers))
-            shapes.append((method, len(inputs.token_ids), tuple(hidden.shape)))
-            return hidden
+    def checked(self: Decoder, step: StepInputs, cache: Any) -> StepOutput:
+        other = copied(cache)
+        plans = {
+            kind.window: attention.plan(step, kind.window, kind.kv_group)
+            for kind, attention in self.attention.items()
+        }
+        expected = straight_line(self, step, plans, other, step.wanted)
+        found = forward(self, step, cache)
+        assert torch.equal(found.logits, expected[: step.num_logits])
+        assert all(map(torch.equal, cache.layers, other.layers))
+        method = "forward" if step.host is not None else "decode"
+        shapes.append((method, len(step.token_ids), tuple(found.hidden.shape)))
+        return found
 
-        return forward
-
-    monkeypatch.setattr(Decoder, "forward", checked("forward", "plan"))
-    monkeypatch.setattr(Decoder, "decode", checked("decode", "plan_decode"))
+    monkeypatch.setattr(Decoder, "forward", checked)
     run(decoder, 7, static=static)
     driver = Driver(make_runner(decoder, capturer=None))
     driver.launch([(driver.add(PROMPTS[2]), 9)])

@@ -56,7 +56,7 @@ class AheadOnCPU:
 
         plain = load_model(replace(config, cuda_graphs="auto", cuda_graph_sizes=None), progress)
         runner = build_model_runner(config, plain.model_config, tell, self.mode(config))
-        self.runner = run_late(runner, self.stream)
+        self.runner = run_late(runner)
         return LoadedModel(self.runner, plain.tokenizer, plain.model_config)
 
     def engine(self, **fields: Any) -> AsyncLLMEngine:

@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
+from asyncllm.gpu.batch.decode_inputs import DecodeInputs
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from asyncllm.errors import EngineError
-from asyncllm.gpu.batch.decode_inputs import DecodeInputs
 from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.ops import flash_attention

@@ -40,8 +40,8 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 def _layers(runner: ModelRunner) -> list[Any]:
     """Its layers without what is around them."""
-    state: Any = runner._state
-    return [each.layer if isinstance(each, InputLayer) else each for each in state.decoder.layers]
+    state: Any = runner._runner
+    return [each.layer if isinstance(each, InputLayer) else each for each in state.model.layers]
 
 
 def _mixers(runner: ModelRunner) -> list[Any]:
@@ -51,7 +51,7 @@ def _mixers(runner: ModelRunner) -> list[Any]:
 def _other_kv(runner: ModelRunner) -> None:
     """Of the sharing layers of a kind the KV of an earlier layer of that kind."""
     mixers = _mixers(runner)
-    state: Any = runner._state
+    state: Any = runner._runner
     for mixer in mixers[-2:]:
         mixer.kv_index -= 2
         assert (
@@ -67,9 +67,9 @@ def _no_scalars(runner: ModelRunner) -> None:
 
 
 def _neighbours_input(runner: ModelRunner) -> None:
-    state: Any = runner._state
-    for layer in state.decoder.layers:
-        layer.index = (layer.index + 1) % len(state.decoder.layers)
+    state: Any = runner._runner
+    for layer in state.model.layers:
+        layer.index = (layer.index + 1) % len(state.model.layers)
 
 
 def _no_value_norm(runner: ModelRunner) -> None:
@@ -224,7 +224,7 @@ def test_a_step_that_samples_nothing_ends_with_the_last_write(load_case):  # noq
     """Behind the four layers of six that have KV of their own."""
     if BACKEND != "native":
         pytest.skip("no C++ compiler to build the native ops with")
-    state: Any = load_case("Gemma4-shared").runner()._state
+    state: Any = load_case("Gemma4-shared").runner()._runner
     program = state.recorded.program
     written = program.names[: program.args.num_writing_ops]
     assert written[-1] == "rope_and_cache"

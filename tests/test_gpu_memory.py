@@ -423,22 +423,23 @@ class RecordingAttention(TorchAttention):
         self.steps: list[tuple] = []
         self.calls = 0
 
-    def plan(self, inputs, window):
+    def plan(self, step, window, group):
+        rows, own, table = step.host, step.groups[group], step.tables(group)
         self.steps.append(
             (
-                inputs.num_decodes,
-                np.diff(inputs.query_start_loc).tolist(),
-                inputs.seq_lens.tolist(),
-                inputs.block_table.shape,
-                None if inputs.logits_indices is None else len(inputs.logits_indices),
+                step.num_decodes,
+                np.diff(rows.query_start_loc).tolist(),
+                rows.seq_lens.tolist(),
+                table.shape,
+                None if step.wanted is None else len(step.wanted),
             )
         )
-        assert inputs.num_tokens == inputs.query_start_loc[-1] == len(inputs.positions)
-        assert int(inputs.positions.max()) == inputs.seq_lens[0] - 1
-        assert (inputs.starts + np.diff(inputs.query_start_loc) == inputs.seq_lens).all()
-        assert not inputs.block_table.any()
-        assert int(inputs.slot_mapping.max()) < inputs.block_size
-        return super().plan(inputs, window)
+        assert step.num_tokens == rows.query_start_loc[-1] == len(step.positions)
+        assert int(step.positions.max()) == rows.seq_lens[0] - 1
+        assert (rows.starts + np.diff(rows.query_start_loc) == rows.seq_lens).all()
+        assert not table.any()
+        assert int(own.slot_mapping.max()) < own.block_size
+        return super().plan(step, window, group)
 
     def __call__(self, q, k, v, cache, plan):
         self.calls += 1
@@ -625,9 +626,9 @@ def test_the_runner_drops_everything_before_it_gives_memory_back(monkeypatch):
     runner = make()
     driver = Driver(runner)
     driver.run([driver.add([1, 2, 3], 3)])
-    state = runner._state
+    state = runner._runner
     assert state is not None
-    tensors = [weakref.ref(state.cache.tensor), weakref.ref(state.decoder.embedding)]
+    tensors = [weakref.ref(state.cache.tensor), weakref.ref(state.model.embedding)]
     alive = []
     monkeypatch.setattr(
         model_runner, "release", lambda device: alive.append((device, [t() for t in tensors]))
@@ -648,15 +649,15 @@ def test_an_exception_of_a_step_does_not_keep_the_model(monkeypatch, failure):
     runner = make(attention_backend="torch")
     driver = Driver(runner)
     driver.launch([(driver.add([1], 1), 0)])
-    state = runner._state
+    state = runner._runner
     assert state is not None
-    embedding = weakref.ref(state.decoder.embedding)
+    embedding = weakref.ref(state.model.embedding)
 
     def fail(self, inputs, cache):
         activation = inputs[0].token_ids + 1
         raise RuntimeError("CUDA out of memory" if failure == "memory" else f"{activation.shape}")
 
-    monkeypatch.setattr(type(state.decoder), "forward", fail)
+    monkeypatch.setattr(type(state.model), "forward", fail)
     del state
     try:
         runner.collect()

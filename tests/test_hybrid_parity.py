@@ -95,8 +95,8 @@ def load_case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]
 
 
 def device(runner: ModelRunner) -> Any:
-    assert runner._state is not None
-    return runner._state
+    assert runner._runner is not None
+    return runner._runner
 
 
 # --- parity -------------------------------------------------------------------------------

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from asyncllm.core.batch import RequestAssignment, StepBatch
 from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.gpu.batch.input_batch import InputBatch
-from asyncllm.gpu.batch.step_inputs import ModelInputs
+from asyncllm.gpu.batch.step_buffer import step_inputs
+from asyncllm.gpu.batch.step_inputs import RowArrays, StepInputs
 from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.ops import torch_attention
 from asyncllm.gpu.ops.base import AttentionShape
@@ -40,10 +41,18 @@ def make_inputs(max_num_seqs: int, max_model_len: int, *block_sizes: int) -> Inp
     return InputBatch(max_num_seqs, max_model_len, groups)
 
 
-def prepare(inputs: InputBatch, batch: StepBatch) -> ModelInputs:
-    """The inputs of the only group."""
-    (step,) = inputs.prepare(batch, CPU)
-    return step
+def prepare(inputs: InputBatch, batch: StepBatch) -> StepInputs:
+    return step_inputs(batch, inputs, CPU)
+
+
+def rows_of(step: StepInputs) -> RowArrays:
+    assert step.host is not None
+    return step.host
+
+
+def blocks_of(step: StepInputs, row: int) -> np.ndarray:
+    """The blocks of a row in the only KV group."""
+    return step.groups[0].host_table[rows_of(step).req_indices[row]]
 
 
 def make_batch(rows: list[tuple[int, int, int, bool]], **changes) -> StepBatch:
@@ -94,20 +103,21 @@ def test_prepare_matches_a_plain_loop(data):
             last.append(len(ids) - 1)
     assert step.token_ids.tolist() == ids
     assert step.positions.tolist() == positions
-    assert step.slot_mapping.tolist() == mapping
-    if step.logits_indices is None:
+    assert step.groups[0].slot_mapping.tolist() == mapping
+    assert step.num_logits == len(last)
+    if step.wanted is None:
         assert last == list(range(len(ids)))
     else:
-        assert step.logits_indices.tolist() == last
-    assert step.query_start_loc.tolist() == [0, *np.cumsum(batch.counts).tolist()]
-    assert step.seq_lens.tolist() == [
+        assert step.wanted.tolist() == last
+    assert rows_of(step).query_start_loc.tolist() == [0, *np.cumsum(batch.counts).tolist()]
+    assert rows_of(step).seq_lens.tolist() == [
         s + c for s, c in zip(batch.starts, batch.counts, strict=True)
     ]
     for row, req_index in enumerate(batch.req_indices):
         blocks = held[req_index]
-        assert step.host_table[req_index, : len(blocks)].tolist() == blocks
+        assert blocks_of(step, row)[: len(blocks)].tolist() == blocks
         used = -(-int(step.seq_lens[row]) // block_size)
-        assert step.block_table[row, :used].tolist() == blocks[:used]
+        assert step.tables(0)[row, :used].tolist() == blocks[:used]
 
 
 def test_released_slots_start_anew_and_blocks_are_appended():
@@ -128,7 +138,7 @@ def test_released_slots_start_anew_and_blocks_are_appended():
     assert inputs.apply(again).tolist() == [7]
     assert inputs.tables[0].table[1, :3].tolist() == [2, 4, 7]
     assert inputs.tables[0].num_blocks.tolist() == [0, 3]
-    assert prepare(inputs, again).slot_mapping.tolist() == [28, 29, 30]
+    assert prepare(inputs, again).groups[0].slot_mapping.tolist() == [28, 29, 30]
 
 
 @examples(200)
@@ -143,17 +153,18 @@ def test_groups_cover_every_row_once_with_bounded_padding(lengths, max_tokens):
 
 
 def plain_attention(
-    q: torch.Tensor, cache: torch.Tensor, step: ModelInputs, scale: float, window: int | None
+    q: torch.Tensor, cache: torch.Tensor, step: StepInputs, scale: float, window: int | None
 ) -> torch.Tensor:
     """Token by token and head by head, in float64."""
     num_heads, num_kv_heads = q.shape[1], cache.shape[3]
     out = torch.zeros(q.shape, dtype=torch.float64)
     for row in range(step.num_rows):
-        blocks = torch.from_numpy(step.block_table[row].astype(np.int64))
+        used = -(-int(step.seq_lens[row]) // cache.shape[2])
+        blocks = torch.from_numpy(blocks_of(step, row)[:used].astype(np.int64))
         keys, values = cache[:, blocks].double().flatten(1, 2)
         first = int(step.query_start_loc[row])
         for index in range(first, int(step.query_start_loc[row + 1])):
-            position = int(step.starts[row]) + index - first
+            position = int(rows_of(step).starts[row]) + index - first
             low = 0 if window is None else max(0, position - window + 1)
             for head in range(num_heads):
                 shared = head // (num_heads // num_kv_heads)
@@ -186,13 +197,13 @@ def test_paged_attention_matches_the_plain_one(data):
     shape = (2, num_blocks, block_size, kv_heads, head_dim)
     cache = torch.randn(shape, generator=generator)
     kv = torch.randn(2, step.num_tokens, kv_heads, head_dim, generator=generator)
-    cache.view(2, -1, kv_heads, head_dim)[:, step.slot_mapping] = kv
+    cache.view(2, -1, kv_heads, head_dim)[:, step.groups[0].slot_mapping] = kv
     q = torch.randn(step.num_tokens, kv_heads * group, head_dim, generator=generator)
     scale = head_dim**-0.5
     attention = TorchAttention(
         AttentionShape(kv_heads * group, kv_heads, head_dim, scale), torch.float32
     )
-    found = attention(q, kv[0], kv[1], cache, attention.plan(step, window))
+    found = attention(q, kv[0], kv[1], cache, attention.plan(step, window, 0))
     expected = plain_attention(q, cache, step, scale, window)
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
 
@@ -224,7 +235,7 @@ def test_a_plan_is_uploaded_without_waiting_for_the_device(monkeypatch):
     inputs.apply(batch)
     step = prepare(inputs, batch)
     attention = TorchAttention(AttentionShape(2, 1, 8, 1.0), torch.float32)
-    groups = attention.plan(step, None)
+    groups = attention.plan(step, None, 0)
     found = [part for g in groups for part in (g.tokens, g.blocks, g.mask, *(g.outputs or ()))]
     tensors = [part for part in found if isinstance(part, torch.Tensor)]
     assert any(group.outputs is not None for group in groups)

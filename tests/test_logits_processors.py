@@ -34,9 +34,9 @@ from asyncllm.logits_processor import claiming
 from asyncllm.runtime.loading import LoadedModel, load_model
 from asyncllm.testing import fake_engine
 from tests.fakes import FakeModelConfig, FakeTokenizer
+from tests.sampling_bench import Bench
 from tests.static_runner import LateStream, make_decoder, make_runner
 from tests.test_model_runner import MODEL
-from tests.test_sampler import Bench
 from tests.test_wire import Pickling
 
 CPU = torch.device("cpu")

@@ -179,8 +179,8 @@ def test_int8_covers_experts(load_case, name):
 
 
 def _layers(runner: ModelRunner) -> list[Any]:
-    state: Any = runner._state
-    return list(state.decoder.layers)
+    state: Any = runner._runner
+    return list(state.model.layers)
 
 
 def _mlps(runner: ModelRunner) -> list[ExpertsMLP]:

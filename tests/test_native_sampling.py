@@ -6,23 +6,22 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-
 from asyncllm.gpu.batch.decode_inputs import SamplingTensors
+
 from asyncllm.gpu.batch.sampling_inputs import Stages, TopLogprobs
-from asyncllm.gpu.host_steps import HostSteps
+from asyncllm.gpu.graph.recorded_step import RecordedStep
 from asyncllm.gpu.ops.gumbel import NO_TOKEN_LEFT
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.native_ops import NativeOps
 from asyncllm.gpu.ops.quantise import quantise_int4, quantise_int8
-from asyncllm.gpu.sample.sampler import NOT_FINITE
+from asyncllm.gpu.sample.sample_output import NOT_FINITE
 from asyncllm.sampling_params import SamplingParams
 from tests.driver import Driver
 from tests.native_library import context, isas
+from tests.sampling_bench import Bench
 from tests.test_model_runner import LARGE, MODEL, make
-from tests.test_sampler import Bench
 
 ISAS = isas()
 GREEDY = SamplingParams(temperature=0.0, seed=0)
@@ -122,13 +121,13 @@ def test_greedy_steps_write_no_logits_and_sample_the_same(monkeypatch, dtype):
     driver.run(usual)
 
     asked: list[int] = []
-    forward = HostSteps.forward
+    forward = RecordedStep.forward
 
-    def watched(self, step, order):
-        asked.append(order.num_logits)
-        return forward(self, step, order)
+    def watched(self, step):
+        asked.append(step.num_logits)
+        return forward(self, step)
 
-    monkeypatch.setattr(HostSteps, "forward", watched)
+    monkeypatch.setattr(RecordedStep, "forward", watched)
     fused = [driver.add(prompt, 6, GREEDY) for prompt in prompts]
     driver.run(fused)
     assert [seq.outputs for seq in fused] == [seq.outputs for seq in usual]
@@ -141,15 +140,15 @@ def test_a_greedy_row_without_a_number_ends_alone(monkeypatch):
     driver = Driver(make(MODEL, attention_backend="native"))
     alone = driver.add([1, 2, 3], 5, GREEDY)
     driver.run([alone])
-    forward = HostSteps.forward
+    forward = RecordedStep.forward
 
-    def broken(self, step, order):
-        found = forward(self, step, order)
+    def broken(self, step):
+        found = forward(self, step)
         if len(found.tokens) == 2:
             found.tokens[1] = -1
         return found
 
-    monkeypatch.setattr(HostSteps, "forward", broken)
+    monkeypatch.setattr(RecordedStep, "forward", broken)
     sound, other = driver.add([1, 2, 3], 5, GREEDY), driver.add([4, 5], 5, GREEDY)
     driver.run([sound, other])
     assert sound.outputs == alone.outputs
@@ -185,17 +184,13 @@ def test_processed_logits_have_the_bits_of_torch(isa, dtype):
         logits[3, 5], logits[5, 9] = torch.nan, -torch.inf
         masks = {row: random.randbytes(4 * 32) for row in random.sample(range(rows), 6)}
         masks[8] = bytes(4 * 32)
-        chosen = np.array(sorted({*masks, *random.sample(range(rows), 15)}))
         tokens = random.choices(some, k=rows)
         found = []
         for bench in benches:
-            positions = np.array(list(bench.length.values()))
-            step = bench.sampler.host_step(np.arange(rows), positions, masks)
-            found.append(bench.sampler.process(logits, step, chosen, errors := {}))
-            assert not errors
+            found.append(bench.process(logits, list(range(rows)), masks))
             bench.append(list(range(rows)), tokens)
         torch.testing.assert_close(found[1], found[0], rtol=0, atol=0, equal_nan=True)
-        assert torch.equal(benches[0].sampler.tables.counts, benches[1].sampler.tables.counts)
+        assert torch.equal(*(bench.runner.memory.tables.counts for bench in benches))
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -231,8 +226,9 @@ def test_log_probabilities_and_ranks(isa, dtype, vocab_size, counts):
 def test_what_cannot_be_processed_is_refused():
     bench = Bench(40, 4, ops="native-" + ISAS[0])
     bench.enter(0, [1], [2], temperature=0.0, presence_penalty=0.5, logit_bias={3: 1.0})
-    step = bench.sampler.host_step(np.array([0]), np.array([2]))
-    ops, rows, logits = NativeOps(context(1)), step.rows, torch.zeros(1, 40)
+    bench.sample(torch.zeros(1, 40), [0])
+    ops, rows = NativeOps(context(1)), bench.runner.memory.sampling_rows(1)
+    logits = torch.zeros(1, 40)
     stages = Stages.RULES | Stages.PENALTIES
     tables = rows.tables
     tables.bias_ids[0, 0] = 40

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from asyncllm.gpu.batch.decode_inputs import SamplingTensors
 
 from asyncllm.checkpoint.model_config import ModelConfig, RopeConfig
 from asyncllm.errors import ModelLoadError
-from asyncllm.gpu.batch.decode_inputs import SamplingTensors
 from asyncllm.gpu.batch.sampling_inputs import (
     LOGITS_STAGES,
     LogitsTables,

@@ -127,7 +127,7 @@ def test_logits_are_those_of_the_dequantised_weights(plain, tmp_path, name):
 
 def watch(runner: Any) -> list[Tensor]:
     logits: list[Tensor] = []
-    forward = runner._state.forward
+    forward = runner._runner.forward
 
     def watched(*args: Any) -> Any:
         result = forward(*args)
@@ -135,7 +135,7 @@ def watch(runner: Any) -> list[Tensor]:
             logits.append(result[0].clone().float())
         return result
 
-    runner._state.forward = watched
+    runner._runner.forward = watched
     return logits
 
 

@@ -259,7 +259,7 @@ def test_two_steps_in_flight(load_case, tally, name, chunk):
 def test_stale_nan_in_reused_blocks_does_not_spread(load_case, tally):
     case = load_case("qwen3")
     runner = case.runner()
-    state = runner._state
+    state = runner._runner
     assert state is not None
     state.cache.tensor[:, :, 1:] = torch.nan
     driver = Driver(runner)

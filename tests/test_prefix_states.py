@@ -16,11 +16,11 @@ from asyncllm.core.scheduler import Scheduler
 from asyncllm.core.state_checkpoints import StateCheckpoints
 from asyncllm.errors import EngineError
 from asyncllm.gpu.graph.cuda_graphs import EagerCapturer
-from asyncllm.gpu.graph.decode_runner import DecodeRunner
-from asyncllm.gpu.graph.recorded_step import NO_TOKENS
+from asyncllm.gpu.graph.step_queue import StepQueue
 from asyncllm.gpu.kv_cache import KVCache
+from asyncllm.gpu.launched_step import LaunchedStep
 from asyncllm.gpu.memory import MemoryProbe
-from asyncllm.gpu.model_runner import ModelRunner
+from asyncllm.gpu.model_runner import Graphs, ModelRunner
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.state_cache import StateCache, StateSpec
 from asyncllm.gpu.state_sizing import choose_checkpoints
@@ -94,12 +94,11 @@ def late(hybrid: Hybrid, capturer=EagerCapturer, **overrides: Any) -> ModelRig:
     """State between steps on a device that runs as late as it may."""
     runner, stream = hybrid.runner(**overrides), LateStream()
     state: Any = device_state(runner)
-    state.decoder.ops = TorchOps()
+    state.model.ops = TorchOps()
     info = replace(runner.info, pipeline_depth=2)
-    decode = DecodeRunner(state.decoder, state.cache, info, capturer(), (4,))
-    asynchronous: Any = stream
-    made = ModelRunner(state.decoder, state.cache, info, stream=asynchronous, decode=decode)
-    return ModelRig(hybrid, run_late(made, stream))
+    graphs = Graphs(capturer(), (4,))
+    made = ModelRunner(state.model, state.cache, info, stream=stream, graphs=graphs)
+    return ModelRig(hybrid, run_late(made))
 
 
 RIGS = {
@@ -251,16 +250,16 @@ def test_states_are_copied_between_slots_and_checkpoints():
         assert tensor.flatten(1)[:, -1].tolist() == [0, 0, 2, 3, 2, 0]
 
 
-def test_a_step_that_copies_states_is_not_run_ahead_of_the_host(hybrid):
+def test_a_step_that_copies_states_is_not_run_ahead_of_the_host():
     """The native library's thread would run the next step before the host has saved them."""
-    runner = hybrid.runner()
-    runner.run_ahead(1)
+    queue = StepQueue.__new__(StepQueue)
+    queue.least_tokens = 1
     for copies in (dict(), dict(masked_rows=[0])):
-        batch = StepBatch(0, num_tokens=5, **copies)
-        assert runner._begins_alone(batch) is True
+        batch = StepBatch(0, [0], [0], [5], [True], num_tokens=5, **copies)
+        assert queue.takes(LaunchedStep(batch), ()) is True
         for name in ("state_loads", "state_saves"):
             setattr(batch, name, [(0, 1)])
-            assert runner._begins_alone(batch) is False
+            assert queue.takes(LaunchedStep(batch), ()) is False
             setattr(batch, name, [])
 
 
@@ -268,18 +267,15 @@ def test_a_recorded_step_lies_between_its_copies(hybrid, monkeypatch):
     runner = hybrid.runner()
     state, found = device_state(runner), []
 
-    class Recorded:
-        def run(self, *_):
-            found.append("run")
-            return NO_TOKENS
+    def forward(step):
+        found.append("run")
 
-    state.recorded = Recorded()
+    state.replay.forward = forward
     for name in ("load", "save"):
         note = partial(lambda name, self, pairs: found.append((name, pairs)), name)
         monkeypatch.setattr(StateCache, name, lambda self, pairs, note=note: note(self, pairs))
     batch = StepBatch(0, state_loads=[(1, 2)], state_saves=[(0, 1)])
-    step: Any = type("Step", (), {"batch": batch, "blocks_to_zero": (), "rows": None})
-    state.forward(step, None)
+    state._forward(LaunchedStep(batch))
     assert found == [("load", [(1, 2)]), "run", ("save", [(0, 1)])]
 
 

@@ -21,9 +21,13 @@ from asyncllm.core.batch import StepBatch
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.errors import EngineError
 from asyncllm.gpu import kv_cache
-from asyncllm.gpu.graph.recorded_step import RecordedStep, RowOrder, record_step
+from asyncllm.gpu.batch.step_buffer import StepBuffer, StepLimits
+from asyncllm.gpu.graph.recorded_step import RecordedStep, record_step
+from asyncllm.gpu.graph.replay import EagerReplay
+from asyncllm.gpu.graph.streams import SyncStream
 from asyncllm.gpu.huge_pages import warn_without_huge_pages
 from asyncllm.gpu.kv_cache import KVCache
+from asyncllm.gpu.launched_step import LaunchedStep
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.models.architectures import parameters
 from asyncllm.gpu.models.attention_kinds import attention_kinds, kv_groups
@@ -94,8 +98,8 @@ def make_runner(
 
 
 def state_of(runner: ModelRunner) -> Any:
-    assert runner._state is not None
-    return runner._state
+    assert runner._runner is not None
+    return runner._runner
 
 
 def context_of(decoder: Decoder) -> Context:
@@ -104,23 +108,31 @@ def context_of(decoder: Decoder) -> Context:
 
 
 def program_of(runner: ModelRunner) -> RecordedStep:
-    recorded = state_of(runner).recorded
-    assert recorded is not None, runner.execution
-    return recorded
+    replay = state_of(runner).replay
+    assert isinstance(replay, RecordedStep), runner.execution
+    return replay
+
+
+def op_by_op(runner: ModelRunner) -> ModelRunner:
+    """The same runner, whose ops are called one by one."""
+    state = state_of(runner)
+    state.replay = EagerReplay(state.model, state.cache, state.memory)
+    state.stream = runner._stream = SyncStream()
+    return runner
 
 
 def run(runner: ModelRunner, chunk: int) -> tuple[list[Tensor], Tensor, list[list[int]]]:
     """Logits of every step, the KV cache and the tokens of sequences that come one by one."""
     logits: list[Tensor] = []
     state = state_of(runner)
-    forward = state.forward
+    forward = state.replay.forward
 
-    def watched(step, order):
-        found = forward(step, order)
+    def watched(step):
+        found = forward(step)
         logits.extend((found.logits.clone(), found.hidden.clone()))
         return found
 
-    state.forward = watched
+    state.replay.forward = watched
     driver = Driver(runner)
     asks = SamplingParams(temperature=0.9, seed=5, prompt_logprobs=1)
     seqs = [driver.add(p, 8, asks if i == 2 else GREEDY) for i, p in enumerate(PROMPTS)]
@@ -129,7 +141,7 @@ def run(runner: ModelRunner, chunk: int) -> tuple[list[Tensor], Tensor, list[lis
         driver.launch([(seq, count) for seq, count in work if not seq.done])
         driver.collect()
     driver.run(seqs, chunk=chunk)
-    del state.forward
+    del state.replay.forward
     return logits, state.cache.tensor, [seq.outputs for seq in seqs]
 
 
@@ -143,8 +155,7 @@ def check_equal(
     for chunk in chunks:
         recorded, plain = (make_runner(decoder, layers=layers) for _ in range(2))
         program_of(recorded)
-        state_of(plain).recorded = None
-        found, expected = run(recorded, chunk), run(plain, chunk)
+        found, expected = run(recorded, chunk), run(op_by_op(plain), chunk)
         assert found[2] == expected[2]
         assert len(found[0]) == len(expected[0]) > 20
         for mine, other in zip(found[0], expected[0], strict=True):
@@ -188,7 +199,7 @@ def test_with_sinks_and_a_soft_cap():
 
 def test_a_step_is_one_native_call(monkeypatch):
     runner = make_runner(make_decoder(QWEN3))
-    library = context_of(state_of(runner).decoder).functions
+    library = context_of(state_of(runner).model).functions
     calls: list[str] = []
     for name in ("run", "linear", "gather", "select", "attention", "rms_norm", "rope_and_cache",
                  "gated_mul"):  # fmt: skip
@@ -241,7 +252,10 @@ def test_an_index_beyond_its_table_is_an_error(change, value, op, model):
     before = state_of(runner).cache.tensor.clone()
     batch = StepBatch(9, **fields, samples=[False], num_tokens=5)
     with pytest.raises(RuntimeError, match=rf"step, op \d+, {op}: a slot, block or position"):
-        program_of(runner).run(batch, np.zeros(0, dtype=np.int64), RowOrder(None, 0))
+        step = LaunchedStep(batch)
+        step.buffer = state_of(runner).memory.buffer
+        state_of(runner).memory.write(step)
+        program_of(runner).forward(step)
     assert torch.equal(state_of(runner).cache.tensor, before)
 
 
@@ -258,9 +272,11 @@ def test_positions_beyond_the_rope_table_are_an_error():
     ("counts", "num_tokens"), [([129], 129), ([3], 4), ([3], 2), ([1] * 7, 7), ([-1], 1)]
 )
 def test_sizes_that_do_not_fit_are_an_error(counts, num_tokens):
-    recorded = program_of(make_runner(make_decoder(QWEN3)))
+    runner = make_runner(make_decoder(QWEN3))
+    recorded, given = program_of(runner), state_of(runner).memory.buffer.arrays
+    given["req_indices"][:] = 0
     rows = len(counts)
-    recorded.rows.counts[:1] = counts[0]
+    given["counts"][:1] = counts[0]
     with pytest.raises(RuntimeError, match=r"step, (op 0, tokens|.* there is room .*): shapes"):
         recorded.program.run(rows, num_tokens, 0, 0, 0)
     for sizes in ((4, 2, 0), (2, 3, 0), (2, 0, 3), (2, 1, 2), (2, 0, -1), (3, 0, 2**62)):
@@ -268,7 +284,7 @@ def test_sizes_that_do_not_fit_are_an_error(counts, num_tokens):
             RuntimeError, match=r"native step, \[1, 3, .* room for \[6, 128, 128, 6, 6\]: shapes"
         ):
             recorded.program.run(1, 3, *sizes)
-    recorded.rows.counts[:1], recorded.rows.wanted[:1] = 3, 3
+    given["counts"][:1], given["wanted"][:1] = 3, 3
     with pytest.raises(RuntimeError, match=r"op \d+, select: a slot, block or position"):
         recorded.program.run(1, 3, 1, 1, 0)
 
@@ -315,7 +331,7 @@ def test_a_model_with_another_op_runs_as_before():
             )
         else:
             assert runner.execution.startswith("ops called one by one: aten.silu")
-            assert state_of(runner).recorded is None
+            assert isinstance(state_of(runner).replay, EagerReplay)
         assert context_of(decoder).recorder is None
     assert outputs[0] == outputs[1]
 
@@ -326,7 +342,7 @@ def test_a_model_with_another_op_runs_as_before():
 def test_what_a_program_cannot_hold_is_found(what):
     decoder = make_decoder(QWEN3)
     layer: Any = decoder.layers[1]
-    mlp, foreign = layer.mlp, torch.zeros(7, 32)
+    mlp, foreign = layer.mlp, torch.zeros(11, 32)
     own = context_of(decoder)
 
     def in_place(x: Tensor) -> Tensor:
@@ -336,7 +352,7 @@ def test_what_a_program_cannot_hold_is_found(what):
 
     others = {
         "native": (in_place, "a native op cannot be recorded"),
-        "mask": (lambda x: mlp(x)[torch.from_numpy(np.ones(7, dtype=bool))], "other than one of"),
+        "mask": (lambda x: mlp(x)[torch.from_numpy(np.ones(11, dtype=bool))], "other than one of"),
         "torch": (lambda x: mlp(x) * 2.0, "aten.mul.Tensor has no native kernel"),
         "contiguous": (lambda x: mlp(x.T.contiguous().T), "aten.clone.default has no"),
         "rows": (lambda x: mlp(x[2:5]), "reads some rows of a tensor"),
@@ -401,7 +417,8 @@ def test_no_two_values_in_use_share_memory(model):
     decoder = make_decoder(MODELS[model])
     runner = make_runner(decoder)
     state = state_of(runner)
-    found = record_step(decoder, state.cache, state.inputs, max_tokens=50, max_rows=6)
+    buffer = StepBuffer(StepLimits(6, 50, len(state.inputs.tables)), torch.device("cpu"))
+    found = record_step(decoder, state.cache, state.inputs, buffer)
     assert isinstance(found, RecordedStep)
     places, total = found._recorder.layout(found._capacity)
     last = len(found._recorder._ops)
@@ -433,9 +450,9 @@ def test_activations_are_counted_before_the_cache(monkeypatch):
     taken = program_of(runner).program.num_bytes
     # The MLP's two halves, beside the hidden states of 32 elements.
     assert taken > 4096 * (128 + 32) * 4
-    groups = kv_groups(state.decoder.model, state.decoder.attention, runner.info.block_size)
+    groups = kv_groups(state.model.model, state.model.attention, runner.info.block_size)
     limits = {"max_num_batched_tokens": 4096, "max_num_seqs": 64}
-    assert recorded_bytes(state.decoder, groups, **limits) == taken
+    assert recorded_bytes(state.model, groups, **limits) == taken
     per_block = state.cache.tensor.nbytes // runner.info.num_blocks
     assert runner.info.num_blocks == (available - taken) // 4 // per_block
 

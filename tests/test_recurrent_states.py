@@ -16,9 +16,8 @@ from asyncllm.core.executor import StepOutOfMemoryError
 from asyncllm.errors import EngineError
 from asyncllm.gpu.batch.state_rows import StateRows
 from asyncllm.gpu.build import build_model_runner
-from asyncllm.gpu.graph.decode_runner import DecodeRunner
 from asyncllm.gpu.memory import MemoryProbe, check_states
-from asyncllm.gpu.model_runner import ModelRunner
+from asyncllm.gpu.model_runner import Graphs, ModelRunner
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.state_cache import StateCache, StateSpec, slot_bytes
 from asyncllm.gpu.transformers_model import families
@@ -65,8 +64,8 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 
 def device_state(runner: ModelRunner) -> Any:
-    assert runner._state is not None
-    return runner._state
+    assert runner._runner is not None
+    return runner._runner
 
 
 def run_twice(checkpoint: Checkpoint, runner: ModelRunner, depth: int = 1) -> None:
@@ -92,7 +91,7 @@ def test_mixed_steps_in_used_slots(lfm2, depth):
 def test_states_of_two_kinds(qwen):
     runner = qwen.runner()
     kernel, matrix = (64, 4), (4, 8, 8)
-    assert list(device_state(runner).decoder.states) == [
+    assert list(device_state(runner).model.states) == [
         StateSpec(kernel),
         StateSpec(matrix, torch.float32),
         StateSpec(kernel),
@@ -119,11 +118,11 @@ def test_the_static_step_on_a_late_device(lfm2):
     """Graphs that bake everything in, two steps in flight, and padded rows."""
     plain, recorder = lfm2.runner(), TraceRecorder()
     stream: Any = LateStream()
-    decoder, cache, info = device_state(plain).decoder, device_state(plain).cache, plain.info
+    decoder, cache, info = device_state(plain).model, device_state(plain).cache, plain.info
     decoder.ops = TorchOps()
     info = replace(info, pipeline_depth=2)
-    decode = DecodeRunner(decoder, cache, info, recorder, (4,))
-    runner = run_late(ModelRunner(decoder, cache, info, stream=stream, decode=decode), stream)
+    graphs = Graphs(recorder, (4,))
+    runner = run_late(ModelRunner(decoder, cache, info, stream=stream, graphs=graphs))
     run_twice(lfm2, runner, depth=2)
     assert stream.most == 2
     assert len(recorder.traces) == 2  # up to the logits, and the sampling
@@ -346,7 +345,7 @@ def test_a_decode_that_differs_from_a_chunk(tmp_path, low):
     model = TransformersConfig.from_directory(tmp_path)
     if low < 0.001:
         runner = build_model_runner(EngineConfig(**SETTINGS), model)
-        assert len(device_state(runner).decoder.states) == 2
+        assert len(device_state(runner).model.states) == 2
         return
     with pytest.raises(ModelLoadError, match="its log-probabilities differ by"):
         build_model_runner(EngineConfig(**SETTINGS), model)

@@ -12,69 +12,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncllm.core.batch import RequestAssignment, StepBatch
+from asyncllm.core.batch import RequestAssignment
 from asyncllm.core.executor import SamplingLimits
-from asyncllm.core.kv_cache_spec import KVCacheSpec
-from asyncllm.gpu.batch.decode_inputs import SamplingTensors
-from asyncllm.gpu.batch.input_batch import InputBatch
 from asyncllm.gpu.batch.sampling_inputs import MAX_BIAS, MAX_STOP_IDS, Stages
-from asyncllm.gpu.sample.host_rules import apply_processors
+from asyncllm.gpu.batch.sampling_table import DRAW
+from asyncllm.gpu.sample.host_rules import HostRules, apply_processors
 from asyncllm.gpu.sample.rng import mix_seed
-from asyncllm.gpu.sample.sampler import SampleOutput, Sampler
-from asyncllm.gpu.sample.sampling_state import HostRules
 from asyncllm.sampling_params import SamplingParams
 from tests.driver import UNCHECKED, unchecked
 from tests.hypothesis_settings import examples
 from tests.native_library import CPU_OPS, cpu_ops
+from tests.sampling_bench import Bench
 from tests.triton.checks import check_company, check_odd_rows, check_sampling
 
 CPU = torch.device("cpu")
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-class Bench:
-    """A sampler with requests in its slots, without a model."""
-
-    def __init__(self, vocab_size: int, req_indices: int = 32, ops: str = "cpu") -> None:
-        self.inputs = InputBatch(req_indices, 256, [KVCacheSpec((0,), 16)])
-        self.sampler = Sampler(req_indices, vocab_size, self.inputs, CPU, cpu_ops(ops), 64)
-        self.length = dict.fromkeys(range(req_indices), 0)
-
-    def enter(
-        self,
-        req_index: int,
-        prompt: list[int],
-        output: list[int],
-        eos: tuple[int, ...] = (),
-        bad_words: tuple[tuple[int, ...], ...] = (),
-        **fields,
-    ) -> None:
-        params = SamplingParams(**({"seed": 7} | fields)).resolve({}, {}, lambda: 0)
-        tokens = prompt + output
-        assignment = RequestAssignment(
-            req_index,
-            f"r{req_index}",
-            tokens,
-            len(prompt),
-            ([1],),
-            params,
-            eos,
-            bad_words=bad_words,
-        )
-        self.inputs.apply(StepBatch(0, assignments=[assignment]))
-        self.sampler.assign(assignment)
-        self.length[req_index] = len(tokens)
-
-    def sample(self, logits: torch.Tensor, req_indices: list[int]) -> SampleOutput:
-        positions = np.array([self.length[req_index] for req_index in req_indices])
-        return self.sampler.sample(logits, self.sampler.host_step(np.array(req_indices), positions))
-
-    def append(self, req_indices: list[int], tokens: list[int]) -> None:
-        for req_index, token in zip(req_indices, tokens, strict=True):
-            self.inputs.token_ids[req_index, self.length[req_index]] = token
-            self.length[req_index] += 1
 
 
 def kept(
@@ -110,7 +64,8 @@ def draws(
     out = torch.empty_like(lines)
     rows = logits.expand(count, -1)
     last = torch.zeros(count + 1, dtype=torch.int64)
-    cpu_ops(ops).sample(rows, SamplingTensors(state, *parameters), lines, lines, last, out)
+    scalars = dict(zip(DRAW, (state, *parameters), strict=True))
+    cpu_ops(ops).sample(rows, scalars, lines, lines, last, out)
     assert torch.equal(last[:-1], out)
     return out.numpy()
 
@@ -283,9 +238,7 @@ def test_penalties_match_the_reference(ops, seed, prompt, output, presence, freq
     for _ in range(4):
         logits = torch.randn(2, 20, generator=generator)
         before = logits.clone()
-        positions = np.array([bench.length[3], bench.length[5]])
-        step = bench.sampler.host_step(np.array([3, 5]), positions)
-        processed = bench.sampler.process(logits, step, np.array([0]), {})
+        processed = bench.process(logits, [3, 5])
         expected = penalised(logits[0].tolist(), prompt, output, params)
         torch.testing.assert_close(processed[0], torch.tensor(expected), rtol=1e-5, atol=1e-6)
         # The last token has been counted: the counts begin anew.

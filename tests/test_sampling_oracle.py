@@ -28,7 +28,8 @@ from asyncllm.sampling_params import MAX_BAD_CHARACTERS, MAX_BAD_WORD_LENGTH, Sa
 from asyncllm.text.bad_words import bad_words_token_ids
 from asyncllm.text.tokenizer import Tokenizer
 from tests.native_library import CPU_OPS
-from tests.test_sampler import Bench, chi_square
+from tests.sampling_bench import Bench
+from tests.test_sampler import chi_square
 
 VOCAB = 200
 LARGE = 3000
@@ -101,16 +102,12 @@ def test_processed_logits_equal_transformers_to_the_bit(ops: str, seed: int) -> 
     logits = torch.randn(len(rules), VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
     bench = Bench(VOCAB, ops=ops)
     enter_all(bench, rules)
-    rows = np.arange(len(rules))
-    step = bench.sampler.host_step(rows, np.full(len(rules), len(PROMPT + OUTPUT)))
-    found = bench.sampler.process(logits, step, rows, errors := {})
-    assert not errors
+    found = bench.process(logits, list(range(len(rules))))
     for row, (_, processors) in enumerate(rules):
         assert torch.equal(found[row], expected_of(logits[row], processors)), list(RULES)[row]
         alone = Bench(VOCAB, ops=ops)
         enter_all(alone, rules[row : row + 1])
-        single = alone.sampler.host_step(np.array([0]), np.array([len(PROMPT + OUTPUT)]))
-        again = alone.sampler.process(logits[row : row + 1], single, np.array([0]), {})
+        again = alone.process(logits[row : row + 1], [0])
         assert torch.equal(again[0], found[row])
 
 
@@ -134,8 +131,7 @@ def test_what_is_too_long_for_the_device_gives_the_same(ops: str) -> None:
         RepetitionPenaltyLogitsProcessor(1.2),
         MinNewTokensLengthLogitsProcessor(len(PROMPT), 9, fields["stop_token_ids"]),
     ]
-    step = bench.sampler.host_step(np.arange(2), np.full(2, len(PROMPT + OUTPUT)))
-    found = bench.sampler.process(logits, step, np.arange(2), {})
+    found = bench.process(logits, [0, 1])
     for row in (0, 1):
         assert torch.equal(found[row], expected_of(logits[row], processors))
 
@@ -188,8 +184,7 @@ def test_presence_and_frequency() -> None:
     bench = Bench(VOCAB)
     bench.enter(0, PROMPT, OUTPUT, presence_penalty=0.5, frequency_penalty=0.25, temperature=1.0)
     logits = torch.zeros(1, VOCAB)
-    step = bench.sampler.host_step(np.array([0]), np.array([len(PROMPT + OUTPUT)]))
-    found = bench.sampler.process(logits, step, np.array([0]), {})[0]
+    found = bench.process(logits, [0])[0]
     assert {t: found[t].item() for t in found.nonzero().flatten().tolist()} == {
         4: -0.75,
         7: -1.0,

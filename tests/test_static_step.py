@@ -22,11 +22,12 @@ from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.core.batch import RequestAssignment, StepBatch
 from asyncllm.core.executor import StepOutOfMemoryError
 from asyncllm.errors import RequestError
-from asyncllm.gpu import device_steps
+from asyncllm.gpu import step_runner
 from asyncllm.gpu.batch.block_table import BlockTable
+from asyncllm.gpu.batch.host_buffer import HostBuffer
 from asyncllm.gpu.batch.sampling_inputs import Stages
-from asyncllm.gpu.batch.step_buffers import PinnedStepBuffer
-from asyncllm.gpu.graph import decode_runner as decode_step_module
+from asyncllm.gpu.batch.sampling_table import SCALARS
+from asyncllm.gpu.batch.step_buffer import StepBuffer, StepLimits, StepSizes
 from asyncllm.gpu.graph.cuda_graphs import (
     EagerCapturer,
     GraphKey,
@@ -36,9 +37,11 @@ from asyncllm.gpu.graph.cuda_graphs import (
 )
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.models.decoder import Decoder
+from asyncllm.gpu.models.language_model import StepOutput
 from asyncllm.gpu.ops.torch_attention import FixedPlan, TorchAttention
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.sample.sampling_state import SamplingState
+from asyncllm.gpu.step_runner import StepRunner
 from asyncllm.gpu.weights import load_weights
 from asyncllm.runtime.loading import LoadedModel
 from asyncllm.sampling_params import SamplingParams
@@ -48,9 +51,10 @@ from tests.fakes import FakeModelConfig, FakeTokenizer
 from tests.static_runner import (
     LateStream,
     TraceRecorder,
-    decode_step,
     make_decoder,
     make_runner,
+    replay_of,
+    steps_of,
     storages,
 )
 from tests.test_model_runner import MODEL
@@ -142,28 +146,29 @@ def alone(
 
 def poisoning(runner: ModelRunner) -> None:
     """From now on a replay finds rubbish in all that it has to compute or ignore."""
-    step = decode_step(runner)
-    capturer = step.graphs._capturer
+    steps, replay = steps_of(runner), replay_of(runner)
+    capturer, memory = replay.graphs._capturer, steps.memory
     assert isinstance(capturer, TraceRecorder)
+    derived = [f"slots_{group}" for group in range(len(memory.block_tables))]
 
     def poison() -> None:
-        for values in (step.token_ids, *step.slot_mappings, step.seq_lens, step.sampled):
-            values.fill_(77)
-        step.last_sampled_tokens[-1] = 127
-        for table in step.block_tables:
+        for name in ("token_ids", "seq_lens", *derived):
+            memory.buffer.tensors[name].fill_(77)
+        memory.sampled.fill_(77)
+        memory.last_sampled_tokens[-1] = 127
+        for table in memory.block_tables:
             table[-1] = 3
         # Finite, because plain attention weights what it does not see with zero.
-        step.cache.tensor[:, :, 0] = 1e4
+        steps.cache.tensor[:, :, 0] = 1e4
 
-    def poisoned_forward(*arguments: Any) -> None:
+    def poisoned_forward(*arguments: Any) -> StepOutput:
         # The second half of a step finds what the first has left there.
-        if step._logits is not None:
-            step._logits.fill_(torch.nan)
-        forward(*arguments)
+        if replay._logits is not None:
+            replay._logits.fill_(torch.nan)
+        return forward(*arguments)
 
     capturer.before = poison
-    owner = getattr(step, "_runner", step)
-    forward, owner.forward = owner.forward, poisoned_forward
+    forward, replay.forward = replay.forward, poisoned_forward
 
 
 def traced(decoder: Decoder, **settings: Any) -> ModelRunner:
@@ -329,7 +334,7 @@ def test_a_row_whose_logits_are_not_numbers_ends_alone(llama: Decoder) -> None:
     good, bad = driver.add([1, 2, 3], 6, GREEDY), driver.add([4, 5, 6], 6, GREEDY)
     driver.launch([(good, 0), (bad, 0)])
     driver.collect()
-    decode_step(runner).cache.tensor[:, :, bad.blocks[0][0]] = torch.nan
+    steps_of(runner).cache.tensor[:, :, bad.blocks[0][0]] = torch.nan
     driver.launch([(good, 0), (bad, 0)])
     driver.collect()
     assert str(bad.error) == "the model's logits are not finite numbers"
@@ -421,20 +426,18 @@ def test_a_trace_touches_nothing_but_what_stays_where_it_is(decoder: Decoder) ->
         num_blocks=120,
     )
     outputs(runner, prompts(10), KINDS + STAGED_KINDS, depth=2)
-    step = decode_step(runner)
+    steps, logits = steps_of(runner), replay_of(runner)._logits
+    memory = steps.memory
     allowed = storages(
         [
-            step.buffer.memory,
-            *step.block_tables,
-            step.last_sampled_tokens,
-            step.token_ids,
-            *step.slot_mappings,
-            step.seq_lens,
-            step.sampled,
-            *([] if step._logits is None else [step._logits]),
-            *(table for table in vars(step.tables).values() if isinstance(table, Tensor)),
-            *([] if step.logprobs is None else [step.logprobs.values, step.logprobs.ids]),
-            step.cache.tensor,
+            memory.buffer.memory,
+            *memory.block_tables,
+            memory.last_sampled_tokens,
+            memory.sampled,
+            *([] if logits is None else [logits]),
+            *(table for table in vars(memory.tables).values() if isinstance(table, Tensor)),
+            *([] if memory.logprobs is None else [memory.logprobs.values, memory.logprobs.ids]),
+            steps.cache.tensor,
             *tensors_of(decoder),
         ]
     )
@@ -486,11 +489,11 @@ def test_a_graph_is_recorded_once_per_key() -> None:
 def test_closing_drops_every_tensor_at_once(llama: Decoder) -> None:
     runner = make_runner(llama, capturer=EagerCapturer(), stream=LateStream(), sizes=(2, 8))
     outputs(runner, prompts(5), KINDS + HOST_KINDS, depth=2)
-    step = decode_step(runner)
+    memory, cache = steps_of(runner).memory, steps_of(runner).cache
     kept = [
-        weakref.ref(tensor) for tensor in (step.block_tables[0], step.sampled, step.cache.tensor)
+        weakref.ref(tensor) for tensor in (memory.block_tables[0], memory.sampled, cache.tensor)
     ]
-    del step
+    del memory, cache
     gc.collect()
     gc.disable()
     try:
@@ -509,7 +512,8 @@ def test_the_plain_step_state(block_size: int) -> None:
 def test_every_host_buffer_sees_every_change_of_the_sampling_parameters() -> None:
     """Three buffers take turns, of which each change finds other ones behind."""
     state = SamplingState(2, 100, 4)
-    buffers = cycle([PinnedStepBuffer(2, [8], pinned=False) for _ in range(3)])
+    limits = StepLimits(2, 2, 1, lines=3)
+    buffers = cycle([HostBuffer(limits, 100, 4, [8]) for _ in range(3)])
     for number, uses in enumerate((1, 3, 1, 2, 4)):
         params = SamplingParams(temperature=0.5 + number, top_k=number, seed=number).resolve(
             {"presence_penalty": number / 9}, {}, lambda: 0
@@ -517,11 +521,11 @@ def test_every_host_buffer_sees_every_change_of_the_sampling_parameters() -> Non
         state.assign(RequestAssignment(number % 2, "r", [1], 1, ([1],), params))
         for _ in range(uses):
             buffer = next(buffers)
-            buffer.set_sampling(state)
-            assert buffer.sampling.temperature.tolist() == state.temperature.tolist()
-            assert buffer.sampling.top_k.tolist() == state.top_k.tolist()
-            assert buffer.rules.presence.tolist() == state.presence.tolist()
-            assert buffer.sampling.states.tolist() == state.seeds.view(np.int64).tolist()
+            buffer.set_scalars(state)
+            found = {name: buffer.arrays[name].tolist() for name in SCALARS}
+            assert found == {name: state.sections.arrays[name].tolist() for name in SCALARS}
+            assert found["temperature"][number % 2] == 0.5 + number
+            assert found["top_k"][number % 2] == number
 
 
 # --- one step ahead ----------------------------------------------------------------------
@@ -588,8 +592,8 @@ def test_a_slot_changes_hands_before_the_host_draws_its_token(llama: Decoder) ->
     driver.release(first)
     driver.launch([(second, 0)])
     assert second.req_index == 0
-    # Both are queued, and neither has run: two times the work and its event.
-    assert len(decode_step(runner)._stream._queue) == 4
+    # Both are queued, and neither has run: two times the work in two pieces and its event.
+    assert len(steps_of(runner).stream._queue) == 6
     driver.collect()
     driver.collect()
     assert [first.outputs, second.outputs] == expected
@@ -623,7 +627,7 @@ def test_a_host_row_under_a_grammar_and_one_that_fails(llama: Decoder) -> None:
 
 
 def test_running_ahead_takes_state_on_the_device(llama: Decoder) -> None:
-    with pytest.raises(ValueError, match="needs a DecodeRunner"):
+    with pytest.raises(ValueError, match="needs graphs"):
         make_runner(llama, capturer=None, stream=LateStream())
 
 
@@ -803,31 +807,34 @@ async def test_aborts_and_preemptions_under_the_scheduler(
 
 
 def _one_host_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_step_module, "cycle", lambda buffers: repeat(buffers[0]))
+    monkeypatch.setattr(step_runner, "cycle", lambda buffers: repeat(buffers[0]))
 
 
 def _token_zero_for_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_steps, "PLACEHOLDER_TOKEN", 0)
+    monkeypatch.setattr(step_runner, "PLACEHOLDER_TOKEN", 0)
 
 
 def _rows_stay_behind_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    def set_rows(
-        self: PinnedStepBuffer, req_indices: np.ndarray, known: np.ndarray, positions: np.ndarray
-    ) -> None:
-        for section, values in zip(self._rows, (req_indices, known, positions), strict=True):
-            section[: len(values)] = values
+    write = StepBuffer.write
 
-    monkeypatch.setattr(PinnedStepBuffer, "set_rows", set_rows)
+    def unpadded(self: StepBuffer, batch: StepBatch, *rows: Any) -> StepSizes:
+        before = {name: array.copy() for name, array in self.arrays.items()}
+        sizes = write(self, batch, *rows)
+        for name in ("req_indices", "starts", "sampled_req_indices", "sampled_positions"):
+            self.arrays[name][sizes.rows :] = before[name][sizes.rows :]
+        return sizes
+
+    monkeypatch.setattr(StepBuffer, "write", unpadded)
 
 
 def _lengths_baked_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = TorchAttention.plan_decode
+    plan = TorchAttention._fixed
 
-    def baked(self: TorchAttention, rows: Any, window: int | None) -> FixedPlan:
-        found = plan(self, rows, window)
+    def baked(self: TorchAttention, *step: Any) -> FixedPlan:
+        found = plan(self, *step)
         return replace(found, hidden=torch.tensor(found.hidden.tolist()))
 
-    monkeypatch.setattr(TorchAttention, "plan_decode", baked)
+    monkeypatch.setattr(TorchAttention, "_fixed", baked)
 
 
 def _blocks_of_the_last_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -841,7 +848,7 @@ def _blocks_of_the_last_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _same_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PinnedStepBuffer, "set_sampling", lambda self, state: None)
+    monkeypatch.setattr(HostBuffer, "set_scalars", lambda self, state: None)
 
 
 @pytest.mark.parametrize(
@@ -891,11 +898,10 @@ def test_a_late_token_of_a_slots_last_tenant_is_void(
 
     expected = alone_greedy(llama, [9, 8, 7, 6, 5, 4, 3, 2], 6)
     assert tokens(traced(llama, max_num_seqs=1)) == expected
-    write_back = ModelRunner._write_back
+    write_back = StepRunner.write_back
 
-    def forgetful(self: ModelRunner, step: Any, sampled: np.ndarray) -> None:
-        assert self._state is not None
-        step.epochs = self._state.inputs.epochs[step.req_indices]
+    def forgetful(self: StepRunner, step: Any, sampled: np.ndarray) -> None:
+        step.epochs = self.inputs.epochs[step.req_indices]
         write_back(self, step, sampled)
 
     monkeypatch.setattr(ModelRunner, "_write_back", forgetful)

@@ -12,11 +12,12 @@ import torch
 
 from asyncllm.core.batch import StepBatch
 from asyncllm.core.executor import StepOutOfMemoryError
+from asyncllm.gpu.graph.step_queue import StepQueue
 from asyncllm.gpu.launched_step import LaunchedStep
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.ops.native_embedding import NativeTable
-from asyncllm.gpu.sample.sampler import NOT_FINITE
+from asyncllm.gpu.sample.sample_output import NOT_FINITE
 from asyncllm.sampling_params import SamplingParams
 from tests.driver import Driver, Sequence, packed
 from tests.test_recorded_step import (
@@ -26,6 +27,8 @@ from tests.test_recorded_step import (
     QWEN3,
     make_decoder,
     make_runner,
+    op_by_op,
+    program_of,
     state_of,
 )
 
@@ -53,17 +56,22 @@ def ahead(decoder: Decoder, num_tokens: int = 1) -> ModelRunner:
     return runner
 
 
+def queue_of(runner: ModelRunner) -> StepQueue:
+    queue = state_of(runner).stream
+    assert isinstance(queue, StepQueue)
+    return queue
+
+
 def watch(runner: ModelRunner) -> list[bool]:
     """Of every step submitted from now on, whether its tokens come with it."""
-    queue = state_of(runner).queue
-    assert queue is not None
+    queue = queue_of(runner)
     found: list[bool] = []
     submit = queue.submit
 
     def watched(step: LaunchedStep):
-        queued = submit(step)
-        found.append(queued.samples)
-        return queued
+        submitted = submit(step)
+        found.append(step.is_drawn)
+        return submitted
 
     queue.submit = watched
     return found
@@ -100,8 +108,7 @@ def test_a_model_whose_head_does_not_find_the_largest_output():
     """Its logits are capped, and greedy rows are drawn from them as others are."""
     decoder = make_decoder(replace(QWEN3, logits_softcap=2.0))
     runner = ahead(decoder)
-    recorded = state_of(runner).recorded
-    assert recorded is not None
+    recorded = program_of(runner)
     assert recorded.greedy is None
     submitted = watch(runner)
     assert outputs(runner, ALONE["both"], 2) == outputs(make_runner(decoder), ALONE["both"], 1)
@@ -125,8 +132,7 @@ def test_greedy_rows_of_a_mixed_step_write_no_logits():
     runner = make_runner(make_decoder(QWEN3))
     driver = Driver(runner)
     seqs = [driver.add(PROMPTS[0], 2, one) for one in (GREEDY, DRAWN, GREEDY, HOST["bias"])]
-    recorded = state_of(runner).recorded
-    assert recorded is not None
+    recorded = program_of(runner)
     sizes: list[tuple[int, ...]] = []
     run = recorded.program.run
     recorded.program.run = lambda *given: sizes.append(given) or run(*given)
@@ -149,9 +155,8 @@ def test_a_step_begins_where_the_one_before_ends():
     seq = driver.add(PROMPTS[0], 3, GREEDY)
     driver.launch([(seq, 0)])
     driver.launch([(seq, 1)])
-    queue = state_of(runner).queue
-    assert queue is not None
-    queue.drain()
+    queue = queue_of(runner)
+    queue.synchronize()
     at = len(PROMPTS[0])
     found = state_of(runner).inputs.token_ids[seq.req_index, at : at + 2].tolist()
     driver.collect()
@@ -233,8 +238,7 @@ def test_the_forward_pass_of_a_masked_step_runs_while_its_masks_are_made():
         return seqs
 
     plain = make_runner(decoder)
-    state_of(plain).queue = None
-    expected = run(plain)
+    expected = run(op_by_op(plain))
     runner = make_runner(decoder)
     submitted = watch(runner)
     launch = runner.launch
@@ -279,10 +283,9 @@ def test_what_fails_in_a_step_is_raised_where_it_is_collected():
     driver.launch([(seq, 0)])
     driver.launch([(seq, 1)])
     driver.collect()
-    queue = state_of(runner).queue
-    assert queue is not None
+    queue = queue_of(runner)
     # The step in flight reads the same table.
-    queue.drain()
+    queue.synchronize()
     state_of(runner).inputs.tables[0].table[seq.req_index] = 99
     driver.launch([(seq, 1)])
     driver.collect()
@@ -292,8 +295,7 @@ def test_what_fails_in_a_step_is_raised_where_it_is_collected():
 
 def test_no_memory_for_the_thread_is_told_as_such(monkeypatch):
     runner = ahead(make_decoder(QWEN3))
-    queue = state_of(runner).queue
-    assert queue is not None
+    queue = queue_of(runner)
     library = queue.recorded.program.context.functions
     monkeypatch.setattr(library, "submit", lambda *_: 2)
     driver = Driver(runner)
@@ -305,14 +307,13 @@ def test_no_memory_for_the_thread_is_told_as_such(monkeypatch):
 @pytest.mark.parametrize("end", ["discard", "close"])
 def test_what_is_in_flight_is_waited_for(end):
     runner = ahead(make_decoder(QWEN3))
-    queue = state_of(runner).queue
-    assert queue is not None
+    queue = queue_of(runner)
     driver = Driver(runner)
     seq = driver.add(PROMPTS[2], 6, GREEDY)
     driver.launch([(seq, 0)])
     driver.launch([(seq, 1)])
     getattr(runner, end)()
-    jobs = [next(queue._buffers).args for _ in range(2)]
+    jobs = [next(queue._jobs).args for _ in range(2)]
     assert sorted(job.number for job in jobs) == [1, 2]
     assert all(job.status == 0 for job in jobs)
     assert not runner._steps

@@ -124,9 +124,9 @@ def test_a_tied_head_shares_the_embeddings_table(tmp_path, family):
     expected = generate(model, [5, 6, 7, 8], 12)
     case = Case(tmp_path, model, None, [[5, 6, 7, 8]], [expected])
     runner = case.runner()
-    state = runner._state
+    state = runner._runner
     assert state is not None
-    shapes = [tuple(one.shape) for one in state.decoder.base.parameters()]
+    shapes = [tuple(one.shape) for one in state.model.base.parameters()]
     assert (256, 64) not in shapes
     driver = Driver(runner)
     seq = driver.add([5, 6, 7, 8], 12)
@@ -327,9 +327,9 @@ def test_the_routing_that_mistakes_change_is_the_models_own(load_case, monkeypat
 def test_norms_of_one_plus_weight_are_seen(load_case):
     case = load_case("Gemma")
     runner = case.runner()
-    state = runner._state
+    state = runner._runner
     assert state is not None
-    norm = state.decoder.base.norm
+    norm = state.model.base.norm
     with torch.no_grad():
         norm.weight -= 1.0
     check_fails(case, runner)

@@ -438,9 +438,9 @@ def test_nothing_of_a_model_stays_behind(tmp_path):
 
     make(tmp_path, "GptOss")
     runner = load(tmp_path)
-    state = runner._state
+    state = runner._runner
     assert state is not None
-    left = [weakref.ref(state.decoder.base), weakref.ref(state.cache.tensor)]
+    left = [weakref.ref(state.model.base), weakref.ref(state.cache.tensor)]
     driver = Driver(runner)
     seq = driver.add([1, 2, 3], 4)
     driver.run([seq])

@@ -13,6 +13,7 @@ from asyncllm.gpu.batch.block_table import NO_BLOCKS
 from asyncllm.gpu.batch.host_buffer import HostBuffer, TableChange
 from asyncllm.gpu.batch.sampling_inputs import Stages
 from asyncllm.gpu.batch.step_buffer import StepSizes
+from asyncllm.gpu.batch.step_inputs import StepInputs
 from asyncllm.gpu.models.language_model import StepOutput
 from asyncllm.gpu.ops.gumbel import NO_TOKEN_LEFT
 from asyncllm.gpu.sample.host_rows import HostRows
@@ -50,6 +51,7 @@ class LaunchedStep:
         started: its changes have been applied, and its work begun.
         is_drawn: its tokens will be there without the host; later steps may begin behind it.
         buffer, sizes: once it has begun: its sections in host memory, and their sizes.
+        inputs: of the model, where the host derives them.
         output: of the model, once that is queued.
         prompt_hidden: hidden states ``[E, H]`` at the positions of its prompt log-probabilities.
         prompt_tokens: by row, the prompt's tokens of its PromptSpan.
@@ -81,6 +83,7 @@ class LaunchedStep:
         self.masks: GrammarMask | None = None
         self.started = self.is_drawn = False
         self.sizes: StepSizes | None = None
+        self.inputs: StepInputs | None = None
         self.output: StepOutput | None = None
         self.prompt_hidden: Tensor | None = None
         self.prompt_tokens: dict[int, np.ndarray] = {}

@@ -98,7 +98,7 @@ class ModelRunner:
         self._stream = SyncStream() if stream is None else stream
         if self._stream.is_async and graphs is None:
             raise ValueError("an asynchronous stream needs graphs: its state is on the device")
-        with self._stream.context():
+        with self._stream.context(), self._memory_explained():
             runner = StepRunner(
                 model, cache, info, self._stream, self.in_process,
                 on_device=graphs is not None, num_logprobs=min(num_logprobs, MAX_FUSED),
@@ -110,34 +110,36 @@ class ModelRunner:
         self._steps: deque[LaunchedStep] = deque()
         self._num_threads = num_threads
         self._thread: int | None = None
-        if graphs is None:
-            self._record()
-        else:
+        if graphs is not None:
             memory, sizes = runner.memory, graphs.sizes
             runner.replay = GraphReplay(model, cache, memory, graphs.capturer, sizes, runner.draw)
         self.execution = runner.replay.description
+        if graphs is None:
+            with self._memory_explained():
+                self._record()
 
     def _record(self) -> None:
-        """Records the step where all of it can be; else its ops are called one by one.
-
-        Raises:
-            EngineError: there is no memory for the largest step.
-        """
+        """Records the step where all of it can be; else its ops are called one by one."""
         runner = self._open()
         memory = runner.memory
+        found = record_step(runner.model, runner.cache, runner.inputs, memory.buffer)
+        if isinstance(found, str):
+            self.execution = f"{runner.replay.description}: {found}"
+            return
+        found.load()
+        runner.replay, self.execution = found, found.description
+        runner.stream = self._stream = StepQueue(found, memory, runner.inputs, runner.sampler)
+
+    @contextlib.contextmanager
+    def _memory_explained(self) -> Iterator[None]:
+        """Raises EngineError where there is no memory for the largest step."""
         try:
-            found = record_step(runner.model, runner.cache, runner.inputs, memory.buffer)
-            if isinstance(found, str):
-                self.execution = f"{runner.replay.description}: {found}"
-                return
-            found.load()
+            yield
         except MemoryError as error:
             raise EngineError(
                 f"max_num_batched_tokens={self.info.max_num_batched_tokens}: the activations of "
                 "such a step cannot be allocated, lower it or max_num_seqs"
             ) from error
-        runner.replay, self.execution = found, found.description
-        runner.stream = self._stream = StepQueue(found, memory, runner.inputs, runner.sampler)
 
     @property
     def graphs(self) -> StepGraphs | None:
@@ -181,8 +183,9 @@ class ModelRunner:
         self.info = replace(self.info, max_num_batched_tokens=max_num_batched_tokens)
         runner = self._open()
         if isinstance(self._stream, StepQueue):
-            runner.resize(self.info)
-            self._record()
+            with self._memory_explained():
+                runner.resize(self.info)
+                self._record()
 
     @property
     def can_run_ahead(self) -> bool:

@@ -135,22 +135,20 @@ class StepMemory:
             assert self.logprobs is not None
             host.logprobs.copy_from(self.logprobs, count)
 
-    def derive(self, step: LaunchedStep) -> None:
-        """Computes the derived sections on the host."""
+    def derive(self, step: LaunchedStep) -> StepInputs:
+        """Computes the derived sections on the host. Returns the step's inputs."""
         assert step.sizes is not None
-        step.buffer.derive(self._batch, step.sizes, step.batch.num_decodes)
+        sizes, decodes, host = step.sizes, step.batch.num_decodes, step.buffer
+        host.derive(self._batch, sizes, decodes)
+        return self.buffer.inputs(self._batch, sizes, decodes, self.block_tables, host)
 
-    def inputs(self, step: LaunchedStep) -> StepInputs:
-        """The inputs of a step whose derived sections are there."""
-        assert step.sizes is not None
-        decodes = step.batch.num_decodes
-        found = self.buffer.inputs(self._batch, step.sizes, decodes, self.block_tables, step.buffer)
-        if self.on_device and decodes:
-            # Only the device knows the tokens of the step before.
-            tokens = found.token_ids[:decodes]
-            sampled = self.last_sampled_tokens[found.req_indices[:decodes]]
+    def insert_sampled(self, inputs: StepInputs) -> None:
+        """Queues the tokens of decode rows that only the device knows."""
+        count = inputs.num_decodes
+        if self.on_device and count:
+            tokens = inputs.token_ids[:count]
+            sampled = self.last_sampled_tokens[inputs.req_indices[:count]]
             torch.where(tokens < 0, sampled, tokens, out=tokens)
-        return found
 
     # --- fixed addresses, for a capture ------------------------------------------------
 

@@ -92,7 +92,7 @@ class StepRunner:
         step.buffer = next(self._buffers)
         self.memory.write(step)
         if not self.replay.derives(step):
-            self.memory.derive(step)
+            step.inputs = self.memory.derive(step)
         self._prepare_sampling(step)
         if self.memory.on_device:
             # From here on only the device knows these tokens.

@@ -8,10 +8,10 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from asyncllm.gpu.batch.decode_inputs import DecodeInputs, SamplingTensors
 from torch import Tensor
 
 from asyncllm.checkpoint.experts_config import ActivationConfig, RoutingConfig
-from asyncllm.gpu.batch.decode_inputs import DecodeInputs, SamplingTensors
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.experts import ExpertsWeights, add_shared
 from asyncllm.gpu.ops.gumbel import NO_TOKEN_LEFT, exponentials, gumbel_keys, gumbel_sample

@@ -9,6 +9,7 @@ import torch
 pytest.importorskip("triton")
 
 from asyncllm.gpu.batch.decode_inputs import DecodeInputs
+
 from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.graph.cuda_graphs import GraphKey, Part
 from asyncllm.gpu.ops.base import AttentionShape

@@ -13,9 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
+from asyncllm.gpu.graph.decode_runner import DecodeRunner
+
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.gpu.graph.cuda_graphs import EagerCapturer, GraphKey
-from asyncllm.gpu.graph.decode_runner import DecodeRunner
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.models.attention_kinds import attention_kinds, kv_groups
 from asyncllm.gpu.models.dense import build_decoder

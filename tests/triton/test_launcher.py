@@ -18,13 +18,13 @@ pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
+from asyncllm.gpu.graph.decode_runner import DecodeRunner
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from asyncllm.core.batch import StepBatch
 from asyncllm.gpu.batch.input_batch import InputBatch
-from asyncllm.gpu.graph.decode_runner import DecodeRunner
 from asyncllm.gpu.ops.triton import launcher
 from asyncllm.gpu.ops.triton.launcher import BoundKernel, Form, Launcher, launched
 from tests.hypothesis_settings import examples

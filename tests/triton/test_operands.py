@@ -12,6 +12,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from asyncllm.gpu.batch.decode_inputs import SamplingTensors
+
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.triton import (
     activation,

@@ -10,11 +10,11 @@ import torch
 
 pytest.importorskip("triton")
 
+from asyncllm.gpu.batch.decode_inputs import SamplingTensors
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import create_function_from_signature
 
-from asyncllm.gpu.batch.decode_inputs import SamplingTensors
 from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.triton import (

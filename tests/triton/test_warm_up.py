@@ -16,18 +16,18 @@ import torch
 pytest.importorskip("triton")
 
 import triton
+from asyncllm.gpu.batch.decode_inputs import SamplingTensors
+from asyncllm.gpu.graph.decode_runner import DecodeRunner
 from triton.backends.compiler import GPUTarget
 
 from asyncllm.checkpoint.experts_config import ActivationConfig, ExpertsConfig, RoutingConfig
 from asyncllm.checkpoint.layer_config import LayerConfig
 from asyncllm.core.batch import StepBatch
 from asyncllm.core.executor import ExecutorInfo
-from asyncllm.gpu.batch.decode_inputs import SamplingTensors
 from asyncllm.gpu.batch.input_batch import InputBatch
 from asyncllm.gpu.batch.sampling_inputs import Stages
 from asyncllm.gpu.graph.compile_turn import compiling_alone
 from asyncllm.gpu.graph.cuda_graphs import EagerCapturer, GraphKey, default_sizes
-from asyncllm.gpu.graph.decode_runner import DecodeRunner
 from asyncllm.gpu.graph.warm_up import warm_up
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.models.attention_kinds import attention_kinds, kv_groups

@@ -36,7 +36,9 @@ class HostBuffer(StepBuffer):
         padding_indices: Sequence[int] = (), *, pinned: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(limits, CPU, pinned=pinned)
-        self.tokens = torch.full((limits.rows,), -1, dtype=torch.int64, pin_memory=pinned)
+        self.tokens = torch.full(
+            (limits.rows,), -1, dtype=torch.int64, device=CPU, pin_memory=pinned
+        )
         self._vocab_size, self._num_logprobs, self._pinned = vocab_size, num_logprobs, pinned
         self._padding_indices = padding_indices
         self._masks: GrammarMasks | None = None

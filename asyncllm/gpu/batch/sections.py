@@ -22,6 +22,9 @@ class Sections:
         memory: the allocation, uint8.
         tensors: the sections by name.
         ends: by name, the first byte behind the section.
+
+    Raises:
+        MemoryError: there is not enough on the host.
     """
 
     def __init__(self, table: Table, device: torch.device, *, pinned: bool = False) -> None:
@@ -31,7 +34,11 @@ class Sections:
             start = -(-end // _ALIGNMENT) * _ALIGNMENT
             end = start + count * dtype.itemsize
             spans[name] = start, end
-        self.memory = torch.zeros(end, dtype=torch.uint8, device=device, pin_memory=pinned)
+        if device.type == "cpu" and not pinned:
+            # Memory that is never touched costs nothing.
+            self.memory = torch.from_numpy(np.zeros(end, dtype=np.uint8))
+        else:
+            self.memory = torch.zeros(end, dtype=torch.uint8, device=device, pin_memory=pinned)
         self.tensors: dict[str, Tensor] = {
             name: self.memory[start:end].view(table[name][0])
             for name, (start, end) in spans.items()

@@ -51,7 +51,9 @@ class EagerReplay:
         return False
 
     def forward(self, step: LaunchedStep) -> StepOutput:
-        return self.model.forward(self.memory.inputs(step), self.cache)
+        assert step.inputs is not None
+        self.memory.insert_sampled(step.inputs)
+        return self.model.forward(step.inputs, self.cache)
 
     def sample(self, step: LaunchedStep) -> bool:
         return False

@@ -163,7 +163,9 @@ class Recorder(TorchDispatchMode):
         own = type(args).from_buffer_copy(args)
         op = _RecordedOp(name, size, x_size, own)
         for pointer, tensor in tensors.items():
-            place = op.pointers[pointer] = self._find(name, tensor)
+            # The program itself begins behind the rows with logits, of which a step has any number.
+            skipped = FAKE_SIZES[Size.SAMPLED] if (name, pointer) == ("argmax", "x") else 0
+            place = op.pointers[pointer] = self._find(name, tensor, skipped)
             place[0].last = len(self._ops)
         self._ops.append(op)
         self._held += holds
@@ -195,17 +197,15 @@ class Recorder(TorchDispatchMode):
                 return size
         raise Unrecordable(f"a tensor {tuple(tensor.shape)} does not have the step's tokens")
 
-    def _find(self, name: str, tensor: Tensor) -> tuple[_Buffer, int]:
-        """The buffer that a tensor is a view of, from its first row on."""
+    def _find(self, name: str, tensor: Tensor, skipped: int = 0) -> tuple[_Buffer, int]:
+        """The buffer that a tensor is a view of, from its first row on or behind ``skipped``."""
         at = tensor.data_ptr()
         index = bisect_right(self._buffers, at, key=_address) - 1
         buffer = self._buffers[index] if index >= 0 else None
         if buffer is None or at >= buffer.address + buffer.memory.nbytes:
             raise Unrecordable(f"{name} reads a tensor that no native op made")
         offset, rows = at - buffer.address, FAKE_SIZES[buffer.size]
-        if name == "argmax":
-            # The program begins behind the rows with logits, of which a step has any number.
-            offset -= FAKE_SIZES[Size.SAMPLED] * buffer.row_bytes
+        offset -= skipped * buffer.row_bytes
         adjacent = tensor.stride(0) * tensor.itemsize == buffer.row_bytes
         if not 0 <= offset < buffer.row_bytes or tensor.shape[0] > rows or not adjacent:
             raise Unrecordable(f"{name} reads some rows of a tensor")

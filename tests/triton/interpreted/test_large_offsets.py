@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from asyncllm.gpu.batch.decode_inputs import DecodeInputs, SamplingTensors
 from torch import Tensor
 
 from asyncllm.checkpoint.experts_config import ActivationConfig
 from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
-from asyncllm.gpu.batch.decode_inputs import DecodeInputs, SamplingTensors
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.experts import ExpertsWeights
 from asyncllm.gpu.ops.gated_delta import DeltaBiases
