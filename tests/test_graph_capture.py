@@ -97,6 +97,38 @@ def test_a_capture_that_goes_well(monkeypatch: pytest.MonkeyPatch, collecting: b
     assert len(captures.references) == 1
 
 
+@pytest.mark.parametrize("fails", ["capture_begin", EMBEDDING, "capture_end", "instantiate"])
+def test_captures_behind_a_failed_one_go_well(monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
+    captures = Captures()
+    captures.install(monkeypatch)
+    capturer = CudaGraphCapturer(DEVICE)
+    kept = [capturer.capture(look_up)]
+    captures.fails = fails
+    assert capturer.capture(look_up) is None
+    captures.fails = ""
+    kept += [capturer.capture(look_up) for _ in range(2)]
+    captures.check_clean()
+    assert None not in kept
+
+
+@pytest.mark.parametrize("fails", ["capture_begin", EMBEDDING, "capture_end", "instantiate"])
+def test_a_failed_graph_outlives_its_engine_where_torch_goes_on_asking_it(
+    monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    captures = Captures(fails)
+    captures.install(monkeypatch)
+    capturer = CudaGraphCapturer(DEVICE)
+    assert capturer.capture(look_up) is None
+    del capturer
+    # Its frames refer to the graph.
+    captures.error.__traceback__ = None
+    gc.collect()
+    # One that torch has ended by itself does not stay, nor does its pool.
+    assert bool(captures.filters) == (fails != "instantiate")
+    assert not any(captures.references.values())
+    captures.check_clean()
+
+
 def test_an_error_of_the_step_itself_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     captures = Captures()
     captures.install(monkeypatch)
