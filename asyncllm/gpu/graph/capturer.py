@@ -15,7 +15,7 @@ from asyncllm.logger import get_logger
 from asyncllm.validation import explain
 
 if TYPE_CHECKING:
-    from torch.cuda.graphs import _POOL_HANDLE
+    from torch.cuda import _POOL_HANDLE
 
 logger = get_logger("asyncllm")
 
