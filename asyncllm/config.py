@@ -16,7 +16,7 @@ from asyncllm.tools.families import REASONING_FAMILIES, TOOL_FAMILIES
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 SchedulingPolicy = Literal["fcfs", "priority", "deadline"]
-CudaGraphs = Literal["auto", "startup", "lazy", "off"]
+CudaGraphs = Literal["auto", "decode", "off"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 Quantization = Literal["int8", "int4"]
 ModelImpl = Literal["auto", "native", "transformers"]
@@ -76,8 +76,8 @@ class EngineConfig:
         attention_backend: "auto" ("triton" on CUDA, "native" or "torch" on a CPU), "torch",
             "native", "triton", "flash_attn", "flash_attn_3", or one that another distribution
             registers.
-        cuda_graphs: "auto" (lazy), "startup", "lazy" or "off", which launches every step op by
-            op, those with a prefill too.
+        cuda_graphs: "auto" captures decode steps when the engine starts and launches those with a
+            prefill from a program, "decode" launches the latter op by op, and "off" all steps.
         cuda_graph_sizes: batch sizes to capture; None is the default set.
         async_scheduling: run one step ahead of the results; None is True on a GPU, and
             on a CPU where native ops take at most 10 ms for a full decode step, measured when the

@@ -472,14 +472,14 @@ def test_a_graph_is_recorded_once_per_key() -> None:
     for rows, key in ((1, ()), (2, ()), (2, (half,)), (3, ()), (5, ()), (2, masked), (1, ())):
         graphs.run(rows, *key)
     whole, small = GraphKey(4), GraphKey(2)
-    # The first step of all is padded to the largest bucket.
-    halves = [GraphKey(2, half), whole, GraphKey(5), GraphKey(2, *masked)]
+    # The first step of a kind is padded to the largest bucket.
+    halves = [GraphKey(4, half), whole, GraphKey(5), GraphKey(4, *masked)]
     assert runs == [whole, small, *halves, small]
     assert [record.key for record in graphs.captured] == [
         whole,
         small,
-        GraphKey(2, half),
-        GraphKey(2, *masked),
+        GraphKey(4, half),
+        GraphKey(4, *masked),
     ]
 
 

@@ -133,7 +133,7 @@ def _make_runner(
             mode.make_capturer(),
             graphs,
             num_logprobs,
-            record_mixed=config.cuda_graphs != "off",
+            record_mixed=config.cuda_graphs == "auto",
         )
     return ModelRunner(
         decoder,
@@ -156,7 +156,7 @@ def _warm_up(
     runner.warm_up(partial(tell, stage="kernels"))
     calibrate(runner, config, mode)
     logger.info("steps run as %s", runner.execution)
-    if config.cuda_graphs == "startup":
+    if config.cuda_graphs != "off":
         runner.capture_graphs(partial(tell, stage="graphs"))
 
 

@@ -65,7 +65,7 @@ def choose_cache_size(
         graph_reserve=graph_reserve(graphs, max_num_seqs, model.vocab_size, dtype.itemsize),
         token_budget=token_budget,
         max_num_seqs=max_num_seqs,
-        has_program=config.cuda_graphs != "off",
+        has_program=config.cuda_graphs == "auto",
     )
     size = size_cache(
         config,

@@ -68,7 +68,7 @@ def graph_sizes(config: EngineConfig, mode: ExecutionMode, max_num_seqs: int) ->
     sizes = config.cuda_graph_sizes
     if mode.make_capturer is None:
         eagerly = f"steps run eagerly on device {mode.device}"
-        if config.cuda_graphs in ("startup", "lazy"):
+        if config.cuda_graphs == "decode":
             raise invalid("cuda_graphs", config.cuda_graphs, f'"auto" or "off": {eagerly}')
         if sizes is not None:
             raise invalid("cuda_graph_sizes", sizes, f"None: {eagerly}")

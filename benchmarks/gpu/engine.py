@@ -80,10 +80,8 @@ class Plan:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def graph_settings(self, sizes: tuple[int, ...] | None = None) -> dict[str, Any]:
-        """Captures at start: all batch sizes, or ``sizes``."""
-        if not self.graphs:
-            return {}
-        return {"cuda_graphs": "startup", "cuda_graph_sizes": sizes}
+        """Captures all batch sizes, or ``sizes``."""
+        return {"cuda_graph_sizes": sizes} if self.graphs else {}
 
 
 def run(stage: Stage, clock: Clock, plan: Plan | None = None) -> None:

@@ -19,40 +19,34 @@ if TYPE_CHECKING:
 
 logger = get_logger("asyncllm")
 
-MAX_FAILURES = 2
-"""Failed captures after which a capturer makes no more: what is not legal in one graph of a step
-is not legal in the next."""
-
 
 class CudaGraphCapturer:
     """Captures on the current stream, all graphs into one memory pool.
 
     ``torch.cuda.graph`` would synchronise the device, collect garbage and empty the caching
     allocator of the whole process, so the graph's own methods are called. The capture is
-    "thread_local": CUDA then lets other threads of the application work meanwhile. torch 2.11
-    does not let them do everything: see docs/gpu.md.
+    "thread_local": other threads of the application may then launch and allocate meanwhile. What
+    they may not do, and what happens if they do, is in docs/gpu.md.
 
     A capture that fails costs its batch size the graph and nothing else: its step has run
-    already. Python's garbage collection is off during a capture, because a finaliser of the
-    application that frees device memory on this thread would invalidate it.
+    already. Each reason for failures is logged once. Python's garbage collection is off during a
+    capture, because a finaliser of the application that frees device memory on this thread would
+    invalidate it.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._pool = torch.cuda.graph_pool_handle()
-        self._failures = 0
+        self._reasons: set[str] = set()
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None] | None:
         # Kernels are compiled and libraries make their workspaces at the first run, which a
         # capture does not allow.
         run()
-        if self._failures >= MAX_FAILURES:
-            return None
         with CAPTURES.turn(), _no_garbage_collection():
             try:
                 return self._record(run, self._pool).replay
             except Exception as error:
-                self._failures += 1
                 reason, is_memory = explain(error), is_out_of_memory(error)
             self._reset_generator()
         self._report(reason, is_memory)
@@ -105,14 +99,16 @@ class CudaGraphCapturer:
             self._record(run, torch.cuda.graph_pool_handle())
 
     def _report(self, reason: str, is_memory: bool) -> None:
-        what = "a CUDA graph could not be captured, the steps of its batch size run eagerly"
-        if self._failures >= MAX_FAILURES:
-            what = (
-                f"{self._failures} CUDA graphs could not be captured: steps without one run "
-                "eagerly from now on"
-            )
+        if reason in self._reasons:
+            return
+        self._reasons.add(reason)
         remedy = ": lower gpu_memory_utilization or kv_cache_memory" if is_memory else ""
-        logger.warning("%s%s (%s)", what, remedy, reason)
+        logger.warning(
+            "a CUDA graph could not be captured, its steps run eagerly and are tried again later%s "
+            "(%s)",
+            remedy,
+            reason,
+        )
 
 
 @contextlib.contextmanager
