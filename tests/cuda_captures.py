@@ -27,6 +27,7 @@ class Captures:
         begun: how many captures began, those of ``scratch`` included.
         recording: pools that the allocator records into.
         references: of pools. One whose last reference has gone is never captured into again.
+        captured_into: how many captures into a pool began.
         filters: by pool, the graph that torch's allocator of pinned memory goes on asking which
             streams it captures.
         freed: a graph was freed that is still asked.
@@ -42,6 +43,7 @@ class Captures:
         self._failed_last = False
         self.recording: set[Pool] = set()
         self.references: Counter[Pool] = Counter()
+        self.captured_into: Counter[Pool] = Counter()
         self.filters: dict[Pool, int] = {}
         self.freed = False
         self.generator = self.collecting = self.overlapped = False
@@ -51,7 +53,7 @@ class Captures:
     def install(self, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, next(self.pools)))
         patch.setattr(torch.cuda, "CUDAGraph", lambda: Graph(self))
-        patch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+        patch.setattr(torch.cuda, "memory_snapshot", self.snapshot)
         patch.setattr(torch._C, "_cuda_endAllocateToPool", self.end_allocate, raising=False)
         patch.setattr(torch._C, "_cuda_releasePool", self.release, raising=False)
 
@@ -59,6 +61,11 @@ class Captures:
         if self.fails == place:
             self._failed_last = not self._failed_last
         return self.fails == place and self._failed_last
+
+    def snapshot(self, pool: Pool) -> list[dict[str, int]]:
+        """Segments of a pool on two devices, one for each capture into it that has begun."""
+        count = self.captured_into[pool]
+        return [{"device": 0, "total_size": 2**20}] * count + [{"device": 1, "total_size": 7}]
 
     def end_allocate(self, device: int, pool: Pool) -> None:
         if pool not in self.recording:
@@ -109,6 +116,7 @@ class Graph:
         self._pool = pool
         captures.recording.add(pool)
         captures.references[pool] += 1
+        captures.captured_into[pool] += 1
         captures.filters[pool] = id(self)
         if captures.fails_at("capture_begin"):
             raise captures.error

@@ -714,13 +714,12 @@ def test_the_pool_is_torchs_own_and_counts_its_segments_alone(monkeypatch):
             torch.cuda.memory, name, lambda *args, name=name: calls.append((name, *args))
         )
     segments = [
-        {"segment_pool_id": (0, 7), "device": 1, "total_size": 20},
-        {"segment_pool_id": (0, 7), "device": 1, "total_size": 2},
-        {"segment_pool_id": (0, 7), "device": 0, "total_size": 100},
-        {"segment_pool_id": (0, 0), "device": 1, "total_size": 1000},
+        {"device": 1, "total_size": 20},
+        {"device": 1, "total_size": 2},
+        {"device": 0, "total_size": 100},
     ]
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 7))
-    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", {(0, 7): segments}.get)
     with MemoryProbe().pool(torch.device("cuda", 1)) as reserved:
         assert reserved() == 22
         assert calls == [("_cuda_beginAllocateCurrentThreadToPool", 1, (0, 7))]

@@ -92,6 +92,7 @@ def test_a_capture_that_goes_well(monkeypatch: pytest.MonkeyPatch, collecting: b
     # Each once to warm up and once captured, then replayed.
     assert runs == [GraphKey(2)] * 2 + [GraphKey(1)] * 2
     assert [record.key for record in graphs.captured] == [GraphKey(2), GraphKey(1)]
+    assert [record.num_bytes for record in graphs.captured] == [2**20] * 2
     assert gc.isenabled() == collecting
     captures.check_clean()
     assert len(captures.references) == 1

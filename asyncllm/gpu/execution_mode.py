@@ -17,7 +17,9 @@ from asyncllm.gpu.ops.logits import processing_bytes
 from asyncllm.validation import invalid
 
 GRAPH_BYTES = 8 * 2**20
-"""Reserved for a captured graph: an estimate, where CaptureStats has what one took."""
+"""Reserved for the graph of a whole step: an estimate, where CaptureStats has what one took. Graphs
+of halves and of skewed batches have the same activations, in the same pool; what the driver takes
+for their nodes is not reserved."""
 
 STEP_TIMEOUT = 60.0
 """Seconds, on a GPU: no kernel is compiled in a step, and the largest takes seconds at most."""

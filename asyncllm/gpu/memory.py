@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -67,16 +68,8 @@ class MemoryProbe:
         """
         # The one attribute of a MemPool that ``use_mem_pool`` reads.
         handle: Any = SimpleNamespace(id=torch.cuda.graph_pool_handle())
-
-        def reserved() -> int:
-            return sum(
-                segment["total_size"]
-                for segment in torch.cuda.memory_snapshot()
-                if segment["segment_pool_id"] == handle.id and segment["device"] == device.index
-            )
-
         with CAPTURES.turn(), torch.cuda.use_mem_pool(handle, device):
-            yield reserved
+            yield partial(pool_bytes, handle.id, device)
 
     def finish(self, device: torch.device, seconds: float) -> bool:
         """Waits for the work on the thread's current stream; False if it takes longer. Raises
@@ -101,6 +94,12 @@ class MemoryProbe:
         """
         with CAPTURES.turn(seconds):
             torch.cuda.empty_cache()
+
+
+def pool_bytes(pool: tuple[int, int], device: torch.device) -> int:
+    """Bytes that a private pool of torch has taken from the device."""
+    segments = torch.cuda.memory_snapshot(pool)
+    return sum(each["total_size"] for each in segments if each["device"] == device.index)
 
 
 @dataclass(frozen=True, slots=True)

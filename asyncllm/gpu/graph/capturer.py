@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from asyncllm.gpu.graph.captures import CAPTURES
-from asyncllm.gpu.memory import is_out_of_memory
+from asyncllm.gpu.memory import is_out_of_memory, pool_bytes
 from asyncllm.logger import get_logger
 from asyncllm.validation import explain
 
@@ -53,7 +53,7 @@ class CudaGraphCapturer:
         return None
 
     def memory(self) -> int:
-        return torch.cuda.memory_reserved(self.device)
+        return pool_bytes(self._pool, self.device)
 
     def _record(self, run: Callable[[], None], pool: _POOL_HANDLE) -> torch.cuda.CUDAGraph:
         graph, ends = torch.cuda.CUDAGraph(), False

@@ -50,7 +50,7 @@ class GraphKey:
 
 @dataclass(frozen=True, slots=True)
 class CaptureStats:
-    """Cost of a graph: seconds to capture, and bytes that the process took for it."""
+    """Cost of a graph: seconds to capture, and bytes by which the pool that all share grew."""
 
     key: GraphKey
     seconds: float
@@ -66,7 +66,7 @@ class GraphCapturer(Protocol):
         ...
 
     def memory(self) -> int:
-        """Bytes that the process holds on the device."""
+        """Bytes that the graphs' pool has taken from the device."""
         ...
 
 

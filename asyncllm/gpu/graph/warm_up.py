@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from asyncllm.core.batch import StepBatch
+from asyncllm.gpu.batch.grammar_masks import GrammarMasks
 from asyncllm.gpu.batch.input_batch import InputBatch
-from asyncllm.gpu.batch.sampling_inputs import Stages
+from asyncllm.gpu.batch.sampling_inputs import (
+    LOGITS_STAGES,
+    LogitsTables,
+    Stages,
+    TopLogprobs,
+)
 from asyncllm.gpu.graph.cuda_graphs import GraphKey
 from asyncllm.gpu.graph.decode_runner import DecodeRunner
 from asyncllm.gpu.graph.mixed_steps import expert_changes
@@ -49,9 +56,23 @@ def warm_up(decode: DecodeRunner, progress: Callable[[int, int], None]) -> None:
 
 
 def _sample_processed(decode: DecodeRunner) -> None:
-    """Logits that have passed through stages are in float32."""
-    logits = torch.zeros((1, decode.info.vocab_size), device=decode.device)
-    decode.sample_logits(logits, Stages.NONE)
+    """All stages of sampling on a row of padding, with tables of their own: torch's kernels, which
+    CUDA loads at their first launch, and the draw from float32, which the stages leave."""
+    decoder, vocab, device = decode.decoder, decode.info.vocab_size, decode.device
+    logits = torch.zeros((1, vocab), dtype=decoder.embedding.dtype, device=device)
+    masks, tables = GrammarMasks(1, vocab, device), LogitsTables(1, vocab, device)
+    tables.make(LOGITS_STAGES)
+    rows = replace(
+        decode.sampling_rows(1),
+        last_sampled_tokens=decode.last_sampled_tokens[:2],
+        tables=tables,
+        mask_slots=masks.slots,
+        mask_words=masks.words,
+    )
+    processed = decoder.ops.process_logits(logits, rows, LOGITS_STAGES)
+    decode.sample_logits(processed, Stages.NONE)
+    out = TopLogprobs(1, decode.num_logprobs, device)
+    decoder.ops.top_logprobs(logits, decode.sampled[:1], out)
 
 
 def _expert_tokens(decode: DecodeRunner) -> list[int]:
