@@ -60,11 +60,11 @@ class EngineConfig:
             GPU, 32 on a CPU, 256 for "flash_attn". Layers with smaller heads than others may have
             a multiple of it.
         kv_cache_memory: bytes for the KV cache, as a number or as "4GiB"; None is a quarter
-            of the available memory, at most 4 GiB, on a CPU. On a GPU it is what
-            ``gpu_memory_utilization`` leaves, at most ``max_num_seqs`` times 4096 tokens (or
-            ``max_model_len``, if that is less), and at least one sequence of ``max_model_len``.
-        gpu_memory_utilization: share of the GPU's memory that the engine may use; the KV cache does
-            not take all of it where ``max_num_seqs`` sequences of 4096 tokens need less.
+            of the available memory, at most 4 GiB, on a CPU. On a GPU it is half
+            of what ``gpu_memory_utilization`` leaves, at most ``max_num_seqs`` sequences of
+            ``max_model_len``, and at least one.
+        gpu_memory_utilization: share of the GPU's memory that the engine may use. Of what weights
+            and steps leave of it the KV cache takes half at most, as said above.
         num_blocks: usable KV blocks; overrides ``kv_cache_memory``. A block has the KV of all
             layers, or of those of one KV group in a model with sliding windows.
         enable_prefix_caching: keep and find the KV of shared prefixes; None is True, but for models

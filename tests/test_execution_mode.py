@@ -203,9 +203,9 @@ def test_a_cpu_is_in_step() -> None:
 def test_what_a_gpu_leaves_to_the_application(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(execution_mode, "CudaStream", lambda device: SyncStream())
     mode = execution_mode_for(EngineConfig(), torch.device("cuda", 0))
-    assert (mode.step_timeout, mode.cache_tokens) == (60.0, 4096)
+    assert (mode.step_timeout, mode.shares_memory) == (60.0, True)
     mode = execution_mode_for(EngineConfig(), CPU)
-    assert (mode.step_timeout, mode.cache_tokens) == (600.0, None)
+    assert (mode.step_timeout, mode.shares_memory) == (600.0, False)
 
     config = EngineConfig(
         load_format="dummy",
@@ -214,11 +214,14 @@ def test_what_a_gpu_leaves_to_the_application(monkeypatch: pytest.MonkeyPatch) -
         max_model_len=64,
         max_num_seqs=3,
     )
-    limits = {"step_timeout": 7.0, "cache_tokens": 40}
+    limits = {"step_timeout": 7.0, "shares_memory": True}
     runner = build_model_runner(config, MODEL, None, replace(AheadOnCPU().mode(config), **limits))
     size = runner.info.kv_groups[0].block_size
     assert runner.info.step_timeout == 7.0
-    assert runner.info.num_blocks == 1 + max(3 * -(-40 // size), -(-64 // size))
+    # Each of the three sequences once; without an application beside it, twice.
+    assert runner.info.num_blocks == 1 + 3 * -(-64 // size)
+    alone = build_model_runner(config, MODEL, None, AheadOnCPU().mode(config))
+    assert alone.info.num_blocks == 1 + 6 * -(-64 // size)
 
 
 @pytest.mark.parametrize(

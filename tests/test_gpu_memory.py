@@ -226,22 +226,33 @@ def test_blocks_follow_from_the_bytes():
 
 
 @pytest.mark.parametrize(
-    ("max_num_seqs", "max_model_len", "available", "blocks"),
+    ("max_num_seqs", "max_model_len", "available", "blocks", "alone"),
     [
-        (10, 256, GIB, 10 * 4),  # 64 tokens for each
-        (10, 48, GIB, 10 * 3),
-        (2, 256, GIB, 16),  # one of the longest
-        (10, 256, 21, 20),  # what there is, with the null block
+        # Sequences of 16 blocks, or of 3; all counts with the null block.
+        (10, 256, 1001, 160, 320),  # all ten sequences
+        (10, 48, 1001, 30, 60),
+        (10, 256, 202, 100, 201),  # half of what there is
+        (10, 256, 33, 16, 32),  # half is one block too few: a whole sequence
+        (10, 256, 35, 16, 34),
+        (10, 256, 36, 17, 35),
+        (10, 256, 17, 16, 16),  # all, for one sequence
+        (1, 256, 1001, 16, 32),
     ],
 )
-def test_the_default_cache_is_what_the_sequences_use(
-    max_num_seqs, max_model_len, available, blocks
+def test_the_default_cache_leaves_the_application_its_half(
+    max_num_seqs, max_model_len, available, blocks, alone
 ):
     groups = kv_groups(MODEL, 16)
-    if available != GIB:
-        available *= block_bytes(groups, torch.bfloat16)
-    limits = {"max_num_seqs": max_num_seqs, "available": available, "cache_tokens": 64}
-    limits["step_tokens"] = 8
+    limits = {
+        "max_num_seqs": max_num_seqs,
+        "step_tokens": 8,
+        "available": available * block_bytes(groups, torch.bfloat16),
+    }
+    whole = size_cache(
+        EngineConfig(max_model_len=max_model_len), MODEL, groups, torch.bfloat16, **limits
+    )
+    assert whole.num_blocks == alone + 1
+    limits["shares_memory"] = True
     config = EngineConfig(max_model_len=max_model_len)
     sized = size_cache(config, MODEL, groups, torch.bfloat16, **limits)
     assert sized.num_blocks == blocks + 1
