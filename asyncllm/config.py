@@ -16,7 +16,7 @@ from asyncllm.tools.families import REASONING_FAMILIES, TOOL_FAMILIES
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 SchedulingPolicy = Literal["fcfs", "priority", "deadline"]
-CudaGraphs = Literal["auto", "startup", "lazy", "off"]
+CudaGraphs = Literal["auto", "decode", "off"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 Quantization = Literal["int8", "int4"]
 ModelImpl = Literal["auto", "native", "transformers"]
@@ -60,11 +60,11 @@ class EngineConfig:
             GPU, 32 on a CPU, 256 for "flash_attn". Layers with smaller heads than others may have
             a multiple of it.
         kv_cache_memory: bytes for the KV cache, as a number or as "4GiB"; None is a quarter
-            of the available memory, at most 4 GiB, on a CPU. On a GPU it is what
-            ``gpu_memory_utilization`` leaves, at most ``max_num_seqs`` times 4096 tokens (or
-            ``max_model_len``, if that is less), and at least one sequence of ``max_model_len``.
-        gpu_memory_utilization: share of the GPU's memory that the engine may use; the KV cache does
-            not take all of it where ``max_num_seqs`` sequences of 4096 tokens need less.
+            of the available memory, at most 4 GiB, on a CPU. On a GPU it is half
+            of what ``gpu_memory_utilization`` leaves, at most ``max_num_seqs`` sequences of
+            ``max_model_len``, and at least one.
+        gpu_memory_utilization: share of the GPU's memory that the engine may use. Of what weights
+            and steps leave of it the KV cache takes half at most, as said above.
         num_blocks: usable KV blocks; overrides ``kv_cache_memory``. A block has the KV of all
             layers, or of those of one KV group in a model with sliding windows.
         enable_prefix_caching: keep and find the KV of shared prefixes; None is True, but for models
@@ -76,8 +76,9 @@ class EngineConfig:
         attention_backend: "auto" ("triton" on CUDA, "native" or "torch" on a CPU), "torch",
             "native", "triton", "flash_attn", "flash_attn_3", or one that another distribution
             registers.
-        cuda_graphs: "auto" (lazy), "startup", "lazy" or "off", which launches decode steps op by
-            op, as those with a prefill always are.
+        cuda_graphs: "auto" captures decode steps, and pieces of those with a prefill, when the
+            engine starts; "decode" captures decode steps alone and launches the others op by op;
+            "off" launches all steps so.
         cuda_graph_sizes: batch sizes to capture; None is the default set.
         async_scheduling: run one step ahead of the results; None is True on a GPU, and
             on a CPU where native ops take at most 10 ms for a full decode step, measured when the

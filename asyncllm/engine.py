@@ -238,7 +238,7 @@ class AsyncLLMEngine(Handle):
     @property
     def load_progress(self) -> tuple[int, int]:
         """``(done, total)`` while ``start`` runs: bytes of weights, then, on a GPU, steps that
-        compile kernels, and with ``cuda_graphs="startup"`` CUDA graphs; see ``load_stage``."""
+        compile kernels, and CUDA graphs; see ``load_stage``."""
         return self._thread.progress if self._thread is not None else (0, 0)
 
     @property

@@ -21,11 +21,16 @@ class Captures:
     """The process's state; ``install`` puts it in place of torch's.
 
     Attributes:
-        fails: where every capture fails: "" nowhere, "capture_begin", "capture_end", "instantiate"
-            (with ``error``), or in an op of this name, which invalidates it.
+        fails: where captures fail: "" nowhere, "capture_begin", "capture_end" or "instantiate",
+            each time but the one that follows a failure (with ``error``), or in an op of this
+            name, which invalidates the capture.
         begun: how many captures began, those of ``scratch`` included.
         recording: pools that the allocator records into.
-        references: of pools.
+        references: of pools. One whose last reference has gone is never captured into again.
+        captured_into: how many captures into a pool began.
+        filters: by pool, the graph that torch's allocator of pinned memory goes on asking which
+            streams it captures.
+        freed: a graph was freed that is still asked.
         generator: whether the default generator believes that it is captured.
         collecting: whether garbage collection was on in any capture.
         overlapped: two threads captured at once.
@@ -35,8 +40,12 @@ class Captures:
         self.fails = fails
         self.error = RuntimeError(ILLEGAL) if error is None else error
         self.begun = 0
+        self._failed_last = False
         self.recording: set[Pool] = set()
         self.references: Counter[Pool] = Counter()
+        self.captured_into: Counter[Pool] = Counter()
+        self.filters: dict[Pool, int] = {}
+        self.freed = False
         self.generator = self.collecting = self.overlapped = False
         self.pools = itertools.count(1)
         self.threads: set[int] = set()
@@ -44,9 +53,19 @@ class Captures:
     def install(self, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, next(self.pools)))
         patch.setattr(torch.cuda, "CUDAGraph", lambda: Graph(self))
-        patch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+        patch.setattr(torch.cuda, "memory_snapshot", self.snapshot)
         patch.setattr(torch._C, "_cuda_endAllocateToPool", self.end_allocate, raising=False)
         patch.setattr(torch._C, "_cuda_releasePool", self.release, raising=False)
+
+    def fails_at(self, place: str) -> bool:
+        if self.fails == place:
+            self._failed_last = not self._failed_last
+        return self.fails == place and self._failed_last
+
+    def snapshot(self, pool: Pool) -> list[dict[str, int]]:
+        """Segments of a pool on two devices, one for each capture into it that has begun."""
+        count = self.captured_into[pool]
+        return [{"device": 0, "total_size": 2**20}] * count + [{"device": 1, "total_size": 7}]
 
     def end_allocate(self, device: int, pool: Pool) -> None:
         if pool not in self.recording:
@@ -64,6 +83,7 @@ class Captures:
         assert not self.threads
         assert not self.collecting
         assert not self.overlapped
+        assert not self.freed
 
 
 class Graph:
@@ -72,7 +92,15 @@ class Graph:
     def __init__(self, captures: Captures) -> None:
         self._captures = captures
         self._invalid: Illegal | None = None
+        self._ended = False
         self.replays = 0
+
+    def __del__(self) -> None:
+        """A graph that has ended gives up its pool."""
+        captures = self._captures
+        captures.freed |= id(self) in captures.filters.values()
+        if self._ended:
+            captures.release(0, self._pool)
 
     def capture_begin(self, *, pool: Pool, capture_error_mode: str) -> None:
         captures = self._captures
@@ -83,10 +111,14 @@ class Graph:
         captures.overlapped |= bool(captures.threads)
         captures.collecting |= gc.isenabled()
         captures.generator = True
+        if pool in captures.references and not captures.references[pool]:
+            raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED")
         self._pool = pool
         captures.recording.add(pool)
         captures.references[pool] += 1
-        if captures.fails == "capture_begin" and captures.begun % 2:
+        captures.captured_into[pool] += 1
+        captures.filters[pool] = id(self)
+        if captures.fails_at("capture_begin"):
             raise captures.error
         captures.threads.add(threading.get_ident())
         self._invalid = Illegal(captures.fails, captures.error)
@@ -98,13 +130,15 @@ class Graph:
             raise RuntimeError("CUDA error: operation not permitted: the stream captures nothing")
         self._invalid.__exit__(None, None, None)
         captures.threads.discard(threading.get_ident())
-        failed = self._invalid.failed or (captures.fails == "capture_end" and captures.begun % 2)
+        failed = self._invalid.failed or captures.fails_at("capture_end")
         self._invalid = None
         if failed:
             raise RuntimeError("CUDA error: operation failed due to a previous error")
         captures.end_allocate(0, self._pool)
+        del captures.filters[self._pool]
         captures.generator = False
-        if captures.fails == "instantiate" and captures.begun % 2:
+        self._ended = True
+        if captures.fails_at("instantiate"):
             raise captures.error
 
     def replay(self) -> None:

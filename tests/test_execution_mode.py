@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from asyncllm.gpu.graph.mixed_steps import MixedSteps
 
 from asyncllm import LLM, AsyncLLMEngine
-from asyncllm.config import EngineConfig
+from asyncllm.config import CudaGraphs, EngineConfig
 from asyncllm.errors import InvalidRequestError
-from asyncllm.gpu import calibration, execution_mode
+from asyncllm.gpu import cache_sizing, calibration, execution_mode
 from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.execution_mode import (
     ExecutionMode,
@@ -100,9 +101,9 @@ async def answers(engine: AsyncLLMEngine) -> list[str]:
     "fields",
     [
         {"cuda_graphs": "auto"},
-        {"cuda_graphs": "startup", "cuda_graph_sizes": (2, 4)},
+        {"cuda_graph_sizes": (2, 4)},
         {"cuda_graphs": "off"},
-        {"cuda_graphs": "lazy", "async_scheduling": False},
+        {"cuda_graphs": "decode", "async_scheduling": False},
         {"cuda_graph_sizes": (2,), "enable_prefix_caching": False, "max_num_batched_tokens": 16},
     ],
     ids=str,
@@ -120,11 +121,14 @@ async def test_the_packaged_model_answers_the_same(
     assert kernels == [(done, steps, "kernels") for done in range(steps + 1)]
     graphs = [said for said in ahead.said if said[2] == "graphs"]
     assert ahead.said[len(ahead.said) - len(graphs) :] == graphs
-    if fields.get("cuda_graphs") == "startup":
-        assert graphs == [(done, 2, "graphs") for done in range(3)]
-    else:
+    if fields.get("cuda_graphs") == "off":
         assert not graphs
-    assert bool(ahead.capturer.traces) == (fields.get("cuda_graphs") != "off")
+        assert not ahead.capturer.traces
+    else:
+        count = len(fields.get("cuda_graph_sizes", (1, 2, 4, 8)))
+        assert graphs == [(done, count, "graphs") for done in range(count + 1)]
+        # All of them at start, and none while it answered.
+        assert len(ahead.capturer.traces) == count
 
 
 def test_what_a_placement_leaves_open(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,16 +163,34 @@ def test_what_a_placement_leaves_open(monkeypatch: pytest.MonkeyPatch) -> None:
     assert info(cuda_graphs="off")[1] == ()
 
 
-def test_startup_captures_before_the_first_step() -> None:
-    ahead = AheadOnCPU()
+@pytest.mark.parametrize(
+    ("graphs", "buckets", "has_program"),
+    [("auto", (8, 4, 2, 1), True), ("decode", (8, 4, 2, 1), False), ("off", (), False)],
+)
+def test_what_is_captured_before_the_first_step(
+    monkeypatch: pytest.MonkeyPatch, graphs: CudaGraphs, buckets: tuple[int, ...], has_program: bool
+) -> None:
+    asked: list[bool] = []
+    available = cache_sizing.available_cache_bytes
+
+    def available_cache_bytes(*given: Any, has_program: bool, **named: Any) -> int:
+        asked.append(has_program)
+        return available(*given, has_program=has_program, **named)
+
+    monkeypatch.setattr(cache_sizing, "available_cache_bytes", available_cache_bytes)
+    recorded: list[Any] = []
+    monkeypatch.setattr(MixedSteps, "_record", lambda self, sizes: recorded.append(sizes))
     config = EngineConfig(
-        load_format="dummy", device="cpu", attention_backend="torch", cuda_graphs="startup"
+        load_format="dummy", device="cpu", attention_backend="torch", cuda_graphs=graphs
     )
-    runner = build_model_runner(config, MODEL, None, ahead.mode(config))
+    runner = build_model_runner(config, MODEL, None, AheadOnCPU().mode(config))
     assert runner.graphs is not None
     assert [record.key for record in runner.graphs.captured] == [
-        GraphKey(bucket) for bucket in (8, 4, 2, 1)
+        GraphKey(bucket) for bucket in buckets
     ]
+    # The mixed steps of the start have recorded it, and memory is kept for it.
+    assert bool(recorded) == has_program
+    assert asked == [has_program]
 
 
 def test_a_cpu_is_in_step() -> None:
@@ -181,9 +203,9 @@ def test_a_cpu_is_in_step() -> None:
 def test_what_a_gpu_leaves_to_the_application(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(execution_mode, "CudaStream", lambda device: SyncStream())
     mode = execution_mode_for(EngineConfig(), torch.device("cuda", 0))
-    assert (mode.step_timeout, mode.cache_tokens) == (60.0, 4096)
+    assert (mode.step_timeout, mode.shares_memory) == (60.0, True)
     mode = execution_mode_for(EngineConfig(), CPU)
-    assert (mode.step_timeout, mode.cache_tokens) == (600.0, None)
+    assert (mode.step_timeout, mode.shares_memory) == (600.0, False)
 
     config = EngineConfig(
         load_format="dummy",
@@ -192,11 +214,14 @@ def test_what_a_gpu_leaves_to_the_application(monkeypatch: pytest.MonkeyPatch) -
         max_model_len=64,
         max_num_seqs=3,
     )
-    limits = {"step_timeout": 7.0, "cache_tokens": 40}
+    limits = {"step_timeout": 7.0, "shares_memory": True}
     runner = build_model_runner(config, MODEL, None, replace(AheadOnCPU().mode(config), **limits))
     size = runner.info.kv_groups[0].block_size
     assert runner.info.step_timeout == 7.0
-    assert runner.info.num_blocks == 1 + max(3 * -(-40 // size), -(-64 // size))
+    # Each of the three sequences once; without an application beside it, twice.
+    assert runner.info.num_blocks == 1 + 3 * -(-64 // size)
+    alone = build_model_runner(config, MODEL, None, AheadOnCPU().mode(config))
+    assert alone.info.num_blocks == 1 + 6 * -(-64 // size)
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,9 @@ import torch
 
 from asyncllm.config import EngineConfig
 from asyncllm.errors import EngineDeadError, EngineError, KVCacheTooSmallError
-from asyncllm.gpu import build, cache_sizing, decoder_loading, model_runner
+from asyncllm.gpu import build, cache_sizing, decoder_loading, memory, model_runner
 from asyncllm.gpu.build import build_model_runner
+from asyncllm.gpu.graph.capturer import CudaGraphCapturer
 from asyncllm.gpu.kv_cache import block_bytes, min_cache_bytes, size_cache
 from asyncllm.gpu.memory import (
     SEGMENT_BYTES,
@@ -41,6 +42,7 @@ from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.profile import largest_rows, profile_run
 from asyncllm.gpu.state_cache import StateCache, StateSpec
 from asyncllm.gpu.weights import dummy_weights
+from tests.cuda_captures import Captures
 from tests.driver import Driver
 from tests.fakes import Fake, fake
 from tests.live_bytes import LiveBytes
@@ -108,7 +110,7 @@ class SimulatedGPU:
         self._answer("finish")
         return not self.busy
 
-    def trim(self, device: torch.device) -> None:
+    def trim(self, device: torch.device, seconds: float = -1) -> None:
         self._answer("trim")
         self.cached = self.pooled = 0
 
@@ -224,22 +226,33 @@ def test_blocks_follow_from_the_bytes():
 
 
 @pytest.mark.parametrize(
-    ("max_num_seqs", "max_model_len", "available", "blocks"),
+    ("max_num_seqs", "max_model_len", "available", "blocks", "alone"),
     [
-        (10, 256, GIB, 10 * 4),  # 64 tokens for each
-        (10, 48, GIB, 10 * 3),
-        (2, 256, GIB, 16),  # one of the longest
-        (10, 256, 21, 20),  # what there is, with the null block
+        # Sequences of 16 blocks, or of 3; all counts with the null block.
+        (10, 256, 1001, 160, 320),  # all ten sequences
+        (10, 48, 1001, 30, 60),
+        (10, 256, 202, 100, 201),  # half of what there is
+        (10, 256, 33, 16, 32),  # half is one block too few: a whole sequence
+        (10, 256, 35, 16, 34),
+        (10, 256, 36, 17, 35),
+        (10, 256, 17, 16, 16),  # all, for one sequence
+        (1, 256, 1001, 16, 32),
     ],
 )
-def test_the_default_cache_is_what_the_sequences_use(
-    max_num_seqs, max_model_len, available, blocks
+def test_the_default_cache_leaves_the_application_its_half(
+    max_num_seqs, max_model_len, available, blocks, alone
 ):
     groups = kv_groups(MODEL, 16)
-    if available != GIB:
-        available *= block_bytes(groups, torch.bfloat16)
-    limits = {"max_num_seqs": max_num_seqs, "available": available, "cache_tokens": 64}
-    limits["step_tokens"] = 8
+    limits = {
+        "max_num_seqs": max_num_seqs,
+        "step_tokens": 8,
+        "available": available * block_bytes(groups, torch.bfloat16),
+    }
+    whole = size_cache(
+        EngineConfig(max_model_len=max_model_len), MODEL, groups, torch.bfloat16, **limits
+    )
+    assert whole.num_blocks == alone + 1
+    limits["shares_memory"] = True
     config = EngineConfig(max_model_len=max_model_len)
     sized = size_cache(config, MODEL, groups, torch.bfloat16, **limits)
     assert sized.num_blocks == blocks + 1
@@ -710,13 +723,12 @@ def test_the_pool_is_torchs_own_and_counts_its_segments_alone(monkeypatch):
             torch.cuda.memory, name, lambda *args, name=name: calls.append((name, *args))
         )
     segments = [
-        {"segment_pool_id": (0, 7), "device": 1, "total_size": 20},
-        {"segment_pool_id": (0, 7), "device": 1, "total_size": 2},
-        {"segment_pool_id": (0, 7), "device": 0, "total_size": 100},
-        {"segment_pool_id": (0, 0), "device": 1, "total_size": 1000},
+        {"device": 1, "total_size": 20},
+        {"device": 1, "total_size": 2},
+        {"device": 0, "total_size": 100},
     ]
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 7))
-    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", {(0, 7): segments}.get)
     with MemoryProbe().pool(torch.device("cuda", 1)) as reserved:
         assert reserved() == 22
         assert calls == [("_cuda_beginAllocateCurrentThreadToPool", 1, (0, 7))]
@@ -742,6 +754,93 @@ def test_waiting_for_the_device_is_bounded(monkeypatch):
     assert MemoryProbe().finish(GPU, 10.0)
     Event.left = 10**9
     assert not MemoryProbe().finish(GPU, 0.02)
+
+
+@pytest.fixture
+def torch_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[Captures]:
+    """torch's rule, by which a cache is never emptied under a capture, or beside an open pool."""
+    captures, pools = Captures(), []
+    captures.install(monkeypatch)
+
+    def empty_cache() -> None:
+        assert not captures.recording, "captures_underway.empty() INTERNAL ASSERT FAILED"
+        assert not pools, "captures_underway.empty() INTERNAL ASSERT FAILED"
+
+    @contextmanager
+    def use_mem_pool(pool, device):
+        pools.append(pool)
+        yield
+        pools.remove(pool)
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", use_mem_pool)
+    monkeypatch.setattr(MemoryProbe, "finish", lambda *_: True)
+    yield captures
+    captures.check_clean()
+
+
+@contextmanager
+def capturing(captures: Captures) -> Iterator[threading.Event]:
+    """Another thread captures until the event is set, or the context ends."""
+    begun, over = threading.Event(), threading.Event()
+
+    def run() -> None:
+        if captures.recording:
+            begun.set()
+            over.wait(10)
+
+    capturer = CudaGraphCapturer(torch.device("cpu", 0))
+    thread = threading.Thread(target=capturer.capture, args=(run,))
+    thread.start()
+    assert begun.wait(10)
+    try:
+        yield over
+    finally:
+        over.set()
+        thread.join()
+
+
+def use_pool() -> None:
+    with MemoryProbe().pool(GPU):
+        pass
+
+
+@pytest.mark.parametrize("work", [lambda: MemoryProbe().trim(GPU), use_pool], ids=["trim", "pool"])
+def test_memory_waits_for_another_engines_capture(torch_state: Captures, work) -> None:
+    done: list[bool] = []
+
+    def run() -> None:
+        work()
+        done.append(True)
+
+    with capturing(torch_state) as over:
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join(0.1)
+        assert not done
+        over.set()
+        thread.join(10)
+    assert done == [True]
+
+
+def test_a_cache_is_not_emptied_beside_an_open_pool(torch_state: Captures) -> None:
+    with MemoryProbe().pool(GPU), pytest.raises(TimeoutError, match=r"more than 0\.05 s"):
+        MemoryProbe().trim(GPU, 0.05)
+    MemoryProbe().trim(GPU, 0.05)
+
+
+def test_release_does_not_wait_for_a_capture_that_hangs(
+    torch_state: Captures, monkeypatch, caplog
+) -> None:
+    monkeypatch.setattr(memory, "RELEASE_SECONDS", 0.05)
+    with capturing(torch_state):
+        release(GPU)
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "another engine captured" in record.getMessage()
+    caplog.clear()
+    release(GPU)
+    assert not caplog.records
 
 
 # --- errors of the device --------------------------------------------------------------

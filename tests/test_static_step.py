@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncllm import AsyncLLMEngine
 from asyncllm.checkpoint.model_config import ModelConfig
@@ -24,8 +25,9 @@ from asyncllm.core.executor import StepOutOfMemoryError
 from asyncllm.errors import RequestError
 from asyncllm.gpu import step_runner
 from asyncllm.gpu.batch.block_table import BlockTable
+from asyncllm.gpu.batch.grammar_masks import GrammarMasks
 from asyncllm.gpu.batch.host_buffer import HostBuffer
-from asyncllm.gpu.batch.sampling_inputs import Stages
+from asyncllm.gpu.batch.sampling_inputs import LOGITS_STAGES, Stages, TopLogprobs
 from asyncllm.gpu.batch.sampling_table import SCALARS
 from asyncllm.gpu.batch.step_buffer import StepBuffer, StepLimits, StepSizes
 from asyncllm.gpu.graph.cuda_graphs import (
@@ -49,6 +51,7 @@ from tests.checkpoints import make_checkpoint
 from tests.driver import UNCHECKED, Driver, Sequence, packed, unchecked
 from tests.fakes import FakeModelConfig, FakeTokenizer
 from tests.static_runner import (
+    CPU,
     LateStream,
     TraceRecorder,
     make_decoder,
@@ -475,15 +478,46 @@ def test_a_graph_is_recorded_once_per_key() -> None:
     for rows, key in ((1, ()), (2, ()), (2, (half,)), (3, ()), (5, ()), (2, masked), (1, ())):
         graphs.run(rows, *key)
     whole, small = GraphKey(4), GraphKey(2)
-    # The first step of all is padded to the largest bucket.
-    halves = [GraphKey(2, half), whole, GraphKey(5), GraphKey(2, *masked)]
+    # The first step of a kind is padded to the largest bucket.
+    halves = [GraphKey(4, half), whole, GraphKey(5), GraphKey(4, *masked)]
     assert runs == [whole, small, *halves, small]
     assert [record.key for record in graphs.captured] == [
         whole,
         small,
-        GraphKey(2, half),
-        GraphKey(2, *masked),
+        GraphKey(4, half),
+        GraphKey(4, *masked),
     ]
+
+
+class TorchCalls(TorchDispatchMode):
+    """Ops with the dtypes of their tensors, by which torch chooses kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[tuple[str, ...]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        dtypes = [str(value.dtype) for value in args if isinstance(value, Tensor)]
+        self.seen.add((str(func), *dtypes))
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_start_calls_every_op_of_the_stages_of_sampling(llama: Decoder) -> None:
+    runner = make_runner(llama, capturer=EagerCapturer())
+    step = steps_of(runner).memory
+    with TorchCalls() as warm:
+        runner.warm_up()
+    assert not step.tables.made
+    assert step.masks is None
+    vocab = llama.model.vocab_size
+    step.masks, out = GrammarMasks(8, vocab, CPU), TopLogprobs(8, 20, CPU)
+    step.tables.make(LOGITS_STAGES)
+    logits, rows = torch.zeros(3, vocab), step.sampling_rows(3)
+    with torch.inference_mode(), TorchCalls() as called:
+        llama.ops.process_logits(logits, rows, LOGITS_STAGES)
+        llama.ops.top_logprobs(logits, step.sampled[:3], out)
+    assert len(called.seen) > 20
+    assert called.seen <= warm.seen
 
 
 def test_closing_drops_every_tensor_at_once(llama: Decoder) -> None:

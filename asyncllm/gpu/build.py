@@ -146,7 +146,7 @@ def _warm_up(
     runner.warm_up(partial(tell, stage="kernels"))
     calibrate(runner, config, mode)
     logger.info("steps run as %s", runner.execution)
-    if config.cuda_graphs == "startup":
+    if config.cuda_graphs != "off":
         runner.capture_graphs(partial(tell, stage="graphs"))
 
 

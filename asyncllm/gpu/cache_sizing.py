@@ -73,7 +73,7 @@ def choose_cache_size(
         max_num_seqs=max_num_seqs,
         step_tokens=token_budget,
         available=available,
-        cache_tokens=mode.cache_tokens,
+        shares_memory=mode.shares_memory,
     )
     if mode.device.type == "cuda":
         check_cache(config, mode.device, size.num_blocks * block_bytes(groups, dtype))

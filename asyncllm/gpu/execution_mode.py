@@ -17,15 +17,12 @@ from asyncllm.gpu.ops.logits import processing_bytes
 from asyncllm.validation import invalid
 
 GRAPH_BYTES = 8 * 2**20
-"""Reserved for a captured graph: an estimate, where CaptureStats has what one took."""
+"""Reserved for the graph of a whole step: an estimate, where CaptureStats has what one took. Graphs
+of halves and of skewed batches have the same activations, in the same pool; what the driver takes
+for their nodes is not reserved."""
 
 STEP_TIMEOUT = 60.0
 """Seconds, on a GPU: no kernel is compiled in a step, and the largest takes seconds at most."""
-
-CACHE_TOKENS = 4096
-"""Of the KV cache per sequence on a GPU. The engine lives in an application, which has use for the
-memory that tens of thousands of tokens for each of 256 sequences would take; the prefix cache gains
-from more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +35,7 @@ class ExecutionMode:
             on the host.
         max_num_seqs, token_budget, pipeline_depth, step_timeout: defaults, for a configuration
             without.
-        cache_tokens: of the KV cache per sequence, likewise; None is twice the longest sequence.
+        shares_memory: leave the application half of what the KV cache could have, likewise.
     """
 
     device: torch.device
@@ -48,7 +45,7 @@ class ExecutionMode:
     token_budget: int
     pipeline_depth: int
     step_timeout: float = 600.0
-    cache_tokens: int | None = None
+    shares_memory: bool = False
 
 
 def execution_mode_for(config: EngineConfig, device: torch.device) -> ExecutionMode:
@@ -56,7 +53,9 @@ def execution_mode_for(config: EngineConfig, device: torch.device) -> ExecutionM
     if device.type != "cuda":
         return ExecutionMode(device, SyncStream(), None, 64, 8192, 1)
     make = EagerCapturer if config.cuda_graphs == "off" else lambda: CudaGraphCapturer(device)
-    return ExecutionMode(device, CudaStream(device), make, 256, 8192, 2, STEP_TIMEOUT, CACHE_TOKENS)
+    return ExecutionMode(
+        device, CudaStream(device), make, 256, 8192, 2, STEP_TIMEOUT, shares_memory=True
+    )
 
 
 def graph_sizes(config: EngineConfig, mode: ExecutionMode, max_num_seqs: int) -> tuple[int, ...]:
@@ -68,7 +67,7 @@ def graph_sizes(config: EngineConfig, mode: ExecutionMode, max_num_seqs: int) ->
     sizes = config.cuda_graph_sizes
     if mode.make_capturer is None:
         eagerly = f"steps run eagerly on device {mode.device}"
-        if config.cuda_graphs in ("startup", "lazy"):
+        if config.cuda_graphs == "decode":
             raise invalid("cuda_graphs", config.cuda_graphs, f'"auto" or "off": {eagerly}')
         if sizes is not None:
             raise invalid("cuda_graph_sizes", sizes, f"None: {eagerly}")

@@ -204,18 +204,20 @@ def size_cache(
     max_num_seqs: int,
     step_tokens: int,
     available: int,
-    cache_tokens: int | None = None,
+    shares_memory: bool = False,
 ) -> KVCacheSize:
     """Chooses the number of blocks and the longest sequence.
 
     ``num_blocks`` and ``kv_cache_memory`` of the configuration come first, in that order.
-    Without them the cache takes ``available`` bytes, but not more than ``max_num_seqs`` sequences
-    of ``cache_tokens`` and one of full length need.
+    Without them the cache takes ``available`` bytes, but not more than twice what ``max_num_seqs``
+    sequences of full length need. Where the device's memory is shared with the application, it
+    takes half of ``available``, but not more than those sequences need, and not less than one of
+    them.
 
     Args:
         step_tokens: that a step computes of a sequence at most.
         available: bytes to take where the configuration does not say.
-        cache_tokens: None is twice the full length.
+        shares_memory: ``available`` is all that is free, not the engine's share of it.
 
     Raises:
         InvalidRequestError: if ``max_model_len`` exceeds the model's context.
@@ -235,12 +237,12 @@ def size_cache(
     elif config.kv_cache_memory is not None:
         usable, knob = int(config.kv_cache_memory) // per_block - 1, "kv_cache_memory"
     else:
-        full = blocks(longest)
-        if cache_tokens is None:
-            useful = 2 * max_num_seqs * full
+        full, most = blocks(longest), available // per_block - 1
+        if shares_memory:
+            useful = max(full, min(max_num_seqs * full, available // 2 // per_block - 1))
         else:
-            useful = max_num_seqs * blocks(min(longest, cache_tokens))
-        usable, knob = min(available // per_block - 1, max(useful, full)), "kv_cache_memory"
+            useful = 2 * max_num_seqs * full
+        usable, knob = min(most, useful), "kv_cache_memory"
     if usable < blocks(config.max_model_len or 1):
         raise _too_small(config.max_model_len, usable, groups, step_tokens, per_block, knob)
     max_model_len = bisect_right(range(1, longest + 1), usable, key=blocks)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 
 from asyncllm.config import EngineConfig
 from asyncllm.errors import EngineError, KVCacheTooSmallError
+from asyncllm.gpu.graph.captures import CAPTURES
 from asyncllm.gpu.kv_cache import available_memory
 from asyncllm.logger import get_logger
 from asyncllm.validation import explain
@@ -28,7 +30,8 @@ SEGMENT_BYTES = 2 * 2**20
 """torch takes large allocations from the device in multiples of this."""
 
 RELEASE_SECONDS = 5.0
-"""How long ``release`` waits for work that is still on the device."""
+"""How long ``release`` waits for work that is still on the device, and then for the turn among the
+engines of the process."""
 
 _OUT_OF_MEMORY = (
     "out of memory",
@@ -55,7 +58,8 @@ class MemoryProbe:
     @contextmanager
     def pool(self, device: torch.device) -> Iterator[Callable[[], int]]:
         """Sends the calling thread's allocations to a pool of their own. The value returns how
-        many bytes that has taken from the device, which never shrinks within the context.
+        many bytes that has taken from the device, which never shrinks within the context. No other
+        engine captures meanwhile or gives memory back.
 
         The pool has no owner once the context ends, so that ``trim`` may empty it. It is not a
         ``torch.cuda.MemPool``, whose C++ destructor empties it and ends the process if that
@@ -64,16 +68,8 @@ class MemoryProbe:
         """
         # The one attribute of a MemPool that ``use_mem_pool`` reads.
         handle: Any = SimpleNamespace(id=torch.cuda.graph_pool_handle())
-
-        def reserved() -> int:
-            return sum(
-                segment["total_size"]
-                for segment in torch.cuda.memory_snapshot()
-                if segment["segment_pool_id"] == handle.id and segment["device"] == device.index
-            )
-
-        with torch.cuda.use_mem_pool(handle, device):
-            yield reserved
+        with CAPTURES.turn(), torch.cuda.use_mem_pool(handle, device):
+            yield partial(pool_bytes, handle.id, device)
 
     def finish(self, device: torch.device, seconds: float) -> bool:
         """Waits for the work on the thread's current stream; False if it takes longer. Raises
@@ -87,9 +83,23 @@ class MemoryProbe:
             time.sleep(0.001)
         return True
 
-    def trim(self, device: torch.device) -> None:
-        """Returns the blocks that torch has cached and no tensor uses to the device."""
-        torch.cuda.empty_cache()
+    def trim(self, device: torch.device, seconds: float = -1) -> None:
+        """Returns the blocks that torch has cached and no tensor uses to the device.
+
+        Args:
+            seconds: to wait for the turn at most; -1 is without end.
+
+        Raises:
+            TimeoutError: another engine captures for longer.
+        """
+        with CAPTURES.turn(seconds):
+            torch.cuda.empty_cache()
+
+
+def pool_bytes(pool: tuple[int, int], device: torch.device) -> int:
+    """Bytes that a private pool of torch has taken from the device."""
+    segments = torch.cuda.memory_snapshot(pool)
+    return sum(each["total_size"] for each in segments if each["device"] == device.index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,7 +307,7 @@ def release(device: torch.device, probe: MemoryProbe | None = None) -> None:
     """Returns the memory of tensors without references to the device.
 
     Call it last, on the thread and stream that ran the steps. It neither raises nor waits for
-    more than ``RELEASE_SECONDS``: a device that has failed, or hangs, is left as it is, with
+    more than twice ``RELEASE_SECONDS``: a device that has failed, or hangs, is left as it is, with
     a warning.
 
     It empties torch's cache as a whole. That takes the host application's cached blocks too,
@@ -312,7 +322,7 @@ def release(device: torch.device, probe: MemoryProbe | None = None) -> None:
     probe = probe or MemoryProbe()
     try:
         if probe.finish(device, RELEASE_SECONDS):
-            probe.trim(device)
+            probe.trim(device, RELEASE_SECONDS)
         else:
             logger.warning(
                 "%s was still busy after %g s: the engine's memory stays in torch's cache until "

@@ -30,7 +30,7 @@ pytestmark = [
 ]
 
 DEVICE = "cuda"
-GRAPHS = ("off", "lazy", "startup")
+GRAPHS = ("off", "decode", "auto")
 ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM")
 VOCAB_SIZE = 2048
 
@@ -229,7 +229,7 @@ def test_graphs_equal_eager_steps_in_every_batch_size(checkpoint, dtype):
                 size: tokens(await run_together(engine, equal_requests(size))) for size in sizes
             }
 
-    captured = asyncio.run(main(None, "startup"))
+    captured = asyncio.run(main(None, "auto"))
     assert {1, 2, 4, 8, 64} <= set(captured)
     eager = asyncio.run(main(list(captured), "off"))
     for size, found in captured.items():
@@ -237,9 +237,9 @@ def test_graphs_equal_eager_steps_in_every_batch_size(checkpoint, dtype):
         assert len(set(found)) > size / 2
 
 
-def test_startup_captures_every_batch_size(checkpoint):
+def test_start_captures_every_batch_size(checkpoint):
     async def main() -> Any:
-        chosen = settings(cuda_graphs="startup", cuda_graph_sizes=(1, 3, 8), max_num_seqs=8)
+        chosen = settings(cuda_graph_sizes=(1, 3, 8), max_num_seqs=8)
         async with AsyncLLMEngine(checkpoint(), **chosen) as engine:
             graphs = graphs_of(engine)
             return tuple(graphs.buckets), list(graphs.captured)
@@ -268,7 +268,7 @@ def test_padded_batches_equal_eager_ones(checkpoint, count):
     expected = run(
         checkpoint(), [(p, {**options, "logprobs": 5}) for p in prompts], cuda_graphs="off"
     )
-    found = run(checkpoint(), [(p, options) for p in prompts], cuda_graphs="startup")
+    found = run(checkpoint(), [(p, options) for p in prompts])
     assert_equal_but_for_ties(found, expected)
 
 
@@ -317,7 +317,7 @@ def test_a_processor_that_raises_ends_its_request_alone(checkpoint):
 # --- a tiny pool ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("graphs", ["off", "startup"])
+@pytest.mark.parametrize("graphs", ["off", "auto"])
 @pytest.mark.parametrize("ahead", [False, True], ids=["in step", "one step ahead"])
 def test_preemptions_change_nothing(checkpoint, graphs, ahead):
     requests = mixed_requests()
@@ -339,7 +339,7 @@ def test_preemptions_change_nothing(checkpoint, graphs, ahead):
     assert stats.num_free_blocks == stats.num_blocks
 
 
-@pytest.mark.parametrize("graphs", ["off", "startup"])
+@pytest.mark.parametrize("graphs", ["off", "auto"])
 def test_aborts_leave_the_others_alone(checkpoint, graphs):
     """Half of the requests are aborted at some token or other, in a pool that is too small."""
     requests = mixed_requests() * 2
@@ -401,7 +401,7 @@ def test_memory_comes_back_after_closing(checkpoint):
     """The second open and close leave as much memory taken as the first."""
     held = []
     for _ in range(2):
-        results = run(checkpoint(), equal_requests(5), cuda_graphs="startup")
+        results = run(checkpoint(), equal_requests(5))
         assert len(results) == 5
         held.append(device_memory())
     assert held[0] == held[1]

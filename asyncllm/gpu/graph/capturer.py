@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import threading
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 
-from asyncllm.gpu.memory import is_out_of_memory
+from asyncllm.gpu.graph.captures import CAPTURES
+from asyncllm.gpu.memory import is_out_of_memory, pool_bytes
 from asyncllm.logger import get_logger
 from asyncllm.validation import explain
 
+if TYPE_CHECKING:
+    from torch.cuda import _POOL_HANDLE
+
 logger = get_logger("asyncllm")
-
-MAX_FAILURES = 2
-"""Failed captures after which a capturer makes no more: what is not legal in one graph of a step
-is not legal in the next."""
-
-_CAPTURING = threading.Lock()
-"""Of the process, as are Python's garbage collection, torch's allocator and default generator,
-which a capture changes."""
 
 
 class CudaGraphCapturer:
@@ -29,44 +25,40 @@ class CudaGraphCapturer:
 
     ``torch.cuda.graph`` would synchronise the device, collect garbage and empty the caching
     allocator of the whole process, so the graph's own methods are called. The capture is
-    "thread_local": CUDA then lets other threads of the application work meanwhile. torch 2.11
-    does not let them do everything: see docs/gpu.md.
+    "thread_local": other threads of the application may then launch and allocate meanwhile. What
+    they may not do, and what happens if they do, is in docs/gpu.md.
 
     A capture that fails costs its batch size the graph and nothing else: its step has run
-    already. Python's garbage collection is off during a capture, because a finaliser of the
-    application that frees device memory on this thread would invalidate it.
+    already. Each reason for failures is logged once. Python's garbage collection is off during a
+    capture, because a finaliser of the application that frees device memory on this thread would
+    invalidate it.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._pool = torch.cuda.graph_pool_handle()
-        # Alive, because torch's allocator may go on asking one which streams it captures.
-        self._failed: list[torch.cuda.CUDAGraph] = []
-        self._failures = 0
+        self._reasons: set[str] = set()
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None] | None:
         # Kernels are compiled and libraries make their workspaces at the first run, which a
         # capture does not allow.
         run()
-        if self._failures >= MAX_FAILURES:
-            return None
-        with _CAPTURING, _no_garbage_collection():
+        with CAPTURES.turn(), _no_garbage_collection():
             try:
-                return self._record(run).replay
+                return self._record(run, self._pool).replay
             except Exception as error:
-                self._failures += 1
                 reason, is_memory = explain(error), is_out_of_memory(error)
             self._reset_generator()
         self._report(reason, is_memory)
         return None
 
     def memory(self) -> int:
-        return torch.cuda.memory_reserved(self.device)
+        return pool_bytes(self._pool, self.device)
 
-    def _record(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    def _record(self, run: Callable[[], None], pool: _POOL_HANDLE) -> torch.cuda.CUDAGraph:
         graph, ends = torch.cuda.CUDAGraph(), False
         try:
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             run()
             ends = True
             graph.capture_end()
@@ -75,47 +67,53 @@ class CudaGraphCapturer:
                 # The stream must not stay in capture; that it failed is known already.
                 with contextlib.suppress(RuntimeError):
                     graph.capture_end()
-            self._failed.append(graph)
-            self._leave_pool()
+            self._leave_pool(graph, pool)
             raise
         return graph
 
-    def _leave_pool(self) -> None:
+    def _leave_pool(self, graph: torch.cuda.CUDAGraph, pool: _POOL_HANDLE) -> None:
         """Undoes what ``capture_begin`` did to torch's allocator and ``capture_end`` left: it
         raises for an invalidated capture before it comes to that (CUDAGraph.cpp), and the
         allocator would go on recording into the pool."""
-        pool, self._pool = self._pool, torch.cuda.graph_pool_handle()
+        self._pool = torch.cuda.graph_pool_handle()
         # An error says that torch has done it.
         with contextlib.suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(self.device.index, pool)
+            CAPTURES.keep(graph)
             torch._C._cuda_releasePool(self.device.index, pool)
 
     def _reset_generator(self) -> None:
         """Captures something legal: the end of a capture is the one place where torch (2.11)
         takes the default generator out of it, without which the application's next random
-        number on the device would be an error."""
+        number on the device would be an error.
+
+        Its pool is its own: the graph is dropped at once and gives up its pool, into which torch
+        never captures again.
+        """
         with contextlib.suppress(Exception):
             scratch = torch.zeros(1, device=self.device)
 
             def run() -> None:
                 scratch.zero_()
 
-            self._record(run)
+            self._record(run, torch.cuda.graph_pool_handle())
 
     def _report(self, reason: str, is_memory: bool) -> None:
-        what = "a CUDA graph could not be captured, the steps of its batch size run eagerly"
-        if self._failures >= MAX_FAILURES:
-            what = (
-                f"{self._failures} CUDA graphs could not be captured: steps without one run "
-                "eagerly from now on"
-            )
+        if reason in self._reasons:
+            return
+        self._reasons.add(reason)
         remedy = ": lower gpu_memory_utilization or kv_cache_memory" if is_memory else ""
-        logger.warning("%s%s (%s)", what, remedy, reason)
+        logger.warning(
+            "a CUDA graph could not be captured, its steps run eagerly and are tried again later%s "
+            "(%s)",
+            remedy,
+            reason,
+        )
 
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Under the lock: two captures would restore each other's state."""
+    """In turn: two captures would restore each other's state."""
     enabled = gc.isenabled()
     gc.disable()
     try:

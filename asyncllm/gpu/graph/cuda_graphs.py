@@ -6,7 +6,7 @@ import enum
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -14,6 +14,9 @@ from asyncllm.gpu.batch.sampling_inputs import Stages
 from asyncllm.logger import get_logger
 
 logger = get_logger("asyncllm")
+
+RETRY_STEPS = 3
+"""Steps of a key after which it is captured again, to the power of its failed captures."""
 
 
 class Part(enum.Enum):
@@ -47,7 +50,7 @@ class GraphKey:
 
 @dataclass(frozen=True, slots=True)
 class CaptureStats:
-    """Cost of a graph: seconds to capture, and bytes that the process took for it."""
+    """Cost of a graph: seconds to capture, and bytes by which the pool that all share grew."""
 
     key: GraphKey
     seconds: float
@@ -63,7 +66,7 @@ class GraphCapturer(Protocol):
         ...
 
     def memory(self) -> int:
-        """Bytes that the process holds on the device."""
+        """Bytes that the graphs' pool has taken from the device."""
         ...
 
 
@@ -78,9 +81,24 @@ class EagerCapturer:
         return 0
 
 
+@dataclass(slots=True)
+class _Failed:
+    """Failed captures of a key, and its steps since the last of them."""
+
+    captures: int = 0
+    steps: int = 0
+
+
 class StepGraphs:
-    """One graph per key, captured when it is first needed or all at start; the largest comes
-    first in either case, so that the others fit into its memory.
+    """One graph per key, captured at start or when a batch first needs it.
+
+    Of the graphs that differ in the bucket alone the largest comes first in either case, so that
+    the others fit into its memory.
+
+    A capture can fail for what another thread of the application does at that moment, which no
+    error tells from what the step does. So a key without a graph runs eagerly, and is captured
+    again at its third next step, after another failure at the ninth next, and so on: a step that
+    cannot be captured at all costs ever less, and no graph is given up for good.
 
     Not thread-safe: captured and replayed on the engine thread.
 
@@ -101,6 +119,7 @@ class StepGraphs:
         self._run = run
         self._capturer = capturer
         self._graphs: dict[GraphKey, Callable[[], None]] = {}
+        self._failed: dict[GraphKey, _Failed] = {}
 
     def bucket(self, num_rows: int) -> int | None:
         """The smallest bucket that holds so many rows, or None."""
@@ -124,11 +143,14 @@ class StepGraphs:
         graph = self._graphs.get(key)
         if graph is not None:
             graph()
-        elif self._graphs:
+            return
+        largest = replace(key, bucket=self.buckets[-1])
+        if largest not in self._graphs and largest not in self._failed:
+            key = largest
+        if self._is_due(key):
             self._capture(key)
         else:
-            # The largest bucket first, so that later graphs fit into the shared graph pool.
-            self._capture(GraphKey(self.buckets[-1], part, stages, balanced))
+            self._run(key)
 
     def capture_all(self, progress: Callable[[int, int], None]) -> None:
         """Captures every bucket, the largest first.
@@ -144,8 +166,9 @@ class StepGraphs:
             self._capture(GraphKey(bucket))
             progress(done, len(self.buckets))
         logger.info(
-            "captured %d CUDA graphs in %.2f s, %.1f MiB",
+            "captured %d of %d CUDA graphs in %.2f s, %.1f MiB",
             len(self.captured),
+            len(self.buckets),
             sum(capture.seconds for capture in self.captured),
             sum(capture.num_bytes for capture in self.captured) / 2**20,
         )
@@ -156,14 +179,24 @@ class StepGraphs:
         self._graphs.clear()
         self._run = _closed
 
+    def _is_due(self, key: GraphKey) -> bool:
+        """Whether a step of a key without a graph is to be captured; counts it."""
+        failed = self._failed.get(key)
+        if failed is None:
+            return True
+        failed.steps += 1
+        return failed.steps >= RETRY_STEPS**failed.captures
+
     def _capture(self, key: GraphKey) -> None:
-        """Runs the step, and keeps its graph; without one it runs eagerly from now on."""
+        """Runs the step, and keeps its graph."""
         began, before = time.perf_counter(), self._capturer.memory()
         run = partial(self._run, key)
         graph = self._capturer.capture(run)
-        self._graphs[key] = graph or run
         if graph is None:
+            failed = self._failed.setdefault(key, _Failed())
+            failed.captures, failed.steps = failed.captures + 1, 0
             return
+        self._graphs[key] = graph
         self.captured.append(
             CaptureStats(key, time.perf_counter() - began, self._capturer.memory() - before)
         )

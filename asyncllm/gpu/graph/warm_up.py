@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from asyncllm.core.batch import StepBatch
+from asyncllm.gpu.batch.grammar_masks import GrammarMasks
 from asyncllm.gpu.batch.input_batch import InputBatch
-from asyncllm.gpu.batch.sampling_inputs import Stages
+from asyncllm.gpu.batch.sampling_inputs import (
+    LOGITS_STAGES,
+    LogitsTables,
+    Stages,
+    TopLogprobs,
+)
 from asyncllm.gpu.batch.step_buffer import step_inputs
 from asyncllm.gpu.graph.cuda_graphs import GraphKey
 from asyncllm.gpu.graph.graph_replay import GraphReplay
@@ -51,9 +58,24 @@ def warm_up(runner: StepRunner, replay: GraphReplay, progress: Callable[[int, in
 
 
 def _sample_processed(runner: StepRunner) -> None:
-    """Logits that have passed through stages are in float32."""
-    logits = torch.zeros((1, runner.info.vocab_size), device=runner.device)
-    runner.draw(logits, Stages.NONE)
+    """All stages of sampling on a row of padding, with tables of their own: torch's kernels, which
+    CUDA loads at their first launch, and the draw from float32, which the stages leave."""
+    model, vocab, device = runner.model, runner.info.vocab_size, runner.device
+    memory = runner.memory
+    logits = torch.zeros((1, vocab), dtype=model.embedding.dtype, device=device)
+    masks, tables = GrammarMasks(1, vocab, device), LogitsTables(1, vocab, device)
+    tables.make(LOGITS_STAGES)
+    rows = replace(
+        memory.sampling_rows(1),
+        last_sampled_tokens=memory.last_sampled_tokens[:2],
+        tables=tables,
+        mask_slots=masks.slots,
+        mask_words=masks.words,
+    )
+    processed = model.ops.process_logits(logits, rows, LOGITS_STAGES)
+    runner.draw(processed, Stages.NONE)
+    out = TopLogprobs(1, runner.sampler.state.num_logprobs, device)
+    model.ops.top_logprobs(logits, memory.sampled[:1], out)
 
 
 def expert_changes(decoder: LanguageModel) -> tuple[int, ...]:
