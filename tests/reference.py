@@ -116,7 +116,7 @@ def compare(seq: Sequence, expected: Expected, tally: Tally) -> None:
     """Raises AssertionError unless tokens and log-probabilities agree."""
     assert seq.error is None, seq.error
     assert len(seq.outputs) == len(seq.logprobs) == seq.max_tokens
-    equal = check_tokens(seq.outputs, expected)
+    equal = check_tokens(seq.outputs, expected.first(seq.max_tokens))
     for index, (token, entry) in enumerate(zip(seq.outputs, seq.logprobs, strict=True)):
         row = expected.logprobs[index]
         assert entry.sampled.token_id == token
