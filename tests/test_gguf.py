@@ -158,7 +158,7 @@ def greedy(path: Path, reference: torch.nn.Module, count: int = 16) -> None:
     sequences = [driver.add(prompt, count) for prompt in prompts]
     driver.run(sequences)
     for seq, prompt in zip(sequences, prompts, strict=True):
-        compare(seq, generate(reference, prompt, count), tally, tolerance=2e-4)
+        compare(seq, generate(reference, prompt, count), tally)
     assert tally.tokens == count * len(prompts)
     assert len({token for seq in sequences for token in seq.outputs}) > 10
 

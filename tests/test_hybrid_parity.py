@@ -40,7 +40,7 @@ from tests.parity import (
     run_matrix,
     run_static_step,
 )
-from tests.reference import generate
+from tests.reference import check_tokens, generate
 from tests.test_recurrent_states import MISTAKES
 
 SHARED = {**EXPERTS, "shared_expert_intermediate_size": 56}
@@ -172,7 +172,7 @@ async def test_prefixes_are_found_behind_recorded_steps(load_case, name: str, ah
     draw = random.Random(name)
     shared = [draw.randrange(250) for _ in range(24)]
     prompts = [[*shared, *(draw.randrange(250) for _ in range(1 + i))] for i in range(6)]
-    expected = [generate(case.model, prompt, 8).tokens for prompt in prompts]
+    expected = [generate(case.model, prompt, 8) for prompt in prompts]
     loaded = LoadedModel(runner, FakeTokenizer(), FakeModelConfig())
     cached = []
     async with AsyncLLMEngine._with_loader(lambda config, progress: loaded) as engine:
@@ -183,9 +183,11 @@ async def test_prefixes_are_found_behind_recorded_steps(load_case, name: str, ah
             cached.append(result.usage.cached_tokens)
             return list(result.token_ids)
 
-        assert [await tokens(prompt) for prompt in prompts] == expected
+        found = [await tokens(prompt) for prompt in prompts]
         assert cached[:1] + cached[2:] == [0, 24, 24, 24, 24]
-        assert await asyncio.gather(*map(tokens, prompts)) == expected
+        found += await asyncio.gather(*map(tokens, prompts))
+    for outputs, one in zip(found, expected * 2, strict=True):
+        check_tokens(outputs, one)
 
 
 def test_a_quantisation_leaves_gates_as_they_are(load_case):
@@ -238,6 +240,13 @@ def _no_decay(runner: ModelRunner) -> None:
         mixer.delta.biases.log_rate.fill_(-torch.inf)
 
 
+def _rounded_decay(runner: ModelRunner) -> None:
+    """As a checkpoint in bfloat16 has it: the least of these mistakes, where noise is greatest."""
+    for mixer in _mixers(runner, GatedDeltaMixer):
+        rate = mixer.delta.biases.log_rate
+        rate.copy_(rate.bfloat16())
+
+
 def _no_offset(runner: ModelRunner) -> None:
     for layer in device(runner).decoder.layers:
         layer.input_norm.weight -= 1
@@ -259,6 +268,7 @@ MUTATIONS: dict[str, tuple[str, Callable[[ModelRunner], None]]] = {
     "no gate on attention": ("Qwen3_5", _no_output_gate),
     "no gate on the rule": ("Qwen3_5", _no_z),
     "no decay": ("Qwen3Next", _no_decay),
+    "a decay in bfloat16": ("Qwen3Next", _rounded_decay),
     "norms of w": ("Qwen3_5", _no_offset),
     "RoPE on all of the head": ("Qwen3_5", _all_rotated),
     "no gate on the shared expert": ("Qwen3_5Moe", _no_gate_of_the_shared),

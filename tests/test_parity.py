@@ -130,8 +130,8 @@ def load_case(
 def tally() -> Iterator[Tally]:
     tally = Tally()
     yield tally
-    print(f"{tally.tokens} tokens compared, {tally.ties} parted at a tie")
-    assert tally.ties <= 1 + tally.tokens // 10_000
+    print(f"{tally.tokens} tokens compared, {len(tally.ties)} parted at a tie")
+    assert len(tally.ties) <= 1 + tally.tokens // 10_000
 
 
 def check(case: Case, tally: Tally, seqs: list[Any], indices: list[int]) -> None:

@@ -24,7 +24,7 @@ from asyncllm.gpu.weights import load_weights
 from tests.checkpoints import make_checkpoint
 from tests.families import CASES, make
 from tests.native_library import native_library
-from tests.reference import Expected, Tally, compare, generate
+from tests.reference import MARGIN, Expected, Tally, compare, generate, score
 from tests.static_runner import CPU, LateStream, TraceRecorder, make_decoder, make_runner
 from tests.test_scheduler import Rig
 
@@ -143,7 +143,7 @@ class ModelRig(Rig):
                 max_tokens=request.sampling.max_tokens,
             )
             compare(seq, self.case.expect(prompt, len(outputs)), tally)
-        assert tally.ties <= 1
+        assert len(tally.ties) <= 1
 
 
 def backend_or_skip(backend: str) -> str:
@@ -242,9 +242,8 @@ def test_log_probabilities_of_a_prompt(load_case):
     rig.run()
     one = rig.ask(prompt, 2, prompt_logprobs=1)
     rig.run()
-    with torch.no_grad():
-        rows = case.model(torch.tensor([prompt])).logits[0].float().log_softmax(-1)
+    rows, noise = score(case.model, prompt)
     assert len(one.prompt_logprobs) == len(prompt) - 1
     for row, token, found in zip(rows, prompt[1:], one.prompt_logprobs, strict=False):
         assert found.sampled.token_id == token
-        assert abs(found.sampled.logprob - float(row[token])) < 1e-4
+        assert abs(found.sampled.logprob - float(row[token])) < MARGIN * noise

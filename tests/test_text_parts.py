@@ -88,7 +88,7 @@ def make_multimodal(path: Path, family: str, **changes: Any) -> Any:
     config = getattr(transformers, f"{family}Config")(
         **{"tie_word_embeddings": False} | settings | changes
     )
-    config._attn_implementation = "eager"
+    config._attn_implementation = config._experts_implementation = "eager"
     model = getattr(transformers, f"{family}ForConditionalGeneration")(config).eval()
     draw_weights(model, gain=1.3)
     model.generation_config = transformers.GenerationConfig()
