@@ -12,18 +12,22 @@ import torch
 
 pytest.importorskip("triton")
 
+from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.gpu.graph.capturer import CudaGraphCapturer
+from asyncllm.gpu.graph.cuda_graphs import EagerCapturer, GraphKey
 from asyncllm.outputs import Logprob, TokenLogprobs
 from benchmarks.common import Report
 from benchmarks.gpu import children, smoke, smoke_probes
+from benchmarks.gpu.checkpoint import write_checkpoint
 from benchmarks.gpu.children import ProbeError, ProbeProcess
-from benchmarks.gpu.probe import nodes_of_dump
+from benchmarks.gpu.probe import count_nodes, nodes_of_dump
 from benchmarks.gpu.smoke import Task
 from benchmarks.gpu.smoke_kernels import checks_of
 from benchmarks.gpu.smoke_models import MODELS
 from benchmarks.gpu.stage import Deadline, Stage
-from tests.cuda_captures import Captures
-from tests.gpu_stand_ins import figures, make_stage
+from tests.cuda_captures import Captures, Illegal
+from tests.gpu_stand_ins import TINY, figures, make_stage
+from tests.static_runner import LateStream, decode_step, make_decoder, make_runner
 
 DEVICE = torch.device("cpu", 0)
 
@@ -218,6 +222,20 @@ def test_a_process_that_stays_in_capture_is_noticed(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(CudaGraphCapturer, "_leave_pool", lambda self: None)
     with pytest.raises(AssertionError, match="nothing can be captured any more"):
         smoke_probes.check_failed_capture(CudaGraphCapturer(DEVICE), DEVICE)
+
+
+def test_nodes_of_a_captured_step_are_counted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    captures = Captures()
+    captures.install(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    model = ModelConfig.from_directory(write_checkpoint(tmp_path, TINY))
+    runner = make_runner(make_decoder(model), capturer=EagerCapturer(), stream=LateStream())
+    with torch.inference_mode(), Illegal("", captures.error) as expected:
+        decode_step(runner)._decode(GraphKey(2))
+    assert count_nodes(runner, 2) == expected.ops > 10
+    assert not captures.debugging
 
 
 def test_nodes_are_counted_once() -> None:
