@@ -51,7 +51,7 @@ def tasks() -> list[Task]:
         for name in (
             "attention", "windows", "sinks", "experts", "sampler", "step state", "norms",
             "activation", "rotation and cache write", "soft caps", "float32", "heads of 512",
-            "a decoder of two KV groups",
+            "gated delta, convolution and gated norm", "a decoder of two KV groups",
         )
     ]  # fmt: skip
     found.append(Task("a capture that fails", "failed_capture", 15))
