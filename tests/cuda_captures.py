@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import threading
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,6 +36,7 @@ class Captures:
         generator: whether the default generator believes that it is captured.
         collecting: whether garbage collection was on in any capture.
         overlapped: two threads captured at once.
+        debugging: a graph's debug mode was enabled, which is the process's and cannot be disabled.
     """
 
     def __init__(self, fails: str = "", error: Exception | None = None) -> None:
@@ -46,13 +49,13 @@ class Captures:
         self.captured_into: Counter[Pool] = Counter()
         self.filters: dict[Pool, int] = {}
         self.freed = False
-        self.generator = self.collecting = self.overlapped = False
+        self.generator = self.collecting = self.overlapped = self.debugging = False
         self.pools = itertools.count(1)
         self.threads: set[int] = set()
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, next(self.pools)))
-        patch.setattr(torch.cuda, "CUDAGraph", lambda: Graph(self))
+        patch.setattr(torch.cuda, "CUDAGraph", functools.partial(Graph, self))
         patch.setattr(torch.cuda, "memory_snapshot", self.snapshot)
         patch.setattr(torch._C, "_cuda_endAllocateToPool", self.end_allocate, raising=False)
         patch.setattr(torch._C, "_cuda_releasePool", self.release, raising=False)
@@ -87,12 +90,17 @@ class Captures:
 
 
 class Graph:
-    """In place of ``torch.cuda.CUDAGraph``. What it captures runs, on the CPU."""
+    """In place of ``torch.cuda.CUDAGraph``. What it captures runs, on the CPU.
 
-    def __init__(self, captures: Captures) -> None:
-        self._captures = captures
+    Attributes:
+        nodes: the ops of a graph that is kept; None where ``capture_end`` has dropped it.
+    """
+
+    def __init__(self, captures: Captures, keep_graph: bool = False) -> None:
+        self._captures, self._keep_graph = captures, keep_graph
         self._invalid: Illegal | None = None
         self._ended = False
+        self.nodes: int | None = None
         self.replays = 0
 
     def __del__(self) -> None:
@@ -102,9 +110,10 @@ class Graph:
         if self._ended:
             captures.release(0, self._pool)
 
-    def capture_begin(self, *, pool: Pool, capture_error_mode: str) -> None:
+    def capture_begin(self, *, pool: Pool | None = None, capture_error_mode: str) -> None:
         captures = self._captures
         assert capture_error_mode == "thread_local"
+        pool = torch.cuda.graph_pool_handle() if pool is None else pool
         if pool in captures.recording:
             raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
         captures.begun += 1
@@ -131,29 +140,40 @@ class Graph:
         self._invalid.__exit__(None, None, None)
         captures.threads.discard(threading.get_ident())
         failed = self._invalid.failed or captures.fails_at("capture_end")
-        self._invalid = None
+        nodes, self._invalid = self._invalid.ops, None
         if failed:
             raise RuntimeError("CUDA error: operation failed due to a previous error")
         captures.end_allocate(0, self._pool)
         del captures.filters[self._pool]
         captures.generator = False
         self._ended = True
+        self.nodes = nodes if self._keep_graph else None
         if captures.fails_at("instantiate"):
             raise captures.error
 
     def replay(self) -> None:
         self.replays += 1
 
+    def enable_debug_mode(self) -> None:
+        self._captures.debugging = True
+
+    def debug_dump(self, debug_path: str) -> None:
+        """Writes nothing, and says nothing, where there is no graph."""
+        if self.nodes is not None:
+            names = (f'"graph_1_node_{number}"[label="KERNEL"];' for number in range(self.nodes))
+            Path(debug_path).write_text("\n".join(("digraph dot {", *names, "}")))
+
 
 class Illegal(TorchDispatchMode):
-    """Refuses one op, which invalidates the capture."""
+    """Counts ops, and refuses one, which invalidates the capture."""
 
     def __init__(self, name: str, error: Exception) -> None:
         super().__init__()
-        self.name, self.error, self.failed = name, error, False
+        self.name, self.error, self.failed, self.ops = name, error, False, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.name == self.name:
             self.failed = True
             raise self.error
+        self.ops += 1
         return func(*args, **(kwargs or {}))

@@ -429,6 +429,7 @@ def test_all_families_are_there_and_none_is_empty():
     names = " ".join(family.name for family in families)
     for word in (
         "decode", "prefill", "sampler", "step state", "norms", "activation", "rotation", "experts",
+        "gated delta",
     ):  # fmt: skip
         assert word in names
     assert all(family.cases for family in families)

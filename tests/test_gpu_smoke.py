@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,20 +15,27 @@ import torch
 
 pytest.importorskip("triton")
 
+from asyncllm import EngineConfig
+from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.gpu.graph.capturer import CudaGraphCapturer
+from asyncllm.gpu.graph.cuda_graphs import EagerCapturer, GraphKey
+from asyncllm.gpu.ops.triton.launcher import is_observed
 from asyncllm.outputs import Logprob, TokenLogprobs
 from benchmarks.common import Report
 from benchmarks.gpu import children, smoke, smoke_probes
+from benchmarks.gpu.checkpoint import write_checkpoint
 from benchmarks.gpu.children import ProbeError, ProbeProcess
-from benchmarks.gpu.probe import nodes_of_dump
+from benchmarks.gpu.probe import count_nodes, nodes_of_dump
 from benchmarks.gpu.smoke import Task
 from benchmarks.gpu.smoke_kernels import checks_of
 from benchmarks.gpu.smoke_models import MODELS
 from benchmarks.gpu.stage import Deadline, Stage
-from tests.cuda_captures import Captures
-from tests.gpu_stand_ins import figures, make_stage
+from tests.cuda_captures import Captures, Illegal
+from tests.gpu_stand_ins import TINY, figures, make_stage
+from tests.static_runner import LateStream, decode_step, make_decoder, make_runner
 
 DEVICE = torch.device("cpu", 0)
+LENGTHS = {"a": 5, "b": 20, "c": 5, "d": 20}
 
 STUBS = """
 import os, sys, time
@@ -81,19 +91,23 @@ def test_a_probe_that_ends_its_process_fails_alone(monkeypatch, tmp_path: Path) 
 
 
 class Runner:
-    """Fails for the probes that are listed, but with the settings that are listed beside."""
+    """Fails for the probes that are listed, but with the options that are listed beside."""
 
     def __init__(self, broken: Mapping[str, list[dict[str, Any]]]) -> None:
         self.broken = broken
         self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.closed = False
 
     def run(self, name: str, seconds: float, options: Mapping[str, Any] | None = None) -> Any:
         given = dict(options or {})
-        self.asked.append((name, given))
-        key = given.get("model", name)
-        if key in self.broken and given.get("settings") not in self.broken[key]:
+        key = given.pop("model", name)
+        self.asked.append((key, given))
+        if key in self.broken and given not in self.broken[key]:
             raise ProbeError("request 3, token 1: 7 instead of 9")
         return [("tokens compared", 8.0, "", "")]
+
+    def close(self) -> None:
+        self.closed = True
 
 
 def test_what_fails_is_run_in_other_ways() -> None:
@@ -103,16 +117,23 @@ def test_what_fails_is_run_in_other_ways() -> None:
         Task("engine: b", "engine", 5, {"model": "b"}, bisected=True),
         Task("waiting", "wake_up", 5),
     ]
-    runner, stage = Runner({"a": [{"cuda_graphs": "off"}], "wake_up": []}), make_stage()
+    right = [{"settings": {"cuda_graphs": "decode"}}, {"through_jit": True}]
+    runner, stage = Runner({"a": right, "wake_up": []}), make_stage()
     smoke.run_tasks(stage, runner, tasks)
     found = figures(stage)
     assert [found[name] for name in ("pool", "engine: b")] == [1.0, 1.0]
-    assert [found[f"  engine: a, {way}"] for way in smoke.WAYS] == [1.0, 0.0, 0.0]
+    assert {way: found[f"  engine: a, {way}"] for way in smoke.WAYS} == {
+        "graphs off": 0.0,
+        "mixed steps without graphs": 1.0,
+        "launches through the JIT": 1.0,
+        "one step at a time": 0.0,
+        "plain attention": 0.0,
+    }
     assert "engine: a" not in found
     assert [name for name, _ in stage.failed] == ["engine: a", "waiting"]
     assert found["probes that failed"] == 2.0
-    # What takes no settings is not run again.
-    assert [name for name, _ in runner.asked].count("wake_up") == 1
+    # Every probe is run before any is run again, and not at all if it takes no options.
+    assert [name for name, _ in runner.asked] == ["memory_pool", "a", "b", "wake_up", *["a"] * 5]
     assert stage.finish() == 1
 
 
@@ -126,13 +147,42 @@ def test_what_there_is_no_time_for_is_skipped() -> None:
             return super().run(name, seconds, options)
 
     runner = Slow({"a": []})
-    tasks = [
-        Task("engine: a", "engine", 8, {"model": "a"}, bisected=True),
-        Task("waiting", "wake_up", 15),
-    ]
+    tasks = [Task("engine: a", "engine", 8, {"model": "a"}, bisected=True)]
+    tasks += [Task("waiting", "wake_up", 15), Task("graphs", "graphs", 15)]
     smoke.run_tasks(stage, runner, tasks)
-    assert len(runner.asked) == 3
-    assert stage.skipped == ["engine: a, plain attention", "waiting"]
+    assert [name for name, _ in runner.asked] == ["a", "wake_up", "graphs"]
+    assert stage.skipped == [f"engine: a, {way}" for way in smoke.WAYS]
+
+
+@pytest.mark.parametrize("most", [60.0, 0.0])
+def test_probes_are_first_run_side_by_side(most: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two at once, in as many processes as there are cores to spare, and none without time."""
+    monkeypatch.setattr("os.cpu_count", lambda: 3)
+    monkeypatch.setattr(smoke, "COMPILE_SECONDS", most)
+    together, made = threading.Barrier(2, timeout=20), list[Runner]()
+
+    class Slow(Runner):
+        def run(self, name: str, seconds: float, options: Mapping[str, Any] | None = None) -> Any:
+            together.wait()
+            return super().run(name, seconds, options)
+
+    def make(left: Callable[[], float]) -> Runner:
+        assert left() <= most
+        made.append(Slow({"c": []}))
+        return made[-1]
+
+    tasks = [Task(name, "engine", seconds, {"model": name}) for name, seconds in LENGTHS.items()]
+    stage = make_stage()
+    smoke.compile_kernels(stage, tasks, make)
+    asked = [[name for name, _ in runner.asked] for runner in made]
+    assert len(asked) == 2
+    assert all(runner.closed for runner in made)
+    if most:
+        # The longest begin, and what fails is no failure of the stage.
+        assert {names[0] for names in asked} == {"b", "d"}
+        assert {names[1] for names in asked} == {"a", "c"}
+    assert figures(stage) == {"probes that ran to their end": 3.0 if most else 0.0}
+    assert stage.failed == []
 
 
 def test_every_task_is_a_probe_that_there_is() -> None:
@@ -143,6 +193,12 @@ def test_every_task_is_a_probe_that_there_is() -> None:
     assert {"windows", "sinks", "experts"} <= set(kernels)
     models = {task.options["model"] for task in tasks if task.probe == "engine"}
     assert models == set(MODELS)
+    settings = {field.name for field in dataclasses.fields(EngineConfig)}
+    ways = list(smoke.WAYS.values())
+    assert {name for way in ways for name in way.get("settings", {})} <= settings
+    for probe in {task.probe for task in tasks if task.bisected}:
+        taken = set(inspect.signature(smoke_probes.PROBES[probe]).parameters)
+        assert {name for way in ways for name in way} <= taken
 
 
 # --- probes -----------------------------------------------------------------------------
@@ -168,6 +224,36 @@ def test_an_engine_on_the_cpu_is_right(model: str, requests: str) -> None:
     assert name == "tokens compared"
     assert value is not None
     assert value > 100
+
+
+def test_an_engine_in_bfloat16_on_the_cpu_is_right() -> None:
+    ((_, value, *_),) = smoke_probes.bfloat16(device="cpu")
+    assert value is not None
+    assert value > 100
+    # Weights of 4 bits are further from them than bfloat16.
+    with pytest.raises(AssertionError, match=r"log-probability off by|are others"):
+        smoke_probes.bfloat16(device="cpu", settings={"quantization": "int4"})
+
+
+@pytest.mark.parametrize(
+    ("probe", "through_jit"), [("engine", False), ("engine", True), ("bfloat16", True)]
+)
+def test_launches_go_through_the_jit(
+    probe: str, through_jit: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the engine that is held against the reference, and of none after it."""
+    observed = []
+    run_requests = smoke_probes.run_requests
+
+    async def run(model: Path, requests: Any, settings: dict[str, Any]) -> Any:
+        observed.append(is_observed())
+        return await run_requests(model, requests, settings)
+
+    monkeypatch.setattr(smoke_probes, "run_requests", run)
+    options = {"model": "dense"} if probe == "engine" else {}
+    smoke_probes.PROBES[probe](**options, device="cpu", through_jit=through_jit)
+    assert observed == [False, through_jit]
+    assert not is_observed()
 
 
 @pytest.mark.slow
@@ -198,6 +284,35 @@ def test_tokens_are_compared_but_for_ties() -> None:
         compare([completion(tens[:4])], [completion(tens)])
 
 
+def coarse(logprobs: list[float], first_other: int | None = None, gap: float = 0.0) -> Any:
+    """Tokens 0, 1, …, whose log-probabilities are these; from ``first_other`` on they are 99,
+    which is the second most likely, by ``gap``."""
+    found = []
+    for token, logprob in enumerate(logprobs):
+        top = (Logprob(token, logprob, 1), Logprob(99, logprob - gap, 2))
+        is_other = first_other is not None and token >= first_other
+        found.append(TokenLogprobs(top[is_other], top))
+    return SimpleNamespace(logprobs=found)
+
+
+def test_tokens_of_bfloat16_are_compared_up_to_near_ties() -> None:
+    compare, ones = smoke_probes.compare_rounded, [-1.0] * 20
+    assert compare([coarse([-1.09] * 20)], [coarse(ones)]) == 20
+    with pytest.raises(AssertionError, match=r"request 1, token 3: log-probability off by 0\.11"):
+        compare([coarse(ones), coarse([*ones[:3], -1.11])], [coarse(ones), coarse(ones[:4])])
+    with pytest.raises(AssertionError, match="request 0, token 0: log-probability off by nan"):
+        compare([coarse([float("nan")] * 20)], [coarse(ones)])
+    # A request with another token ends there, whether it was near or not.
+    others = [coarse(ones, 15)] * 2
+    assert compare(others, [coarse(ones, gap=0.09)] * 2) == 30
+    with pytest.raises(AssertionError, match="2 of 32 tokens are others"):
+        compare(others, [coarse(ones, gap=0.11)] * 2)
+    # One of 20 is 5 %.
+    assert compare([coarse(ones, 19)], [coarse(ones, gap=0.11)]) == 19
+    with pytest.raises(AssertionError, match="only 10 of 20 tokens"):
+        compare([coarse(ones, 10)], [coarse(ones)])
+
+
 class Replaying(CudaGraphCapturer):
     """What it has captured can be repeated without CUDA."""
 
@@ -218,6 +333,20 @@ def test_a_process_that_stays_in_capture_is_noticed(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(CudaGraphCapturer, "_leave_pool", lambda self: None)
     with pytest.raises(AssertionError, match="nothing can be captured any more"):
         smoke_probes.check_failed_capture(CudaGraphCapturer(DEVICE), DEVICE)
+
+
+def test_nodes_of_a_captured_step_are_counted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    captures = Captures()
+    captures.install(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    model = ModelConfig.from_directory(write_checkpoint(tmp_path, TINY))
+    runner = make_runner(make_decoder(model), capturer=EagerCapturer(), stream=LateStream())
+    with torch.inference_mode(), Illegal("", captures.error) as expected:
+        decode_step(runner)._decode(GraphKey(2))
+    assert count_nodes(runner, 2) == expected.ops > 10
+    assert not captures.debugging
 
 
 def test_nodes_are_counted_once() -> None:

@@ -1,4 +1,5 @@
-"""A checkpoint without weights: ``config.json`` and a tokenizer, for ``load_format="dummy"``."""
+"""A checkpoint without weights: ``config.json`` and a tokenizer, for ``load_format="dummy"``; and
+one with weights for engines of several dtypes."""
 
 from __future__ import annotations
 
@@ -7,6 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import save_file
+
+from asyncllm.checkpoint.model_config import ModelConfig
+from asyncllm.gpu.models.architectures import parameters
+from asyncllm.gpu.weights import dummy_weights
 from benchmarks.gpu.shapes import ModelShape
 
 
@@ -21,6 +28,20 @@ def write_config(path: Path, config: Mapping[str, Any]) -> Path:
     (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     vocabulary = json.dumps(tokenizer(config["vocab_size"]))
     (path / "tokenizer.json").write_text(vocabulary, encoding="utf-8")
+    return path
+
+
+def write_weights(path: Path, config: Mapping[str, Any]) -> Path:
+    """``write_config`` with the random weights of a model in bfloat16, which engines in float32 and
+    in bfloat16 load alike. No tensor may be a stack, as experts' are in some checkpoints."""
+    model = ModelConfig.from_directory(write_config(path, config))
+    drawn = dict(dummy_weights(model, torch.bfloat16, torch.device("cpu")))
+    tensors: dict[str, torch.Tensor] = {}
+    for parameter in parameters(model):
+        rows = drawn[parameter.name].split([count for _, count in parameter.parts])
+        names = (name for name, _ in parameter.parts)
+        tensors |= {name: part.clone() for name, part in zip(names, rows, strict=True)}
+    save_file(tensors, path / "model.safetensors")
     return path
 
 

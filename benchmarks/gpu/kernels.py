@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -24,6 +25,7 @@ from asyncllm.gpu.ops.triton import (
 from asyncllm.gpu.ops.triton.op_set import TritonOps
 from benchmarks.gpu.goals import Goal
 from benchmarks.gpu.stage import Stage
+from tests import recurrent_checks
 from tests.exact_experts import ROUTINGS
 from tests.triton import checks
 from tests.triton.cases import (
@@ -172,6 +174,24 @@ def experts_family(device: str) -> Family:
     return family
 
 
+def recurrent_family(device: str) -> Family:
+    """Ops of layers with a state of each sequence, whose heads are of Qwen3.5's sizes and of odd
+    ones."""
+    family, ops = Family("gated delta, convolution and gated norm"), TritonOps()
+    for dtype, near in ((torch.float32, 2e-5), (torch.bfloat16, 4e-2)):
+        for shape in ((1, 2, 128, 128), (3, 3, 17, 70)):
+            family.cases[f"gated delta, heads {shape}, {dtype}"] = partial(
+                recurrent_checks.check_gated_delta, ops, shape, dtype, device
+            )
+        for name, check in (
+            ("convolution", partial(recurrent_checks.check_causal_conv, ops, 300, 4)),
+            ("gated norm", partial(recurrent_checks.check_gated_norm, ops, 128)),
+            ("gate", partial(recurrent_checks.check_sigmoid_mul, ops)),
+        ):
+            family.cases[f"{name}, {dtype}"] = partial(check, dtype, near, device)
+    return family
+
+
 def rope_family(device: str) -> Family:
     family = Family("rotation and cache write")
     heads = ((16, 8, 128), (5, 1, 80), (32, 8, 64), (16, 2, 512))
@@ -223,6 +243,7 @@ def families(device: str, capability: int) -> list[Family]:
         whole_family(device, capability),
         *small_families(device),
         experts_family(device),
+        recurrent_family(device),
         *grids,
     ]
 

@@ -130,11 +130,11 @@ def count_nodes(runner: ModelRunner, rows: int) -> int:
     """Nodes of the graph of a decode step of ``rows`` rows, as CUDA writes it down."""
     state = runner._open()
     assert state.decode is not None
-    key, graph = GraphKey(rows), torch.cuda.CUDAGraph()
+    # Without ``keep_graph`` the end of a capture drops what is to be written down.
+    key, graph = GraphKey(rows), torch.cuda.CUDAGraph(keep_graph=True)
     with torch.inference_mode(), runner._stream.context():
         state.decode.run_padding(key)
         torch.cuda.synchronize()
-        graph.enable_debug_mode()
         graph.capture_begin(capture_error_mode="thread_local")
         try:
             state.decode._decode(key)

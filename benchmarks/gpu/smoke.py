@@ -3,15 +3,20 @@ which way of running steps does."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import os
+import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from benchmarks.gpu.children import ProbeError, ProbeProcess
 from benchmarks.gpu.goals import Goal
 from benchmarks.gpu.smoke_models import MODELS
-from benchmarks.gpu.stage import Stage
+from benchmarks.gpu.stage import Deadline, Stage
 
 MODULE = "benchmarks.gpu.smoke_probes"
 ALL_RIGHT = Goal("at most", 0.0)
@@ -19,12 +24,21 @@ ALL_RIGHT = Goal("at most", 0.0)
 RESERVE = 10.0
 """Seconds that a probe is not begun without."""
 
+COMPILE_SECONDS = 150.0
+"""At most, and half of the time that there is, for the first run of all probes side by side."""
+
+MAX_PROCESSES = 8
+"""Side by side; each takes about half a GiB of the device for its CUDA context."""
+
 WAYS: dict[str, dict[str, Any]] = {
-    "graphs off": {"cuda_graphs": "off"},
-    "one step at a time": {"async_scheduling": False},
-    "plain attention": {"attention_backend": "torch"},
+    "graphs off": {"settings": {"cuda_graphs": "off"}},
+    "mixed steps without graphs": {"settings": {"cuda_graphs": "decode"}},
+    "launches through the JIT": {"through_jit": True},
+    "one step at a time": {"settings": {"async_scheduling": False}},
+    "plain attention": {"settings": {"attention_backend": "torch"}},
 }
-"""Ways to run an engine's steps, each without one of the things that may be at fault."""
+"""Ways to run an engine's steps, each without one of the things that may be at fault, as options of
+a probe."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +46,8 @@ class Task:
     """A probe of ``smoke_probes`` with its options.
 
     Attributes:
-        seconds: after which it counts as hung; kernels are compiled in it.
-        bisected: it opens an engine, and takes settings.
+        seconds: after which it counts as hung; its kernels were compiled before.
+        bisected: it opens an engine, and takes the options of ``WAYS``.
     """
 
     name: str
@@ -44,26 +58,31 @@ class Task:
 
 
 def tasks() -> list[Task]:
-    """What everything rests on first."""
-    found = [Task("the KV cache's measure", "memory_pool", 15)]
+    """What everything rests on first, and before a second engine what no other probe tells."""
+    found = [
+        Task("the KV cache's measure", "memory_pool", 15),
+        Task("waiting for an event", "wake_up", 15),
+    ]
     found += [
         Task(f"kernels: {name}", "kernel", 25, {"name": name})
         for name in (
             "attention", "windows", "sinks", "experts", "sampler", "step state", "norms",
             "activation", "rotation and cache write", "soft caps", "float32", "heads of 512",
-            "a decoder of two KV groups",
+            "gated delta, convolution and gated norm", "a decoder of two KV groups",
         )
     ]  # fmt: skip
-    found.append(Task("a capture that fails", "failed_capture", 15))
-    found += [
+    first, *others = (
         Task(f"engine: {model}", "engine", 45, {"model": model}, bisected=True) for model in MODELS
-    ]
+    )
     staged = {"model": "dense", "requests": "staged"}
     found += [
-        Task("engine: penalties, rules, logprobs", "engine", 45, staged, bisected=True),
+        first,
+        Task("engine: dense in bfloat16", "bfloat16", 45, bisected=True),
         Task("graphs against eager steps", "graphs", 60),
         Task("nodes of a graph", "nodes", 45),
-        Task("waiting for an event", "wake_up", 15),
+        Task("a capture that fails", "failed_capture", 15),
+        *others,
+        Task("engine: penalties, rules, logprobs", "engine", 45, staged, bisected=True),
     ]
     libraries = {"flash_attn_3": "flash_attn_interface", "flash_attn": "flash_attn"}
     found += [
@@ -79,31 +98,66 @@ class Runner(Protocol):
 
     def run(self, name: str, seconds: float, options: Mapping[str, Any] | None = None) -> Any: ...
 
+    def close(self) -> None: ...
+
 
 def run(stage: Stage) -> None:
     """On the current CUDA device, in processes of their own: a probe that crashes, hangs or loses
     the device fails alone."""
-    probes = ProbeProcess(MODULE, stage.deadline.left)
-    try:
-        run_tasks(stage, probes, tasks())
-    finally:
-        probes.close()
+    wanted = tasks()
+    compile_kernels(stage, wanted, lambda left: ProbeProcess(MODULE, left))
+    with contextlib.closing(ProbeProcess(MODULE, stage.deadline.left)) as probes:
+        run_tasks(stage, probes, wanted)
+
+
+def compile_kernels(
+    stage: Stage, wanted: Sequence[Task], make: Callable[[Callable[[], float]], Runner]
+) -> None:
+    """Runs all probes side by side and looks at no result. Triton compiles a kernel on one core,
+    for seconds, and keeps it in its cache folder: a probe that is run again is not late for it.
+
+    Args:
+        make: a runner, from the seconds that there are for its probes.
+    """
+    stage.report.section("compiling")
+    began, deadline = time.monotonic(), Deadline(min(COMPILE_SECONDS, stage.deadline.left() / 2))
+    waiting = deque(sorted(wanted, key=lambda task: task.seconds, reverse=True))
+
+    def work(_: int) -> int:
+        done = 0
+        with contextlib.closing(make(deadline.left)) as probes:
+            while deadline.left() > 0:
+                try:
+                    task = waiting.popleft()
+                except IndexError:
+                    break
+                with contextlib.suppress(ProbeError):
+                    probes.run(task.probe, COMPILE_SECONDS, task.options)
+                    done += 1
+        return done
+
+    processes = max(1, min(MAX_PROCESSES, (os.cpu_count() or 1) - 1))
+    with ThreadPoolExecutor(processes) as pool:
+        done = sum(pool.map(work, range(processes)))
+    note = f"of {len(wanted)} probes in {processes} processes, {time.monotonic() - began:.0f} s"
+    stage.report.add("probes that ran to their end", float(done), "", note)
 
 
 def run_tasks(stage: Stage, probes: Runner, wanted: Sequence[Task]) -> None:
-    """Each of the tasks, as far as there is time."""
+    """Each of the tasks, as far as there is time, and then those that failed in other ways."""
     stage.report.section("right, each for itself")
-    ran = wrong = 0
+    ran, wrong = 0, list[Task]()
     for task in wanted:
         before = len(stage.failed)
         done = stage.attempt(task.name, RESERVE, _measure(stage, probes, task))
         ran += done or len(stage.failed) > before
         if len(stage.failed) > before:
-            wrong += 1
-            if task.bisected:
-                _bisect(stage, probes, task)
-    value = float(wrong) if ran else None
+            wrong.append(task)
+    value = float(len(wrong)) if ran else None
     stage.scores.add("probes that failed", value, "", ALL_RIGHT, f"{ran} were run")
+    for task in wrong:
+        if task.bisected:
+            _bisect(stage, probes, task)
 
 
 def _measure(stage: Stage, probes: Runner, task: Task) -> Callable[[], None]:
@@ -118,14 +172,13 @@ def _measure(stage: Stage, probes: Runner, task: Task) -> Callable[[], None]:
 
 def _bisect(stage: Stage, probes: Runner, task: Task) -> None:
     """Says which ways of running steps are right where the default is not."""
-    for way, settings in WAYS.items():
+    for way, options in WAYS.items():
         name = f"  {task.name}, {way}"
         if stage.deadline.left() < RESERVE:
             stage.skipped.append(name.strip())
             continue
-        options = {**task.options, "settings": settings}
         try:
-            probes.run(task.probe, task.seconds, options)
+            probes.run(task.probe, task.seconds, {**task.options, **options})
         except ProbeError as error:
             stage.report.add(name, 0.0, "", f"wrong as well: {error}")
         else:

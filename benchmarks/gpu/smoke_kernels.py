@@ -6,7 +6,13 @@ from collections.abc import Callable
 from functools import partial
 
 from asyncllm.gpu.ops.triton import decode_attention, prefill_attention
-from benchmarks.gpu.kernels import check_decoder, experts_family, sampling_family, small_families
+from benchmarks.gpu.kernels import (
+    check_decoder,
+    experts_family,
+    recurrent_family,
+    sampling_family,
+    small_families,
+)
 from tests.triton import checks
 from tests.triton.cases import DECODE, PREFILL
 
@@ -34,8 +40,9 @@ def checks_of(device: str, capability: int) -> dict[str, list[Check]]:
         ]
     for family in (*small_families(device), sampling_family(device)):
         found[family.name] = [next(iter(family.cases.values()))]
-    # Small tiles and large ones, of either activation.
-    found["experts"] = list(experts_family(device).cases.values())
+    # Small tiles and large ones, of either activation; every op and dtype.
+    for family in (experts_family(device), recurrent_family(device)):
+        found[family.name] = list(family.cases.values())
     # Its layers differ in their windows, and so do their KV groups.
     found["a decoder of two KV groups"] = [partial(check_decoder, device)]
     return found

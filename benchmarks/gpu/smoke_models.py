@@ -85,5 +85,16 @@ MODELS: dict[str, dict[str, Any]] = {
         vocab_size_per_layer_input=1024,
         final_logit_softcapping=30.0,
     ),
+    # Gated delta rules with their convolutions and gated norms, beside attention with a gate.
+    "hybrid": _model(
+        "Qwen3_5ForCausalLM",
+        "qwen3_5_text",
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        linear_conv_kernel_dim=4,
+    ),
 }
 """By what they are there for."""
