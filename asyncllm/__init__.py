@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from asyncllm.beams import BeamOutput as BeamOutput
     from asyncllm.beams import beam_search as beam_search
     from asyncllm.config import EngineConfig as EngineConfig
+    from asyncllm.core.deadlines import DeadlineExceededError as DeadlineExceededError
     from asyncllm.core.execution_report import ExecutionReport as ExecutionReport
     from asyncllm.engine import AsyncLLMEngine as AsyncLLMEngine
     from asyncllm.errors import AsyncLLMError as AsyncLLMError
     from asyncllm.errors import ContextLengthExceededError as ContextLengthExceededError
-    from asyncllm.errors import DeadlineExceededError as DeadlineExceededError
     from asyncllm.errors import EngineClosedError as EngineClosedError
     from asyncllm.errors import EngineDeadError as EngineDeadError
     from asyncllm.errors import EngineError as EngineError
@@ -58,12 +58,13 @@ logging.getLogger("asyncllm").addHandler(logging.NullHandler())
 _HOMES = {
     "asyncllm.beams": "BeamOutput beam_search",
     "asyncllm.config": "EngineConfig",
+    "asyncllm.core.deadlines": "DeadlineExceededError",
     "asyncllm.core.execution_report": "ExecutionReport",
     "asyncllm.observer": "Observer",
     "asyncllm.engine": "AsyncLLMEngine",
-    "asyncllm.errors": "AsyncLLMError ContextLengthExceededError DeadlineExceededError "
-    "EngineClosedError EngineDeadError EngineError EngineOverloadedError InvalidOutputError "
-    "InvalidRequestError KVCacheTooSmallError ModelLoadError RequestError",
+    "asyncllm.errors": "AsyncLLMError ContextLengthExceededError EngineClosedError "
+    "EngineDeadError EngineError EngineOverloadedError InvalidOutputError InvalidRequestError "
+    "KVCacheTooSmallError ModelLoadError RequestError",
     "asyncllm.llm": "LLM",
     "asyncllm.logits_processor": "BatchUpdate LogitsProcessor",
     "asyncllm.outputs": "Completion CompletionOutput Delta EngineStats FinishReason Logprob "

@@ -11,10 +11,10 @@ from typing import Literal
 import anyio
 
 from asyncllm import validation as check
+from asyncllm.core.deadlines import DeadlineExceededError
 from asyncllm.engine import AsyncLLMEngine
 from asyncllm.errors import (
     ContextLengthExceededError,
-    DeadlineExceededError,
     EngineOverloadedError,
     InvalidRequestError,
     RequestError,

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 from asyncllm import validation as check
 from asyncllm.errors import InvalidRequestError
 from asyncllm.logits_processor import LogitsProcessor
-from asyncllm.tools.families import REASONING_FAMILIES, TOOL_FAMILIES
+from asyncllm.structured.backends import StructuredOutputsBackend
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 SchedulingPolicy = Literal["fcfs", "priority", "deadline"]
@@ -20,7 +20,18 @@ CudaGraphs = Literal["auto", "decode", "off"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 Quantization = Literal["int8", "int4"]
 ModelImpl = Literal["auto", "native", "transformers"]
-StructuredOutputsBackend = Literal["auto", "llguidance", "xgrammar"]
+ToolParser = Literal[
+    "auto",
+    "qwen3_coder",
+    "hermes",
+    "mistral_v11",
+    "mistral",
+    "deepseek_v3",
+    "deepseek_v31",
+    "gpt_oss",
+    "llama3_json",
+]
+ReasoningParser = Literal["auto", "deepseek_r1", "qwen3", "mistral", "gpt_oss"]
 
 PACKAGED_MODEL = "asyncllm/demo"
 """Name of the model in the package: in metrics, by servers, on screens."""
@@ -152,8 +163,8 @@ class EngineConfig:
     trust_remote_code: bool = False
     num_threads: int | None = None
     step_timeout: float | None = None
-    tool_parser: str = "auto"
-    reasoning_parser: str | None = "auto"
+    tool_parser: ToolParser = "auto"
+    reasoning_parser: ReasoningParser | None = "auto"
     structured_outputs_backend: StructuredOutputsBackend = "auto"
     grammar_timeout: float = 10.0
     logits_processors: Sequence[type[LogitsProcessor] | str] = ()
@@ -198,9 +209,9 @@ class EngineConfig:
         check.field(self, check.boolean, "enable_prefix_caching")
         check.field(self, check.boolean, "trust_remote_code")
         check.field(self, check.boolean, "async_scheduling")
-        check.field(self, check.choice, "tool_parser", ("auto", *TOOL_FAMILIES))
+        check.field(self, check.choice, "tool_parser", get_args(ToolParser))
         if self.reasoning_parser is not None:
-            families = ("auto", *REASONING_FAMILIES)
+            families = get_args(ReasoningParser)
             found = check.choice("reasoning_parser", self.reasoning_parser, families, optional=True)
             object.__setattr__(self, "reasoning_parser", found)
         check.field(self, check.string, "attention_backend")

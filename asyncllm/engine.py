@@ -25,9 +25,8 @@ from asyncllm.runtime.input_processor import InputProcessor
 from asyncllm.runtime.loading import Loader, load_model
 from asyncllm.runtime.mailbox import MailboxRegistry, ThreadMailbox
 from asyncllm.runtime.request_options import RequestOptions, request_ids
-from asyncllm.sampling_params import SamplingParams
+from asyncllm.sampling_params import SamplingParams, with_response_format
 from asyncllm.stream import TokenStream
-from asyncllm.structured.response_format import with_response_format
 from asyncllm.tools.tool_use import ToolUse
 
 EngineState = Literal["new", "starting", "running", "dead", "closed"]

@@ -13,6 +13,8 @@
         ├── KVCacheTooSmallError               not enough KV memory, with the numbers
         └── ModelLoadError                     the model's files cannot be used
 
+DeadlineExceededError is in ``core/deadlines.py``, above the outputs that it holds.
+
 Every message names the field, the value it had and what would have been accepted.
 """
 
@@ -20,10 +22,7 @@ from __future__ import annotations
 
 import copyreg
 from copy import copy
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from asyncllm.outputs import Completion
+from typing import Any
 
 
 class AsyncLLMError(Exception):
@@ -80,18 +79,6 @@ class InvalidOutputError(RequestError, ValueError):
 
 class ContextLengthExceededError(RequestError):
     """The prompt leaves no room for a single output token in ``max_model_len``."""
-
-
-class DeadlineExceededError(RequestError, TimeoutError):
-    """The request's ``timeout`` passed.
-
-    Attributes:
-        partial: what was generated before the deadline, or None if nothing was.
-    """
-
-    def __init__(self, message: str, *, partial: Completion | None = None) -> None:
-        super().__init__(message)
-        self.partial = partial
 
 
 class EngineOverloadedError(AsyncLLMError):

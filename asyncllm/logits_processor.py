@@ -5,14 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from asyncllm.errors import InvalidRequestError
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.validation import describe, explain, invalid
-
-if TYPE_CHECKING:
-    from asyncllm.config import EngineConfig
 
 ENTRY_POINTS = "asyncllm.logits_processors"
 """Group of the entry points by which other distributions add processors to every engine."""
@@ -42,6 +39,16 @@ class BatchUpdate:
     moved: Sequence[Any] = ()
 
 
+class ProcessorConfig(Protocol):
+    """The limits that a processor may read of an EngineConfig; both are set."""
+
+    @property
+    def max_num_seqs(self) -> int | None: ...
+
+    @property
+    def max_model_len(self) -> int | None: ...
+
+
 class LogitsProcessor(ABC):
     """A processor of the logits of all requests that it claims, made once per engine.
 
@@ -51,7 +58,7 @@ class LogitsProcessor(ABC):
     where a request is submitted. What any of them raises ends no request but those claimed.
 
     Args:
-        config: the engine's, with ``max_num_seqs`` and ``max_model_len`` set.
+        config: the engine's EngineConfig, with ``max_num_seqs`` and ``max_model_len`` set.
         device: torch's, of the logits.
         is_pin_memory: whether tensors that are copied to it had better be pinned.
 
@@ -62,7 +69,7 @@ class LogitsProcessor(ABC):
     extra_args: ClassVar[Sequence[str]] = ()
 
     @abstractmethod
-    def __init__(self, config: EngineConfig, device: Any, is_pin_memory: bool) -> None: ...
+    def __init__(self, config: ProcessorConfig, device: Any, is_pin_memory: bool) -> None: ...
 
     @classmethod  # noqa: B027
     def validate_params(cls, sampling_params: SamplingParams) -> None:

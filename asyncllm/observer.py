@@ -12,8 +12,7 @@ from asyncllm.outputs import Usage
 from asyncllm.validation import invalid, type_name
 
 if TYPE_CHECKING:
-    from asyncllm.core.request import Request
-    from asyncllm.core.request_group import RequestGroup
+    from asyncllm.core.request import Request, RequestGroup
 
 logger = get_logger("asyncllm")
 
@@ -152,10 +151,12 @@ class Observers:
         with self._lock:
             self._all = tuple(one for one in self._all if one is not observer)
 
-    def watch(self, group: RequestGroup) -> None:
-        """Gives the group a notifier, if there are observers."""
-        if self._all:
-            group.notifier = ObserverNotifier(group.members[0], self._all)
+    def watch(self, group: RequestGroup) -> ObserverNotifier | None:
+        """Gives the group a notifier, and returns it; None without observers."""
+        if not self._all:
+            return None
+        notifier = group.notifier = ObserverNotifier(group.members[0], self._all)
+        return notifier
 
 
 def _tell(observer: Observer, method: str, *args: Any) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from asyncllm import validation as check
+from asyncllm.structured.response_format import parse_response_format
 from asyncllm.structured.spec import parse_structured_outputs
 
 MAX_OUTPUTS = 256
@@ -254,6 +255,25 @@ class SamplingParams:
             # Of the prompt, which the first output has.
             alone._set("prompt_logprobs", None)
         return alone
+
+
+def with_response_format(sampling: dict[str, Any], params: Any, value: Any) -> dict[str, Any]:
+    """Fields of ``SamplingParams``, with the grammar of a ``response_format``.
+
+    Raises:
+        InvalidRequestError: as ``parse_response_format``, and beside ``structured_outputs``.
+    """
+    structured = parse_response_format(value)
+    if structured is None:
+        return sampling
+    given = sampling.get("structured_outputs")
+    if given is None and isinstance(params, SamplingParams):
+        given = params.structured_outputs
+    if given is not None:
+        raise check.invalid(
+            "response_format", value, "one of response_format and structured_outputs"
+        )
+    return sampling | {"structured_outputs": structured}
 
 
 NEUTRAL: Mapping[str, float | int] = {

@@ -10,8 +10,7 @@ from typing import overload
 from asyncllm import validation as check
 from asyncllm.core.channel import Channel, End, merged
 from asyncllm.core.engine_core import EngineCore
-from asyncllm.core.request import Request
-from asyncllm.core.request_group import RequestGroup
+from asyncllm.core.request import Request, RequestGroup
 from asyncllm.errors import RequestError, to_raise
 from asyncllm.output_reader import OutputReader
 from asyncllm.outputs import (

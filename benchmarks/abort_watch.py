@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from asyncllm import AsyncLLMEngine
-from asyncllm.core.request_group import RequestGroup
+from asyncllm.core.request import RequestGroup
 
 
 class AbortWatch:

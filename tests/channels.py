@@ -11,8 +11,7 @@ from types import SimpleNamespace
 import asyncllm
 from asyncllm.core.channel import Channel
 from asyncllm.core.output_processor import Output, OutputProcessor
-from asyncllm.core.request import Request, Status
-from asyncllm.core.request_group import RequestGroup
+from asyncllm.core.request import Request, RequestGroup, Status
 from asyncllm.errors import RequestError
 from asyncllm.observer import ObserverNotifier
 from asyncllm.outputs import Delta, Logprob, TokenLogprobs

@@ -10,8 +10,7 @@ import pytest
 
 from asyncllm import EngineClosedError, EngineOverloadedError, InvalidRequestError, SamplingParams
 from asyncllm.core.admission import Admission
-from asyncllm.core.request import Request
-from asyncllm.core.request_group import RequestGroup
+from asyncllm.core.request import Request, RequestGroup
 
 
 class Clock:

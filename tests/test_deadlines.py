@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncllm.core.deadlines import Deadlines
-from asyncllm.core.request import Request, Status
-from asyncllm.core.request_group import RequestGroup
+from asyncllm.core.request import Request, RequestGroup, Status
 from asyncllm.sampling_params import SamplingParams
 from tests.hypothesis_settings import examples
 

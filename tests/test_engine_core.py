@@ -13,17 +13,16 @@ import pytest
 
 from asyncllm.core.admission import Admission
 from asyncllm.core.channel import Channel, End
+from asyncllm.core.deadlines import DeadlineExceededError
 from asyncllm.core.engine_core import CLOSED, EngineCore, close_executor
 from asyncllm.core.executor import ExecutorInfo, StepOutOfMemoryError
 from asyncllm.core.idle_calls import IdleCalls
 from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.core.output_processor import Output
-from asyncllm.core.request import Request, Status
-from asyncllm.core.request_group import RequestGroup
+from asyncllm.core.request import Request, RequestGroup, Status
 from asyncllm.core.scheduler import Scheduler
 from asyncllm.core.tracebacks import clear_frames
 from asyncllm.errors import (
-    DeadlineExceededError,
     EngineClosedError,
     EngineDeadError,
     KVCacheTooSmallError,

@@ -6,8 +6,7 @@ import pytest
 
 from asyncllm.core.kv_cache import NEVER, KVCacheManager
 from asyncllm.core.kv_cache_spec import KVCacheSpec
-from asyncllm.core.request import Request
-from asyncllm.core.request_group import RequestGroup
+from asyncllm.core.request import Request, RequestGroup
 from asyncllm.sampling_params import SamplingParams
 
 

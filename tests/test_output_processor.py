@@ -8,8 +8,7 @@ import pytest
 
 from asyncllm.core.channel import Channel, End
 from asyncllm.core.output_processor import Output, OutputProcessor, make_partial, make_usage
-from asyncllm.core.request import Request, Status
-from asyncllm.core.request_group import RequestGroup
+from asyncllm.core.request import Request, RequestGroup, Status
 from asyncllm.errors import RequestError
 from asyncllm.outputs import Delta
 from asyncllm.sampling_params import SamplingParams

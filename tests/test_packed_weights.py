@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from asyncllm import EngineConfig
+from asyncllm.checkpoint.codes import Codes
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.formats import reader as reader_module
-from asyncllm.gpu.formats.codes import Codes
 from asyncllm.gpu.ops.linear_weights import LinearWeights, WeightForm
 from asyncllm.gpu.ops.native_weights import stored_as
 from asyncllm.gpu.packed_weights import packed_weights

@@ -12,7 +12,8 @@ import torch
 
 from asyncllm import AsyncLLMEngine, SamplingParams
 from asyncllm.core.batch import PromptSpan
-from asyncllm.errors import DeadlineExceededError, RequestError
+from asyncllm.core.deadlines import DeadlineExceededError
+from asyncllm.errors import RequestError
 from asyncllm.gpu.graph.cuda_graphs import EagerCapturer
 from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.sample import prompt_logprobs as prompt_logprobs_module

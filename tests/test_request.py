@@ -7,8 +7,7 @@ import struct
 
 import pytest
 
-from asyncllm.core.request import Request, Status, root_hash
-from asyncllm.core.request_group import RequestGroup
+from asyncllm.core.request import Request, RequestGroup, Status, root_hash
 from asyncllm.sampling_params import SamplingParams
 
 

@@ -12,8 +12,7 @@ from asyncllm.core.batch import RowError
 from asyncllm.core.channel import Channel, End, merged
 from asyncllm.core.engine_core import EngineCore
 from asyncllm.core.output_processor import Output
-from asyncllm.core.request import Request
-from asyncllm.core.request_group import RequestGroup
+from asyncllm.core.request import Request, RequestGroup
 from asyncllm.core.scheduler import Scheduler
 from asyncllm.observer import Observers, RequestInfo
 from asyncllm.outputs import Delta

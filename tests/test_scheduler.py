@@ -14,8 +14,7 @@ from asyncllm.core.batch import RowError
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.kv_cache import block_ids
 from asyncllm.core.kv_cache_spec import KVCacheSpec
-from asyncllm.core.request import Request, Status
-from asyncllm.core.request_group import RequestGroup
+from asyncllm.core.request import Request, RequestGroup, Status
 from asyncllm.core.scheduled_step import ScheduledStep
 from asyncllm.core.scheduler import Scheduler
 from asyncllm.errors import KVCacheTooSmallError

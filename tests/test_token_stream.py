@@ -9,8 +9,7 @@ import pytest
 
 from asyncllm.core.channel import Channel, End
 from asyncllm.core.output_processor import Output
-from asyncllm.core.request import Request
-from asyncllm.core.request_group import RequestGroup
+from asyncllm.core.request import Request, RequestGroup
 from asyncllm.errors import InvalidRequestError, RequestError
 from asyncllm.outputs import CompletionOutput, Delta, Usage
 from asyncllm.runtime.mailbox import LoopMailbox, ThreadMailbox

@@ -7,13 +7,14 @@ import json
 import random
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 import asyncllm
+from asyncllm.config import ReasoningParser, ToolParser
 from asyncllm.errors import InvalidRequestError, ModelLoadError
 from asyncllm.testing import byte_tokenizer
 from asyncllm.text.tokenizer import Tokenizer
@@ -314,6 +315,11 @@ def test_a_chat_template_shows_its_family(family: str, source: str) -> None:
     assert form is not None
     assert form.calls is TOOL_FAMILIES[family].calls
     assert (form.thoughts is None) == (family != "gpt_oss" or "analysis" not in source)
+
+
+def test_the_configuration_names_every_family() -> None:
+    assert get_args(ToolParser) == ("auto", *TOOL_FAMILIES)
+    assert get_args(ReasoningParser) == ("auto", *REASONING_FAMILIES)
 
 
 def test_a_family_is_named_or_unknown() -> None:

@@ -7,8 +7,7 @@ import random
 
 import pytest
 
-from asyncllm.core.request import Request
-from asyncllm.core.request_group import RequestGroup
+from asyncllm.core.request import Request, RequestGroup
 from asyncllm.core.waiting_queue import POLICIES, WaitingQueue
 from asyncllm.sampling_params import SamplingParams
 

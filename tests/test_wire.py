@@ -10,8 +10,7 @@ from asyncllm import AsyncLLMEngine, InvalidRequestError, RequestError
 from asyncllm.core.batch import GrammarMask, RowError, StepBatch, StepResult
 from asyncllm.core.block_pool import Block
 from asyncllm.core.executor import Executor
-from asyncllm.core.request import Request
-from asyncllm.core.request_group import RequestGroup
+from asyncllm.core.request import Request, RequestGroup
 from asyncllm.core.scheduled_step import ScheduledStep
 from asyncllm.runtime.loading import LoadedModel, load_model
 from asyncllm.sampling_params import SamplingParams

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from asyncllm.gpu.formats.codes import Codes
+    from asyncllm.checkpoint.codes import Codes
 
 
 @dataclass(frozen=True, slots=True)

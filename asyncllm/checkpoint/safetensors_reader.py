@@ -18,7 +18,7 @@ from asyncllm.errors import ModelLoadError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from asyncllm.gpu.formats.codes import Codes
+    from asyncllm.checkpoint.codes import Codes
 
 
 MAPPED = 2

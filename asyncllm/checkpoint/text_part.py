@@ -13,7 +13,7 @@ from asyncllm.logger import get_logger
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from asyncllm.gpu.formats.codes import Codes
+    from asyncllm.checkpoint.codes import Codes
 
 logger = get_logger(__name__)
 

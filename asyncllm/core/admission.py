@@ -12,8 +12,7 @@ import threading
 from collections.abc import Callable
 
 from asyncllm import validation as check
-from asyncllm.core.request import Request
-from asyncllm.core.request_group import RequestGroup
+from asyncllm.core.request import Request, RequestGroup
 from asyncllm.errors import AsyncLLMError, EngineOverloadedError, InvalidRequestError
 
 _RATE_HALF_LIFE = 5.0

@@ -1,4 +1,4 @@
-"""Deadlines: groups in the order in which they expire."""
+"""Deadlines: groups in the order in which they expire, and the error that ends them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,21 @@ import heapq
 import math
 from collections.abc import Iterator
 
-from asyncllm.core.request_group import RequestGroup
+from asyncllm.core.request import RequestGroup
+from asyncllm.errors import RequestError
+from asyncllm.outputs import Completion
+
+
+class DeadlineExceededError(RequestError, TimeoutError):
+    """The request's ``timeout`` passed.
+
+    Attributes:
+        partial: what was generated before the deadline, or None if nothing was.
+    """
+
+    def __init__(self, message: str, *, partial: Completion | None = None) -> None:
+        super().__init__(message)
+        self.partial = partial
 
 
 class Deadlines:

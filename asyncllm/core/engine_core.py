@@ -16,18 +16,16 @@ from functools import partial
 from typing import Any
 
 from asyncllm.core.admission import Admission
-from asyncllm.core.deadlines import Deadlines
+from asyncllm.core.deadlines import DeadlineExceededError, Deadlines
 from asyncllm.core.executor import Executor, StepOutOfMemoryError
 from asyncllm.core.idle_calls import IdleCalls
 from asyncllm.core.output_processor import OutputProcessor, as_request_error, make_partial
-from asyncllm.core.request import Status
-from asyncllm.core.request_group import RequestGroup
+from asyncllm.core.request import RequestGroup, Status
 from asyncllm.core.scheduled_step import ScheduledStep
 from asyncllm.core.scheduler import Scheduler
 from asyncllm.core.structured_output import make_masks
 from asyncllm.core.tracebacks import clear_frames
 from asyncllm.errors import (
-    DeadlineExceededError,
     EngineClosedError,
     EngineDeadError,
     EngineError,

@@ -8,8 +8,7 @@ from typing import Protocol
 
 from asyncllm.core.admission import Admission
 from asyncllm.core.channel import Channel, End, Mailbox, check_gil
-from asyncllm.core.request import Request, Status
-from asyncllm.core.request_group import RequestGroup
+from asyncllm.core.request import Request, RequestGroup, Status
 from asyncllm.core.scheduler import Scheduler, TokenEvent
 from asyncllm.errors import RequestError
 from asyncllm.outputs import (

@@ -34,21 +34,6 @@ def prompt_spans(step: ScheduledStep, vocab_size: int) -> dict[int, PromptSpan]:
     return spans
 
 
-def check_prompt_logprobs(step: ScheduledStep, result: StepResult) -> None:
-    """Raises ValueError unless the result has what the step asked for."""
-    wanted = {
-        row: span.end - span.first
-        for row, span in step.batch.prompt_logprobs.items()
-        if row not in result.errors
-    }
-    found = {row: len(values) for row, values in result.prompt_logprobs.items()}
-    if found != wanted:
-        raise ValueError(
-            f"step {result.step} has prompt log-probabilities of {found} tokens by row; "
-            f"expected {wanted}"
-        )
-
-
 def keep_prompt_logprobs(step: ScheduledStep, result: StepResult) -> None:
     """Appends them to the requests that still have the epoch of the step."""
     for row, values in result.prompt_logprobs.items():

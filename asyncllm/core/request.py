@@ -1,4 +1,4 @@
-"""Request: one sequence, from its prompt to its last token.
+"""Request: one sequence, from its prompt to its last token; RequestGroup: those of one call.
 
 A request is filled in by the thread that submits it (or the tokenizer's), and is the engine
 thread's from its command on. The reader of its stream reads the first tokens of ``token_ids``,
@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import math
 import sys
 from array import array
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from asyncllm.core.block_pool import Block
+from asyncllm.core.channel import Channel
 from asyncllm.core.reasoning import Reasoning
-from asyncllm.core.request_group import RequestGroup
-from asyncllm.core.structured_output import StructuredOutput
-from asyncllm.outputs import FinishReason, TokenLogprobs
+from asyncllm.outputs import FinishReason, TokenLogprobs, Usage
 from asyncllm.sampling_params import SamplingParams
 
 _DIGEST_SIZE = 16
@@ -45,6 +45,54 @@ def root_hash(cache_salt: str | None) -> bytes:
     # Personalised as no block's hash is: a salt cannot be made to equal one.
     salt = b"salt\0" + cache_salt.encode()
     return hashlib.blake2b(salt, digest_size=_DIGEST_SIZE, person=_PERSON).digest()
+
+
+class Notifier(Protocol):
+    """Tells observers of a group's first token and of its end."""
+
+    def first_token(self) -> None: ...
+
+    def finished(self, usage: Usage, error: BaseException | None) -> None: ...
+
+
+class OutputGrammar(Protocol):
+    """The grammar that a request's tokens follow; see ``StructuredOutput``, which is one."""
+
+    def advance(
+        self, request: Request, token_id: int, reason: FinishReason | None
+    ) -> FinishReason | None: ...
+
+    def mask(self, request: Request) -> bytes | None: ...
+
+
+@dataclass(slots=True, eq=False)
+class RequestGroup:
+    """One or more sequences with one id, one channel, one deadline and one end.
+
+    A group ends once: when its last member has ended, or whole, when it is aborted, its
+    deadline passes or a member fails. A failed member ends the others because the exception
+    is the end of the channel, behind which nothing is read. An observer is told of a group by
+    its first member.
+
+    Attributes:
+        channel: to the reader of all members.
+        members: in order of their index. Added before the group is submitted, none once it has
+            ended.
+        cancelled: set once, by any thread, before the abort itself travels.
+        notifier: of the observers; None without any.
+    """
+
+    request_id: str
+    channel: Channel = field(default_factory=Channel)
+    arrived_at: float = 0.0
+    deadline: float = math.inf
+    members: list[Request] = field(default_factory=list)
+    cancelled: bool = False
+    notifier: Notifier | None = None
+
+    @property
+    def unfinished(self) -> list[Request]:
+        return [member for member in self.members if not member.finished]
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -103,7 +151,7 @@ class Request:
     output: Any = None
     reasoning: Reasoning | None = None
     first: Request | None = None
-    structured_output: StructuredOutput | None = None
+    structured_output: OutputGrammar | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
     claimed_by: tuple[int, ...] = ()
     needs_host: bool = False

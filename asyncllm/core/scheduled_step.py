@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from asyncllm.core.batch import StepBatch, StepResult
 from asyncllm.core.block_pool import Block
 from asyncllm.core.executor import ExecutorInfo
-from asyncllm.core.prompt_logprobs import check_prompt_logprobs
 from asyncllm.core.request import Request
 
 
@@ -56,7 +55,7 @@ class ScheduledStep:
         if counts != samples or result.errors:
             self._check_counts(result, info.max_tokens_per_row)
         if self.batch.prompt_logprobs or result.prompt_logprobs:
-            check_prompt_logprobs(self, result)
+            self._check_prompt_logprobs(result)
         if len(token_ids) != sum(counts):
             raise ValueError(
                 f"step {number} counts {sum(counts)} tokens, its result has {len(token_ids)}"
@@ -80,3 +79,16 @@ class ScheduledStep:
                     f"step {number} has {count} tokens in row {row}; expected "
                     f"{f'1 to {most}' if yields else 'none'}"
                 )
+
+    def _check_prompt_logprobs(self, result: StepResult) -> None:
+        wanted = {
+            row: span.end - span.first
+            for row, span in self.batch.prompt_logprobs.items()
+            if row not in result.errors
+        }
+        found = {row: len(values) for row, values in result.prompt_logprobs.items()}
+        if found != wanted:
+            raise ValueError(
+                f"step {result.step} has prompt log-probabilities of {found} tokens by row; "
+                f"expected {wanted}"
+            )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from asyncllm.core.batch import GrammarMask
 from asyncllm.errors import RequestError
@@ -14,35 +14,7 @@ if TYPE_CHECKING:
     from asyncllm.core.reasoning import Reasoning
     from asyncllm.core.request import Request
     from asyncllm.core.scheduled_step import ScheduledStep
-
-
-class GrammarMatcher(Protocol):
-    """State of one output in a compiled grammar; used by one thread at a time.
-
-    It knows tokens as text, and special tokens where the grammar names them. EOS and stop tokens
-    are StructuredOutput's. Any method may raise, which ends its request alone.
-    """
-
-    def accept(self, token_id: int) -> bool:
-        """Advances by a token; False if the grammar does not allow it here."""
-        ...
-
-    def rollback(self, num_tokens: int) -> None:
-        """Takes back the last tokens accepted."""
-        ...
-
-    def bitmask(self) -> bytearray:
-        """The tokens that may come next, as ``GrammarMask`` has them; the caller's own. No bit
-        past the vocabulary is set."""
-        ...
-
-    def may_end(self) -> bool:
-        """Whether the output so far is complete."""
-        ...
-
-    def is_terminated(self) -> bool:
-        """Whether it is complete, and nothing more can come."""
-        ...
+    from asyncllm.structured.grammar import GrammarMatcher
 
 
 @dataclass(slots=True, eq=False)

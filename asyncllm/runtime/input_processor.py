@@ -17,8 +17,7 @@ from asyncllm.config import EngineConfig
 from asyncllm.core.channel import Channel
 from asyncllm.core.engine_core import EngineCore
 from asyncllm.core.output_processor import Output
-from asyncllm.core.request import Request
-from asyncllm.core.request_group import RequestGroup
+from asyncllm.core.request import Request, RequestGroup
 from asyncllm.core.structured_output import StructuredOutput
 from asyncllm.errors import ContextLengthExceededError, InvalidRequestError, RequestError
 from asyncllm.logits_processor import claiming
@@ -368,12 +367,12 @@ class InputProcessor:
     ) -> TokenStream:
         """Reserves the group's place in the queue, and tells the observers of it."""
         group = request.group
-        self.observers.watch(group)
+        notifier = self.observers.watch(group)
         self.core.admission.reserve(group, num_tokens)
         # Made first: an observer that is interrupted drops it, which aborts the request.
         stream = TokenStream(request, self.core, self.mailboxes.of_running_loop, parser)
-        if group.notifier is not None:
-            group.notifier.submitted(asked)
+        if notifier is not None:
+            notifier.submitted(asked)
         return stream
 
 

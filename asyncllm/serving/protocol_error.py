@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from asyncllm.core.deadlines import DeadlineExceededError
 from asyncllm.errors import (
     AsyncLLMError,
     ContextLengthExceededError,
-    DeadlineExceededError,
     EngineClosedError,
     EngineDeadError,
     EngineOverloadedError,

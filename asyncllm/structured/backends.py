@@ -6,12 +6,14 @@ import importlib.util
 import json
 import threading
 from collections.abc import Callable
+from typing import Literal
 
-from asyncllm.config import StructuredOutputsBackend
 from asyncllm.errors import InvalidRequestError
 from asyncllm.structured.grammar import Grammar, GrammarBackend, GrammarError, Vocabulary
 from asyncllm.structured.json_schema import refuse_ignored_by_xgrammar
 from asyncllm.structured.spec import StructuredOutputs
+
+StructuredOutputsBackend = Literal["auto", "llguidance", "xgrammar"]
 
 _EXTRAS = {"llguidance": "structured", "xgrammar": "xgrammar"}
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Protocol
 
-from asyncllm.core.structured_output import GrammarMatcher
 from asyncllm.structured.spec import StructuredOutputs
 
 
@@ -20,6 +19,35 @@ def is_gbnf(text: str) -> bool:
     """Whether a grammar defines a rule as GBNF does. Lark may begin in other ways than ``start:``,
     as ``?start:`` and ``start[…]:``, and may have ``::=`` in a text or a comment."""
     return re.search(r"(?m)^\s*[\w-]+\s*::=", text) is not None
+
+
+class GrammarMatcher(Protocol):
+    """State of one output in a compiled grammar; used by one thread at a time.
+
+    It knows tokens as text, and special tokens where the grammar names them. EOS and stop tokens
+    are StructuredOutput's. Any method may raise, which ends its request alone.
+    """
+
+    def accept(self, token_id: int) -> bool:
+        """Advances by a token; False if the grammar does not allow it here."""
+        ...
+
+    def rollback(self, num_tokens: int) -> None:
+        """Takes back the last tokens accepted."""
+        ...
+
+    def bitmask(self) -> bytearray:
+        """The tokens that may come next, as ``GrammarMask`` has them; the caller's own. No bit
+        past the vocabulary is set."""
+        ...
+
+    def may_end(self) -> bool:
+        """Whether the output so far is complete."""
+        ...
+
+    def is_terminated(self) -> bool:
+        """Whether it is complete, and nothing more can come."""
+        ...
 
 
 class Grammar(Protocol):

@@ -8,11 +8,11 @@ from collections.abc import Collection
 from contextlib import suppress
 from typing import Any
 
-from asyncllm.core.structured_output import GrammarMatcher
 from asyncllm.structured.grammar import (
     MAX_WHITESPACE,
     WHITESPACE,
     GrammarError,
+    GrammarMatcher,
     Vocabulary,
     is_gbnf,
 )

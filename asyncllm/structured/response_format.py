@@ -8,7 +8,6 @@ from typing import Any
 
 from asyncllm import validation as check
 from asyncllm.errors import InvalidRequestError
-from asyncllm.sampling_params import SamplingParams
 from asyncllm.structured.python_types import is_schema_type
 from asyncllm.structured.spec import StructuredOutputs, parse_structured_outputs
 
@@ -36,23 +35,6 @@ def parse_response_format(value: Any) -> StructuredOutputs | None:
         error.param = _NAME
         raise
     return None if found is None else replace(found, param=_NAME)
-
-
-def with_response_format(sampling: dict[str, Any], params: Any, value: Any) -> dict[str, Any]:
-    """Fields of ``SamplingParams``, with the grammar of a ``response_format``.
-
-    Raises:
-        InvalidRequestError: as ``parse_response_format``, and beside ``structured_outputs``.
-    """
-    structured = parse_response_format(value)
-    if structured is None:
-        return sampling
-    given = sampling.get("structured_outputs")
-    if given is None and isinstance(params, SamplingParams):
-        given = params.structured_outputs
-    if given is not None:
-        raise check.invalid(_NAME, value, "one of response_format and structured_outputs")
-    return sampling | {"structured_outputs": structured}
 
 
 def _structured_outputs(value: Any) -> dict[str, Any] | None:

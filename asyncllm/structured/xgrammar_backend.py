@@ -9,8 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from asyncllm.core.structured_output import GrammarMatcher
-from asyncllm.structured.grammar import MAX_WHITESPACE, GrammarError, Vocabulary, is_gbnf
+from asyncllm.structured.grammar import (
+    MAX_WHITESPACE,
+    GrammarError,
+    GrammarMatcher,
+    Vocabulary,
+    is_gbnf,
+)
 from asyncllm.structured.json_schema import refuse_ignored_by_xgrammar
 from asyncllm.structured.spec import StructuredOutputs
 from asyncllm.structured.structural_tag import schemas_in_tag, with_format

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from asyncllm.checkpoint.codes import Codes
 from asyncllm.checkpoint.config_file import ConfigFile
 from asyncllm.checkpoint.reader import CheckpointReader
 from asyncllm.gpu.formats.base import (
@@ -19,7 +20,6 @@ from asyncllm.gpu.formats.base import (
     stems,
     unpack,
 )
-from asyncllm.gpu.formats.codes import Codes
 
 _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """Which nibble of its word each of 8 outputs is in (AutoAWQ, ``WQLinear_GEMM``): the order in

@@ -9,10 +9,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from asyncllm.checkpoint.codes import Codes
 from asyncllm.checkpoint.config_file import ConfigFile
 from asyncllm.checkpoint.reader import CheckpointReader, TensorInfo
 from asyncllm.errors import ModelLoadError
-from asyncllm.gpu.formats.codes import Codes
 
 SCALE_DTYPES = ("F32", "BF16", "F16")
 

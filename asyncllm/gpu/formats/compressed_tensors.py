@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from asyncllm.checkpoint.codes import Codes
 from asyncllm.checkpoint.config_file import ConfigFile
 from asyncllm.checkpoint.reader import CheckpointReader
 from asyncllm.errors import ModelLoadError
@@ -23,7 +24,6 @@ from asyncllm.gpu.formats.base import (
     stems,
     unpack,
 )
-from asyncllm.gpu.formats.codes import Codes
 from asyncllm.gpu.formats.fp8 import scaled_rows
 
 _KNOWN = (

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from asyncllm.checkpoint.codes import Codes
 from asyncllm.checkpoint.gguf_config import gguf_config, is_quantised
 from asyncllm.checkpoint.gguf_file import GGML_TYPES, PLAIN_TYPES, GGUFFile, GGUFTensor
 from asyncllm.checkpoint.reader import TensorInfo
 from asyncllm.errors import ModelLoadError
-from asyncllm.gpu.formats.codes import Codes
 from asyncllm.gpu.formats.reader import DTYPE_NAMES, joined, row_ranges
 
 _NAMES = {

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from asyncllm.checkpoint.codes import Codes
 from asyncllm.checkpoint.config_file import ConfigFile
 from asyncllm.checkpoint.reader import CheckpointReader
 from asyncllm.errors import ModelLoadError
@@ -20,7 +21,6 @@ from asyncllm.gpu.formats.base import (
     stems,
     unpack,
 )
-from asyncllm.gpu.formats.codes import Codes
 
 _KNOWN = (
     "quant_method method bits group_size desc_act sym checkpoint_format format pack_dtype "

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from asyncllm.checkpoint.codes import Codes
 from asyncllm.checkpoint.reader import CheckpointReader, TensorInfo
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.formats.base import PackedTensor, Rows, WeightFormat
-from asyncllm.gpu.formats.codes import Codes
+from asyncllm.gpu.formats.codes import dequantised
 
 SLICE_ELEMENTS = 2**20
 """Elements that are dequantised at a time: the float32 intermediates are a few MB each."""
@@ -64,7 +66,7 @@ class DequantisingReader:
             yield from self.source.slices(name)
             return
         found = self._read(packed)
-        rows = found.dequantised if isinstance(found, Codes) else found
+        rows = partial(dequantised, found) if isinstance(found, Codes) else found
         for start, stop in row_ranges(packed.shape, packed.step):
             yield rows(start, stop).to(self.dtype).contiguous()
 

@@ -15,10 +15,10 @@ from pydantic_ai.exceptions import (
     ModelUnavailableError,
 )
 
+from asyncllm import DeadlineExceededError
 from asyncllm.errors import (
     AsyncLLMError,
     ContextLengthExceededError,
-    DeadlineExceededError,
     EngineError,
     EngineOverloadedError,
     InvalidRequestError,
