@@ -251,7 +251,7 @@ class AsyncLLMEngine(Handle):
     def stream(
         self,
         prompt: str | Sequence[int],
-        params: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
         priority: int = 0,
@@ -265,7 +265,7 @@ class AsyncLLMEngine(Handle):
 
         Args:
             prompt: text, to which the tokenizer adds its special tokens, or token ids.
-            params: how to sample; ``sampling`` are fields of it, and win.
+            sampling_params: how to sample; ``sampling`` are fields of it, and win.
             request_id: unique among live requests; None makes one up.
             priority: smaller is sooner; only with the "priority" or "deadline" policy.
             timeout: seconds after which the request fails with DeadlineExceededError.
@@ -288,18 +288,21 @@ class AsyncLLMEngine(Handle):
         self._running()
         assert self._intake is not None
         options = RequestOptions(request_id, priority, timeout, max_unread, on_slow, cache_salt)
-        return self._intake.prompt(prompt, params, sampling, options)
+        return self._intake.prompt(prompt, sampling_params, sampling, options)
 
     async def generate(
-        self, prompt: str | Sequence[int], params: SamplingParams | None = None, **options: Any
+        self,
+        prompt: str | Sequence[int],
+        sampling_params: SamplingParams | None = None,
+        **options: Any,
     ) -> Completion:
-        """``stream(prompt, params, **options)``, read to the end."""
-        return await self.stream(prompt, params, **options).result()
+        """``stream(prompt, sampling_params, **options)``, read to the end."""
+        return await self.stream(prompt, sampling_params, **options).result()
 
     def chat(
         self,
         messages: Sequence[dict[str, Any]],
-        params: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
         *,
         tools: Sequence[Any] | None = None,
         tool_choice: str | dict[str, Any] | None = "auto",
@@ -339,12 +342,18 @@ class AsyncLLMEngine(Handle):
         makes so many, is rendered and tokenised on a worker thread; see docs/chat.md.
         """
         use = ToolUse.of(tools, tool_choice, parallel_tool_calls)
-        sampling = with_response_format(sampling, params, response_format)
+        sampling = with_response_format(sampling, sampling_params, response_format)
         self._running()
         assert self._intake is not None
         options = RequestOptions(request_id, priority, timeout, max_unread, on_slow, cache_salt)
         return self._intake.conversation(
-            messages, use, chat_template_kwargs, split_special_tokens, params, sampling, options
+            messages,
+            use,
+            chat_template_kwargs,
+            split_special_tokens,
+            sampling_params,
+            sampling,
+            options,
         )
 
     def abort(self, request_id: str | Iterable[str]) -> None:

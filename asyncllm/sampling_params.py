@@ -34,6 +34,7 @@ engine thread, with what was generated so far and a float32 tensor ``[vocab_size
 may change in place. A processor that raises ends its own request and no other."""
 
 
+@check.known_fields("sampling parameter")
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Sampling and stopping, with vLLM's names and meanings.
@@ -86,7 +87,8 @@ class SamplingParams:
             characters at most. A name that no processor reads is refused.
 
     Raises:
-        InvalidRequestError: for a value outside its range, with ``param`` set.
+        InvalidRequestError: for a value outside its range or a field that does not exist, with
+            ``param`` set.
     """
 
     n: int = 1
@@ -221,7 +223,6 @@ class SamplingParams:
             InvalidRequestError: for a name that does not exist, a value out of range, or an
                 ``n`` above 1 where the defaults are greedy.
         """
-        check.refuse_unknown("sampling parameter", overrides, self.__dataclass_fields__)
         # What is filled in below is known to be good; checking all of it again would double
         # the cost of a call that an event loop waits for.
         resolved = replace(self, **overrides) if overrides else copy(self)

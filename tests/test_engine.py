@@ -321,7 +321,7 @@ async def test_pause_keeps_everything_and_resume_goes_on():
         ([1], {"priority": 1.5}, "priority", "integer"),
         ([1], {"request_id": ""}, "request_id", "non-empty"),
         ([1], {"cache_salt": 5}, "cache_salt", "string"),
-        ([1], {"params": {"n": 1}}, "params", "SamplingParams"),
+        ([1], {"sampling_params": {"n": 1}}, "sampling_params", "SamplingParams"),
     ],
     ids=check.describe,
 )
@@ -738,7 +738,7 @@ async def test_idle_engine_uses_no_cpu():
         ("gpu_memory_utilization", 1.5),
         ("gpu_memory_utilization", math.nan),
         ("cuda_graphs", "yes"),
-        ("cuda_graph_sizes", (0,)),
+        ("cudagraph_capture_sizes", (0,)),
         ("load_format", "pickle"),
         ("quantization", "int3"),
         ("enable_prefix_caching", "no"),

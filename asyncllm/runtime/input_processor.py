@@ -71,7 +71,7 @@ class InputProcessor:
     def prompt(
         self,
         prompt: str | Sequence[int],
-        params: SamplingParams | None,
+        sampling_params: SamplingParams | None,
         sampling: dict[str, Any],
         options: RequestOptions,
     ) -> TokenStream:
@@ -87,9 +87,9 @@ class InputProcessor:
                 length = len(prompt)
             self._check_length(length)
             found = check.token_ids("prompt", prompt, info.vocab_size, info.max_model_len)
-            request = self._request(params, sampling, options)
+            request = self._request(sampling_params, sampling, options)
             return self._submit(request, asked, list(found))
-        request = self._request(params, sampling, options)
+        request = self._request(sampling_params, sampling, options)
         tokenizer = self.loaded.tokenizer
         if len(text) < LONG_TEXT:
             return self._submit(request, asked, tokenizer.encode(text))
@@ -104,7 +104,7 @@ class InputProcessor:
         use: ToolUse | None,
         variables: dict[str, Any] | None,
         split_special_tokens: bool,
-        params: SamplingParams | None,
+        sampling_params: SamplingParams | None,
         sampling: dict[str, Any],
         options: RequestOptions,
     ) -> TokenStream:
@@ -118,10 +118,10 @@ class InputProcessor:
                 raise check.invalid("chat_template_kwargs", variables, accepted)
             given["tools"] = use.schemas
             assert form is not None
-            sampling, free = with_tool_grammar(sampling, params, use, form)
+            sampling, free = with_tool_grammar(sampling, sampling_params, use, form)
         as_text = form is not None and form.arguments_as_text
         chat = TemplateInput(messages, given, arguments_as_text=as_text)
-        request = self._request(params, sampling, options)
+        request = self._request(sampling_params, sampling, options)
         parser = None
         if form is not None:
             parser = MessageParser(
@@ -163,13 +163,16 @@ class InputProcessor:
         return self.grammars.close() + ([] if worker is None else [worker])
 
     def _request(
-        self, params: SamplingParams | None, sampling: dict[str, Any], options: RequestOptions
+        self,
+        sampling_params: SamplingParams | None,
+        sampling: dict[str, Any],
+        options: RequestOptions,
     ) -> Request:
         """Makes the group and its first member, checked but for the prompt."""
         if options.priority and self.config.scheduling_policy == "fcfs":
             accepted = '0 with scheduling_policy="fcfs"; "priority" honours it'
             raise check.invalid("priority", options.priority, accepted)
-        resolved, claimed_by = self._resolve(params, sampling)
+        resolved, claimed_by = self._resolve(sampling_params, sampling)
         model, info = self.loaded.model_config, self.loaded.executor.info
         now = self.core.clock()
         group = RequestGroup(
@@ -204,14 +207,14 @@ class InputProcessor:
         return first
 
     def _resolve(
-        self, params: SamplingParams | None, sampling: dict[str, Any]
+        self, sampling_params: SamplingParams | None, sampling: dict[str, Any]
     ) -> tuple[SamplingParams, tuple[int, ...]]:
         """Sampling parameters that this engine can honour, and the engine's logits processors that
         claim the request."""
-        if params is not None and not check.is_a(params, SamplingParams):
-            raise check.invalid("params", params, "SamplingParams or None")
+        if sampling_params is not None and not check.is_a(sampling_params, SamplingParams):
+            raise check.invalid("sampling_params", sampling_params, "SamplingParams or None")
         info = self.loaded.executor.info
-        resolved = (params or self._neutral_params).resolve(
+        resolved = (sampling_params or self._neutral_params).resolve(
             sampling,
             self.loaded.model_config.generation_defaults or {},
             draw_seed=lambda: self._random.getrandbits(64),

@@ -83,7 +83,7 @@ class Plan:
         """Captures at start: all batch sizes, or ``sizes``."""
         if not self.graphs:
             return {}
-        return {"cuda_graphs": "startup", "cuda_graph_sizes": sizes}
+        return {"cuda_graphs": "startup", "cudagraph_capture_sizes": sizes}
 
 
 def run(stage: Stage, clock: Clock, plan: Plan | None = None) -> None:
@@ -320,7 +320,7 @@ class EngineBench:
             found = graph_costs(engine)
             buckets = found[0] if found is not None else ()
             captured = [await self.tokens_of(engine, shape, size) for size in buckets]
-        eager_settings = {"cuda_graphs": "off", "cuda_graph_sizes": None}
+        eager_settings = {"cuda_graphs": "off", "cudagraph_capture_sizes": None}
         async with self.opened(shape, **eager_settings) as engine:
             eager = [await self.tokens_of(engine, shape, size) for size in buckets]
         self.report.section("graphs against eager steps")
