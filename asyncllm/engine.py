@@ -285,10 +285,9 @@ class AsyncLLMEngine(Handle):
         A text of more than a few thousand characters is tokenised on a worker thread; an error
         in such a one raises at the first read, unless its length proves it at once.
         """
-        self._running()
-        assert self._intake is not None
+        intake = self._running()
         options = RequestOptions(request_id, priority, timeout, max_unread, on_slow, cache_salt)
-        return self._intake.prompt(prompt, sampling_params, sampling, options)
+        return intake.prompt(prompt, sampling_params, sampling, options)
 
     async def generate(
         self,
@@ -343,10 +342,9 @@ class AsyncLLMEngine(Handle):
         """
         use = ToolUse.of(tools, tool_choice, parallel_tool_calls)
         sampling = with_response_format(sampling, sampling_params, response_format)
-        self._running()
-        assert self._intake is not None
+        intake = self._running()
         options = RequestOptions(request_id, priority, timeout, max_unread, on_slow, cache_salt)
-        return self._intake.conversation(
+        return intake.conversation(
             messages,
             use,
             chat_template_kwargs,
@@ -454,19 +452,26 @@ class AsyncLLMEngine(Handle):
     def _started(self) -> EngineThread:
         """The engine thread, which may have ended since."""
         if self._thread is None or self._intake is None:
-            raise EngineClosedError(
-                f"the engine is {self.state}; expected a started one: "
-                "`async with engine` or `await engine.start()`"
-            )
+            raise self._not_started()
         return self._thread
 
-    def _running(self) -> EngineThread:
-        """The engine thread, which takes requests or is dead."""
-        thread = self._started()
-        thread.check_process()
-        if self.state == "closed":
+    def _running(self) -> InputProcessor:
+        """The way into an engine that takes requests or is dead: the one check that a call makes
+        of the state and the process."""
+        thread, intake = self._thread, self._intake
+        if thread is None or intake is None:
+            raise self._not_started()
+        if os.getpid() != thread.pid:
+            raise thread.forked()
+        if self._closed or (thread.closing and thread.core.fatal_error is None):
             raise EngineClosedError(thread.core.close_reason)
-        return thread
+        return intake
+
+    def _not_started(self) -> EngineClosedError:
+        return EngineClosedError(
+            f"the engine is {self.state}; expected a started one: "
+            "`async with engine` or `await engine.start()`"
+        )
 
     def __repr__(self) -> str:
         return f"<AsyncLLMEngine {self.config.model_name!r} {self.state}>"

@@ -116,6 +116,8 @@ class SamplingParams:
     logits_processors: Sequence[RequestLogitsProcessor] = ()
     extra_args: Mapping[str, Any] | None = None
 
+    _set = object.__setattr__
+
     def __post_init__(self) -> None:
         check.field(self, check.integer, "n", 1, MAX_OUTPUTS)
         check.field(self, check.number, "temperature", 0, 100)
@@ -186,18 +188,15 @@ class SamplingParams:
             accepted = f"at most {MAX_BAD_CHARACTERS} characters in all"
             raise check.invalid("bad_words", self.bad_words, accepted)
 
-    def _set(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
-
-    def check_vocabulary(self, vocab_size: int) -> None:
-        """Raises InvalidRequestError if a token id is ``vocab_size`` or more."""
+    def check_limits(self, vocab_size: int, max_logprobs: int) -> None:
+        """Raises InvalidRequestError for a token id of ``vocab_size`` or more, or more
+        log-probabilities than ``max_logprobs``; -1 is any number."""
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             largest = max(getattr(self, name) or (), default=0)
             if largest >= vocab_size:
                 raise check.invalid(name, largest, f"token ids from 0 to {vocab_size - 1}")
 
-    def check_logprobs(self, most: int) -> None:
-        """Raises InvalidRequestError for more log-probabilities than ``most``; -1 is any number."""
+        most = max_logprobs
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(self, name)
             if most >= 0 and count is not None and not 0 <= count <= most:
