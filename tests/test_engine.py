@@ -682,6 +682,26 @@ async def test_failing_step_kills_the_engine_and_ends_every_stream(caplog):
     assert "the engine died" in caplog.text
 
 
+async def test_an_engine_that_dies_while_it_closes_is_dead():
+    rig = fake()
+    rig.executor.faults[3] = RuntimeError("device lost")
+    async with rig.engine() as engine:
+        await engine.pause()
+        stream = engine.stream([1], max_tokens=50)
+        assert engine._thread is not None
+        engine._thread.close(30.0, "the loop has ended")
+        with pytest.raises(EngineClosedError, match="the loop has ended"):
+            engine.stream([2])
+        assert engine.state == "closed"
+        engine._thread.core.send(engine._thread.core.suspend, False)
+        with pytest.raises(EngineDeadError, match="device lost"):
+            await stream.result()
+        assert engine.state == "dead"
+        with pytest.raises(EngineDeadError, match="device lost"):
+            engine.stream([3])
+        assert engine.stats().num_failed == 1
+
+
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 async def test_forgotten_engine_ends_its_thread():
     rig = fake()
