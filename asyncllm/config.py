@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from asyncllm import validation as check
@@ -45,6 +45,7 @@ _MAX_TOKENS = 2**31 - 1
 """Positions and block ids are int32 on a device."""
 
 
+@check.known_fields("setting")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Checked once, when it is made; no environment variable is read.
@@ -90,7 +91,7 @@ class EngineConfig:
         cuda_graphs: "auto" captures decode steps, and pieces of those with a prefill, when the
             engine starts; "decode" captures decode steps alone and launches the others op by op;
             "off" launches all steps so.
-        cuda_graph_sizes: batch sizes to capture; None is the default set.
+        cudagraph_capture_sizes: batch sizes to capture; None is the default set.
         async_scheduling: run one step ahead of the results; None is True on a GPU, and
             on a CPU where native ops take at most 10 ms for a full decode step, measured when the
             engine starts. Without native ops a CPU runs nothing ahead: it changes the accounting
@@ -117,7 +118,7 @@ class EngineConfig:
             less than 32 million parameters, which more of them only slow down.
         step_timeout: seconds after which a step counts as hung; None is 60 on a GPU, whose kernels
             are compiled before the first step, and 600 on a CPU.
-        tool_parser: how the model writes tool calls: "auto" is the tokenizer's own
+        tool_call_parser: how the model writes tool calls: "auto" is the tokenizer's own
             ``response_template``, else what its chat template shows; or "hermes", "qwen3_coder",
             "llama3_json", "mistral", "mistral_v11", "deepseek_v3", "deepseek_v31", "gpt_oss".
         reasoning_parser: how it writes its thoughts, likewise: "auto", "deepseek_r1", "qwen3",
@@ -131,7 +132,8 @@ class EngineConfig:
         grammar_timeout: seconds after which a request fails whose grammar is being compiled.
 
     Raises:
-        InvalidRequestError: for a value outside its range, with ``param`` set.
+        InvalidRequestError: for a value outside its range or a field that does not exist, with
+            ``param`` set.
     """
 
     model: str | os.PathLike[str] | None = None
@@ -150,7 +152,7 @@ class EngineConfig:
     num_state_checkpoints: int | Literal["auto"] = "auto"
     attention_backend: str = "auto"
     cuda_graphs: CudaGraphs = "auto"
-    cuda_graph_sizes: tuple[int, ...] | None = None
+    cudagraph_capture_sizes: tuple[int, ...] | None = None
     async_scheduling: bool | None = None
     scheduling_policy: SchedulingPolicy = "fcfs"
     max_queued_requests: int = 1024
@@ -163,7 +165,7 @@ class EngineConfig:
     trust_remote_code: bool = False
     num_threads: int | None = None
     step_timeout: float | None = None
-    tool_parser: ToolParser = "auto"
+    tool_call_parser: ToolParser = "auto"
     reasoning_parser: ReasoningParser | None = "auto"
     structured_outputs_backend: StructuredOutputsBackend = "auto"
     grammar_timeout: float = 10.0
@@ -190,12 +192,18 @@ class EngineConfig:
         self._check_processors()
         if self.kv_cache_memory is not None:
             object.__setattr__(self, "kv_cache_memory", parse_bytes(self.kv_cache_memory))
-        if self.cuda_graph_sizes is not None:
-            sizes = check.items("cuda_graph_sizes", self.cuda_graph_sizes, "batch sizes")
-            checked = {check.integer("cuda_graph_sizes", size, 1, _MAX_SEQS) for size in sizes}
+        if self.cudagraph_capture_sizes is not None:
+            sizes = check.items(
+                "cudagraph_capture_sizes", self.cudagraph_capture_sizes, "batch sizes"
+            )
+            checked = {
+                check.integer("cudagraph_capture_sizes", size, 1, _MAX_SEQS) for size in sizes
+            }
             if not checked:
-                raise check.invalid("cuda_graph_sizes", sizes, "at least one batch size, or None")
-            object.__setattr__(self, "cuda_graph_sizes", tuple(sorted(checked)))
+                raise check.invalid(
+                    "cudagraph_capture_sizes", sizes, "at least one batch size, or None"
+                )
+            object.__setattr__(self, "cudagraph_capture_sizes", tuple(sorted(checked)))
 
     def _check_choices(self) -> None:
         check.field(self, check.choice, "dtype", get_args(Dtype))
@@ -209,7 +217,7 @@ class EngineConfig:
         check.field(self, check.boolean, "enable_prefix_caching")
         check.field(self, check.boolean, "trust_remote_code")
         check.field(self, check.boolean, "async_scheduling")
-        check.field(self, check.choice, "tool_parser", get_args(ToolParser))
+        check.field(self, check.choice, "tool_call_parser", get_args(ToolParser))
         if self.reasoning_parser is not None:
             families = get_args(ReasoningParser)
             found = check.choice("reasoning_parser", self.reasoning_parser, families, optional=True)
@@ -259,11 +267,6 @@ class EngineConfig:
         """The model as it was asked for; PACKAGED_MODEL for the one in the package."""
         return PACKAGED_MODEL if self.model is None else os.fspath(self.model)
 
-    @classmethod
-    def field_names(cls) -> frozenset[str]:
-        """The names that ``AsyncLLMEngine(**overrides)`` takes."""
-        return frozenset(f.name for f in fields(cls))
-
 
 def make_config(
     model: str | os.PathLike[str] | None, config: EngineConfig | None, overrides: dict[str, Any]
@@ -273,7 +276,6 @@ def make_config(
     Raises:
         InvalidRequestError: for a field that is not known, or a value that makes no sense.
     """
-    check.refuse_unknown("setting", overrides, EngineConfig.field_names())
     if model is not None:
         overrides["model"] = model
     if config is None:

@@ -250,7 +250,7 @@ class AsyncLLMEngine(Handle):
     def stream(
         self,
         prompt: str | Sequence[int],
-        params: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
         priority: int = 0,
@@ -264,7 +264,7 @@ class AsyncLLMEngine(Handle):
 
         Args:
             prompt: text, to which the tokenizer adds its special tokens, or token ids.
-            params: how to sample; ``sampling`` are fields of it, and win.
+            sampling_params: how to sample; ``sampling`` are fields of it, and win.
             request_id: unique among live requests; None makes one up.
             priority: smaller is sooner; only with the "priority" or "deadline" policy.
             timeout: seconds after which the request fails with DeadlineExceededError.
@@ -284,21 +284,23 @@ class AsyncLLMEngine(Handle):
         A text of more than a few thousand characters is tokenised on a worker thread; an error
         in such a one raises at the first read, unless its length proves it at once.
         """
-        self._running()
-        assert self._intake is not None
+        intake = self._running()
         options = RequestOptions(request_id, priority, timeout, max_unread, on_slow, cache_salt)
-        return self._intake.prompt(prompt, params, sampling, options)
+        return intake.prompt(prompt, sampling_params, sampling, options)
 
     async def generate(
-        self, prompt: str | Sequence[int], params: SamplingParams | None = None, **options: Any
+        self,
+        prompt: str | Sequence[int],
+        sampling_params: SamplingParams | None = None,
+        **options: Any,
     ) -> Completion:
-        """``stream(prompt, params, **options)``, read to the end."""
-        return await self.stream(prompt, params, **options).result()
+        """``stream(prompt, sampling_params, **options)``, read to the end."""
+        return await self.stream(prompt, sampling_params, **options).result()
 
     def chat(
         self,
         messages: Sequence[dict[str, Any]],
-        params: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
         *,
         tools: Sequence[Any] | None = None,
         tool_choice: str | dict[str, Any] | None = "auto",
@@ -338,12 +340,17 @@ class AsyncLLMEngine(Handle):
         makes so many, is rendered and tokenised on a worker thread; see docs/chat.md.
         """
         use = ToolUse.of(tools, tool_choice, parallel_tool_calls)
-        sampling = with_response_format(sampling, params, response_format)
-        self._running()
-        assert self._intake is not None
+        sampling = with_response_format(sampling, sampling_params, response_format)
+        intake = self._running()
         options = RequestOptions(request_id, priority, timeout, max_unread, on_slow, cache_salt)
-        return self._intake.conversation(
-            messages, use, chat_template_kwargs, split_special_tokens, params, sampling, options
+        return intake.conversation(
+            messages,
+            use,
+            chat_template_kwargs,
+            split_special_tokens,
+            sampling_params,
+            sampling,
+            options,
         )
 
     def abort(self, request_id: str | Iterable[str]) -> None:
@@ -444,19 +451,26 @@ class AsyncLLMEngine(Handle):
     def _started(self) -> EngineThread:
         """The engine thread, which may have ended since."""
         if self._thread is None or self._intake is None:
-            raise EngineClosedError(
-                f"the engine is {self.state}; expected a started one: "
-                "`async with engine` or `await engine.start()`"
-            )
+            raise self._not_started()
         return self._thread
 
-    def _running(self) -> EngineThread:
-        """The engine thread, which takes requests or is dead."""
-        thread = self._started()
-        thread.check_process()
-        if self.state == "closed":
+    def _running(self) -> InputProcessor:
+        """The way into an engine that takes requests or is dead: the one check that a call makes
+        of the state and the process."""
+        thread, intake = self._thread, self._intake
+        if thread is None or intake is None:
+            raise self._not_started()
+        if os.getpid() != thread.pid:
+            raise thread.forked()
+        if self._closed or (thread.closing and thread.core.fatal_error is None):
             raise EngineClosedError(thread.core.close_reason)
-        return thread
+        return intake
+
+    def _not_started(self) -> EngineClosedError:
+        return EngineClosedError(
+            f"the engine is {self.state}; expected a started one: "
+            "`async with engine` or `await engine.start()`"
+        )
 
     def __repr__(self) -> str:
         return f"<AsyncLLMEngine {self.config.model_name!r} {self.state}>"

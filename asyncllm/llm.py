@@ -119,7 +119,7 @@ class LLM(Handle):
     def generate(  # pyright: ignore[reportOverlappingOverload]  # a str is a sequence of str
         self,
         prompts: Prompt,
-        params: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
         *,
         progress: bool | None = None,
         **options: Any,
@@ -129,21 +129,26 @@ class LLM(Handle):
     def generate(
         self,
         prompts: Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool | None = None,
         **options: Any,
     ) -> list[Completion]: ...
 
     def generate(
-        self, prompts: Any, params: Any = None, *, progress: bool | None = None, **options: Any
+        self,
+        prompts: Any,
+        sampling_params: Any = None,
+        *,
+        progress: bool | None = None,
+        **options: Any,
     ) -> Completion | list[Completion]:
         """Completes one prompt, or a sequence of prompts as one batch, in their order. A batch
         may be larger than the queue: the rest is submitted as requests end.
 
         Args:
             prompts: text or token ids; or a sequence of these.
-            params: for all prompts, or one for each.
+            sampling_params: for all prompts, or one for each.
             progress: show a bar on standard error; None shows one for a batch if that is a
                 terminal.
             options: as for ``AsyncLLMEngine.stream``.
@@ -153,46 +158,56 @@ class LLM(Handle):
             EngineOverloadedError: only if not even the first prompt is accepted.
         """
         if isinstance(prompts, str) or _begins_with(prompts, "prompts", numbers.Integral):
-            return self._batch(self.engine.stream, [prompts], [params], bool(progress), options)[0]
-        return self._batch(self.engine.stream, prompts, params, progress, options)
+            return self._batch(
+                self.engine.stream, [prompts], [sampling_params], bool(progress), options
+            )[0]
+        return self._batch(self.engine.stream, prompts, sampling_params, progress, options)
 
     def chat(
-        self, messages: Any, params: Any = None, *, progress: bool | None = None, **options: Any
+        self,
+        messages: Any,
+        sampling_params: Any = None,
+        *,
+        progress: bool | None = None,
+        **options: Any,
     ) -> Any:
         """Answers one conversation, or a sequence of conversations as one batch; the rest is
         that of ``generate`` and of ``AsyncLLMEngine.chat``."""
         if _begins_with(messages, "messages", Mapping) or len(messages) == 0:
-            return self._batch(self.engine.chat, [messages], [params], bool(progress), options)[0]
-        return self._batch(self.engine.chat, messages, params, progress, options)
+            return self._batch(
+                self.engine.chat, [messages], [sampling_params], bool(progress), options
+            )[0]
+        return self._batch(self.engine.chat, messages, sampling_params, progress, options)
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Any
     ) -> LLMStream:
         """Submits a request at once and returns its output as a plain iterator."""
-        return LLMStream(self.engine.stream(prompt, params, **options), self._mailbox)
+        return LLMStream(self.engine.stream(prompt, sampling_params, **options), self._mailbox)
 
     def stream_chat(
-        self, messages: Messages, params: SamplingParams | None = None, **options: Any
+        self, messages: Messages, sampling_params: SamplingParams | None = None, **options: Any
     ) -> LLMStream:
         """``stream`` for a conversation."""
-        return LLMStream(self.engine.chat(messages, params, **options), self._mailbox)
+        return LLMStream(self.engine.chat(messages, sampling_params, **options), self._mailbox)
 
     def _batch(
         self,
         submit: Callable[..., TokenStream],
         prompts: Sequence[Any],
-        params: Any,
+        sampling_params: Any,
         progress: bool | None,
         options: dict[str, Any],
     ) -> list[Completion]:
-        if params is None or isinstance(params, SamplingParams):
-            params = [params] * len(prompts)
-        elif len(params) != len(prompts):
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            sampling_params = [sampling_params] * len(prompts)
+        elif len(sampling_params) != len(prompts):
             raise InvalidRequestError(
-                f"params: {len(params)} for {len(prompts)} prompts, expected one for each",
-                param="params",
+                f"sampling_params: {len(sampling_params)} for {len(prompts)} prompts, "
+                "expected one for each",
+                param="sampling_params",
             )
-        requests = zip(prompts, params, strict=True)
+        requests = zip(prompts, sampling_params, strict=True)
         results: list[Completion] = []
         with (
             _progress_bar(len(prompts), progress) as advance,
@@ -213,10 +228,12 @@ class LLM(Handle):
         live: deque[LLMStream] = deque()
         begun = False
         try:
-            for prompt, params in requests:
+            for prompt, sampling_params in requests:
                 while True:
                     try:
-                        live.append(LLMStream(submit(prompt, params, **options), self._mailbox))
+                        live.append(
+                            LLMStream(submit(prompt, sampling_params, **options), self._mailbox)
+                        )
                         break
                     except EngineOverloadedError as refused:
                         if live:

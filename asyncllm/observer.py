@@ -12,9 +12,11 @@ from asyncllm.outputs import Usage
 from asyncllm.validation import invalid, type_name
 
 if TYPE_CHECKING:
-    from asyncllm.core.request import Request, RequestGroup
+    from asyncllm.core.request import Request
 
 logger = get_logger("asyncllm")
+
+Operation = Literal["chat", "text_completion"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,7 @@ class RequestInfo:
         prompt: as it was given: text, token ids, or messages. Treat it as the caller's own.
     """
 
-    operation: Literal["chat", "text_completion"]
+    operation: Operation
     prompt: Any
 
 
@@ -124,11 +126,15 @@ class ObserverNotifier:
 
 
 class Observers:
-    """The observers of one engine; any thread may add and remove."""
+    """The observers of one engine; any thread may add and remove.
+
+    Attributes:
+        all: as it is, and replaced whole.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._all: tuple[Observer, ...] = ()
+        self.all: tuple[Observer, ...] = ()
 
     def add(self, observer: Observer) -> None:
         """Observes requests from now on; adding one twice changes nothing.
@@ -143,20 +149,13 @@ class Observers:
                 accepted = "an object with the methods on_submit and on_finish"
                 raise invalid("observer", observer, accepted)
         with self._lock:
-            if not any(one is observer for one in self._all):
-                self._all = (*self._all, observer)
+            if not any(one is observer for one in self.all):
+                self.all = (*self.all, observer)
 
     def remove(self, observer: Observer) -> None:
         """Announces nothing more to it. It still hears of the end of what it knows."""
         with self._lock:
-            self._all = tuple(one for one in self._all if one is not observer)
-
-    def watch(self, group: RequestGroup) -> ObserverNotifier | None:
-        """Gives the group a notifier, and returns it; None without observers."""
-        if not self._all:
-            return None
-        notifier = group.notifier = ObserverNotifier(group.members[0], self._all)
-        return notifier
+            self.all = tuple(one for one in self.all if one is not observer)
 
 
 def _tell(observer: Observer, method: str, *args: Any) -> None:

@@ -35,6 +35,7 @@ engine thread, with what was generated so far and a float32 tensor ``[vocab_size
 may change in place. A processor that raises ends its own request and no other."""
 
 
+@check.known_fields("sampling parameter")
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Sampling and stopping, with vLLM's names and meanings.
@@ -87,7 +88,8 @@ class SamplingParams:
             characters at most. A name that no processor reads is refused.
 
     Raises:
-        InvalidRequestError: for a value outside its range, with ``param`` set.
+        InvalidRequestError: for a value outside its range or a field that does not exist, with
+            ``param`` set.
     """
 
     n: int = 1
@@ -114,6 +116,8 @@ class SamplingParams:
     structured_outputs: Any = None
     logits_processors: Sequence[RequestLogitsProcessor] = ()
     extra_args: Mapping[str, Any] | None = None
+
+    _set = object.__setattr__
 
     def __post_init__(self) -> None:
         check.field(self, check.integer, "n", 1, MAX_OUTPUTS)
@@ -185,18 +189,15 @@ class SamplingParams:
             accepted = f"at most {MAX_BAD_CHARACTERS} characters in all"
             raise check.invalid("bad_words", self.bad_words, accepted)
 
-    def _set(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
-
-    def check_vocabulary(self, vocab_size: int) -> None:
-        """Raises InvalidRequestError if a token id is ``vocab_size`` or more."""
+    def check_limits(self, vocab_size: int, max_logprobs: int) -> None:
+        """Raises InvalidRequestError for a token id of ``vocab_size`` or more, or more
+        log-probabilities than ``max_logprobs``; -1 is any number."""
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             largest = max(getattr(self, name) or (), default=0)
             if largest >= vocab_size:
                 raise check.invalid(name, largest, f"token ids from 0 to {vocab_size - 1}")
 
-    def check_logprobs(self, most: int) -> None:
-        """Raises InvalidRequestError for more log-probabilities than ``most``; -1 is any number."""
+        most = max_logprobs
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(self, name)
             if most >= 0 and count is not None and not 0 <= count <= most:
@@ -222,7 +223,6 @@ class SamplingParams:
             InvalidRequestError: for a name that does not exist, a value out of range, or an
                 ``n`` above 1 where the defaults are greedy.
         """
-        check.refuse_unknown("sampling parameter", overrides, self.__dataclass_fields__)
         # What is filled in below is known to be good; checking all of it again would double
         # the cost of a call that an event loop waits for.
         resolved = replace(self, **overrides) if overrides else copy(self)

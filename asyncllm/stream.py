@@ -77,7 +77,7 @@ class TokenStream(Handle):
     def __post_init__(self) -> None:
         self._group = self._request.group
         # The group forgets its members when it ends.
-        self._outputs = [OutputReader(member) for member in self._group.members]
+        self._outputs = list(map(OutputReader, self._group.members))
         if len(self._outputs) == 1:
             self._texts_of_only = self._outputs[0].texts
         self.request_id = self._group.request_id

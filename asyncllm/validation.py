@@ -18,9 +18,13 @@ import sys
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 
+from asyncllm.counterparts import COUNTERPARTS
 from asyncllm.errors import AsyncLLMError, InvalidRequestError
+
+T = TypeVar("T")
 
 MAX_INTEGER = 2**63 - 1
 
@@ -274,8 +278,34 @@ def same(value: Any, other: Any) -> bool:
 
 
 def refuse_unknown(kind: str, given: Iterable[str], known: Collection[str]) -> None:
-    """Raises InvalidRequestError for a name that does not exist."""
+    """Raises InvalidRequestError for a name that does not exist, and names its counterpart."""
     for name in given:
         if name not in known:
-            names = ", ".join(sorted(known))
-            raise InvalidRequestError(f"{name}: no such {kind} (there are {names})", param=name)
+            ours = COUNTERPARTS.get(kind, {}).get(name)
+            hint = (
+                f" (there are {', '.join(sorted(known))})" if ours is None else f", expected {ours}"
+            )
+            raise InvalidRequestError(f"{name}: no such {kind}{hint}", param=name)
+
+
+def known_fields(kind: str) -> Callable[[type[T]], type[T]]:
+    """Make a dataclass refuse an unknown field as ``refuse_unknown`` does.
+
+    Args:
+        kind: of the fields, as errors call it.
+    """
+
+    def decorate(cls: type[T]) -> type[T]:
+        fields: Any = cls.__dataclass_fields__  # pyright: ignore[reportAttributeAccessIssue]
+        made = cls.__init__
+
+        @wraps(made)
+        def init(self: T, *values: Any, **given: Any) -> None:
+            if not given.keys() <= fields.keys():
+                refuse_unknown(kind, given, fields)
+            made(self, *values, **given)
+
+        cls.__init__ = init
+        return cls
+
+    return decorate

@@ -15,13 +15,13 @@ from collections import deque
 from pathlib import Path
 
 import torch
+from asyncllm.gpu.batch.step_buffers import PinnedStepBuffer
+from asyncllm.gpu.graph.decode_runner import DecodeRunner
 
 from asyncllm.checkpoint.model_config import ModelConfig, RopeConfig
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.scheduler import Scheduler
-from asyncllm.gpu.batch.step_buffers import PinnedStepBuffer
 from asyncllm.gpu.graph.cuda_graphs import EagerCapturer
-from asyncllm.gpu.graph.decode_runner import DecodeRunner
 from asyncllm.gpu.graph.streams import SyncStream
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.model_runner import ModelRunner

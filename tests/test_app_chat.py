@@ -278,6 +278,19 @@ async def test_what_cannot_be_done_is_refused_by_name():
         assert engine.stats().num_requests == 0
 
 
+async def test_the_error_for_a_field_of_vllms_names_the_one_here():
+    async with app_client(fake_engine("x")) as client:
+        chat_error = (await chat(client, guided_regex="[0-9]")).json()["error"]
+        tokens = {"prompt": "x", "guided_regex": "[0-9]"}
+        plain_error = (await client.post("/tokenize", json=tokens)).json()["error"]
+        sampling_error = (await chat(client, params={})).json()["error"]
+    message = "'guided_regex': no such field"
+    assert chat_error["message"] == message + ', expected structured_outputs={"regex": …}'
+    assert (chat_error["code"], chat_error["param"]) == ("unknown_parameter", "guided_regex")
+    assert plain_error["message"] == message
+    assert sampling_error["message"] == "'params': no such field"
+
+
 async def test_values_that_ask_for_nothing_are_accepted():
     neutral = {
         "frequency_penalty": 0,

@@ -321,7 +321,7 @@ async def test_pause_keeps_everything_and_resume_goes_on():
         ([1], {"priority": 1.5}, "priority", "integer"),
         ([1], {"request_id": ""}, "request_id", "non-empty"),
         ([1], {"cache_salt": 5}, "cache_salt", "string"),
-        ([1], {"params": {"n": 1}}, "params", "SamplingParams"),
+        ([1], {"sampling_params": {"n": 1}}, "sampling_params", "SamplingParams"),
     ],
     ids=check.describe,
 )
@@ -682,6 +682,26 @@ async def test_failing_step_kills_the_engine_and_ends_every_stream(caplog):
     assert "the engine died" in caplog.text
 
 
+async def test_an_engine_that_dies_while_it_closes_is_dead():
+    rig = fake()
+    rig.executor.faults[3] = RuntimeError("device lost")
+    async with rig.engine() as engine:
+        await engine.pause()
+        stream = engine.stream([1], max_tokens=50)
+        assert engine._thread is not None
+        engine._thread.close(30.0, "the loop has ended")
+        with pytest.raises(EngineClosedError, match="the loop has ended"):
+            engine.stream([2])
+        assert engine.state == "closed"
+        engine._thread.core.send(engine._thread.core.suspend, False)
+        with pytest.raises(EngineDeadError, match="device lost"):
+            await stream.result()
+        assert engine.state == "dead"
+        with pytest.raises(EngineDeadError, match="device lost"):
+            engine.stream([3])
+        assert engine.stats().num_failed == 1
+
+
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 async def test_forgotten_engine_ends_its_thread():
     rig = fake()
@@ -738,7 +758,7 @@ async def test_idle_engine_uses_no_cpu():
         ("gpu_memory_utilization", 1.5),
         ("gpu_memory_utilization", math.nan),
         ("cuda_graphs", "yes"),
-        ("cuda_graph_sizes", (0,)),
+        ("cudagraph_capture_sizes", (0,)),
         ("load_format", "pickle"),
         ("quantization", "int3"),
         ("enable_prefix_caching", "no"),

@@ -202,7 +202,7 @@ def tensor_bytes():
         ({"max_model_len": 10_000}, InvalidRequestError, "256"),
         ({"max_model_len": 256, "num_blocks": 10}, KVCacheTooSmallError, "num_blocks"),
         ({"cuda_graphs": "decode"}, InvalidRequestError, "cuda_graphs"),
-        ({"cuda_graph_sizes": (1, 2)}, InvalidRequestError, "cuda_graph_sizes"),
+        ({"cudagraph_capture_sizes": (1, 2)}, InvalidRequestError, "cudagraph_capture_sizes"),
         ({"tokenizer": "/no/such/directory"}, ModelLoadError, "/no/such/directory"),
         ({"revision": "v2"}, ModelLoadError, "revision"),
     ],

@@ -55,7 +55,9 @@ class AheadOnCPU:
             self.said.append((done, total, stage))
             progress(done, total, stage)
 
-        plain = load_model(replace(config, cuda_graphs="auto", cuda_graph_sizes=None), progress)
+        plain = load_model(
+            replace(config, cuda_graphs="auto", cudagraph_capture_sizes=None), progress
+        )
         runner = build_model_runner(config, plain.model_config, tell, self.mode(config))
         self.runner = run_late(runner)
         return LoadedModel(self.runner, plain.tokenizer, plain.model_config)
@@ -101,10 +103,14 @@ async def answers(engine: AsyncLLMEngine) -> list[str]:
     "fields",
     [
         {"cuda_graphs": "auto"},
-        {"cuda_graph_sizes": (2, 4)},
+        {"cudagraph_capture_sizes": (2, 4)},
         {"cuda_graphs": "off"},
         {"cuda_graphs": "decode", "async_scheduling": False},
-        {"cuda_graph_sizes": (2,), "enable_prefix_caching": False, "max_num_batched_tokens": 16},
+        {
+            "cudagraph_capture_sizes": (2,),
+            "enable_prefix_caching": False,
+            "max_num_batched_tokens": 16,
+        },
     ],
     ids=str,
 )
@@ -117,7 +123,7 @@ async def test_the_packaged_model_answers_the_same(
     assert ahead.stream.most == depth
     kernels = [said for said in ahead.said if said[2] == "kernels"]
     # A step of the smallest bucket and one of the largest, sampling alone, and two mixed steps.
-    steps = 4 if fields.get("cuda_graph_sizes") == (2,) else 5
+    steps = 4 if fields.get("cudagraph_capture_sizes") == (2,) else 5
     assert kernels == [(done, steps, "kernels") for done in range(steps + 1)]
     graphs = [said for said in ahead.said if said[2] == "graphs"]
     assert ahead.said[len(ahead.said) - len(graphs) :] == graphs
@@ -125,7 +131,7 @@ async def test_the_packaged_model_answers_the_same(
         assert not graphs
         assert not ahead.capturer.traces
     else:
-        count = len(fields.get("cuda_graph_sizes", (1, 2, 4, 8)))
+        count = len(fields.get("cudagraph_capture_sizes", (1, 2, 4, 8)))
         assert graphs == [(done, count, "graphs") for done in range(count + 1)]
         # All of them at start, and none while it answered.
         assert len(ahead.capturer.traces) == count
@@ -227,12 +233,15 @@ def test_what_a_gpu_leaves_to_the_application(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"cuda_graphs": "off", "cuda_graph_sizes": (1,)}, 'expected None with cuda_graphs="off"'),
-        ({"cuda_graph_sizes": (1, 9)}, "expected sizes up to max_num_seqs=8"),
+        (
+            {"cuda_graphs": "off", "cudagraph_capture_sizes": (1,)},
+            'expected None with cuda_graphs="off"',
+        ),
+        ({"cudagraph_capture_sizes": (1, 9)}, "expected sizes up to max_num_seqs=8"),
     ],
 )
 def test_sizes_that_cannot_be(fields: dict[str, Any], says: str) -> None:
     config = EngineConfig(**fields)
     with pytest.raises(InvalidRequestError, match=says) as caught:
         graph_sizes(config, AheadOnCPU().mode(config), 8)
-    assert caught.value.param == "cuda_graph_sizes"
+    assert caught.value.param == "cudagraph_capture_sizes"

@@ -97,7 +97,7 @@ def test_params_for_all_or_one_for_each(make):
     assert [len(result.token_ids) for result in wins] == [3, 3]
     with pytest.raises(InvalidRequestError, match="1 for 2 prompts") as caught:
         llm.generate([[1], [2]], [SamplingParams()])
-    assert caught.value.param == "params"
+    assert caught.value.param == "sampling_params"
     with pytest.raises(InvalidRequestError, match="SamplingParams"):
         llm.generate([1], [SamplingParams()])
 

@@ -141,7 +141,7 @@ def test_attention_backends_that_are_not_known(name):
 
 
 @pytest.mark.parametrize(
-    ("param", "value"), [("cuda_graphs", "decode"), ("cuda_graph_sizes", (1, 2))]
+    ("param", "value"), [("cuda_graphs", "decode"), ("cudagraph_capture_sizes", (1, 2))]
 )
 def test_graphs_are_not_silently_left_out(param, value):
     with pytest.raises(InvalidRequestError, match="eagerly") as error:

@@ -39,7 +39,15 @@ SAMPLING_FIELDS = [
     "skip_special_tokens", "include_stop_str_in_output", "structured_outputs",
     "logits_processors", "extra_args",
 ]  # fmt: skip
-OPTIONS = ["request_id", "priority", "timeout", "max_unread", "on_slow", "cache_salt", "params"]
+OPTIONS = [
+    "request_id",
+    "priority",
+    "timeout",
+    "max_unread",
+    "on_slow",
+    "cache_salt",
+    "sampling_params",
+]
 CHAT_OPTIONS = ["tools", "tool_choice", "response_format", "chat_template_kwargs"]
 
 # --- what is sent ------------------------------------------------------------------------

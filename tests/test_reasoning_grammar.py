@@ -170,7 +170,7 @@ async def test_what_follows_the_thoughts_is_a_call(depth: int) -> None:
 @pytest.mark.parametrize("restart", ["", "<|start|>assistant"])
 async def test_harmonys_thoughts_end_before_a_call_as_well(restart: str) -> None:
     call = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a":1,"b":2}'
-    options = {"reasoning_parser": "gpt_oss", "tool_parser": "gpt_oss", "marks": HARMONY}
+    options = {"reasoning_parser": "gpt_oss", "tool_call_parser": "gpt_oss", "marks": HARMONY}
     scripts = iter([f"{ANALYSIS}Add.<|end|>{restart}{call}", call])
     async with thinking_engine(lambda _: next(scripts), **options) as engine:
         stream = engine.chat(ASK, tools=TOOLS, tool_choice="required", n=2, max_tokens=300)

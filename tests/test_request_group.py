@@ -14,7 +14,7 @@ from asyncllm.core.engine_core import EngineCore
 from asyncllm.core.output_processor import Output
 from asyncllm.core.request import Request, RequestGroup
 from asyncllm.core.scheduler import Scheduler
-from asyncllm.observer import Observers, RequestInfo
+from asyncllm.observer import ObserverNotifier, Observers, RequestInfo
 from asyncllm.outputs import Delta
 from tests.fakes import FakeTokenizer, fake
 
@@ -44,7 +44,8 @@ class Rig:
             params = SamplingParams(max_tokens=length, temperature=0.0, seed=0)
             output = Output(self.tokenizer.decode, self.tokenizer.detokenizer(params))
             Request(group, params, token_ids=[*PROMPT, i], max_model_len=256, output=output)
-        self.observers.watch(group)
+        if self.observers.all:
+            group.notifier = ObserverNotifier(group.members[0], self.observers.all)
         self.core.admission.reserve(group, len(PROMPT) + 1)
         if group.notifier is not None:
             group.notifier.submitted(RequestInfo("text_completion", PROMPT))

@@ -297,7 +297,7 @@ async def test_a_schema_that_is_not_enforced_is_refused_by_name(schema: Any, say
 
 @pytest.mark.asyncio
 async def test_a_style_that_one_backend_has_names_it() -> None:
-    options = {"tool_parser": "qwen3_coder", "structured_outputs_backend": "llguidance"}
+    options = {"tool_call_parser": "qwen3_coder", "structured_outputs_backend": "llguidance"}
     async with ByteRig().engine(**options) as engine:
         with pytest.raises(InvalidRequestError, match=r"'qwen_xml' takes .*asyncllm\[xgrammar\]"):
             await engine.chat(ASK, tools=TOOLS, tool_choice="required").result()

@@ -325,13 +325,13 @@ def test_the_configuration_names_every_family() -> None:
 def test_a_family_is_named_or_unknown() -> None:
     formats = ResponseFormats(["{{ messages }}"], None, "auto", "auto")
     assert formats.of(False) is None
-    with pytest.raises(InvalidRequestError, match="tool_parser") as caught:
+    with pytest.raises(InvalidRequestError, match="tool_call_parser") as caught:
         formats.of(True)
     assert caught.value.param == "tools"
     # GLM's, and another that is written as elements: calls there are no JSON.
     for source in ("<tool_call>{{ name }}<arg_key>a</arg_key><arg_value>1</arg_value>",
                    '<tool_call><function name="f"></function></tool_call>'):  # fmt: skip
-        with pytest.raises(InvalidRequestError, match="tool_parser"):
+        with pytest.raises(InvalidRequestError, match="tool_call_parser"):
             ResponseFormats([source], None, "auto", "auto").of(True)
         named = ResponseFormats([source], None, "hermes", "auto").of(True)
         assert named is not None

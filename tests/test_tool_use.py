@@ -363,7 +363,7 @@ def test_a_choice_becomes_a_sampling_parameter() -> None:
     spec = found.pop("structured_outputs")
     assert (found, free, spec.param, json.loads(spec.text)) == ({"seed": 1}, False, "tools", tag)
     own = dataclasses.replace(form, form=None)
-    with pytest.raises(InvalidRequestError, match="tool_parser"):
+    with pytest.raises(InvalidRequestError, match="tool_call_parser"):
         with_tool_grammar({}, None, named, own)
 
 

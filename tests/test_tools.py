@@ -252,7 +252,7 @@ async def test_a_stop_string_that_cuts_a_call() -> None:
             "structured_outputs: with tools and tool_choice=.'name': 'add'., expected None",
         ),
         (
-            {"params": SamplingParams(structured_outputs={"regex": "a"})},
+            {"sampling_params": SamplingParams(structured_outputs={"regex": "a"})},
             "structured_outputs",
             "tool_choice='auto', expected a JSON schema or any JSON object",
         ),
@@ -281,14 +281,14 @@ async def test_the_synchronous_facade_has_it_too() -> None:
 @pytest.mark.asyncio
 async def test_a_parser_by_name() -> None:
     answer = '[TOOL_CALLS][{"name": "add", "arguments": {}}]'
-    async with fake_engine(answer, tool_parser="mistral") as engine:
+    async with fake_engine(answer, tool_call_parser="mistral") as engine:
         assert values((await engine.chat(ASK, tools=TOOLS).result()).tool_calls) == [("add", "{}")]
-    for field in ("tool_parser", "reasoning_parser"):
+    for field in ("tool_call_parser", "reasoning_parser"):
         with pytest.raises(InvalidRequestError, match="'auto' or") as caught:
             EngineConfig(**{field: "unknown"})
         assert caught.value.param == field
     with pytest.raises(InvalidRequestError):
-        EngineConfig(tool_parser=None)  # pyright: ignore[reportArgumentType]
+        EngineConfig(tool_call_parser=None)  # pyright: ignore[reportArgumentType]
 
 
 # --- what a message brings ------------------------------------------------------------------

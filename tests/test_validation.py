@@ -310,9 +310,9 @@ def test_sampling_params_out_of_range(field: str, value: Any) -> None:
         ("kv_cache_memory", 10**5000),
         ("kv_cache_memory", "9" * 400),
         ("kv_cache_memory", "9999999999TiB"),
-        ("cuda_graph_sizes", (2**63,)),
-        ("cuda_graph_sizes", 5),
-        ("cuda_graph_sizes", ()),
+        ("cudagraph_capture_sizes", (2**63,)),
+        ("cudagraph_capture_sizes", 5),
+        ("cudagraph_capture_sizes", ()),
         ("device", "cuda:99999999999999999999"),
         ("dtype", np.zeros(2)),
         ("async_scheduling", 1),
@@ -334,7 +334,7 @@ def test_configuration_is_plain() -> None:
         gpu_memory_utilization=1,
         async_scheduling=np.bool_(True),  # pyright: ignore[reportArgumentType]
         kv_cache_memory=np.int64(2**20),
-        cuda_graph_sizes=np.array([4, 2, 2]),  # pyright: ignore[reportArgumentType]
+        cudagraph_capture_sizes=np.array([4, 2, 2]),  # pyright: ignore[reportArgumentType]
     )
     assert config == EngineConfig(
         num_blocks=5,
@@ -342,7 +342,7 @@ def test_configuration_is_plain() -> None:
         gpu_memory_utilization=1.0,
         async_scheduling=True,
         kv_cache_memory="1MiB",
-        cuda_graph_sizes=(2, 4),
+        cudagraph_capture_sizes=(2, 4),
     )
     assert type(config.num_blocks) is int
     assert config.async_scheduling is True

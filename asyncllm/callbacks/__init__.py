@@ -46,7 +46,7 @@ from asyncllm.validation import describe
 def stream_with_callbacks(
     engine: AsyncLLMEngine,
     prompt: str | Sequence[int] | Sequence[dict[str, Any]],
-    params: SamplingParams | None = None,
+    sampling_params: SamplingParams | None = None,
     *,
     handlers: Iterable[Any] = (),
     run_id: uuid.UUID | None = None,
@@ -62,7 +62,7 @@ def stream_with_callbacks(
     Args:
         prompt: text or token ids, as for ``AsyncLLMEngine.stream``; or messages, as for
             ``AsyncLLMEngine.chat``.
-        params, options: as for these two.
+        sampling_params, options: as for these two.
         handlers: objects with any of the methods ``on_llm_start``, ``on_chat_model_start``,
             ``on_llm_new_token``, ``on_llm_end`` and ``on_llm_error``, synchronous or
             asynchronous.
@@ -87,9 +87,9 @@ def stream_with_callbacks(
     try:
         if chat:
             messages = messages_from_chat(prompt)
-            stream = engine.chat(prompt, params, **options)  # pyright: ignore[reportArgumentType]
+            stream = engine.chat(prompt, sampling_params, **options)  # pyright: ignore[reportArgumentType]
         else:
-            stream = engine.stream(prompt, params, **options)  # pyright: ignore[reportArgumentType]
+            stream = engine.stream(prompt, sampling_params, **options)  # pyright: ignore[reportArgumentType]
     except Exception as error:
         refusal = error
     if isinstance(prompt, str):
@@ -106,15 +106,15 @@ def stream_with_callbacks(
         model_name=engine.config.model_name,
         messages=messages if chat else None,
         prompt=buffer_string(messages) if chat else text,
-        invocation_params={**_params(params), **options},
+        invocation_params={**_params(sampling_params), **options},
     )
     return CallbackStream(stream, refusal, run)
 
 
-def _params(params: SamplingParams | None) -> dict[str, Any]:
-    if not isinstance(params, SamplingParams):
+def _params(sampling_params: SamplingParams | None) -> dict[str, Any]:
+    if not isinstance(sampling_params, SamplingParams):
         return {}
-    return {name: getattr(params, name) for name in params.__dataclass_fields__}
+    return {name: getattr(sampling_params, name) for name in sampling_params.__dataclass_fields__}
 
 
 class CallbackStream(Handle):

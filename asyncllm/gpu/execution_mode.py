@@ -64,20 +64,20 @@ def graph_sizes(config: EngineConfig, mode: ExecutionMode, max_num_seqs: int) ->
     Raises:
         InvalidRequestError: a setting that has no effect here.
     """
-    sizes = config.cuda_graph_sizes
+    sizes = config.cudagraph_capture_sizes
     if mode.make_capturer is None:
         eagerly = f"steps run eagerly on device {mode.device}"
         if config.cuda_graphs == "decode":
             raise invalid("cuda_graphs", config.cuda_graphs, f'"auto" or "off": {eagerly}')
         if sizes is not None:
-            raise invalid("cuda_graph_sizes", sizes, f"None: {eagerly}")
+            raise invalid("cudagraph_capture_sizes", sizes, f"None: {eagerly}")
         return ()
     if config.cuda_graphs == "off":
         if sizes is not None:
-            raise invalid("cuda_graph_sizes", sizes, 'None with cuda_graphs="off"')
+            raise invalid("cudagraph_capture_sizes", sizes, 'None with cuda_graphs="off"')
         return ()
     if sizes is not None and sizes[-1] > max_num_seqs:
-        raise invalid("cuda_graph_sizes", sizes, f"sizes up to max_num_seqs={max_num_seqs}")
+        raise invalid("cudagraph_capture_sizes", sizes, f"sizes up to max_num_seqs={max_num_seqs}")
     return default_sizes(max_num_seqs) if sizes is None else sizes
 
 

@@ -46,6 +46,7 @@ class EngineThread:
         progress: (done, total) bytes of weights, steps that compile kernels, or CUDA graphs.
         stage: the unit of ``progress``.
         closing: ``close`` was called.
+        pid: the process that it lives in.
         loaded, core, grammars: valid once ``ready`` is.
     """
 
@@ -61,7 +62,7 @@ class EngineThread:
         self._loader = loader
         self.closing = False
         self._given_up = False
-        self._pid = os.getpid()
+        self.pid = os.getpid()
         self._task: asyncio.Task[None] | None = None
         self._thread = threading.Thread(target=self._main, name="asyncllm-engine", daemon=True)
 
@@ -178,7 +179,7 @@ class EngineThread:
     def error(self) -> EngineError | None:
         """Cause of the engine's end, unless that was the application's own ``aclose``."""
         if not self.in_own_process():
-            return self._forked()
+            return self.forked()
         closed_by_application = self.core.fatal_error is None and self.core.close_reason == CLOSED
         return None if closed_by_application else self.core.ending()
 
@@ -188,16 +189,16 @@ class EngineThread:
         return None if self.core.hung else self._thread
 
     def in_own_process(self) -> bool:
-        return os.getpid() == self._pid
+        return os.getpid() == self.pid
 
     def check_process(self) -> None:
         """Raises EngineClosedError in a forked child, where the thread does not exist."""
         if not self.in_own_process():
-            raise self._forked()
+            raise self.forked()
 
-    def _forked(self) -> EngineClosedError:
+    def forked(self) -> EngineClosedError:
         return EngineClosedError(
-            f"the engine belongs to process {self._pid}, this is process {os.getpid()}: "
+            f"the engine belongs to process {self.pid}, this is process {os.getpid()}: "
             "after a fork, expected an engine that the child makes for itself"
         )
 

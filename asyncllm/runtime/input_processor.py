@@ -21,7 +21,7 @@ from asyncllm.core.request import Request, RequestGroup
 from asyncllm.core.structured_output import StructuredOutput
 from asyncllm.errors import ContextLengthExceededError, InvalidRequestError, RequestError
 from asyncllm.logits_processor import claiming
-from asyncllm.observer import Observers, RequestInfo
+from asyncllm.observer import ObserverNotifier, Observers, Operation, RequestInfo
 from asyncllm.runtime.delimiter_tokens import DelimiterTokens
 from asyncllm.runtime.loading import LoadedModel
 from asyncllm.runtime.mailbox import MailboxRegistry
@@ -37,6 +37,9 @@ from asyncllm.tools.message_parser import MessageParser
 from asyncllm.tools.response_format import ResponseFormat, ResponseFormats
 from asyncllm.tools.tool_grammar import with_tool_grammar
 from asyncllm.tools.tool_use import ToolUse
+
+Asked = tuple[Operation, Any]
+"""Operation and prompt of a RequestInfo, which is made only where an observer reads it."""
 
 _PROMPT_END = 32
 """Tokens in which a prompt may begin the answer."""
@@ -65,37 +68,35 @@ class InputProcessor:
     _worker: TokenizerThread = field(default_factory=partial(TokenizerThread, "asyncllm-text"))
 
     def __post_init__(self) -> None:
-        self._random = random.Random(self.config.seed)
+        self._draw_seed = partial(random.Random(self.config.seed).getrandbits, 64)
 
     def prompt(
         self,
         prompt: str | Sequence[int],
-        params: SamplingParams | None,
+        sampling_params: SamplingParams | None,
         sampling: dict[str, Any],
         options: RequestOptions,
     ) -> TokenStream:
         """Submits text or token ids."""
-        asked = RequestInfo("text_completion", prompt)
-        if prompt is None or check.same(prompt, ""):
-            raise check.invalid("prompt", prompt, "text or token ids, not empty")
         text = check.plain_text(prompt)
+        if prompt is None or text == "":
+            raise check.invalid("prompt", prompt, "text or token ids, not empty")
+        asked: Asked = ("text_completion", prompt)
         if text is None:
-            info = self.loaded.executor.info
-            length = 0
-            with suppress(Exception):  # of what has no length, or too large a one
-                length = len(prompt)
-            self._check_length(length)
-            found = check.token_ids("prompt", prompt, info.vocab_size, info.max_model_len)
-            request = self._request(params, sampling, options)
-            return self._submit(request, asked, list(found))
-        request = self._request(params, sampling, options)
-        tokenizer = self.loaded.tokenizer
-        if len(text) < LONG_TEXT:
-            return self._submit(request, asked, tokenizer.encode(text))
-        least = tokenizer.min_tokens(len(text))
-        self._check_length(least, "at least ")
-        estimate = max(least, len(text) // 4)
-        return self._submit_later(request, asked, estimate, lambda: tokenizer.encode(text))
+            token_ids = self._checked_ids(prompt)
+            request = self._build(sampling_params, sampling, options)
+        else:
+            request = self._build(sampling_params, sampling, options)
+            tokenizer = self.loaded.tokenizer
+            if len(text) >= LONG_TEXT:
+                least = tokenizer.min_tokens(len(text))
+                if least >= request.max_model_len:
+                    raise self._too_long(least, "at least ")
+                encode, estimate = partial(tokenizer.encode, text), max(least, len(text) // 4)
+                return self._enqueue_long(request, asked, estimate, encode)
+            token_ids = tokenizer.encode(text)
+        self._set_prompt(request, token_ids)
+        return self._enqueue(request, asked, len(token_ids))
 
     def conversation(
         self,
@@ -103,7 +104,7 @@ class InputProcessor:
         use: ToolUse | None,
         variables: dict[str, Any] | None,
         split_special_tokens: bool,
-        params: SamplingParams | None,
+        sampling_params: SamplingParams | None,
         sampling: dict[str, Any],
         options: RequestOptions,
     ) -> TokenStream:
@@ -117,10 +118,10 @@ class InputProcessor:
                 raise check.invalid("chat_template_kwargs", variables, accepted)
             given["tools"] = use.schemas
             assert form is not None
-            sampling, free = with_tool_grammar(sampling, params, use, form)
+            sampling, free = with_tool_grammar(sampling, sampling_params, use, form)
         as_text = form is not None and form.arguments_as_text
         chat = TemplateInput(messages, given, arguments_as_text=as_text)
-        request = self._request(params, sampling, options)
+        request = self._build(sampling_params, sampling, options)
         parser = None
         if form is not None:
             parser = MessageParser(
@@ -129,7 +130,7 @@ class InputProcessor:
                 one_call=use is not None and not use.parallel,
                 text_is_free=free if use else request.sampling.structured_outputs is None,
             )
-        asked = RequestInfo("chat", messages)
+        asked: Asked = ("chat", messages)
         encode = partial(
             self.loaded.tokenizer.encode_chat,
             chat,
@@ -137,8 +138,9 @@ class InputProcessor:
             split_special_tokens=split_special_tokens,
         )
         if chat.num_characters < LONG_TEXT and (token_ids := encode(at_once=True)) is not None:
-            return self._submit(request, asked, token_ids, parser)
-        return self._submit_later(request, asked, chat.num_characters // 4, encode, parser)
+            self._set_prompt(request, token_ids, parser)
+            return self._enqueue(request, asked, len(token_ids), parser)
+        return self._enqueue_long(request, asked, chat.num_characters // 4, encode, parser)
 
     def _form(self, use: ToolUse | None) -> ResponseFormat | None:
         """The format of an answer.
@@ -161,62 +163,34 @@ class InputProcessor:
         worker = self._worker.close()
         return self.grammars.close() + ([] if worker is None else [worker])
 
-    def _request(
-        self, params: SamplingParams | None, sampling: dict[str, Any], options: RequestOptions
-    ) -> Request:
-        """Makes the group and its first member, checked but for the prompt."""
+    def _checked_ids(self, prompt: Any) -> list[int]:
+        """A prompt of token ids as plain integers that the model has."""
+        info = self.loaded.executor.info
+        length = 0
+        with suppress(Exception):  # of what has no length, or too large a one
+            length = len(prompt)
+        if length >= info.max_model_len:
+            raise self._too_long(length)
+        return list(check.token_ids("prompt", prompt, info.vocab_size, info.max_model_len))
+
+    def _resolve(
+        self,
+        sampling_params: SamplingParams | None,
+        sampling: dict[str, Any],
+        options: RequestOptions,
+    ) -> tuple[SamplingParams, tuple[int, ...], tuple[tuple[int, ...], ...]]:
+        """Sampling parameters that this engine can honour, the engine's logits processors that
+        claim the request, and its bad words as tokens."""
         if options.priority and self.config.scheduling_policy == "fcfs":
             accepted = '0 with scheduling_policy="fcfs"; "priority" honours it'
             raise check.invalid("priority", options.priority, accepted)
-        resolved, claimed_by = self._resolve(params, sampling)
-        model, info = self.loaded.model_config, self.loaded.executor.info
-        now = self.core.clock()
-        group = RequestGroup(
-            uuid.uuid4().hex if options.request_id is None else options.request_id,
-            Channel(max_unread=options.max_unread, on_slow=options.on_slow),
-            arrived_at=now,
-            deadline=math.inf if options.timeout is None else now + options.timeout,
-        )
-        tokenizer, skip = self.loaded.tokenizer, resolved.skip_special_tokens
-        bad_words = bad_words_token_ids(resolved.bad_words, tokenizer, info.vocab_size)
-        limits = info.sampling_limits
-        needs_host = limits is not None and (
-            bool(claimed_by) or limits.exceeded_by(resolved, model.eos_token_ids, bad_words)
-        )
-        first: Request | None = None
-        for index in range(resolved.n):
-            member = Request(
-                group,
-                resolved.of_output(index) if index else resolved,
-                max_model_len=info.max_model_len,
-                priority=options.priority,
-                eos_token_ids=model.eos_token_ids,
-                cache_salt=options.cache_salt,
-                bad_words=bad_words,
-                claimed_by=claimed_by,
-                needs_host=needs_host,
-                output=Output(lambda token_ids: tokenizer.decode(token_ids, skip)),
-                first=first,
-            )
-            first = first or member
-        assert first is not None
-        return first
-
-    def _resolve(
-        self, params: SamplingParams | None, sampling: dict[str, Any]
-    ) -> tuple[SamplingParams, tuple[int, ...]]:
-        """Sampling parameters that this engine can honour, and the engine's logits processors that
-        claim the request."""
-        if params is not None and not check.is_a(params, SamplingParams):
-            raise check.invalid("params", params, "SamplingParams or None")
+        if sampling_params is not None and not check.is_a(sampling_params, SamplingParams):
+            raise check.invalid("sampling_params", sampling_params, "SamplingParams or None")
         info = self.loaded.executor.info
-        resolved = (params or self._neutral_params).resolve(
-            sampling,
-            self.loaded.model_config.generation_defaults or {},
-            draw_seed=lambda: self._random.getrandbits(64),
+        resolved = (sampling_params or self._neutral_params).resolve(
+            sampling, self.loaded.model_config.generation_defaults or {}, self._draw_seed
         )
-        resolved.check_vocabulary(info.vocab_size)
-        resolved.check_logprobs(self.config.max_logprobs)
+        resolved.check_limits(info.vocab_size, self.config.max_logprobs)
         in_process = getattr(self.loaded.executor, "in_process", None)
         for name in ("logits_processors", "extra_args") if in_process is None else ():
             if getattr(resolved, name):
@@ -231,19 +205,126 @@ class InputProcessor:
             if info.max_tokens_per_row > 1:
                 accepted = "None with an executor that drafts tokens"
                 raise check.invalid("structured_outputs", resolved.structured_outputs, accepted)
-        return resolved, claimed_by
+        words: tuple[tuple[int, ...], ...] = ()
+        if resolved.bad_words:
+            words = bad_words_token_ids(resolved.bad_words, self.loaded.tokenizer, info.vocab_size)
+        return resolved, claimed_by, words
 
-    def _submit_later(
+    def _build(
+        self,
+        sampling_params: SamplingParams | None,
+        sampling: dict[str, Any],
+        options: RequestOptions,
+    ) -> Request:
+        """Makes the group with its channel and members; returns the first member, checked but for
+        the prompt."""
+        resolved, claimed_by, bad_words = self._resolve(sampling_params, sampling, options)
+        model, info = self.loaded.model_config, self.loaded.executor.info
+        now = self.core.clock()
+        group = RequestGroup(
+            uuid.uuid4().hex if options.request_id is None else options.request_id,
+            Channel(max_unread=options.max_unread, on_slow=options.on_slow),
+            arrived_at=now,
+            deadline=math.inf if options.timeout is None else now + options.timeout,
+        )
+        limits, skip = info.sampling_limits, resolved.skip_special_tokens
+        decode = partial(self.loaded.tokenizer.decode, skip_special_tokens=skip)
+        needs_host = limits is not None and (
+            bool(claimed_by) or limits.exceeded_by(resolved, model.eos_token_ids, bad_words)
+        )
+        for index in range(resolved.n):
+            Request(  # adds itself to the group
+                group,
+                resolved.of_output(index) if index else resolved,
+                max_model_len=info.max_model_len,
+                priority=options.priority,
+                eos_token_ids=model.eos_token_ids,
+                cache_salt=options.cache_salt,
+                bad_words=bad_words,
+                claimed_by=claimed_by,
+                needs_host=needs_host,
+                output=Output(decode),
+                first=group.members[0] if index else None,
+            )
+        return group.members[0]
+
+    def _set_prompt(
+        self, request: Request, token_ids: list[int], parser: MessageParser | None = None
+    ) -> None:
+        """Gives all of a group its prompt, and each the decoder that continues it."""
+        if not token_ids:
+            raise InvalidRequestError(
+                "prompt: has no tokens, expected at least one", param="prompt"
+            )
+        if len(token_ids) >= request.max_model_len:
+            raise self._too_long(len(token_ids))
+        vocab_size = self.loaded.executor.info.vocab_size
+        if max(token_ids) >= vocab_size:
+            # A tokenizer may know more tokens than the model has embeddings.
+            accepted = f"tokens that the model has, 0 to {vocab_size - 1}"
+            raise check.invalid("prompt", max(token_ids), accepted)
+        tokenizer = self.loaded.tokenizer
+        shown: dict[str, frozenset[int]] = {}
+        if parser is not None:
+            delimiters = self._delimiters(parser.form)
+            shown["visible"] = delimiters.special
+            end = tokenizer.decode(token_ids[-_PROMPT_END:], skip_special_tokens=False)
+            parser.answer_begin = parser.form.answer_begins_in(end)
+            for member in request.group.members:
+                grammar = member.sampling.structured_outputs
+                member.reasoning = delimiters.reasoning(parser.form, end, grammar)
+        for member in request.group.members:
+            member.output.detokenizer = tokenizer.detokenizer(member.sampling, token_ids, **shown)
+            member.set_prompt(token_ids if member is request else token_ids.copy())
+
+    def _too_long(self, num_tokens: int, how: str = "") -> ContextLengthExceededError:
+        longest = self.loaded.executor.info.max_model_len
+        return ContextLengthExceededError(
+            f"prompt: has {how}{num_tokens} tokens, expected at most {longest - 1}, so "
+            f"that one more fits into max_model_len={longest}"
+        )
+
+    def _delimiters(self, form: ResponseFormat) -> DelimiterTokens:
+        """A format's delimiters as tokens; cached, because each conversation asks for them."""
+        found = self._delimiter_tokens.get(form)
+        if found is None:
+            found = DelimiterTokens.of(form, self.loaded.tokenizer)
+            self._delimiter_tokens[form] = found
+        return found
+
+    def _enqueue(
+        self, request: Request, asked: Asked, num_tokens: int, parser: MessageParser | None = None
+    ) -> TokenStream:
+        """Reserves the group's place in the queue, tells the observers of it, and sends it off if
+        its prompt is known.
+
+        Args:
+            num_tokens: of the prompt, or an estimate until it is tokenised.
+        """
+        group = request.group
+        observers = self.observers.all
+        notifier = ObserverNotifier(request, observers) if observers else None
+        group.notifier = notifier
+        self.core.admission.reserve(group, num_tokens)
+        # Made first: an observer that is interrupted drops it, which aborts the request.
+        stream = TokenStream(request, self.core, self.mailboxes.of_running_loop, parser)
+        if notifier is not None:
+            notifier.submitted(RequestInfo(*asked))
+        if request.num_prompt_tokens:
+            self._add(request)
+        return stream
+
+    def _enqueue_long(
         self,
         request: Request,
-        asked: RequestInfo,
+        asked: Asked,
         estimate: int,
         encode: Callable[[], list[int] | None],
         parser: MessageParser | None = None,
     ) -> TokenStream:
-        """Submits a request whose tokens, about ``estimate``, ``encode`` makes on a thread."""
+        """Enqueues a request whose tokens, about ``estimate``, ``encode`` makes on a thread."""
         core, group = self.core, request.group
-        stream = self._accept(request, asked, min(estimate, request.max_model_len), parser)
+        stream = self._enqueue(request, asked, min(estimate, request.max_model_len), parser)
         if group.deadline < math.inf:
             core.send(core.on_watch_deadline, group)
 
@@ -254,7 +335,7 @@ class InputProcessor:
                 token_ids = encode() or []
                 if group.cancelled:
                     return  # meanwhile; the engine may have ended
-                self._prepare(request, token_ids, parser)
+                self._set_prompt(request, token_ids, parser)
             except BaseException as error:
                 if not issubclass(type(error), Exception):  # as a panic inside the tokenizer
                     error = InvalidRequestError(f"prompt: {check.describe(error)}", param="prompt")
@@ -267,18 +348,6 @@ class InputProcessor:
             self._worker.submit(job)
         except RequestError as error:
             core.send(core.on_fail, group, error)
-        return stream
-
-    def _submit(
-        self,
-        request: Request,
-        asked: RequestInfo,
-        token_ids: list[int],
-        parser: MessageParser | None = None,
-    ) -> TokenStream:
-        self._prepare(request, token_ids, parser)
-        stream = self._accept(request, asked, len(token_ids), parser)
-        self._add(request)
         return stream
 
     def _add(self, request: Request) -> None:
@@ -313,67 +382,6 @@ class InputProcessor:
             core.send(core.on_fail, group, failure)
             return
         core.send(core.on_add, group)
-
-    def _prepare(
-        self, request: Request, token_ids: list[int], parser: MessageParser | None
-    ) -> None:
-        """Gives all of a group its prompt, and each the decoder that continues it."""
-        if not token_ids:
-            raise InvalidRequestError(
-                "prompt: has no tokens, expected at least one", param="prompt"
-            )
-        self._check_length(len(token_ids))
-        vocab_size = self.loaded.executor.info.vocab_size
-        if max(token_ids) >= vocab_size:
-            # A tokenizer may know more tokens than the model has embeddings.
-            accepted = f"tokens that the model has, 0 to {vocab_size - 1}"
-            raise check.invalid("prompt", max(token_ids), accepted)
-        tokenizer = self.loaded.tokenizer
-        shown: dict[str, frozenset[int]] = {}
-        if parser is not None:
-            delimiters = self._delimiters(parser.form)
-            shown["visible"] = delimiters.special
-            end = tokenizer.decode(token_ids[-_PROMPT_END:], skip_special_tokens=False)
-            parser.answer_begin = parser.form.answer_begins_in(end)
-            for member in request.group.members:
-                grammar = member.sampling.structured_outputs
-                member.reasoning = delimiters.reasoning(parser.form, end, grammar)
-        for member in request.group.members:
-            member.output.detokenizer = tokenizer.detokenizer(member.sampling, token_ids, **shown)
-            member.set_prompt(token_ids if member is request else token_ids.copy())
-
-    def _delimiters(self, form: ResponseFormat) -> DelimiterTokens:
-        """A format's delimiters as tokens; cached, because each conversation asks for them."""
-        found = self._delimiter_tokens.get(form)
-        if found is None:
-            found = DelimiterTokens.of(form, self.loaded.tokenizer)
-            self._delimiter_tokens[form] = found
-        return found
-
-    def _check_length(self, num_tokens: int, how: str = "") -> None:
-        longest = self.loaded.executor.info.max_model_len
-        if num_tokens >= longest:
-            raise ContextLengthExceededError(
-                f"prompt: has {how}{num_tokens} tokens, expected at most {longest - 1}, so "
-                f"that one more fits into max_model_len={longest}"
-            )
-
-    def _accept(
-        self,
-        request: Request,
-        asked: RequestInfo,
-        num_tokens: int,
-        parser: MessageParser | None = None,
-    ) -> TokenStream:
-        """Reserves the group's place in the queue, and tells the observers of it."""
-        group = request.group
-        notifier = self.observers.watch(group)
-        self.core.admission.reserve(group, num_tokens)
-        # Made first: an observer that is interrupted drops it, which aborts the request.
-        stream = TokenStream(request, self.core, self.mailboxes.of_running_loop, parser)
-        if notifier is not None:
-            notifier.submitted(asked)
-        return stream
 
 
 def _variables(given: Any) -> dict[str, Any]:

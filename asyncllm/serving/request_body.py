@@ -6,13 +6,14 @@ validators check what the values mean, as they do for every caller.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, WithJsonSchema
 from pydantic_core import from_json
 
 from asyncllm import validation as check
+from asyncllm.counterparts import COUNTERPARTS
 from asyncllm.serving.protocol_error import ProtocolError
 
 MAX_SEPARATORS = 2**18
@@ -82,7 +83,7 @@ class RequestBody(BaseModel):
         fields = {name: value for name, value in given.items() if value is not None}
         for name in fields.keys() - cls.model_fields.keys() - cls.NEUTRAL.keys():
             # pydantic would make an error of each.
-            raise _unknown(name[:MAX_PARAM])
+            raise _unknown(name[:MAX_PARAM], cls.model_fields)
         for name in cls.NEUTRAL.keys() & fields.keys():
             value = fields.pop(name)
             if not any(check.same(value, neutral) for neutral in cls.NEUTRAL[name]):
@@ -135,10 +136,11 @@ def few_fields(value: Any) -> Any:
     return value
 
 
-def _unknown(param: str) -> ProtocolError:
-    return ProtocolError(
-        f"{check.describe(param)}: no such field", code="unknown_parameter", param=param
-    )
+def _unknown(param: str, known: Collection[str] = ()) -> ProtocolError:
+    ours = COUNTERPARTS["sampling parameter"].get(param, "")
+    hint = f", expected {ours}" if ours.partition("=")[0] in known else ""
+    message = f"{check.describe(param)}: no such field{hint}"
+    return ProtocolError(message, code="unknown_parameter", param=param)
 
 
 def _told(error: ValidationError) -> ProtocolError:

@@ -72,7 +72,7 @@ class Tokenizer:
         self.special_tokens = special_tokens
         added = backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
-        self._make_decoder = self._decoder_factory()
+        self._decoders = self._decoder_factory()
         self._control_tokens = ControlTokens(backend)
         vocabulary = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
@@ -223,7 +223,7 @@ class Tokenizer:
         """A decoder for one output that follows the prompt. ``visible`` are special tokens that
         are never skipped."""
         skip = self.special_token_ids - visible if skip_special_tokens else frozenset()
-        return self._make_decoder(prompt_token_ids, skip)
+        return self._decoders(skip)(prompt_token_ids)
 
     def detokenizer(
         self,
@@ -270,21 +270,26 @@ class Tokenizer:
         token = self.special_tokens.get(name)
         return None if token is None else self.backend.token_to_id(token)
 
-    def _decoder_factory(self) -> Callable[[Sequence[int], frozenset[int]], TextDecoder]:
+    def _decoder_factory(
+        self,
+    ) -> Callable[[frozenset[int]], Callable[[Sequence[int]], TextDecoder]]:
+        """A function of the skipped tokens, whose results make a decoder for a prompt."""
         steps = steps_of(self.backend.decoder)
         kinds = [step["type"] for step in steps]
         id_to_token = self.backend.id_to_token
         if kinds == ["ByteLevel"]:
-            byte_tables = cache(lambda skip: ByteTable(id_to_token, skip))
-            return lambda prompt, skip: ByteLevelDecoder(byte_tables(skip), prompt)
+            return cache(lambda skip: partial(ByteLevelDecoder, ByteTable(id_to_token, skip)))
         word_mark = word_mark_of(steps)
         if word_mark is not None:
-            tables = cache(lambda skip: PieceTable(id_to_token, skip, word_mark=word_mark))
             strip = len(steps) == 4
-            return lambda prompt, skip: ByteFallbackDecoder(tables(skip), prompt, strip_start=strip)
-        return lambda prompt, skip: WindowDecoder(
-            lambda ids: self.decode(ids, skip_special_tokens=False), prompt, skip=skip
-        )
+
+            def of_pieces(skip: frozenset[int]) -> Callable[[Sequence[int]], TextDecoder]:
+                table = PieceTable(id_to_token, skip, word_mark=word_mark)
+                return partial(ByteFallbackDecoder, table, strip_start=strip)
+
+            return cache(of_pieces)
+        decode = partial(self.decode, skip_special_tokens=False)
+        return lambda skip: partial(WindowDecoder, decode, skip=skip)
 
 
 @contextmanager

@@ -185,14 +185,14 @@ class ResponseFormats:
     Args:
         sources: the model's chat templates.
         template: the tokenizer's own ``response_template``, which comes first.
-        tool_parser, reasoning_parser: as in ``EngineConfig``.
+        tool_call_parser, reasoning_parser: as in ``EngineConfig``.
     """
 
     def __init__(
         self,
         sources: Sequence[str],
         template: Mapping[str, Any] | None,
-        tool_parser: str,
+        tool_call_parser: str,
         reasoning_parser: str | None,
     ) -> None:
         fields = _checked(template) if template is not None else {}
@@ -210,12 +210,12 @@ class ResponseFormats:
             thinking = REASONING_FAMILIES[reasoning_parser]
         calling: ToolFamily | None = None
         known = _recognised(TOOL_FAMILIES, sources)
-        if tool_parser == "auto" and CALLS in fields:
+        if tool_call_parser == "auto" and CALLS in fields:
             form = known.form if known is not None else None
             as_text = known is not None and known.arguments_as_text
             calling = ToolFamily(fields[CALLS], form, (), skip=skip, arguments_as_text=as_text)
         else:
-            calling = known if tool_parser == "auto" else TOOL_FAMILIES[tool_parser]
+            calling = known if tool_call_parser == "auto" else TOOL_FAMILIES[tool_call_parser]
         self._thinking = thinking
         self._calling = calling
         self._formats: dict[bool, ResponseFormat | None] = {}
@@ -224,7 +224,7 @@ class ResponseFormats:
     def of_tokenizer(cls, tokenizer: Any, config: EngineConfig) -> ResponseFormats:
         sources = list(tokenizer.chat_template.sources.values())
         template = tokenizer.response_template
-        return cls(sources, template, config.tool_parser, config.reasoning_parser)
+        return cls(sources, template, config.tool_call_parser, config.reasoning_parser)
 
     def prepare(self) -> None:
         """Imports what parsing takes, for a start: no event loop has to wait for it later."""
@@ -241,7 +241,7 @@ class ResponseFormats:
         if with_tools and self._calling is None:
             raise InvalidRequestError(
                 "tools: how the model writes calls is not known from its chat template, expected "
-                f"EngineConfig.tool_parser to name it, one of {', '.join(TOOL_FAMILIES)}",
+                f"EngineConfig.tool_call_parser to name it, one of {', '.join(TOOL_FAMILIES)}",
                 param="tools",
             )
         if with_tools not in self._formats:
@@ -298,7 +298,7 @@ def _checked(template: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
             if any(sign in str(part.get(side, "")) for sign in _LOOKING_BACK):
                 raise ModelLoadError(
                     f"response_template: {side} of {name!r} looks back, expected a pattern that "
-                    "needs no text before it; EngineConfig.tool_parser and reasoning_parser "
+                    "needs no text before it; EngineConfig.tool_call_parser and reasoning_parser "
                     "override the template"
                 )
     return template["fields"]

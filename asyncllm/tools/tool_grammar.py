@@ -95,7 +95,7 @@ def tool_grammar(
     if form is None:
         raise InvalidRequestError(
             "tool_choice: how the model's chat template writes calls is not known, expected "
-            "EngineConfig.tool_parser to name it",
+            "EngineConfig.tool_call_parser to name it",
             param="tool_choice",
         )
     name = choice["name"] if isinstance(choice, dict) else None

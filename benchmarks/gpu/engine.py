@@ -81,7 +81,7 @@ class Plan:
 
     def graph_settings(self, sizes: tuple[int, ...] | None = None) -> dict[str, Any]:
         """Captures all batch sizes, or ``sizes``."""
-        return {"cuda_graph_sizes": sizes} if self.graphs else {}
+        return {"cudagraph_capture_sizes": sizes} if self.graphs else {}
 
 
 def run(stage: Stage, clock: Clock, plan: Plan | None = None) -> None:
@@ -319,7 +319,7 @@ class EngineBench:
             found = graph_costs(engine)
             buckets = found[0] if found is not None else ()
             captured = [await self.tokens_of(engine, shape, size) for size in buckets]
-        eager_settings = {"cuda_graphs": "off", "cuda_graph_sizes": None}
+        eager_settings = {"cuda_graphs": "off", "cudagraph_capture_sizes": None}
         async with self.opened(shape, **eager_settings) as engine:
             eager = [await self.tokens_of(engine, shape, size) for size in buckets]
         self.report.section("graphs against eager steps")

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from asyncllm.gpu.batch.decode_inputs import DecodeInputs
 from torch import Tensor
 
-from asyncllm.gpu.batch.decode_inputs import DecodeInputs
 from asyncllm.gpu.ops.triton.attention import TritonAttention, TritonPlan
 from benchmarks.gpu.shapes import AttentionLoad
 

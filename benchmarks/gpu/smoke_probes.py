@@ -285,7 +285,7 @@ def graphs(device: str = "cuda", sizes: Sequence[int] = (1, 8, 256)) -> Figures:
         path = write_config(Path(directory), config)
         common = {"device": device, "dtype": "bfloat16", "max_num_seqs": max(sizes)}
         common |= {"num_blocks": 40 * max(sizes), "max_num_batched_tokens": 8192}
-        captured: dict[str, Any] = {"cuda_graph_sizes": tuple(sizes)}
+        captured: dict[str, Any] = {"cudagraph_capture_sizes": tuple(sizes)}
         if device == "cpu":
             captured = {}
         for size in sizes:

@@ -239,7 +239,7 @@ def test_graphs_equal_eager_steps_in_every_batch_size(checkpoint, dtype):
 
 def test_start_captures_every_batch_size(checkpoint):
     async def main() -> Any:
-        chosen = settings(cuda_graph_sizes=(1, 3, 8), max_num_seqs=8)
+        chosen = settings(cudagraph_capture_sizes=(1, 3, 8), max_num_seqs=8)
         async with AsyncLLMEngine(checkpoint(), **chosen) as engine:
             graphs = graphs_of(engine)
             return tuple(graphs.buckets), list(graphs.captured)

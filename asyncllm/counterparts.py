@@ -1,0 +1,26 @@
+"""COUNTERPARTS: names in vLLM or an earlier asyncllm, and those that take their place here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+COUNTERPARTS: Mapping[str, Mapping[str, str]] = {
+    "setting": {
+        "cuda_graph_sizes": "cudagraph_capture_sizes",
+        "enforce_eager": 'cuda_graphs="off"',
+        "guided_decoding_backend": "structured_outputs_backend",
+        "kv_cache_memory_bytes": "kv_cache_memory",
+        "num_gpu_blocks_override": "num_blocks",
+        "tool_parser": "tool_call_parser",
+    },
+    "sampling parameter": {
+        "guided_choice": 'structured_outputs={"choice": …}',
+        "guided_decoding": "structured_outputs",
+        "guided_grammar": 'structured_outputs={"grammar": …}',
+        "guided_json": 'structured_outputs={"json": …}',
+        "guided_json_object": 'structured_outputs={"json_object": True}',
+        "guided_regex": 'structured_outputs={"regex": …}',
+        "params": "sampling_params",
+    },
+}
+"""By the kind of name, as errors call it; names that are the same in both are not here."""

@@ -1,0 +1,127 @@
+"""Names of vLLM's and earlier ones: an error that has the name which takes their place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from inspect import signature
+from typing import Any
+
+import pytest
+
+from asyncllm import LLM, AsyncLLMEngine, EngineConfig, InvalidRequestError, SamplingParams
+from asyncllm.callbacks import stream_with_callbacks
+from asyncllm.counterparts import COUNTERPARTS
+from asyncllm.testing import fake_engine, fake_llm
+
+SETTINGS = {
+    "cuda_graph_sizes": "cudagraph_capture_sizes",
+    "enforce_eager": 'cuda_graphs="off"',
+    "guided_decoding_backend": "structured_outputs_backend",
+    "kv_cache_memory_bytes": "kv_cache_memory",
+    "num_gpu_blocks_override": "num_blocks",
+    "tool_parser": "tool_call_parser",
+}
+SAMPLING = {
+    "guided_choice": 'structured_outputs={"choice": …}',
+    "guided_decoding": "structured_outputs",
+    "guided_grammar": 'structured_outputs={"grammar": …}',
+    "guided_json": 'structured_outputs={"json": …}',
+    "guided_json_object": 'structured_outputs={"json_object": True}',
+    "guided_regex": 'structured_outputs={"regex": …}',
+}
+MAKES: dict[str, Callable[..., Any]] = {
+    "AsyncLLMEngine": AsyncLLMEngine,
+    "AsyncLLMEngine with a config": lambda **given: AsyncLLMEngine(config=EngineConfig(), **given),
+    "LLM": LLM,
+    "EngineConfig": EngineConfig,
+    "with_overrides": lambda **given: EngineConfig().with_overrides(given),
+    "fake_engine": lambda **given: fake_engine("x", **given),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
+def test_a_setting(make: Callable[..., Any], name: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        make(**{name: 1})
+    assert str(caught.value) == f"{name}: no such setting, expected {SETTINGS[name]}"
+    assert caught.value.param == name
+
+
+MESSAGES = [{"role": "user", "content": "x"}]
+
+
+@pytest.mark.parametrize("name", [*SAMPLING, "params"])
+@pytest.mark.asyncio
+async def test_a_sampling_parameter(name: str) -> None:
+    given: dict[str, Any] = {name: SamplingParams()}
+    ours = (SAMPLING | {"params": "sampling_params"})[name]
+    async with fake_engine("x") as engine:
+        with fake_llm("x") as llm:
+            submits: list[Callable[[], Any]] = [
+                lambda: SamplingParams(**given),
+                lambda: replace(SamplingParams(), **given),
+                lambda: engine.stream("x", **given),
+                lambda: engine.chat(MESSAGES, **given),
+                lambda: llm.generate("x", **given),
+                lambda: llm.generate(["x", "y"], **given),
+                lambda: llm.chat(MESSAGES, **given),
+                lambda: llm.stream("x", **given),
+                lambda: llm.stream_chat(MESSAGES, **given),
+            ]
+            for submit in submits:
+                with pytest.raises(InvalidRequestError) as caught:
+                    submit()
+                said = f"{name}: no such sampling parameter, expected {ours}"
+                assert (str(caught.value), caught.value.param) == (said, name)
+        for read in (engine.generate("x", **given), stream_with_callbacks(engine, "x", **given)):
+            with pytest.raises(InvalidRequestError) as caught:
+                await (read if hasattr(read, "send") else read.result())
+            assert caught.value.param == name
+        assert engine.stats().num_requests == 0
+
+
+def test_every_counterpart_exists() -> None:
+    expected = {"setting": SETTINGS, "sampling parameter": SAMPLING | {"params": "sampling_params"}}
+    assert expected == COUNTERPARTS
+    known = {"setting": EngineConfig, "sampling parameter": SamplingParams}
+    for kind, names in COUNTERPARTS.items():
+        here = {field.name for field in fields(known[kind])}
+        assert not here & names.keys()
+        if kind == "sampling parameter":
+            here |= signature(AsyncLLMEngine.stream).parameters.keys()
+        assert {ours.partition("=")[0] for ours in names.values()} <= here
+    assert EngineConfig(cuda_graphs="off").cuda_graphs == "off"
+    for kind, value in {"json": {}, "regex": "a", "choice": ["a"], "json_object": True}.items():
+        found = SamplingParams(structured_outputs={kind: value}).structured_outputs
+        assert found.kind == kind
+
+
+def test_other_unknown_names_are_told_what_there_is() -> None:
+    with pytest.raises(InvalidRequestError, match=r"^best_of: no such sampling.*there are allowed"):
+        SamplingParams(best_of=2)  # pyright: ignore[reportCallIssue]
+    with pytest.raises(InvalidRequestError, match=r"^swap_space: no such setting.*are async_sch"):
+        EngineConfig(swap_space=4)  # pyright: ignore[reportCallIssue]
+
+
+@pytest.mark.asyncio
+async def test_the_names_work() -> None:
+    greedy = SamplingParams(max_tokens=2)
+    async with fake_engine("abcd") as engine:
+        assert (await engine.generate("x", sampling_params=greedy)).text == "ab"
+        assert (await engine.chat(MESSAGES, sampling_params=greedy).result()).text == "ab"
+        assert (await engine.stream("x", sampling_params=greedy).result()).text == "ab"
+        called = stream_with_callbacks(engine, "x", sampling_params=greedy)
+        assert (await called.result()).text == "ab"
+    with fake_llm("abcd") as llm:
+        assert llm.generate("x", sampling_params=greedy).text == "ab"
+        assert [one.text for one in llm.generate(["x"] * 2, sampling_params=[greedy] * 2)] == [
+            "ab",
+            "ab",
+        ]
+        assert llm.chat(MESSAGES, sampling_params=greedy).text == "ab"
+        assert llm.stream("x", sampling_params=greedy).result().text == "ab"
+        assert llm.stream_chat(MESSAGES, sampling_params=greedy).result().text == "ab"
+    config = EngineConfig(cudagraph_capture_sizes=(4, 2), tool_call_parser="hermes")
+    assert (config.cudagraph_capture_sizes, config.tool_call_parser) == ((2, 4), "hermes")
