@@ -17,9 +17,8 @@ from typing import Any
 import pytest
 
 from asyncllm import LLM, InvalidRequestError
-from asyncllm.core.structured_output import GrammarMatcher
 from asyncllm.structured.backends import check_first_mask
-from asyncllm.structured.grammar import Grammar, GrammarError, Vocabulary
+from asyncllm.structured.grammar import Grammar, GrammarError, GrammarMatcher, Vocabulary
 from asyncllm.structured.llguidance_backend import LLGuidanceBackend
 from asyncllm.structured.spec import StructuredOutputs, parse_structured_outputs
 from tests import tokenizer_kinds
