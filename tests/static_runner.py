@@ -33,6 +33,7 @@ from asyncllm.gpu.ops.base import BlockLayout
 from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.state_cache import StateCache
+from asyncllm.gpu.step_memory import StepMemory
 from asyncllm.gpu.step_runner import StepRunner
 from asyncllm.gpu.weights import dummy_weights
 from asyncllm.logits_processor import LogitsProcessor
@@ -275,16 +276,15 @@ def make_runner(
 def run_late(runner: ModelRunner) -> ModelRunner:
     """The same runner, on a LateStream. Attention plans a step from the tables as they are at its
     launch."""
-    steps = steps_of(runner)
-    derive = steps.memory.derive
+    steps_of(runner).memory.__class__ = LateMemory
+    return runner
 
-    def copied(step: LaunchedStep) -> StepInputs:
-        inputs = derive(step)
+
+class LateMemory(StepMemory):
+    def derive(self, step: LaunchedStep) -> StepInputs:
+        inputs = super().derive(step)
         groups = [replace(g, host_table=g.host_table.copy()) for g in inputs.groups]
         return replace(inputs, groups=groups)
-
-    steps.memory.derive = copied
-    return runner
 
 
 def kv_groups(model: ModelConfig, block_size: int, *layers: tuple[int, ...]) -> list[KVGroup]:

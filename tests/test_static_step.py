@@ -258,11 +258,9 @@ def test_layers_in_two_kv_groups(llama: Decoder, depth: int) -> None:
     assert [spec.layers for spec in runner.info.kv_groups] == [(1,), (0,)]
     for chunk in (0, 5):
         assert outputs(runner, asked, depth=max(depth, 1), chunk=chunk) == expected
-    assert runner._state is not None
     # With the same blocks the second layer would overwrite the first one's.
     same = make_runner(llama, capturer=None, **settings)
-    assert same._state is not None
-    same._state.decoder = llama
+    steps_of(same).replay.model = llama
     assert outputs(same, asked, depth=1) != expected
 
 
@@ -938,5 +936,5 @@ def test_a_late_token_of_a_slots_last_tenant_is_void(
         step.epochs = self.inputs.epochs[step.req_indices]
         write_back(self, step, sampled)
 
-    monkeypatch.setattr(ModelRunner, "_write_back", forgetful)
+    monkeypatch.setattr(StepRunner, "write_back", forgetful)
     assert tokens(traced(llama, max_num_seqs=1)) != expected

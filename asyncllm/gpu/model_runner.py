@@ -259,12 +259,12 @@ class ModelRunner:
         if not self._stream.is_async:
             self._stream.synchronize()
         self._steps.clear()
-        graphs, self._runner = self.graphs, None
+        replay, self._runner = self._runner.replay, None
         if not self._stream.is_async:
             # A queue refers to the model.
             self._stream = SyncStream()
-        if graphs is not None:
-            graphs.close()
+        if isinstance(replay, GraphReplay):
+            replay.close()
         with contextlib.suppress(RuntimeError), self._stream.context():
             release(self.device)
 

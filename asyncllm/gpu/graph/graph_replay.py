@@ -85,6 +85,12 @@ class GraphReplay:
             self.graphs.run(len(step.rows), Part.SAMPLE, step.stages)
         return True
 
+    def close(self) -> None:
+        """Drops the graphs, and with them what they run: it refers to the memory of steps, whose
+        owner refers to them."""
+        self.graphs.close()
+        self._draw = _closed
+
     def run_padding(self, key: GraphKey) -> None:
         """Queues the work of a graph eagerly, on the rows that the memory has."""
         if key.part is not Part.STEP:
@@ -118,3 +124,7 @@ class GraphReplay:
             return False
         batch = self.graphs.bucket(len(step.rows)) or len(step.rows)
         return any(is_skewed(batch, step.positions) for is_skewed in self._skews)
+
+
+def _closed(logits: Tensor, stages: Stages) -> None:
+    raise RuntimeError("the graphs are closed")
