@@ -104,17 +104,22 @@ class _Place:
 
 class Trace(TorchDispatchMode):
     """The ops of a run, and their replay: tensors by identity, and every number that Python knew,
-    as a graph has them.
+    as a graph has them. A replay leaves each result where the run had it.
+
+    Args:
+        earlier: traces of the same capture, whose tensors this one may go on with.
 
     Attributes:
         ops: the names of what was called, in order.
-        constants: every tensor that it refers to and did not make.
+        constants: every tensor that it refers to and neither made nor found in ``earlier``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, earlier: Sequence[Trace] = ()) -> None:
         super().__init__()
         self.ops: list[str] = []
         self.constants: list[Tensor] = []
+        self.made: set[int] = set()
+        self._earlier = earlier
         self._calls: list[tuple[Any, list[Any], dict[str, Any], Any]] = []
         self._places: dict[int, _Place] = {}
         self._held: list[Tensor] = []
@@ -124,9 +129,12 @@ class Trace(TorchDispatchMode):
         known = len(self._held)
         given = self._placed(list(args))
         named = {name: self._placed(value) for name, value in (kwargs or {}).items()}
-        self.constants += self._held[known:]
+        made = {one for trace in self._earlier for one in trace.made}
+        self.constants += [one for one in self._held[known:] if id(one) not in made]
+        known = len(self._held)
         self.ops.append(str(func))
         self._calls.append((func, given, named, self._placed(found)))
+        self.made |= {id(one) for one in self._held[known:]}
         return found
 
     def _placed(self, value: Any) -> Any:
@@ -142,26 +150,26 @@ class Trace(TorchDispatchMode):
         return self._places[id(value)]
 
     def replay(self) -> None:
-        values = list(self._held)
+        held = self._held
 
         def filled(value: Any) -> Any:
             if isinstance(value, _Place):
-                return values[value.index]
+                return held[value.index]
             return [filled(each) for each in value] if isinstance(value, list) else value
 
         def keep(place: Any, found: Any) -> None:
-            if isinstance(place, _Place):
-                values[place.index] = found
-            elif isinstance(place, list):
+            if isinstance(place, list):
                 for own, each in zip(place, found, strict=True):
                     keep(own, each)
+            elif isinstance(place, _Place) and found is not held[place.index]:
+                held[place.index].copy_(found)
 
         for func, given, named, made in self._calls:
             keep(made, func(*filled(given), **{key: filled(each) for key, each in named.items()}))
 
 
 class TraceRecorder:
-    """A ``Trace`` in place of a capture.
+    """A ``Trace`` in place of a capture, or several where it is cut.
 
     Attributes:
         traces: what was traced, in order.
@@ -171,19 +179,43 @@ class TraceRecorder:
     def __init__(self, before: Callable[[], None] = lambda: None) -> None:
         self.traces: list[Trace] = []
         self.before = before
+        self._pieces: list[Callable[[], None]] | None = None
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        trace = Trace()
-        # Tracing runs the function once.
-        with trace:
-            run()
-        self.traces.append(trace)
+        """Traces a run, which is the first one as well."""
+        first, pieces = len(self.traces), list[Callable[[], None]]()
+        self._pieces = pieces
+        self._begin(first)
+        run()
+        self._end()
+        self._pieces = None
 
         def replay() -> None:
             self.before()
-            trace.replay()
+            for piece in pieces:
+                piece()
 
         return replay
+
+    def cut(self, work: Callable[[], None]) -> None:
+        if self._pieces is None:
+            work()
+            return
+        self._end()
+        self._pieces.append(work)
+        work()
+        self._begin(self._first)
+
+    def _begin(self, first: int) -> None:
+        self._first = first
+        self._trace = Trace(self.traces[first:])
+        self._trace.__enter__()
+
+    def _end(self) -> None:
+        self._trace.__exit__(None, None, None)
+        self.traces.append(self._trace)
+        assert self._pieces is not None
+        self._pieces.append(self._trace.replay)
 
     def memory(self) -> int:
         return 0
@@ -226,6 +258,7 @@ def make_runner(
     capturer: GraphCapturer | None,
     stream: LateStream | None = None,
     sizes: tuple[int, ...] | None = None,
+    token_sizes: tuple[int, ...] = (),
     max_num_seqs: int = 8,
     num_blocks: int = 64,
     block_size: int = 4,
@@ -259,7 +292,8 @@ def make_runner(
     cache = KVCache(groups, num_blocks + 1, torch.float32, CPU, states)
     graphs = None
     if capturer is not None:
-        graphs = Graphs(capturer, default_sizes(max_num_seqs) if sizes is None else sizes)
+        sizes = default_sizes(max_num_seqs) if sizes is None else sizes
+        graphs = Graphs(capturer, sizes, token_sizes)
     runner = ModelRunner(
         decoder,
         cache,

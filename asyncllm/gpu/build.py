@@ -15,7 +15,12 @@ from asyncllm.gpu.cache_sizing import choose_cache_size, largest_token_budget, m
 from asyncllm.gpu.calibration import calibrate
 from asyncllm.gpu.decoder_loading import load_decoder
 from asyncllm.gpu.devices import resolve_device, set_current_device
-from asyncllm.gpu.execution_mode import ExecutionMode, execution_mode_for, graph_sizes
+from asyncllm.gpu.execution_mode import (
+    ExecutionMode,
+    execution_mode_for,
+    graph_sizes,
+    token_graph_sizes,
+)
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.memory import release
 from asyncllm.gpu.model_runner import Graphs, ModelRunner
@@ -122,9 +127,10 @@ def _make_runner(
 ) -> ModelRunner:
     limits = {"max_num_seqs": info.max_num_seqs, "max_model_len": info.max_model_len}
     processors = make_processors(config.with_overrides(limits), mode.device)
-    graphs_of_decodes, most = None, config.max_logprobs
+    step_graphs, most = None, config.max_logprobs
     if mode.make_capturer is not None:
-        graphs_of_decodes = Graphs(mode.make_capturer(), graphs)
+        token_sizes = token_graph_sizes(config, mode, info.max_num_batched_tokens)
+        step_graphs = Graphs(mode.make_capturer(), graphs, token_sizes)
     return ModelRunner(
         decoder,
         cache,
@@ -132,7 +138,7 @@ def _make_runner(
         # Native ops have threads of their own, and torch's would spin beside them.
         num_threads=1 if decoder.ops.name == "native" else num_threads,
         stream=mode.stream,
-        graphs=graphs_of_decodes,
+        graphs=step_graphs,
         num_logprobs=most if most >= 0 else DEFAULT_FUSED,
         logits_processors=processors,
     )

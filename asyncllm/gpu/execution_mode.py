@@ -11,7 +11,12 @@ from asyncllm.config import EngineConfig
 from asyncllm.gpu.batch.grammar_masks import num_words
 from asyncllm.gpu.batch.sampling_inputs import LogitsTables
 from asyncllm.gpu.graph.capturer import CudaGraphCapturer
-from asyncllm.gpu.graph.cuda_graphs import EagerCapturer, GraphCapturer, default_sizes
+from asyncllm.gpu.graph.cuda_graphs import (
+    EagerCapturer,
+    GraphCapturer,
+    default_sizes,
+    default_token_sizes,
+)
 from asyncllm.gpu.graph.streams import CudaStream, Stream, SyncStream
 from asyncllm.gpu.ops.logits import processing_bytes
 from asyncllm.validation import invalid
@@ -79,6 +84,13 @@ def graph_sizes(config: EngineConfig, mode: ExecutionMode, max_num_seqs: int) ->
     if sizes is not None and sizes[-1] > max_num_seqs:
         raise invalid("cudagraph_capture_sizes", sizes, f"sizes up to max_num_seqs={max_num_seqs}")
     return default_sizes(max_num_seqs) if sizes is None else sizes
+
+
+def token_graph_sizes(config: EngineConfig, mode: ExecutionMode, most: int) -> tuple[int, ...]:
+    """Numbers of tokens of mixed steps that get graphs, in steps of at most ``most``."""
+    if mode.make_capturer is None or config.cuda_graphs != "auto":
+        return ()
+    return default_token_sizes(most)
 
 
 def graph_reserve(sizes: tuple[int, ...], max_num_seqs: int, vocab_size: int, width: int) -> int:

@@ -38,15 +38,17 @@ from asyncllm.logits_processor import LogitsProcessor
 
 @dataclass(frozen=True, slots=True)
 class Graphs:
-    """Graphs of decode steps.
+    """Graphs of steps.
 
     Attributes:
         capturer: makes them.
-        sizes: batch sizes that get one.
+        sizes: batch sizes of decode steps that get one.
+        token_sizes: numbers of tokens of mixed steps that do.
     """
 
     capturer: GraphCapturer
     sizes: Sequence[int]
+    token_sizes: Sequence[int] = ()
 
 
 class ModelRunner:
@@ -68,8 +70,8 @@ class ModelRunner:
 
     Args:
         stream: where work is queued; None is synchronous.
-        graphs: of decode steps, with the batch's state on the device; None keeps that on the host,
-            and an asynchronous stream needs them.
+        graphs: of steps, with the batch's state on the device; None keeps that on the host, and an
+            asynchronous stream needs them.
         num_logprobs: log-probabilities per token for which a step has buffers.
         logits_processors: of the engine.
 
@@ -102,6 +104,7 @@ class ModelRunner:
             runner = StepRunner(
                 model, cache, info, self._stream, self.in_process,
                 on_device=graphs is not None, num_logprobs=min(num_logprobs, MAX_FUSED),
+                padded_tokens=max(graphs.token_sizes, default=0) if graphs is not None else 0,
             )  # fmt: skip
         if self._stream.is_async:
             held = SamplingLimits(MAX_BIAS, MAX_STOP_IDS, runner.sampler.state.num_logprobs)
@@ -111,8 +114,10 @@ class ModelRunner:
         self._num_threads = num_threads
         self._thread: int | None = None
         if graphs is not None:
-            memory, sizes = runner.memory, graphs.sizes
-            runner.replay = GraphReplay(model, cache, memory, graphs.capturer, sizes, runner.draw)
+            runner.replay = GraphReplay(
+                model, cache, runner.memory, graphs.capturer, graphs.sizes, graphs.token_sizes,
+                runner.draw,
+            )  # fmt: skip
         self.execution = runner.replay.description
         if graphs is None:
             with self._memory_explained():
@@ -166,10 +171,10 @@ class ModelRunner:
         Args:
             progress: called with (graphs captured, graphs in all).
         """
-        graphs = self.graphs
-        if graphs is not None:
+        replay = self._open().replay
+        if isinstance(replay, GraphReplay):
             with torch.inference_mode(), self._stream.context():
-                graphs.capture_all(progress)
+                replay.capture_all(progress)
             self._stream.synchronize()
 
     def report(self) -> ExecutionReport:

@@ -41,11 +41,12 @@ class StepMemory:
 
     def __init__(
         self, info: ExecutorInfo, batch: InputBatch, state: SamplingState, ops: TorchOps,
-        device: torch.device, *, on_device: bool,
+        device: torch.device, *, on_device: bool, padded_tokens: int = 0,
     ) -> None:  # fmt: skip
         self.info, self.device, self.on_device = info, device, on_device
         self._batch, self._ops, self._state = batch, ops, state
-        limits, rows = StepLimits.of(info, on_device=on_device), info.max_num_seqs
+        limits = StepLimits.of(info, on_device=on_device, padded_tokens=padded_tokens)
+        rows = info.max_num_seqs
         self.last_sampled_tokens = torch.zeros(rows + 1, dtype=torch.int64, device=device)
         self.tables = LogitsTables(rows, info.vocab_size, device)
         self.masks: GrammarMasks | None = None
@@ -181,6 +182,24 @@ class StepMemory:
             balanced=balanced,
             previous_tokens=tensors["previous_tokens"][rows],
             last_sampled_tokens=self.last_sampled_tokens,
+        )
+
+    def padded_inputs(self, num_tokens: int) -> StepInputs:
+        """The first tokens of a mixed step, padding included, without their rows."""
+        tensors, tokens = self.buffer.tensors, slice(num_tokens)
+        return replace(
+            self.decode_inputs(0),
+            token_ids=tensors["token_ids"][tokens],
+            positions=tensors["positions"][tokens],
+            groups=[
+                GroupInputs(
+                    tensors[f"slots_{group}"][tokens],
+                    self.block_tables[group],
+                    table.table,
+                    table.block_size,
+                )
+                for group, table in enumerate(self._batch.tables)
+            ],
         )
 
     def derive_decodes(self, inputs: StepInputs) -> None:

@@ -36,6 +36,7 @@ class StepRunner:
         on_device: the batch's state lies on the device, see StepMemory.
         in_process: has the logits processors.
         num_logprobs: log-probabilities per token for which a step has buffers.
+        padded_tokens: to which mixed steps of fewer are padded.
 
     Attributes:
         stream: where work is queued; the native library's queue once it is there.
@@ -45,7 +46,7 @@ class StepRunner:
 
     def __init__(
         self, model: LanguageModel, cache: KVCache, info: ExecutorInfo, stream: Stream,
-        in_process: InProcess, *, on_device: bool, num_logprobs: int,
+        in_process: InProcess, *, on_device: bool, num_logprobs: int, padded_tokens: int = 0,
     ) -> None:  # fmt: skip
         self.model, self.cache, self.info, self.stream = model, cache, info, stream
         self._in_process = in_process
@@ -57,7 +58,7 @@ class StepRunner:
             info.max_num_seqs, info.vocab_size, self.inputs, model.ops, num_logprobs,
             in_process.logits_processors,
         )  # fmt: skip
-        self._on_device = on_device
+        self._on_device, self._padded_tokens = on_device, padded_tokens
         self.memory: StepMemory
         self.replay: Replay
         self.resize(info)
@@ -67,7 +68,7 @@ class StepRunner:
         self.info = info
         self.memory = StepMemory(
             info, self.inputs, self.sampler.state, self.model.ops, self.device,
-            on_device=self._on_device,
+            on_device=self._on_device, padded_tokens=self._padded_tokens,
         )  # fmt: skip
         self._buffers = cycle(self.memory.host_buffers)
         self.replay = EagerReplay(self.model, self.cache, self.memory)

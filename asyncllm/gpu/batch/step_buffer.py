@@ -45,18 +45,20 @@ class StepLimits:
     Attributes:
         lines: of the scalars of sampling, one per request index and one for padding; 0 where steps
             read these, and the block tables, from the host's memory.
+        padded_tokens: to which a step of fewer tokens is padded.
     """
 
     rows: int
     tokens: int
     num_groups: int
     lines: int = 0
+    padded_tokens: int = 0
 
     @classmethod
-    def of(cls, info: ExecutorInfo, *, on_device: bool) -> StepLimits:
+    def of(cls, info: ExecutorInfo, *, on_device: bool, padded_tokens: int) -> StepLimits:
         rows, tokens = info.max_num_seqs, info.max_num_batched_tokens
         lines = rows + 1 if on_device else 0
-        return cls(rows, max(rows, tokens), len(info.kv_groups), lines)
+        return cls(rows, max(rows, tokens), len(info.kv_groups), lines, padded_tokens)
 
     def table(self) -> Table:
         """The sections. A copy of a step moves a prefix: rows and what is sent for each come
@@ -142,10 +144,13 @@ class StepBuffer(Sections):
         if tokens != rows:
             lines = np.repeat(lines, counts)
             positions = np.arange(tokens) + np.repeat(starts - first[:-1], counts)
-        arrays["token_ids"][:tokens] = inputs.token_ids[lines, positions]
-        arrays["positions"][:tokens] = positions
+        found = {"token_ids": inputs.token_ids[lines, positions], "positions": positions}
         for group, table in enumerate(inputs.tables):
-            arrays[f"slots_{group}"][:tokens] = table.slot_mapping(lines, positions)
+            found[f"slots_{group}"] = table.slot_mapping(lines, positions)
+        for name, values in found.items():
+            arrays[name][:tokens] = values
+            # Token 0 at position 0, whose KV goes to the null block.
+            arrays[name][tokens : self.limits.padded_tokens] = 0
 
     def rows(self, count: int) -> RowArrays:
         """The first rows on the host."""

@@ -38,6 +38,7 @@ class CudaGraphCapturer:
         self.device = device
         self._pool = torch.cuda.graph_pool_handle()
         self._reasons: set[str] = set()
+        self._recording: _Recording | None = None
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None] | None:
         # Kernels are compiled and libraries make their workspaces at the first run, which a
@@ -45,31 +46,38 @@ class CudaGraphCapturer:
         run()
         with CAPTURES.turn(), _no_garbage_collection():
             try:
-                return self._record(run, self._pool).replay
+                return self._record(run, self._pool)
             except Exception as error:
                 reason, is_memory = explain(error), is_out_of_memory(error)
             self._reset_generator()
         self._report(reason, is_memory)
         return None
 
+    def cut(self, work: Callable[[], None]) -> None:
+        if self._recording is None:
+            work()
+        else:
+            self._recording.cut(work)
+
     def memory(self) -> int:
         return pool_bytes(self._pool, self.device)
 
-    def _record(self, run: Callable[[], None], pool: _POOL_HANDLE) -> torch.cuda.CUDAGraph:
-        graph, ends = torch.cuda.CUDAGraph(), False
+    def _record(self, run: Callable[[], None], pool: _POOL_HANDLE) -> Callable[[], None]:
+        recording = self._recording = _Recording(pool)
         try:
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            recording.begin()
             run()
-            ends = True
-            graph.capture_end()
+            recording.end()
         except BaseException:
-            if not ends:
+            if not recording.ends:
                 # The stream must not stay in capture; that it failed is known already.
                 with contextlib.suppress(RuntimeError):
-                    graph.capture_end()
-            self._leave_pool(graph, pool)
+                    recording.graph.capture_end()
+            self._leave_pool(recording.graph, pool)
             raise
-        return graph
+        finally:
+            self._recording = None
+        return recording.replay
 
     def _leave_pool(self, graph: torch.cuda.CUDAGraph, pool: _POOL_HANDLE) -> None:
         """Undoes what ``capture_begin`` did to torch's allocator and ``capture_end`` left: it
@@ -109,6 +117,37 @@ class CudaGraphCapturer:
             remedy,
             reason,
         )
+
+
+class _Recording:
+    """A capture that may be cut into graphs, with work between them that is not captured.
+
+    Attributes:
+        graph: that is captured now.
+        ends: its capture has been asked to end.
+    """
+
+    def __init__(self, pool: _POOL_HANDLE) -> None:
+        self._pool = pool
+        self._pieces: list[Callable[[], None]] = []
+
+    def begin(self) -> None:
+        self.graph, self.ends = torch.cuda.CUDAGraph(), False
+        self.graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+    def end(self) -> None:
+        self.ends = True
+        self.graph.capture_end()
+        self._pieces.append(self.graph.replay)
+
+    def cut(self, work: Callable[[], None]) -> None:
+        self.end()
+        self._pieces.append(work)
+        self.begin()
+
+    def replay(self) -> None:
+        for piece in self._pieces:
+            piece()
 
 
 @contextlib.contextmanager

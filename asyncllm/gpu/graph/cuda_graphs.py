@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -20,12 +20,14 @@ RETRY_STEPS = 3
 
 
 class Part(enum.Enum):
-    """The part of a decode step that a graph holds: all of it, or a half. A step is cut in
-    two where sampling does more than the draw, or waits for masks."""
+    """The part of a step that a graph holds: of a decode step all of it or a half, and of a mixed
+    one the layers' body. A decode step is cut in two where sampling does more than the draw, or
+    waits for masks."""
 
     STEP = enum.auto()
     FORWARD = enum.auto()
     SAMPLE = enum.auto()
+    BODY = enum.auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,7 @@ class GraphKey:
     chooses for (bucket, longest sequence) are fixed while the engine lives.
 
     Attributes:
-        bucket: rows, padding included.
+        bucket: rows, or tokens of a body, padding included.
         part: a forward pass ends with the logits, where sampling begins.
         stages: of sampling.
         balanced: of a forward pass, see DecodeInputs.
@@ -65,6 +67,11 @@ class GraphCapturer(Protocol):
         captured, which is no reason for the step that has run to fail."""
         ...
 
+    def cut(self, work: Callable[[], None]) -> None:
+        """Called within ``run``: calls ``work``. In a capture the graph ends there and another one
+        begins; ``work`` is no part of either, and is called between them at each replay."""
+        ...
+
     def memory(self) -> int:
         """Bytes that the graphs' pool has taken from the device."""
         ...
@@ -76,6 +83,9 @@ class EagerCapturer:
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         run()
         return run
+
+    def cut(self, work: Callable[[], None]) -> None:
+        work()
 
     def memory(self) -> int:
         return 0
@@ -152,26 +162,15 @@ class StepGraphs:
         else:
             self._run(key)
 
-    def capture_all(self, progress: Callable[[int, int], None]) -> None:
-        """Captures every bucket, the largest first.
+    def capture_all(self, part: Part = Part.STEP) -> Iterator[None]:
+        """Captures every bucket, the largest first, one at each step of the iterator.
 
-        Each capture runs the step on the rows in its buffers: all of them have to be padding. The
+        Each capture runs the part on the rows in its buffers: all of them have to be padding. The
         graphs of halves, and of balanced attention, are captured when a batch needs them.
-
-        Args:
-            progress: called with (graphs captured, graphs in all).
         """
-        progress(0, len(self.buckets))
-        for done, bucket in enumerate(reversed(self.buckets), 1):
-            self._capture(GraphKey(bucket))
-            progress(done, len(self.buckets))
-        logger.info(
-            "captured %d of %d CUDA graphs in %.2f s, %.1f MiB",
-            len(self.captured),
-            len(self.buckets),
-            sum(capture.seconds for capture in self.captured),
-            sum(capture.num_bytes for capture in self.captured) / 2**20,
-        )
+        for bucket in reversed(self.buckets):
+            self._capture(GraphKey(bucket, part))
+            yield
 
     def close(self) -> None:
         """Drops the graphs, and with them the function that they run: it refers to the tensors
@@ -204,6 +203,13 @@ class StepGraphs:
 
 def _closed(key: GraphKey) -> None:
     raise RuntimeError("the graphs are closed")
+
+
+def default_token_sizes(most: int) -> tuple[int, ...]:
+    """Powers of two from 32 to 2,048 and, from 96 on, the numbers half-way between, up to
+    ``most``."""
+    sizes = {2**power for power in range(5, 12)} | {3 * 2**power for power in range(5, 10)}
+    return tuple(sorted(size for size in sizes if size <= most))
 
 
 def default_sizes(max_num_seqs: int) -> tuple[int, ...]:

@@ -1,9 +1,10 @@
-"""GraphReplay: decode steps from graphs, on a device that keeps the batch's state."""
+"""GraphReplay: steps from graphs, on a device that keeps the batch's state."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -11,11 +12,16 @@ from torch import Tensor
 from asyncllm.gpu.batch.sampling_inputs import Stages
 from asyncllm.gpu.graph.cuda_graphs import GraphCapturer, GraphKey, Part, StepGraphs
 from asyncllm.gpu.graph.replay import EagerReplay
+from asyncllm.gpu.graph.segments import Segments
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.launched_step import LaunchedStep
+from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.models.language_model import LanguageModel, StepOutput
 from asyncllm.gpu.ops.base import BalancedAttention
 from asyncllm.gpu.step_memory import StepMemory
+from asyncllm.logger import get_logger
+
+logger = get_logger("asyncllm")
 
 Draw = Callable[[Tensor, Stages], None]
 """Draws the tokens of the first rows, from their logits ``[S, vocab_size]``."""
@@ -23,20 +29,21 @@ Draw = Callable[[Tensor, Stages], None]
 
 class GraphReplay:
     """Decode steps are one graph, or two where sampling does more than the draw or waits for masks.
-    Mixed steps, those with a prefill, run op by op on the same memory.
+    Mixed steps, those with a prefill, are graphs of segments, or run op by op on the same memory.
 
     Nothing here waits for the device; the work is queued on the stream that is current.
 
     Args:
-        capturer: makes a graph of a part of a decode step.
-        sizes: batch sizes that get one.
+        capturer: makes a graph of a part of a step.
+        sizes: batch sizes of decode steps that get one.
+        token_sizes: numbers of tokens of mixed steps that do.
         draw: the sampling of a step.
 
     Attributes:
         graphs: of the parts of decode steps.
+        segments: of mixed steps; None where these run op by op.
     """
 
-    description = "graphs of decode steps"
     finds_largest = False
 
     def __init__(
@@ -46,10 +53,14 @@ class GraphReplay:
         memory: StepMemory,
         capturer: GraphCapturer,
         sizes: Sequence[int],
+        token_sizes: Sequence[int],
         draw: Draw,
     ) -> None:
         self.model, self.cache, self.memory = model, cache, memory
         self.graphs = StepGraphs(self._run, capturer, sizes)
+        self.segments: Segments | None = None
+        if token_sizes and isinstance(model, Decoder):
+            self.segments = Segments(model, cache, memory, capturer, token_sizes)
         self._eager = EagerReplay(model, cache, memory)
         self._draw = draw
         self._logits: Tensor | None = None
@@ -66,12 +77,46 @@ class GraphReplay:
         """Whether there may be a batch that takes balanced attention."""
         return bool(self._skews)
 
+    @property
+    def description(self) -> str:
+        mixed = "op by op" if self.segments is None else "in segments"
+        return f"graphs of decode steps, mixed steps {mixed}"
+
+    def capture_all(self, progress: Callable[[int, int], None]) -> None:
+        """Captures every bucket of whole decode steps and of mixed ones, before the first step.
+
+        Args:
+            progress: called with (graphs captured, graphs in all).
+        """
+        kinds = [(self.graphs, Part.STEP)]
+        if self.segments is not None:
+            kinds.append((self.segments.graphs, Part.BODY))
+        total = sum(len(graphs.buckets) for graphs, _ in kinds)
+        progress(0, total)
+        captures = chain.from_iterable(graphs.capture_all(part) for graphs, part in kinds)
+        for done, _ in enumerate(captures, 1):
+            progress(done, total)
+        made = [one for graphs, _ in kinds for one in graphs.captured]
+        logger.info(
+            "captured %d of %d CUDA graphs in %.2f s, %.1f MiB",
+            len(made), total, sum(one.seconds for one in made),
+            sum(one.num_bytes for one in made) / 2**20,
+        )  # fmt: skip
+
     def derives(self, step: LaunchedStep) -> bool:
         return step.is_decode
 
     def forward(self, step: LaunchedStep) -> StepOutput:
         if not step.is_decode:
-            return self._eager.forward(step)
+            inputs = step.inputs
+            if (
+                self.segments is None
+                or inputs is None
+                or not self.segments.takes(inputs.num_tokens)
+            ):
+                return self._eager.forward(step)
+            self.memory.insert_sampled(inputs)
+            return self.segments.forward(inputs)
         count, part = len(step.rows), Part.STEP if step.is_whole else Part.FORWARD
         # Not before a step needs them, and not inside a capture.
         logits = self._static_logits() if part is Part.FORWARD else self.memory.sampled[:0]
@@ -89,6 +134,8 @@ class GraphReplay:
         """Drops the graphs, and with them what they run: it refers to the memory of steps, whose
         owner refers to them."""
         self.graphs.close()
+        if self.segments is not None:
+            self.segments.close()
         self._draw = _closed
 
     def run_padding(self, key: GraphKey) -> None:

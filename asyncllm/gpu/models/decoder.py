@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -69,7 +70,26 @@ class Decoder:
 
     def forward(self, step: StepInputs, cache: KVCache) -> StepOutput:
         """See ``LanguageModel.forward``."""
-        hidden, first = self._hidden(step, cache), step.num_logits
+        context = self.context(step, cache)
+        return self.finish(*self.body(step, context), step, context)
+
+    def body(self, step: StepInputs, context: StepContext) -> tuple[Tensor, Tensor | None]:
+        """All layers but the last: what they compute depends on the step's tokens alone, but for
+        the cores of their mixers. Returns output and residual, as a Layer does."""
+        x, residual = self.embedding(step.token_ids), None
+        if self.layer_inputs is not None:
+            context.inputs = self.layer_inputs(step.token_ids, x)
+        for layer in self.layers[:-1]:
+            x, residual = layer(x, residual, context)
+        return x, residual
+
+    def finish(
+        self, x: Tensor, residual: Tensor | None, step: StepInputs, context: StepContext
+    ) -> StepOutput:
+        """The last layer, past whose mixer only the rows that are wanted matter, and the head."""
+        context.rows = step.wanted
+        x, residual = self.layers[-1](x, residual, context)
+        hidden, first = self.norm.add(x, residual)[0], step.num_logits
         tokens = NO_TOKENS
         if step.num_greedy:
             assert self.argmax is not None
@@ -90,31 +110,27 @@ class Decoder:
             return None
         return self.lm_head.argmax
 
-    def _hidden(self, step: StepInputs, cache: KVCache) -> Tensor:
-        if self.rope_tables is None:
-            raise RuntimeError("set_max_positions has to come first")
-        positions = step.positions
-        context = StepContext(
-            positions=positions,
-            slot_mappings=[step.groups[kind.kv_group].slot_mapping for kind in self.attention],
+    def context(self, step: StepInputs, cache: KVCache) -> StepContext:
+        """The inputs of a step to its layers."""
+        states = cache.states.tensors if cache.states is not None and self.states else ()
+        return StepContext(
             plans=[
                 attention.plan(step, kind.window, kind.kv_group)
                 for kind, attention in self.attention.items()
             ],
-            rotary=[self.ops.rotary(table, positions) for table in self.rope_tables],
-            kv=cache.layers,
+            states=states,
+            state_rows=self.ops.state_rows(step) if self.states else None,
+            **self.token_inputs(step, cache),
         )
-        if self.states:
-            assert cache.states is not None
-            context.states = cache.states.tensors
-            context.state_rows = self.ops.state_rows(step)
-        x, residual = self.embedding(step.token_ids), None
-        if self.layer_inputs is not None:
-            context.inputs = self.layer_inputs(step.token_ids, x)
-        for layer in self.layers:
-            if layer is self.layers[-1]:
-                # Past the last KV write only the rows that are sampled matter.
-                context.rows = step.wanted
-            x, residual = layer(x, residual, context)
-        assert residual is not None
-        return self.norm.add(x, residual)[0]
+
+    def token_inputs(self, step: StepInputs, cache: KVCache) -> dict[str, Any]:
+        """The fields of a StepContext that depend on the step's tokens alone."""
+        if self.rope_tables is None:
+            raise RuntimeError("set_max_positions has to come first")
+        positions, groups = step.positions, step.groups
+        return {
+            "positions": positions,
+            "slot_mappings": [groups[kind.kv_group].slot_mapping for kind in self.attention],
+            "rotary": [self.ops.rotary(table, positions) for table in self.rope_tables],
+            "kv": cache.layers,
+        }

@@ -56,6 +56,15 @@ class StepContext:
     inputs: Tensor | None = None
     lent: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
+    def mix(self, core: Core, width: int, *tensors: Tensor) -> Tensor:
+        """Runs a mixer's core on tensors ``[T, ...]``, to ``[T, width]``. A capture in segments is
+        broken here and nowhere else."""
+        return core(self, *tensors)
+
+
+Core = Callable[..., Tensor]
+"""The part of a mixer in which tokens of a sequence see one another: the StepContext and tensors
+``[T, ...]`` to ``[T, N]``. It alone reads the step's rows, plans and states."""
 
 Mixer = Callable[[Tensor, StepContext], Tensor]
 """The sublayer in which tokens of a sequence see one another, attention or a recurrence:
@@ -132,10 +141,14 @@ class AttentionMixer:
             step.lent[self.kv_index] = k, v
         if rows is not None and not len(rows):
             return x[:0]
-        mixed = self.attention(q, k, v, kv, step.plans[index], *self.sinks)
+        mixed = step.mix(self.attend, q.shape[1] * q.shape[2], q, k, v)
         if gate is not None:
             mixed = gate.multiply(mixed, qkv[:, gate.start :])
         return self.o(mixed if rows is None else mixed[rows])
+
+    def attend(self, step: StepContext, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        kv, plan = step.kv[self.kv_index], step.plans[self.attention_index]
+        return self.attention(q, k, v, kv, plan, *self.sinks)
 
 
 @dataclass(slots=True)
@@ -161,9 +174,12 @@ class SharedAttentionMixer:
         if rows is not None and not len(rows):
             return x[:0]
         q = self.rope(self.q(x), step.rotary[self.rope_index])
-        kv, plan = step.kv[self.kv_index], step.plans[self.attention_index]
-        mixed = self.attention(q, k, v, kv, plan, *self.sinks)
+        mixed = step.mix(self.attend, q.shape[1] * q.shape[2], q, k, v)
         return self.o(mixed if rows is None else mixed[rows])
+
+    def attend(self, step: StepContext, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        kv, plan = step.kv[self.kv_index], step.plans[self.attention_index]
+        return self.attention(q, k, v, kv, plan, *self.sinks)
 
 
 @dataclass(slots=True)

@@ -39,16 +39,19 @@ class GatedDeltaMixer:
     first_state: int
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
-        inputs, state = step.states[self.first_state : self.first_state + 2]
         qkvz, rows = self.qkvz(x), step.rows
-        qkv = self.conv(qkvz[:, : self.conv_size], inputs, step.state_rows)
-        mixed = self.delta(qkv, self.gates(x), state, step.state_rows)
         z = qkvz[:, self.conv_size :]
+        mixed = step.mix(self.recur, z.shape[1], qkvz[:, : self.conv_size], self.gates(x))
         if rows is not None:
             if not len(rows):
                 return x[:0]
             mixed, z = mixed[rows], z[rows]
         return self.out(self.norm(mixed, z))
+
+    def recur(self, step: StepContext, qkv: Tensor, gates: Tensor) -> Tensor:
+        inputs, state = step.states[self.first_state : self.first_state + 2]
+        qkv = self.conv(qkv, inputs, step.state_rows)
+        return self.delta(qkv, gates, state, step.state_rows)
 
 
 def linear_attention_states(config: LinearAttentionConfig) -> list[StateSpec]:

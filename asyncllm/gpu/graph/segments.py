@@ -1,0 +1,140 @@
+"""Segments: the body of mixed steps as graphs by number of tokens, broken at each mixer's core."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from asyncllm.gpu.batch.step_inputs import StepInputs
+from asyncllm.gpu.graph.cuda_graphs import GraphCapturer, GraphKey, Part, StepGraphs
+from asyncllm.gpu.kv_cache import KVCache
+from asyncllm.gpu.models.decoder import Decoder
+from asyncllm.gpu.models.language_model import StepOutput
+from asyncllm.gpu.models.layers import Core, StepContext
+from asyncllm.gpu.step_memory import StepMemory
+
+
+class Segments:
+    """Mixed steps of a decoder: graph, eager core, graph, and an eager last layer.
+
+    The method of vLLM's breakable graphs: the layers run once under capture on as many tokens as a
+    bucket holds; at each mixer's core, attention or a recurrence, the capture ends and the next one
+    begins. So a segment depends on the number of tokens alone. A core is called at each replay,
+    with the step's own plan, on its own tokens: it finds its inputs in tensors that all layers and
+    buckets share, into which the segment before it has copied them, and writes its output into
+    another one, where padded tokens have zeros. The last layer is not captured, because only the
+    rows that are wanted go on past its mixer.
+
+    Args:
+        capturer: makes graphs, and cuts them.
+        sizes: numbers of tokens that get one.
+
+    Attributes:
+        graphs: of the bodies.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        cache: KVCache,
+        memory: StepMemory,
+        capturer: GraphCapturer,
+        sizes: Sequence[int],
+    ) -> None:
+        self.model, self.cache, self.memory = model, cache, memory
+        self.graphs = StepGraphs(self._run, capturer, sizes)
+        self._cut = capturer.cut
+        self._tensors: dict[tuple[object, ...], Tensor] = {}
+        self._filled: dict[tuple[int, torch.dtype], int] = {}
+        self._ends: dict[object, Tensor] = {}
+        self._lent: tuple[int, ...] = ()
+        self._context: StepContext | None = None
+        self._num_tokens = 0
+
+    def takes(self, num_tokens: int) -> bool:
+        """Whether a bucket holds so many tokens."""
+        return self.graphs.bucket(num_tokens) is not None
+
+    def forward(self, step: StepInputs) -> StepOutput:
+        """Runs a step whose sections are padded to the largest bucket."""
+        count = self._num_tokens = step.num_tokens
+        context = self._context = self.model.context(step, self.cache)
+        try:
+            self.graphs.run(count, Part.BODY)
+        finally:
+            self._context = None
+        ends = {name: tensor[:count] for name, tensor in self._ends.items()}
+        context.inputs = ends.get("inputs")
+        context.lent = {i: (ends["k", i], ends["v", i]) for i in self._lent}
+        return self.model.finish(ends["x"], ends.get("residual"), step, context)
+
+    def close(self) -> None:
+        """Drops the graphs and all tensors."""
+        self.graphs.close()
+        self._tensors.clear()
+        self._ends.clear()
+
+    def _run(self, key: GraphKey) -> None:
+        """The body of a step of as many tokens as the key says, which a graph holds."""
+        step = self.memory.padded_inputs(key.bucket)
+        inputs = self.model.token_inputs(step, self.cache)
+        context = _Segmented(plans=(), segments=self, **inputs)
+        x, residual = self.model.body(step, context)
+        ends: dict[object, Tensor | None] = {
+            "x": x, "residual": residual, "inputs": context.inputs,
+        }  # fmt: skip
+        self._lent = tuple(context.lent)
+        for index, (k, v) in context.lent.items():
+            ends |= {("k", index): k, ("v", index): v}
+        for name, tensor in ends.items():
+            if tensor is not None:
+                self._ends[name] = self._copied(name, tensor)
+
+    def mix(self, core: Core, width: int, tensors: Sequence[Tensor]) -> Tensor:
+        """Breaks the body at a mixer's core."""
+        count, like = len(tensors[0]), tensors[0]
+        given = [self._copied(place, tensor) for place, tensor in enumerate(tensors)]
+        out = self._fixed("out", (width,), like)
+        self._cut(partial(self._mix, core, given, out))
+        return out[:count]
+
+    def _mix(self, core: Core, given: Sequence[Tensor], out: Tensor) -> None:
+        """Calls a core on the tokens of the step that runs; without one nothing is computed."""
+        if self._context is None:
+            return
+        count, key = self._num_tokens, (out.shape[1], out.dtype)
+        out[:count] = core(self._context, *(tensor[:count] for tensor in given))
+        # Of an earlier step that was longer.
+        if (filled := self._filled.get(key, 0)) > count:
+            out[count:filled].zero_()
+        self._filled[key] = count
+
+    def _copied(self, place: object, tensor: Tensor) -> Tensor:
+        """A tensor at a fixed address, into whose first rows ``tensor`` has been copied."""
+        fixed = self._fixed(place, tuple(tensor.shape[1:]), tensor)
+        fixed[: len(tensor)].copy_(tensor)
+        return fixed
+
+    def _fixed(self, place: object, sizes: tuple[int, ...], like: Tensor) -> Tensor:
+        """Zeros ``[T, *sizes]`` of the largest bucket, made when they are first asked for, which is
+        in an eager run: the largest bucket comes first, and runs before it is captured."""
+        key = place, sizes, like.dtype
+        if key not in self._tensors:
+            shape = self.graphs.buckets[-1], *sizes
+            self._tensors[key] = torch.zeros(shape, dtype=like.dtype, device=like.device)
+        return self._tensors[key]
+
+
+@dataclass(slots=True)
+class _Segmented(StepContext):
+    """The context of a body: cores are left to the step that runs."""
+
+    segments: Segments | None = None
+
+    def mix(self, core: Core, width: int, *tensors: Tensor) -> Tensor:
+        assert self.segments is not None
+        return self.segments.mix(core, width, tensors)
