@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
-from asyncllm.gpu.batch.step_inputs import ModelInputs
+from asyncllm.gpu.batch.step_inputs import StepInputs
 from asyncllm.gpu.ops.gated_delta import DeltaBiases
+from tests.step_inputs import planned
 
 Rows = list[tuple[int, int, int]]
 """Slot, first position and tokens of each."""
@@ -23,19 +24,13 @@ STEP: Rows = [(3, 5, 1), (1, 0, 1), (0, 0, 70), (2, 8, 9), (5, 3, 2)]
 TOKENS, SLOTS = 83, 6
 
 
-def state_inputs(rows: Rows, device: str = "cpu") -> ModelInputs:
+def state_inputs(rows: Rows, device: str = "cpu") -> StepInputs:
     slots, starts, counts = np.array(rows, dtype=np.int64).T.copy()
-    ends = np.concatenate(([0], counts.cumsum()))
     positions = torch.tensor(
         [start + i for _, start, count in rows for i in range(count)], device=device
     )
-    return ModelInputs(
-        num_decodes=int(np.argmax(counts > 1)) if (counts > 1).any() else len(rows),
-        token_ids=positions, positions=positions, logits_indices=None,
-        req_indices=torch.from_numpy(slots).to(device), host_req_indices=slots,
-        query_start_loc=ends, seq_lens=starts + counts, starts=starts, slot_mapping=positions,
-        host_table=np.zeros((SLOTS, 1), np.int32), device_table=None, block_size=4,
-    )  # fmt: skip
+    table = np.zeros((SLOTS, 1), np.int32)
+    return planned(table, slots, starts, counts, 4, device, tokens=positions, positions=positions)
 
 
 def check_rows(

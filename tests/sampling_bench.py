@@ -137,7 +137,7 @@ class Bench:
         self.model.given, self.ops.drawn = logits, {}
         needing = self.sampler.state.needing_host(step.req_indices)
         self.ops.host_rows = step.req_indices[needing].tolist()
-        with torch.inference_mode():
+        with torch.no_grad():
             self.runner.begin(step, ahead=False)
             return self.runner.finish(step)
 

@@ -16,8 +16,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncllm.checkpoint.model_config import ModelConfig
+from asyncllm.core.batch import StepBatch
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.kv_cache_spec import KVCacheSpec
+from asyncllm.gpu.batch.sampling_inputs import Stages
 from asyncllm.gpu.batch.step_inputs import StepInputs
 from asyncllm.gpu.graph.cuda_graphs import GraphCapturer, default_sizes
 from asyncllm.gpu.graph.graph_replay import GraphReplay
@@ -384,3 +386,16 @@ def replay_of(runner: ModelRunner) -> GraphReplay:
     replay = steps_of(runner).replay
     assert isinstance(replay, GraphReplay)
     return replay
+
+
+def queue_mixed_step(runner: ModelRunner, batch: StepBatch, stages: Stages = Stages.NONE) -> None:
+    """Queues the forward pass and the draw of a mixed step, on padding's blocks."""
+    steps, memory = steps_of(runner), steps_of(runner).memory
+    batch.num_tokens = sum(batch.counts)
+    step = LaunchedStep(batch)
+    step.buffer, step.stages = memory.host_buffers[0], stages
+    memory.write(step)
+    step.inputs = memory.derive(step)
+    steps._forward(step)
+    assert step.output is not None
+    steps.draw(step.output.logits, stages)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from asyncllm.gpu.graph.mixed_steps import MixedSteps
 
 from asyncllm import LLM, AsyncLLMEngine
 from asyncllm.config import CudaGraphs, EngineConfig
@@ -20,13 +19,13 @@ from asyncllm.gpu.execution_mode import (
     execution_mode_for,
     graph_sizes,
 )
-from asyncllm.gpu.graph.cuda_graphs import EagerCapturer, GraphKey
+from asyncllm.gpu.graph.cuda_graphs import EagerCapturer, GraphKey, Part
 from asyncllm.gpu.graph.streams import SyncStream
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.ops import registry
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.runtime.loading import LoadedModel, load_model
-from tests.static_runner import CPU, LateStream, TraceRecorder, run_late
+from tests.static_runner import CPU, LateStream, TraceRecorder, replay_of, run_late
 from tests.test_model_runner import MODEL
 
 PROMPTS = [
@@ -60,6 +59,7 @@ class AheadOnCPU:
         )
         runner = build_model_runner(config, plain.model_config, tell, self.mode(config))
         self.runner = run_late(runner)
+        self.num_layers = plain.model_config.num_layers
         return LoadedModel(self.runner, plain.tokenizer, plain.model_config)
 
     def engine(self, **fields: Any) -> AsyncLLMEngine:
@@ -132,9 +132,12 @@ async def test_the_packaged_model_answers_the_same(
         assert not ahead.capturer.traces
     else:
         count = len(fields.get("cudagraph_capture_sizes", (1, 2, 4, 8)))
-        assert graphs == [(done, count, "graphs") for done in range(count + 1)]
-        # All of them at start, and none while it answered.
-        assert len(ahead.capturer.traces) == count
+        mixed = fields.get("cuda_graphs") != "decode" and "max_num_batched_tokens" not in fields
+        tokens = 6 if mixed else 0  # up to the budget of 256
+        said = [(done, count + tokens, "graphs") for done in range(count + tokens + 1)]
+        assert graphs == said
+        # All of them at start, and none while it answered. A body is cut in each layer but one.
+        assert len(ahead.capturer.traces) == count + tokens * ahead.num_layers
 
 
 def test_what_a_placement_leaves_open(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,33 +173,36 @@ def test_what_a_placement_leaves_open(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("graphs", "buckets", "has_program"),
-    [("auto", (8, 4, 2, 1), True), ("decode", (8, 4, 2, 1), False), ("off", (), False)],
+    ("graphs", "buckets", "tokens"),
+    [("auto", (8, 4, 2, 1), (96, 64, 32)), ("decode", (8, 4, 2, 1), ()), ("off", (), ())],
 )
 def test_what_is_captured_before_the_first_step(
-    monkeypatch: pytest.MonkeyPatch, graphs: CudaGraphs, buckets: tuple[int, ...], has_program: bool
+    monkeypatch: pytest.MonkeyPatch,
+    graphs: CudaGraphs,
+    buckets: tuple[int, ...],
+    tokens: tuple[int, ...],
 ) -> None:
-    asked: list[bool] = []
+    asked: list[int] = []
     available = cache_sizing.available_cache_bytes
 
-    def available_cache_bytes(*given: Any, has_program: bool, **named: Any) -> int:
-        asked.append(has_program)
-        return available(*given, has_program=has_program, **named)
+    def available_cache_bytes(*given: Any, captured_tokens: int, **named: Any) -> int:
+        asked.append(captured_tokens)
+        return available(*given, captured_tokens=captured_tokens, **named)
 
     monkeypatch.setattr(cache_sizing, "available_cache_bytes", available_cache_bytes)
-    recorded: list[Any] = []
-    monkeypatch.setattr(MixedSteps, "_record", lambda self, sizes: recorded.append(sizes))
     config = EngineConfig(
-        load_format="dummy", device="cpu", attention_backend="torch", cuda_graphs=graphs
-    )
+        load_format="dummy", device="cpu", attention_backend="torch", cuda_graphs=graphs,
+        max_num_batched_tokens=100,
+    )  # fmt: skip
     runner = build_model_runner(config, MODEL, None, AheadOnCPU().mode(config))
-    assert runner.graphs is not None
-    assert [record.key for record in runner.graphs.captured] == [
-        GraphKey(bucket) for bucket in buckets
+    segments = replay_of(runner).segments
+    made = runner.graphs.captured + (segments.graphs.captured if segments else [])
+    assert [record.key for record in made] == [
+        *(GraphKey(bucket) for bucket in buckets),
+        *(GraphKey(count, Part.BODY) for count in tokens),
     ]
-    # The mixed steps of the start have recorded it, and memory is kept for it.
-    assert bool(recorded) == has_program
-    assert asked == [has_program]
+    # Memory is kept for them.
+    assert asked == [max(tokens, default=0)]
 
 
 def test_a_cpu_is_in_step() -> None:

@@ -11,17 +11,16 @@ import functools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from asyncllm.gpu.batch.decode_inputs import DecodeInputs
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from asyncllm.errors import EngineError
-from asyncllm.gpu.batch.step_inputs import ModelInputs
-from asyncllm.gpu.h2d import copy_to_device
+from asyncllm.gpu.batch.step_inputs import StepInputs
 from asyncllm.gpu.ops import flash_attention
 from asyncllm.gpu.ops.backend import AttentionRequest
 from asyncllm.gpu.ops.base import Attention, AttentionShape
@@ -31,6 +30,7 @@ from asyncllm.gpu.ops.flash_attention_3 import FlashAttention3
 from asyncllm.gpu.ops.registry import make_attention
 from asyncllm.gpu.ops.torch_attention import TorchAttention
 from tests import flash_attn_standin
+from tests.step_inputs import captured, planned
 from tests.triton.paged import attend
 
 SHAPE = AttentionShape(num_heads=6, num_kv_heads=2, head_dim=16, scale=0.3)
@@ -63,33 +63,29 @@ class Step:
 
     q: Tensor
     cache: Tensor
-    inputs: ModelInputs
+    inputs: StepInputs
+    table: np.ndarray
+    starts: np.ndarray
+    block_size: int
 
     @property
     def clean(self) -> Tensor:
         """The cache as a backend gets it that reads blocks to their end."""
         return self.cache.nan_to_num(0.0)
 
-    def rows(self, padded: int) -> DecodeInputs:
+    def rows(self, padded: int) -> StepInputs:
         """The decode rows by slot, in another order of slots, and padded ones."""
         inputs, count = self.inputs, self.inputs.num_rows
         slots = torch.arange(count).flip(0) + 2
-        lines = torch.from_numpy(inputs.host_table[inputs.host_req_indices])
-        table = torch.zeros((count + 4, lines.shape[1]), dtype=torch.int32)
-        table[slots] = lines
+        table = torch.zeros((count + 4, self.table.shape[1]), dtype=torch.int32)
+        table[slots] = torch.from_numpy(self.table)[inputs.req_indices]
         zeros = torch.zeros(padded, dtype=torch.int32)
-        return DecodeInputs(
-            req_indices=torch.cat((slots, torch.full((padded,), -1))),
-            host_token_ids=torch.zeros(count + padded, dtype=torch.int64),
-            positions=torch.cat((torch.from_numpy(inputs.starts), zeros)),
-            block_table=table,
-            table_changes=(zeros[:0].long(), zeros[:0]),
-            token_ids=torch.zeros(count + padded, dtype=torch.int64),
-            seq_lens=torch.cat((torch.from_numpy(inputs.seq_lens), zeros)).int(),
-            slot_mapping=torch.zeros(count + padded, dtype=torch.int64),
-            last_sampled_tokens=torch.zeros(count + 4, dtype=torch.int64),
-            block_size=inputs.block_size,
-            max_len=table.shape[1] * inputs.block_size,
+        return captured(
+            table,
+            torch.cat((slots, torch.full((padded,), -1))),
+            torch.cat((torch.from_numpy(self.starts), zeros)),
+            torch.cat((inputs.seq_lens, zeros)),
+            self.block_size,
         )
 
 
@@ -110,45 +106,28 @@ def make_step(name: str, block_size: int) -> Step:
             part = cache[:, table[row, block], : length - block * block_size]
             part.copy_(torch.randn(part.shape, generator=random))
     merged = torch.randn(int(counts.sum()), 10, 16, generator=random).to(DTYPE)
-    ends = np.concatenate(([0], np.cumsum(counts)))
-    decodes = next((row for row, count in enumerate(counts) if count > 1), len(rows))
-    tokens = torch.zeros(int(counts.sum()), dtype=torch.int64)
     # A line per request index, in another order than the rows, of unused ones too.
     lines = np.arange(len(rows))[::-1] * 2 + 1
     lines = np.ascontiguousarray(lines)
     by_request = np.full((2 * len(rows) + 1, table.shape[1]), order.pop(), dtype=np.int32)
     by_request[lines] = table
-    inputs = ModelInputs(
-        num_decodes=decodes,
-        token_ids=tokens,
-        positions=tokens,
-        logits_indices=None,
-        req_indices=torch.from_numpy(lines),
-        host_req_indices=lines,
-        query_start_loc=ends,
-        seq_lens=lengths,
-        starts=starts,
-        slot_mapping=tokens,
-        host_table=by_request,
-        device_table=torch.from_numpy(by_request),
-        block_size=block_size,
-    )
-    return Step(merged[:, :6], cache, inputs)
+    inputs = planned(by_request, lines, starts, counts, block_size)
+    return Step(merged[:, :6], cache, inputs, by_request, starts, block_size)
 
 
 def run(attention: Attention, step: Step, cache: Tensor, window: int | None) -> Tensor:
     q = step.q.to(cache.dtype)
     k, v = own_tokens(step, cache)
-    return attention(q, k, v, cache, attention.plan(step.inputs, window))
+    return attention(q, k, v, cache, attention.plan(step.inputs, window, 0))
 
 
 def own_tokens(step: Step, cache: Tensor) -> tuple[Tensor, Tensor]:
     """The step's own k and v, ``[T, Hk, D]``, as they are in the cache."""
     inputs, found = step.inputs, []
-    for row, start in enumerate(inputs.starts.tolist()):
+    for row, start in enumerate(step.starts.tolist()):
         positions = np.arange(start, int(inputs.seq_lens[row]))
-        blocks = inputs.block_table[row, positions // inputs.block_size]
-        found.append(cache[:, blocks, positions % inputs.block_size])
+        blocks = step.table[inputs.req_indices[row], positions // step.block_size]
+        found.append(cache[:, blocks, positions % step.block_size])
     k, v = torch.cat(found, 1)
     return k, v
 
@@ -175,12 +154,12 @@ def check_decode(attention: FlashAttention, block_size: int, window: int | None)
     step = make_step("decodes", block_size)
     rows = step.rows(padded=3)
     q = torch.cat((step.q, torch.randn(3, 6, 16).to(DTYPE)))
-    found = attention(q, q[:, :2], q[:, :2], step.cache, attention.plan_decode(rows, window))
+    found = attention(q, q[:, :2], q[:, :2], step.cache, attention.plan(rows, window, 0))
     assert_close(found[:4], expected(step, window))
     assert torch.isfinite(found).all()
     exact = TorchAttention(SHAPE, torch.float64)
     cache = step.clean.double()
-    plan = exact.plan_decode(rows, window)
+    plan = exact.plan(rows, window, 0)
     assert_close(found[:4], exact(q.double(), q, q, cache, plan)[:4])
 
 
@@ -203,7 +182,7 @@ def test_the_soft_cap(version, block_size):
     found = run(version(replace(SHAPE, softcap=0.7)), step, step.cache, 40)
     inputs, ends = step.inputs, step.inputs.query_start_loc
     for row, length in enumerate(inputs.seq_lens.tolist()):
-        used = inputs.block_table[row, : -(-length // block_size)]
+        used = step.table[inputs.req_indices[row], : -(-length // block_size)]
         k, v = step.cache[:, used].flatten(1, 2)[:, :length]
         queries = slice(int(ends[row]), int(ends[row + 1]))
         assert_close(found[queries], attend(step.q[queries], k, v, 0.3, 0.7, 40).flatten(1))
@@ -230,42 +209,36 @@ def test_a_decode_step_reads_nothing_on_the_host(version, block_size, monkeypatc
     attention = version(SHAPE)
     attention._with_cache = called
     step = make_step("decodes", block_size)
+    rows = step.rows(padded=4)
     with FakeTensorMode() as mode:
-        rows = step.rows(padded=4)
-        fields = {
+        fields: dict[str, Any] = {
             name: mode.from_tensor(value)
-            for name in DecodeInputs.__slots__
+            for name in StepInputs.__slots__
             if isinstance(value := getattr(rows, name), Tensor)
         }
-        rows = replace(rows, **fields)
+        table = mode.from_tensor(rows.groups[0].block_table)
+        rows = replace(rows, groups=[replace(rows.groups[0], block_table=table)], **fields)
         q, cache = mode.from_tensor(torch.zeros(8, 6, 16)), mode.from_tensor(step.cache)
-        out = attention(q, q, q, cache, attention.plan_decode(rows, 40))
+        out = attention(q, q, q, cache, attention.plan(rows, 40, 0))
     assert out.shape == (8, 96)
     (options,) = calls
     table = options["page_table" if version is FlashAttention3 else "block_table"]
-    assert table.shape == (8, rows.block_table.shape[1])
-    assert options["cache_seqlens"] is rows.seq_lens
+    assert table.shape == (8, rows.groups[0].block_table.shape[1])
+    assert options["cache_seqlens"].shape == (8,)
     assert options["num_splits"] == 0
 
 
 @pytest.mark.parametrize(("version", "block_size"), VERSIONS)
-def test_a_plan_sends_no_block_tables(version, block_size, monkeypatch):
-    """Lengths and starts alone; the tables are on the device, and are cut to the longest row."""
-    sent = []
-
-    def noting(array, device):
-        sent.append(array.nbytes)
-        return copy_to_device(array, device)
-
-    monkeypatch.setattr(flash_attention, "copy_to_device", noting)
+def test_a_plan_cuts_the_tables_to_the_longest_row(version, block_size):
+    """The tables of all request indices are on the device, and as wide as any sequence."""
     inputs = make_step("mixed", block_size).inputs
-    wide = torch.nn.functional.pad(inputs.device_table, (0, 8000))
-    plan = version(SHAPE).plan(replace(inputs, device_table=wide), None)
-    # Lengths of eight rows; query and key starts of the four that prefill.
-    assert sent == [4 * (8 + 4 + 1 + 4 + 1)]
+    wide = torch.nn.functional.pad(inputs.groups[0].block_table, (0, 8000))
+    inputs = replace(inputs, groups=[replace(inputs.groups[0], block_table=wide)])
+    plan = version(SHAPE).plan(inputs, None, 0)
     width = -(-int(inputs.seq_lens.max()) // block_size)
     assert plan.block_table.shape == (4, width)
     assert plan.prefill.block_table.shape == (4, width)
+    assert plan.prefill.key_starts.tolist() == [0, *inputs.seq_lens[4:].cumsum(0).tolist()]
 
 
 def test_paged_rows_are_never_split_where_flash_attn_would_choose_to(monkeypatch):
@@ -285,17 +258,18 @@ def test_paged_rows_are_never_split_where_flash_attn_would_choose_to(monkeypatch
 
 def shift_queries(plan: FlashPlan) -> None:
     if plan.prefill is not None:
-        plan.prefill.query_starts += 1
+        plan.prefill.query_starts = plan.prefill.query_starts + 1
 
 
 def shift_keys(plan: FlashPlan) -> None:
     if plan.prefill is not None:
         plan.prefill.key_starts[-1] += 1
+        plan.prefill.seq_lens = plan.prefill.seq_lens.clone()
         plan.prefill.seq_lens[-1] += 1
 
 
 def shorten(plan: FlashPlan) -> None:
-    plan.seq_lens -= 1
+    plan.seq_lens = plan.seq_lens - 1
 
 
 def swap_tables(plan: FlashPlan) -> None:
@@ -313,8 +287,8 @@ def swap_prefill_tables(plan: FlashPlan) -> None:
 @pytest.mark.parametrize(("version", "block_size"), VERSIONS[:2])
 def test_a_wrong_plan_is_noticed(version, block_size, mutate: Callable[[FlashPlan], None]):
     class Broken(version):
-        def plan(self, inputs, window):
-            plan = super().plan(inputs, window)
+        def plan(self, step, window, group):
+            plan = super().plan(step, window, group)
             mutate(plan)
             return plan
 
@@ -345,7 +319,8 @@ def test_a_window_that_leaves_out_the_own_key_is_noticed(monkeypatch):
 
 
 def test_tables_in_the_order_of_slots_are_noticed(monkeypatch):
-    monkeypatch.setattr(DecodeInputs, "tables", lambda rows: rows.block_table[: rows.num_rows])
+    unordered = lambda step, group: step.groups[group].block_table[: step.num_rows]  # noqa: E731
+    monkeypatch.setattr(StepInputs, "tables", unordered)
     with pytest.raises(AssertionError):
         check_decode(FlashAttention2(SHAPE), 256, None)
 

@@ -32,7 +32,7 @@ from benchmarks.gpu.smoke_models import MODELS
 from benchmarks.gpu.stage import Deadline, Stage
 from tests.cuda_captures import Captures, Illegal
 from tests.gpu_stand_ins import TINY, figures, make_stage
-from tests.static_runner import LateStream, decode_step, make_decoder, make_runner
+from tests.static_runner import LateStream, make_decoder, make_runner, replay_of
 
 DEVICE = torch.device("cpu", 0)
 LENGTHS = {"a": 5, "b": 20, "c": 5, "d": 20}
@@ -344,7 +344,7 @@ def test_nodes_of_a_captured_step_are_counted(
     model = ModelConfig.from_directory(write_checkpoint(tmp_path, TINY))
     runner = make_runner(make_decoder(model), capturer=EagerCapturer(), stream=LateStream())
     with torch.inference_mode(), Illegal("", captures.error) as expected:
-        decode_step(runner)._decode(GraphKey(2))
+        replay_of(runner).run_padding(GraphKey(2))
     assert count_nodes(runner, 2) == expected.ops > 10
     assert not captures.debugging
 

@@ -16,11 +16,11 @@ from asyncllm.gpu.batch.sampling_inputs import (
     MAX_BIAS,
     MAX_STOP_IDS,
     LogitsTables,
-    RuleTensors,
     SamplingRows,
     Stages,
     TopLogprobs,
 )
+from asyncllm.gpu.batch.sampling_table import RULES
 from asyncllm.gpu.execution_mode import GRAPH_BYTES, graph_reserve
 from asyncllm.gpu.ops import logits as logits_ops
 
@@ -58,7 +58,7 @@ def make_rows() -> SamplingRows:
     def draw(low: float, high: float) -> Tensor:
         return torch.empty(ROWS + 1).uniform_(low, high, generator=random)
 
-    rules = RuleTensors(
+    values = (
         (lines % 2).int(), (lines % MAX_BIAS).int(), (lines % MAX_STOP_IDS).int(), lines, lines,
         draw(0.5, 2), draw(-1, 1), draw(-1, 1),
     )  # fmt: skip
@@ -67,7 +67,7 @@ def make_rows() -> SamplingRows:
         positions=lines[:-1] % 20,
         host_token_ids=lines[:-1] - 3,
         last_sampled_tokens=lines,
-        rules=rules,
+        rules=dict(zip(RULES, values, strict=True)),
         tables=tables,
         mask_slots=lines[:-1] % 5 - 1,
         mask_words=torch.randint(0, 2**31, (4, num_words(VOCAB)), generator=random).int(),

@@ -11,8 +11,8 @@ import signal
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -30,6 +30,7 @@ from asyncllm.gpu.threads import available_cpus
 from asyncllm.native.build import FLAGS, LIBRARY, SOURCES, UNITS, BuildError, build, find_compiler
 from asyncllm.native.shared_library import Library, NativeUnavailableError
 from tests.native_library import OTHER_LIBRARY, build_emulated, context, isas
+from tests.step_inputs import planned
 
 ISAS = isas()
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
@@ -77,19 +78,17 @@ class Sequences:
     def inputs(self, rows, starts, ends):
         """The step that computes tokens ``starts`` to ``ends`` of ``rows``, and its queries."""
         starts, ends = np.array(starts), np.array(ends)
-        query_start = np.concatenate(([0], np.cumsum(ends - starts)))
         spans = [
             self.queries[self.firsts[row] + start : self.firsts[row] + end]
             for row, start, end in zip(rows, starts, ends, strict=True)
         ]
-        inputs = SimpleNamespace(
-            block_table=self.table[rows], query_start_loc=query_start, seq_lens=ends
-        )
+        table = np.ascontiguousarray(self.table[rows], dtype=np.int32)
+        inputs = planned(table, np.arange(len(rows)), starts, ends - starts, self.block_size)
         return inputs, torch.cat(spans)
 
     def run(self, attention, rows, starts, ends, window=None):
         inputs, q = self.inputs(rows, starts, ends)
-        return attention(q, q, q, self.cache, attention.plan(inputs, window))
+        return attention(q, q, q, self.cache, attention.plan(inputs, window, 0))
 
     def expected(self, row, start, end, window, sinks):
         """In float64, head by head."""
@@ -279,16 +278,18 @@ def test_what_no_kernel_takes_is_refused():
     sequences = Sequences([5, 9], [1, 1], shape, torch.float32, 4, seed=1)
     inputs, q = sequences.inputs([0, 1], [4, 8], [5, 9])
     for name, block in (("negative", -1), ("beyond", sequences.cache.shape[1])):
-        inputs.block_table[1, 2] = block
+        inputs.groups[0].host_table[1, 2] = block
         with pytest.raises(RuntimeError, match="attention: a slot, block or position"):
-            attention(q, q, q, sequences.cache, attention.plan(inputs, None)), name
-    inputs.block_table[1, 2] = 1
-    inputs.seq_lens = np.array([5, 13])
+            attention(q, q, q, sequences.cache, attention.plan(inputs, None, 0)), name
+    inputs.groups[0].host_table[1, 2] = 1
+    assert inputs.host is not None
+    inputs = replace(inputs, host=replace(inputs.host, seq_lens=np.array([5, 13], np.int32)))
     with pytest.raises(RuntimeError, match="beyond its table"):
-        attention(q, q, q, sequences.cache, attention.plan(inputs, None))
-    inputs.seq_lens = np.array([0, 9])
-    assert not attention(q, q, q, sequences.cache, attention.plan(inputs, None))[0].any()
-    plan = attention.plan(inputs, None)
+        attention(q, q, q, sequences.cache, attention.plan(inputs, None, 0))
+    assert inputs.host is not None
+    inputs = replace(inputs, host=replace(inputs.host, seq_lens=np.array([0, 9], np.int32)))
+    assert not attention(q, q, q, sequences.cache, attention.plan(inputs, None, 0))[0].any()
+    plan = attention.plan(inputs, None, 0)
     for wrong in (q[:1], q[..., :4], q.double()):
         with pytest.raises(ValueError, match=r"q is .*expected \(2, 4, 8\) of torch.float32"):
             attention(wrong, q, q, sequences.cache, plan)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from asyncllm.gpu.batch.decode_inputs import SamplingTensors
 
 from asyncllm.gpu.batch.sampling_inputs import Stages, TopLogprobs
 from asyncllm.gpu.graph.recorded_step import RecordedStep
@@ -21,6 +20,7 @@ from asyncllm.sampling_params import SamplingParams
 from tests.driver import Driver
 from tests.native_library import context, isas
 from tests.sampling_bench import Bench
+from tests.step_inputs import draw_scalars
 from tests.test_model_runner import LARGE, MODEL, make
 
 ISAS = isas()
@@ -29,7 +29,10 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 pytestmark = pytest.mark.skipif(not ISAS, reason="no C++ compiler to build the native ops with")
 
 
-def parameters(rows: int, seed: int) -> SamplingTensors:
+Scalars = dict[str, torch.Tensor]
+
+
+def parameters(rows: int, seed: int) -> Scalars:
     """Of all kinds, greedy ones among them."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -38,7 +41,7 @@ def parameters(rows: int, seed: int) -> SamplingTensors:
             torch.randint(0, len(values), (rows,), generator=generator)
         ]
 
-    return SamplingTensors(
+    return draw_scalars(
         torch.randint(-(2**62), 2**62, (rows,), generator=generator),
         choice([0.0, 0.3, 1.0, 1.3]),
         choice([0, 0, 1, 40, 900, 6000], torch.int32),
@@ -47,9 +50,9 @@ def parameters(rows: int, seed: int) -> SamplingTensors:
     )
 
 
-def draw(ops: NativeOps, logits: torch.Tensor, sampling: SamplingTensors, lines: torch.Tensor):
+def draw(ops: NativeOps, logits: torch.Tensor, sampling: Scalars, lines: torch.Tensor):
     out = torch.empty_like(lines)
-    last = torch.zeros(len(sampling.states), dtype=torch.int64)
+    last = torch.zeros(len(sampling["states"]), dtype=torch.int64)
     ops.sample(logits, sampling, lines, lines * 3, last, out)
     assert torch.equal(last[lines], out.clamp(min=0))
     return out
@@ -63,7 +66,7 @@ def test_a_token_is_its_rows_own_on_any_threads(isa, dtype):
     logits[4, 17] = torch.nan
     logits[7, :49_000] = -torch.inf
     logits, sampling = logits.to(dtype), parameters(rows, 2)
-    sampling.temperature[7] = 1.0
+    sampling["temperature"][7] = 1.0
     lines = torch.arange(rows)
     found = draw(NativeOps(context(3, isa)), logits, sampling, lines)
     alone = NativeOps(context(1, isa))
@@ -258,9 +261,9 @@ def test_what_cannot_be_sampled_from_is_refused():
     with pytest.raises(ValueError, match=r"logits are \(4, 9\) of torch.float64"):
         draw(ops, logits.double(), sampling, lines)
     with pytest.raises(ValueError, match=r"top_k is .* expected \(4,\) or more adjacent .*int32"):
-        draw(ops, logits, replace(sampling, top_k=sampling.top_k.long()), lines)
+        draw(ops, logits, sampling | {"top_k": sampling["top_k"].long()}, lines)
     with pytest.raises(ValueError, match=r"top_p is \(3,\)"):
-        draw(ops, logits, replace(sampling, top_p=sampling.top_p[:3]), lines)
+        draw(ops, logits, sampling | {"top_p": sampling["top_p"][:3]}, lines)
     with pytest.raises(ValueError, match="req_indices"):
         ops.sample(logits, sampling, lines[:3], lines, lines.clone(), lines.clone())
     with pytest.raises(RuntimeError, match="beyond its table"):

@@ -9,18 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from asyncllm.gpu.batch.decode_inputs import SamplingTensors
 
 from asyncllm.checkpoint.model_config import ModelConfig, RopeConfig
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.batch.sampling_inputs import (
     LOGITS_STAGES,
     LogitsTables,
-    RuleTensors,
     SamplingRows,
     Stages,
     TopLogprobs,
 )
+from asyncllm.gpu.batch.sampling_table import RULES
 from asyncllm.gpu.models.attention_kinds import attention_kinds
 from asyncllm.gpu.models.dense import build_decoder
 from asyncllm.gpu.ops import onednn_ops
@@ -42,6 +41,7 @@ from asyncllm.gpu.ops.torch_ops import TorchLinear, TorchOps
 from asyncllm.gpu.weights import dummy_weights
 from tests import recurrent_checks
 from tests.native_library import context, isas
+from tests.step_inputs import draw_scalars
 
 CPU = torch.device("cpu")
 BACKENDS = ["torch", *(["onednn"] if onednn_works() else []), *(f"native-{isa}" for isa in isas())]
@@ -513,7 +513,7 @@ def test_the_winner_of_the_race(ops, dtype):
     temperature = torch.tensor([0.0, 0.7, 1.0] * 3)
     top_k = torch.tensor([3, kept, 0] * 3, dtype=torch.int32)
     columns = lines * 7, temperature, top_k, torch.ones(rows), torch.zeros(rows)
-    sampling = SamplingTensors(*(F.pad(column, (0, 1)) for column in columns))
+    sampling = draw_scalars(*(F.pad(column, (0, 1)) for column in columns))
     found, last = torch.full((rows,), -9), torch.zeros(rows + 1, dtype=torch.int64)
     ops.sample(logits, sampling, lines, lines * 2, last, found)
     keys = gumbel_keys(lines * 7, lines * 2 + 1)
@@ -545,10 +545,11 @@ def test_processed_logits(ops, dtype):
     tables.counts[1, 8] = 3
     lines = torch.zeros(4)
     line = torch.tensor([0, 1, 0, 0])
-    rules = RuleTensors(
+    values = (
         *(line.int() * count for count in (1, 2, 1)), line * 9, line * 4, lines + 1.5, lines + 0.25,
         lines + 0.5,
     )  # fmt: skip
+    rules = dict(zip(RULES, values, strict=True))
     order = torch.tensor([1, -1, 2])
     rows = SamplingRows(order, order * 0 + 6, order * 0 - 1, torch.full((4,), token), rules, tables)
     found = ops.process_logits(logits, rows, Stages.RULES | Stages.PENALTIES)

@@ -9,7 +9,7 @@ from functools import partial
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.config import EngineConfig
 from asyncllm.gpu.decoder_loading import model_bytes
-from asyncllm.gpu.execution_mode import ExecutionMode, graph_reserve
+from asyncllm.gpu.execution_mode import ExecutionMode, graph_reserve, token_graph_sizes
 from asyncllm.gpu.kv_cache import (
     KVCacheSize,
     KVGroup,
@@ -62,6 +62,7 @@ def choose_cache_size(
         states=states,
         free_at_start=free_at_start,
         graph_reserve=graph_reserve(graphs, max_num_seqs, model.vocab_size, dtype.itemsize),
+        captured_tokens=max(token_graph_sizes(config, mode, token_budget), default=0),
         token_budget=token_budget,
         max_num_seqs=max_num_seqs,
     )
@@ -88,6 +89,7 @@ def available_cache_bytes(
     states: StateCache | None = None,
     free_at_start: int,
     graph_reserve: int,
+    captured_tokens: int = 0,
     token_budget: int,
     max_num_seqs: int,
 ) -> int:
@@ -116,6 +118,7 @@ def available_cache_bytes(
             profile, max_num_batched_tokens=token_budget, max_num_seqs=max_num_seqs
         ),
         graph_reserve=graph_reserve,
+        captured_share=captured_tokens / token_budget,
         least=min_cache_bytes(config, groups, weight.dtype, token_budget),
     )
 

@@ -146,6 +146,7 @@ class LaunchedStep:
                 restricted = self.row_stages[place] & Stages.RULES.value or place in masked
                 none_left = tokens[place] == NO_TOKEN_LEFT and restricted
                 output.errors[place] = ValueError(NONE_LEFT if none_left else NOT_FINITE)
+                tokens[place] = -1
         asked = np.flatnonzero(asked & (tokens >= 0))
         if len(asked):
             top = self.buffer.logprobs

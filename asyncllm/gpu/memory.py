@@ -7,6 +7,7 @@ live in torch's own caching allocator, with the host application's tensors.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -165,6 +166,7 @@ def cuda_cache_bytes(
     weights_bytes: int,
     profile_run: Callable[[], None],
     graph_reserve: int,
+    captured_share: float = 0.0,
     least: int,
     probe: MemoryProbe | None = None,
 ) -> int:
@@ -180,6 +182,8 @@ def cuda_cache_bytes(
         weights_bytes: on the device by now.
         profile_run: runs the largest step; weights and RoPE tables are on the device.
         graph_reserve: bytes to keep for CUDA graphs.
+        captured_share: of the tokens of the largest step, those of the largest captured mixed one,
+            whose activations the graphs keep.
         least: bytes of the smallest cache that will do.
         probe: the GPU itself unless given.
 
@@ -204,7 +208,7 @@ def cuda_cache_bytes(
         utilization=config.gpu_memory_utilization,
         weights=weights_bytes,
         peak=peak,
-        graph_reserve=graph_reserve,
+        graph_reserve=graph_reserve + math.ceil(captured_share * peak),
         free=free,
     )
     if failure is not None:

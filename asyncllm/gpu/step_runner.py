@@ -228,7 +228,8 @@ class StepRunner:
             top = TopLogprobs(len(some), self.sampler.state.num_logprobs, self.device)
         self.sampler.sample(logits[index], own, memory.scalars, step.stages, found, top)
         rows.req_indices.index_fill_(0, index, -1)
-        self.draw(logits, Stages.NONE)
+        if bool((rows.req_indices >= 0).any()):
+            self.draw(logits, Stages.NONE)
         tokens[index] = found
         if top is not None and memory.logprobs is not None:
             memory.logprobs.values[index], memory.logprobs.ids[index] = top.values, top.ids

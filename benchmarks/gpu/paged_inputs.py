@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
-from asyncllm.gpu.batch.decode_inputs import DecodeInputs
 from torch import Tensor
 
+from asyncllm.gpu.batch.step_inputs import GroupInputs, StepInputs
 from asyncllm.gpu.ops.triton.attention import TritonAttention, TritonPlan
 from benchmarks.gpu.shapes import AttentionLoad
 
@@ -91,23 +92,23 @@ def inputs_bytes(load: AttentionLoad, count: int) -> int:
     return count * load.bytes + load.kv_bytes
 
 
-def decode_rows(inputs: PagedInputs, number: int, max_len: int) -> DecodeInputs:
+def decode_rows(inputs: PagedInputs, number: int, max_len: int) -> StepInputs:
     """One input as the buffers of a decode step whose sequences may grow to ``max_len``."""
     load, device = inputs.load, inputs.cache.device
     slots = torch.arange(load.batch, device=device) + number * load.batch
     nothing = torch.zeros(load.batch, dtype=torch.int64, device=device)
-    return DecodeInputs(
-        req_indices=slots,
-        host_token_ids=nothing,
-        positions=inputs.seq_lens.long() - 1,
-        block_table=inputs.tables,
-        table_changes=(nothing[:0], inputs.tables.new_empty(0)),
+    return StepInputs(
+        num_decodes=load.batch,
         token_ids=nothing,
+        positions=inputs.seq_lens.long() - 1,
+        req_indices=slots,
         seq_lens=inputs.seq_lens,
-        slot_mapping=nothing,
-        last_sampled_tokens=torch.zeros(len(inputs.tables), dtype=torch.int64, device=device),
-        block_size=BLOCK_SIZE,
+        query_start_loc=nothing[:0],
+        prefill_start_loc=nothing[:0].int(),
+        groups=[GroupInputs(nothing, inputs.tables, np.zeros((0, 0), np.int32), BLOCK_SIZE)],
+        max_num_seqs=len(inputs.tables) - 1,
         max_len=max_len,
+        num_logits=load.batch,
     )
 
 
@@ -117,7 +118,7 @@ def decode_calls(
     """One launch per input, as a captured decode step has them; all share a workspace, as the
     layers of a model do."""
     plans = [
-        attention.plan_decode(decode_rows(inputs, number, max_len), None)
+        attention.plan(decode_rows(inputs, number, max_len), None, 0)
         for number in range(inputs.count)
     ]
     for plan in plans:

@@ -19,6 +19,7 @@ from asyncllm import AsyncLLMEngine, EngineConfig
 from asyncllm.core.batch import GrammarMask, StepBatch, StepResult
 from asyncllm.core.executor import Executor, ExecutorInfo
 from asyncllm.gpu.graph.cuda_graphs import GraphKey
+from asyncllm.gpu.graph.graph_replay import GraphReplay
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.runtime.loading import LoadedModel, load_model
 
@@ -128,16 +129,16 @@ def graph_costs(engine: AsyncLLMEngine) -> tuple[tuple[int, ...], list[GraphCost
 
 def count_nodes(runner: ModelRunner, rows: int) -> int:
     """Nodes of the graph of a decode step of ``rows`` rows, as CUDA writes it down."""
-    state = runner._open()
-    assert state.decode is not None
+    replay = runner._open().replay
+    assert isinstance(replay, GraphReplay)
     # Without ``keep_graph`` the end of a capture drops what is to be written down.
     key, graph = GraphKey(rows), torch.cuda.CUDAGraph(keep_graph=True)
     with torch.inference_mode(), runner._stream.context():
-        state.decode.run_padding(key)
+        replay.run_padding(key)
         torch.cuda.synchronize()
         graph.capture_begin(capture_error_mode="thread_local")
         try:
-            state.decode._decode(key)
+            replay.run_padding(key)
         finally:
             graph.capture_end()
     with tempfile.TemporaryDirectory() as directory:

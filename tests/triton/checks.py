@@ -8,10 +8,10 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from asyncllm.gpu.batch.decode_inputs import DecodeInputs, SamplingTensors
 from torch import Tensor
 
 from asyncllm.checkpoint.experts_config import ActivationConfig, RoutingConfig
+from asyncllm.gpu.batch.step_inputs import GroupInputs, StepInputs
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.experts import ExpertsWeights, add_shared
 from asyncllm.gpu.ops.gumbel import NO_TOKEN_LEFT, exponentials, gumbel_keys, gumbel_sample
@@ -19,6 +19,7 @@ from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.routing import RouterWeights, TorchRouting
 from asyncllm.gpu.ops.triton import tuning
 from tests.exact_experts import exact_experts, router_weights
+from tests.step_inputs import captured, draw_scalars
 from tests.triton.paged import (
     AttentionCase,
     assert_close,
@@ -371,7 +372,7 @@ def _check_cache(cache: Tensor, slots: Tensor, kv: Tensor, padded: int) -> None:
     assert flat[:, untouched].isnan().all()
 
 
-def decode_rows(block_size: int, device: str) -> DecodeInputs:
+def decode_rows(block_size: int, device: str) -> StepInputs:
     """Slots out of order, tokens known and not, padding; what is computed is poison."""
     random = torch.Generator().manual_seed(block_size)
     width, num_slots = 5, 9
@@ -386,51 +387,53 @@ def decode_rows(block_size: int, device: str) -> DecodeInputs:
     changed[:2], new_blocks[:2] = entries[:2], torch.tensor([71, 72])
     changed[200:202], new_blocks[200:202] = entries[2:], torch.tensor([73, 74])
     changed[-1], new_blocks[-1] = 7 * width, 75
-    return DecodeInputs(
-        req_indices=slots.to(device),
-        host_token_ids=torch.tensor([-1, 8, -1, 0, 7, -1], device=device),
-        positions=positions.to(device),
-        block_table=table.to(device),
+    return captured(
+        table.to(device),
+        slots.to(device),
+        positions.to(device),
+        torch.full((len(slots),), -7, dtype=torch.int32, device=device),
+        block_size,
+        previous_tokens=torch.tensor([-1, 8, -1, 0, 7, -1], device=device),
         table_changes=(changed.to(device), new_blocks.to(device)),
         token_ids=torch.full((len(slots),), -7, device=device),
-        seq_lens=torch.full((len(slots),), -7, dtype=torch.int32, device=device),
         slot_mapping=torch.full((len(slots),), -7, device=device),
         last_sampled_tokens=torch.randint(9, 1000, (num_slots + 1,), generator=random).to(device),
-        block_size=block_size,
-        max_len=width * block_size,
     )
 
 
-ROWS = ("req_indices", "host_token_ids", "positions", "token_ids", "seq_lens", "slot_mapping")
+ROWS = ("req_indices", "previous_tokens", "positions", "token_ids", "seq_lens")
 
 
 def check_step_state(
-    decode_inputs: Callable[[DecodeInputs], None], device: str, block_size: int
+    decode_inputs: Callable[[StepInputs, GroupInputs], None], device: str, block_size: int
 ) -> None:
     """Computed against plain indexing. Changes are made before they are read, also without rows."""
     rows = decode_rows(block_size, device)
-    expected = rows.block_table.cpu().clone()
-    for entry, value in zip(*(changes.tolist() for changes in rows.table_changes), strict=True):
+    (group,) = rows.groups
+    assert group.table_changes is not None
+    assert rows.previous_tokens is not None
+    assert rows.last_sampled_tokens is not None
+    expected = group.block_table.cpu().clone()
+    for entry, value in zip(*(changes.tolist() for changes in group.table_changes), strict=True):
         expected[divmod(entry, expected.shape[1])] = value
+    none = replace(rows, **{name: getattr(rows, name)[:0] for name in ROWS})
     alone = replace(
-        rows,
-        block_table=rows.block_table.clone(),
-        **{name: getattr(rows, name)[:0] for name in ROWS},
+        group, block_table=group.block_table.clone(), slot_mapping=group.slot_mapping[:0]
     )
-    decode_inputs(alone)
+    decode_inputs(none, alone)
     assert torch.equal(alone.block_table.cpu(), expected)
-    decode_inputs(rows)
-    assert torch.equal(rows.block_table.cpu(), expected)
+    decode_inputs(rows, group)
+    assert torch.equal(group.block_table.cpu(), expected)
     for row, slot in enumerate(rows.req_indices.tolist()):
-        position, known = int(rows.positions[row]), int(rows.host_token_ids[row])
+        position, known = int(rows.positions[row]), int(rows.previous_tokens[row])
         block, token, length = 0, 0, 0
         if slot >= 0:
-            block = int(rows.block_table[slot, position // block_size])
+            block = int(group.block_table[slot, position // block_size])
             token = known if known >= 0 else int(rows.last_sampled_tokens[slot])
             length = position + 1
         assert rows.token_ids[row] == token
         assert rows.seq_lens[row] == length
-        assert rows.slot_mapping[row] == block * block_size + position % block_size
+        assert group.slot_mapping[row] == block * block_size + position % block_size
 
 
 def sampling_rows(
@@ -456,7 +459,7 @@ def draw(sample: Callable[..., None], arguments: Sequence[Tensor]) -> Tensor:
     logits, states, positions, *parameters = arguments
     lines = torch.arange(len(logits), device=logits.device)
     out = torch.empty_like(lines)
-    sampling = SamplingTensors(states, *parameters)
+    sampling = draw_scalars(states, *parameters)
     sample(logits, sampling, lines, positions - 1, torch.empty_like(lines), out)
     return out
 
@@ -532,7 +535,7 @@ def check_company(sample: Callable[..., None], device: str) -> None:
     slots = torch.tensor([6, 2, -1, 5], device=device)
     rows = slots.clamp(min=0)
     last_sampled_tokens = torch.full((8,), -5, device=device)
-    sampling, found = SamplingTensors(there[1], *there[3:]), torch.empty_like(slots)
+    sampling, found = draw_scalars(there[1], *there[3:]), torch.empty_like(slots)
     sample(there[0][rows], sampling, slots, there[2][rows] - 1, last_sampled_tokens, found)
     assert found.tolist() == torch.where(slots >= 0, together[rows], -1).tolist()
     expected = torch.full((8,), -5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from asyncllm.checkpoint.layer_config import LayerConfig, LayerInputConfig
 from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
 from asyncllm.checkpoint.model_config import ModelConfig, RopeConfig
 from asyncllm.core.kv_cache_spec import KVCacheSpec
-from asyncllm.gpu.batch.step_inputs import ModelInputs
+from asyncllm.gpu.batch.step_inputs import GroupInputs, StepInputs
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.models.attention_kinds import attention_kinds, kv_groups
 from asyncllm.gpu.models.dense import build_decoder
@@ -27,6 +28,7 @@ from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.ops.triton.attention import TritonAttention
 from asyncllm.gpu.ops.triton.op_set import TritonOps
 from asyncllm.gpu.weights import dummy_weights
+from tests.step_inputs import planned
 
 BLOCK_SIZE = 16
 
@@ -150,50 +152,37 @@ def run_steps(
     tokens = random.integers(0, model.vocab_size, (3, 128))
     with torch.inference_mode():
         return [
-            decoder.logits(
-                decoder.forward(
-                    [_inputs(step, *each, tokens, device) for each in tables],
-                    cache,
-                )
-            )
-            .float()
-            .cpu()
+            decoder.forward(_inputs(step, tables, tokens, device), cache).logits.float().cpu()
             for step in STEPS
         ]
 
 
 def _inputs(
     step: tuple[tuple[int, int], ...],
-    spec: KVCacheSpec,
-    blocks: np.ndarray,
+    tables: Sequence[tuple[KVCacheSpec, np.ndarray]],
     tokens: np.ndarray,
     device: torch.device,
-) -> ModelInputs:
+) -> StepInputs:
     """With the null block before the windows."""
     starts, counts = np.array(step).T
-    if spec.window is not None:
-        first_seen = np.maximum(starts - spec.window + 1, 0) // BLOCK_SIZE
-        blocks = np.where(np.arange(blocks.shape[1]) < first_seen[:, None], 0, blocks)
     rows = np.repeat(np.arange(len(step)), counts)
     positions = np.concatenate([np.arange(start, start + count) for start, count in step])
-    slots = blocks[rows, positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE
-    query_start_loc = np.concatenate(([0], np.cumsum(counts)))
 
     def there(array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(device)
 
-    return ModelInputs(
-        num_decodes=int((counts == 1).sum()),
-        token_ids=there(tokens[rows, positions]),
-        positions=there(positions),
-        logits_indices=there(query_start_loc[1:] - 1),
-        req_indices=there(np.arange(len(step))),
-        host_req_indices=np.arange(len(step)),
-        query_start_loc=query_start_loc,
-        seq_lens=starts + counts,
-        starts=starts,
-        slot_mapping=there(slots + positions % BLOCK_SIZE),
-        host_table=blocks,
-        device_table=there(blocks),
-        block_size=BLOCK_SIZE,
-    )
+    groups = []
+    for spec, blocks in tables:
+        own = blocks
+        if spec.window is not None:
+            first_seen = np.maximum(starts - spec.window + 1, 0) // BLOCK_SIZE
+            own = np.where(np.arange(blocks.shape[1]) < first_seen[:, None], 0, blocks)
+        slots = own[rows, positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE
+        slots += positions % BLOCK_SIZE
+        groups.append(GroupInputs(there(slots), there(own), own, BLOCK_SIZE))
+    found = planned(
+        groups[0].host_table, np.arange(len(step)), starts, counts, BLOCK_SIZE, device,
+        tokens=there(tokens[rows, positions]), positions=there(positions),
+        wanted=there(np.cumsum(counts) - 1),
+    )  # fmt: skip
+    return replace(found, groups=groups)

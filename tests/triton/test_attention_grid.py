@@ -8,14 +8,17 @@ import torch
 
 pytest.importorskip("triton")
 
-from asyncllm.gpu.batch.decode_inputs import DecodeInputs
-
-from asyncllm.gpu.batch.step_inputs import ModelInputs
+from asyncllm.core.batch import StepBatch
+from asyncllm.gpu.batch.sampling_inputs import Stages
+from asyncllm.gpu.batch.step_inputs import StepInputs
 from asyncllm.gpu.graph.cuda_graphs import GraphKey, Part
+from asyncllm.gpu.launched_step import LaunchedStep
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.triton import decode_attention, merge_attention, prefill_attention
 from asyncllm.gpu.ops.triton.attention import TritonAttention, TritonPlan
 from asyncllm.gpu.ops.triton.tuning import cdiv, num_extra_shares, wave_share
+from tests.static_runner import replay_of
+from tests.step_inputs import captured, planned
 from tests.triton.launches import Launch, recording
 from tests.triton.test_warm_up import make_step
 
@@ -33,25 +36,9 @@ TABLE = torch.zeros((513, 8), dtype=torch.int32)
 MAX_LEN = 40_960
 
 
-def step(lengths: np.ndarray, counts: np.ndarray) -> ModelInputs:
+def step(lengths: np.ndarray, counts: np.ndarray) -> StepInputs:
     """Rows of so many new tokens at the end of sequences; decodes first."""
-    starts = np.concatenate(([0], np.cumsum(counts)))
-    nothing = torch.zeros(int(starts[-1]), dtype=torch.int64)
-    return ModelInputs(
-        num_decodes=int((counts == 1).sum()),
-        token_ids=nothing,
-        positions=nothing,
-        logits_indices=None,
-        req_indices=torch.arange(len(counts)),
-        host_req_indices=np.arange(len(counts)),
-        query_start_loc=starts,
-        seq_lens=lengths,
-        starts=lengths - counts,
-        slot_mapping=nothing,
-        host_table=TABLE.numpy(),
-        device_table=TABLE,
-        block_size=16,
-    )
+    return planned(TABLE.numpy(), np.arange(len(counts)), lengths - counts, counts, 16)
 
 
 def launches_of(
@@ -77,7 +64,7 @@ def test_a_prefill_behind_a_long_prefix_fills_the_device(count: int) -> None:
     its tiles and key/value heads, of 512 steps or more."""
     for rows in range(1, 513):
         counts = np.full(rows, count)
-        plan = ATTENTION.plan(step(counts + 32_768, counts), None)
+        plan = ATTENTION.plan(step(counts + 32_768, counts), None, 0)
         tiles = rows * count // 32 + rows
         programs = tiles * KV_HEADS * plan.tile_splits
         assert programs >= min(tiles * KV_HEADS, 0.6 * SMS)
@@ -93,10 +80,10 @@ def test_a_prefill_behind_a_long_prefix_fills_the_device(count: int) -> None:
             assert ("merge_kernel" in found) == (plan.tile_splits > 1)
             if plan.tile_splits > 1:
                 assert found["merge_kernel"].grid == (rows * count, 32, 1)
-    one = ATTENTION.plan(step(np.array([32_788]), np.array([20])), None)
+    one = ATTENTION.plan(step(np.array([32_788]), np.array([20])), None, 0)
     assert one.tile_splits == 15
-    assert ATTENTION.plan(step(np.array([400]), np.array([20])), None).tile_splits == 1
-    assert ATTENTION.plan(step(np.array([32_788]), np.array([20])), 256).tile_splits == 1
+    assert ATTENTION.plan(step(np.array([400]), np.array([20])), None, 0).tile_splits == 1
+    assert ATTENTION.plan(step(np.array([32_788]), np.array([20])), 256, 0).tile_splits == 1
 
 
 def skewed(rows: int, longest: int = 32_768, others: int = 500) -> np.ndarray:
@@ -121,7 +108,7 @@ def test_a_long_row_is_not_waited_for() -> None:
     balanced = 0
     for rows in range(1, 513):
         lengths = skewed(rows)
-        plan = ATTENTION.plan(step(lengths, np.ones(rows, dtype=np.int64)), None)
+        plan = ATTENTION.plan(step(lengths, np.ones(rows, dtype=np.int64)), None, 0)
         fair = int(lengths.sum()) * KV_HEADS // PLACES
         assert longest_program(lengths, plan) <= 3 * fair + 1024, rows
         balanced += bool(plan.extra_shares)
@@ -130,7 +117,7 @@ def test_a_long_row_is_not_waited_for() -> None:
             assert plan.workspace.numel() == (rows + plan.extra_shares) * 32 * 130
     assert balanced > 400
     lengths = skewed(72)
-    plan = ATTENTION.plan(step(lengths, np.ones(72, dtype=np.int64)), None)
+    plan = ATTENTION.plan(step(lengths, np.ones(72, dtype=np.int64)), None, 0)
     extra = num_extra_shares(KV_HEADS, SMS)
     assert plan.extra_shares == extra == 132
     found = launches_of(plan, 72)
@@ -143,9 +130,9 @@ def test_heads_of_512_have_fewer_places() -> None:
     """Two programs of decode attention to a multiprocessor, and tiles of 64 rows, 8 tokens."""
     for rows in range(1, 513):
         lengths, ones = np.full(rows, 32_768), np.ones(rows, dtype=np.int64)
-        plan = WIDE.plan(step(lengths, ones), None)
+        plan = WIDE.plan(step(lengths, ones), None, 0)
         assert wave_share(rows * 4 * plan.splits, 2 * SMS) > 0.7, rows
-        prefill = WIDE.plan(step(lengths, ones * 20), None)
+        prefill = WIDE.plan(step(lengths, ones * 20), None, 0)
         tiles = rows * 20 // 8 + rows
         programs = tiles * 4 * prefill.tile_splits
         assert programs >= min(tiles * 4, 0.6 * SMS)
@@ -158,9 +145,9 @@ def test_heads_of_512_have_fewer_places() -> None:
                 assert plan.workspace.numel() == rows * 32 * 514 * plan.splits
             found = launches_of(prefill, rows * 20, WIDE)
             assert found["prefill_kernel"].grid == (tiles, 4, prefill.tile_splits)
-    assert WIDE.plan(step(np.array([32_768]), np.array([1])), None).splits == 60
+    assert WIDE.plan(step(np.array([32_768]), np.array([1])), None, 0).splits == 60
     lengths = skewed(72)
-    plan = WIDE.plan(step(lengths, np.ones(72, dtype=np.int64)), None)
+    plan = WIDE.plan(step(lengths, np.ones(72, dtype=np.int64)), None, 0)
     assert plan.extra_shares == 2 * 2 * SMS // 4 == 132
     found = launches_of(plan, 72, WIDE)
     assert found["decode_kernel"].grid == (72 + 132, 4, 1)
@@ -172,7 +159,9 @@ def test_rows_of_like_length_keep_their_splits(length: int) -> None:
     for rows in range(1, 513):
         lengths = np.linspace(0.7 * length, length, rows).astype(np.int64)
         assert not ATTENTION.is_skewed(rows, lengths, MAX_LEN, None), rows
-        assert ATTENTION.plan(step(lengths, np.ones(rows, dtype=np.int64)), None).extra_shares == 0
+        assert (
+            ATTENTION.plan(step(lengths, np.ones(rows, dtype=np.int64)), None, 0).extra_shares == 0
+        )
 
 
 def test_a_window_or_short_rows_are_never_skewed() -> None:
@@ -190,41 +179,30 @@ def test_a_window_or_short_rows_are_never_skewed() -> None:
 
 def test_a_graph_has_either_form() -> None:
     nothing = torch.zeros(72, dtype=torch.int64)
-    rows = DecodeInputs(
-        req_indices=nothing,
-        host_token_ids=nothing,
-        positions=nothing,
-        block_table=TABLE,
-        table_changes=(nothing[:0], TABLE[0, :0]),
-        token_ids=nothing,
-        seq_lens=nothing.int(),
-        slot_mapping=nothing,
-        last_sampled_tokens=nothing,
-        block_size=16,
-        max_len=MAX_LEN,
-        balanced=True,
-    )
-    plan = ATTENTION.plan_decode(rows, None)
+    rows = captured(TABLE, nothing, nothing, nothing.int(), 16, max_len=MAX_LEN, balanced=True)
+    plan = ATTENTION.plan(rows, None, 0)
     assert (plan.splits, plan.extra_shares) == (1, 132)
-    plan = ATTENTION.plan_decode(rows, 4096)
+    plan = ATTENTION.plan(rows, 4096, 0)
     assert (plan.splits, plan.extra_shares) == (5, 0)
 
 
 def test_the_host_chooses_the_graph_by_the_lengths_of_a_step() -> None:
-    step = make_step(4096, (64,), torch.bfloat16)
-    keys: list[GraphKey] = []
-    step.graphs._run = keys.append
-    host, rows = next(step.host_buffers), np.arange(60)
-    for longest in (4096, 900, 4096):
-        host.set_rows(rows, rows, skewed(60, longest, 5) - 1)
-        step.run(host, 60, None)
-    step.forward(host, 60, None)
+    runner = make_step(4096, (64,), torch.bfloat16)
+    replay, keys = replay_of(runner), list[GraphKey]()
+    replay.graphs._run = keys.append
+    for longest, stages in ((4096, 0), (900, 0), (4096, 0), (4096, 1)):
+        positions = skewed(60, longest, 5) - 1
+        launched = LaunchedStep(
+            StepBatch(0, list(range(60)), positions.tolist(), [1] * 60, [True] * 60, 60, 60)
+        )
+        launched.stages = Stages(stages)
+        replay.forward(launched)
     assert keys == [
         GraphKey(64, balanced=True),
         GraphKey(64),
         GraphKey(64, balanced=True),
         GraphKey(64, Part.FORWARD, balanced=True),
     ]
-    assert [record.key for record in step.graphs.captured] == [keys[0], keys[1], keys[3]]
+    assert [record.key for record in replay.graphs.captured] == [keys[0], keys[1], keys[3]]
     short = make_step(1024, (64,), torch.bfloat16)
-    assert (step.can_balance, short.can_balance) == (True, False)
+    assert (replay.can_balance, replay_of(short).can_balance) == (True, False)

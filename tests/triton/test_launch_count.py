@@ -13,11 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
-from asyncllm.gpu.graph.decode_runner import DecodeRunner
-
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.gpu.graph.cuda_graphs import EagerCapturer, GraphKey
 from asyncllm.gpu.kv_cache import KVCache
+from asyncllm.gpu.model_runner import Graphs, ModelRunner
 from asyncllm.gpu.models.attention_kinds import attention_kinds, kv_groups
 from asyncllm.gpu.models.dense import build_decoder
 from asyncllm.gpu.ops.triton import (
@@ -32,6 +31,7 @@ from asyncllm.gpu.ops.triton import (
 from asyncllm.gpu.ops.triton.attention import TritonAttention
 from asyncllm.gpu.ops.triton.op_set import TritonOps
 from asyncllm.gpu.weights import dummy_weights
+from tests.static_runner import replay_of
 from tests.triton.decoder_steps import small_model
 from tests.triton.launches import recording
 
@@ -78,16 +78,15 @@ def nodes(num_layers: int, rows: int) -> Counter[str]:
         max_num_batched_tokens=8192,
         pipeline_depth=2,
     )
-    step = DecodeRunner(
-        decoder, KVCache(groups, 32, torch.bfloat16, CPU), info, EagerCapturer(), ()
-    )
+    cache = KVCache(groups, 32, torch.bfloat16, CPU)
+    runner = ModelRunner(decoder, cache, info, graphs=Graphs(EagerCapturer(), ()))
     modules = (
         activation, decode_attention, merge_attention, norm, rope_cache, sampling, decode_inputs,
     )  # fmt: skip
     with ExitStack() as stack, torch.inference_mode():
         launches = [stack.enter_context(recording(module)) for module in modules]
         counting = stack.enter_context(Counting())
-        step._decode(GraphKey(rows))
+        replay_of(runner).run_padding(GraphKey(rows))
     kernels = Counter(launch.kernel.fn.__name__ for found in launches for launch in found)
     return counting.ops + kernels
 

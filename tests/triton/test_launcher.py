@@ -18,16 +18,16 @@ pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
-from asyncllm.gpu.graph.decode_runner import DecodeRunner
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from asyncllm.core.batch import StepBatch
-from asyncllm.gpu.batch.input_batch import InputBatch
+from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.ops.triton import launcher
 from asyncllm.gpu.ops.triton.launcher import BoundKernel, Form, Launcher, launched
 from tests.hypothesis_settings import examples
+from tests.static_runner import queue_mixed_step
 from tests.triton.test_warm_up import MODELS, make_step
 
 CPU = torch.device("cpu")
@@ -284,9 +284,8 @@ def test_a_form_hands_on_what_the_launcher_does(kind: type[Nested], is_direct: b
     assert run.handed[0] == run.handed[1]
 
 
-def mixed_step(step: DecodeRunner, decodes: int, prompt: int, prefix: int = 0) -> None:
+def mixed_step(runner: ModelRunner, decodes: int, prompt: int, prefix: int = 0) -> None:
     """Queues a step of so many decodes and a prompt behind a prefix."""
-    batch = InputBatch(decodes + 1, step.info.max_model_len, step.info.kv_groups)
     given = StepBatch(
         step=0,
         req_indices=list(range(decodes + 1)),
@@ -295,8 +294,7 @@ def mixed_step(step: DecodeRunner, decodes: int, prompt: int, prefix: int = 0) -
         samples=[True] * (decodes + 1),
         num_decodes=decodes,
     )
-    host = next(step.host_buffers)
-    step.run(host, decodes + 1, batch.prepare(given, CPU, step.block_tables))
+    queue_mixed_step(runner, given)
 
 
 @contextmanager

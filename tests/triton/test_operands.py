@@ -11,7 +11,6 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from asyncllm.gpu.batch.decode_inputs import SamplingTensors
 
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.triton import (
@@ -25,6 +24,7 @@ from asyncllm.gpu.ops.triton import (
     sampling,
 )
 from asyncllm.gpu.ops.triton.tuning import decode_tiles, prefill_tiles
+from tests.step_inputs import draw_scalars
 from tests.triton.launches import recording
 
 ROWS, TOKENS = 3, 6
@@ -127,7 +127,7 @@ def test_shares_of_more_rows_than_lines_of_the_table() -> None:
 
 def sample(logits: Tensor) -> None:
     zeros = torch.zeros(TOKENS + 1)
-    parameters = SamplingTensors(LINES, zeros, zeros.int(), zeros, zeros)
+    parameters = draw_scalars(LINES, zeros, zeros.int(), zeros, zeros)
     sampling.sample(logits, parameters, LINES, LINES, LINES.clone(), LINES.clone())
 
 

@@ -10,12 +10,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from asyncllm.gpu.batch.decode_inputs import SamplingTensors
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import create_function_from_signature
 
-from asyncllm.gpu.batch.step_inputs import ModelInputs
+from asyncllm.gpu.batch.step_inputs import StepInputs
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.triton import (
     decode_attention,
@@ -26,6 +25,7 @@ from asyncllm.gpu.ops.triton import (
 )
 from asyncllm.gpu.ops.triton.attention import TritonAttention
 from asyncllm.gpu.ops.triton.tuning import decode_tiles
+from tests.step_inputs import draw_scalars, planned
 from tests.triton.launches import Launch, recording
 
 CPU = torch.device("cpu")
@@ -43,27 +43,12 @@ def compiled_for(launch: Launch) -> str:
     return f"{kernel.fn.__name__} {specialised}"
 
 
-def mixed_step(decodes: int, counts: list[int], width: int, prefix: int = 0) -> ModelInputs:
+def mixed_step(decodes: int, counts: list[int], width: int, prefix: int = 0) -> StepInputs:
     """Decode rows, then rows of so many tokens, behind so many others."""
     tokens = np.array([1] * decodes + counts, dtype=np.int64)
-    ends = np.cumsum(tokens)
-    positions = torch.zeros(int(ends[-1]), dtype=torch.int64)
     table = np.zeros((len(tokens), width), dtype=np.int32)
-    return ModelInputs(
-        num_decodes=decodes,
-        token_ids=positions,
-        positions=positions,
-        logits_indices=None,
-        req_indices=torch.arange(len(tokens)),
-        host_req_indices=np.arange(len(tokens)),
-        query_start_loc=np.concatenate((np.zeros(1, dtype=np.int64), ends)),
-        seq_lens=tokens + prefix,
-        starts=np.full_like(tokens, prefix),
-        slot_mapping=positions,
-        host_table=table,
-        device_table=torch.from_numpy(table),
-        block_size=BLOCK_SIZE,
-    )
+    starts = np.full_like(tokens, prefix)
+    return planned(table, np.arange(len(tokens)), starts, tokens, BLOCK_SIZE)
 
 
 def check_one_of_each(launches: list[Launch], names: set[str]) -> None:
@@ -91,7 +76,7 @@ def test_attention_of_mixed_steps(shape: AttentionShape, width: int, prefix: int
             for rows in (1, 2, 3, 5):
                 inputs = mixed_step(count, [20] * rows, width, prefix)
                 q = torch.zeros((inputs.num_tokens, shape.num_heads, size), dtype=torch.bfloat16)
-                attention(q, q, q, cache, attention.plan(inputs, None))
+                attention(q, q, q, cache, attention.plan(inputs, None, 0))
     check_one_of_each(decodes, {"decode_kernel"})
     check_one_of_each(prefills, {"prefill_kernel"})
     for of_prefills in (False, True):
@@ -143,7 +128,7 @@ def test_sampling(vocab_size: int) -> None:
             logits = torch.zeros((rows, vocab_size), dtype=torch.bfloat16)
             slots = torch.arange(rows)
             sampling.sample(
-                logits, SamplingTensors(states, lines[0], top_k, *lines[1:]), slots, slots,
+                logits, draw_scalars(states, lines[0], top_k, *lines[1:]), slots, slots,
                 last_sampled_tokens, torch.empty_like(slots),
             )  # fmt: skip
     check_one_of_each(launches, {"chunk_kernel", "choose_kernel"})

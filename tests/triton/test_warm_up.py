@@ -3,39 +3,38 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
 import triton
-from asyncllm.gpu.batch.decode_inputs import SamplingTensors
-from asyncllm.gpu.graph.decode_runner import DecodeRunner
 from triton.backends.compiler import GPUTarget
 
 from asyncllm.checkpoint.experts_config import ActivationConfig, ExpertsConfig, RoutingConfig
 from asyncllm.checkpoint.layer_config import LayerConfig
 from asyncllm.core.batch import StepBatch
 from asyncllm.core.executor import ExecutorInfo
-from asyncllm.gpu.batch.input_batch import InputBatch
 from asyncllm.gpu.batch.sampling_inputs import Stages
+from asyncllm.gpu.batch.sampling_table import DRAW
 from asyncllm.gpu.graph.compile_turn import compiling_alone
-from asyncllm.gpu.graph.cuda_graphs import EagerCapturer, GraphKey, default_sizes
+from asyncllm.gpu.graph.cuda_graphs import EagerCapturer, GraphKey, Part, default_sizes
 from asyncllm.gpu.graph.warm_up import warm_up
 from asyncllm.gpu.kv_cache import KVCache
+from asyncllm.gpu.model_runner import Graphs, ModelRunner
 from asyncllm.gpu.models.attention_kinds import attention_kinds, kv_groups
 from asyncllm.gpu.models.dense import build_decoder
 from asyncllm.gpu.ops.triton.attention import TritonAttention
 from asyncllm.gpu.ops.triton.op_set import TritonOps
 from asyncllm.gpu.state_cache import StateCache
 from asyncllm.gpu.weights import dummy_weights
+from tests.static_runner import queue_mixed_step, replay_of, steps_of
 from tests.triton.decoder_steps import hybrid_fields, small_model, wide_fields
 
 CPU = torch.device("cpu")
@@ -97,8 +96,12 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def make_step(
-    max_len: int, sizes: tuple[int, ...], dtype: torch.dtype, **fields: Any
-) -> DecodeRunner:
+    max_len: int,
+    sizes: tuple[int, ...],
+    dtype: torch.dtype,
+    token_sizes: tuple[int, ...] = (),
+    **fields: Any,
+) -> ModelRunner:
     sizes_of = {"num_heads": 16, "num_kv_heads": 8, "max_position_embeddings": max_len}
     model = replace(small_model(), **{**fields, **sizes_of})
     attention = {
@@ -118,26 +121,23 @@ def make_step(
     )
     states = StateCache(decoder.states, ROWS, dtype, CPU) if decoder.states else None
     cache = KVCache(groups, 32, dtype, CPU, states)
-    return DecodeRunner(decoder, cache, info, EagerCapturer(), sizes)
+    return ModelRunner(decoder, cache, info, graphs=Graphs(EagerCapturer(), sizes, token_sizes))
 
 
-def run_everything(step: DecodeRunner) -> None:
+def run_everything(runner: ModelRunner) -> None:
     """Every bucket, batch sizes that have none, both halves, and mixed steps of all kinds."""
-    step.tables.make(Stages.RULES | Stages.PENALTIES)
+    replay, memory, info = replay_of(runner), steps_of(runner).memory, runner.info
+    memory.tables.make(Stages.RULES | Stages.PENALTIES)
     stages = (Stages.NONE, Stages.RULES, Stages.PENALTIES | Stages.LOGPROBS)
-    for rows in sorted({*step.graphs.buckets, 1, 2, 3, 7, 16, 33, ROWS}):
-        step.graphs.run(rows)
-        if step.can_balance:
-            step.graphs.run(rows, balanced=True)
-        host = next(step.host_buffers)
+    memory.prepare_sampling(Stages.LOGPROBS, memory.host_buffers[0])
+    for rows in sorted({*replay.graphs.buckets, 1, 2, 3, 7, 16, 33, ROWS}):
+        replay.graphs.run(rows)
+        if replay.can_balance:
+            replay.graphs.run(rows, balanced=True)
         for each in stages if rows in (1, 3, ROWS) else ():
-            host.stages = each
-            step.prepare_host(host)
-            step.forward(host, rows, None)
-            step.sample(host, rows)
-        host.stages = Stages.NONE
-    most = step.info.max_model_len
-    batch = InputBatch(ROWS, most, step.info.kv_groups)
+            replay.run_padding(GraphKey(rows, Part.FORWARD))
+            replay.run_padding(GraphKey(rows, Part.SAMPLE, each))
+    most = info.max_model_len
     for decodes, start, counts in (
         (0, 0, [1]),
         (0, most - 150, [140]),
@@ -151,36 +151,36 @@ def run_everything(step: DecodeRunner) -> None:
         rows = decodes + len(counts)
         starts = [5] * (rows - 1) + [0] if start is None else [start] * rows
         starts[0] = most - 2 if start is None else starts[0]
+        tokens = [1] * decodes + counts
         given = StepBatch(
             step=0,
             req_indices=list(range(rows)),
             starts=starts,
-            counts=[1] * decodes + counts,
+            counts=tokens,
             samples=[True] * rows,
             num_decodes=decodes,
         )
-        host = next(step.host_buffers)
-        changed = np.arange(3 * ROWS if decodes == 5 else 2)
-        host.set_table_changes([(changed, changed.astype(np.int32))] * len(step.block_tables))
         for each in stages:
-            host.stages = each
-            step.prepare_host(host)
-            step.run(host, rows, batch.prepare(given, CPU, step.block_tables))
-        host.stages = Stages.NONE
-        host.set_table_changes([(changed[:0], changed[:0])] * len(step.block_tables))
+            queue_mixed_step(runner, given, each)
+    changed = torch.arange(3 * ROWS)
+    for group in range(len(memory.block_tables)):
+        memory._change_table(group, (changed, changed.int()))
 
 
-def draw_for_the_host(step: DecodeRunner) -> None:
+def draw_for_the_host(runner: ModelRunner) -> None:
     """As HostRows does, from tensors of its own."""
+    steps = steps_of(runner)
     for rows in (1, 3):
         lines = torch.arange(rows + 1)
-        sampling = step.buffer.sampling
-        names = ("states", "temperature", "top_k", "top_p", "min_p")
-        own = SamplingTensors(*(getattr(sampling, name)[lines] for name in names))
-        logits = torch.zeros((rows, step.info.vocab_size))
-        step.decoder.ops.sample(
+        own = {name: steps.memory.scalars[name][lines] for name in DRAW}
+        logits = torch.zeros((rows, runner.info.vocab_size))
+        steps.model.ops.sample(
             logits, own, lines[:-1], lines[:-1], torch.zeros_like(lines), lines[:-1].clone()
         )
+
+
+def warm(runner: ModelRunner, progress: Callable[[int, int], None] = lambda *_: None) -> None:
+    warm_up(steps_of(runner), replay_of(runner), progress)
 
 
 @pytest.mark.parametrize(
@@ -208,41 +208,41 @@ def test_everything_is_compiled_before_the_first_step(
     sizes: tuple[int, ...],
     dtype: torch.dtype,
 ) -> None:
-    step = make_step(max_len, sizes, dtype, **MODELS[name])
+    runner = make_step(max_len, sizes, dtype, **MODELS[name])
     said: list[tuple[int, int]] = []
-    with compiling(monkeypatch) as warm:
-        warm_up(step, lambda *progress: said.append(progress))
+    with compiling(monkeypatch) as compiled:
+        warm(runner, lambda *progress: said.append(progress))
     assert said == [(done, len(said) - 1) for done in range(len(said))]
-    kernels = {key.split()[0] for key in warm}
+    kernels = {key.split()[0] for key in compiled}
     plain = {"norm", "rope_cache", "decode", "prefill", "decode_inputs", "chunk", "choose"}
     expected = plain | ({"merge"} if max_len > 256 else set())
     of_experts = {"routing", "sort", "tiles", "gate_up", "down", "sum"}
-    expected |= of_experts if step.decoder.model.experts else {"gated_mul"}
+    expected |= of_experts if steps_of(runner).model.model.experts else {"gated_mul"}
     expected |= {"gated_mul"} if name == "experts" else set()
     if name == "hybrid":
         expected |= {"conv_token", "conv_chunk", "conv_state", "delta_token", "gated_norm"}
         expected |= {"sigmoid_mul"} | ({"delta_chunk"} if dtype != torch.float32 else set())
     expected |= {"softcap"} if name in ("groups", "wide heads") else set()
     assert kernels == {f"{kernel}_kernel" for kernel in expected}
-    if step.decoder.model.experts:
-        tiles = {key for key in warm if key.startswith("gate_up_kernel")}
+    if steps_of(runner).model.model.experts:
+        tiles = {key for key in compiled if key.startswith("gate_up_kernel")}
         assert len(tiles) == 2, "experts have small tiles and large ones"
-    assert step.can_balance == (max_len > 1024)
+    assert replay_of(runner).can_balance == (max_len > 1024)
     with compiling(monkeypatch) as found:
-        run_everything(step)
-        draw_for_the_host(step)
-    assert not found - warm, "\n".join(sorted(found - warm))
-    assert not warm - found, "\n".join(sorted(warm - found))
+        run_everything(runner)
+        draw_for_the_host(runner)
+    assert not found - compiled, "\n".join(sorted(found - compiled))
+    assert not compiled - found, "\n".join(sorted(compiled - found))
 
 
 def test_decode_steps_alone_leave_kernels_cold(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is noted tells kernels that are warm from those that are not."""
-    step = make_step(4096, (1, 2), torch.bfloat16)  # both share a sequence among programs
+    runner = make_step(4096, (1, 2), torch.bfloat16)  # both share a sequence among programs
     with compiling(monkeypatch) as decoding:
-        for bucket in step.graphs.buckets:
-            step.run_padding(GraphKey(bucket))
+        for bucket in replay_of(runner).graphs.buckets:
+            replay_of(runner).run_padding(GraphKey(bucket))
     with compiling(monkeypatch) as every:
-        warm_up(step, lambda *_: None)
+        warm(runner)
     cold = {key.split()[0] for key in every - decoding}
     assert cold == {
         "choose_kernel", "chunk_kernel", "decode_kernel", "merge_kernel", "prefill_kernel",
@@ -251,15 +251,15 @@ def test_decode_steps_alone_leave_kernels_cold(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_small_mixed_step_leaves_large_experts_cold(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 65 tokens, in sequences of 50 at most."""
-    step = make_step(50, (1, 64), torch.bfloat16, **MODELS["experts"])
+    runner = make_step(50, (1, 64), torch.bfloat16, **MODELS["experts"])
     with compiling(monkeypatch) as every:
-        warm_up(step, lambda *_: None)
-    monkeypatch.setattr(step.decoder.ops, "expert_tokens", lambda *_: ())
-    with compiling(monkeypatch) as warm:
-        warm_up(step, lambda *_: None)
-    cold = {key.split()[0] for key in every - warm}
+        warm(runner)
+    monkeypatch.setattr(steps_of(runner).model.ops, "expert_tokens", lambda *_: ())
+    with compiling(monkeypatch) as small:
+        warm(runner)
+    cold = {key.split()[0] for key in every - small}
     assert cold == {"tiles_kernel", "gate_up_kernel", "down_kernel"}
-    assert not warm - every
+    assert not small - every
 
 
 def test_engines_compile_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from asyncllm.gpu.batch.decode_inputs import DecodeInputs, SamplingTensors
 from torch import Tensor
 
 from asyncllm.checkpoint.experts_config import ActivationConfig, RoutingConfig
@@ -36,6 +35,7 @@ from asyncllm.gpu.ops.triton import (
     tuning,
 )
 from asyncllm.gpu.ops.triton.state_rows import TritonStateRows
+from tests.step_inputs import captured, draw_scalars
 from tests.triton.launches import Launch, recording
 
 CAPABILITIES = (80, 86, 89, 90, 100)
@@ -249,7 +249,7 @@ def sample(vocab_size: int, dtype: torch.dtype) -> Callable[[int], list[Launch]]
         with recording(sampling) as found:
             sampling.sample(
                 empty(64, vocab_size, dtype=dtype),
-                SamplingTensors(longs(256), floats(256), ints(256), floats(256), floats(256)),
+                draw_scalars(longs(256), floats(256), ints(256), floats(256), floats(256)),
                 longs(64),
                 longs(64),
                 longs(256),
@@ -307,21 +307,19 @@ def sigmoid_mul(capability: int) -> list[Launch]:
 
 def decode_inputs_launches(capability: int) -> list[Launch]:
     with recording(decode_inputs) as found:
-        decode_inputs.decode_inputs(
-            DecodeInputs(
-                req_indices=longs(64),
-                host_token_ids=longs(64),
-                positions=longs(64),
-                block_table=ints(257, 256),
-                table_changes=(longs(256), ints(256)),
-                token_ids=longs(64),
-                seq_lens=ints(64),
-                slot_mapping=longs(64),
-                last_sampled_tokens=longs(257),
-                block_size=16,
-                max_len=4096,
-            )
+        step = captured(
+            ints(257, 256),
+            longs(64),
+            longs(64),
+            ints(64),
+            16,
+            previous_tokens=longs(64),
+            table_changes=(longs(256), ints(256)),
+            token_ids=longs(64),
+            slot_mapping=longs(64),
+            last_sampled_tokens=longs(257),
         )
+        decode_inputs.decode_inputs(step, *step.groups)
     return found
 
 

@@ -57,7 +57,7 @@ def sample_args(
     """The arguments of a draw, as ``TorchOps.sample`` has them, for all rows of ``logits``. They
     hold none of the tensors."""
     rows = len(logits)
-    lines = min(len(last_sampled_tokens), *(len(sampling[name]) for name in DRAW))
+    lines = min(len(sampling["states"]), len(last_sampled_tokens))
     return SampleArgs(
         logits=logits.data_ptr(),
         row_stride=logits.stride(0),
@@ -112,12 +112,8 @@ class NativeProcessLogits:
         logits, context = logits_rows(logits), self.context
         count, vocab_size = logits.shape
         out = torch.empty((count, vocab_size), dtype=torch.float32, device="cpu")
-        lines = min(
-            len(rows.last_sampled_tokens),
-            *(len(rows.rules[name]) for name in RULES),
-            rows.tables.lines,
-        )
         last = rows.last_sampled_tokens
+        lines = min(len(last), len(rows.rules["restricted"]), rows.tables.lines)
         args = LogitsArgs(
             logits=logits.data_ptr(),
             row_stride=logits.stride(0),

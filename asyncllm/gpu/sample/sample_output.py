@@ -20,7 +20,7 @@ class SampleOutput:
     """Sampled tokens by place among the rows that are sampled.
 
     Attributes:
-        token_ids: ``[S]`` int64, negative where the row is in ``errors``.
+        token_ids: ``[S]`` int64, -1 where the row is in ``errors``.
         prompt_logprobs: by row of the step.
     """
 

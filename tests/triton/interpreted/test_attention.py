@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from asyncllm.gpu.batch.step_inputs import ModelInputs
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.triton import decode_attention, prefill_attention
 from asyncllm.gpu.ops.triton.attention import TritonAttention
+from tests.step_inputs import planned
 from tests.triton.cases import DECODE, PREFILL, WIDE_DECODE, WIDE_PREFILL
 from tests.triton.checks import check_decode, check_prefill
 from tests.triton.paged import AttentionCase, assert_close, expected_rows, make_batch
@@ -51,24 +51,10 @@ def test_backend(counts: tuple[int, ...], window: int | None) -> None:
     lines = np.array([4, 0, 3])[: len(counts)]
     table = np.full((6, batch.block_table.shape[1]), 2**30, dtype=np.int32)
     table[lines] = batch.block_table
-    inputs = ModelInputs(
-        num_decodes=sum(count == 1 for count in counts),
-        token_ids=torch.zeros(sum(counts), dtype=torch.int64),
-        positions=torch.zeros(0),
-        logits_indices=None,
-        req_indices=torch.from_numpy(lines),
-        host_req_indices=lines,
-        query_start_loc=starts,
-        seq_lens=np.array(lengths),
-        starts=np.array(lengths) - np.array(counts),
-        slot_mapping=torch.zeros(0),
-        host_table=table,
-        device_table=torch.from_numpy(table),
-        block_size=16,
-    )
+    inputs = planned(table, lines, np.array(lengths) - np.array(counts), np.array(counts), 16)
     shape = AttentionShape(8, 2, 64, 0.125)
     attention = TritonAttention(shape, torch.float16, torch.device("cpu"), capability=80, num_sms=4)
-    plan = attention.plan(inputs, window)
+    plan = attention.plan(inputs, window, 0)
     out = attention(batch.q, batch.q, batch.q, batch.cache, plan)
     found = out.view(-1, 8, 64)
     for row, expected in enumerate(expected_rows(case, batch, 0.125)):

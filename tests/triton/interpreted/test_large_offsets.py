@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from asyncllm.gpu.batch.decode_inputs import DecodeInputs, SamplingTensors
 from torch import Tensor
 
 from asyncllm.checkpoint.experts_config import ActivationConfig
@@ -35,6 +34,7 @@ from asyncllm.gpu.ops.triton import (
 )
 from asyncllm.gpu.ops.triton.op_set import TritonOps
 from tests.recurrent_checks import state_inputs
+from tests.step_inputs import captured, draw_scalars
 
 LARGE = 2**31
 NO_RESERVE = 0x4000
@@ -90,7 +90,7 @@ def rotated(place: Place) -> list[Tensor]:
 def sampled(place: Place) -> list[Tensor]:
     tokens, ones = torch.empty_like(LINES), torch.ones(ROWS)
     top_k = torch.tensor([0, 5, 0, 5], dtype=torch.int32)
-    parameters = SamplingTensors(LINES, ones, top_k, ones, ones * 0.01)
+    parameters = draw_scalars(LINES, ones, top_k, ones, ones * 0.01)
     logits = place(drawn(ROWS, 300))
     sampling.sample(logits, parameters, LINES, LINES, LINES.clone(), tokens)
     return [tokens]
@@ -207,14 +207,13 @@ def looked_up(width: int) -> list[Tensor]:
     """Three lines of a block table."""
     table = reserve((3, width), torch.int32)
     last, blocks = torch.tensor([2]), torch.tensor([7], dtype=torch.int32)
-    rows = DecodeInputs(
-        req_indices=last, host_token_ids=last, positions=torch.tensor([width * 16 - 1]),
-        block_table=table, table_changes=(torch.tensor([3 * width - 1]), blocks),
-        token_ids=last.clone(), seq_lens=last.clone(), slot_mapping=last.clone(),
-        last_sampled_tokens=torch.zeros(3, dtype=torch.int64), block_size=16, max_len=width * 16,
+    rows = captured(
+        table, last, torch.tensor([width * 16 - 1]), last.int(), 16, previous_tokens=last,
+        table_changes=(torch.tensor([3 * width - 1]), blocks),
     )  # fmt: skip
-    decode_inputs.decode_inputs(rows)
-    return [rows.slot_mapping]
+    (group,) = rows.groups
+    decode_inputs.decode_inputs(rows, group)
+    return [group.slot_mapping]
 
 
 @pytest.mark.parametrize(

@@ -88,15 +88,22 @@ class Launcher:
         return count
 
     def is_rare(self, numbers: tuple[Any, ...]) -> bool:
-        runtime = knobs.runtime
-        enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-        # Chains, empty ones as a rule.
         return bool(
-            (enter is not None and getattr(enter, "calls", True))
-            or (leave is not None and getattr(leave, "calls", True))
+            is_observed()
             or self.kernel.pre_run_hooks
             or max(self.varied(numbers), default=0) >= INT32
         )
+
+
+def is_observed() -> bool:
+    """Whether a profiler's hooks look at launches."""
+    runtime = knobs.runtime
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    # Chains, empty ones as a rule.
+    return bool(
+        (enter is not None and getattr(enter, "calls", True))
+        or (leave is not None and getattr(leave, "calls", True))
+    )
 
 
 @dataclass(frozen=True, slots=True)
