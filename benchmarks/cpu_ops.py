@@ -25,6 +25,7 @@ from asyncllm.config import EngineConfig
 from asyncllm.core.batch import RequestAssignment, StepBatch
 from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.execution_report import memory_bandwidth
+from asyncllm.gpu.graph.replay import EagerReplay
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.sampling_params import SamplingParams
 from benchmarks.common import Report, options
@@ -104,10 +105,11 @@ def step_of(runner: ModelRunner, kind: Kind, number: int) -> StepBatch:
 
 def step_times(runner: ModelRunner, clock: Clock, kind: Kind, count: int) -> dict[str, float]:
     """Median seconds by op, and of the step as one program."""
-    state: Any = runner._state
-    recorded, times, whole = state.recorded, [], []
+    state: Any = runner._open()
+    recorded, times, whole = state.replay, [], []
+    eager = EagerReplay(state.model, state.cache, state.memory)
     for number in range(2 * count + 2):
-        state.recorded = None if number % 2 else recorded
+        state.replay = eager if number % 2 else recorded
         runner.launch(step_of(runner, kind, number))
         began = time.perf_counter()
         with clock.watching() as seconds:
@@ -118,7 +120,7 @@ def step_times(runner: ModelRunner, clock: Clock, kind: Kind, count: int) -> dic
             times.append(seconds)
         else:
             whole.append(time.perf_counter() - began)
-    state.recorded = recorded
+    state.replay = recorded
     runner.launch(StepBatch(2 * count + 2, released=list(range(kind.rows))))
     runner.collect()
     found = {name: statistics.median(each[name] for each in times) for name in OPS}
@@ -144,8 +146,8 @@ def products_per_second(ops: Any, dtype: torch.dtype) -> float:
 
 def floors(runner: ModelRunner, kind: Kind) -> dict[str, tuple[float, float]]:
     """Bytes and multiplications by op, of those that have many."""
-    state: Any = runner._state
-    model, ops, size = state.decoder.model, state.decoder.ops, runner.dtype.itemsize
+    state: Any = runner._open()
+    model, ops, size = state.model.model, state.model.ops, runner.dtype.itemsize
     head = model.vocab_size * model.hidden_size * size
     linear, tokens = ops.linear_bytes - head, kind.rows * kind.tokens
     width = model.num_heads * model.head_dim
@@ -175,8 +177,8 @@ def main() -> None:
         num_blocks=256,
     )  # fmt: skip
     runner = build_model_runner(config, model)
-    state: Any = runner._state
-    ops = state.decoder.ops
+    state: Any = runner._open()
+    ops = state.model.ops
     conditions = {"model": path.name, "dtype": str(runner.dtype), "threads": str(arguments.threads)}
     report = Report("a step on a CPU, op by op", conditions)
     clock = Clock(ops.context.functions)

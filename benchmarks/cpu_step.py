@@ -19,6 +19,7 @@ from asyncllm.config import EngineConfig
 from asyncllm.core.batch import RequestAssignment, StepBatch
 from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.calibration import prefill_step
+from asyncllm.gpu.graph.replay import EagerReplay, Replay
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.sampling_params import SamplingParams
 from benchmarks.common import Report, cpu_time_of, options
@@ -65,17 +66,18 @@ def prompts(rows: int, block_size: int, steps: int) -> StepBatch:
     )  # fmt: skip
 
 
-def step_times(runner: ModelRunner, clock: Clock, rows: int, count: int) -> dict[bool, list[dict]]:
+def step_times(
+    runner: ModelRunner, replays: tuple[Replay, Replay], clock: Clock, rows: int, count: int
+) -> dict[bool, list[dict]]:
     """The parts of ``count`` decode steps of either kind, by whether they are recorded."""
-    state = runner._state
-    assert state is not None
-    recorded = state.recorded
+    state = runner._open()
+    recorded, eager = replays
     found: dict[bool, list[dict]] = {True: [], False: []}
     runner.launch(prompts(rows, runner.info.block_size, 2 * count + 10))
     runner.collect()
     indices, ones = list(range(rows)), [1] * rows
     for step in range(2 * count + 10):
-        state.recorded = recorded if step % 2 else None
+        state.replay = recorded if step % 2 else eager
         starts = [PROMPT + step] * rows
         batch = StepBatch(
             step + 1, indices, starts, ones, [True] * rows, num_decodes=rows, num_tokens=rows
@@ -89,7 +91,7 @@ def step_times(runner: ModelRunner, clock: Clock, rows: int, count: int) -> dict
         values = native, forward - native, sampling, total - forward - sampling
         if step >= 10:
             found[bool(step % 2)].append(dict(zip(PARTS, (*values, total), strict=True)))
-    state.recorded = recorded
+    state.replay = recorded
     runner.launch(StepBatch(2 * count + 11, released=indices))
     runner.collect()
     return found
@@ -110,16 +112,17 @@ def main() -> None:
     runner = build_model_runner(config, ModelConfig.from_directory(path))
     conditions = {"model": path.name, "dtype": str(runner.dtype), "threads": str(arguments.threads)}
     report = Report("the parts of a decode step on a CPU", conditions)
-    state, clock = runner._state, Clock()
-    assert state is not None
-    library: Any = vars(state.decoder.ops)["context"].functions
+    state, clock = runner._open(), Clock()
+    library: Any = vars(state.model.ops)["context"].functions
     for name in ("run", "linear", "linear_argmax", "gather", "select", "attention", "rms_norm",
                  "rope_and_cache", "gated_mul"):  # fmt: skip
         clock.watch(library, name, "native")
-    clock.watch(state, "forward", "forward")
-    clock.watch(state.sampler, "sample", "sampling")
+    replays = state.replay, EagerReplay(state.model, state.cache, state.memory)
+    for replay in replays:
+        clock.watch(replay, "forward", "forward")
+    clock.watch(state, "_sample", "sampling")
     for rows in ROWS:
-        found = step_times(runner, clock, rows, 10 if arguments.quick else 30)
+        found = step_times(runner, replays, clock, rows, 10 if arguments.quick else 30)
         for recorded, times in found.items():
             report.section(f"{rows} rows, {'recorded' if recorded else 'op by op'}")
             for part in PARTS:

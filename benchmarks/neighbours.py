@@ -66,7 +66,7 @@ class NativeSteps:
 
     def __init__(self, engine: AsyncLLMEngine) -> None:
         executor: Any = engine._thread and engine._thread.core.executor
-        self.functions: Any = executor._state.decoder.ops.context.functions
+        self.functions: Any = executor._runner.model.ops.context.functions
         self.spans: list[tuple[float, float]] = []
 
     @contextmanager

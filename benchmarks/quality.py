@@ -13,7 +13,7 @@ import bisect
 import itertools
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -28,6 +28,7 @@ from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.checkpoint.model_files import resolve_model
 from asyncllm.core.batch import StepBatch
 from asyncllm.gpu.batch.input_batch import InputBatch
+from asyncllm.gpu.batch.step_buffer import step_inputs
 from asyncllm.gpu.build import build_model_runner
 from benchmarks.common import Report, options
 
@@ -96,8 +97,7 @@ def teacher_forced_logits(
     model = model or ModelConfig.from_directory(resolve_model(None))
     config = EngineConfig(device="cpu", num_threads=2, num_blocks=64, max_num_seqs=1, **settings)
     runner = build_model_runner(config, model)
-    state = runner._state
-    assert state is not None
+    state = runner._open()
     batch = InputBatch(1, runner.info.max_model_len, runner.info.kv_groups)
     logits = []
     with torch.inference_mode():
@@ -108,11 +108,9 @@ def teacher_forced_logits(
                 table.num_blocks[0] = 0
                 table.append(0, list(range(1, 2 + count // table.block_size)))
             step = StepBatch(0, [0], starts=[0], counts=[count], samples=[True], num_decodes=0)
-            inputs = batch.prepare(step, torch.device("cpu"))
-            for each in inputs:
-                each.logits_indices = torch.arange(count)
-            hidden = state.decoder.forward(inputs, state.cache)
-            logits.append(state.decoder.logits(hidden).float())
+            inputs = step_inputs(step, batch, torch.device("cpu"))
+            inputs = replace(inputs, wanted=torch.arange(count), num_logits=count)
+            logits.append(state.model.forward(inputs, state.cache).logits.float())
     runner.close()
     return logits
 

@@ -12,19 +12,19 @@ from __future__ import annotations
 import random
 import time
 from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
-from asyncllm.gpu.batch.step_buffers import PinnedStepBuffer
-from asyncllm.gpu.graph.decode_runner import DecodeRunner
 
 from asyncllm.checkpoint.model_config import ModelConfig, RopeConfig
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.scheduler import Scheduler
 from asyncllm.gpu.graph.cuda_graphs import EagerCapturer
-from asyncllm.gpu.graph.streams import SyncStream
+from asyncllm.gpu.graph.streams import CudaStream, Done
 from asyncllm.gpu.kv_cache import KVCache
-from asyncllm.gpu.model_runner import ModelRunner
+from asyncllm.gpu.model_runner import Graphs, ModelRunner
 from asyncllm.gpu.models.attention_kinds import attention_kinds, kv_groups
 from asyncllm.gpu.models.dense import build_decoder
 from asyncllm.gpu.ops.torch_attention import TorchAttention
@@ -38,17 +38,20 @@ MAX_LEN = 4096
 TOKEN = 7
 
 
-class NullStream(SyncStream):
-    """Is never waited for."""
+class NullStream(CudaStream):
+    """Runs nothing and is never waited for; every token is there at once."""
 
-    is_async = True
-
-
-class NullDecodeRunner(DecodeRunner):
-    """Runs nothing; every token is there at once."""
-
-    def run(self, host: PinnedStepBuffer, num_rows: int, inputs: object) -> None:
+    def __init__(self) -> None:
         pass
+
+    def context(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def run(self, work: Callable[[], None]) -> None:
+        pass
+
+    def record(self) -> Done:
+        return Done()
 
 
 def make_runner() -> ModelRunner:
@@ -83,10 +86,11 @@ def make_runner() -> ModelRunner:
         pipeline_depth=2,
     )
     cache = KVCache(groups, NUM_BLOCKS, dtype, cpu)
-    decode = NullDecodeRunner(decoder, cache, info, EagerCapturer(), ())
-    for _ in range(info.pipeline_depth + 1):
-        next(decode.host_buffers).tokens.fill_(TOKEN)
-    return ModelRunner(decoder, cache, info, stream=NullStream(), decode=decode)
+    graphs = Graphs(EagerCapturer(), ())
+    runner = ModelRunner(decoder, cache, info, stream=NullStream(), graphs=graphs)
+    for buffer in runner._open().memory.host_buffers:
+        buffer.tokens.fill_(TOKEN)
+    return runner
 
 
 def measure(report: Report, count: int) -> None:

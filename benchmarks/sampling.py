@@ -10,20 +10,24 @@ python -m benchmarks.sampling [--ops onednn|native] [--quick] [--json FILE]
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import torch
 
-from asyncllm.core.batch import RequestAssignment, StepBatch
+from asyncllm.core.batch import GrammarMask, RequestAssignment, StepBatch
+from asyncllm.core.executor import ExecutorInfo
+from asyncllm.core.in_process import InProcess
 from asyncllm.core.kv_cache_spec import KVCacheSpec
-from asyncllm.gpu.batch.input_batch import InputBatch
+from asyncllm.gpu.graph.streams import SyncStream
+from asyncllm.gpu.launched_step import LaunchedStep
+from asyncllm.gpu.models.language_model import StepOutput
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.native_ops import NativeOps
 from asyncllm.gpu.ops.onednn_ops import OneDNNOps
 from asyncllm.gpu.ops.torch_ops import TorchOps
-from asyncllm.gpu.sample.sampler import Sampler
+from asyncllm.gpu.step_runner import StepRunner
 from asyncllm.native.context import Context
 from asyncllm.native.shared_library import Library
 from asyncllm.sampling_params import SamplingParams
@@ -81,21 +85,56 @@ def make_logits() -> torch.Tensor:
     return logits.to(torch.bfloat16)
 
 
+class GivenLogits:
+    """In the place of a model."""
+
+    attention: Mapping[Any, Any] = MappingProxyType({})
+    states = ()
+    argmax = None
+    needs_zeroed_blocks = False
+
+    def __init__(self, ops: TorchOps, logits: torch.Tensor) -> None:
+        self.ops, self.embedding, self._logits = ops, torch.empty(0), logits
+
+    def forward(self, step: Any, cache: Any) -> StepOutput:
+        return StepOutput(self._logits, self._logits[:, :0])
+
+
+class NoCache:
+    """In the place of a KV cache."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda copies: None
+
+
 def sampling_time(
     ops: TorchOps, fields: dict[str, Any], rounds: int, masked: bool = False
 ) -> float:
-    inputs = InputBatch(ROWS, 256, [KVCacheSpec((0,), 32)])
-    sampler = Sampler(ROWS, VOCAB, inputs, torch.device("cpu"), ops)
-    params = SamplingParams(**({"temperature": 1.0, "seed": 1} | fields)).resolve({}, {}, int)
-    for row in range(ROWS):
-        assignment = RequestAssignment(row, "r", [1] * 100, 50, ([1],), params)
-        inputs.apply(StepBatch(0, assignments=[assignment]))
-        sampler.assign(assignment)
-    logits, rows, positions = make_logits(), np.arange(ROWS), np.full(ROWS, 100)
-    masks = dict.fromkeys(range(ROWS if masked else 0), b"\x7f" * (VOCAB // 8))
-    return cpu_time(
-        lambda: sampler.sample(logits, sampler.host_step(rows, positions, masks)), rounds
+    info = ExecutorInfo(VOCAB, 2, (KVCacheSpec((0,), 32),), 256, ROWS, ROWS)
+    model: Any = GivenLogits(ops, make_logits())
+    cache: Any = NoCache()
+    runner = StepRunner(
+        model, cache, info, SyncStream(), InProcess(), on_device=False, num_logprobs=20
     )
+    params = SamplingParams(**({"temperature": 1.0, "seed": 1} | fields)).resolve({}, {}, int)
+    rows = list(range(ROWS))
+    for row in rows:
+        assignment = RequestAssignment(row, "r", [1] * 100, 50, ([1],), params)
+        runner.inputs.apply(StepBatch(0, assignments=[assignment]))
+        runner.sampler.assign(assignment)
+    batch = StepBatch(0, rows, [99] * ROWS, [1] * ROWS, [True] * ROWS, ROWS, ROWS)
+    if masked:
+        batch.masked_rows = rows
+
+    def step() -> None:
+        launched = LaunchedStep(batch)
+        if masked:
+            launched.masks = GrammarMask(0, rows, [b"\x7f" * (VOCAB // 8)] * ROWS)
+        runner.begin(launched, ahead=False)
+        runner.finish(launched)
+
+    with torch.inference_mode():
+        return cpu_time(step, rounds)
 
 
 def main() -> None:
