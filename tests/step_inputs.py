@@ -66,7 +66,7 @@ def captured(
     count = len(req_indices)
     nothing = torch.zeros(count, dtype=torch.int64, device=req_indices.device)
     group = GroupInputs(
-        fields.pop("slot_mapping", nothing.clone()), table, table.cpu().numpy()[:0], block_size,
+        fields.pop("slot_mapping", nothing.clone()), table, np.zeros((0, 0), np.int32), block_size,
         fields.pop("table_changes", (nothing[:0], nothing[:0].int())),
     )  # fmt: skip
     usual = {

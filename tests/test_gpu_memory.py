@@ -125,7 +125,8 @@ def size(gpu: SimulatedGPU, *, weights: int, step: int, config: EngineConfig | N
     config = config or EngineConfig()
     free_at_start = check_weights(config, GPU, weights, gpu)
     gpu.engine += weights
-    settings = {"graph_reserve": 0, "least": 1} | kw
+    settings = {"graph_reserve": 0, "captured_share": 0.0,
+        "least": 1} | kw
     return cuda_cache_bytes(
         config,
         GPU,
@@ -571,6 +572,7 @@ def test_sizing_measures_the_step_that_the_scheduler_will_make(monkeypatch, has_
         "free_at_start": 10,
         "weights_bytes": decoder_loading.weights_bytes(MODEL, torch.bfloat16) + 80 * has_states,
         "graph_reserve": 7,
+        "captured_share": 0.0,
         "least": 8 * block_bytes(kv_groups(MODEL, 16), torch.bfloat16),
     }
 

@@ -119,7 +119,7 @@ def test_equals_transformers(load_case, name, backend):
     runner = case.runner(attention_backend=backend)
     if backend == "native":
         assert runner.execution.startswith("one native program of")
-    assert device(runner).decoder.states[:2] == [
+    assert device(runner).model.states[:2] == [
         StateSpec((3, 64)),
         StateSpec((4, 8, 8), torch.float32),
     ]
@@ -196,7 +196,7 @@ def test_a_quantisation_leaves_gates_as_they_are(load_case):
     case = load_case("Qwen3Next")
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(3))
     mixers = [
-        device(case.runner(attention_backend="native", quantization=name)).decoder.layers[0].mixer
+        device(case.runner(attention_backend="native", quantization=name)).model.layers[0].mixer
         for name in (None, "int8")
     ]
     plain, rounded = (mixer.gates(x) for mixer in mixers)
@@ -209,7 +209,7 @@ def test_a_quantisation_leaves_gates_as_they_are(load_case):
 
 
 def _mixers(runner: ModelRunner, kind: type) -> list[Any]:
-    return [each.mixer for each in device(runner).decoder.layers if isinstance(each.mixer, kind)]
+    return [each.mixer for each in device(runner).model.layers if isinstance(each.mixer, kind)]
 
 
 def _shifted_inputs(runner: ModelRunner) -> None:
@@ -248,18 +248,18 @@ def _rounded_decay(runner: ModelRunner) -> None:
 
 
 def _no_offset(runner: ModelRunner) -> None:
-    for layer in device(runner).decoder.layers:
+    for layer in device(runner).model.layers:
         layer.input_norm.weight -= 1
 
 
 def _all_rotated(runner: ModelRunner) -> None:
-    decoder = device(runner).decoder
+    decoder = device(runner).model
     decoder.ropes = [rope._replace(rotary_dim=None) for rope in decoder.ropes]
     decoder.set_max_positions(256)
 
 
 def _no_gate_of_the_shared(runner: ModelRunner) -> None:
-    for layer in device(runner).decoder.layers:
+    for layer in device(runner).model.layers:
         layer.mlp.gate = None
 
 

@@ -127,15 +127,15 @@ def test_logits_are_those_of_the_dequantised_weights(plain, tmp_path, name):
 
 def watch(runner: Any) -> list[Tensor]:
     logits: list[Tensor] = []
-    forward = runner._runner.forward
+    replay = runner._runner.replay
+    forward = replay.forward
 
     def watched(*args: Any) -> Any:
         result = forward(*args)
-        if result[0] is not None:
-            logits.append(result[0].clone().float())
+        logits.append(result.logits.clone().float())
         return result
 
-    runner._runner.forward = watched
+    replay.forward = watched
     return logits
 
 

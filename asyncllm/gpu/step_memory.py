@@ -115,8 +115,9 @@ class StepMemory:
         """Queues the copy of the step's masks, and allocates what its stages write."""
         if stages & Stages.LOGPROBS and self.logprobs is None:
             sizes = self.info.max_num_seqs, self._state.num_logprobs
-            own = TopLogprobs(*sizes, self.device) if self.on_device else host.logprobs
-            self.logprobs = own
+            own = self.buffer
+            on_host = isinstance(own, HostBuffer)
+            self.logprobs = own.logprobs if on_host else TopLogprobs(*sizes, self.device)
         if stages & Stages.MASKS:
             if not self.on_device:
                 self.masks = host.masks
