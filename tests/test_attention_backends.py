@@ -40,6 +40,7 @@ from asyncllm.native.shared_library import NativeUnavailableError
 from tests import flash_attn_standin
 from tests.driver import Driver
 from tests.native_library import context
+from tests.step_inputs import captured
 from tests.test_model_runner import MODEL
 
 SHAPE = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=64, scale=0.125)
@@ -140,8 +141,10 @@ def test_native_layers_share_one_pool_and_leave_torch_one_thread():
     assert ops.context is first.context is second.context is not own
     assert ops.context.num_threads == 3
     assert runner._num_threads == 1
+    row = torch.zeros(1, dtype=torch.int64)
+    unknown = captured(torch.zeros((2, 1), dtype=torch.int32), row, row, row.int(), 16)
     with pytest.raises(NotImplementedError, match="no CUDA graphs"):
-        first.plan_decode(None, None)
+        first.plan(unknown, None, 0)
     gone = weakref.ref(ops.context)
     del first, second, ops, state
     runner.close()

@@ -125,8 +125,7 @@ def size(gpu: SimulatedGPU, *, weights: int, step: int, config: EngineConfig | N
     config = config or EngineConfig()
     free_at_start = check_weights(config, GPU, weights, gpu)
     gpu.engine += weights
-    settings = {"graph_reserve": 0, "captured_share": 0.0,
-        "least": 1} | kw
+    settings = {"graph_reserve": 0, "captured_share": 0.0, "least": 1} | kw
     return cuda_cache_bytes(
         config,
         GPU,
@@ -669,7 +668,7 @@ def test_an_exception_of_a_step_does_not_keep_the_model(monkeypatch, failure):
     embedding = weakref.ref(state.model.embedding)
 
     def fail(self, inputs, cache):
-        activation = inputs[0].token_ids + 1
+        activation = inputs.token_ids + 1
         raise RuntimeError("CUDA out of memory" if failure == "memory" else f"{activation.shape}")
 
     monkeypatch.setattr(type(state.model), "forward", fail)

@@ -8,17 +8,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.config import EngineConfig
-from asyncllm.gpu.batch.input_batch import InputBatch
 from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.model_runner import ModelRunner
-from asyncllm.gpu.ops import torch_rope
-from asyncllm.gpu.ops.torch_attention import TorchAttention
+from asyncllm.gpu.ops import torch_attention, torch_rope
 from asyncllm.gpu.ops.torch_ops import TorchOps
+from asyncllm.gpu.step_memory import StepMemory
 from tests.checkpoints import make_checkpoint
 from tests.driver import Driver
 from tests.native_library import context
@@ -301,27 +301,28 @@ def _swapped_kv_heads(monkeypatch):
 
 
 def _wrong_slot(monkeypatch):
-    prepare = InputBatch.prepare
+    derive = StepMemory.derive
 
-    def wrong(self, batch, device):
-        (inputs,) = prepare(self, batch, device)
-        if batch.starts[0] == 20:
-            inputs = replace(inputs, slot_mapping=inputs.slot_mapping + 1)
-        return (inputs,)
+    def wrong(self, step):
+        inputs = derive(self, step)
+        if step.batch.starts[0] == 20:
+            for group in inputs.groups:
+                group.slot_mapping.add_(1)
+        return inputs
 
-    monkeypatch.setattr(InputBatch, "prepare", wrong)
+    monkeypatch.setattr(StepMemory, "derive", wrong)
 
 
 def _late_position(monkeypatch):
-    prepare = InputBatch.prepare
+    derive = StepMemory.derive
 
-    def late(self, batch, device):
-        (inputs,) = prepare(self, batch, device)
-        if batch.counts == [1]:
-            inputs = replace(inputs, positions=inputs.positions + 1)
-        return (inputs,)
+    def late(self, step):
+        inputs = derive(self, step)
+        if step.batch.counts == [1]:
+            inputs.positions.add_(1)
+        return inputs
 
-    monkeypatch.setattr(InputBatch, "prepare", late)
+    monkeypatch.setattr(StepMemory, "derive", late)
 
 
 @pytest.mark.parametrize(

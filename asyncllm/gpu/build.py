@@ -150,10 +150,11 @@ def _warm_up(
     """Everything that takes its time before the first step and would be in its way later."""
     tell = progress or (lambda *_, **stage: None)
     runner.warm_up(partial(tell, stage="kernels"))
-    calibrate(runner, config, mode)
-    logger.info("steps run as %s", runner.execution)
     if config.cuda_graphs != "off":
         runner.capture_graphs(partial(tell, stage="graphs"))
+    # Behind the captures: its steps leave rows in the buffers.
+    calibrate(runner, config, mode)
+    logger.info("steps run as %s", runner.execution)
 
 
 def resolve_threads(

@@ -228,7 +228,7 @@ class ModelRunner:
             self._begin_steps()
 
     def collect(self) -> StepResult:
-        runner = self._open()
+        self._open()
         if not self._steps:
             raise RuntimeError("no step is in flight")
         if self._steps[0].awaits_masks and self._steps[0].error is None:
@@ -240,11 +240,9 @@ class ModelRunner:
             raise step.error
         try:
             with torch.inference_mode(), self._stream.context():
-                if not step.started:
-                    runner.begin(step, ahead=False)
-                result = self._finish(runner, step)
+                result = self._finish(step)
         except (RuntimeError, MemoryError) as error:
-            # The engine keeps the exception, whose frames refer to the model.
+            # The engine keeps the exception, and a frame below this one refers to the model.
             clear_frames(error)
             if is_out_of_memory(error):
                 raise step.memory_error(error) from error
@@ -315,8 +313,12 @@ class ModelRunner:
         except Exception as error:
             step.error = step.memory_error(error) if is_out_of_memory(error) else error
 
-    def _finish(self, runner: StepRunner, step: LaunchedStep) -> StepResult:
-        """Waits for the step's tokens, and keeps them for later steps."""
+    def _finish(self, step: LaunchedStep) -> StepResult:
+        """Waits for the step's tokens, and keeps them for later steps. Runs it first where nothing
+        ran ahead."""
+        runner = self._open()
+        if not step.started:
+            runner.begin(step, ahead=False)
         result = StepResult(step.batch.step, [], [int(one) for one in step.batch.samples])
         if not len(step.batch):
             return result

@@ -18,7 +18,7 @@ from asyncllm.gpu.ops.triton.op_set import TritonOps
 from asyncllm.gpu.weights import dummy_weights
 from asyncllm.sampling_params import SamplingParams
 from tests.driver import Driver
-from tests.static_runner import CPU, LateStream, decode_step, make_decoder, make_runner
+from tests.static_runner import CPU, LateStream, make_decoder, make_runner, steps_of
 from tests.triton.decoder_steps import small_model, wide_fields
 
 KINDS = [
@@ -52,7 +52,7 @@ def test_tokens_are_those_of_the_plain_path(name: str) -> None:
     stream = LateStream()
     decoder = triton_decoder(MODELS[name])
     ahead = make_runner(decoder, capturer=EagerCapturer(), stream=stream, sizes=(5,), **SETTINGS)
-    decode_step(ahead).cache.tensor.fill_(torch.nan)
+    steps_of(ahead).cache.tensor.fill_(torch.nan)
     found = []
     for runner, depth in ((plain, 1), (ahead, 2)):
         driver = Driver(runner)
