@@ -124,10 +124,12 @@ def test_released_slots_start_anew_and_blocks_are_appended():
     inputs = make_inputs(2, 64, 4)
     first = make_batch([(1, 0, 6, True)], assignments=[assignment(1, [5] * 6, [9, 8], 6)])
     # The second block is filled to half: what an earlier owner left there has to go.
-    assert inputs.apply(first).tolist() == [8]
+    inputs.apply(first)
+    assert inputs.unfilled_blocks(first).tolist() == [8]
     inputs.token_ids[1, 6] = 77
     grown = make_batch([(1, 6, 3, True)], new_blocks=[(1, ([3],))])
-    assert inputs.apply(grown).tolist() == [3]
+    inputs.apply(grown)
+    assert inputs.unfilled_blocks(grown).tolist() == [3]
     assert inputs.tables[0].table[1, :3].tolist() == [9, 8, 3]
     assert prepare(inputs, make_batch([(1, 6, 1, True)])).token_ids.tolist() == [77]
     assert inputs.output_token_ids(1, 7).tolist() == [77]
@@ -135,7 +137,8 @@ def test_released_slots_start_anew_and_blocks_are_appended():
         [(1, 8, 3, True)], released=[1], assignments=[assignment(1, [6] * 11, [2, 4, 7], 11)]
     )
     # Two blocks come from the prefix cache and belong to others as well.
-    assert inputs.apply(again).tolist() == [7]
+    inputs.apply(again)
+    assert inputs.unfilled_blocks(again).tolist() == [7]
     assert inputs.tables[0].table[1, :3].tolist() == [2, 4, 7]
     assert inputs.tables[0].num_blocks.tolist() == [0, 3]
     assert prepare(inputs, again).groups[0].slot_mapping.tolist() == [28, 29, 30]

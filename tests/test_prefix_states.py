@@ -17,13 +17,13 @@ from asyncllm.core.state_checkpoints import StateCheckpoints
 from asyncllm.errors import EngineError
 from asyncllm.gpu.graph.cuda_graphs import EagerCapturer
 from asyncllm.gpu.graph.step_queue import StepQueue
-from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.launched_step import LaunchedStep
 from asyncllm.gpu.memory import MemoryProbe
 from asyncllm.gpu.model_runner import Graphs, ModelRunner
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.state_cache import StateCache, StateSpec
 from asyncllm.gpu.state_sizing import choose_checkpoints
+from asyncllm.gpu.step_runner import StepRunner
 from tests.families import make
 from tests.reference import Expected, check_tokens, generate
 from tests.static_runner import CPU, LateStream, TraceRecorder, run_late
@@ -190,34 +190,29 @@ def _neighbours(monkeypatch) -> None:
 
 
 def _saved_before_the_step(monkeypatch) -> None:
-    save, load, of = StateCache.save, KVCache.load_states, ModelRunner.launch
-    due: list[Any] = []
+    forward = StepRunner._forward
 
-    def launch(self, batch):
-        due.append(batch.state_saves)
-        batch.state_saves = []
-        of(self, batch)
+    def early(self, step):
+        states, saves = self.cache.states, step.batch.state_saves
+        states.save(saves)
+        step.batch.state_saves = []
+        forward(self, step)
 
-    def early(self, loads):
-        load(self, loads)
-        if due[0]:
-            save(self.states, due[0])
-        due.pop(0)
-
-    monkeypatch.setattr(ModelRunner, "launch", launch)
-    monkeypatch.setattr(KVCache, "load_states", early)
+    monkeypatch.setattr(StepRunner, "_forward", early)
 
 
 def _saved_behind_the_next(monkeypatch) -> None:
-    save, former = StateCache.save, []
+    forward, former = StepRunner._forward, []
 
-    def overtaken(self, saves):
-        if former:
-            save(self.states, former.pop())
-        if saves:
-            former.append(saves)
+    def overtaken(self, step):
+        former.append(step.batch.state_saves)
+        step.batch.state_saves = []
+        forward(self, step)
+        for saves in former[:-1]:
+            self.cache.states.save(saves)
+        del former[:-1]
 
-    monkeypatch.setattr(KVCache, "save_states", overtaken)
+    monkeypatch.setattr(StepRunner, "_forward", overtaken)
 
 
 @pytest.mark.parametrize(

@@ -223,7 +223,8 @@ class EngineCore:
         thread waits again and gives up the GIL."""
         self._drain()
         self._expire_deadlines()
-        self._check_closing()
+        if self._closing_at is not None:
+            self._check_closing(self._closing_at)
         if self._calls.due and not self._in_flight:
             # What a call raises ends the engine, as a step does that fails.
             self._calls.run_due()
@@ -393,9 +394,7 @@ class EngineCore:
             )
             self.output_processor.fail(group, error)
 
-    def _check_closing(self) -> None:
-        if self._closing_at is None:
-            return
+    def _check_closing(self, closing_at: float) -> None:
         now = self.clock()
         live = self.admission.num_live
         only_paused = live > 0 and live == len(self.scheduler.paused)
@@ -405,7 +404,7 @@ class EngineCore:
             self._only_paused_since = now
         since = self._only_paused_since
         unread = since is not None and now - since >= _PAUSED_GRACE
-        if live == 0 or now >= self._closing_at or unread:
+        if live == 0 or now >= closing_at or unread:
             for group in self.admission.close(self.ending):
                 group.cancelled = True
                 self.on_abort(group)

@@ -119,26 +119,12 @@ class KVCache:
         Attention in plain torch reads whole blocks and masks what lies beyond a sequence,
         and zero times what a broken request left there (NaN) would still be NaN.
         """
-        if not len(block_ids):
-            return
         index = copy_to_device(block_ids, self.tensor.device)
         if not self.by_layer:
             self.tensor.index_fill_(2, index, 0.0)
             return
         for layer in self.layers:
             layer.index_fill_(1, index, 0.0)
-
-    def load_states(self, loads: Sequence[tuple[int, int]]) -> None:
-        """``StateCache.load``, where there is anything to load."""
-        if loads:
-            assert self.states is not None
-            self.states.load(loads)
-
-    def save_states(self, saves: Sequence[tuple[int, int]]) -> None:
-        """``StateCache.save``, likewise."""
-        if saves:
-            assert self.states is not None
-            self.states.save(saves)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

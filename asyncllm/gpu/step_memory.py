@@ -130,8 +130,6 @@ class StepMemory:
     def return_tokens(self, step: LaunchedStep) -> None:
         """Queues the copy of the step's tokens and log-probabilities to its host buffer."""
         host, count = step.buffer, len(step.rows)
-        if host is self.buffer:
-            return
         host.tokens[:count].copy_(self.sampled[:count], non_blocking=True)
         if step.stages & Stages.LOGPROBS:
             assert self.logprobs is not None

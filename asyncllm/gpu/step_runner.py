@@ -59,6 +59,7 @@ class StepRunner:
             in_process.logits_processors,
         )  # fmt: skip
         self._on_device, self._padded_tokens = on_device, padded_tokens
+        self._zeroes_blocks = model.needs_zeroed_blocks
         self.memory: StepMemory
         self.replay: Replay
         self.resize(info)
@@ -115,7 +116,8 @@ class StepRunner:
         """Waits for a step's tokens, and draws those of its rows that need the host."""
         self.stream.wait(step)
         if not step.is_drawn:
-            self._keep_hidden(step)
+            if step.batch.prompt_logprobs:
+                self._keep_hidden(step)
             self._prepare_sampling(step)
             self.sample(step)
         output = step.drawn_output()
@@ -139,14 +141,15 @@ class StepRunner:
     def _apply(self, step: LaunchedStep) -> None:
         """Applies the step's changes of the batch."""
         batch, sampler, state = step.batch, self.sampler, self.sampler.state
-        unfilled = self.inputs.apply(batch)
-        if self.model.needs_zeroed_blocks:
-            step.blocks_to_zero = unfilled
+        self.inputs.apply(batch)
+        if self._zeroes_blocks:
+            step.blocks_to_zero = self.inputs.unfilled_blocks(batch)
         for req_index in batch.released:
             sampler.release(req_index)
         for assignment in batch.assignments:
-            sampler.assign(self._in_process.with_processors(assignment))
-        step.updates = sampler.take_updates()
+            update = sampler.assign(self._in_process.with_processors(assignment))
+            if update is not None:
+                step.updates.append(update)
         if self.replay.finds_largest:
             needed = sampler.needing_logits(step.req_indices)
             if batch.masked_rows:
@@ -175,26 +178,31 @@ class StepRunner:
 
     def _forward(self, step: LaunchedStep) -> None:
         """The model's part, between the copies that come before and behind it."""
-        self.cache.clear(step.blocks_to_zero)
-        self.cache.load_states(step.batch.state_loads)
+        states, loads, saves = self.cache.states, step.batch.state_loads, step.batch.state_saves
+        if len(step.blocks_to_zero):
+            self.cache.clear(step.blocks_to_zero)
+        if states is not None and loads:
+            states.load(loads)
         self.memory.receive(step)
         step.output = self.replay.forward(step)
-        self.cache.save_states(step.batch.state_saves)
-        self._keep_hidden(step)
+        if states is not None and saves:
+            states.save(saves)
+        if step.batch.prompt_logprobs:
+            self._keep_hidden(step)
 
     def _keep_hidden(self, step: LaunchedStep) -> None:
         """Keeps the hidden states that prompt log-probabilities are of."""
-        if step.batch.prompt_logprobs:
-            assert step.output is not None
-            hidden = step.output.hidden[len(step.rows) :]
-            # The next step writes there before these are looked at.
-            step.prompt_hidden = hidden.clone() if self.memory.on_device else hidden
+        assert step.output is not None
+        hidden = step.output.hidden[len(step.rows) :]
+        # The next step writes there before these are looked at.
+        step.prompt_hidden = hidden.clone() if self.memory.on_device else hidden
 
     def _sample(self, step: LaunchedStep) -> None:
         """From logits to tokens in the step's buffer; host rows take what they need along."""
         assert step.output is not None
         memory, count, (logits, _, largest) = self.memory, step.num_logits, step.output
-        memory.prepare_sampling(step.stages, step.buffer)
+        if step.stages:
+            memory.prepare_sampling(step.stages, step.buffer)
         num_apart = 0
         if step.host_rows is not None:
             rows = memory.sampling_rows(count)
@@ -202,10 +210,14 @@ class StepRunner:
             rows.req_indices.index_fill_(0, index, -1)
             num_apart = len(step.host_rows.places)
         if num_apart < count and not self.replay.sample(step):
-            self._draw_rows(step, logits)
+            if step.stages and not memory.on_device:
+                self._draw_apart(step, logits)
+            else:
+                self.draw(logits, step.stages)
         if len(largest):
             memory.sampled[count : count + len(largest)] = largest
-        memory.return_tokens(step)
+        if step.buffer is not memory.buffer:
+            memory.return_tokens(step)
 
     def draw(self, logits: Tensor, stages: Stages) -> None:
         """Draws the tokens of the first rows of the step that was received last."""
@@ -214,11 +226,10 @@ class StepRunner:
         tokens, rows = memory.sampled[:count], memory.sampling_rows(count)
         self.sampler.sample(logits, rows, memory.scalars, stages, tokens, top)
 
-    def _draw_rows(self, step: LaunchedStep, logits: Tensor) -> None:
-        """On a CPU rows with stages are drawn apart from those without: the stages of all rows
-        would take longer."""
-        memory, count = self.memory, step.num_logits
-        some = np.empty(0) if memory.on_device else self._rows_with_stages(step)
+    def _draw_apart(self, step: LaunchedStep, logits: Tensor) -> None:
+        """Draws rows with stages apart from those without: on a CPU the stages of all rows would
+        take longer."""
+        memory, count, some = self.memory, step.num_logits, self._rows_with_stages(step)
         if len(some) in (0, count):
             self.draw(logits, step.stages)
             return

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from asyncllm.core.batch import RequestAssignment, StepBatch
+from asyncllm.core.batch import StepBatch
 from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.gpu.batch.block_table import NO_BLOCKS, BlockTable
 
@@ -50,45 +50,42 @@ class InputBatch:
         self.num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.epochs = np.zeros(max_num_seqs, dtype=np.int64)
 
-    def apply(self, batch: StepBatch) -> np.ndarray:
-        """Applies a step's changes: releases, blocks given back, assignments, then new blocks.
-
-        Returns:
-            Blocks that have a new owner and that this step will not fill to the end, int64.
-            Attention on whole blocks reads their stale contents.
-        """
+    def apply(self, batch: StepBatch) -> None:
+        """Applies a step's changes: releases, blocks given back, assignments, then new blocks."""
         for req_index in batch.released:
             self.epochs[req_index] += 1
         for req_index, group, first, end in batch.trimmed:
             self.tables[group].trim(req_index, first, end)
-        if not batch.assignments and not batch.new_blocks:
-            return NO_BLOCKS
-        row_of = dict(zip(batch.req_indices, range(len(batch)), strict=True))
-        unfilled: list[np.ndarray] = []
         for assignment in batch.assignments:
             req_index = assignment.req_index
-            start, end = _span(batch, row_of.get(req_index))
-            self._assign(assignment)
+            tokens = np.asarray(assignment.token_ids, dtype=np.int32)
+            self.token_ids[req_index, : len(tokens)] = tokens
+            self.num_prompt_tokens[req_index] = assignment.num_prompt_tokens
+            self.epochs[req_index] += 1
             for table, block_ids in zip(self.tables, assignment.block_ids, strict=True):
                 table.num_blocks[req_index] = 0
                 table.append(req_index, block_ids)
+        for req_index, new_blocks in batch.new_blocks:
+            for table, block_ids in zip(self.tables, new_blocks, strict=True):
+                table.append(req_index, block_ids)
+
+    def unfilled_blocks(self, batch: StepBatch) -> np.ndarray:
+        """Blocks that have a new owner since a step was applied, and that it will not fill to the
+        end, int64: attention on whole blocks reads their stale contents."""
+        row_of = dict(zip(batch.req_indices, range(len(batch)), strict=True))
+        found = [NO_BLOCKS]
+        for assignment in batch.assignments:
+            start, end = _span(batch, row_of.get(assignment.req_index))
+            for table in self.tables:
                 # Blocks before ``start`` came from the prefix cache: they have other readers.
                 shared = -(-start // table.block_size)
-                unfilled.append(table.unfilled(req_index, shared, end))
+                found.append(table.unfilled(assignment.req_index, shared, end))
         for req_index, new_blocks in batch.new_blocks:
             _, end = _span(batch, row_of.get(req_index))
             for table, block_ids in zip(self.tables, new_blocks, strict=True):
-                first = int(table.num_blocks[req_index])
-                table.append(req_index, block_ids)
-                unfilled.append(table.unfilled(req_index, first, end))
-        return np.concatenate(unfilled).astype(np.int64)
-
-    def _assign(self, assignment: RequestAssignment) -> None:
-        req_index = assignment.req_index
-        tokens = np.asarray(assignment.token_ids, dtype=np.int32)
-        self.token_ids[req_index, : len(tokens)] = tokens
-        self.num_prompt_tokens[req_index] = assignment.num_prompt_tokens
-        self.epochs[req_index] += 1
+                first = int(table.num_blocks[req_index]) - len(block_ids)
+                found.append(table.unfilled(req_index, first, end))
+        return np.concatenate(found).astype(np.int64)
 
     def output_token_ids(self, req_index: int, end: int) -> np.ndarray:
         """Output tokens before position ``end``: a view ``[n]`` int32."""

@@ -41,7 +41,7 @@ class GraphKey:
         bucket: rows, or tokens of a body, padding included.
         part: a forward pass ends with the logits, where sampling begins.
         stages: of sampling.
-        balanced: of a forward pass, see DecodeInputs.
+        balanced: of a forward pass, see StepInputs.
     """
 
     bucket: int

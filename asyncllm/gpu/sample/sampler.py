@@ -43,13 +43,15 @@ class Sampler:
         self.batched = BatchedProcessors(processors)
         self.state = SamplingState(max_num_seqs, vocab_size, min(num_logprobs, vocab_size))
         self.failures: dict[int, Exception] = {}
-        self._updates: list[LineUpdate] = []
 
-    def assign(self, assignment: RequestAssignment) -> None:
+    def assign(self, assignment: RequestAssignment) -> LineUpdate | None:
         """Takes over a request's parameters. Its tokens are in the input batch already.
 
         An error is the request's own: its index is left neutral, because steps may compute it
         until the core has been told, and the error goes to ``failures``.
+
+        Returns:
+            Its lines of the LogitsTables, to be written ahead of the next step, if it needs any.
         """
         req_index = assignment.req_index
         self.release(req_index)
@@ -62,15 +64,8 @@ class Sampler:
                 raise
             self.release(req_index)
             self.failures[req_index] = error
-        else:
-            if update is not None:
-                self._updates.append(update)
-
-    def take_updates(self) -> list[LineUpdate]:
-        """Lines of the LogitsTables that were assigned since the last call, to be written ahead of
-        the next step."""
-        updates, self._updates = self._updates, []
-        return updates
+            return None
+        return update
 
     def release(self, req_index: int) -> None:
         rules = self.state.host.get(req_index)

@@ -113,15 +113,18 @@ class SamplingState:
         scalars["top_k"][req_index] = min(params.top_k, _MAX_TOP_K)
         scalars["states"][req_index] = np.uint64(mix_seed(params.seed)).view(np.int64)
         update = LineUpdate(req_index, Stages.NONE)
-        self._assign_logprobs(update, params.logprobs)
-        self._assign_rules(update, assignment)
-        self._assign_penalties(update, assignment)
+        if params.logprobs is not None:
+            self._assign_logprobs(update, params.logprobs)
+        restricted = params.allowed_token_ids is not None or assignment.bad_words
+        if restricted or params.logit_bias or params.min_tokens or params.logits_processors:
+            self._assign_rules(update, assignment)
+        added = params.presence_penalty or params.frequency_penalty
+        if added or params.repetition_penalty != 1:
+            self._assign_penalties(update, assignment)
         self.stages[req_index] = update.stages.value
         return update if update.stages & (Stages.RULES | Stages.PENALTIES) else None
 
-    def _assign_logprobs(self, update: LineUpdate, count: int | None) -> None:
-        if count is None:
-            return
+    def _assign_logprobs(self, update: LineUpdate, count: int) -> None:
         if 0 <= count <= self.num_logprobs:
             self.logprobs[update.req_index] = count
             update.stages |= Stages.LOGPROBS
@@ -155,17 +158,13 @@ class SamplingState:
             self.host[req_index] = host
 
     def _assign_penalties(self, update: LineUpdate, assignment: RequestAssignment) -> None:
-        params, req_index = assignment.sampling, update.req_index
-        penalties = (params.presence_penalty, params.frequency_penalty)
-        if penalties == (0, 0) and params.repetition_penalty == 1:
-            return
         tokens = np.asarray(assignment.token_ids, dtype=np.int64)
         prompt = assignment.num_prompt_tokens
         ids, counts = np.unique(tokens[prompt:], return_counts=True)
         update.counts = ids, counts.astype(np.int32)
         update.in_prompt = self._packed(tokens[:prompt])
         update.stages |= Stages.PENALTIES
-        self._scalars["counted_from"][req_index] = len(tokens)
+        self._scalars["counted_from"][update.req_index] = len(tokens)
 
     def _bias(self, bias: Any) -> IdsAndValues | None:
         if not bias:
