@@ -121,7 +121,9 @@ def sampling_time(
     for row in rows:
         assignment = RequestAssignment(row, "r", [1] * 100, 50, ([1],), params)
         runner.inputs.apply(StepBatch(0, assignments=[assignment]))
-        runner.sampler.assign(assignment)
+        update = runner.sampler.assign(assignment)
+        if update is not None:
+            update.write(runner.memory.tables)
     batch = StepBatch(0, rows, [99] * ROWS, [1] * ROWS, [True] * ROWS, ROWS, ROWS)
     if masked:
         batch.masked_rows = rows

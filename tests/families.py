@@ -227,7 +227,10 @@ def make(path: Path, family: str, **overrides: Any) -> Any:
     config = getattr(transformers, settings.pop("config", f"{family}Config"))(**settings)
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"
-    model = model_class(config).eval()
+    with torch.random.fork_rng():
+        # What a family starts from is drawn as well.
+        torch.manual_seed(seed)
+        model = model_class(config).eval()
     draw_weights(model, seed, gain, embedding)
     # Without the family's own ids of ends, which are beyond this vocabulary.
     model.generation_config = transformers.GenerationConfig()

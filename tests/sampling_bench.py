@@ -111,9 +111,14 @@ class Bench:
             eos,
             bad_words=bad_words,
         )
-        self.inputs.apply(StepBatch(0, assignments=[assignment]))
-        self.sampler.assign(assignment)
+        self.assign(assignment)
         self.length[req_index] = len(tokens)
+
+    def assign(self, assignment: RequestAssignment) -> None:
+        self.inputs.apply(StepBatch(0, assignments=[assignment]))
+        update = self.sampler.assign(assignment)
+        if update is not None:
+            update.write(self.runner.memory.tables)
 
     def sample(
         self, logits: Tensor, req_indices: list[int], masks: Mapping[int, bytes] | None = None

@@ -24,7 +24,7 @@ from asyncllm import (
     RequestError,
     SamplingParams,
 )
-from asyncllm.core.batch import RequestAssignment, StepBatch
+from asyncllm.core.batch import RequestAssignment
 from asyncllm.gpu.graph.cuda_graphs import EagerCapturer
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.models.decoder import Decoder
@@ -216,8 +216,7 @@ def test_state_follows_the_batch_and_outputs_grow() -> None:
 
     def enter(req_index: int, output: list[int], claimed_by: tuple[int, ...] = (0,)) -> None:
         assignment = assigned(req_index, output, claimed_by)
-        bench.inputs.apply(StepBatch(0, assignments=[assignment]))
-        bench.sampler.assign(assignment)
+        bench.assign(assignment)
         bench.length[req_index] = 2 + len(output)
 
     def sample(*req_indices: int) -> list[int]:
@@ -271,8 +270,7 @@ def test_what_apply_returns_is_checked(made: Any, says: str) -> None:
     bench.sampler.batched = BatchedProcessors([Odd(CONFIG, CPU, False)])
     for req_index, claimed in enumerate([(), (0,), (0,), ()]):
         assignment = assigned(req_index, [], claimed)
-        bench.inputs.apply(StepBatch(0, assignments=[assignment]))
-        bench.sampler.assign(assignment)
+        bench.assign(assignment)
         bench.length[req_index] = 2
     logits = torch.randn(4, 100, generator=torch.Generator().manual_seed(4))
     output = bench.sample(logits, [0, 1, 2, 3])
