@@ -193,8 +193,8 @@ def _saved_before_the_step(monkeypatch) -> None:
     forward = StepRunner._forward
 
     def early(self, step):
-        states, saves = self.cache.states, step.batch.state_saves
-        states.save(saves)
+        if step.batch.state_saves:
+            self.cache.states.save(step.batch.state_saves)
         step.batch.state_saves = []
         forward(self, step)
 
@@ -205,12 +205,12 @@ def _saved_behind_the_next(monkeypatch) -> None:
     forward, former = StepRunner._forward, []
 
     def overtaken(self, step):
-        former.append(step.batch.state_saves)
-        step.batch.state_saves = []
+        saves, step.batch.state_saves = step.batch.state_saves, []
         forward(self, step)
-        for saves in former[:-1]:
-            self.cache.states.save(saves)
-        del former[:-1]
+        if former:
+            self.cache.states.save(former.pop())
+        if saves:
+            former.append(saves)
 
     monkeypatch.setattr(StepRunner, "_forward", overtaken)
 

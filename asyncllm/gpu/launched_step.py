@@ -36,13 +36,14 @@ class LaunchedStep:
 
     Attributes:
         is_decode: every row is a decode.
+        row_indices, starts: ``[R]`` int64, request indices of all rows, and their first positions.
         rows: ``[S]``, rows of the batch that are sampled; in the order in which they are.
         req_indices, positions: ``[S]``, of these rows, and where their tokens will be.
         num_logits: of these rows, how many need their logits; the others are behind them, and take
             the token of the largest one.
         epochs: ``[S]``, of the request indices.
-        row_stages, row_logprobs: ``[S]``, of the request indices: Stages, and how many
-            log-probabilities, -1 for none.
+        row_stages: ``[S]``, Stages of the request indices.
+        row_logprobs: ``[S]``, how many log-probabilities they have, -1 for none; with LOGPROBS.
         stages: of sampling, that any row without the host needs.
         blocks_to_zero: KV blocks to clear before it runs.
         updates: lines of the LogitsTables to write before it runs.
@@ -66,14 +67,14 @@ class LaunchedStep:
     def __init__(self, batch: StepBatch) -> None:
         self.batch = batch
         self.is_decode = batch.num_decodes == len(batch)
-        req_indices = np.array(batch.req_indices, dtype=np.int64)
-        starts = np.array(batch.starts, dtype=np.int64)
+        self.row_indices = np.array(batch.req_indices, dtype=np.int64)
+        self.starts = starts = np.array(batch.starts, dtype=np.int64)
         if self.is_decode:
-            self.rows, self.req_indices = np.arange(len(batch)), req_indices
+            self.rows, self.req_indices = np.arange(len(batch)), self.row_indices
             self.positions = starts + 1
         else:
             self.rows = np.flatnonzero(batch.samples)
-            self.req_indices = req_indices[self.rows]
+            self.req_indices = self.row_indices[self.rows]
             self.positions = (starts + np.array(batch.counts, dtype=np.int64))[self.rows]
         self.num_logits = len(self.rows)
         self.epochs = self.blocks_to_zero = self.row_stages = self.row_logprobs = NO_BLOCKS
@@ -135,11 +136,11 @@ class LaunchedStep:
     def drawn_output(self) -> SampleOutput:
         """The tokens in the buffer, and the errors and log-probabilities of their rows. What rows
         of the host have is void."""
-        tokens = self.buffer.tokens[: len(self.rows)].numpy().copy()
+        tokens = self.buffer.tokens.numpy()[: len(self.rows)].copy()
         output = SampleOutput(tokens)
-        failed, asked = tokens < 0, self.row_logprobs >= 0
+        failed = tokens < 0
         if self.host_rows is not None:
-            failed[self.host_rows.places] = asked[self.host_rows.places] = False
+            failed[self.host_rows.places] = False
         if failed.any():
             masked = self.masks_by_place()
             for place in np.flatnonzero(failed).tolist():
@@ -147,8 +148,11 @@ class LaunchedStep:
                 none_left = tokens[place] == NO_TOKEN_LEFT and restricted
                 output.errors[place] = ValueError(NONE_LEFT if none_left else NOT_FINITE)
                 tokens[place] = -1
-        asked = np.flatnonzero(asked & (tokens >= 0))
-        if len(asked):
+        if self.stages & Stages.LOGPROBS:
+            asked = self.row_logprobs >= 0
+            if self.host_rows is not None:
+                asked[self.host_rows.places] = False
+            asked = np.flatnonzero(asked & (tokens >= 0))
             top = self.buffer.logprobs
             values, ids = top.values.numpy()[asked], top.ids.numpy()[asked]
             found = token_logprobs(values, ids, tokens[asked], self.row_logprobs[asked])

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from threading import get_ident
 
+import numpy as np
 import torch
 
 from asyncllm.core.batch import GrammarMask, RowError, StepBatch, StepResult
@@ -324,7 +325,10 @@ class ModelRunner:
             return result
         output = runner.finish(step)
         runner.write_back(step, output.token_ids)
-        row_of = step.rows.tolist()
+        row_of, tokens = step.rows.tolist(), output.token_ids
+        if step.num_logits not in (0, len(tokens)):
+            tokens = tokens[np.argsort(step.rows)]
+        result.token_ids = tokens.tolist()
         if output.logprobs:
             result.logprobs = {row_of[i]: (value,) for i, value in output.logprobs.items()}
         if output.errors or step.failures:
@@ -334,8 +338,8 @@ class ModelRunner:
                 result.errors[row] = RowError.of(error)
                 result.counts[row] = 0
                 clear_frames(error)
-        tokens = dict(zip(row_of, output.token_ids.tolist(), strict=True))
-        result.token_ids = [tokens[row] for row in sorted(tokens) if row not in result.errors]
+            found = zip(sorted(row_of), result.token_ids, strict=True)
+            result.token_ids = [token for row, token in found if row not in errors]
         if output.prompt_logprobs:
             found = output.prompt_logprobs.items()
             result.prompt_logprobs = {row: one for row, one in found if row not in result.errors}

@@ -82,7 +82,7 @@ class StepMemory:
         """Writes a step whose changes of the batch have been applied to its host buffer."""
         host = step.buffer
         step.sizes = host.write(
-            step.batch, step.rows, step.req_indices, step.positions, step.num_logits
+            step.batch, step.row_indices, step.starts, step.rows, step.num_logits
         )
         if not self.on_device:
             return

@@ -142,7 +142,7 @@ class StepRunner:
         """Applies the step's changes of the batch."""
         batch, sampler, state = step.batch, self.sampler, self.sampler.state
         self.inputs.apply(batch)
-        if self._zeroes_blocks:
+        if self._zeroes_blocks and (batch.assignments or batch.new_blocks):
             step.blocks_to_zero = self.inputs.unfilled_blocks(batch)
         for req_index in batch.released:
             sampler.release(req_index)
@@ -151,13 +151,12 @@ class StepRunner:
             if update is not None:
                 step.updates.append(update)
         if self.replay.finds_largest:
-            needed = sampler.needing_logits(step.req_indices)
+            needed = state.needs_logits[step.req_indices]
             if batch.masked_rows:
                 needed[step.places_of(batch.masked_rows)] = True
             step.put_first(needed)
         step.epochs = self.inputs.epochs[step.req_indices]
         step.row_stages = state.stages[step.req_indices]
-        step.row_logprobs = state.logprobs[step.req_indices]
         if failures := sampler.failures:
             # Kept with the step: its indices may have other requests when it is collected.
             step.failures = {
@@ -172,7 +171,10 @@ class StepRunner:
         if len(places):
             at = step.req_indices[places], step.positions[places]
             step.host_rows = HostRows(self.sampler, places, *at)
-        step.stages |= Stages(int(np.bitwise_or.reduce(step.row_stages, initial=0)))
+        if step.row_stages.any():
+            step.stages |= Stages(int(np.bitwise_or.reduce(step.row_stages)))
+        if step.stages & Stages.LOGPROBS:
+            step.row_logprobs = self.sampler.state.logprobs[step.req_indices]
         if step.stages and not self.memory.on_device:
             self.memory.write_previous(step, self.memory.buffer)
 
@@ -214,8 +216,8 @@ class StepRunner:
                 self._draw_apart(step, logits)
             else:
                 self.draw(logits, step.stages)
-        if len(largest):
-            memory.sampled[count : count + len(largest)] = largest
+        if count < len(step.rows):
+            memory.sampled.numpy()[count : len(step.rows)] = largest.numpy()
         if step.buffer is not memory.buffer:
             memory.return_tokens(step)
 

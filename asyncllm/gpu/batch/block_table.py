@@ -60,13 +60,13 @@ class BlockTable:
         """Changes since the last call.
 
         Returns:
-            Indices into the flat table, int64, none twice, and their values, int32.
+            Indices into the flat table, int64, and their values, int32: of one that is there
+            twice, the same each time.
         """
         if not self._changes:
             return NO_BLOCKS, NO_BLOCKS.astype(np.int32)
-        changes = self._changes
-        indices = changes[0] if len(changes) == 1 else np.unique(np.concatenate(changes))
-        changes.clear()
+        indices = np.concatenate(self._changes)
+        self._changes.clear()
         return indices, self.table.reshape(-1)[indices]
 
     def slot_mapping(self, req_indices: np.ndarray, positions: np.ndarray) -> np.ndarray:

@@ -64,7 +64,7 @@ class HostBuffer(StepBuffer):
     def set_table_changes(
         self, changes: Sequence[tuple[np.ndarray, np.ndarray]]
     ) -> list[TableChange]:
-        """Writes changes of each group's block table; no index twice.
+        """Writes changes of each group's block table.
 
         Returns:
             Those of groups with more of them than there is room for.

@@ -99,28 +99,25 @@ class StepBuffer(Sections):
             self.tensors[name].fill_(-1)
 
     def write(
-        self, batch: StepBatch, rows: np.ndarray, req_indices: np.ndarray, positions: np.ndarray,
+        self, batch: StepBatch, req_indices: np.ndarray, starts: np.ndarray, rows: np.ndarray,
         num_logits: int,
     ) -> StepSizes:  # fmt: skip
-        """Writes the given sections, padded by rows of request index -1.
+        """Writes the given sections; on a device that pads steps, with rows of request index -1
+        behind.
 
         Args:
+            req_indices, starts: ``[R]`` int64, as the batch has them.
             rows: ``[S]``, the sampled rows, those that need logits first.
-            req_indices, positions: ``[S]``, of these rows, and of the tokens that they sample.
         """
         arrays, count, sampled = self.arrays, len(batch), len(rows)
-        for name, values, padding in (
-            ("req_indices", batch.req_indices, -1),
-            ("starts", batch.starts, 0),
-            ("counts", batch.counts, 0),
-        ):
-            arrays[name][:count], arrays[name][count:] = values, padding
-        for name, values, padding in (
-            ("sampled_req_indices", req_indices, -1),
-            (ROWS, positions - 1, 0),
-        ):
-            arrays[name][:sampled], arrays[name][sampled:] = values, padding
-        wanted, counts = sampled, arrays["counts"][:count]
+        counts, wanted = arrays["counts"][:count], sampled
+        arrays["req_indices"][:count], arrays["starts"][:count] = req_indices, starts
+        counts[:] = 1 if batch.num_decodes == count else batch.counts
+        arrays["sampled_req_indices"][:sampled] = req_indices[rows]
+        arrays[ROWS][:sampled] = (starts + counts)[rows] - 1
+        if self.limits.lines:
+            arrays["req_indices"][count:] = arrays["sampled_req_indices"][sampled:] = -1
+            arrays["starts"][count:] = arrays[ROWS][sampled:] = 0
         if batch.num_decodes == count:
             arrays["wanted"][:sampled] = rows
         else:
@@ -147,10 +144,12 @@ class StepBuffer(Sections):
         found = {"token_ids": inputs.token_ids[lines, positions], "positions": positions}
         for group, table in enumerate(inputs.tables):
             found[f"slots_{group}"] = table.slot_mapping(lines, positions)
+        padded = self.limits.padded_tokens
         for name, values in found.items():
             arrays[name][:tokens] = values
-            # Token 0 at position 0, whose KV goes to the null block.
-            arrays[name][tokens : self.limits.padded_tokens] = 0
+            if tokens < padded:
+                # Token 0 at position 0, whose KV goes to the null block.
+                arrays[name][tokens:padded] = 0
 
     def rows(self, count: int) -> RowArrays:
         """The first rows on the host."""
@@ -201,13 +200,12 @@ class StepBuffer(Sections):
 def step_inputs(batch: StepBatch, inputs: InputBatch, device: torch.device) -> StepInputs:
     """A step on ``device`` apart from any runner: in sections of its own, with the tables copied
     from the persistent batch, and the logits of every sampled row."""
-    rows = np.flatnonzero(batch.samples)
-    req_indices = np.array(batch.req_indices, dtype=np.int64)[rows]
-    positions = (np.array(batch.starts, dtype=np.int64) + batch.counts)[rows]
+    rows, starts = np.flatnonzero(batch.samples), np.array(batch.starts, dtype=np.int64)
+    req_indices = np.array(batch.req_indices, dtype=np.int64)
     num_tokens = sum(batch.counts)
     limits = StepLimits(len(batch), max(len(batch), num_tokens), len(inputs.tables))
     host = StepBuffer(limits, torch.device("cpu"))
-    sizes = host.write(batch, rows, req_indices, positions, len(rows))
+    sizes = host.write(batch, req_indices, starts, rows, len(rows))
     sizes = sizes._replace(tokens=num_tokens)
     host.derive(inputs, sizes, batch.num_decodes)
     own = host if device.type == "cpu" else StepBuffer(limits, device)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 from torch import Tensor
 
 from asyncllm.core.batch import RequestAssignment
 from asyncllm.gpu.batch.input_batch import InputBatch
 from asyncllm.gpu.batch.sampling_inputs import LOGITS_STAGES, SamplingRows, Stages, TopLogprobs
 from asyncllm.gpu.memory import is_device_failure
-from asyncllm.gpu.ops.gumbel import MIN_TEMPERATURE
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.sample.batched_processors import BatchedProcessors
 from asyncllm.gpu.sample.sampling_state import LineUpdate, SamplingState
@@ -73,15 +71,6 @@ class Sampler:
             self.batched.leave(rules.claim)
         self.state.release(req_index)
         self.failures.pop(req_index, None)
-
-    def needing_logits(self, req_indices: np.ndarray) -> np.ndarray:
-        """``[S]`` bool, by row: False where a request takes its largest logit and needs nothing
-        else of them."""
-        state = self.state
-        needed = state.sections.arrays["temperature"][req_indices] >= MIN_TEMPERATURE
-        needed |= state.stages[req_indices] != 0
-        needed[state.needing_host(req_indices)] = True
-        return needed
 
     def sample(
         self,

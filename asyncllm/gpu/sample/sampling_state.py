@@ -19,6 +19,7 @@ from asyncllm.gpu.batch.sampling_inputs import (
 from asyncllm.gpu.batch.sampling_table import SCALARS, scalar_sections
 from asyncllm.gpu.batch.sections import Sections
 from asyncllm.gpu.h2d import copy_to_device
+from asyncllm.gpu.ops.gumbel import MIN_TEMPERATURE
 from asyncllm.gpu.sample.host_rules import HostRules, IdsAndValues
 from asyncllm.gpu.sample.rng import mix_seed
 
@@ -76,6 +77,8 @@ class SamplingState:
         sections: of SCALARS, ``[N + 1]`` each, the line for padding included.
         logprobs: ``[N + 1]`` int64, -1 for none; at most ``num_logprobs``.
         stages: ``[N + 1]`` int64, the bits of Stages that an index needs.
+        needs_logits: ``[N + 1]`` bool, False for an index that takes its largest logit and needs
+            nothing else of them.
         host: by request index, for those that have any.
         host_logprobs: by request index, numbers of log-probabilities above ``num_logprobs``.
         version: changes of the parameters so far, so that a copy knows whether it is current.
@@ -90,6 +93,7 @@ class SamplingState:
             self._scalars[name].fill(scalar.neutral)
         self.logprobs = np.full(lines, -1, dtype=np.int64)
         self.stages = np.zeros(lines, dtype=np.int64)
+        self.needs_logits = np.ones(lines, dtype=np.bool_)
         self.host: dict[int, HostRules] = {}
         self.host_logprobs: dict[int, int] = {}
         self.version = 0
@@ -122,6 +126,9 @@ class SamplingState:
         if added or params.repetition_penalty != 1:
             self._assign_penalties(update, assignment)
         self.stages[req_index] = update.stages.value
+        has_host = req_index in self.host or req_index in self.host_logprobs
+        drawn = scalars["temperature"][req_index] >= MIN_TEMPERATURE
+        self.needs_logits[req_index] = bool(update.stages) or has_host or drawn
         return update if update.stages & (Stages.RULES | Stages.PENALTIES) else None
 
     def _assign_logprobs(self, update: LineUpdate, count: int) -> None:
@@ -198,11 +205,13 @@ class SamplingState:
             self._scalars[name][req_index] = scalar.neutral
         self.logprobs[req_index] = -1
         self.stages[req_index] = 0
+        self.needs_logits[req_index] = True
         self.host.pop(req_index, None)
         self.host_logprobs.pop(req_index, None)
 
     def rules_of(self, req_index: int) -> HostRules:
-        """The rules of an index for the host, empty ones if it had none."""
+        """The rules of an index for the host, which it has from now on."""
+        self.needs_logits[req_index] = True
         return self.host.setdefault(req_index, HostRules(None, None, 0, (), ()))
 
     def needing_host(self, req_indices: np.ndarray) -> np.ndarray:
