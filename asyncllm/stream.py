@@ -24,7 +24,7 @@ from asyncllm.outputs import (
 from asyncllm.runtime.event_loop import EventLoopBackend
 from asyncllm.runtime.handle import Handle
 from asyncllm.runtime.mailbox import LoopMailbox, ThreadMailbox
-from asyncllm.tools.message_parser import MessageParser
+from asyncllm.tool_calls.message_parser import MessageParser
 
 _NO_TOKENS = Delta("", ())
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from asyncllm.core.reasoning import Reasoning
 from asyncllm.errors import InvalidRequestError
 from asyncllm.structured.spec import StructuredOutputs
-from asyncllm.tools.response_format import ResponseFormat
+from asyncllm.tool_calls.response_format import ResponseFormat
 
 if TYPE_CHECKING:
     from asyncllm.text.tokenizer import Tokenizer

@@ -33,10 +33,10 @@ from asyncllm.structured.grammar import Grammar
 from asyncllm.text.bad_words import bad_words_token_ids
 from asyncllm.text.template_input import TemplateInput
 from asyncllm.text.tokenizer_thread import LONG_TEXT, TokenizerThread
-from asyncllm.tools.message_parser import MessageParser
-from asyncllm.tools.response_format import ResponseFormat, ResponseFormats
-from asyncllm.tools.tool_grammar import with_tool_grammar
-from asyncllm.tools.tool_use import ToolUse
+from asyncllm.tool_calls.message_parser import MessageParser
+from asyncllm.tool_calls.response_format import ResponseFormat, ResponseFormats
+from asyncllm.tool_calls.tool_grammar import with_tool_grammar
+from asyncllm.tool_calls.tool_use import ToolUse
 
 Asked = tuple[Operation, Any]
 """Operation and prompt of a RequestInfo, which is made only where an observer reads it."""

@@ -20,7 +20,7 @@ from asyncllm.structured.grammar import Vocabulary
 
 if TYPE_CHECKING:
     from asyncllm.text.tokenizer import Tokenizer
-    from asyncllm.tools.response_format import ResponseFormats
+    from asyncllm.tool_calls.response_format import ResponseFormats
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ def _report(
 
 def _read_tokenizer(path: Path, config: EngineConfig) -> tuple[Tokenizer, ResponseFormats]:
     from asyncllm.text.tokenizer import Tokenizer
-    from asyncllm.tools.response_format import ResponseFormats
+    from asyncllm.tool_calls.response_format import ResponseFormats
 
     tokenizer = Tokenizer.from_directory(path, trust_remote_code=config.trust_remote_code)
     # Here and not at the first chat, whose caller's loop would wait for it.

@@ -13,7 +13,7 @@ from asyncllm.serving.protocol_error import ProtocolError
 from asyncllm.serving.request_body import JustFalse, RequestBody, few_fields, invalid, unsupported
 from asyncllm.serving.sampling_fields import Choices, text_or_list
 from asyncllm.stream import TokenStream
-from asyncllm.tools.tool_use import MAX_TOOLS
+from asyncllm.tool_calls.tool_use import MAX_TOOLS
 from asyncllm.validation import MAX_INTEGER
 
 FORBID = ConfigDict(extra="forbid", strict=True)

@@ -20,7 +20,7 @@ from asyncllm.serving.request_body import JustFalse, few_fields, unsupported
 from asyncllm.serving.response_input import InputItem, Message, messages_of
 from asyncllm.serving.sampling_fields import SamplingFields, text_or_list
 from asyncllm.stream import TokenStream
-from asyncllm.tools.tool_use import MAX_TOOLS
+from asyncllm.tool_calls.tool_use import MAX_TOOLS
 from asyncllm.validation import MAX_INTEGER
 
 LOGPROBS = "message.output_text.logprobs"

@@ -14,8 +14,8 @@ from asyncllm.serving.protocol_error import ProtocolError
 from asyncllm.serving.request_body import RequestBody, parse_json
 from asyncllm.serving.serving import Serving
 from asyncllm.text.template_input import TemplateInput
-from asyncllm.tools.response_format import ResponseFormats
-from asyncllm.tools.tool_use import ToolUse
+from asyncllm.tool_calls.response_format import ResponseFormats
+from asyncllm.tool_calls.tool_use import ToolUse
 from asyncllm.validation import MAX_ITEMS
 
 

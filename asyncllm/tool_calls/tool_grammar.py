@@ -11,9 +11,9 @@ from asyncllm.errors import InvalidRequestError
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.structured.json_schema import ANNOTATIONS
 from asyncllm.structured.spec import StructuredOutputs, parse_structured_outputs
-from asyncllm.tools.families import CallForm
-from asyncllm.tools.response_format import ResponseFormat
-from asyncllm.tools.tool_use import ToolUse
+from asyncllm.tool_calls.families import CallForm
+from asyncllm.tool_calls.response_format import ResponseFormat
+from asyncllm.tool_calls.tool_use import ToolUse
 
 _CLOSED = ANNOTATIONS | {"type", "properties", "required"}
 """Keywords of parameters that name all that there are."""

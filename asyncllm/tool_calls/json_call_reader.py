@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Literal, NamedTuple
 
-from asyncllm.tools.call_reader import Event
-from asyncllm.tools.delimiters import Delimiters
+from asyncllm.tool_calls.call_reader import Event
+from asyncllm.tool_calls.delimiters import Delimiters
 
 _MAX_HEAD = 1024
 """Characters of a key, or of a name."""

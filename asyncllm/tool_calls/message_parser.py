@@ -9,9 +9,9 @@ from functools import partial
 from typing import Any
 
 from asyncllm.outputs import CompletionOutput, Delta, ToolCall, ToolCallDelta
-from asyncllm.tools.call_reader import CallReader, Event
-from asyncllm.tools.delimiters import DelimiterScanner, Found
-from asyncllm.tools.response_format import CALLS, SKIP, ResponseFormat
+from asyncllm.tool_calls.call_reader import CallReader, Event
+from asyncllm.tool_calls.delimiters import DelimiterScanner, Found
+from asyncllm.tool_calls.response_format import CALLS, SKIP, ResponseFormat
 
 _PIECE = 4096
 """Characters of a delta that are looked at at a time: what follows a call is scanned anew."""

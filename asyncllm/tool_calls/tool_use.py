@@ -11,7 +11,7 @@ from asyncllm import validation as check
 from asyncllm.errors import InvalidRequestError
 from asyncllm.structured.references import is_local, resolve
 from asyncllm.text.template_input import plain_values
-from asyncllm.tools.function_schema import function_schema, is_function, is_model
+from asyncllm.tool_calls.function_schema import function_schema, is_function, is_model
 
 MAX_TOOLS = 1024
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")

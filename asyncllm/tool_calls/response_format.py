@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from asyncllm.checkpoint.importing import importing_transformers
 from asyncllm.errors import InvalidRequestError, ModelLoadError
-from asyncllm.tools.call_reader import CallReader, RegionCallReader
-from asyncllm.tools.delimiters import Delimiters, Found, literals_or_pattern
-from asyncllm.tools.families import (
+from asyncllm.tool_calls.call_reader import CallReader, RegionCallReader
+from asyncllm.tool_calls.delimiters import Delimiters, Found, literals_or_pattern
+from asyncllm.tool_calls.families import (
     REASONING_FAMILIES,
     TOOL_FAMILIES,
     CallForm,
     ReasoningFamily,
     ToolFamily,
 )
-from asyncllm.tools.json_call_reader import JsonCallReader, JsonSyntax
+from asyncllm.tool_calls.json_call_reader import JsonCallReader, JsonSyntax
 
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 CALLS = "tool_calls"

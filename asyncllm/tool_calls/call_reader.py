@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, Protocol
 
-from asyncllm.tools.delimiters import Delimiters, DelimiterScanner
+from asyncllm.tool_calls.delimiters import Delimiters, DelimiterScanner
 
 
 class Event(NamedTuple):
