@@ -80,8 +80,8 @@ class EngineConfig:
         num_blocks: usable KV blocks; overrides ``kv_cache_memory``. A block has the KV of all
             layers, or of those of one KV group in a model with sliding windows.
         enable_prefix_caching: keep and find the KV of shared prefixes; None is True, but for models
-            with recurrent layers where there is no memory for ``num_state_checkpoints``.
-        num_state_checkpoints: recurrent states kept of prefixes, in a model with recurrent layers,
+            with recurrent layers where there is no memory for ``num_state_snapshots``.
+        num_state_snapshots: recurrent states kept of prefixes, in a model with recurrent layers,
             beside one for each of ``max_num_seqs``. Each is as large as the KV of hundreds of
             tokens or more. "auto" is four for each, in an eighth of the memory beside the weights
             at most, and on a CPU in 1 GiB.
@@ -149,7 +149,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     num_blocks: int | None = None
     enable_prefix_caching: bool | None = None
-    num_state_checkpoints: int | Literal["auto"] = "auto"
+    num_state_snapshots: int | Literal["auto"] = "auto"
     attention_backend: str = "auto"
     cuda_graphs: CudaGraphs = "auto"
     cudagraph_capture_sizes: tuple[int, ...] | None = None
@@ -184,8 +184,8 @@ class EngineConfig:
         check.field(self, check.integer, "seed", 0, 2**64 - 1)
         if not check.same(self.max_num_batched_tokens, "auto"):
             check.field(self, check.integer, "max_num_batched_tokens", 1, _MAX_TOKENS)
-        if not check.same(self.num_state_checkpoints, "auto"):
-            check.field(self, check.integer, "num_state_checkpoints", 1, _MAX_SEQS)
+        if not check.same(self.num_state_snapshots, "auto"):
+            check.field(self, check.integer, "num_state_snapshots", 1, _MAX_SEQS)
         check.field(self, check.number, "gpu_memory_utilization", 0, 1, above=True)
         check.field(self, check.seconds, "step_timeout", above=True)
         check.field(self, check.seconds, "grammar_timeout", above=True)

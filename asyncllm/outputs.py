@@ -307,10 +307,10 @@ class EngineStats:
         kv_cache_usage: share of the blocks that requests hold, 0 to 1.
         prefix_cache_queries: prompt tokens looked up in the prefix cache.
         prefix_cache_hits: of these, tokens found.
-        num_state_checkpoints: recurrent states that can be kept for prefixes, in a model with
+        num_state_snapshots: recurrent states that can be kept for prefixes, in a model with
             recurrent layers whose prefixes are cached; else 0.
         num_cached_states: of these, states that a request can go on from.
-        state_checkpoint_bytes: memory of ``num_state_checkpoints``.
+        state_snapshot_bytes: memory of ``num_state_snapshots``.
         num_preemptions: times a request lost its blocks to another.
         prompt_tokens: prompt tokens of the requests that were scheduled.
         generation_tokens: output tokens; grows with every step.
@@ -331,9 +331,9 @@ class EngineStats:
     kv_cache_usage: float = 0.0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
-    num_state_checkpoints: int = 0
+    num_state_snapshots: int = 0
     num_cached_states: int = 0
-    state_checkpoint_bytes: int = 0
+    state_snapshot_bytes: int = 0
     num_preemptions: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0

@@ -86,10 +86,10 @@ class StepBatch:
         trimmed: ``(req_index, KV group, first, end)``: entries of tables of requests that had a
             slot that are the null block from this step on. Their tokens lie before the window of
             every query to come, and their blocks may have a new owner in this very step.
-        state_loads: ``(req_index, checkpoint)``: a request enters a slot behind a cached prefix;
+        state_loads: ``(req_index, snapshot)``: a request enters a slot behind a cached prefix;
             its recurrent state is copied from there before the step runs.
-        state_saves: ``(req_index, checkpoint)``: the state that the request has behind the step is
-            copied there, before a later one runs. Checkpoints are counted from 1.
+        state_saves: ``(req_index, snapshot)``: the state that the request has behind the step is
+            copied there, before a later one runs. Snapshots are counted from 1.
         num_tokens: sum of ``counts``.
         masked_rows: sampling rows, in ascending order, whose tokens a grammar restricts. The
             step is sampled once ``Executor.sample`` brings their masks, and not before.

@@ -4,7 +4,7 @@ The free list is intrusive and doubly linked, as in vLLM v1: popping the head, a
 the tail and removing from the middle on a prefix hit are O(1). A freed block keeps its hash
 and its contents and stays findable until it is popped for reuse, so eviction is lazy and
 least recently used. Blocks without a hash are of no use to another request and go to the head.
-A second pool has the recurrent states of prefixes in the place of KV (StateCheckpoints).
+A second pool has the recurrent states of prefixes in the place of KV (StateSnapshots).
 """
 
 from __future__ import annotations

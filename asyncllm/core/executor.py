@@ -81,15 +81,15 @@ class ExecutorInfo:
             said.
         has_states: the executor keeps a recurrent state per request index, of all tokens computed
             there. A request that leaves its index computes its tokens again, from position 0 or
-            from a checkpoint.
-        num_state_checkpoints: states that the executor keeps beside those, 1 to this, each of a
+            from a snapshot.
+        num_state_snapshots: states that the executor keeps beside those, 1 to this, each of a
             prefix. With 0 prefixes are not cached where there are states.
         state_bytes: of one state.
 
     Raises:
         ValueError: for several tokens per row with steps in flight. A second step starts
             where the first one ends, which would be known on the device alone. Likewise with
-            states, which would have taken in the drafts that are rejected. For checkpoints
+            states, which would have taken in the drafts that are rejected. For snapshots
             without states.
     """
 
@@ -104,7 +104,7 @@ class ExecutorInfo:
     sampling_limits: SamplingLimits | None = None
     step_timeout: float = 600.0
     has_states: bool = False
-    num_state_checkpoints: int = 0
+    num_state_snapshots: int = 0
     state_bytes: int = 0
 
     def __post_init__(self) -> None:
@@ -117,9 +117,9 @@ class ExecutorInfo:
             raise ValueError(
                 f"max_tokens_per_row={self.max_tokens_per_row} with has_states: expected 1"
             )
-        if self.num_state_checkpoints and not self.has_states:
+        if self.num_state_snapshots and not self.has_states:
             raise ValueError(
-                f"num_state_checkpoints={self.num_state_checkpoints} without has_states: expected 0"
+                f"num_state_snapshots={self.num_state_snapshots} without has_states: expected 0"
             )
 
     @property

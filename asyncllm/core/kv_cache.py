@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from asyncllm.core.block_pool import Block, BlockPool
 from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.core.request import NEVER, Request
-from asyncllm.core.state_checkpoints import StateCheckpoints
+from asyncllm.core.state_snapshots import StateSnapshots
 
 Trim = tuple[int, int, int]
 """KV group, first entry and end of a range of its block table that became the null block."""
@@ -132,12 +132,12 @@ class KVCacheManager:
         specs: the groups.
         step_tokens: that a step computes of a sequence at most, drafts included.
         enable_prefix_caching: publish full blocks and look prefixes up.
-        num_state_checkpoints: of a model with recurrent states whose prefixes are cached.
+        num_state_snapshots: of a model with recurrent states whose prefixes are cached.
 
     Attributes:
         watermark: blocks that stay free when a request is admitted beside running ones (1 % of the
             pool, vLLM's share), or it would be preempted in their next step.
-        states: checkpoints of recurrent states, without which a cached prefix is of no use to a
+        states: snapshots of recurrent states, without which a cached prefix is of no use to a
             model that has any; None for one without states, and where prefixes are not cached.
     """
 
@@ -148,13 +148,13 @@ class KVCacheManager:
         *,
         step_tokens: int,
         enable_prefix_caching: bool = True,
-        num_state_checkpoints: int = 0,
+        num_state_snapshots: int = 0,
     ) -> None:
         self.pool = BlockPool(num_blocks)
-        self.states: StateCheckpoints | None = None
-        if enable_prefix_caching and num_state_checkpoints:
+        self.states: StateSnapshots | None = None
+        if enable_prefix_caching and num_state_snapshots:
             sizes = [spec.block_size for spec in specs]
-            self.states = StateCheckpoints(num_state_checkpoints, sizes)
+            self.states = StateSnapshots(num_state_snapshots, sizes)
         self.groups = [
             _GROUPS[spec.kind](spec, i, self.pool, step_tokens) for i, spec in enumerate(specs)
         ]
@@ -189,7 +189,7 @@ class KVCacheManager:
     def find_prefix(self, request: Request) -> tuple[list[Block], ...]:
         """The longest prefix that all groups have in the cache, as a block table per group. It has
         at most ``Request.max_cached_tokens``, so that a token with logits to sample from is left
-        to compute. With recurrent states it ends at a checkpoint."""
+        to compute. With recurrent states it ends at a snapshot."""
         if not self.enable_prefix_caching:
             return tuple([] for _ in self.groups)
         length = request.max_cached_tokens
@@ -285,7 +285,7 @@ class KVCacheManager:
 
     def _append(self, request: Request, counts: list[int]) -> list[list[Block]]:
         # A row ends where a state is saved.
-        appended, num_slots = [], request.checkpoint_at
+        appended, num_slots = [], request.snapshot_at
         for group in self.groups:
             blocks = request.blocks[group.index]
             count = counts[group.index]
@@ -320,15 +320,15 @@ class KVCacheManager:
         request.num_published = num_tokens
         request.publish_at = (num_tokens // self._publish_every + 1) * self._publish_every
 
-    def withdraw(self, published: list[Block], checkpoints: list[Block]) -> None:
+    def withdraw(self, published: list[Block], snapshots: list[Block]) -> None:
         """Removes from the caches what was published for a step that failed."""
         for block in published:
             self.pool.unpublish(block)
-        for block in checkpoints:
+        for block in snapshots:
             assert self.states is not None
             self.states.pool.unpublish(block)
         published.clear()
-        checkpoints.clear()
+        snapshots.clear()
 
     def reset_prefix_cache(self) -> bool:
         """Forgets every prefix. False, with nothing done, while requests hold blocks; no step may

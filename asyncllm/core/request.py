@@ -121,11 +121,11 @@ class Request:
             and at most one to trim before.
         num_published: leading tokens whose full blocks were offered to the pool.
         publish_at: tokens with which the next block is full and can be offered.
-        checkpoint_at: tokens with which its recurrent state is saved, at a row's end; of a model
-            without states they are never reached. With the next two, StateCheckpoints'.
+        snapshot_at: tokens with which its recurrent state is saved, at a row's end; of a model
+            without states they are never reached. With the next two, StateSnapshots'.
         num_shared_tokens: leading tokens whose KV was cached at the last look-up, with or without a
             state behind them.
-        output_checkpoint: the newest one of its output, and the hash that it got.
+        output_snapshot: the newest one of its output, and the hash that it got.
         bad_words: token sequences that may not occur in the output.
         claimed_by: numbers of the engine's logits processors that have a part in it.
         needs_host: its tokens are drawn with the host, so that a step that goes on from one waits
@@ -175,9 +175,9 @@ class Request:
     num_slots: int = field(init=False, default=0)
     num_published: int = field(init=False, default=0)
     publish_at: int = field(init=False, default=0)
-    checkpoint_at: int = field(init=False, default=NEVER)
+    snapshot_at: int = field(init=False, default=NEVER)
     num_shared_tokens: int = field(init=False, default=0)
-    output_checkpoint: tuple[Block, bytes] | None = field(init=False, default=None)
+    output_snapshot: tuple[Block, bytes] | None = field(init=False, default=None)
     num_cached_tokens: int = field(init=False, default=0)
     num_preemptions: int = field(init=False, default=0)
     first_scheduled_at: float | None = field(init=False, default=None)

@@ -17,7 +17,7 @@ class ScheduledStep:
     Attributes:
         requests, epochs: by row. A result counts only while its request has that epoch.
         admitted: requests that got a slot with this step.
-        published, checkpoints: KV blocks and states that entered the prefix cache because of this
+        published, snapshots: KV blocks and states that entered the prefix cache because of this
             step, and are withdrawn if it fails.
         is_masked: a row that samples has a grammar.
     """
@@ -27,7 +27,7 @@ class ScheduledStep:
     epochs: list[int] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
     published: list[Block] = field(default_factory=list)
-    checkpoints: list[Block] = field(default_factory=list)
+    snapshots: list[Block] = field(default_factory=list)
     is_masked: bool = False
 
     def order_decodes_first(self) -> None:

@@ -36,7 +36,7 @@ class Scheduler:
         info: the executor's limits.
         policy: "fcfs", "priority" or "deadline".
         enable_prefix_caching: find and publish shared prefixes, if the executor has no states or
-            keeps checkpoints of them.
+            keeps snapshots of them.
         in_process: the executor's, if it has one.
     """
 
@@ -54,8 +54,8 @@ class Scheduler:
             info.kv_groups,
             step_tokens=info.max_step_tokens,
             enable_prefix_caching=enable_prefix_caching
-            and (not info.has_states or info.num_state_checkpoints > 0),
-            num_state_checkpoints=info.num_state_checkpoints,
+            and (not info.has_states or info.num_state_snapshots > 0),
+            num_state_snapshots=info.num_state_snapshots,
         )
         self.in_process = in_process or InProcess()
         self.num_lookahead_tokens = info.max_tokens_per_row - 1
@@ -189,7 +189,7 @@ class Scheduler:
                 count = budget
             end = request.num_computed_tokens + count + lookahead
             if end > request.num_slots:
-                end = min(end, self.info.max_model_len, request.checkpoint_at)
+                end = min(end, self.info.max_model_len, request.snapshot_at)
                 count = min(count, end - request.num_computed_tokens)
                 trims = self.kv.trim(request)
                 block_ids = self.kv.grow(request, end)
@@ -234,7 +234,7 @@ class Scheduler:
             step.admitted.append(request)
             if states is not None and request.num_computed_tokens:
                 step.batch.state_loads.append((request.req_index, states.load(request)))
-            end = min(len(request.token_ids), request.checkpoint_at)
+            end = min(len(request.token_ids), request.snapshot_at)
             count = min(end - request.num_computed_tokens, budget)
             self._commit(request, count, step)
             budget -= count
@@ -294,14 +294,14 @@ class Scheduler:
                 step.is_masked = True
         if end >= request.publish_at:
             step.published += self.kv.publish(request)
-            if end == request.checkpoint_at:
+            if end == request.snapshot_at:
                 self._save_state(request, step)
 
     def _save_state(self, request: Request, step: ScheduledStep) -> None:
         assert self.kv.states is not None
-        checkpoint = self.kv.states.save(request, step.checkpoints)
-        if checkpoint is not None:
-            step.batch.state_saves.append((request.req_index, checkpoint))
+        snapshot = self.kv.states.save(request, step.snapshots)
+        if snapshot is not None:
+            step.batch.state_saves.append((request.req_index, snapshot))
 
     def _assignment(self, request: Request) -> RequestAssignment:
         processors_key = -1
@@ -387,7 +387,7 @@ class Scheduler:
         resets every request that was in them or in a slot for recomputation."""
         steps = list(steps)
         for step in steps:
-            self.kv.withdraw(step.published, step.checkpoints)
+            self.kv.withdraw(step.published, step.snapshots)
         affected = dict.fromkeys(self.running)
         for step in steps:
             for request, epoch in zip(step.requests, step.epochs, strict=True):

@@ -87,7 +87,7 @@ class FakeExecutor:
     says how many drafts are accepted, and the rejected ones leave wrong KV behind.
 
     With ``info.has_states`` it keeps one more digest per request index, as a recurrent layer does:
-    a row at position 0 clears it, every other one goes on from what lies there. Checkpoints are
+    a row at position 0 clears it, every other one goes on from what lies there. Snapshots are
     copied before and behind the step, as on a device.
 
     Its prompt log-probabilities are made of the digests too: the token that a digest says is the
@@ -125,7 +125,7 @@ class FakeExecutor:
         self._tokens: dict[int, list[int]] = {}
         self._blocks: dict[int, tuple[list[int], ...]] = {}
         self._ids: dict[int, str] = {}
-        self._states = [0] * (info.max_num_seqs + info.num_state_checkpoints)
+        self._states = [0] * (info.max_num_seqs + info.num_state_snapshots)
 
     def reference(self, prompt: Sequence[int], count: int) -> list[int]:
         """The ``count`` tokens that follow ``prompt``, computed without any cache."""
@@ -272,17 +272,17 @@ class FakeExecutor:
 
     def _advance(self, batch: StepBatch) -> list[int]:
         """The state behind each row."""
-        first = self.info.max_num_seqs - 1  # checkpoints are counted from 1
-        for req_index, checkpoint in batch.state_loads:
-            self._states[req_index] = self._states[first + checkpoint]
+        first = self.info.max_num_seqs - 1  # snapshots are counted from 1
+        for req_index, snapshot in batch.state_loads:
+            self._states[req_index] = self._states[first + snapshot]
         for req_index, start, count in zip(
             batch.req_indices, batch.starts, batch.counts, strict=True
         ):
             state = self._states[req_index] if start else len(self.info.kv_groups)
             tokens = self._tokens[req_index][start : start + count]
             self._states[req_index] = functools.reduce(mix, tokens, state)
-        for req_index, checkpoint in batch.state_saves:
-            self._states[first + checkpoint] = self._states[req_index]
+        for req_index, snapshot in batch.state_saves:
+            self._states[first + snapshot] = self._states[req_index]
         return [self._states[req_index] for req_index in batch.req_indices]
 
     def _write(self, group: int, req_index: int, start: int, tokens: Sequence[int]) -> int:

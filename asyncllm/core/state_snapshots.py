@@ -1,4 +1,4 @@
-"""StateCheckpoints: recurrent states behind prefixes, for other requests to go on from."""
+"""StateSnapshots: recurrent states behind prefixes, for other requests to go on from."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from asyncllm.core.block_pool import Block, BlockPool
 from asyncllm.core.request import Request
 
 OUTPUT_INTERVAL = 256
-"""Tokens of output from one checkpoint to the next."""
+"""Tokens of output from one snapshot to the next."""
 
 
 @dataclass(slots=True)
 class _Save:
-    """A checkpoint that a step writes which is launched or about to be.
+    """A snapshot that a step writes which is launched or about to be.
 
     Attributes:
         num_tokens: of the prefix whose state it is.
@@ -29,8 +29,8 @@ class _Save:
     published: list[Block]
 
 
-class StateCheckpoints:
-    """Checkpoints of recurrent states, in a BlockPool of their own: a block is a slot for the
+class StateSnapshots:
+    """Snapshots of recurrent states, in a BlockPool of their own: a block is a slot for the
     states of all layers behind a prefix, hashed as the prefix's last KV block is.
 
     The states behind one position take the memory of the KV of a thousand tokens and more, and are
@@ -43,23 +43,23 @@ class StateCheckpoints:
     - every ``interval`` tokens of its output, and at the last full block of output that is
       computed anew, of which the newest alone is kept.
 
-    A row ends at a checkpoint, because a state is that of the row's end. The executor saves it
+    A row ends at a snapshot, because a state is that of the row's end. The executor saves it
     behind the step's forward pass, so that it counts from the next step on, if the request still
     has the epoch that it had, and once the last of its tokens is known.
 
     Args:
-        num_checkpoints: slots, beside those of running requests.
+        num_snapshots: slots, beside those of running requests.
         block_sizes: of the KV groups: a prefix ends where a block of every group does.
-        interval: tokens of output between two checkpoints, rounded up to whole blocks.
+        interval: tokens of output between two snapshots, rounded up to whole blocks.
 
     Attributes:
-        pool: its block i is the executor's checkpoint i.
+        pool: its block i is the executor's snapshot i.
     """
 
     def __init__(
-        self, num_checkpoints: int, block_sizes: Sequence[int], interval: int = OUTPUT_INTERVAL
+        self, num_snapshots: int, block_sizes: Sequence[int], interval: int = OUTPUT_INTERVAL
     ) -> None:
-        self.pool = BlockPool(num_checkpoints + 1)
+        self.pool = BlockPool(num_snapshots + 1)
         self._block_size = block_sizes[0]
         self._unit = math.lcm(*block_sizes)
         self._interval = -(-interval // self._unit) * self._unit
@@ -70,7 +70,7 @@ class StateCheckpoints:
         return request.extend_hashes(self._block_size)[num_tokens // self._block_size - 1]
 
     def find(self, request: Request, num_tokens: int) -> int:
-        """Tokens of the longest prefix within ``num_tokens`` that has a checkpoint; else 0."""
+        """Tokens of the longest prefix within ``num_tokens`` that has a snapshot; else 0."""
         if not self.pool.num_cached:
             return 0
         for end in range(num_tokens // self._unit * self._unit, 0, -self._unit):
@@ -80,7 +80,7 @@ class StateCheckpoints:
 
     def is_saving(self, request: Request) -> bool:
         """Whether the step being scheduled saves a prefix of a waiting request, longer than any
-        that has a checkpoint: a step later the request need not compute it again."""
+        that has a snapshot: a step later the request need not compute it again."""
         if not self._saving:
             return False
         for end in range(request.max_cached_tokens // self._unit * self._unit, 0, -self._unit):
@@ -93,10 +93,10 @@ class StateCheckpoints:
 
     def admit(self, request: Request) -> None:
         """A request has its blocks, and goes on behind ``num_computed_tokens``."""
-        request.checkpoint_at = self._next(request)
+        request.snapshot_at = self._next(request)
 
     def load(self, request: Request) -> int:
-        """The checkpoint that an admitted request goes on from; it is the most recently used from
+        """The snapshot that an admitted request goes on from; it is the most recently used from
         now on. A later step may write it: the executor loads before it saves."""
         block = self.pool.find(self._key(request, request.num_computed_tokens))
         assert block is not None
@@ -105,15 +105,15 @@ class StateCheckpoints:
         return block.block_id
 
     def save(self, request: Request, published: list[Block]) -> int | None:
-        """The checkpoint for the state that a request has with the step being scheduled, with
-        which it has come to ``checkpoint_at``. None if there is one already, or if half of the
+        """The snapshot for the state that a request has with the step being scheduled, with
+        which it has come to ``snapshot_at``. None if there is one already, or if half of the
         slots are being written: a burst of prompts would push out the prefix that they share.
 
         Args:
             published: where the block is put once it is findable.
         """
         num_tokens = request.num_computed_tokens
-        request.checkpoint_at = self._next(request)
+        request.snapshot_at = self._next(request)
         if 2 * len(self._saves) >= self.pool.num_usable:
             return None
         if num_tokens <= len(request.token_ids):
@@ -149,14 +149,14 @@ class StateCheckpoints:
         save.published.append(save.block)
         if save.num_tokens <= request.num_prompt_tokens:
             return
-        if request.output_checkpoint is not None:
-            block, former = request.output_checkpoint
+        if request.output_snapshot is not None:
+            block, former = request.output_snapshot
             if block.hash == former:
                 self.pool.unpublish(block)
-        request.output_checkpoint = save.block, key
+        request.output_snapshot = save.block, key
 
     def _next(self, request: Request) -> int:
-        """Tokens with which the request comes to its next checkpoint. Output that is computed anew
+        """Tokens with which the request comes to its next snapshot. Output that is computed anew
         has one behind all of it: a request that was paused or preempted may be so again."""
         computed = request.num_computed_tokens
         last = (request.num_prompt_tokens - 1) // self._unit * self._unit
@@ -169,7 +169,7 @@ class StateCheckpoints:
         return last + ((computed - last) // self._interval + 1) * self._interval
 
     def reset(self) -> None:
-        """Forgets every checkpoint; no step may be in flight."""
+        """Forgets every snapshot; no step may be in flight."""
         for save in self._saves:
             self.pool.release((save.block,))
         self._saves.clear()
@@ -177,5 +177,5 @@ class StateCheckpoints:
         self.pool.reset_prefix_cache()
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless every checkpoint is free or being saved."""
+        """Raises AssertionError unless every snapshot is free or being saved."""
         self.pool.check_integrity([[save.block] for save in self._saves])
