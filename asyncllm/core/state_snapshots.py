@@ -1,4 +1,4 @@
-"""StateSnapshots: recurrent states behind prefixes, for other requests to go on from."""
+"""StateSnapshots: saved recurrent states of prefixes, from which other requests continue."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from asyncllm.core.block_pool import Block, BlockPool
 from asyncllm.core.request import Request
 
 OUTPUT_INTERVAL = 256
-"""Tokens of output from one snapshot to the next."""
+"""Output tokens between two snapshots."""
 
 
 @dataclass(slots=True)
 class _Save:
-    """A snapshot that a step writes which is launched or about to be.
+    """A snapshot written by a launched step, or by the one being scheduled.
 
     Attributes:
-        num_tokens: of the prefix whose state it is.
-        published: of that step: what is withdrawn if it fails.
+        num_tokens: length of the prefix.
+        published: the step's list of snapshots to withdraw if it fails.
     """
 
     block: Block
@@ -30,26 +30,26 @@ class _Save:
 
 
 class StateSnapshots:
-    """Snapshots of recurrent states, in a BlockPool of their own: a block is a slot for the
-    states of all layers behind a prefix, hashed as the prefix's last KV block is.
+    """Snapshots of recurrent states, in a BlockPool of their own. A block is a slot for the states
+    of all layers after a prefix, under the hash of the prefix's last KV block.
 
-    The states behind one position take the memory of the KV of a thousand tokens and more, and are
-    of no use to a request that has other tokens. So a request leaves few of them (after Marconi,
-    Pan et al. 2024, arXiv:2411.19379):
+    The states at one position take as much memory as the KV of a thousand tokens or more, and serve
+    only requests with exactly that prefix. So a request saves few of them (after Marconi, Pan et
+    al. 2024, arXiv:2411.19379):
 
-    - where the KV groups had more of its tokens than there is a state for: the first request that
-      shows a shared prefix saves its state, and the next ones find it;
+    - where the cached KV of its prompt ends, if no snapshot reaches that far: the first request
+      that shows a shared prefix saves its state, and the next ones find it;
     - at the last full block of its prompt, before its last token;
-    - every ``interval`` tokens of its output, and at the last full block of output that is
-      computed anew, of which the newest alone is kept.
+    - every ``interval`` tokens of its output, and at the last full block of output that is computed
+      anew. Only the newest of these is kept.
 
-    A row ends at a snapshot, because a state is that of the row's end. The executor saves it
-    behind the step's forward pass, so that it counts from the next step on, if the request still
-    has the epoch that it had, and once the last of its tokens is known.
+    A row ends at a snapshot, because the executor has the state at the row's end only. It saves it
+    after the step's forward pass. So a snapshot is findable from the next step on, once the last of
+    its tokens is known, and only if the request's epoch has not changed.
 
     Args:
-        num_snapshots: slots, beside those of running requests.
-        block_sizes: of the KV groups: a prefix ends where a block of every group does.
+        num_snapshots: slots for snapshots, in addition to those of running requests.
+        block_sizes: those of the KV groups; a prefix ends where a block of every group ends.
         interval: tokens of output between two snapshots, rounded up to whole blocks.
 
     Attributes:
@@ -70,7 +70,8 @@ class StateSnapshots:
         return request.extend_hashes(self._block_size)[num_tokens // self._block_size - 1]
 
     def find(self, request: Request, num_tokens: int) -> int:
-        """Tokens of the longest prefix within ``num_tokens`` that has a snapshot; else 0."""
+        """Length in tokens of the longest prefix within ``num_tokens`` that has a snapshot; else
+        0."""
         if not self.pool.num_cached:
             return 0
         for end in range(num_tokens // self._unit * self._unit, 0, -self._unit):
@@ -79,8 +80,8 @@ class StateSnapshots:
         return 0
 
     def is_saving(self, request: Request) -> bool:
-        """Whether the step being scheduled saves a prefix of a waiting request, longer than any
-        that has a snapshot: a step later the request need not compute it again."""
+        """Whether the step being scheduled saves a longer prefix of a waiting request than any
+        snapshot has. If so, the request had better wait a step."""
         if not self._saving:
             return False
         for end in range(request.max_cached_tokens // self._unit * self._unit, 0, -self._unit):
@@ -92,12 +93,13 @@ class StateSnapshots:
         return False
 
     def admit(self, request: Request) -> None:
-        """A request has its blocks, and goes on behind ``num_computed_tokens``."""
+        """Choose the first snapshot of a request that has its blocks and
+        ``num_computed_tokens``."""
         request.snapshot_at = self._next(request)
 
     def load(self, request: Request) -> int:
-        """The snapshot that an admitted request goes on from; it is the most recently used from
-        now on. A later step may write it: the executor loads before it saves."""
+        """Snapshot that an admitted request continues from; it becomes the most recently used. A
+        step may load and overwrite it: the executor loads before it saves."""
         block = self.pool.find(self._key(request, request.num_computed_tokens))
         assert block is not None
         self.pool.touch(block)
@@ -105,12 +107,12 @@ class StateSnapshots:
         return block.block_id
 
     def save(self, request: Request, published: list[Block]) -> int | None:
-        """The snapshot for the state that a request has with the step being scheduled, with
-        which it has come to ``snapshot_at``. None if there is one already, or if half of the
-        slots are being written: a burst of prompts would push out the prefix that they share.
+        """Snapshot to write for a request that reaches ``snapshot_at`` with the step being
+        scheduled. None if the prefix has one already, or if half of the slots are being written: a
+        burst of prompts would evict the prefix that they share.
 
         Args:
-            published: where the block is put once it is findable.
+            published: list that the block is appended to once it is findable.
         """
         num_tokens = request.num_computed_tokens
         request.snapshot_at = self._next(request)
@@ -126,8 +128,8 @@ class StateSnapshots:
         return block.block_id
 
     def settle(self) -> None:
-        """Makes findable what steps before the one to be scheduled have saved, but for those whose
-        last token is still in flight. What was saved under another epoch is void."""
+        """Publish the snapshots that earlier steps have saved, except those whose last token is
+        still in flight. Snapshots of an outdated epoch are dropped."""
         if not self._saves:
             return
         waiting = []
@@ -156,8 +158,8 @@ class StateSnapshots:
         request.output_snapshot = save.block, key
 
     def _next(self, request: Request) -> int:
-        """Tokens with which the request comes to its next snapshot. Output that is computed anew
-        has one behind all of it: a request that was paused or preempted may be so again."""
+        """Number of tokens at the request's next snapshot. Recomputed output gets one at its end: a
+        request that was paused or preempted may be so again."""
         computed = request.num_computed_tokens
         last = (request.num_prompt_tokens - 1) // self._unit * self._unit
         if computed < last:

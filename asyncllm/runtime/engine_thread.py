@@ -181,7 +181,7 @@ class EngineThread:
         if not self.in_own_process():
             return self.forked()
         closed_by_application = self.core.fatal_error is None and self.core.close_reason == CLOSED
-        return None if closed_by_application else self.core.ending()
+        return None if closed_by_application else self.core.shutdown_error()
 
     @property
     def leftover(self) -> threading.Thread | None:
