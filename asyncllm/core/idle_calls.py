@@ -34,7 +34,10 @@ class IdleCalls:
         return len(self._unfinished or ())
 
     def submit(
-        self, run: Callable[..., Any], args: tuple[Any, ...], shutdown_error: Callable[[], EngineError]
+        self,
+        run: Callable[..., Any],
+        args: tuple[Any, ...],
+        shutdown_error: Callable[[], EngineError],
     ) -> Future[Any]:
         """Queue a call; any thread. After ``close`` the future has ``shutdown_error()`` at once."""
         future: Future[Any] = Future()

@@ -80,8 +80,8 @@ class SlidingWindowGroup(FullAttentionGroup):
         return first_key // self.block_size if first_key > 0 else 0
 
     def max_entries(self, num_computed: int) -> int:
-        """Entries that a table has at most: what the sequence holds at once. It has them from the
-        start, so that a step takes what the one before it has left behind."""
+        """Most entries that a table needs with ``num_computed`` tokens computed: the null blocks
+        before the window, and as many blocks as a sequence holds at once."""
         return self.first_seen(num_computed) + self._most
 
     def trims_at(self, num_trimmed: int) -> int:

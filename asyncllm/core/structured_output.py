@@ -46,7 +46,7 @@ class StructuredOutput:
         finish reason so far. Returns the final one: a complete output ends by itself, without EOS.
 
         Raises:
-            Exception: for a token that was not allowed, or any of the matcher.
+            Exception: RequestError for a token that is not allowed, or any error of the matcher.
         """
         reasoning = request.reasoning
         thinking = reasoning is not None and reasoning.thinking

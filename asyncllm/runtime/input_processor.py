@@ -39,7 +39,7 @@ from asyncllm.tool_calls.tool_grammar import with_tool_grammar
 from asyncllm.tool_calls.tool_use import ToolUse
 
 Asked = tuple[Operation, Any]
-"""Operation and prompt of a RequestInfo, which is made only where an observer reads it."""
+"""Operation and prompt; they become a RequestInfo only if there are observers."""
 
 _PROMPT_END = 32
 """Tokens in which a prompt may begin the answer."""
@@ -179,8 +179,8 @@ class InputProcessor:
         sampling: dict[str, Any],
         options: RequestOptions,
     ) -> tuple[SamplingParams, tuple[int, ...], tuple[tuple[int, ...], ...]]:
-        """Sampling parameters that this engine can honour, the engine's logits processors that
-        claim the request, and its bad words as tokens."""
+        """Resolved and checked parameters, indices of the engine's logits processors that apply,
+        and bad words as token ids."""
         if options.priority and self.config.scheduling_policy == "fcfs":
             accepted = '0 with scheduling_policy="fcfs"; "priority" honours it'
             raise check.invalid("priority", options.priority, accepted)
@@ -216,8 +216,8 @@ class InputProcessor:
         sampling: dict[str, Any],
         options: RequestOptions,
     ) -> Request:
-        """Makes the group with its channel and members; returns the first member, checked but for
-        the prompt."""
+        """Make the group with its channel and members; returns the first member. Everything but the
+        prompt is checked."""
         resolved, claimed_by, bad_words = self._resolve(sampling_params, sampling, options)
         model, info = self.loaded.model_config, self.loaded.executor.info
         now = self.core.clock()
@@ -251,7 +251,7 @@ class InputProcessor:
     def _set_prompt(
         self, request: Request, token_ids: list[int], parser: MessageParser | None = None
     ) -> None:
-        """Gives all of a group its prompt, and each the decoder that continues it."""
+        """Set the prompt of a group's members, and make a detokenizer for each."""
         if not token_ids:
             raise InvalidRequestError(
                 "prompt: has no tokens, expected at least one", param="prompt"
@@ -322,7 +322,8 @@ class InputProcessor:
         encode: Callable[[], list[int] | None],
         parser: MessageParser | None = None,
     ) -> TokenStream:
-        """Enqueues a request whose tokens, about ``estimate``, ``encode`` makes on a thread."""
+        """Enqueue a request whose prompt, of about ``estimate`` tokens, a thread makes with
+        ``encode``."""
         core, group = self.core, request.group
         stream = self._enqueue(request, asked, min(estimate, request.max_model_len), parser)
         if group.deadline < math.inf:
@@ -337,7 +338,7 @@ class InputProcessor:
                     return  # meanwhile; the engine may have ended
                 self._set_prompt(request, token_ids, parser)
             except BaseException as error:
-                if not issubclass(type(error), Exception):  # as a panic inside the tokenizer
+                if not issubclass(type(error), Exception):  # a panic inside the tokenizer
                     error = InvalidRequestError(f"prompt: {check.describe(error)}", param="prompt")
                 core.send(core.on_fail, group, error)
                 return
@@ -351,8 +352,8 @@ class InputProcessor:
         return stream
 
     def _add(self, request: Request) -> None:
-        """Sends the group to the engine thread, once its grammar is compiled; other requests are
-        not held up meanwhile."""
+        """Send the group to the engine thread once its grammar is compiled. Other requests do not
+        wait for it."""
         core, group, spec = self.core, request.group, request.sampling.structured_outputs
         if spec is None:
             core.send(core.on_add, group)
