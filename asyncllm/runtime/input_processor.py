@@ -42,7 +42,7 @@ Asked = tuple[Operation, Any]
 """Operation and prompt; they become a RequestInfo only if there are observers."""
 
 _PROMPT_END = 32
-"""Tokens in which a prompt may begin the answer."""
+"""Tokens at a prompt's end in which the beginning of the answer is searched."""
 
 
 @dataclass(eq=False, repr=False)

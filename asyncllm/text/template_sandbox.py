@@ -20,7 +20,7 @@ import jinja2.sandbox
 import jinja2.utils
 import jinja2.visitor
 
-# A list's item counts as so many characters, and an integer's bit.
+# Characters that an item of a list counts as, or a bit of an integer.
 _ITEM = 16
 
 # Filters that read a list or a dict without writing it as text.
@@ -244,7 +244,7 @@ def _size(value: Any) -> int:
 
 
 def _combined(operator: str, left: Any, right: Any) -> int:
-    """The size of a sum, a product or a power, at most."""
+    """Upper bound of the size of a sum, a product or a power."""
     integers = isinstance(left, int) and isinstance(right, int)
     if operator == "+" or (operator == "*" and integers):
         return _size(left) + _size(right)
@@ -286,8 +286,8 @@ class _GenerationBlock(jinja2.ext.Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Without underscored attributes, which lead into the interpreter's internals, and
-    without its values in its text."""
+    """Jinja's namespace without underscored attributes, which expose the interpreter's internals,
+    and without its values in its ``repr``."""
 
     __repr__ = object.__repr__
 

@@ -1,1 +1,1 @@
-"""Tools: into a prompt as schemas, out of a model's text as calls; and its reasoning."""
+"""Tool calls: schemas for the prompt, and calls and reasoning parsed from the model's text."""
