@@ -48,7 +48,7 @@ _MAX_TOKENS = 2**31 - 1
 @check.known_fields("setting")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Checked once, when it is made; no environment variable is read.
+    """Settings of an engine, checked when they are made; no environment variable is read.
 
     None means that the engine decides when it knows the model and the device. Numbers may be
     numpy's; each has an upper bound, which its error names.
@@ -81,10 +81,10 @@ class EngineConfig:
             layers, or of those of one KV group in a model with sliding windows.
         enable_prefix_caching: keep and find the KV of shared prefixes; None is True, but for models
             with recurrent layers where there is no memory for ``num_state_snapshots``.
-        num_state_snapshots: recurrent states kept of prefixes, in a model with recurrent layers,
-            beside one for each of ``max_num_seqs``. Each is as large as the KV of hundreds of
-            tokens or more. "auto" is four for each, in an eighth of the memory beside the weights
-            at most, and on a CPU in 1 GiB.
+        num_state_snapshots: recurrent states to keep of cached prefixes, in a model with recurrent
+            layers. Each is as large as the KV of hundreds of tokens or more. "auto" is four per
+            ``max_num_seqs``, in at most an eighth of the memory beside the weights, and on a CPU 1
+            GiB.
         attention_backend: "auto" ("triton" on CUDA, "native" or "torch" on a CPU), "torch",
             "native", "triton", "flash_attn", "flash_attn_3", or one that another distribution
             registers.
@@ -102,16 +102,16 @@ class EngineConfig:
         max_queued_tokens: prompt tokens waiting at most.
         max_logprobs: the most ``logprobs`` that a request may ask for; -1 is any number, up to the
             whole vocabulary.
-        seed: of the seeds that are drawn for requests without one; None draws them from the
-            operating system.
+        seed: seed of the generator that draws seeds for requests without one; None seeds it from
+            the operating system.
         quantization: "int8" rounds the weights of linear layers to 8 bits while they are loaded,
             with a scale per output channel, "int4" to 4 bits with a scale for 32 inputs of one,
             and the output head to 8; None computes with them as they are. On a CPU with
             native ops, from a checkpoint that is not quantised itself.
         load_format: "auto", "safetensors", or "dummy" for random weights.
-        model_impl: "native" is the engine's own decoder, "transformers" transformers' modules with
-            the engine's attention and linear layers, which is any architecture that gives the same
-            results so; "auto" is native where that has the architecture.
+        model_impl: "native" is the engine's own decoder. "transformers" is transformers' modules
+            with the engine's attention and linear layers, for any architecture whose results stay
+            the same. "auto" is "native" for the architectures that it supports.
         trust_remote_code: let transformers run code that the checkpoint brings, for its tokenizer
             and its model.
         num_threads: CPU threads for the model; None is one per core, and 1 for a model of
@@ -232,12 +232,12 @@ class EngineConfig:
             self._check_path(name)
 
     def _check_path(self, name: str) -> None:
-        """A plain text in the place of a path, or of a subclass of str."""
+        """Replace a path, or a subclass of str, by a plain ``str``."""
         value = getattr(self, name)
         if value is None:
             return
         path: Any = None
-        with suppress(Exception):  # of the application's own path
+        with suppress(Exception):  # a path object of the application may raise anything
             path = os.fspath(value)
         try:
             path = check.string(name, path)

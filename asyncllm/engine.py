@@ -67,11 +67,11 @@ class AsyncLLMEngine(Handle):
         self._closed = False
         self._mailboxes = MailboxRegistry()
         self._observers = Observers()
-        self._intake: InputProcessor | None = None
+        self._input_processor: InputProcessor | None = None
 
     @classmethod
     def _with_loader(cls, loader: Loader, **overrides: Any) -> Self:
-        """An engine on something else than a model's files; the seam that tests use."""
+        """Make an engine with another loader than that of model files, for tests."""
         engine = cls(**overrides)
         engine._loader = loader
         return engine
@@ -93,8 +93,8 @@ class AsyncLLMEngine(Handle):
             thread.supervise()
 
     def _start_blocking(self) -> ThreadMailbox:
-        """``start`` for a thread without an event loop; returns what its streams are read
-        with."""
+        """``start`` for a thread without an event loop; returns the mailbox for reading its
+        streams."""
         with self._starting() as thread:
             thread.ready.result()
             self._take_in(thread)
@@ -114,11 +114,11 @@ class AsyncLLMEngine(Handle):
             yield thread
         except BaseException:
             thread.give_up()
-            self._thread = self._intake = None
+            self._thread = self._input_processor = None
             raise
 
     def _take_in(self, thread: EngineThread) -> None:
-        self._intake = InputProcessor(
+        self._input_processor = InputProcessor(
             thread.loaded,
             thread.core,
             self._mailboxes,
@@ -177,9 +177,9 @@ class AsyncLLMEngine(Handle):
 
     def _clean_up(self, thread: EngineThread) -> list[threading.Thread]:
         """Drops the mailboxes and closes the input processor. Returns the threads to join."""
-        assert self._intake is not None
+        assert self._input_processor is not None
         self._mailboxes.clear()
-        leftovers = (thread.leftover, *self._intake.close())
+        leftovers = (thread.leftover, *self._input_processor.close())
         return [leftover for leftover in leftovers if leftover is not None]
 
     async def wait_closed(self) -> None:
@@ -206,7 +206,7 @@ class AsyncLLMEngine(Handle):
         thread = self._thread
         if self._closed:
             return "closed"
-        if thread is None or self._intake is None:
+        if thread is None or self._input_processor is None:
             return "new" if thread is None else "starting"
         if thread.core.fatal_error is not None:
             return "dead"
@@ -214,10 +214,10 @@ class AsyncLLMEngine(Handle):
 
     @property
     def error(self) -> EngineError | None:
-        """Why the engine ended, if that was not the application's own ``aclose``: an
-        EngineDeadError, whose ``__cause__`` is what killed it, or an EngineClosedError, for
-        example because the event loop that it was started on has ended. Any thread."""
-        return None if self._intake is None else self._started().error
+        """Why the engine ended; None after the application's own ``aclose``. An EngineDeadError,
+        whose ``__cause__`` is the failure, or an EngineClosedError, for example because the event
+        loop that it was started on has ended. Any thread."""
+        return None if self._input_processor is None else self._started().error
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -228,7 +228,7 @@ class AsyncLLMEngine(Handle):
 
     def __del__(self) -> None:
         # May run on any thread, in the middle of anything, and so takes no lock.
-        if getattr(self, "_intake", None) is None or self.state != "running":
+        if getattr(self, "_input_processor", None) is None or self.state != "running":
             return
         assert self._thread is not None
         self._thread.close(0.0)
@@ -449,15 +449,15 @@ class AsyncLLMEngine(Handle):
     # --- checks of the state -----------------------------------------------------------
 
     def _started(self) -> EngineThread:
-        """The engine thread, which may have ended since."""
-        if self._thread is None or self._intake is None:
+        """Engine thread of a started engine; it may have ended since."""
+        if self._thread is None or self._input_processor is None:
             raise self._not_started()
         return self._thread
 
     def _running(self) -> InputProcessor:
-        """The way into an engine that takes requests or is dead: the one check that a call makes
-        of the state and the process."""
-        thread, intake = self._thread, self._intake
+        """Input processor of a running or dead engine. This is the only check of state and process
+        that a call makes."""
+        thread, intake = self._thread, self._input_processor
         if thread is None or intake is None:
             raise self._not_started()
         if os.getpid() != thread.pid:

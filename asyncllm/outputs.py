@@ -13,7 +13,7 @@ FinishReason = Literal["stop", "length", "tool_calls", "abort"]
 
 
 class Logprob(NamedTuple):
-    """One candidate of one position: natural log-probability under the model's own
+    """A candidate token at a position, with its natural log-probability under the model's own
     distribution, before temperature, penalties and truncation. ``rank`` counts from 1."""
 
     token_id: int
@@ -156,9 +156,9 @@ class Delta:
 
 
 class _DeltaOfOneToken:
-    """Mutable twin of Delta, turned into one by assigning ``__class__``. A frozen dataclass sets
-    each field through ``object.__setattr__``, which takes four times as long, and a step makes
-    as many as it has streams."""
+    """Mutable twin of Delta, converted by assigning ``__class__``. A frozen dataclass sets each
+    field through ``object.__setattr__``, which takes four times as long, and each step makes a
+    delta per stream."""
 
     __slots__ = tuple(field.name for field in fields(Delta))
 
@@ -179,7 +179,7 @@ class _DeltaOfOneToken:
 def make_token_delta(
     token_id: int, text: str, logprobs: TokenLogprobs | None, index: int = 0
 ) -> Delta:
-    """The usual delta: not the last one, of a reader that keeps up."""
+    """Make the usual delta, of one token."""
     delta: Any = _DeltaOfOneToken(token_id, text, logprobs, index)
     delta.__class__ = Delta
     return delta
@@ -211,18 +211,18 @@ class CompletionOutput:
 
     @property
     def cumulative_logprob(self) -> float | None:
-        """Sum of the log-probabilities of ``token_ids`` under the model's own distribution, to
-        rank outputs by; None without ``logprobs``, of which 0 are enough."""
+        """Sum of the log-probabilities of ``token_ids`` under the model's own distribution, to rank
+        outputs by; None unless ``logprobs`` was set, where 0 is enough."""
         if self.logprobs is None:
             return None
         return math.fsum(entry.logprob for entry in self.logprobs)
 
     def parsed(self, type: Any = None) -> Any:
-        """The value that the text is the JSON of.
+        """Parse the text as JSON.
 
         Args:
-            type: a Pydantic model, a dataclass, a TypedDict or any type that Pydantic knows, of
-                which the value will be; None is what ``json.loads`` makes.
+            type: type of the value: a Pydantic model, a dataclass, a TypedDict or any type that
+                Pydantic supports; None for plain ``json.loads``.
 
         Raises:
             InvalidOutputError: for text that is no such JSON, with ``text``: an output that was

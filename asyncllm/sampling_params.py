@@ -14,20 +14,21 @@ from asyncllm.structured.response_format import parse_response_format
 from asyncllm.structured.spec import parse_structured_outputs
 
 MAX_OUTPUTS = 256
-"""Of one request. Each has a copy of the prompt's token ids."""
+"""Most outputs of one request. Each has a copy of the prompt's token ids."""
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024
-"""Characters. Each token's text is searched for every stop string, while the batch waits."""
+"""Most characters of a stop string. Each token's text is searched for all of them while the batch
+waits."""
 
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_LENGTH = 1024
+"""Most characters of a bad word. Each token is checked against all of them while the batch waits."""
 MAX_BAD_CHARACTERS = 2**14
-"""Of all of them together: they are tokenised, twice, while an event loop waits."""
-"""Characters. The sequences are looked for at each token, while the batch waits."""
+"""Most characters of all bad words: they are tokenised, twice, while an event loop waits."""
 
 MAX_LOGITS_PROCESSORS = 64
-"""Each is called for each token, while the batch waits."""
+"""Most processors of a request. Each is called for each token while the batch waits."""
 
 RequestLogitsProcessor = Callable[[Sequence[int], Any], Any]
 """``(output_token_ids, logits) -> logits``: called for each token of the request, on the
@@ -223,8 +224,8 @@ class SamplingParams:
             InvalidRequestError: for a name that does not exist, a value out of range, or an
                 ``n`` above 1 where the defaults are greedy.
         """
-        # What is filled in below is known to be good; checking all of it again would double
-        # the cost of a call that an event loop waits for.
+        # Not ``replace`` for the defaults below: they are valid, and checking every field again
+        # would double the time of a call that an event loop waits for.
         resolved = replace(self, **overrides) if overrides else copy(self)
         for name, neutral in NEUTRAL.items():
             if getattr(resolved, name) is None:
@@ -236,9 +237,9 @@ class SamplingParams:
         return resolved
 
     def of_output(self, index: int) -> SamplingParams:
-        """Parameters with which a request of its own (``n=1``) gives what output ``index`` of
-        this one is: with that output's seed. The first output's is ``seed`` itself, that of
-        output i a 64-bit BLAKE2b of ``seed`` and i, both as 8 bytes, little-endian.
+        """Parameters of a request with ``n=1`` that reproduces output ``index`` of this one. They
+        have that output's seed: ``seed`` itself for the first; for output i a 64-bit BLAKE2b of
+        ``seed`` and i, both as 8 bytes, little-endian.
 
         Raises:
             InvalidRequestError: for an index beyond ``n``, or without a seed.
@@ -252,7 +253,7 @@ class SamplingParams:
             data = struct.pack("<QQ", self.seed % 2**64, index)
             digest = hashlib.blake2b(data, digest_size=8).digest()
             alone._set("seed", int.from_bytes(digest, "little"))
-            # Of the prompt, which the first output has.
+            # Only the first output reports the prompt.
             alone._set("prompt_logprobs", None)
         return alone
 
