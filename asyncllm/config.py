@@ -34,7 +34,7 @@ ToolParser = Literal[
 ReasoningParser = Literal["auto", "deepseek_r1", "qwen3", "mistral", "gpt_oss"]
 
 PACKAGED_MODEL = "asyncllm/demo"
-"""Name of the model in the package: in metrics, by servers, on screens."""
+"""Name of the packaged model in metrics, servers and messages."""
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -75,8 +75,8 @@ class EngineConfig:
             of the available memory, at most 4 GiB, on a CPU. On a GPU it is half
             of what ``gpu_memory_utilization`` leaves, at most ``max_num_seqs`` sequences of
             ``max_model_len``, and at least one.
-        gpu_memory_utilization: share of the GPU's memory that the engine may use. Of what weights
-            and steps leave of it the KV cache takes half at most, as said above.
+        gpu_memory_utilization: share of the GPU's memory that the engine may use. By default the KV
+            cache takes at most half of what weights and steps leave of it.
         num_blocks: usable KV blocks; overrides ``kv_cache_memory``. A block has the KV of all
             layers, or of those of one KV group in a model with sliding windows.
         enable_prefix_caching: keep and find the KV of shared prefixes; None is True, but for models
@@ -90,7 +90,7 @@ class EngineConfig:
             registers.
         cuda_graphs: "auto" captures decode steps, and pieces of those with a prefill, when the
             engine starts; "decode" captures decode steps alone and launches the others op by op;
-            "off" launches all steps so.
+            "off" launches all steps op by op.
         cudagraph_capture_sizes: batch sizes to capture; None is the default set.
         async_scheduling: run one step ahead of the results; None is True on a GPU, and
             on a CPU where native ops take at most 10 ms for a full decode step, measured when the
@@ -98,8 +98,8 @@ class EngineConfig:
             there, not the speed.
         scheduling_policy: "fcfs", "priority" (smaller first) or "deadline" (earliest first
             within a priority). It orders admission and victims, not what runs already.
-        max_queued_requests: requests waiting at most; more are EngineOverloadedError.
-        max_queued_tokens: prompt tokens waiting at most.
+        max_queued_requests: most waiting requests; beyond it EngineOverloadedError is raised.
+        max_queued_tokens: most prompt tokens of waiting requests.
         max_logprobs: the most ``logprobs`` that a request may ask for; -1 is any number, up to the
             whole vocabulary.
         seed: seed of the generator that draws seeds for requests without one; None seeds it from
@@ -129,7 +129,7 @@ class EngineConfig:
         logits_processors: subclasses of LogitsProcessor, or their names as "module:Class", 64 at
             most; those of other distributions come by the entry points
             ``asyncllm.logits_processors``.
-        grammar_timeout: seconds after which a request fails whose grammar is being compiled.
+        grammar_timeout: seconds that compiling a grammar may take before its requests fail.
 
     Raises:
         InvalidRequestError: for a value outside its range or a field that does not exist, with
@@ -264,17 +264,17 @@ class EngineConfig:
 
     @property
     def model_name(self) -> str:
-        """The model as it was asked for; PACKAGED_MODEL for the one in the package."""
+        """Name or path of the model as given; PACKAGED_MODEL for the one in the package."""
         return PACKAGED_MODEL if self.model is None else os.fspath(self.model)
 
 
 def make_config(
     model: str | os.PathLike[str] | None, config: EngineConfig | None, overrides: dict[str, Any]
 ) -> EngineConfig:
-    """The configuration of an engine, from the arguments of its constructor.
+    """Make an engine's configuration from the arguments of its constructor.
 
     Raises:
-        InvalidRequestError: for a field that is not known, or a value that makes no sense.
+        InvalidRequestError: for an unknown field, or an invalid value.
     """
     if model is not None:
         overrides["model"] = model

@@ -1,4 +1,4 @@
-"""AsyncLLMEngine: lifecycle, submission, and the verbs of the engine as a whole."""
+"""AsyncLLMEngine: lifecycle, submission of requests, and control of the engine."""
 
 from __future__ import annotations
 
@@ -279,10 +279,10 @@ class AsyncLLMEngine(Handle):
             InvalidRequestError: for an argument that cannot be served, with ``param`` set.
             ContextLengthExceededError: if the prompt leaves no room for one token.
             EngineOverloadedError: if the queue is full.
-            EngineClosedError, EngineDeadError: if there is no engine to serve it.
+            EngineClosedError, EngineDeadError: if the engine is closed, not started, or dead.
 
-        A text of more than a few thousand characters is tokenised on a worker thread; an error
-        in such a one raises at the first read, unless its length proves it at once.
+        A text of more than a few thousand characters is tokenised on a worker thread. Its errors
+        are raised at the first read, except when its length alone is too large.
         """
         intake = self._running()
         options = RequestOptions(request_id, priority, timeout, max_unread, on_slow, cache_salt)
@@ -323,8 +323,8 @@ class AsyncLLMEngine(Handle):
             tools: what the model may call: OpenAI's schemas, Python functions, or Pydantic models
                 of the arguments; see docs/tools.md. Calls come as ``Delta.tool_calls``.
             tool_choice: "auto"; "none" does not show the tools to the model; "required" and
-                ``{"type": "function", "function": {"name": …}}`` hold it to calls, whose
-                arguments fit the tool's schema, by a grammar as of ``structured_outputs``.
+                ``{"type": "function", "function": {"name": …}}`` force calls whose arguments fit
+                the tool's schema, by a grammar as for ``structured_outputs``.
             parallel_tool_calls: several calls in one answer; False ends it with the first.
             response_format: OpenAI's: ``{"type": "text"}``, ``{"type": "json_object"}``, or
                 ``{"type": "json_schema", "json_schema": {"name": …, "schema": {…}}}``; or a
@@ -335,9 +335,9 @@ class AsyncLLMEngine(Handle):
                 are ordinary text, so that a user cannot write another's turn. False makes
                 control tokens of them, as of those that the template writes.
 
-        The rest is that of ``stream``, and so are the exceptions. Messages are copied. A
-        conversation of more than a few thousand characters, or one of which the template
-        makes so many, is rendered and tokenised on a worker thread; see docs/chat.md.
+        Other arguments and exceptions are those of ``stream``. Messages are copied. A conversation
+        or prompt of more than a few thousand characters is rendered and tokenised on a worker
+        thread; see docs/chat.md.
         """
         use = ToolUse.of(tools, tool_choice, parallel_tool_calls)
         sampling = with_response_format(sampling, sampling_params, response_format)

@@ -294,7 +294,7 @@ def _begins_with(value: Any, name: str, kind: type) -> bool:
 
 @contextlib.contextmanager
 def _progress_bar(total: int, wanted: bool | None) -> Iterator[Callable[[], None]]:
-    """Yields a function that counts one more as done."""
+    """Show a bar; yields a function that counts one more prompt as done."""
     if wanted is None:
         # A process without a console has no standard error.
         wanted = sys.stderr is not None and sys.stderr.isatty()

@@ -102,8 +102,8 @@ class LogitsProcessor(ABC):
             logits: ``[R, vocab_size]`` float32 on ``device``; may be changed in place.
             indices: request index of each of the R rows.
 
-        If it raises, or returns anything else, these R requests end. Logits that are not finite
-        end their own.
+        If it raises, or returns anything else, these R requests end. A row that is not finite ends
+        its request.
 
         Returns:
             A tensor of that shape.

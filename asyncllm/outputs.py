@@ -54,7 +54,7 @@ class Usage:
             request that was never scheduled, to its end.
         ttft: from ``stream()`` to the first generated token; None if there was none.
         total_time: from ``stream()`` to the end of the request.
-        longest_output: tokens of the longest output; left out, there is one.
+        longest_output: tokens of the longest output; the default is ``completion_tokens``.
     """
 
     prompt_tokens: int
@@ -102,7 +102,7 @@ class ToolCall:
         return json.loads(self.arguments)
 
     def as_dict(self) -> dict[str, Any]:
-        """OpenAI's form, as messages have it."""
+        """Convert to OpenAI's form in messages."""
         function = {"name": self.name, "arguments": self.arguments}
         return {"id": self.id, "type": "function", "function": function}
 
@@ -131,14 +131,14 @@ class ToolCallDelta:
 class Delta:
     """New text and tokens of one output since its last delta; ``str(delta)`` is the text.
 
-    ``text`` may be empty: half a character is never handed out, nor is text that may yet
-    become a stop string. ``token_ids`` are the new tokens whether their text is out or not.
-    ``index`` is the output's, 0 to n - 1. ``finish_reason`` is set on the last delta of each
-    output, ``usage`` on the last of the stream; ``stop_reason`` is the stop string or stop token
-    id that ended the output, None for EOS and for ``length``.
+    ``text`` may be empty: half a character is held back, and so is text that may become a stop
+    string. ``token_ids`` has the new tokens even while their text is held back. ``index`` is the
+    output's, 0 to n - 1. ``finish_reason`` is set on the last delta of each output, ``usage`` on
+    the last of the stream. ``stop_reason`` is the stop string or stop token id that ended the
+    output, None for EOS and for ``length``.
 
-    ``reasoning`` is new text of a model that thinks, and ``tool_calls`` are fragments of its calls;
-    neither is in ``text``. Both are there in ``chat()`` alone.
+    ``reasoning`` is new text of the model's thoughts, and ``tool_calls`` are fragments of its
+    calls; neither is in ``text``. Only ``chat()`` sets them.
     """
 
     text: str
@@ -225,9 +225,9 @@ class CompletionOutput:
                 Pydantic supports; None for plain ``json.loads``.
 
         Raises:
-            InvalidOutputError: for text that is no such JSON, with ``text``: an output that was
-                cut off, by ``max_tokens``, say, ends inside a value.
-            InvalidRequestError: for a type that Pydantic does not know.
+            InvalidOutputError: for text that is not such JSON; the error has the ``text``. An
+                output that was cut off, by ``max_tokens`` for example, ends inside a value.
+            InvalidRequestError: for a type that Pydantic does not support.
         """
         return parse_output(self.text, self.finish_reason, type)
 
@@ -240,9 +240,9 @@ class Completion:
     ``stop_reason``, ``logprobs``, ``reasoning``, ``tool_calls`` and ``message`` are those of
     ``outputs[0]``.
 
-    ``prompt_logprobs`` has a place for each token of the prompt, None for the first, which
-    nothing comes before; it is None without ``SamplingParams.prompt_logprobs``, and for a request
-    that ended before its prompt was computed.
+    ``prompt_logprobs`` has an entry for each token of the prompt, None for the first. It is None
+    without ``SamplingParams.prompt_logprobs``, and for a request that ended before its prompt was
+    computed.
     """
 
     request_id: str

@@ -23,7 +23,7 @@ waits."""
 
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_LENGTH = 1024
-"""Most characters of a bad word. Each token is checked against all of them while the batch waits."""
+"""Most characters of a bad word. All are looked for at each token while the batch waits."""
 MAX_BAD_CHARACTERS = 2**14
 """Most characters of all bad words: they are tokenised, twice, while an event loop waits."""
 
@@ -42,8 +42,8 @@ class SamplingParams:
     """Sampling and stopping, with vLLM's names and meanings.
 
     A field that is None takes the model's ``generation_config`` where that has one, else the
-    neutral value given in brackets. Numbers may be numpy's; they are kept as Python's, and
-    where nothing else is said an integer has at most 63 bits.
+    neutral value given in brackets. Numbers may be numpy's, and are stored as Python's. Unless
+    stated otherwise, an integer has at most 63 bits.
 
     Attributes:
         n: outputs per request, 1 to 256; the prompt is computed once. Not with
@@ -71,8 +71,8 @@ class SamplingParams:
             reported; None reports nothing.
         logit_bias: token id to a number added to its logit, in [-100, 100].
         allowed_token_ids: nothing else may be sampled.
-        bad_words: texts, 1024 of 1024 characters at most and 16,384 in all, whose tokens may not
-            follow one another in the output, be it behind a space or not. Those of one token
+        bad_words: texts, 1024 of 1024 characters at most and 16,384 in all, whose token sequences
+            may not occur in the output, with or without a space before them. Words of one token
             cost nothing; longer ones are looked for on the host.
         skip_special_tokens: leave special tokens out of the text.
         include_stop_str_in_output: keep the stop string at the end of the text.
@@ -83,7 +83,7 @@ class SamplingParams:
             ``structural_tag``; see docs/structured_output.md. Kept as a StructuredOutputs.
         prompt_logprobs: number of most likely tokens to report at each position of the prompt but
             the first, with the bounds of ``logprobs``; the prompt's own token is always reported.
-            Of the request's first output alone, which does not read the prefix cache.
+            Only the request's first output has them, and it does not read the prefix cache.
         extra_args: parameters of the engine's logits processors by name: plain data (None,
             booleans, numbers, text, and lists and dicts of them), 16 deep, and 65,536 values and
             characters at most. A name that no processor reads is refused.
@@ -153,8 +153,8 @@ class SamplingParams:
             raise check.invalid("n", self.n, accepted)
 
     def _freeze_collections(self) -> None:
-        """Turns every collection into an immutable one, so that a caller's later change of
-        its list cannot reach a running request."""
+        """Make every collection immutable, so that a caller's later change of its list cannot reach
+        a running request."""
         if check.is_a(self.stop, str):
             self._set("stop", (self.stop,))
         accepted = f"strings of {MAX_STOP_LENGTH} characters at most"
@@ -211,13 +211,12 @@ class SamplingParams:
         defaults: Mapping[str, Any],
         draw_seed: Callable[[], int],
     ) -> SamplingParams:
-        """A copy with ``overrides`` applied and nothing left open.
+        """Copy with ``overrides`` applied and no open fields left.
 
         Args:
             overrides: fields by name.
-            defaults: what the model's ``generation_config`` says about ``temperature``,
-                ``top_p``, ``top_k``, ``min_p`` and ``repetition_penalty``, checked when the
-                model was loaded.
+            defaults: values of the model's ``generation_config`` for ``temperature``, ``top_p``,
+                ``top_k``, ``min_p`` and ``repetition_penalty``, checked when the model was loaded.
             draw_seed: called if there is no seed.
 
         Raises:

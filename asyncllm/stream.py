@@ -95,7 +95,7 @@ class TokenStream(Handle):
 
     @property
     def num_outputs(self) -> int:
-        """The ``n`` of the request."""
+        """Number of outputs, the ``n`` of the request."""
         return len(self._outputs)
 
     def __aiter__(self) -> TokenStream:

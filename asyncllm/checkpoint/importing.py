@@ -16,10 +16,10 @@ _IMPORTING = threading.Lock()
 
 @contextmanager
 def importing_transformers() -> Iterator[None]:
-    """Context for the first use of transformers' names; engines that start at once take turns. When
-    they are complete, transformers and many of its packages put another module into
-    ``sys.modules``, but an ``import`` that waits for another thread's keeps the incomplete one. An
-    engine that hangs here blocks the others for IMPORT_SECONDS only."""
+    """Import transformers, and lock out other engines while its names are first looked up. Once
+    imported, transformers and many of its packages replace themselves in ``sys.modules``; a thread
+    that imports them at the same time keeps the incomplete module. An engine that hangs here blocks
+    the others for IMPORT_SECONDS only."""
     held = _IMPORTING.acquire(timeout=IMPORT_SECONDS)
     try:
         # The application may import it at the same time. Unlike ``import``, this looks into

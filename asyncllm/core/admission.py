@@ -1,4 +1,4 @@
-"""Admission: which requests the engine has accepted, and how many more it takes.
+"""Admission: the accepted requests, and the limits of the queue.
 
 Threads that submit and the engine thread share it behind a lock. Aborts and destructors take no
 lock: they set the group's ``cancelled`` flag, which frees its id at once, and send a command to the

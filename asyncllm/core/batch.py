@@ -25,16 +25,16 @@ class RequestAssignment:
         req_index: index from 0 to ``max_num_seqs - 1``; the request keeps it while it runs.
         request_id: for messages only.
         token_ids: every token, prompt and output; none is in flight when a request is assigned.
-        num_prompt_tokens: how many of them are the prompt.
+        num_prompt_tokens: number of prompt tokens among them.
         block_ids: per KV group the blocks it holds, this step's included, in order of
             position; the null block where it has given one back.
-        sampling: resolved parameters: no None among the fields that have a neutral value,
-            and ``seed`` set; without ``logits_processors``.
-        eos_token_ids: what ``min_tokens`` has to suppress beside ``stop_token_ids``; empty
-            with ``ignore_eos``.
+        sampling: resolved parameters: fields with a neutral value are not None, ``seed`` is set,
+            and there are no ``logits_processors``.
+        eos_token_ids: EOS token ids, which ``min_tokens`` suppresses together with
+            ``stop_token_ids``; empty with ``ignore_eos``.
         processors_key: key in ``InProcess.processors`` of its own logits processors, which stay
             with the engine; -1 if it has none.
-        bad_words: token sequences that may not occur in the output, of ``sampling.bad_words``.
+        bad_words: token sequences of ``sampling.bad_words``, which may not occur in the output.
         claimed_by: indices into ``InProcess.logits_processors`` of the engine's processors that
             apply to it.
     """

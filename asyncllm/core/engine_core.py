@@ -50,7 +50,7 @@ class EngineCore:
 
     Args:
         executor: the device; closed when ``run`` returns.
-        scheduler: made for that executor.
+        scheduler: the executor's scheduler.
         admission: shared with the submitting side.
         clock: seconds, monotonic.
 
@@ -187,7 +187,7 @@ class EngineCore:
     # --- the loop ----------------------------------------------------------------------
 
     def run(self) -> None:
-        """Runs until it is told to close or a step fails. Never raises."""
+        """Run the loop until the engine closes or a step fails. Never raises."""
         try:
             while not self._closed:
                 self.step()

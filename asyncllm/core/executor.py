@@ -21,8 +21,8 @@ class SamplingLimits:
     """Limits within which an executor samples on its device, without the host.
 
     Attributes:
-        max_bias: entries of ``logit_bias``.
-        max_stop_ids: token ids that ``min_tokens`` suppresses.
+        max_bias: most entries of ``logit_bias``.
+        max_stop_ids: most token ids that ``min_tokens`` suppresses.
         max_logprobs: largest ``logprobs``.
     """
 
@@ -40,8 +40,8 @@ class SamplingLimits:
         ``bad_words`` of several tokens.
 
         Args:
-            eos_token_ids: the model's.
-            bad_words: as token sequences.
+            eos_token_ids: EOS token ids of the model.
+            bad_words: token sequences of ``sampling.bad_words``.
         """
         num_stop_ids = 0
         if sampling.min_tokens:

@@ -309,7 +309,7 @@ def as_request_error(group: RequestGroup, error: BaseException) -> Exception:
     """RequestError for the reader, from an exception in the request's own code. One of another type
     is wrapped: raised as it is, it might pass for an error of the engine, or for the reader's own
     cancellation."""
-    if issubclass(type(error), RequestError):  # isinstance may ask its ``__class__``
+    if issubclass(type(error), RequestError):  # isinstance may run its ``__class__``
         return error  # pyright: ignore[reportReturnType]  # narrows by isinstance only
     wrapped = RequestError(f"request {group.request_id!r} failed: {describe(error)}")
     wrapped.__cause__ = error

@@ -48,7 +48,7 @@ def root_hash(cache_salt: str | None) -> bytes:
 
 
 class Notifier(Protocol):
-    """Tells observers of a group's first token and of its end."""
+    """Notifies observers of a group's first token and of its end."""
 
     def first_token(self) -> None: ...
 
@@ -69,17 +69,16 @@ class OutputGrammar(Protocol):
 class RequestGroup:
     """One or more sequences with one id, one channel, one deadline and one end.
 
-    A group ends once: when its last member has ended, or whole, when it is aborted, its
-    deadline passes or a member fails. A failed member ends the others because the exception
-    is the end of the channel, behind which nothing is read. An observer is told of a group by
-    its first member.
+    A group ends once: when its last member has ended, or whole, when it is aborted, its deadline
+    passes or a member fails. A failed member ends the others because the exception is the end of
+    the channel, after which nothing is read. Observers get a group's first member.
 
     Attributes:
-        channel: to the reader of all members.
-        members: in order of their index. Added before the group is submitted, none once it has
-            ended.
+        channel: carries all members' output to the reader.
+        members: requests in order of index; added before the group is submitted, and dropped when
+            it ends.
         cancelled: set once, by any thread, before the abort command is sent.
-        notifier: of the observers; None without any.
+        notifier: calls the observers; None without any.
     """
 
     request_id: str
@@ -104,8 +103,8 @@ class Request:
         index: its place in the group, the ``index`` of its deltas.
         token_ids: prompt, then output; empty until the prompt is tokenised.
         sampling: resolved: every field with a neutral value is set, and ``seed``.
-        arrival_index: order of submission; ties in every policy are broken by it.
-        max_total_tokens: prompt and output together at most.
+        arrival_index: order of submission; breaks ties in every policy.
+        max_total_tokens: most tokens of prompt and output together.
         run_ahead_end: number of tokens, placeholders included, from which on it is scheduled only
             when no token is in flight: ``max_total_tokens``, or 0 with ``needs_host``.
         num_computed_tokens: tokens whose KV is computed by steps already launched; at most

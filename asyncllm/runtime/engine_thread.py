@@ -285,7 +285,7 @@ async def _watch(thread: EngineThread) -> None:
 
 
 def _as_start_error(error: BaseException) -> AsyncLLMError:
-    if issubclass(type(error), AsyncLLMError):  # isinstance may ask its ``__class__``
+    if issubclass(type(error), AsyncLLMError):  # isinstance may run its ``__class__``
         return error  # pyright: ignore[reportReturnType]  # narrows by isinstance only
     wrapped = EngineError(f"the engine could not start: {explain(error)}")
     wrapped.__cause__ = error

@@ -1,4 +1,4 @@
-"""InputProcessor: from the arguments of a call to a request in the engine's queue."""
+"""InputProcessor: converts the arguments of a call to a queued request."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ _PROMPT_END = 32
 class InputProcessor:
     """Turns prompts into requests of one running engine.
 
-    Short texts are tokenised in the call. Long ones take their place in the queue at once and
-    go to a worker thread: they keep their arrival index and hold up no other.
+    Short texts are tokenised in the call. Long ones take their place in the queue at once and are
+    tokenised on a worker thread: they keep their arrival order and delay no other request.
 
     Args:
-        grammars: compiles those of ``structured_outputs``.
-        config: of the engine.
+        grammars: compiler of the grammars of ``structured_outputs``.
+        config: configuration of the engine.
     """
 
     loaded: LoadedModel
@@ -158,16 +158,16 @@ class InputProcessor:
         return made or ResponseFormats.of_tokenizer(self.loaded.tokenizer, self.config)
 
     def close(self) -> list[threading.Thread]:
-        """Forgets texts that wait to be tokenised and grammars that wait to be compiled; returns
-        the threads of those that are."""
+        """Drop texts that wait to be tokenised and grammars that wait to be compiled; returns the
+        threads that still work."""
         worker = self._worker.close()
         return self.grammars.close() + ([] if worker is None else [worker])
 
     def _checked_ids(self, prompt: Any) -> list[int]:
-        """A prompt of token ids as plain integers that the model has."""
+        """Check a prompt of token ids; returns plain integers."""
         info = self.loaded.executor.info
         length = 0
-        with suppress(Exception):  # of what has no length, or too large a one
+        with suppress(Exception):  # it has no length, or too large a one
             length = len(prompt)
         if length >= info.max_model_len:
             raise self._too_long(length)
@@ -295,11 +295,11 @@ class InputProcessor:
     def _enqueue(
         self, request: Request, asked: Asked, num_tokens: int, parser: MessageParser | None = None
     ) -> TokenStream:
-        """Reserves the group's place in the queue, tells the observers of it, and sends it off if
-        its prompt is known.
+        """Reserve the group's place in the queue, call the observers, and send the group to the
+        engine thread if its prompt is known.
 
         Args:
-            num_tokens: of the prompt, or an estimate until it is tokenised.
+            num_tokens: tokens of the prompt, or an estimate until it is tokenised.
         """
         group = request.group
         observers = self.observers.all

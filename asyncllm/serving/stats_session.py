@@ -38,7 +38,7 @@ class StatsSession:
             with contextlib.suppress(ConnectionClosed):
                 closing = False
                 async for _ in self.connection:
-                    if not closing:  # not awaited: behind unread messages its answer is not read
+                    if not closing:  # not awaited: the close frame follows unread messages
                         tasks.start_soon(
                             self.connection.close, 1008, "this connection is read-only"
                         )

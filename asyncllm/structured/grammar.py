@@ -69,7 +69,7 @@ class GrammarBackend(Protocol):
     """A library that compiles grammars for one vocabulary."""
 
     def compile(self, spec: StructuredOutputs) -> Grammar:
-        """Compile a grammar. May take long, so it has a thread of its own.
+        """Compile a grammar. May take long; called on a thread of the compiler.
 
         Raises:
             GrammarError: if the backend cannot compile it.
