@@ -81,10 +81,10 @@ class EngineConfig:
             layers, or of those of one KV group in a model with sliding windows.
         enable_prefix_caching: keep and find the KV of shared prefixes; None is True, but for models
             with recurrent layers where there is no memory for ``num_state_snapshots``.
-        num_state_snapshots: recurrent states to keep of cached prefixes, in a model with recurrent
-            layers. Each is as large as the KV of hundreds of tokens or more. "auto" is four per
-            ``max_num_seqs``, in at most an eighth of the memory beside the weights, and on a CPU 1
-            GiB.
+        num_state_snapshots: recurrent states to keep of cached prefixes, beside those of running
+            requests, in a model with recurrent layers. Each is as large as the KV of hundreds of
+            tokens or more. "auto" is four for each of ``max_num_seqs``, within an eighth of the
+            memory beside the weights, and on a CPU within 1 GiB.
         attention_backend: "auto" ("triton" on CUDA, "native" or "torch" on a CPU), "torch",
             "native", "triton", "flash_attn", "flash_attn_3", or one that another distribution
             registers.

@@ -10,7 +10,7 @@ from asyncllm.outputs import CompletionOutput, Delta, FinishReason, TokenLogprob
 
 @dataclass(slots=True, eq=False)
 class OutputReader:
-    """The reading side of one output, on the loop that reads its stream.
+    """Reading side of one output, on the loop that reads its stream.
 
     Attributes:
         num_read: tokens read; the first ones of the request's output, to which the engine thread

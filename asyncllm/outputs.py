@@ -48,8 +48,8 @@ class Usage:
     Attributes:
         prompt_tokens: tokens in the prompt, counted once.
         completion_tokens: tokens generated, by all outputs.
-        cached_tokens: prompt tokens whose KV was in the prefix cache when the request came to
-            be scheduled; what its outputs share among themselves is not counted.
+        cached_tokens: prompt tokens whose KV was in the prefix cache when the request was first
+            scheduled; KV that its own outputs share is not counted.
         queue_time: from ``stream()`` to the first step that computes a token of it; for a
             request that was never scheduled, to its end.
         ttft: from ``stream()`` to the first generated token; None if there was none.

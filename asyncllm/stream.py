@@ -292,12 +292,12 @@ class TokenStream(Handle):
         )
 
     def abort(self) -> None:
-        """Ends the request with finish reason ``abort``; any thread, any number of times.
-        What was generated can still be read. Its blocks are free before the next step."""
+        """End the request with finish reason ``abort``; any thread, any number of times. Its output
+        so far can still be read. Its blocks are free before the next step."""
         self._core.abort(self._group)
 
     def close(self) -> None:
-        """Aborts the request and ends the iteration. Idempotent; waits for nothing."""
+        """Abort the request and end the iteration. Idempotent; waits for nothing."""
         self.abort()
         self._done = True
 

@@ -129,7 +129,7 @@ class Admission:
         return max(surplus / rate, 0.01)
 
     def correct(self, group: RequestGroup, num_tokens: int) -> None:
-        """Replaces the estimate of a prompt's length once it is tokenised."""
+        """Replace the estimate of a prompt's length once it is tokenised."""
         with self._lock:
             for request in group.members:
                 if request in self._queued:

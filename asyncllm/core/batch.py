@@ -26,8 +26,8 @@ class RequestAssignment:
         request_id: for messages only.
         token_ids: every token, prompt and output; none is in flight when a request is assigned.
         num_prompt_tokens: number of prompt tokens among them.
-        block_ids: per KV group the blocks it holds, this step's included, in order of
-            position; the null block where it has given one back.
+        block_ids: per KV group the blocks it holds, this step's included, in order of position; the
+            null block in place of those it has given back.
         sampling: resolved parameters: fields with a neutral value are not None, ``seed`` is set,
             and there are no ``logits_processors``.
         eos_token_ids: EOS token ids, which ``min_tokens`` suppresses together with

@@ -171,7 +171,7 @@ class BlockPool:
                     self._free.append(block)
 
     def publish(self, block: Block, block_hash: bytes) -> bool:
-        """Enters a held block into the prefix cache. False if another block has this hash already:
+        """Enter a held block into the prefix cache. False if another block has this hash already:
         that one stays, and this one is reused first once it is free."""
         if block.hash is not None:
             raise ValueError(f"{block} is published already")
@@ -181,7 +181,7 @@ class BlockPool:
         return True
 
     def unpublish(self, block: Block) -> None:
-        """Removes a block from the prefix cache; a free one goes to the head of the free list."""
+        """Remove a block from the prefix cache; a free one goes to the head of the free list."""
         if block.hash is None:
             return
         del self._by_hash[block.hash]
@@ -191,7 +191,7 @@ class BlockPool:
             self._free.appendleft(block)
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets every hash. False, with nothing done, while requests hold blocks."""
+        """Empty the prefix cache. False, with nothing done, while requests hold blocks."""
         if self.num_free != self.num_usable:
             return False
         for block in list(self._by_hash.values()):
@@ -199,7 +199,7 @@ class BlockPool:
         return True
 
     def check_integrity(self, holders: Iterable[Sequence[Block]] = ()) -> None:
-        """Raises AssertionError unless every block is accounted for.
+        """Raise AssertionError unless every block is accounted for.
 
         Args:
             holders: the block lists of all requests, to compare reference counts with.

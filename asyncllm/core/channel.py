@@ -84,8 +84,8 @@ class Mailbox(Protocol):
     """Wakes the readers of one event loop from the engine thread."""
 
     def notify(self, channels: Iterable[Channel]) -> bool:
-        """Wakes the readers of ``channels`` with one call into the loop at most; False if
-        the loop is gone. Any thread; never waits for the loop."""
+        """Wake the readers of ``channels`` with at most one call into the loop; False if the loop
+        is gone. Any thread; never waits for the loop."""
         ...
 
     def is_closed(self) -> bool: ...
@@ -140,7 +140,7 @@ class Channel:
         self.num_written += 1
 
     def append(self, last: Delta) -> None:
-        """Writes the last delta of a request whose group goes on. Engine thread."""
+        """Write the last delta of a request whose group goes on. Engine thread."""
         if self.final is None:
             self.items.append(last)
             self.num_written += len(last.token_ids)

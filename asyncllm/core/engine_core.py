@@ -349,19 +349,19 @@ class EngineCore:
             self.scheduler.add(request)
 
     def on_watch_deadline(self, group: RequestGroup) -> None:
-        """Watches the deadline of a group whose prompt is still being tokenised."""
+        """Watch the deadline of a group whose prompt is still being tokenised."""
         if any(member.status is Status.NEW for member in group.members):
             self._deadlines.add(group, self.admission.num_live)
 
     def on_fail(self, group: RequestGroup, error: BaseException) -> None:
-        """Fails a group whose prompt or grammar could not be prepared."""
+        """Fail a group whose prompt or grammar could not be prepared."""
         self.output_processor.fail(group, as_request_error(group, error))
 
     def on_abort(self, group: RequestGroup) -> None:
         self.output_processor.abort(group)
 
     def on_drained(self, group: RequestGroup) -> None:
-        """Resumes a group under backpressure whose stream has been read down far enough."""
+        """Resume a group under backpressure whose stream has been read far enough."""
         self.output_processor.release(group)
 
     def suspend(self, suspended: bool) -> None:

@@ -170,4 +170,4 @@ class Executor(Protocol):
         block tables are void: the next steps assign them anew."""
 
     def close(self) -> None:
-        """Gives back all memory and threads. Idempotent."""
+        """Release all memory and threads. Idempotent."""

@@ -61,7 +61,7 @@ class IdleCalls:
             future.set_result(result)
 
     def close(self, shutdown_error: Callable[[], EngineError]) -> None:
-        """Fails the calls that have not run, and all later ones; any thread."""
+        """Fail the calls that have not run, and all later ones; any thread."""
         with self._lock:
             unfinished, self._unfinished = self._unfinished or set(), None
         for future in unfinished:

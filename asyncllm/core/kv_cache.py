@@ -340,7 +340,7 @@ class KVCacheManager:
         return True
 
     def free(self, request: Request) -> None:
-        """Frees all blocks of the request; their contents stay cached."""
+        """Free all blocks of the request; their contents stay cached."""
         for blocks, first in zip(request.blocks, request.num_trimmed, strict=False):
             self.pool.release(blocks[first:])
         request.blocks = ()

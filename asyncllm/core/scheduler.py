@@ -369,7 +369,7 @@ class Scheduler:
                 if request.structured_output is not None:
                     try:
                         reason = request.structured_output.advance(request, token_id, reason)
-                    except BaseException as error:  # of a backend's native code too
+                    except BaseException as error:  # native code of a backend may raise it
                         self.finish(request, None)
                         yield request, -1, None, error
                         break
@@ -436,7 +436,7 @@ class Scheduler:
     # --- invariants --------------------------------------------------------------------
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless every block, slot and count is accounted for."""
+        """Raise AssertionError unless every block, slot and count is accounted for."""
         live = list(self.requests())
         assert len(live) == len(set(live)), "a request is in two places"
         self.kv.check_integrity(live)

@@ -171,7 +171,7 @@ class StateSnapshots:
         return last + ((computed - last) // self._interval + 1) * self._interval
 
     def reset(self) -> None:
-        """Forgets every snapshot; no step may be in flight."""
+        """Forget every snapshot; no step may be in flight."""
         for save in self._saves:
             self.pool.release((save.block,))
         self._saves.clear()
@@ -179,5 +179,5 @@ class StateSnapshots:
         self.pool.reset_prefix_cache()
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless every snapshot is free or being saved."""
+        """Raise AssertionError unless every snapshot is free or being saved."""
         self.pool.check_integrity([[save.block] for save in self._saves])

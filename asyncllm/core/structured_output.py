@@ -174,7 +174,7 @@ def make_masks(
         try:
             assert request.structured_output is not None
             mask = request.structured_output.mask(request)
-        except BaseException as error:  # of a backend's native code too
+        except BaseException as error:  # native code of a backend may raise it
             ends.append((request, error))
             continue
         if mask is None:

@@ -31,7 +31,7 @@ with contextlib.suppress(ImportError):
 
 
 class AsyncioBackend:
-    """One asyncio loop. ``TrioBackend`` has the same methods.
+    """Backend of one asyncio loop. ``TrioBackend`` has the same methods.
 
     Attributes:
         post: schedules a function on the loop; any thread. RuntimeError if the loop is closed.
@@ -74,7 +74,7 @@ class TrioWaiter:
 
 
 class TrioBackend:
-    """One trio run."""
+    """Backend of one trio run."""
 
     def __init__(self, token: Any) -> None:
         import trio

@@ -379,7 +379,7 @@ class InputProcessor:
         try:
             for member in group.members:
                 member.structured_output = StructuredOutput(grammar.new_matcher(), grammar.special)
-        except BaseException as failure:  # of a backend's native code too
+        except BaseException as failure:  # native code of a backend may raise it
             core.send(core.on_fail, group, failure)
             return
         core.send(core.on_add, group)

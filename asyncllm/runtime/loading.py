@@ -1,4 +1,4 @@
-"""Loading: from a configuration to everything that an engine runs on."""
+"""Loading: makes everything that an engine runs on from its configuration."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class ClientGoneError(Exception):
 
 
 class Exchange:
-    """Reads the body and sends the answer.
+    """Reader of a request's body, and sender of its answer.
 
     Args:
         max_body: most bytes of the body.

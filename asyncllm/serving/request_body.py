@@ -68,8 +68,9 @@ class RequestBody(BaseModel):
     """Fields of a request. null counts as absent. An unknown field is refused by name, and so is
     one whose value asks for something that this server does not do.
 
-    Class attributes: NEUTRAL: unsupported fields to the values that have no effect, which are
-    accepted; null always is.
+    Class attributes:
+        NEUTRAL: unsupported fields to the values that have no effect, which are accepted; null
+            always is.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)

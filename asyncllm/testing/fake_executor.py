@@ -1,4 +1,4 @@
-"""FakeExecutor: an executor without a model, for tests of everything above it."""
+"""FakeExecutor: an executor without a model, for tests of the layers above it."""
 
 from __future__ import annotations
 

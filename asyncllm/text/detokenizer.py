@@ -1,4 +1,4 @@
-"""Detokenizer: the text side of one output, with its stop strings."""
+"""Detokenizer: incremental text of one output, with stop strings."""
 
 from __future__ import annotations
 

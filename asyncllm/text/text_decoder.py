@@ -40,7 +40,7 @@ class TextDecoder(Protocol):
 
 
 class ByteTable(dict[int, bytes]):
-    """Token id to bytes for a byte-level vocabulary; shared by all requests.
+    """Map from token id to bytes for a byte-level vocabulary; shared by all requests.
 
     Filled as tokens occur: a whole table of 150,000 entries would take 100 ms at start, and most
     entries are never read. Ids in ``skip`` and ids outside the vocabulary have no bytes.
@@ -118,7 +118,7 @@ def _unfinished_tail(table: ByteTable, token_ids: Sequence[int]) -> bytes:
 
 
 class PieceTable(dict[int, str | int]):
-    """Token id to its text or its byte; shared by all requests.
+    """Map from token id to its text or byte; shared by all requests.
 
     Made for the decoder chain of SentencePiece models with byte fallback: the word mark becomes a
     space, "<0xNN>" a byte. Filled as tokens occur; see ByteTable.

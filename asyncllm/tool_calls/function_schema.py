@@ -1,7 +1,7 @@
 """function_schema: converts Python functions and Pydantic models to OpenAI tools.
 
-The schemas equal those of ``transformers.utils.get_json_schema``. That function takes a second to
-import on the caller's event loop, and refuses a docstring that leaves out an argument; here any
+The schemas are made like those of ``transformers.utils.get_json_schema``, which takes a second to
+import on the caller's event loop and refuses a docstring that leaves out an argument; here any
 docstring will do.
 """
 
